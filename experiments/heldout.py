@@ -32,7 +32,7 @@ class HeldoutSet(NamedTuple):
 
 
 class Rows(Protocol):
-    """Rows to evaluate on, as `fedpax.data.rounds.heldout.HeldoutRows` has them."""
+    """Rows to evaluate on, as `fedpax.data.rounds.heldout_tokens.HeldoutRows` has them."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -133,7 +133,7 @@ def heldout_evaluator(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from fedpax.data.rounds.heldout import HeldoutRows
+        >>> from fedpax.data.rounds.heldout_tokens import HeldoutRows
         >>> uniform = lambda params, batch: (jnp.log(params), None)
         >>> rows = HeldoutRows([{"text": "import jax"}], seq_len=4)
         >>> sizes = dict(batch_size=2, placement="islands", num_participants=1)

@@ -14,7 +14,7 @@ from fedpax.algorithm import LossFn, Metrics, Params
 from fedpax.checkpoints.remote import resolve_folder
 from fedpax.checkpoints.saved_rounds import latest_round
 from fedpax.data import Source, Tokenizer, load, load_tokenizer
-from fedpax.data.rounds.heldout import HeldoutRows
+from fedpax.data.rounds.heldout_tokens import HeldoutRows
 from fedpax.data.text.byte_tokenizer import VOCAB_SIZE
 from fedpax.experiments.heldout import HeldoutSets, parse_heldout_sets
 from fedpax.experiments.ranges import COUNT, check_ranges

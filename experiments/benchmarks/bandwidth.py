@@ -3,7 +3,7 @@ r"""Bandwidth between two sites for a compute utilization: the table of Streamin
     python -m fedpax.experiments.benchmarks.bandwidth --plot=bandwidth.png
 
 The published figures are from table 4 of arXiv:2501.18512. The model is the module
-`fedpax.planning.compute_utilization`, with H = 100 steps, fragments of 3 layers (strided), and one
+`fedpax.planning.site_bandwidth`, with H = 100 steps, fragments of 3 layers (strided), and one
 step of overlap. Two sites exchange 16 bits of a parameter, 4 bits in the last row.
 
 The paper does not state how many of a model's parameters are exchanged. One constant is fitted:
@@ -27,9 +27,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
-from fedpax.planning.compute_utilization import (
-    Exchange,
-    Workload,
+from fedpax.planning.site_bandwidth import (
+    SiteExchange,
+    SiteWorkload,
     compute_utilization,
     required_bandwidth,
 )
@@ -41,9 +41,9 @@ GRID = tuple(np.logspace(-1, 3, 50) * 1e9)
 UTILIZATIONS = (0.95, 0.99)
 
 MODELS = {
-    "1B": Workload(num_params=1e9, num_layers=24, step_seconds=0.1),
-    "10B": Workload(num_params=10e9, num_layers=48, step_seconds=0.8),
-    "100B": Workload(num_params=100e9, num_layers=108, step_seconds=4.9),
+    "1B": SiteWorkload(num_params=1e9, num_layers=24, step_seconds=0.1),
+    "10B": SiteWorkload(num_params=10e9, num_layers=48, step_seconds=0.8),
+    "100B": SiteWorkload(num_params=100e9, num_layers=108, step_seconds=4.9),
 }
 
 # Gbit/s for 95% and 99%, by method and model.
@@ -67,20 +67,20 @@ def _read_plan(text: str) -> tuple[str, float]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def exchange(method: str, num_layers: int) -> Exchange:
+def exchange(method: str, num_layers: int) -> SiteExchange:
     """Return what a method of the table exchanges."""
     fragments = num_layers // 3
     match method:
         case "data parallel":
-            return Exchange()
+            return SiteExchange()
         case "DiLoCo":
-            return Exchange(period=100)
+            return SiteExchange(period=100)
         case "streaming":
-            return Exchange(period=100, fragments=fragments)
+            return SiteExchange(period=100, fragments=fragments)
         case "+ overlap":
-            return Exchange(period=100, fragments=fragments, overlap_steps=1)
+            return SiteExchange(period=100, fragments=fragments, overlap_steps=1)
         case "+ 4 bits":
-            return Exchange(period=100, fragments=fragments, overlap_steps=1, bits=4)
+            return SiteExchange(period=100, fragments=fragments, overlap_steps=1, bits=4)
     raise ValueError(f"unknown method {method!r}, expected one of {', '.join(PUBLISHED)}.")
 
 

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from fedpax.experiments.benchmarks import harness
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
-from fedpax.simulation.goodput import (
+from fedpax.simulation.chip_failures import (
     Cluster,
     decoupled_goodput,
     draw_failures,

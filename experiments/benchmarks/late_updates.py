@@ -27,15 +27,15 @@ from fedpax.experiments.benchmarks.chaos_sites import SYNCER, Failure, draw_fail
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
 from fedpax.experiments.decoupled_diloco_text import DecoupledDiLoCoText
 from fedpax.sites.identity import Identity
-from fedpax.sites.island import Island
-from fedpax.sites.link import Link
-from fedpax.sites.local_model import LocalModel
-from fedpax.sites.message import Message
-from fedpax.sites.outer_model import OuterModel
-from fedpax.sites.run_syncer import tokens_per_step
-from fedpax.sites.syncer import Syncer
-from fedpax.sites.transport import DisconnectedError
-from fedpax.sites.updates import MergeReport
+from fedpax.sites.island.island import Island
+from fedpax.sites.island.link import Link
+from fedpax.sites.island.local_model import LocalModel
+from fedpax.sites.site_run import tokens_per_step
+from fedpax.sites.syncer.outer_model import OuterModel
+from fedpax.sites.syncer.syncer import Syncer
+from fedpax.sites.syncer.updates import MergeReport
+from fedpax.sites.transport.calls import DisconnectedError
+from fedpax.sites.transport.message import Message
 from fedpax.training.experiment import Run
 
 ROUND_SECONDS, TICK_SECONDS, HEARTBEAT_SECONDS, RESTART_SECONDS = 1.0, 0.05, 1.0, 6.0

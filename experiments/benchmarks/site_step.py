@@ -29,16 +29,16 @@ from fedpax.experiments.benchmarks import timing
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
 from fedpax.experiments.decoupled_diloco_text import DecoupledDiLoCoText, decoupled_diloco_text
 from fedpax.parallel.mesh import SINGLE_DEVICE
-from fedpax.sites.certificates import make_certificates
 from fedpax.sites.identity import identify
-from fedpax.sites.island import Island
-from fedpax.sites.link import Link
-from fedpax.sites.local_model import LocalModel
-from fedpax.sites.outer_model import OuterModel
-from fedpax.sites.run_syncer import build_parts
-from fedpax.sites.syncer import Syncer
-from fedpax.sites.syncer_store import SyncerStore
-from fedpax.sites.transport import connect, serve
+from fedpax.sites.island.island import Island
+from fedpax.sites.island.link import Link
+from fedpax.sites.island.local_model import LocalModel
+from fedpax.sites.site_run import build_parts
+from fedpax.sites.syncer.outer_model import OuterModel
+from fedpax.sites.syncer.syncer import Syncer
+from fedpax.sites.syncer.syncer_store import SyncerStore
+from fedpax.sites.transport.calls import connect, serve
+from fedpax.sites.transport.certificates import make_certificates
 
 SETTLE_SECONDS = 0.5
 

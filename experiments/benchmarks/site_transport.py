@@ -22,9 +22,9 @@ import numpy as np
 
 from fedpax.experiments.benchmarks import harness
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
-from fedpax.sites.certificates import make_certificates
-from fedpax.sites.message import Message
-from fedpax.sites.transport import Connection, connect, serve
+from fedpax.sites.transport.calls import Connection, connect, serve
+from fedpax.sites.transport.certificates import make_certificates
+from fedpax.sites.transport.message import Message
 
 MB = 1_000_000
 

@@ -20,7 +20,7 @@ def certificates(arguments: Sequence[str]) -> int:
 
     Raises:
         UsageError: a flag is missing or unknown, or an extra is not installed.
-        ValueError: as in `fedpax.sites.certificates.make_certificates`.
+        ValueError: as in `fedpax.sites.transport.certificates.make_certificates`.
         OSError: as in `make_certificates`.
     """
     options, unknown = parse("certificates", arguments, define_flags, needs_exp=False)
@@ -37,7 +37,7 @@ def certificates(arguments: Sequence[str]) -> int:
             "--names=syncer.example.org,site-1,site-2`."
         )
     try:
-        from fedpax.sites.certificates import AUTHORITY, make_certificates
+        from fedpax.sites.transport.certificates import AUTHORITY, make_certificates
     except ImportError:
         raise UsageError(
             "certificates need the package cryptography, and it is not installed. Install it: "

@@ -26,15 +26,15 @@ from fedpax.commands.fitting_mesh import (
 )
 from fedpax.commands.training_process import TrainingProcess
 from fedpax.console import print_error
-from fedpax.elastic.coordinator import CANNOT_RUN, Keeper
+from fedpax.elastic.coordinator import CANNOT_RUN, ElasticCoordinator
 from fedpax.elastic.host_copies import (
     list_copies,
     memory_folder,
     remove_copies,
 )
 from fedpax.elastic.membership import MEMBERSHIP, Membership
-from fedpax.processes.cluster import Cluster, ClusterError, find_cluster
-from fedpax.processes.json_lines import Lines
+from fedpax.processes.job_processes import JobProcesses, JobProcessesError, find_job_processes
+from fedpax.processes.json_line_socket import JsonLineSocket
 from fedpax.training.experiment import Experiment
 from fedpax.training.preemption import PreemptionGuard
 
@@ -79,10 +79,12 @@ def train_elastically(
             keeper answers within `--join_timeout`.
     """
     try:
-        cluster = find_cluster() or Cluster(f"localhost:{_free_port()}", 1, 0, "no variables")
+        cluster = find_job_processes() or JobProcesses(
+            f"localhost:{_free_port()}", 1, 0, "no variables"
+        )
         keeper = None
         if options.keeper == "alone" or (options.keeper == "first" and cluster.process_id == 0):
-            keeper = Keeper(
+            keeper = ElasticCoordinator(
                 cluster,
                 join_timeout=options.join_timeout,
                 heartbeat_timeout=options.heartbeat_timeout,
@@ -90,7 +92,7 @@ def train_elastically(
                 alone=options.keeper == "alone",
                 tell=lambda line: print_error(f"fedpax: elastic: {line}."),
             )
-    except ClusterError as error:
+    except JobProcessesError as error:
         raise UsageError(f"--elastic: {error}") from None
     with PreemptionGuard() as preemption:
         if options.keeper == "alone":
@@ -105,7 +107,7 @@ def train_elastically(
     return status
 
 
-def _wait_for(keeper: Keeper, preemption: PreemptionGuard) -> int:
+def _wait_for(keeper: ElasticCoordinator, preemption: PreemptionGuard) -> int:
     signaled = False
     while keeper.status is None:
         keeper.join(TICK)
@@ -132,7 +134,7 @@ class Supervisor:
         options: flags.FlagValues,
         experiment: Experiment,
         folder: Path,
-        cluster: Cluster,
+        cluster: JobProcesses,
         arguments: Sequence[str],
     ) -> None:
         self._options, self._arguments = options, arguments
@@ -141,7 +143,7 @@ class Supervisor:
         self._memory = memory_folder(options.copy_dir, folder, cluster.process_id)
         self._generation = 0
         self._training: TrainingProcess | None = None
-        self._lines: Lines | None = None
+        self._lines: JsonLineSocket | None = None
 
     def connect(self) -> None:
         """Connect to the keeper.
@@ -161,7 +163,7 @@ class Supervisor:
         while True:
             try:
                 address = (self._cluster.host, self._cluster.port)
-                lines = Lines(socket.create_connection(address, timeout=5))
+                lines = JsonLineSocket(socket.create_connection(address, timeout=5))
             except OSError as error:
                 reason = error.strerror or str(error)
             else:

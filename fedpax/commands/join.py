@@ -20,12 +20,12 @@ from fedpax.commands.processes import (
     provide_processes,
 )
 from fedpax.console import print_line
-from fedpax.processes.cluster import ClusterError
+from fedpax.processes.job_processes import JobProcessesError
 
 GAVE_UP = 75  # EX_TEMPFAIL of sysexits.h: the same command can succeed later
 
 if TYPE_CHECKING:
-    from fedpax.sites.join import JoinResult
+    from fedpax.sites.island.join import JoinResult
 
 
 def join(arguments: Sequence[str]) -> int:
@@ -49,7 +49,7 @@ def join(arguments: Sequence[str]) -> int:
             options,
             dataclasses.replace(experiment, mesh=dataclasses.replace(experiment.mesh, islands=1)),
         )
-        from fedpax.sites.join import join as join_syncer
+        from fedpax.sites.island.join import join as join_syncer
 
         try:
             result = join_syncer(
@@ -65,7 +65,7 @@ def join(arguments: Sequence[str]) -> int:
                 give_up_after=options.give_up_after,
                 heartbeat_timeout=options.heartbeat_timeout,
             )
-        except ClusterError as error:
+        except JobProcessesError as error:
             raise UsageError(f"--multihost: {error}") from None
     if jax.process_index() == 0:
         print_line(describe(result, options.job_log_dir, options.syncer))
@@ -83,7 +83,7 @@ def describe(result: "JoinResult", folder: str, syncer: str) -> str:
         syncer: the address of the syncer.
 
     Example:
-        >>> from fedpax.sites.join import JoinResult
+        >>> from fedpax.sites.island.join import JoinResult
         >>> describe(JoinResult(7, finished=True, signal=None), "runs/a", "oslo:7000")
         'Finished: the syncer has done all merges; 7 rounds of this island are saved in runs/a.'
     """

@@ -11,7 +11,7 @@ from absl import flags
 from fedpax.commands import UsageError
 from fedpax.commands.devices import provide_devices
 from fedpax.console import print_error
-from fedpax.processes.cluster import Cluster, ClusterError, find_cluster
+from fedpax.processes.job_processes import JobProcesses, JobProcessesError, find_job_processes
 from fedpax.processes.roll_call import call_roll, wait_for_coordinator
 from fedpax.training.experiment import Experiment
 
@@ -70,18 +70,18 @@ def join_processes(timeout: float, heartbeat_timeout: int) -> int | None:
     # Collectives between CPU processes need gloo; other devices bring their own.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
-        cluster = find_cluster()
+        cluster = find_job_processes()
         if cluster is not None:
             call_roll(cluster, timeout)
             wait_for_coordinator(cluster, timeout)
-    except ClusterError as error:
+    except JobProcessesError as error:
         raise UsageError(f"--multihost: {error}") from None
     with _exit_after(timeout):
         _initialize(cluster, timeout, heartbeat_timeout)
     return cluster and cluster.num_processes
 
 
-def _initialize(cluster: Cluster | None, timeout: float, heartbeat_timeout: int) -> None:
+def _initialize(cluster: JobProcesses | None, timeout: float, heartbeat_timeout: int) -> None:
     # JAX's own timeout aborts the process without a word about the remedy: it comes later.
     initialization_timeout = int(timeout) + 60
     try:

@@ -23,7 +23,7 @@ from fedpax.reports.plot import Axis, plot_losses
 from fedpax.reports.run_report import format_goodput, format_reports, holds_run, report_run
 from fedpax.run_files.configuration import ConfigurationError, is_remote, resolve_job_log_dir
 from fedpax.run_files.metrics import read_metrics, select
-from fedpax.sites.island_table import format_islands, read_islands
+from fedpax.sites.syncer.island_table import format_islands, read_islands
 from fedpax.training.job_dir import is_in_use
 
 

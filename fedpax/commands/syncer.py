@@ -32,7 +32,7 @@ def syncer(arguments: Sequence[str]) -> int:
     # The outer model is in the host's memory: leave accelerators to other programs.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from fedpax.commands.compilation_cache import enable_compilation_cache
-    from fedpax.sites.run_syncer import run_syncer
+    from fedpax.sites.syncer.run_syncer import run_syncer
 
     enable_compilation_cache()
     result = run_syncer(

@@ -37,7 +37,7 @@ from fedpax.data.populations.quantity_skew import partition_by_quantity
 from fedpax.data.populations.synthetic_clients import DirichletClients
 from fedpax.data.rounds.cohort_rounds import CohortRounds, cohort_rounds
 from fedpax.data.rounds.example_rounds import ExampleRounds, example_rounds
-from fedpax.data.rounds.heldout import heldout_token_batches
+from fedpax.data.rounds.heldout_tokens import heldout_token_batches
 from fedpax.data.rounds.labeled_examples import example_batches, read_examples
 from fedpax.data.rounds.local_rows import LocalRows, addressable_rows
 from fedpax.data.rounds.mixture import Mixture

@@ -35,8 +35,8 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from fedpax.processes.cluster import Cluster, ClusterError
-from fedpax.processes.json_lines import MOST_STRANGERS, Lines, printable
+from fedpax.processes.job_processes import JobProcesses, JobProcessesError
+from fedpax.processes.json_line_socket import MOST_STRANGERS, JsonLineSocket, printable
 from fedpax.processes.roll_call import listen
 
 FINISHED, FAILED, CANNOT_RUN = 0, 1, 2
@@ -51,7 +51,7 @@ SECONDS_TO_GREET = 5.0
 TICK = 0.1
 
 
-class Keeper:
+class ElasticCoordinator:
     """The keeper, which runs in a thread until the job ends.
 
     Args:
@@ -67,12 +67,12 @@ class Keeper:
         status: the job's exit status, when it has ended.
 
     Raises:
-        ClusterError: the port is in use.
+        JobProcessesError: the port is in use.
     """
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: JobProcesses,
         *,
         join_timeout: float,
         heartbeat_timeout: float,
@@ -88,8 +88,8 @@ class Keeper:
         self._checkpoint = 0
         self._resumed: int | None = None  # the copies that were used last
         self._start_by = time.monotonic() + join_timeout
-        self._strangers: dict[Lines, str] = {}  # with their addresses, the oldest first
-        self._members: dict[int, Lines] = {}
+        self._strangers: dict[JsonLineSocket, str] = {}  # with their addresses, the oldest first
+        self._members: dict[int, JsonLineSocket] = {}
         self._addresses: dict[int, str] = {}
         self._hosts: dict[int, str] = {}
         self._generation = 0
@@ -155,13 +155,13 @@ class Keeper:
             full = True
             time.sleep(TICK)
         else:
-            lines = Lines(connection)
+            lines = JsonLineSocket(connection)
             self._selector.register(connection, selectors.EVENT_READ, lines)
             self._strangers[lines] = address.removeprefix("::ffff:")
         if full and self._strangers:
             next(iter(self._strangers)).closed = True
 
-    def _read(self, lines: Lines) -> None:
+    def _read(self, lines: JsonLineSocket) -> None:
         for message in lines.receive():
             if lines in self._strangers:
                 self._admit(lines, message)
@@ -173,7 +173,7 @@ class Keeper:
                 self._note_end(number, status if type(status) is int else FAILED)
                 self._note_progress(number, message)
 
-    def _admit(self, lines: Lines, message: dict[str, Any]) -> None:
+    def _admit(self, lines: JsonLineSocket, message: dict[str, Any]) -> None:
         number, count = message.get("process"), message.get("count")
         refusal = None
         if count != self._cluster.num_processes:
@@ -330,7 +330,7 @@ class Keeper:
     def _free_port(self) -> int:
         """Return a port for the coordinator of the training processes, free on this host."""
         for port in range(self._cluster.port - 1, max(self._cluster.port - 100, 1024), -1):
-            with contextlib.suppress(ClusterError), listen(self._cluster, port):
+            with contextlib.suppress(JobProcessesError), listen(self._cluster, port):
                 return port
         return self._cluster.port - 1
 

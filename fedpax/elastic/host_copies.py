@@ -41,7 +41,7 @@ SIZE_OF_LENGTH = 8  # bytes
 ALIGNMENT = 64
 
 
-class Block(NamedTuple):
+class SavedShard(NamedTuple):
     """A shard in a copy.
 
     Attributes:
@@ -68,7 +68,7 @@ class HostCopy(NamedTuple):
     participants: list[int] | None
     stream_state: StreamState
     shapes: Mapping[str, tuple[int, ...]]
-    blocks: Mapping[str, list[Block]]
+    blocks: Mapping[str, list[SavedShard]]
 
     def restore(self, like: State, participants: Sequence[int] | None) -> State | None:
         """Restore the state on the devices of another mesh; no process waits for another.
@@ -377,7 +377,7 @@ def _read_copy(path: Path) -> HostCopy:
     start = SIZE_OF_LENGTH + length
     header = json.loads(content[SIZE_OF_LENGTH:start].tobytes())
     shapes: dict[str, tuple[int, ...]] = {}
-    blocks: dict[str, list[Block]] = {}
+    blocks: dict[str, list[SavedShard]] = {}
     for name, shape, dtype, places in header["leaves"]:
         shapes[name] = tuple(shape)
         blocks[name] = []
@@ -386,7 +386,7 @@ def _read_copy(path: Path) -> HostCopy:
             size = math.prod(sizes) * np.dtype(dtype).itemsize
             raw = content[start + offset : start + offset + size]
             values = raw.view(np.dtype(dtype)).reshape(sizes)
-            blocks[name].append(Block(tuple((a, b) for a, b in region), values))
+            blocks[name].append(SavedShard(tuple((a, b) for a, b in region), values))
     stream = header["stream"]
     state = bytes.fromhex(stream["hex"]) if "hex" in stream else stream["json"]
     return HostCopy(header["round"], header["participants"], state, shapes, blocks)

@@ -18,11 +18,11 @@ from fedpax.models.losses import (
     next_token_loss,
     transformer_loss,
 )
+from fedpax.models.model_flops import flops_per_token, model_flops_utilization
 from fedpax.models.nnx_functional import FunctionalModel, to_functional
 from fedpax.models.resnet import ResNetConfig, resnet
 from fedpax.models.transformer import transformer
 from fedpax.models.transformer_config import TransformerConfig
-from fedpax.models.utilization import flops_per_token, model_flops_utilization
 
 __all__ = [
     "CNNConfig",

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from fedpax.models.attention.layer import Attention, AttentionFn
-from fedpax.models.mixture import MixtureOfExperts
+from fedpax.models.mixture_of_experts import MixtureOfExperts
 from fedpax.models.parameters import normal_param, project
 from fedpax.models.quantization import Quantization
 from fedpax.models.rms_norm import RMSNorm

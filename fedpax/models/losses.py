@@ -109,8 +109,8 @@ def transformer_loss(
         config: the transformer's configuration.
         z_loss_weight: weight of the mean of log(sum(exp(logits)))^2. PaLM uses 1e-4.
         load_balance_weight: weight of the load-balancing loss of a mixture of experts, averaged
-            over layers; `fedpax.models.mixture.routing_losses` relates it to the weights of Switch
-            Transformers and of Mixtral's implementation.
+            over layers; `fedpax.models.mixture_of_experts.routing_losses` relates it to the weights
+            of Switch Transformers and of Mixtral's implementation.
         router_z_weight: weight of the mean of log(sum(exp(router logits)))^2, averaged over layers.
         tokens_per_chunk: tokens per device whose logits exist at once.
 

@@ -83,7 +83,7 @@ class ResNetConfig:
         return convolutions + norms + (widths[-1] + 1) * self.num_classes
 
 
-class Block(nnx.Module):
+class ResidualBlock(nnx.Module):
     """Two 3 x 3 convolutions, each after normalization and ReLU, added to the input.
 
     Attributes:
@@ -135,7 +135,7 @@ class ResNet(nnx.Module):
         pairs = list(itertools.pairwise(config.widths))
         self.blocks = nnx.Dict(
             {
-                f"block_{i}": Block(
+                f"block_{i}": ResidualBlock(
                     a,
                     b,
                     config.stage_stride if a != b else 1,

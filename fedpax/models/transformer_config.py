@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
-from fedpax.models.utilization import flops_per_token
+from fedpax.models.model_flops import flops_per_token
 
 
 @dataclass(frozen=True)

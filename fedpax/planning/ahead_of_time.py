@@ -13,7 +13,7 @@ import jax
 from jax.sharding import use_abstract_mesh
 
 from fedpax.parallel.mesh import default_devices
-from fedpax.planning.compiled_plan import CompiledPlan, Workload, make_plan, memory_of
+from fedpax.planning.compiled_plan import CompiledPlan, RoundWorkload, make_plan, memory_of
 from fedpax.planning.memory_overflow import MemoryOverflowError, overflow_report, shortage_of
 from fedpax.planning.mesh_fit import describe_misfit
 from fedpax.planning.topology import Topology, foreign_libtpu
@@ -111,7 +111,7 @@ def plan_experiment(
         write_atomically(Path(program_file), text)
     report(f"reading the compiled program, {len(text) / 1e6:.1f} MB")
     first = jax.tree.leaves(run.cohort_shapes)[0].shape  # [participants, steps, ...]
-    workload = Workload(
+    workload = RoundWorkload(
         experiment=name,
         placement=run.placement,
         num_participants=compiled.num_participants,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fedpax.hlo import costs, parsing, transfers
+from fedpax.hlo import costs, parsing, transfer_schedule
 from fedpax.hlo.collectives import Collective, collectives
 from fedpax.planning import interconnect
 from fedpax.planning.interconnect import DCN, ICI
@@ -22,7 +22,7 @@ from fedpax.planning.overlap import Overlap, find_overlap
 from fedpax.planning.topology import Topology
 
 
-class Workload(NamedTuple):
+class RoundWorkload(NamedTuple):
     """The work of a round, independent of the devices.
 
     Attributes:
@@ -187,7 +187,7 @@ class CompiledPlan(NamedTuple):
             transfers, without matmuls, or if the chip's specifications are unknown.
     """
 
-    workload: Workload
+    workload: RoundWorkload
     topology: Topology
     axes: tuple[MeshAxis, ...]
     memory: DeviceMemory
@@ -286,7 +286,7 @@ def make_plan(
     text: str,
     mesh: jax.sharding.Mesh,
     topology: Topology,
-    workload: Workload,
+    workload: RoundWorkload,
     memory: DeviceMemory,
     slice_bandwidth: float | None = None,
 ) -> CompiledPlan:
@@ -373,7 +373,7 @@ def _overlap(
         return None
     steps = plan.workload.local_steps
     return find_overlap(
-        transfers.schedule(module),
+        transfer_schedule.schedule(module),
         {
             timed.collective.name: _bytes_out_of_slice(timed, mesh, topology)
             for timed in plan.collectives

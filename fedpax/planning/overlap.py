@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from fedpax.hlo import transfers as schedules
-from fedpax.hlo.transfers import Completion, Event, Loop, Start, Work
+from fedpax.hlo import transfer_schedule
+from fedpax.hlo.transfer_schedule import Completion, Event, Loop, Start, Work
 
 UTILIZATIONS = (0.95, 0.99)
 """Compute utilizations for which a plan reports the smallest bandwidth."""
@@ -113,7 +113,7 @@ def find_overlap(
     """Find the local steps that hide each transfer, and the time that stays exposed.
 
     Args:
-        events: the schedule of a round, from `fedpax.hlo.transfers.schedule`.
+        events: the schedule of a round, from `fedpax.hlo.transfer_schedule.schedule`.
         slice_bytes: name of a transfer's `send` -> bytes that leave a slice in one execution.
         num_steps: local steps of a round.
         step_seconds: seconds of a local step.
@@ -141,8 +141,8 @@ def find_overlap(
         raise ValueError(
             f"bandwidth is {bandwidth}, expected a finite number of bytes per second above 0."
         )
-    flops = schedules.total_flops(events)
-    if not flops or not schedules.transfers(events):
+    flops = transfer_schedule.total_flops(events)
+    if not flops or not transfer_schedule.transfers(events):
         return None
     flops_per_step = flops / num_steps
     seconds_per_flop = step_seconds / flops_per_step
@@ -215,7 +215,7 @@ def _place(
                     now = after
 
     place(events, 1, None)
-    return [found[name] for name in schedules.transfers(events)]
+    return [found[name] for name in transfer_schedule.transfers(events)]
 
 
 def _exposed(
@@ -224,7 +224,7 @@ def _exposed(
     seconds: Callable[[float], float],
 ) -> dict[str, float]:
     """Return the seconds of a round in which the program waits for each transfer."""
-    waits = dict.fromkeys(schedules.transfers(events), 0.0)
+    waits = dict.fromkeys(transfer_schedule.transfers(events), 0.0)
     arrival: dict[str, float] = {}
     now = link = 0.0  # the times at which the program, and the link, have done all so far
 

@@ -13,9 +13,15 @@ from typing import Any
 
 import jax
 
-from fedpax.processes.cluster import ClusterError, find_cluster
 from fedpax.processes.gather import gather_json
-from fedpax.processes.json_lines import MOST_STRANGERS, greetings, parse_line, printable, read_line
+from fedpax.processes.job_processes import JobProcessesError, find_job_processes
+from fedpax.processes.json_line_socket import (
+    MOST_STRANGERS,
+    greetings,
+    parse_line,
+    printable,
+    read_line,
+)
 
 SECONDS_TO_CONNECT = 60.0
 SECONDS_TO_GREET = 5.0
@@ -44,7 +50,7 @@ class ControlChannel(AbstractContextManager["ControlChannel"]):
             because `jax.distributed` aborts processes 50 to 100 seconds after one is silent.
 
     Raises:
-        ClusterError: the processes cannot connect.
+        JobProcessesError: the processes cannot connect.
 
     Example:
         >>> with ControlChannel(print) as channel:
@@ -142,7 +148,7 @@ class ControlChannel(AbstractContextManager["ControlChannel"]):
 
 def _own_names() -> list[str]:
     """Return the names by which other hosts may reach this one, the most likely one first."""
-    cluster = find_cluster()
+    cluster = find_job_processes()
     own = socket.gethostname()
     names = [own, socket.getfqdn()]
     with contextlib.suppress(OSError):
@@ -178,7 +184,7 @@ def _accept_all(
                         return list(found.values())
                     continue
             connection.close()
-    raise ClusterError(
+    raise JobProcessesError(
         f"processes {sorted(expected - found.keys())} did not connect to process 0 on port "
         f"{offer['port']} within {SECONDS_TO_CONNECT:g} s, expected all of them. Let the "
         "hosts of the job connect to each other on any port."
@@ -210,7 +216,7 @@ def _connect(offer: dict[str, Any]) -> tuple[int, str, socket.socket]:
                     reasons[host] = str(error)
         time.sleep(0.2)
     tried = "; ".join(f"{host}: {reason}" for host, reason in reasons.items())
-    raise ClusterError(
+    raise JobProcessesError(
         f"process {jax.process_index()} cannot connect to process 0 on port {offer['port']} "
         f"({tried}), expected one of these names to reach its host. Let the hosts of the job "
         "connect to each other on any port, and resolve each other's names."

@@ -13,15 +13,15 @@ import socket
 import time
 from typing import Any
 
-from fedpax.processes.cluster import Cluster, ClusterError
-from fedpax.processes.json_lines import MOST_STRANGERS, greetings, printable, read_line
+from fedpax.processes.job_processes import JobProcesses, JobProcessesError
+from fedpax.processes.json_line_socket import MOST_STRANGERS, greetings, printable, read_line
 
 # A process sends and receives one line of JSON, so that bytes of another program are recognized.
 GREETING = "fedpax roll call 1"
 SECONDS_TO_TALK = 2.0
 
 
-def call_roll(cluster: Cluster, timeout: float) -> None:
+def call_roll(cluster: JobProcesses, timeout: float) -> None:
     """Wait until all processes of a job have connected.
 
     If a process sends another count, or the number of another process, it raises at once. The other
@@ -32,11 +32,11 @@ def call_roll(cluster: Cluster, timeout: float) -> None:
         timeout: seconds to wait.
 
     Raises:
-        ClusterError: a process is missing, this process does not belong to the job, nothing
+        JobProcessesError: a process is missing, this process does not belong to the job, nothing
             listens at the coordinator's address, or its port is in use.
 
     Example:
-        >>> call_roll(Cluster("localhost:8476", 1, 0, "the test"), timeout=5)
+        >>> call_roll(JobProcesses("localhost:8476", 1, 0, "the test"), timeout=5)
     """
     deadline = time.monotonic() + timeout
     if cluster.process_id == 0:
@@ -46,7 +46,7 @@ def call_roll(cluster: Cluster, timeout: float) -> None:
         _report(cluster, deadline, timeout)
 
 
-def _answer_all(cluster: Cluster, deadline: float, timeout: float) -> None:
+def _answer_all(cluster: JobProcesses, deadline: float, timeout: float) -> None:
     """Listen until each process has connected, then answer all of them."""
     hosts = {0: socket.gethostname()}
     turned_away: list[str] = []
@@ -76,7 +76,7 @@ def _answer_all(cluster: Cluster, deadline: float, timeout: float) -> None:
             message = _missing(cluster, hosts, turned_away, timeout)
             for one in waiting.values():
                 _send(one, {"error": message})
-            raise ClusterError(message)
+            raise JobProcessesError(message)
         server.close()  # from here on, a connection to the port is one to JAX's coordinator
         for one in waiting.values():
             _send(one, {"error": None})
@@ -86,7 +86,7 @@ def _answer_all(cluster: Cluster, deadline: float, timeout: float) -> None:
                 one.recv(1)
 
 
-def wait_for_coordinator(cluster: Cluster, timeout: float) -> None:
+def wait_for_coordinator(cluster: JobProcesses, timeout: float) -> None:
     """Wait after the roll call until JAX's coordinator listens.
 
     If its first attempt to connect fails, JAX waits for one second before the next one.
@@ -103,7 +103,7 @@ def wait_for_coordinator(cluster: Cluster, timeout: float) -> None:
         time.sleep(0.01)
 
 
-def listen(cluster: Cluster, port: int | None = None) -> socket.socket:
+def listen(cluster: JobProcesses, port: int | None = None) -> socket.socket:
     """Listen on all addresses of this host, the host of process 0.
 
     Args:
@@ -114,7 +114,7 @@ def listen(cluster: Cluster, port: int | None = None) -> socket.socket:
         The socket.
 
     Raises:
-        ClusterError: the port is in use.
+        JobProcessesError: the port is in use.
     """
     port = cluster.port if port is None else port
     backlog = max(cluster.num_processes, MOST_STRANGERS)
@@ -125,7 +125,7 @@ def listen(cluster: Cluster, port: int | None = None) -> socket.socket:
             )
         return socket.create_server(("", port), backlog=backlog)
     except OSError as error:
-        raise ClusterError(
+        raise JobProcessesError(
             f"process 0 cannot listen on port {port} of {socket.gethostname()} "
             f"({error.strerror}), expected a free port. Another job or program may use it: choose "
             "another port in JAX_COORDINATOR_ADDRESS (with Slurm also JAX_COORDINATOR_PORT), the "
@@ -133,7 +133,7 @@ def listen(cluster: Cluster, port: int | None = None) -> socket.socket:
         ) from None
 
 
-def _refusal(cluster: Cluster, hosts: dict[int, str], number: int, count: Any) -> str | None:
+def _refusal(cluster: JobProcesses, hosts: dict[int, str], number: int, count: Any) -> str | None:
     """Return why a process does not belong to the job, or None if it does."""
     if count != cluster.num_processes:
         return (
@@ -155,7 +155,7 @@ def _refusal(cluster: Cluster, hosts: dict[int, str], number: int, count: Any) -
 
 
 def _missing(
-    cluster: Cluster, hosts: dict[int, str], turned_away: list[str], timeout: float
+    cluster: JobProcesses, hosts: dict[int, str], turned_away: list[str], timeout: float
 ) -> str:
     """Return a message that names the missing processes."""
     absent = [str(i) for i in range(cluster.num_processes) if i not in hosts]
@@ -170,7 +170,7 @@ def _missing(
     )
 
 
-def _report(cluster: Cluster, deadline: float, timeout: float) -> None:
+def _report(cluster: JobProcesses, deadline: float, timeout: float) -> None:
     """Connect to process 0 until it answers."""
     greeting = {
         "greeting": GREETING,
@@ -193,10 +193,10 @@ def _report(cluster: Cluster, deadline: float, timeout: float) -> None:
             if answer.get("error", "") is None:
                 return
             if answer.get("error"):
-                raise ClusterError(f"process {cluster.process_id}: {answer['error']}")
+                raise JobProcessesError(f"process {cluster.process_id}: {answer['error']}")
             reason = "another program listens there, or process 0 has ended"
         time.sleep(min(0.05, max(deadline - time.monotonic(), 0)))
-    raise ClusterError(
+    raise JobProcessesError(
         f"process {cluster.process_id} found no process 0 at {cluster.coordinator} within "
         f"{timeout:g} s ({reason}), expected it to listen there. Read the log of process 0; check "
         f"that the address ({cluster.source}) is that of its host, and that no firewall closes the "

@@ -1,6 +1,14 @@
 """Simulation: time as data. Traces of a population, and the order of events that follows."""
 
 from fedpax.simulation.buffered_arrivals import BufferedArrivals, buffered_arrivals
+from fedpax.simulation.chip_failures import (
+    Cluster,
+    Failures,
+    Goodput,
+    decoupled_goodput,
+    draw_failures,
+    restart_goodput,
+)
 from fedpax.simulation.distributions import (
     Distribution,
     constant,
@@ -10,14 +18,6 @@ from fedpax.simulation.distributions import (
     uniform,
 )
 from fedpax.simulation.fragment_syncs import FragmentSyncs, fragment_syncs
-from fedpax.simulation.goodput import (
-    Cluster,
-    Failures,
-    Goodput,
-    decoupled_goodput,
-    draw_failures,
-    restart_goodput,
-)
 from fedpax.simulation.island_arrivals import (
     IslandArrivals,
     dynamic_local_steps,

@@ -9,8 +9,8 @@ from jaxtyping import Float64, Int, Int32
 
 from fedpax.clients.schedule import Arrivals
 from fedpax.primitives.casts import checked_cast
-from fedpax.simulation.presence import TRIES, Presence
 from fedpax.simulation.trace import Trace
+from fedpax.simulation.up_times import TRIES, UpTimes
 
 
 class BufferedArrivals(NamedTuple):
@@ -119,7 +119,7 @@ def buffered_arrivals(
             "clients at least one step, or transfers that take time."
         )
     limit = num_rounds if max_staleness is None else max_staleness
-    presence = Presence(trace)
+    presence = UpTimes(trace)
     generator = np.random.default_rng(seed)
     uniforms: list[float] = []
     idle = list(range(population))

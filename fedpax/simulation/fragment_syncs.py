@@ -8,8 +8,8 @@ from numpy.typing import ArrayLike
 
 from fedpax.clients.schedule import Syncs
 from fedpax.primitives.casts import checked_cast
-from fedpax.simulation.presence import Presence
 from fedpax.simulation.trace import Trace
+from fedpax.simulation.up_times import UpTimes
 
 
 class FragmentSyncs(NamedTuple):
@@ -144,7 +144,7 @@ class _Island:
     """An island between two merges: when its next step ends, and whether it has come back."""
 
     def __init__(self, trace: Trace, island: int, steps: int, most: int) -> None:
-        self._presence, self._island = Presence(trace), island
+        self._presence, self._island = UpTimes(trace), island
         self._steps, self._most = steps, most
         self._step = float(trace.seconds_per_step[island])
         self._receive = float(trace.seconds_to_receive[island])

@@ -8,8 +8,8 @@ from jaxtyping import Float64, Int32, Int64
 
 from fedpax.clients.schedule import ArrivalOrder
 from fedpax.primitives.casts import checked_cast
-from fedpax.simulation.presence import Presence
 from fedpax.simulation.trace import Trace
+from fedpax.simulation.up_times import UpTimes
 
 
 class IslandArrivals(NamedTuple):
@@ -117,7 +117,7 @@ def island_arrivals(
     durations = (
         trace.seconds_to_receive + np.array(steps) * trace.seconds_per_step + trace.seconds_to_send
     ).tolist()
-    presence = Presence(trace)
+    presence = UpTimes(trace)
     events: list[tuple[float, int, bool]] = []  # (time, island, whether it sends an update)
 
     def begin(island: int, now: float) -> None:

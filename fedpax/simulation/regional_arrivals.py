@@ -10,8 +10,8 @@ from numpy.typing import ArrayLike
 
 from fedpax.clients.schedule import RegionalOrder
 from fedpax.primitives.casts import checked_cast, host_array
-from fedpax.simulation.presence import Presence
 from fedpax.simulation.trace import Trace
+from fedpax.simulation.up_times import UpTimes
 
 Table: TypeAlias = Int32[np.ndarray, "rounds columns"]
 
@@ -139,7 +139,7 @@ def regional_arrivals(
     durations = (
         trace.seconds_to_receive + np.array(steps) * trace.seconds_per_step + trace.seconds_to_send
     ).tolist()
-    presence = Presence(trace)
+    presence = UpTimes(trace)
     events: list[tuple[float, int, int]] = []  # (time, kind, island or region)
 
     def begin(island: int, now: float) -> None:

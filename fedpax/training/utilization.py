@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from fedpax.models.utilization import model_flops_utilization
+from fedpax.models.model_flops import model_flops_utilization
 from fedpax.parallel.chips import chip_of
 from fedpax.training.experiment import Run
 

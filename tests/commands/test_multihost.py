@@ -13,7 +13,7 @@ import yaml
 
 from fedpax.commands.options import parse
 from fedpax.commands.train import define_flags
-from fedpax.processes.cluster import find_cluster
+from fedpax.processes.job_processes import find_job_processes
 
 ROOT = Path(__file__).parents[2]
 HOSTS = ROOT / "docs" / "hosts"
@@ -98,7 +98,7 @@ def test_the_manifest_starts_what_fedpax_reads() -> None:
     service, job = yaml.safe_load_all((HOSTS / "kubernetes.yaml").read_text())
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
     assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"]
-    found = [find_cluster(job_environment(i)) for i in range(spec["completions"])]
+    found = [find_job_processes(job_environment(i)) for i in range(spec["completions"])]
     assert [cluster.process_id for cluster in found] == list(range(spec["completions"]))
     assert {cluster.num_processes for cluster in found} == {spec["completions"]}
     # The name of the first pod: Kubernetes joins job, index and subdomain.

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from fedpax.elastic import coordinator as keeper
-from fedpax.elastic.coordinator import Keeper
-from fedpax.processes.cluster import Cluster, ClusterError
-from fedpax.processes.json_lines import Lines
+from fedpax.elastic.coordinator import ElasticCoordinator
+from fedpax.processes.job_processes import JobProcesses, JobProcessesError
+from fedpax.processes.json_line_socket import JsonLineSocket
 
 HEARTBEAT = 3.0
 
@@ -21,7 +21,7 @@ class Supervisor:
     """A supervisor of no process: the test says how its training process ends."""
 
     def __init__(self, port: int, number: int, count: int) -> None:
-        self.lines = Lines(socket.create_connection(("localhost", port)))
+        self.lines = JsonLineSocket(socket.create_connection(("localhost", port)))
         self.lines.send(process=number, count=count, host=f"host{number}")
         self.lines.connection.settimeout(0.02)
         self.messages: list[dict[str, Any]] = []
@@ -72,9 +72,9 @@ def start(told: list[str]) -> Iterator[Start]:
     def begin(count: int, **settings: Any) -> tuple[Supervisor, ...]:
         with socket.create_server(("localhost", 0)) as free:
             port = free.getsockname()[1]
-        cluster = Cluster(f"localhost:{port}", count, 0, "JAX_*")
+        cluster = JobProcesses(f"localhost:{port}", count, 0, "JAX_*")
         timeouts = {"join_timeout": 1.0, "heartbeat_timeout": HEARTBEAT}
-        Keeper(cluster, **timeouts, **settings, tell=told.append)
+        ElasticCoordinator(cluster, **timeouts, **settings, tell=told.append)
         supervisors.extend(Supervisor(port, number, count) for number in range(count))
         for supervisor in supervisors:
             assert supervisor.expect("start")["members"] == list(range(count))
@@ -336,10 +336,12 @@ def test_slow_and_many_strangers_are_closed(start: Start, monkeypatch: pytest.Mo
 def test_the_job_starts_without_those_that_do_not_come(told: list[str]) -> None:
     with socket.create_server(("localhost", 0)) as used:
         port = used.getsockname()[1]
-        cluster = Cluster(f"localhost:{port}", 3, 0, "JAX_*")
-        with pytest.raises(ClusterError, match=f"cannot listen on port {port}"):
-            Keeper(cluster, join_timeout=0.3, heartbeat_timeout=HEARTBEAT, tell=told.append)
-    Keeper(cluster, join_timeout=0.3, heartbeat_timeout=HEARTBEAT, tell=told.append)
+        cluster = JobProcesses(f"localhost:{port}", 3, 0, "JAX_*")
+        with pytest.raises(JobProcessesError, match=f"cannot listen on port {port}"):
+            ElasticCoordinator(
+                cluster, join_timeout=0.3, heartbeat_timeout=HEARTBEAT, tell=told.append
+            )
+    ElasticCoordinator(cluster, join_timeout=0.3, heartbeat_timeout=HEARTBEAT, tell=told.append)
     present = [Supervisor(port, number, 3) for number in (0, 2)]
     for one in present:
         assert one.expect("start")["members"] == [0, 2]
@@ -353,9 +355,9 @@ def test_the_job_starts_without_those_that_do_not_come(told: list[str]) -> None:
 def test_a_keeper_alone_needs_no_process_0(told: list[str]) -> None:
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
-    cluster = Cluster(f"localhost:{port}", 3, 0, "JAX_*")
+    cluster = JobProcesses(f"localhost:{port}", 3, 0, "JAX_*")
     timeouts = {"join_timeout": 0.3, "heartbeat_timeout": HEARTBEAT}
-    keeper = Keeper(cluster, **timeouts, alone=True, tell=told.append)
+    keeper = ElasticCoordinator(cluster, **timeouts, alone=True, tell=told.append)
     present = [Supervisor(port, number, 3) for number in (1, 2)]
     for one in present:
         assert one.expect("start")["members"] == [1, 2]

@@ -12,7 +12,13 @@ from jax.sharding import AxisType, Mesh
 from fedpax.experiments.benchmarks.bandwidth import bits_per_parameter
 from fedpax.parallel.chips import CHIPS
 from fedpax.parallel.mesh import make_mesh
-from fedpax.planning.compiled_plan import CompiledPlan, DeviceMemory, Roofline, Workload, make_plan
+from fedpax.planning.compiled_plan import (
+    CompiledPlan,
+    DeviceMemory,
+    Roofline,
+    RoundWorkload,
+    make_plan,
+)
 from fedpax.planning.draw_mesh import _grids, draw_mesh
 from fedpax.planning.json_report import to_json
 from fedpax.planning.report import assumptions, to_text
@@ -24,9 +30,9 @@ ROWS = 1024  # of an island's step
 PARAMETERS = 2 * 256 * 512
 
 
-def workload(mesh: Mesh) -> Workload:
+def workload(mesh: Mesh) -> RoundWorkload:
     islands = mesh.shape["islands"]
-    return Workload(
+    return RoundWorkload(
         experiment="two_layers",
         placement="islands",
         num_participants=islands,

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpax.hlo.transfers import Completion, Event, Loop, Start, Work
+from fedpax.hlo.transfer_schedule import Completion, Event, Loop, Start, Work
 from fedpax.planning.overlap import find_overlap, grouped
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from fedpax.processes import control_channel
-from fedpax.processes.cluster import ClusterError
 from fedpax.processes.control_channel import ControlChannel
+from fedpax.processes.job_processes import JobProcessesError
 
 Program = Callable[[ControlChannel, int], Any]
 
@@ -161,6 +161,6 @@ def test_strangers_are_ignored_and_missing_processes_named(
     wrong = lambda offer: connect({**offer, "token": "another job's"})
     monkeypatch.setattr(control_channel, "_connect", wrong)
     first, second = job.run(lambda channel, number: None)
-    assert isinstance(first, ClusterError) and "processes [1] did not connect" in str(first)
+    assert isinstance(first, JobProcessesError) and "processes [1] did not connect" in str(first)
     assert "Let the hosts of the job connect to each other on any port" in str(first)
-    assert isinstance(second, ClusterError) and "cannot connect to process 0 on" in str(second)
+    assert isinstance(second, JobProcessesError) and "cannot connect to process 0 on" in str(second)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpax.processes.cluster import Cluster, ClusterError, find_cluster
+from fedpax.processes.job_processes import JobProcesses, JobProcessesError, find_job_processes
 from fedpax.processes.roll_call import call_roll, wait_for_coordinator
 
 
@@ -20,15 +20,15 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def results(clusters: Sequence[Cluster], timeout: float = 30.0) -> list[str]:
+def results(clusters: Sequence[JobProcesses], timeout: float = 30.0) -> list[str]:
     """Call the roll in a thread per process; return "" or the message of each."""
     found = ["no result"] * len(clusters)
 
-    def call(i: int, cluster: Cluster) -> None:
+    def call(i: int, cluster: JobProcesses) -> None:
         try:
             call_roll(cluster, timeout)
             found[i] = ""
-        except ClusterError as error:
+        except JobProcessesError as error:
             found[i] = str(error)
 
     threads = [threading.Thread(target=call, args=pair) for pair in enumerate(clusters)]
@@ -40,8 +40,8 @@ def results(clusters: Sequence[Cluster], timeout: float = 30.0) -> list[str]:
     return found
 
 
-def process(port: int, number: int, count: int) -> Cluster:
-    return Cluster(f"localhost:{port}", count, number, "JAX_NUM_PROCESSES")
+def process(port: int, number: int, count: int) -> JobProcesses:
+    return JobProcesses(f"localhost:{port}", count, number, "JAX_NUM_PROCESSES")
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
@@ -181,10 +181,14 @@ def test_slow_strangers_delay_no_process_and_do_not_prolong_the_wait() -> None:
 
 def test_nobody_listens() -> None:
     port = free_port()
-    with pytest.raises(ClusterError, match=rf"found no process 0 at localhost:{port} within 0.3 s"):
+    with pytest.raises(
+        JobProcessesError, match=rf"found no process 0 at localhost:{port} within 0.3 s"
+    ):
         call_roll(process(port, 1, 2), timeout=0.3)
-    with pytest.raises(ClusterError, match=r"Read the log of process 0; check that the address"):
-        call_roll(Cluster("no-such-host.invalid:80", 2, 1, "SLURM_*"), timeout=0.3)
+    with pytest.raises(
+        JobProcessesError, match=r"Read the log of process 0; check that the address"
+    ):
+        call_roll(JobProcesses("no-such-host.invalid:80", 2, 1, "SLURM_*"), timeout=0.3)
 
 
 def test_another_program_listens_there() -> None:
@@ -197,10 +201,10 @@ def test_another_program_listens_there() -> None:
                     server.accept()[0].close()
 
         threading.Thread(target=hang_up, daemon=True).start()
-        with pytest.raises(ClusterError, match="another program listens there"):
+        with pytest.raises(JobProcessesError, match="another program listens there"):
             call_roll(process(port, 1, 2), timeout=0.5)
         with pytest.raises(
-            ClusterError, match=rf"cannot listen on port {port}.*choose another port"
+            JobProcessesError, match=rf"cannot listen on port {port}.*choose another port"
         ):
             call_roll(process(port, 0, 2), timeout=0.5)
 
@@ -230,25 +234,28 @@ EXPLICIT = {
     ],
 )
 def test_the_coordinator_of_a_slurm_step_is_its_first_host(nodes: str, host: str) -> None:
-    found = find_cluster(SLURM | {"SLURM_STEP_NODELIST": nodes})
+    found = find_job_processes(SLURM | {"SLURM_STEP_NODELIST": nodes})
     assert found == (f"{host}:{61440 + 81}", 4, 3, "SLURM_*")
     assert (found.host, found.port) == (host, 61521)
 
 
 @given(st.integers(1, 10**8))
 def test_the_port_of_a_slurm_job_is_a_port(job: int) -> None:
-    found = find_cluster(SLURM | {"SLURM_JOB_ID": str(job)})
+    found = find_job_processes(SLURM | {"SLURM_JOB_ID": str(job)})
     assert found is not None and 61440 <= found.port <= 65535
 
 
 def test_explicit_variables_take_precedence() -> None:
-    assert find_cluster(EXPLICIT)[:3] == ("10.0.0.1:8476", 2, 1)
-    assert find_cluster(SLURM | EXPLICIT)[:3] == ("10.0.0.1:8476", 2, 1)
-    assert find_cluster(SLURM | {"JAX_COORDINATOR_PORT": "9000"})[:3] == ("node7:9000", 4, 3)
-    assert find_cluster({**EXPLICIT, "JAX_COORDINATOR_ADDRESS": "[fd00::1]:80"}).host == "fd00::1"
-    assert find_cluster({}) is None
+    assert find_job_processes(EXPLICIT)[:3] == ("10.0.0.1:8476", 2, 1)
+    assert find_job_processes(SLURM | EXPLICIT)[:3] == ("10.0.0.1:8476", 2, 1)
+    assert find_job_processes(SLURM | {"JAX_COORDINATOR_PORT": "9000"})[:3] == ("node7:9000", 4, 3)
+    assert (
+        find_job_processes({**EXPLICIT, "JAX_COORDINATOR_ADDRESS": "[fd00::1]:80"}).host
+        == "fd00::1"
+    )
+    assert find_job_processes({}) is None
     # An allocation (salloc, sbatch) without a step has no processes yet.
-    assert find_cluster({"SLURM_JOB_ID": "81", "SLURM_NTASKS": "4"}) is None
+    assert find_job_processes({"SLURM_JOB_ID": "81", "SLURM_NTASKS": "4"}) is None
 
 
 @pytest.mark.parametrize(
@@ -264,5 +271,5 @@ def test_explicit_variables_take_precedence() -> None:
     ],
 )
 def test_variables_that_do_not_fit_raise_with_a_remedy(changes: dict, remedy: str) -> None:
-    with pytest.raises(ClusterError, match=remedy):
-        find_cluster(EXPLICIT | changes)
+    with pytest.raises(JobProcessesError, match=remedy):
+        find_job_processes(EXPLICIT | changes)

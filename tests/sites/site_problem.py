@@ -15,13 +15,13 @@ import fedpax
 from fedpax.algorithm import FederatedAlgorithm
 from fedpax.algorithms import decoupled_diloco_parts
 from fedpax.sites.identity import Identity
-from fedpax.sites.island import Island
-from fedpax.sites.link import Link
-from fedpax.sites.local_model import LocalModel
-from fedpax.sites.message import Message
-from fedpax.sites.outer_model import OuterModel
-from fedpax.sites.syncer import Syncer
-from fedpax.sites.transport import DisconnectedError
+from fedpax.sites.island.island import Island
+from fedpax.sites.island.link import Link
+from fedpax.sites.island.local_model import LocalModel
+from fedpax.sites.syncer.outer_model import OuterModel
+from fedpax.sites.syncer.syncer import Syncer
+from fedpax.sites.transport.calls import DisconnectedError
+from fedpax.sites.transport.message import Message
 from fedpax.training.experiment import Run, Shardings
 
 FEATURES, BATCH, TOKENS_PER_STEP = 5, 3, 12.0

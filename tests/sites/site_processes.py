@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fedpax.sites.merge_log import read_merges
+from fedpax.sites.syncer.merge_log import read_merges
 
 HERE = Path(__file__).parent
 

@@ -18,7 +18,7 @@ from fedpax.experiments.benchmarks.chaos_sites import (
     draw_failures,
     play,
 )
-from fedpax.sites.link import LONGEST_BACKOFF
+from fedpax.sites.island.link import LONGEST_BACKOFF
 
 ISLANDS, ROUNDS = 3, 60
 PAUSE = 0.3  # seconds that a round takes at least

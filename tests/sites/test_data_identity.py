@@ -9,8 +9,8 @@ from site_processes import Processes, wait_until
 from syncer_methods import parts
 
 from fedpax.sites.data_identity import MAX_DATA_SETS, shorten
-from fedpax.sites.syncer_store import SyncerStore
-from fedpax.sites.transport import RefusedError
+from fedpax.sites.syncer.syncer_store import SyncerStore
+from fedpax.sites.transport.calls import RefusedError
 
 # On one worker, where each method is compiled once for all of these tests.
 pytestmark = pytest.mark.xdist_group("sites")

@@ -19,11 +19,11 @@ from fedpax.commands.join import describe
 from fedpax.run_files.configuration import ConfigurationError, read_configuration_json
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.sites.identity import WIRE_FORMAT
-from fedpax.sites.join import join
-from fedpax.sites.link import Link
-from fedpax.sites.merge_log import read_merges
-from fedpax.sites.message import Message
-from fedpax.sites.syncer_store import SyncerStore
+from fedpax.sites.island.join import join
+from fedpax.sites.island.link import Link
+from fedpax.sites.syncer.merge_log import read_merges
+from fedpax.sites.syncer.syncer_store import SyncerStore
+from fedpax.sites.transport.message import Message
 
 pytest.importorskip("grpc")
 
@@ -83,7 +83,7 @@ def test_the_end_just_after_the_join_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_before: int
 ) -> None:
     syncer = EndingSyncer(tmp_path / "a", ends_before)
-    module = importlib.import_module("fedpax.sites.join")
+    module = importlib.import_module("fedpax.sites.island.join")
     monkeypatch.setattr(module, "connect", lambda *args, **settings: syncer)
     # The first messages of the threads, as if they came before anything else.
     monkeypatch.setattr(Link, "start", lambda link: [link.exchange(), link.exchange()])

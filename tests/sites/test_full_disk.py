@@ -14,9 +14,9 @@ pytest.importorskip("grpc")
 from site_problem import Sites, random_batches
 from syncer_methods import parts
 
-from fedpax.sites.message import Message
-from fedpax.sites.syncer_store import SyncerStore
-from fedpax.sites.transport import RefusedError
+from fedpax.sites.syncer.syncer_store import SyncerStore
+from fedpax.sites.transport.calls import RefusedError
+from fedpax.sites.transport.message import Message
 
 Full = Callable[[Sites], AbstractContextManager[None]]
 

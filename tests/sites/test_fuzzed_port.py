@@ -18,8 +18,8 @@ from site_processes import Processes, updates_of, wait_until
 
 from fedpax.checkpoints import load_params
 from fedpax.experiments.benchmarks.unreliable_network import UnreliableNetwork
-from fedpax.sites.certificates import make_certificates
-from fedpax.sites.message import Message, encode
+from fedpax.sites.transport.certificates import make_certificates
+from fedpax.sites.transport.message import Message, encode
 
 pytestmark = pytest.mark.slow
 METHOD = "/fedpax.Sites/Call"

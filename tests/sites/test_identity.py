@@ -8,9 +8,9 @@ import pytest
 
 from fedpax.experiments.decoupled_diloco_text import decoupled_diloco_text
 from fedpax.sites.identity import WIRE_FORMAT, find_difference, identify
-from fedpax.sites.link import Link
-from fedpax.sites.message import Message
-from fedpax.sites.transport import RefusedError
+from fedpax.sites.island.link import Link
+from fedpax.sites.transport.calls import RefusedError
+from fedpax.sites.transport.message import Message
 
 PARAMS = {"w": np.zeros((2, 3), np.float32)}
 

@@ -12,7 +12,7 @@ from site_processes import Processes, updates_of, wait_until
 
 from fedpax.checkpoints.checkpoint import complete_rounds, latest_round, load_params
 from fedpax.run_files.metrics import read_metrics, select
-from fedpax.sites.merge_log import read_merges
+from fedpax.sites.syncer.merge_log import read_merges
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("grpc")

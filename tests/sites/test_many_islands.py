@@ -16,10 +16,10 @@ import pytest
 from fedpax.experiments.decoupled_diloco_text import decoupled_diloco_text
 from fedpax.parallel.mesh import SINGLE_DEVICE
 from fedpax.sites.identity import identify
-from fedpax.sites.message import Message
-from fedpax.sites.outer_model import OuterModel
-from fedpax.sites.run_syncer import build_parts
-from fedpax.sites.transport import DisconnectedError, connect
+from fedpax.sites.site_run import build_parts
+from fedpax.sites.syncer.outer_model import OuterModel
+from fedpax.sites.transport.calls import DisconnectedError, connect
+from fedpax.sites.transport.message import Message
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("grpc")

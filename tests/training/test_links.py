@@ -16,8 +16,8 @@ from fedpax.main import main
 from fedpax.pictures import save_picture
 from fedpax.run_files.configuration import ConfigurationError
 from fedpax.run_files.metrics import read_metrics
-from fedpax.sites.journal import Journal
-from fedpax.sites.merge_log import append_merge
+from fedpax.sites.syncer.journal import Journal
+from fedpax.sites.syncer.merge_log import append_merge
 from fedpax.training.job_dir import JobDirLock, is_in_use
 from fedpax.training.trainer import train
 

@@ -1,0 +1,100 @@
+"""The processes of a job: read from the environment that a launcher sets."""
+
+import os
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+
+
+class JobProcessesError(Exception):
+    """The processes do not form a job; the message names the remedy."""
+
+
+class JobProcesses(NamedTuple):
+    """The processes of a job, as one of them sees it.
+
+    Attributes:
+        coordinator: `HOST:PORT`; process 0 listens there.
+        num_processes: number of processes of the job.
+        process_id: this process's number, from 0.
+        source: the names of the variables that were read, for messages.
+    """
+
+    coordinator: str
+    num_processes: int
+    process_id: int
+    source: str
+
+    @property
+    def host(self) -> str:
+        """The host of process 0."""
+        return self.coordinator.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        """The port on which process 0 listens."""
+        return int(self.coordinator.rpartition(":")[2])
+
+
+def find_job_processes(environment: Mapping[str, str] | None = None) -> JobProcesses | None:
+    """Read the processes of the job from the environment.
+
+    `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` take precedence over the
+    variables of a Slurm step. The coordinator of a Slurm step is its first host. Its port is the
+    one that JAX uses: `JAX_COORDINATOR_PORT`, or 61,440 plus the job's number modulo 4,096.
+
+    Args:
+        environment: the variables. Default None: those of this process.
+
+    Returns:
+        The processes. None if neither the explicit nor the Slurm variables are set: JAX may find
+        the processes itself, for example on a TPU pod.
+
+    Raises:
+        JobProcessesError: a variable is missing or malformed, or the values contradict each other.
+
+    Example:
+        >>> find_job_processes({
+        ...     "SLURM_JOB_ID": "4100", "SLURM_STEP_NODELIST": "gpu[07-09,12],fat1",
+        ...     "SLURM_NTASKS": "32", "SLURM_PROCID": "9", "SLURM_LOCALID": "1",
+        ... })
+        JobProcesses(coordinator='gpu07:61444', num_processes=32, process_id=9, source='SLURM_*')
+    """
+    environment = os.environ if environment is None else environment
+    read = {name: environment.get(name, "") for name in EXPLICIT}
+    explicit = [name for name, value in read.items() if value]
+    slurm = all(environment.get(name) for name in SLURM)
+    if slurm:
+        job = int(environment["SLURM_JOB_ID"])
+        # As in jax.distributed: the last 4,096 ports, which few programs use.
+        port = environment.get("JAX_COORDINATOR_PORT") or str(job % 4096 + 61440)
+        # node7 or node[007-012,20] or node7,other3
+        first = re.match(r"([^,\[]+)(?:\[(\d+))?", environment["SLURM_STEP_NODELIST"])
+        host = "".join(group or "" for group in first.groups()) if first else "localhost"
+        found = (f"{host}:{port}", environment["SLURM_NTASKS"], environment["SLURM_PROCID"])
+        read = {name: read[name] or other for name, other in zip(EXPLICIT, found, strict=True)}
+    elif not explicit:
+        return None
+    if missing := [name for name, value in read.items() if not value]:
+        raise JobProcessesError(
+            f"{' and '.join(explicit)} {'is' if len(explicit) == 1 else 'are'} set, but not "
+            f"{' and '.join(missing)}, expected all three. Set JAX_COORDINATOR_ADDRESS=HOST:PORT "
+            "(of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID (from 0) in every process."
+        )
+    address, count, process = read.values()
+    if not re.fullmatch(r"[^:\s]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}", address):
+        raise JobProcessesError(
+            f"JAX_COORDINATOR_ADDRESS={address} is no address, expected HOST:PORT such as "
+            "10.0.0.1:8476 or [fd00::1]:8476. Name the host of process 0 and a free port there."
+        )
+    if not (count.isdecimal() and process.isdecimal() and int(process) < int(count)):
+        raise JobProcessesError(
+            f"JAX_PROCESS_ID={process} and JAX_NUM_PROCESSES={count}: expected integers with "
+            "0 <= JAX_PROCESS_ID < JAX_NUM_PROCESSES. Number the processes from 0, each with its "
+            "own number and all with the same count."
+        )
+    source = "SLURM_*" if slurm and not explicit else ", ".join(explicit)
+    return JobProcesses(address, int(count), int(process), source)

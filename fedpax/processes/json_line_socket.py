@@ -1,0 +1,168 @@
+"""Connections that carry a JSON value per line, from processes that may be strangers."""
+
+import contextlib
+import json
+import selectors
+import socket
+import time
+from collections.abc import Generator
+from typing import Any
+
+LONGEST_LINE = 65536
+MOST_STRANGERS = 128
+"""Connections without a first message that a listener keeps. Beyond them it closes the oldest."""
+
+Message = dict[str, Any]
+
+
+def parse_line(line: bytes) -> Message | None:
+    """Parse a line; None if it holds no JSON object.
+
+    Example:
+        >>> parse_line(b'{"beat": true}'), parse_line(b"GET /"), parse_line(b"[" * 100_000)
+        ({'beat': True}, None, None)
+    """
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):  # RecursionError: deeply nested
+        return None
+    return message if isinstance(message, dict) else None
+
+
+def printable(value: Any) -> str:
+    r"""Return a name from a message, short and without control characters.
+
+    Example:
+        >>> print(printable("host1\x1b[2J"))
+        host1\x1b[2J
+    """
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(value)[:100])
+
+
+class JsonLineSocket:
+    """A socket that carries a JSON value per line, in both directions.
+
+    Args:
+        connection: the socket.
+
+    Attributes:
+        began, heard: the time of the connection and of the newest bytes, of `time.monotonic`.
+        closed: whether the connection has ended, or the other side is a stranger.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(5)
+        self.connection = connection
+        self._rest = b""
+        self.began = self.heard = time.monotonic()
+        self.closed = False
+
+    def send(self, **message: Any) -> None:
+        """Send a message; a connection that fails counts as closed."""
+        try:
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            self.closed = True
+
+    def receive(self) -> list[Message]:
+        """Return the messages that have arrived, when the socket is readable."""
+        try:
+            part = self.connection.recv(65536)
+        except OSError:
+            part = b""
+        if not part:
+            self.closed = True
+            return []
+        self.heard = time.monotonic()
+        *lines, self._rest = (self._rest + part).split(b"\n")
+        found = [parse_line(line) for line in lines]
+        messages = [message for message in found if message is not None]
+        if len(self._rest) > LONGEST_LINE or len(messages) < len(found):
+            self.closed = True  # a stranger
+            return []
+        return messages
+
+
+class _FirstLine:
+    """The first line of a connection; nothing that follows the line is read."""
+
+    def __init__(self, connection: socket.socket, deadline: float) -> None:
+        self.connection, self.deadline, self._text = connection, deadline, b""
+
+    def read(self) -> Message | None:
+        """Read what has arrived: the message, {} if there will be none, None if it is not whole."""
+        try:
+            part = self.connection.recv(LONGEST_LINE, socket.MSG_PEEK)
+            end = part.find(b"\n") + 1
+            self._text += self.connection.recv(end or len(part)) if part else b""
+        except OSError:
+            return {}
+        if end:
+            return parse_line(self._text) or {}
+        return {} if not part or len(self._text) > LONGEST_LINE else None
+
+
+def read_line(connection: socket.socket, seconds: float) -> Message:
+    """Return the first message of a connection; {} if there is none within `seconds`."""
+    deadline = time.monotonic() + seconds
+    line = _FirstLine(connection, deadline)
+    while (left := deadline - time.monotonic()) > 0:
+        connection.settimeout(left)
+        if (message := line.read()) is not None:
+            return message
+    return {}
+
+
+def greetings(
+    server: socket.socket, deadline: float, seconds: float
+) -> Generator[tuple[socket.socket, Message], None, None]:
+    """Accept connections, and yield each with its first message.
+
+    All connections are read beside each other, so that a slow one delays no other. A connection
+    without a message within `seconds` is closed.
+
+    Args:
+        server: the listening socket.
+        deadline: the end, in seconds of `time.monotonic`.
+        seconds: seconds for a first message.
+
+    Yields:
+        A connection, which the caller closes, and its message; {} for a line of something else.
+    """
+    waiting: dict[socket.socket, _FirstLine] = {}  # the oldest first
+    server.setblocking(False)
+    with contextlib.ExitStack() as stack:
+        selector = stack.enter_context(selectors.DefaultSelector())
+        stack.callback(lambda: close(*waiting))
+        selector.register(server, selectors.EVENT_READ)
+
+        def forget(connection: socket.socket) -> socket.socket:
+            selector.unregister(connection)
+            del waiting[connection]
+            return connection
+
+        def close(*connections: socket.socket) -> None:
+            for connection in connections:
+                forget(connection).close()
+
+        while (now := time.monotonic()) < deadline:
+            close(*[one for one, line in waiting.items() if line.deadline <= now])
+            until = min([deadline, *(line.deadline for line in waiting.values())])
+            ready = [key.fileobj for key, _ in selector.select(until - now)]
+            for connection in [one for one in waiting if one in ready]:
+                if (message := waiting[connection].read()) is not None:
+                    yield forget(connection), message
+            if server in ready:
+                full = len(waiting) >= MOST_STRANGERS
+                try:
+                    connection, _ = server.accept()
+                except BlockingIOError:  # it is gone
+                    continue
+                except OSError:  # too many files are open
+                    full = True
+                    time.sleep(0.01)
+                else:
+                    waiting[connection] = _FirstLine(connection, time.monotonic() + seconds)
+                    selector.register(connection, selectors.EVENT_READ)
+                if full and waiting:
+                    close(next(iter(waiting)))

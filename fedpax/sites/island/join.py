@@ -1,0 +1,378 @@
+"""The processes of an island: join a syncer and train until the syncer has finished."""
+
+import contextlib
+import dataclasses
+import math
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from fedpax.algorithm import Metrics
+from fedpax.checkpoints.checkpoint import Checkpoints
+from fedpax.checkpoints.checkpoint_dir import refuse_checkpoint_dir
+from fedpax.checkpoints.saved_rounds import latest_round
+from fedpax.console import print_error
+from fedpax.processes.control_channel import ControlChannel
+from fedpax.run_files.configuration import (
+    resolve_job_log_dir,
+    to_json,
+    write_configuration,
+)
+from fedpax.run_files.metrics import MetricsWriter
+from fedpax.sites.data_identity import shorten
+from fedpax.sites.fragment_format import largest_message
+from fedpax.sites.identity import identify
+from fedpax.sites.island.island import Island
+from fedpax.sites.island.island_data import ShardPrefetch
+from fedpax.sites.island.island_file import Member, read_member, write_member
+from fedpax.sites.island.island_log import IslandLog
+from fedpax.sites.island.link import Link, WaitingError
+from fedpax.sites.island.local_model import LocalModel
+from fedpax.sites.island.shared_link import SharedLink
+from fedpax.sites.site_run import build_parts, tokens_per_step
+from fedpax.sites.transport.calls import Connection, DisconnectedError, connect
+from fedpax.training.agreement import check_agreement, check_same_data
+from fedpax.training.experiment import Experiment
+from fedpax.training.job_dir import JobDirLock, check_configuration
+from fedpax.training.preemption import PreemptionGuard
+from fedpax.training.progress import Progress, describe_devices
+from fedpax.training.unused_devices import check_processes
+
+SECONDS_TO_FLUSH = 5.0
+SECONDS_BETWEEN_NOTES = 10.0
+SECONDS_TO_ASK_AGAIN = 15.0
+PROCESS_ENDED = 75  # EX_TEMPFAIL of sysexits.h: the same command can succeed later
+
+
+class JoinResult(NamedTuple):
+    """The result of a call of `join`.
+
+    Attributes:
+        rounds: number of rounds of inner steps of this island, over all of its processes.
+        finished: whether the syncer has done all merges.
+        signal: the signal that stopped the call, or None.
+        gave_up: whether the call stopped because no syncer answered. If the run of the folder was
+            finished before, `finished` is True too.
+    """
+
+    rounds: int
+    finished: bool
+    signal: signal.Signals | None
+    gave_up: bool = False
+
+
+def join(
+    experiment: Experiment,
+    job_log_dir: str | Path,
+    syncer: str,
+    *,
+    exp: str = "",
+    name: str | None = None,
+    shard: int | None = None,
+    certificates: str | Path | None = None,
+    server_name: str | None = None,
+    allow_config_change: Collection[str] = (),
+    give_up_after: float = 600.0,
+    heartbeat_timeout: float = 100.0,
+) -> JoinResult:
+    """Train one island of an experiment, which a syncer merges with others.
+
+    The island trains on its own devices and on its own shard of the data. It takes the same inner
+    steps as `fedpax train`. Threads send updates and receive fragments during the steps. If the
+    syncer does not answer, the island trains on for `max_steps_ahead` steps, and then waits. If it
+    has not answered for `give_up_after` seconds, the island saves its state and stops.
+
+    The number of rounds is the syncer's: `training.rounds` of the experiment has no effect. If the
+    run of this folder is finished, the island asks the syncer whether it has more rounds now.
+
+    If `jax.distributed` is initialized, its processes form one island: all of them must call this
+    function, with a folder that all of them see. Only process 0 connects to the syncer. If one of
+    them ends or is silent, the others print this and exit with status 75.
+
+    The folder gets `config.json`, `metrics.jsonl`, `tensorboard/`, `checkpoints/` (model, inner
+    optimizer, position in the data, unsent progress) and `island.json`. An island that is killed
+    returns with its shard, with the inner optimizer and the position in the data of its last
+    checkpoint, and with the newest outer model. It loses the steps since its last checkpoint or
+    update.
+
+    Args:
+        experiment: the experiment. Its mesh is the mesh of this island; `islands` is set to 1.
+        job_log_dir: this island's folder.
+        syncer: the syncer's `HOST:PORT`.
+        exp: the experiment's name on the command line, recorded in `config.json`.
+        name: the island's name. Default None: the name of its folder.
+        shard: the shard of the data. Default None: the syncer chooses one.
+        certificates: the folder of this site's certificate. Default None: no encryption.
+        server_name: the name in the syncer's certificate. Default None: the host of `syncer`.
+        allow_config_change: as in `fedpax.training.trainer.train`.
+        give_up_after: seconds without an answer of a syncer after which an island that waits for it
+            stops. Default 600.0. In a folder whose run is finished, at most 15 seconds.
+        heartbeat_timeout: the limit of `jax.distributed` for a silent process. After 40% of it, the
+            other processes of the island exit with status 75. Default 100.0, as in JAX.
+
+    Returns:
+        The number of rounds of this island, and the reason for which the call stopped.
+
+    Raises:
+        ConfigurationError: the folder holds another configuration, or another process uses it; or
+            the method cannot be divided into parts.
+        RefusedError: the syncer refuses this island, for example because it has another
+            experiment or other data.
+        NonFiniteError: the loss is not finite, and `training.stop_on_non_finite` is True.
+        OSError: the certificates cannot be read.
+        ValueError: the address is malformed, or certificates are missing or cannot be used.
+    """
+    folder = resolve_job_log_dir(job_log_dir)
+    refuse_checkpoint_dir(experiment.training.checkpoint_dir, "join")
+    with JobDirLock(folder):
+        check_agreement(folder, experiment)
+        changes = (*allow_config_change, "training.rounds")  # which is the syncer's
+        check_configuration(folder, experiment, exp, allow_config_change=changes)
+        with ControlChannel(_exit_after(folder), 0.4 * heartbeat_timeout) as channel:
+            member = Member(**channel.broadcast(read_member(folder)._asdict()))
+            if member.finished:
+                give_up_after = min(give_up_after, SECONDS_TO_ASK_AGAIN)
+            header = {
+                "island": name or folder.name,
+                "incarnation": secrets.token_hex(8),
+                "folder": member.folder,
+                "run": member.run,
+                "shard": shard,
+            }
+            header = channel.broadcast(header)
+            with contextlib.ExitStack() as stack:
+                connection = None
+                if channel.is_first:
+                    connection = connect(syncer, certificates=certificates, server_name=server_name)
+                    stack.callback(connection.close)
+                return _join(
+                    experiment, folder, connection, channel, header, exp, syncer, give_up_after
+                )
+
+
+def _join(
+    experiment: Experiment,
+    folder: Path,
+    connection: Connection | None,
+    channel: ControlChannel,
+    header: dict[str, Any],
+    exp: str,
+    syncer: str,
+    give_up_after: float,
+) -> JoinResult:
+    started = time.perf_counter()
+    training = experiment.training
+    first = done = saved = latest_round(folder) or 0
+    run = build_parts(experiment, island_of(experiment).mesh, exp)
+    check_processes(island_of(experiment), run)
+    parts = run.algorithm.parts
+    assert parts is not None
+    params = jax.eval_shape(run.init, jax.random.key(0))
+    header["identity"] = identify(experiment, params)._asdict()
+    header["data"] = shorten(check_same_data(run.cohorts))
+    preemption = PreemptionGuard()
+    with (
+        jax.set_mesh(run.mesh),
+        Checkpoints(folder, keep=training.keep_checkpoints) as checkpoints,
+        MetricsWriter(folder, after=first, enabled=channel.is_first) as metrics,
+        Progress(
+            f"{exp or type(experiment).__name__} {header['island']}",
+            rounds_done=first,
+            rounds=training.rounds,
+            item_unit=run.item_unit,
+            enabled=channel.is_first,
+        ) as progress,
+        contextlib.ExitStack() as stack,
+    ):
+        model = LocalModel(run)
+        position: Any = checkpoints.restore_position().stream if first else {}
+        versions, epoch = [-1] * len(model.formats), None
+        if first:
+            versions = [fragment["version"] for fragment in position["ledger"]["fragments"]]
+            epoch = position["ledger"].get("epoch")
+        link = None
+        if connection is not None:
+            connection.max_message_bytes = largest_message(model.formats)
+
+            def record_end() -> None:
+                # Before the syncer is told, and exits: an island that is killed then would wait
+                # for it in vain. The answer to the first `join` is recorded below, with its run.
+                if header["run"] is not None:
+                    write_member(folder, Member(header["folder"], header["run"], finished=True))
+
+            link = Link(connection.call, header, model.formats, versions, record_end, epoch)
+        exchange = SharedLink(link, channel, preemption)
+        stack.callback(exchange.close)
+        member = exchange.join(_patience(progress), give_up_after)
+        if member is None:
+            stopped = preemption.signal
+            finished = stopped is None and read_member(folder).finished
+            return JoinResult(first, finished, stopped, gave_up=stopped is None)
+        if member.shard is not None:
+            progress.note(f"joined {syncer} with shard {member.shard} of {parts.islands}")
+        header["run"] = member.run
+        if channel.is_first:  # before the threads start, which can record the end
+            write_member(folder, Member(header["folder"], member.run, member.finished))
+        if member.finished:
+            return JoinResult(first, True, None)
+        exchange.start()  # already now, because data and compilation take long
+        if member.rounds != training.rounds:
+            progress.note(f"the run has {member.rounds} rounds at the syncer")
+            progress.set_rounds(member.rounds)
+            training = dataclasses.replace(training, rounds=member.rounds)
+            experiment = dataclasses.replace(experiment, training=training)
+            run = build_parts(experiment, island_of(experiment).mesh, exp)
+            parts, model = run.algorithm.parts, LocalModel(run)
+            assert parts is not None
+        assert member.shard is not None
+        returns = first and position["shard"] == member.shard
+        rate = tokens_per_step(run, parts, len(model.formats))
+        island = Island(
+            parts,
+            model,
+            exchange,
+            shard=member.shard,
+            process=header["incarnation"],
+            tokens_per_step=rate,
+            on_discard=lambda steps: progress.note(
+                f"the syncer has restored an older state: discards {steps} unsent steps, and takes "
+                "its model"
+            ),
+        )
+        if first:
+            progress.note(f"resuming after its round {first}")
+            state = checkpoints.restore_state(model.shapes, parts.islands)
+            island.restore(state, position["ledger"], member.received)
+        phases = len(model.formats)
+        if channel.is_first:
+            write_configuration(folder, experiment, exp)
+        size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+        log = IslandLog(
+            metrics,
+            progress,
+            transferred_bytes=lambda: exchange.transferred_bytes,
+            started=started,
+            items_per_round=run.items_per_round // parts.islands,
+            stop_on_non_finite=training.stop_on_non_finite,
+        )
+        log.write_sizes(size, run.item_unit)
+        progress.note(f"{size:,} parameters on {describe_devices(run.mesh)}; folder {folder}")
+        frozen = () if run.frozen is None else (run.frozen.load(),)
+
+        def save(stream_state: Any) -> None:
+            log.flush()
+            metrics.sync()
+            position = {
+                "stream": stream_state,
+                "shard": data.shard,
+                "ledger": island.ledger.to_json(),
+            }
+            checkpoints.save(done, island.state, position, to_json(experiment))
+
+        with (
+            ShardPrefetch(
+                run.cohorts,
+                lambda: (
+                    build_parts(
+                        experiment, dataclasses.replace(experiment.mesh, islands=1), exp
+                    ).cohorts
+                ),
+                run.resolved_shardings.cohort,
+                member.shard,
+                position["stream"] if returns else None,
+            ) as data,
+            preemption,
+        ):
+            stream_state: Any = None
+            gave_up = False
+            while not island.must_stop():
+                if island.shard != data.shard:
+                    progress.note(f"has shard {island.shard} now, another island has {data.shard}")
+                cohort, stream_state = data.next(island.shard)
+                waited, reports = 0.0, []
+                for phase in range(phases):
+                    waited += _wait_for_merge(island, exchange, progress, give_up_after)
+                    gave_up = island.is_ahead or not island.has_model
+                    if island.must_stop() or gave_up:
+                        break
+                    start = phase * parts.steps_per_sync
+                    reports.append(island.train(cohort.batches, start, *frozen))
+                if len(reports) < phases:
+                    break
+                done += 1
+                log.add(done, _mean([report.metrics for report in reports]), waited)
+                if training.checkpoint_every and done % training.checkpoint_every == 0:
+                    save(stream_state)
+                    saved = done
+            island.finish(SECONDS_TO_FLUSH)
+            if done > saved:
+                save(stream_state)
+        checkpoints.wait()
+        finished = island.status.finished
+        gave_up = gave_up and not island.must_stop()
+    return JoinResult(done, finished, None if finished else preemption.signal, gave_up)
+
+
+def island_of(experiment: Experiment) -> Experiment:
+    """Return the experiment on the mesh of one island: stated sizes of its other axes are kept."""
+    return dataclasses.replace(experiment, mesh=dataclasses.replace(experiment.mesh, islands=1))
+
+
+def _exit_after(folder: Path) -> Callable[[str], None]:
+    """Return a function that ends this process, because another one of the island has ended."""
+
+    def end(reason: str) -> None:
+        kept = latest_round(folder)
+        print_error(
+            f"fedpax: {reason}, and without it the island cannot train. Read its log, then start "
+            "all processes of the island again: it returns with "
+            f"{f'the state after its round {kept}' if kept else 'the newest outer model'}."
+        )
+        os._exit(PROCESS_ENDED)  # the main thread may wait for the devices forever
+
+    return end
+
+
+def _patience(progress: Progress) -> Callable[[DisconnectedError], None]:
+    """Return a function that prints, at most every 10 seconds, for what an island waits to join."""
+    noted = -math.inf
+
+    def note(error: DisconnectedError) -> None:
+        nonlocal noted
+        if time.monotonic() - noted > SECONDS_BETWEEN_NOTES:
+            noted = time.monotonic()
+            waits = isinstance(error, WaitingError)
+            progress.note(f"waiting: {error}" if waits else f"waiting for the syncer at {error}")
+
+    return note
+
+
+def _wait_for_merge(
+    island: Island, exchange: SharedLink, progress: Progress, give_up_after: float
+) -> float:
+    """Wait until the island may take its next steps, or must stop; return the seconds of it."""
+    began = noted = time.perf_counter()
+    while not island.has_model or island.is_ahead:
+        island.receive()
+        if island.must_stop() or island.status.silent_seconds >= give_up_after:
+            break
+        island.send()
+        exchange.wait(0.05)
+        if time.perf_counter() - noted > SECONDS_BETWEEN_NOTES:
+            noted = time.perf_counter()
+            reason = "a merge" if island.status.shard is not None else "a free shard"
+            if not island.status.connected:
+                reason = "the syncer, which does not answer"
+            progress.note(f"waiting for {reason}")
+    return time.perf_counter() - began
+
+
+@jax.jit
+def _mean(metrics: list[Metrics]) -> Metrics:
+    return jax.tree.map(lambda *values: sum(values) / len(values), *metrics)

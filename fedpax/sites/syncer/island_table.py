@@ -1,0 +1,145 @@
+"""The table of a syncer's islands, as text, and as `islands.json` for `fedpax show`."""
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedpax.files import read_json, replace_file
+from fedpax.reports.table import format_seconds, markdown_table
+from fedpax.run_files.configuration import ConfigurationError
+from fedpax.run_files.metrics import is_number
+from fedpax.sites.syncer.members import IslandReport
+from fedpax.training.progress import Progress
+
+FILE = "islands.json"
+SECONDS_BETWEEN_TABLES = 10.0
+
+
+def read_islands(job_log_dir: str | Path) -> list[IslandReport]:
+    """Read the islands of a syncer's run, as the syncer last wrote them.
+
+    Args:
+        job_log_dir: a run's folder.
+
+    Returns:
+        The islands. Empty if no syncer has used the folder, or the file is damaged.
+    """
+    try:
+        content = read_json(Path(job_log_dir) / FILE)
+        islands = [IslandReport(**island) for island in content]
+    except (OSError, ValueError, TypeError):
+        return []
+    if not all(_is_whole(island) for island in islands):
+        return []
+    return [
+        island
+        if island.seconds_since_message is not None
+        else island._replace(seconds_since_message=math.inf)
+        for island in islands
+    ]
+
+
+def _is_whole(island: IslandReport) -> bool:
+    """Return whether the fields have the types that the table shows."""
+    name, state, *numbers = island
+    optional = {"shard", "loss", "seconds_since_message"}
+    known = dict(zip(IslandReport._fields[2:], numbers, strict=True))
+    return (
+        isinstance(name, str)
+        and isinstance(state, str)
+        and all(
+            is_number(value) or (value is None and field in optional)
+            for field, value in known.items()
+        )
+    )
+
+
+class IslandWatch:
+    """A reporter of changes in the islands' states, with a table and `islands.json`.
+
+    Args:
+        folder: the syncer's folder.
+        progress: the progress that the user sees.
+    """
+
+    def __init__(self, folder: Path, progress: Progress) -> None:
+        self._path, self._progress = folder / FILE, progress
+        self._states: dict[str, str] = {}
+        self._next_table = time.monotonic() + SECONDS_BETWEEN_TABLES
+        self._next_file = 0.0
+
+    def update(self, islands: Sequence[IslandReport], force: bool = False) -> None:
+        """Compare the islands with those of the last call, and report the changes.
+
+        Raises:
+            ConfigurationError: a folder has the name of the file.
+        """
+        for island in islands:
+            if self._states.get(island.name) != island.state:
+                self._states[island.name] = island.state
+                self._progress.note(f"island {island.name} ({_shard(island)}): {island.state}")
+        now = time.monotonic()
+        if now >= self._next_table and islands:
+            self._next_table = now + SECONDS_BETWEEN_TABLES
+            self._progress.note("islands\n" + format_islands(islands))
+        if now >= self._next_file or force:
+            self._next_file = now + 1.0
+            content = [island._asdict() for island in islands]
+            for fields in content:
+                if math.isinf(fields["seconds_since_message"]):  # JSON has no infinity
+                    fields["seconds_since_message"] = None
+            text = json.dumps(content, indent=2) + "\n"
+            try:  # without a flush to the disk, for which merges would wait
+                replace_file(self._path, text.encode(), sync=False)
+            except IsADirectoryError as error:
+                raise ConfigurationError(
+                    f"{error.filename2 or error.filename} is a folder, expected no folder: the "
+                    "syncer writes the table of its islands to this file. Remove the folder, then "
+                    "run the same command again to resume."
+                ) from error
+
+
+def _shard(island: IslandReport) -> str:
+    return "no shard" if island.shard is None else f"shard {island.shard}"
+
+
+def format_islands(islands: Sequence[IslandReport]) -> str:
+    """Format the islands of a syncer as a Markdown table.
+
+    Example:
+        >>> island = IslandReport("paris", "training", 0, 640, 2.5, 39, 1, 0, 0.2)
+        >>> for line in format_islands([island]).splitlines()[::2]:
+        ...     print(line[:60])
+        | island | state    | shard | steps | loss   | merged | late
+        | paris  | training |     0 |   640 | 2.5000 |     39 |    1
+    """
+    head = (
+        "island",
+        "state",
+        "shard",
+        "steps",
+        "loss",
+        "merged",
+        "late",
+        "dropped",
+        "last message",
+    )
+    rows = [
+        (
+            island.name,
+            island.state,
+            "-" if island.shard is None else str(island.shard),
+            f"{island.steps:,}",
+            "-" if island.loss is None else f"{island.loss:.4f}",
+            str(island.contributed),
+            str(island.late),
+            str(island.dropped),
+            "-"
+            if math.isinf(island.seconds_since_message)
+            else f"{format_seconds(island.seconds_since_message)} ago",
+        )
+        for island in islands
+    ]
+    return markdown_table(head, rows)

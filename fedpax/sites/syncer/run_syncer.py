@@ -1,0 +1,234 @@
+"""The process of a syncer: serves islands until all merges are done."""
+
+import contextlib
+import queue
+import signal
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from fedpax.algorithm import Params
+from fedpax.checkpoints.checkpoint import Checkpoints
+from fedpax.checkpoints.checkpoint_dir import refuse_checkpoint_dir
+from fedpax.checkpoints.saved_rounds import FOLDER as CHECKPOINTS
+from fedpax.checkpoints.saved_rounds import latest_round, set_aside_after
+from fedpax.parallel.mesh import SINGLE_DEVICE
+from fedpax.run_files.configuration import (
+    resolve_job_log_dir,
+    to_json,
+    write_configuration,
+)
+from fedpax.run_files.metrics import MetricsWriter
+from fedpax.sites.fragment_format import largest_message
+from fedpax.sites.identity import identify
+from fedpax.sites.site_run import build_parts, tokens_per_step
+from fedpax.sites.syncer.island_table import IslandWatch
+from fedpax.sites.syncer.members import FREE_SHARD_AFTER
+from fedpax.sites.syncer.merge_log import read_merges
+from fedpax.sites.syncer.outer_model import FragmentState, OuterModel
+from fedpax.sites.syncer.round_log import RoundLog
+from fedpax.sites.syncer.syncer import Syncer
+from fedpax.sites.syncer.syncer_store import SyncerStore
+from fedpax.sites.syncer.updates import MergeReport
+from fedpax.sites.transport.calls import serve
+from fedpax.training.experiment import Experiment
+from fedpax.training.job_dir import JobDirLock, check_configuration
+from fedpax.training.preemption import PreemptionGuard
+from fedpax.training.progress import Progress
+
+SECONDS_BETWEEN_TICKS = 0.02
+
+
+class SyncerState(NamedTuple):
+    """The content of a syncer's checkpoints, for `fedpax evaluate`, `generate` and `export`."""
+
+    params: Params
+
+
+class SyncerResult(NamedTuple):
+    """The result of a call of `run_syncer`.
+
+    Attributes:
+        rounds: completed rounds of the run. A round has one merge per fragment.
+        finished: whether all rounds are completed.
+        signal: the signal that stopped the call, or None.
+    """
+
+    rounds: int
+    finished: bool
+    signal: signal.Signals | None
+
+
+def run_syncer(
+    experiment: Experiment,
+    job_log_dir: str | Path,
+    listen: str,
+    *,
+    exp: str = "",
+    certificates: str | Path | None = None,
+    allow_config_change: Collection[str] = (),
+    heartbeat_seconds: float = 1.0,
+    free_shard_after: float = FREE_SHARD_AFTER,
+    islands_per_certificate: int = 1,
+    goodbye_seconds: float = 15.0,
+    allow_older_state: bool = False,
+) -> SyncerResult:
+    """Serve the outer model of an experiment to islands, until all of its merges are done.
+
+    No accelerator is needed: the outer model is in the host's memory. Each merge is saved before
+    an island receives it. Thus a syncer that is killed resumes after its last merge, while the
+    islands train on. The folder gets `config.json`, `metrics.jsonl`, `tensorboard/`,
+    `merges.jsonl`, `islands.json`, `syncer/` (the state after the newest merge) and `checkpoints/`
+    (the outer model).
+
+    After the last merge, and in a folder whose run is finished, the syncer answers until each
+    island knows the end of the run, at most for `goodbye_seconds`. So an island that was down
+    learns it too. A larger `training.rounds` continues a finished run. Islands take over the
+    number of rounds.
+
+    Args:
+        experiment: the experiment.
+        job_log_dir: the run's folder.
+        listen: `HOST:PORT`; without certificates a loopback address.
+        exp: the experiment's name on the command line, recorded in `config.json`.
+        certificates: the folder of this site's certificate. Default None: no encryption.
+        allow_config_change: as in `fedpax.training.trainer.train`.
+        heartbeat_seconds: seconds between an island's heartbeats. Default 1.0.
+        free_shard_after: seconds without a message of an island after which another island can
+            take its shard. Default 1800.0.
+        islands_per_certificate: the most islands of one certificate. Default 1.
+        goodbye_seconds: seconds after the end in which islands can learn it. Default 15.0.
+        allow_older_state: whether the run may continue from a saved state that is older than the
+            newest merge in `merges.jsonl`, such as a restored copy. Default False.
+
+    Returns:
+        The number of completed rounds, and the signal that stopped the call.
+
+    Raises:
+        ConfigurationError: the folder holds another configuration, or another process uses it; or
+            the method cannot be divided into parts.
+        DamagedStateError: the saved state is damaged, missing, or not the newest one.
+        NonFiniteError: a merge made a parameter NaN or infinite.
+        OSError: the state cannot be saved, or the address is in use.
+        ValueError: the address is malformed, or certificates are missing or cannot be used.
+    """
+    folder = resolve_job_log_dir(job_log_dir)
+    refuse_checkpoint_dir(experiment.training.checkpoint_dir, "syncer")
+    with JobDirLock(folder):
+        check_configuration(folder, experiment, exp, allow_config_change=allow_config_change)
+        rounds, checkpoint = experiment.training.rounds, latest_round(folder) or 0
+        store = SyncerStore(folder, allow_older=allow_older_state)
+        store.check_presence()
+        run = build_parts(experiment, SINGLE_DEVICE, exp)
+        parts = run.algorithm.parts
+        assert parts is not None
+        with jax.set_mesh(run.mesh):
+            if run.initial is None:
+                params = jax.jit(run.init)(jax.random.key(experiment.training.seed))
+            else:
+                params = run.initial.load()
+            params = jax.device_get(params)
+        model = OuterModel(parts, params)
+        reports: queue.SimpleQueue[tuple[MergeReport, Sequence[FragmentState]]] = (
+            queue.SimpleQueue()
+        )
+        phases = len(model.fragments)
+        syncer = Syncer(
+            parts,
+            model,
+            identify(experiment, params),
+            num_merges=rounds * phases,
+            tokens_per_step=tokens_per_step(run, parts, phases),
+            store=store,
+            heartbeat_seconds=heartbeat_seconds,
+            free_shard_after=free_shard_after,
+            islands_per_certificate=islands_per_certificate,
+            on_merge=lambda report: reports.put((report, list(model.fragments))),
+        )
+        write_configuration(folder, experiment, exp)
+        first = syncer.merges // phases
+        # The user can have restored an older copy of the state.
+        set_aside_after(folder / CHECKPOINTS, first)
+        checkpoint = min(checkpoint, first)
+        with (
+            MetricsWriter(folder, after=first) as metrics,
+            Checkpoints(folder, keep=experiment.training.keep_checkpoints) as checkpoints,
+            Progress(
+                exp or type(experiment).__name__,
+                rounds_done=first,
+                rounds=rounds,
+                item_unit=run.item_unit,
+            ) as progress,
+            contextlib.closing(store),
+            serve(
+                syncer.handle,
+                listen,
+                certificates=certificates,
+                max_message_bytes=largest_message(model.formats),
+                max_calls=max(128, 4 * parts.islands),  # an island has up to two at a time
+            ) as server,
+            PreemptionGuard() as preemption,
+        ):
+            address = f"{listen.rpartition(':')[0]}:{server.port}"
+            progress.note(f"listening at {address}; folder {folder}")
+            if syncer.merges:
+                progress.note(f"resuming after merge {syncer.merges} of {rounds * phases}")
+            sizes = sum(leaf.size for leaf in jax.tree.leaves(params))
+            metrics.write_sizes(
+                {
+                    "num_parameters": sizes,
+                    "num_participants": parts.islands,
+                    "item_unit": run.item_unit,
+                    "items_per_round": run.items_per_round,
+                }
+            )
+            log = RoundLog(metrics, progress, phases, syncer.totals)
+            log.restore(read_merges(folder), syncer.totals)
+            watch = IslandWatch(folder, progress)
+            every, done = experiment.training.checkpoint_every, first
+
+            def save(fragments: Sequence[FragmentState]) -> None:
+                metrics.sync()
+                state = SyncerState(model.params(fragments))
+                checkpoints.save(done, state, {}, to_json(experiment))
+
+            if checkpoint < done == rounds:
+                save(model.fragments)  # it was killed after the last merge
+            while preemption.signal is None:
+                syncer.advance()
+                while not reports.empty():
+                    report, fragments = reports.get()
+                    log.add(report, syncer.totals)
+                    if report.merge % phases:
+                        continue
+                    done = report.merge // phases
+                    if done >= rounds or (every and done % every == 0):
+                        save(fragments)
+                watch.update(syncer.islands())
+                if syncer.failure is not None:
+                    raise syncer.failure
+                if done >= rounds:
+                    break
+                time.sleep(SECONDS_BETWEEN_TICKS)
+            if done >= rounds:
+                checkpoints.wait()  # the outer model is there when islands learn the end
+                _say_goodbye(syncer, progress, preemption, goodbye_seconds)
+            watch.update(syncer.islands(), force=True)
+        return SyncerResult(done, syncer.finished, None if syncer.finished else preemption.signal)
+
+
+def _say_goodbye(
+    syncer: Syncer, progress: Progress, preemption: PreemptionGuard, seconds: float
+) -> None:
+    """Answer islands until each of them knows the end of the run, at most for `seconds`."""
+    deadline, noted = time.monotonic() + seconds, False
+    while time.monotonic() < deadline and preemption.signal is None:
+        if syncer.everyone_heard_end:
+            break
+        if not noted:
+            progress.note(f"finished; islands can learn it for {seconds:g} s")
+        noted = True
+        time.sleep(SECONDS_BETWEEN_TICKS)

@@ -1,0 +1,448 @@
+"""The syncer: answers islands, and merges a fragment when a quorum has sent it."""
+
+import copy
+import logging
+import math
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedpax.algorithm import AlgorithmParts, most_phases_ahead
+from fedpax.sites.data_identity import MAX_DATA_SETS
+from fedpax.sites.identity import Identity, find_difference
+from fedpax.sites.syncer.epochs import Epochs
+from fedpax.sites.syncer.members import (
+    FREE_SHARD_AFTER,
+    IslandRecord,
+    IslandReport,
+    Members,
+    note_merged,
+)
+from fedpax.sites.syncer.outer_model import OuterModel
+from fedpax.sites.syncer.pending import PendingUpdates
+from fedpax.sites.syncer.step_credit import StepCredit
+from fedpax.sites.syncer.syncer_store import SyncerStore
+from fedpax.sites.syncer.updates import (
+    REPORTED,
+    MergeReport,
+    Totals,
+    check_update,
+    read_update,
+    why_dropped,
+)
+from fedpax.sites.syncer.votes import combine, group_votes, make_report
+from fedpax.sites.transport.calls import RefusedError
+from fedpax.sites.transport.limited_log import LimitedLog
+from fedpax.sites.transport.message import Message
+from fedpax.sites.transport.requests import Request
+from fedpax.training.logging import NonFiniteError
+
+_logger = logging.getLogger(__name__)
+
+
+class Syncer:
+    """The outer model of a run, and the rules by which islands change it.
+
+    `handle` answers one message and may be called by several threads. `advance` does the merges
+    that are due. `handle` calls it after each update. A timer must call it too, because a grace
+    window ends without a message. A merge is saved before an island receives it.
+
+    Args:
+        parts: the method.
+        model: the outer model with its initial parameters. If `store` holds a state, the model is
+            restored from it.
+        identity: the identity of the run, which each island must have too.
+        num_merges: number of merges after which the run is finished.
+        tokens_per_step: tokens of an inner step of an island. An update that claims more is
+            refused. Default infinity: no limit.
+        store: the saved state. Default None: nothing is saved.
+        heartbeat_seconds: seconds between an island's heartbeats. Default 1.0.
+        free_shard_after: seconds without a message of an island after which another island can
+            take its shard. Default 1800.0.
+        islands_per_certificate: the most islands of one certificate. Default 1. In a quorum, and
+            in a merge that needs all updates at once, such as a median, the islands of a
+            certificate count once. Without certificates each island counts.
+        clock: returns seconds of a monotonic clock. Default `time.monotonic`.
+        on_merge: called after each merge, in the thread that did it. Default: do nothing.
+
+    Attributes:
+        merges: number of merges so far.
+        run: identifies the run, over all processes of the syncer.
+        totals: counts since the run began.
+        failure: the error that prevents further merges, such as a full disk; None before.
+    """
+
+    def __init__(
+        self,
+        parts: AlgorithmParts,
+        model: OuterModel,
+        identity: Identity,
+        *,
+        num_merges: int,
+        tokens_per_step: float = math.inf,
+        store: SyncerStore | None = None,
+        heartbeat_seconds: float = 1.0,
+        free_shard_after: float = FREE_SHARD_AFTER,
+        islands_per_certificate: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+        on_merge: Callable[[MergeReport], None] = lambda report: None,
+    ) -> None:
+        self._parts, self._model, self._identity = parts, model, identity
+        self._one_vote = parts.aggregator.needs_all  # of each certificate in a merge
+        self._num_merges, self._tokens_per_step = num_merges, tokens_per_step
+        self._store, self._heartbeat = store, heartbeat_seconds
+        self._clock, self._on_merge = clock, on_merge
+        self._lock, self._log = threading.RLock(), LimitedLog(_logger)
+        self._merging = threading.Lock()
+        self._pending = PendingUpdates(len(model.fragments))
+        self._deadline: float | None = None
+        self._members = Members(
+            parts.islands,
+            heartbeat_seconds,
+            free_shard_after=free_shard_after,
+            per_certificate=islands_per_certificate,
+            quorum=parts.quorum,
+        )
+        self._credits: dict[str, StepCredit] = {}
+        self.merges, self.run, self.totals = 0, secrets.token_hex(8), Totals()
+        self.failure: Exception | None = None
+        self._epochs = Epochs(len(model.fragments))
+        saved = store and store.load(model)
+        if saved:
+            self.merges, self.run = saved["merges"], saved["run"]
+            self._epochs = Epochs(len(model.fragments), saved["epochs"], self.merges)
+            self.totals = Totals(**saved["totals"])
+            self._members.restore(saved["islands"], self._clock())
+            for island in self._members:
+                island.heard_end = island.heard_end and self.finished
+            assert store is not None
+            store.save_manifest(self._manifest())  # the epoch, before an island hears of it
+        elif store:
+            store.save_all(model, self._manifest())
+
+    @property
+    def finished(self) -> bool:
+        """Tell whether all merges are done."""
+        return self.merges >= self._num_merges
+
+    @property
+    def everyone_heard_end(self) -> bool:
+        """Tell whether the run is finished, and each island knows it."""
+        with self._lock:
+            return self.finished and all(
+                island.heard_end
+                for island in self._members
+                if island.joined or island.shard is not None
+            )
+
+    def islands(self) -> list[IslandReport]:
+        """Return the islands for a table, by shard."""
+        with self._lock:
+            return self._members.reports(self._clock())
+
+    def handle(self, peer: str, message: Message) -> Message:
+        """Answer a message of an island.
+
+        Args:
+            peer: the name in the island's certificate; "" without certificates.
+            message: the message.
+
+        Returns:
+            The answer. With `{"status": "join"}` the island must join, or join again, first.
+
+        Raises:
+            RefusedError: the message does not conform to this run, or its sender may not send it.
+        """
+        request = Request(message.header)
+        kind = request.text("kind")
+        if kind == "join":
+            return self._join(peer, request)
+        kinds = {
+            "push": self._push,
+            "pull": self._pull,
+            "heartbeat": self._note,
+        }
+        if kind not in (*kinds, "leave"):
+            raise RefusedError(
+                f"the message has kind {kind[:100]!r}, expected join, push, pull, heartbeat or "
+                "leave. Use the same version of fedpax on both sides."
+            )
+        with self._lock:
+            # If the run is finished, no merge saves a manifest any more.
+            heard_end = self.finished and (request.flag("heard_end") or kind == "leave")
+            name, incarnation = request.text("island"), request.text("incarnation")
+            island = self._members.find(name, peer, incarnation)
+            if island is None:
+                return Message({"status": "join"})
+            island.left = kind == "leave"
+            island.saw(self._clock(), request.count("steps"))
+            self._note_end(island, heard_end)
+            # Under the same lock: an island knows the end if the answer says that it is finished.
+            if kind == "leave":
+                return self._answer(island)
+            if island.shard is None:  # another island has taken it
+                return Message({"status": "join"})
+        return kinds[kind](island, request, message.arrays)
+
+    def advance(self) -> None:
+        """Do all merges that are due; returns at once if another thread does them."""
+        while self.failure is None and self._merging.acquire(blocking=False):
+            try:
+                if not self._merge_if_due():
+                    return
+            except Exception as error:
+                self.failure = error  # for the main thread; islands get their answers
+            finally:
+                self._merging.release()
+
+    def _note_end(self, island: IslandRecord, heard_end: bool) -> None:
+        """Note whether an island knows the end; it is saved before the island's answer.
+
+        After the answer the island exits, and a restarted syncer would wait for it.
+        """
+        before, island.heard_end = island.heard_end, heard_end
+        if heard_end and not before and self._store:
+            try:
+                self._store.save_manifest(self._manifest())
+            except BaseException:
+                island.heard_end = before
+                raise
+
+    # Messages, in the order in which an island sends them.
+
+    def _join(self, peer: str, request: Request) -> Message:
+        name, folder = request.text("island"), request.text("folder")
+        incarnation, run = request.text("incarnation"), request.optional_text("run")
+        if difference := find_difference(self._identity, request.mapping("identity")):
+            raise RefusedError(difference)
+        if run is not None and run != self.run:
+            raise RefusedError(
+                f"island {name!r} has trained in another run ({run}), not in that of this syncer "
+                f"({self.run}). Give `fedpax join` an empty --job_log_dir, or `fedpax syncer` the "
+                "folder of that run."
+            )
+        # No merge may save its manifest between this one's making and its saving.
+        with self._merging, self._lock:
+            shard, before = request.optional_count("shard"), self._members.to_json()
+            data = request.texts("data", MAX_DATA_SETS)
+            epoch = request.optional_text("epoch")
+            versions = None if epoch is None else request.versions(len(self._pending))
+            island = self._admit(name, peer, folder, incarnation, shard, self._clock(), data)
+            self._forget_updates_without_shard()
+            if name not in self._credits:
+                self._credits[name] = self._new_credit(returns=name in before)
+            elif incarnation not in before[name]["incarnations"]:
+                self._credits[name].add_merge()
+            if island.shard is None and not self.finished:
+                reason = self._members.why_no_shard(shard)
+                return self._answer(island, status="wait", reason=reason)
+            if discard := not self._epochs.include(epoch, versions, self.merges):
+                self._log.warning(
+                    "island %r has merges that are not in this state of the run: a newer state was "
+                    "lost. It is told to take the model, and to discard its unsent steps",
+                    name,
+                )
+            return self._answer(
+                island,
+                run=self.run,
+                wire_format=self._identity.wire_format,
+                rounds=self._num_merges // len(self._pending),
+                shard=island.shard,
+                heartbeat_seconds=self._heartbeat,
+                received=island.merged | self._pending.newest(name),
+                epoch=self._epochs.current,
+                discard=discard,
+            )
+
+    def _admit(self, name: str, *asked: Any) -> IslandRecord:
+        """Add an island to the members, as `Members.join` does, after it is saved with them.
+
+        Else a syncer that restarts would give its shard to another one.
+        """
+        members = copy.deepcopy(self._members)
+        members.join(name, *asked)
+        islands = members.to_json()
+        if self._store and islands != self._members.to_json():
+            try:
+                self._store.save_manifest(self._manifest() | {"islands": islands})
+            except OSError as error:
+                reason = error.strerror or error
+                raise RefusedError(
+                    f"the syncer cannot save that island {name!r} joins ({reason}), "
+                    "expected free space on its disk. Free some at the syncer, then start the "
+                    "same command again."
+                ) from error
+        return self._members.join(name, *asked)
+
+    def _forget_updates_without_shard(self) -> None:
+        """Forget updates of islands whose shards were taken: such an island sends them again."""
+        for island in self._members:
+            if island.shard is None:
+                self._credits.pop(island.name, None)
+                self._pending.forget(island.name)
+
+    def _new_credit(self, *, returns: bool) -> StepCredit:
+        per_merge = self._parts.steps_per_sync * most_phases_ahead(self._parts)
+        return StepCredit(len(self._pending), per_merge, self.merges, returns=returns)
+
+    def _push(
+        self, island: IslandRecord, request: Request, arrays: Mapping[str, np.ndarray]
+    ) -> Message:
+        p = request.fragment(len(self._model.fragments))
+        if (shard := island.shard) is None:
+            return Message({"status": "join"})
+        update = read_update(request, arrays, shard, self._parts.islands)
+        version = self._model.fragments[p].version
+        check_update(update, p, version, self._tokens_per_step, self._model.formats[p].wire_shapes)
+        # Outside of the lock, because it takes long.
+        gradient = self._model.decode[p](dict(arrays), update.shard, update.count)
+        squares = [np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(gradient)]
+        norm = math.sqrt(sum(squares))
+        with self._lock:
+            size = sum(array.nbytes for array in arrays.values())
+            self.totals = self.totals.add(received_bytes=size)
+            if update.incarnation != island.incarnation or island.shard is None:
+                return Message({"status": "join"})
+            unmerged = self._pending.find(p, island.name)
+            known = [u.sequence for u in unmerged if u.incarnation == update.incarnation]
+            if update.sequence <= max([island.last_sequence(p), *known]):
+                self.totals = self.totals.add(repeated=1)
+                # If the answer was lost, the island must still learn of a drop, and send another.
+                dropped, reason = island.newest_dropped.get(p, (0, ""))
+                return self._answer(
+                    island, status=reason if dropped == update.sequence else "repeated"
+                )
+            self._pending.check_room(p, island.name)
+            version = self._model.fragments[p].version
+            reason = why_dropped(update, norm, version, self._parts)
+            if reason:
+                self.totals = self.totals.add(**{reason: 1})
+                island.dropped += 1
+                island.newest_dropped[p] = update.sequence, reason
+                self._credits[island.name].add_merge()
+                return self._answer(island, status=reason)
+            counted = self._credits[island.name].take(p, update.steps, self.merges)
+            self._pending.add(p, update.counting(counted))
+            island.loss = update.loss
+            late = update.merge < self.merges
+            island.late += late
+        self.advance()
+        with self._lock:
+            return self._answer(island, status="late" if late else "accepted")
+
+    def _pull(
+        self, island: IslandRecord, request: Request, arrays: Mapping[str, np.ndarray]
+    ) -> Message:
+        have = request.versions(len(self._model.fragments))
+        with self._lock:
+            newer = [p for p, state in enumerate(self._model.fragments) if state.version > have[p]]
+            if not newer:
+                return self._answer(island)
+            # The fragment that was merged first. One at a time, so that messages stay small.
+            p = min(newer, key=lambda p: self._model.fragments[p].version * len(have) + p)
+            state = self._model.fragments[p]
+            content = self._model.formats[p].to_arrays(state.params)
+            size = sum(array.nbytes for array in content.values())
+            self.totals = self.totals.add(sent_bytes=size)
+            header = self._answer(
+                island, fragment=p, version=state.version, more=len(newer) > 1
+            ).header
+        return Message(header, content)
+
+    def _note(
+        self, island: IslandRecord, request: Request, arrays: Mapping[str, np.ndarray]
+    ) -> Message:
+        with self._lock:
+            island.seconds_per_update = request.number("seconds_per_update")
+            return self._answer(island)
+
+    def _answer(self, island: IslandRecord, **fields: Any) -> Message:
+        saved = {
+            str(p): sequence
+            for p, (process, sequence) in island.merged.items()
+            if process == island.incarnation
+        }
+        return Message(
+            {"status": "ok", "merges": self.merges, "finished": self.finished, "saved": saved}
+            | fields
+        )
+
+    # Merges.
+
+    def _merge_if_due(self) -> bool:
+        with self._lock:
+            p = self.merges % len(self._pending)
+            if self.finished or not self._is_due(p):
+                return False
+            waiting, self._deadline = self._pending.begin_merge(p), None
+            version = self._model.fragments[p].version
+            votes = group_votes(self._members, waiting, self._one_vote)
+            now, inside = self._clock(), [i for i in self._members if i.name in waiting]
+            seconds = {i.name: now - i.last_parts.get(p, i.since) for i in inside}
+        state, metrics = self._model.merge(p, combine(self._model.decode[p], votes, seconds))
+        if not all(np.all(np.isfinite(x)) for x in jax.tree.leaves(state.params)):
+            raise NonFiniteError(
+                f"merge {self.merges + 1} made a parameter of fragment {p} NaN or infinite, "
+                "expected finite values. The state before it is saved. Use a smaller outer "
+                "learning rate, or a robust aggregator."
+            )
+        report = make_report(self.merges, version, votes, metrics, robust=self._one_vote)
+        with self._lock:
+            islands = self._members.to_json()
+            updates = [update for own in waiting.values() for update in own]
+            for update in updates:
+                note_merged(islands[update.island], p, update.incarnation, update.sequence)
+            totals = self.totals.add(tokens=report.tokens)
+            versions = [fragment.version for fragment in self._model.fragments]
+            versions[p] = state.version
+            manifest = self._manifest() | {
+                "merges": self.merges + 1,
+                "versions": versions,
+                "totals": totals._asdict(),
+                "islands": islands,
+            }
+        if self._store:
+            fields = {name: getattr(report, name) for name in REPORTED}
+            self._store.log({"fragment": p, "time": time.time()} | fields, updates)
+            self._store.save(p, state, manifest)
+        with self._lock:  # only now: islands forget what the saved model has
+            self._members.update_merged(islands)
+            self._model.put(p, state)
+            self.merges, self.totals = self.merges + 1, self.totals.add(tokens=report.tokens)
+            self._pending.end_merge()
+            for island in inside:
+                island.last_parts[p] = now
+        self._on_merge(report)
+        return True
+
+    def _is_due(self, p: int) -> bool:
+        """Return whether fragment p has its quorum and the grace window has ended."""
+        on_time = self._pending.on_time(p, self.merges)
+        voters = {island.voter for island in self._members if island.name in on_time}
+        if len(voters) < self._parts.quorum:
+            self._deadline = None
+            return False
+        now = self._clock()
+        if self._deadline is None:
+            self._deadline = now + self._parts.grace_seconds
+        alive = {
+            island.name
+            for island in self._members
+            if island.state(now, self._heartbeat) in ("starting", "training")
+        }
+        return now >= self._deadline or alive <= on_time
+
+    def _manifest(self) -> dict[str, Any]:
+        return {
+            "run": self.run,
+            "epochs": self._epochs.to_json(),
+            "merges": self.merges,
+            "versions": [state.version for state in self._model.fragments],
+            "islands": self._members.to_json(),
+            "totals": self.totals._asdict(),
+        }

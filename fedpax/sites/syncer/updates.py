@@ -1,0 +1,222 @@
+"""The updates of islands, the report of a merge, and the counts of a run."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fedpax.algorithm import AlgorithmParts
+from fedpax.sites.fragment_format import check_arrays
+from fedpax.sites.transport.calls import RefusedError
+from fedpax.sites.transport.requests import Request
+
+LARGEST_NORM, LARGEST_LOSS = 1e18, 1e38
+"""Beyond them an update is dropped in any case: its square, or the sum of losses, overflows."""
+
+REPORTED = ("merge", "loss", "late", "staleness", "metrics")
+"""The fields of a merge's report in `merges.jsonl`. Its updates have the others."""
+
+
+class Update(NamedTuple):
+    """An update of a fragment that waits for its merge.
+
+    Attributes:
+        island: the island's name.
+        incarnation: its process.
+        sequence: its number, which grows with each update of the process.
+        merge: the merge that the island sent it for.
+        count: the island's number of merges of the fragment when it encoded the update.
+        base: the island's number of merges of the fragment at the update's first step.
+        tokens: tokens of its steps.
+        steps: its inner steps.
+        loss: mean loss of the island's last S steps; NaN if it is not finite.
+        arrays: the encoded outer gradient.
+        shard: the island's shard when it encoded the update.
+    """
+
+    island: str
+    incarnation: str
+    sequence: int
+    merge: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nothing uses
+    base: int
+    tokens: float
+    steps: int
+    loss: float
+    arrays: Mapping[str, np.ndarray]
+    shard: int
+
+    def counting(self, steps: int) -> "Update":
+        """Return the update with fewer steps, and tokens in proportion."""
+        return self._replace(steps=steps, tokens=self.tokens * (steps / self.steps))
+
+
+def read_update(
+    request: Request, arrays: Mapping[str, np.ndarray], shard: int, num_shards: int
+) -> Update:
+    """Read an update from the message that brings it.
+
+    Args:
+        request: the message's header.
+        arrays: the message's arrays.
+        shard: the shard of the island. An update that was encoded for another one names it.
+        num_shards: number of shards.
+
+    Raises:
+        RefusedError: a field is missing or has another type.
+    """
+    stated = request.optional_count("shard")
+    if stated is not None and stated >= num_shards:
+        raise RefusedError(
+            f"the update is encoded for shard {stated}, expected a number below {num_shards}. Use "
+            "the same version of fedpax on both sides."
+        )
+    return Update(
+        request.text("island"),
+        request.text("incarnation"),
+        request.count("sequence", least=1),
+        request.count("merge"),
+        request.count("count"),
+        request.count("base"),
+        request.number("tokens"),
+        request.count("update_steps", least=1),
+        request.number("loss"),
+        arrays,
+        shard if stated is None else stated,
+    )
+
+
+def check_update(
+    update: Update,
+    p: int,
+    version: int,
+    tokens_per_step: float,
+    wire_shapes: Mapping[str, jax.ShapeDtypeStruct],
+) -> None:
+    """Check that an island of this run can have sent an update.
+
+    Args:
+        update: the update.
+        p: its fragment.
+        version: number of merges of the fragment.
+        tokens_per_step: tokens of an inner step of an island.
+        wire_shapes: shape and dtype of each array.
+
+    Raises:
+        RefusedError: it cannot.
+    """
+    if not update.base <= update.count <= version:
+        raise RefusedError(
+            f"the update of fragment {p} begins at merge {update.base} and is encoded for "
+            f"{update.count}, but the fragment has {version}. Stop this island; start it in "
+            "an empty --job_log_dir."
+        )
+    if not 0 < update.tokens <= tokens_per_step * update.steps:
+        raise RefusedError(
+            f"the update claims {update.tokens:g} tokens in {update.steps} steps, expected at "
+            f"most {tokens_per_step:g} per step. Use the same data settings everywhere."
+        )
+    if difference := check_arrays(update.arrays, wire_shapes):
+        raise RefusedError(
+            f"the update of fragment {p} has other parameters: {difference}. Use the same "
+            "model and the same version of fedpax on both sides."
+        )
+
+
+def why_dropped(update: Update, norm: float, version: int, parts: AlgorithmParts) -> str:
+    """Return the reason for which an update is not applied, a count of `Totals`; "" for none.
+
+    Args:
+        update: the update.
+        norm: the L2 norm of its outer gradient.
+        version: number of merges of its fragment.
+        parts: the method.
+    """
+    if not math.isfinite(norm) or not abs(update.loss) < LARGEST_LOSS:
+        return "not_finite"
+    if norm > min(parts.max_norm or math.inf, LARGEST_NORM):
+        return "too_large"
+    return "stale" if version - update.base > parts.max_staleness else ""
+
+
+class MergeReport(NamedTuple):
+    """The report of one merge.
+
+    Attributes:
+        merge: its number, from 1.
+        islands: names of the islands in it.
+        updates: number of updates in it.
+        late: number of these updates that had missed an earlier merge.
+        steps: inner steps in it.
+        tokens: tokens of these steps.
+        loss: mean of the updates' losses, weighted by their steps; in a robust merge the median of
+            the certificates' means.
+        staleness: the largest number of merges of the fragment that an update missed.
+        metrics: the metrics of the aggregator.
+    """
+
+    merge: int
+    islands: tuple[str, ...]
+    updates: int
+    late: int
+    steps: int
+    tokens: float
+    loss: float
+    staleness: int
+    metrics: Mapping[str, float]
+
+
+def read_report(merge: Mapping[str, Any]) -> MergeReport:
+    """Read the report of a merge from its line of `merges.jsonl`.
+
+    Args:
+        merge: the line, as `fedpax.sites.syncer.merge_log.read_merges` returns it.
+
+    Example:
+        >>> line = {"merge": 4, "fragment": 1, "time": 5.0, "loss": 2.5, "late": 0, "staleness": 0}
+        >>> update = {"island": "paris", "steps": 8, "tokens": 64.0}
+        >>> report = read_report({**line, "metrics": {}, "updates": [update]})
+        >>> report.merge, report.islands, report.tokens
+        (4, ('paris',), 64.0)
+    """
+    updates = merge["updates"]
+    return MergeReport(
+        merge=merge["merge"],
+        islands=tuple(sorted({update["island"] for update in updates})),
+        updates=len(updates),
+        late=merge["late"],
+        steps=sum(update["steps"] for update in updates),
+        tokens=sum(update["tokens"] for update in updates),
+        loss=merge["loss"],
+        staleness=merge["staleness"],
+        metrics=merge["metrics"],
+    )
+
+
+class Totals(NamedTuple):
+    """Counts since the run began, over all processes of the syncer.
+
+    Attributes:
+        tokens: tokens of merged updates.
+        received_bytes: bytes of the arrays of updates.
+        sent_bytes: bytes of the arrays of fragments.
+        repeated: updates that came again and were not applied again.
+        stale: updates dropped because their fragment was merged more than `max_staleness` times
+            since their first step.
+        not_finite: updates dropped because a value was NaN or infinite.
+        too_large: updates dropped because their norm was above `max_norm`.
+    """
+
+    tokens: float = 0.0
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    repeated: int = 0
+    stale: int = 0
+    not_finite: int = 0
+    too_large: int = 0
+
+    def add(self, **counts: float) -> "Totals":
+        """Add to some of the counts."""
+        return self._replace(**{name: getattr(self, name) + n for name, n in counts.items()})

@@ -1,0 +1,1 @@
+"""Calls between sites over gRPC: messages, certificates, and checks of what strangers send."""

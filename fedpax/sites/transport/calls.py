@@ -1,0 +1,393 @@
+"""Calls from islands to a syncer, over gRPC: `serve` at the syncer, `connect` at an island."""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from fedpax.sites.transport.address import check_address
+from fedpax.sites.transport.call_pool import CallPool
+from fedpax.sites.transport.extras import import_grpc, read_certificates
+from fedpax.sites.transport.handshake import find_refusal
+from fedpax.sites.transport.limited_log import LimitedLog, escape
+from fedpax.sites.transport.message import (
+    CHECKSUM_BYTES,
+    CHUNK_BYTES,
+    ChecksumError,
+    Message,
+    MessageError,
+    decode,
+    encode,
+)
+
+if TYPE_CHECKING:
+    import grpc
+
+
+MAX_MESSAGE_BYTES = 1 << 30
+"""Default limit on the arrays of a message: 1 GiB."""
+
+Handler = Callable[[str, Message], Message]
+"""Answers a message: called with the peer's name from its certificate (without certificates "")
+and the message. It runs in several threads at once. `RefusedError` sends its text to the peer."""
+
+_SERVICE, _METHOD = "fedpax.Sites", "Call"
+_MAX_WORDS = 2000  # of a refusal; gRPC limits the metadata in which it travels to 8 KB
+_logger = logging.getLogger(__name__)
+
+
+class RefusedError(ValueError):
+    """A call that the other side refuses, with its reason; do not repeat the call."""
+
+
+class DisconnectedError(ConnectionError):
+    """A call that got no answer in time; the other side may have handled it. Repeat it later."""
+
+
+class MessageServer:
+    """A server of messages, made by `serve`.
+
+    Attributes:
+        port: the port it listens at; with `HOST:0` one that the operating system chose.
+    """
+
+    def __init__(self, server: "grpc.Server", port: int) -> None:
+        self.port = port
+        self._server = server
+
+    def close(self, grace: float = 1.0) -> None:
+        """Stop: refuse new calls, and let those in progress finish.
+
+        Args:
+            grace: seconds until calls in progress are aborted.
+        """
+        self._server.stop(grace).wait()
+
+    def __enter__(self) -> "MessageServer":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class Connection:
+    """A connection to a server, made by `connect`; threads may share it.
+
+    It connects at the first call, and again after a failure.
+
+    Attributes:
+        address: `HOST:PORT` of the server.
+        max_message_bytes: limit on the arrays of a message, in both directions.
+    """
+
+    def __init__(
+        self,
+        channel: "grpc.Channel",
+        address: str,
+        certificates: Path | None,
+        server_name: str,
+        max_message_bytes: int,
+    ) -> None:
+        self.address = address
+        self._channel = channel
+        self._certificates = certificates
+        self._server_name = server_name
+        self.max_message_bytes = max_message_bytes
+        self._stream = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")
+
+    def call(self, message: Message, timeout: float) -> Message:
+        """Send a message and wait for its answer.
+
+        Several threads may call at once; no call waits for another one.
+
+        Args:
+            message: the message. Do not write to its arrays before the call ends.
+            timeout: seconds for message and answer together.
+
+        Returns:
+            The answer.
+
+        Raises:
+            RefusedError: the other side refuses the message or this site's certificate; the error
+                has the reason. Do not repeat the call.
+            DisconnectedError: there was no answer in time, or the connection failed. The message
+                may have been handled. Repeat the call later.
+            MessageError: the message cannot be encoded, or the answer does not conform to the
+                format.
+        """
+        import grpc
+
+        chunks = encode(message, self.max_message_bytes)
+        call = self._stream(chunks, timeout=timeout)
+        try:
+            return decode(call, self.max_message_bytes)
+        except grpc.RpcError as error:
+            failure = error
+        except ChecksumError as error:
+            raise DisconnectedError(f"the answer of {self.address}: {error}") from None
+        finally:
+            call.cancel()  # does nothing to a call that has finished
+        code, details = failure.code(), failure.details() or ""
+        if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
+            raise RefusedError(escape(details))
+        if code == grpc.StatusCode.UNIMPLEMENTED:
+            raise RefusedError(
+                f"the server at {self.address} is not a syncer of fedpax. Pass the address of "
+                "`fedpax syncer --listen`."
+            )
+        if code == grpc.StatusCode.UNAVAILABLE:
+            seconds = min(timeout, 3.0)
+            if refusal := find_refusal(
+                self.address, self._certificates, self._server_name, seconds
+            ):
+                raise RefusedError(refusal)
+            # gRPC repeats the address and names each attempt; the reason is its last part.
+            details = f"no connection ({details.rpartition(': ')[2]})"
+        if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+            details = f"no answer within {timeout:g} s"
+        raise DisconnectedError(
+            f"{self.address}: {details or code.name}. Check that `fedpax syncer` listens there."
+        )
+
+    def close(self) -> None:
+        """Close the connection; calls in progress raise `DisconnectedError`."""
+        # gRPC waits until the operating system has taken what it sends: on a stalled network, until
+        # keepalive closes the socket.
+        closing = threading.Thread(target=self._channel.close, daemon=True)
+        closing.start()
+        closing.join(1.0)
+
+    def __enter__(self) -> "Connection":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def serve(
+    handler: Handler,
+    address: str,
+    *,
+    certificates: Path | str | None = None,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    max_calls: int = 128,
+    keepalive: float = 5.0,
+) -> MessageServer:
+    """Serve messages: call `handler` for each, in threads, and send its result back.
+
+    If `handler` raises another exception than `RefusedError`, it is logged with its traceback, the
+    peer gets a `DisconnectedError`, and the server continues. A malformed message is refused and
+    logged. Memory for received messages is at most `max_calls * max_message_bytes`, and grows as
+    bytes arrive: gRPC stops reading from a peer whose chunks are not consumed.
+
+    Silent peers do not keep others from being answered: if all places for calls are taken, a new
+    call ends the one that has waited longest for its peer. Connections take at most half of the
+    files that the process may open. The server raises this number to the system's limit. It closes
+    a connection that has no call for two minutes, or whose handshake takes longer than 10 seconds.
+
+    Args:
+        handler: answers a message; see `Handler`.
+        address: `HOST:PORT` to listen at, such as `0.0.0.0:7000`. Port 0: any free port.
+        certificates: the server's folder of `fedpax certificates`. Clients need a certificate of
+            the same authority. Default None: no encryption, and only a loopback address is
+            accepted.
+        max_message_bytes: limit on the arrays of a message, in both directions.
+        max_calls: number of calls handled at once. Default 128. Set it to at least twice the number
+            of honest peers' calls at a time.
+        keepalive: seconds without traffic after which the server sends a ping to a peer. If the
+            answer takes more than three times as long, the connection is closed. A slow network can
+            delay the answer. Default 5.0.
+
+    Returns:
+        The server, a context manager that closes it.
+
+    Raises:
+        ValueError: the address is malformed, or not a loopback address and there are no
+            certificates.
+        OSError: the address is in use or not an address of this machine, or the folder cannot be
+            read.
+
+    Example:
+        >>> import numpy as np
+        >>> def double(peer, message):
+        ...     return Message({"kind": "doubled"}, {"x": 2 * message.arrays["x"]})
+        >>> with serve(double, "localhost:0") as server:
+        ...     with connect(f"localhost:{server.port}") as connection:
+        ...         message = Message({"kind": "double"}, {"x": np.array([1.5, 4.0])})
+        ...         answer = connection.call(message, timeout=10.0)
+        >>> answer.header["kind"], answer.arrays["x"].tolist()
+        ('doubled', [3.0, 8.0])
+    """
+    grpc = import_grpc()
+    check_address("address", address, certificates, any_port=True)
+
+    pool = CallPool(max_calls)
+    method = grpc.stream_stream_rpc_method_handler(_respond(handler, max_message_bytes, pool))
+    server = grpc.server(
+        pool,
+        handlers=[grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: method})],
+        options=[
+            *_options(keepalive),
+            ("grpc.so_reuseport", 0),  # a second syncer at this port has to fail
+            ("grpc.http2.min_ping_interval_without_data_ms", 100),
+            ("grpc.http2.max_ping_strikes", 0),
+            ("grpc.server_handshake_timeout_ms", 10_000),
+            ("grpc.max_allowed_incoming_connections", _max_connections()),
+            ("grpc.max_connection_idle_ms", 120_000),
+            ("grpc.max_concurrent_streams", max_calls),  # of each connection
+        ],
+    )
+    credentials = grpc.insecure_server_credentials()
+    if certificates is not None:
+        own = read_certificates(certificates)
+        credentials = grpc.ssl_server_credentials(
+            [(own.key, own.certificate)], own.authority, require_client_auth=True
+        )
+    try:
+        port = server.add_secure_port(address, credentials)
+    except RuntimeError:
+        port = 0
+    if not port:
+        raise OSError(
+            f"address={address!r} cannot be listened at: it is in use, or not an address of this "
+            "machine. Stop the other server, or choose another port."
+        )
+    server.start()
+    return MessageServer(server, port)
+
+
+def connect(
+    address: str,
+    *,
+    certificates: Path | str | None = None,
+    server_name: str | None = None,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    keepalive: float = 5.0,
+) -> Connection:
+    """Make a connection to a server; nothing is sent before the first call.
+
+    Args:
+        address: `HOST:PORT` of the server.
+        certificates: this site's folder of `fedpax certificates`. Default None: no encryption, and
+            only a loopback address is accepted.
+        server_name: the name in the server's certificate. Default None: the host of `address`. Set
+            it if the server is reached through a tunnel or by another name.
+        max_message_bytes: limit on the arrays of a message, in both directions.
+        keepalive: seconds without traffic after which a ping is sent to the server. If the answer
+            takes more than three times as long, calls raise `DisconnectedError` before their
+            timeout. A connection that the server's machine closes is noticed at once. Default 5.0.
+
+    Returns:
+        The connection, a context manager that closes it.
+
+    Raises:
+        ValueError: the address is malformed, or not a loopback address and there are no
+            certificates.
+        OSError: the folder cannot be read.
+
+    Example: see `serve`.
+    """
+    grpc = import_grpc()
+    host = check_address("address", address, certificates)
+    server_name = server_name or host
+    options = [
+        *_options(keepalive),
+        ("grpc.use_local_subchannel_pool", 1),  # connections do not share a socket
+        ("grpc.enable_retries", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 10_000),  # time for a connection attempt
+        ("grpc.max_reconnect_backoff_ms", 1000),
+    ]
+    if certificates is None:
+        options.append(("grpc.enable_http_proxy", 0))
+        channel = grpc.insecure_channel(address, options)
+        return Connection(channel, address, None, host, max_message_bytes)
+    own = read_certificates(certificates)
+    options.append(("grpc.ssl_target_name_override", server_name))
+    credentials = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
+    channel = grpc.secure_channel(address, credentials, options)
+    return Connection(channel, address, Path(certificates), server_name, max_message_bytes)
+
+
+def _options(keepalive: float) -> list[tuple[str, Any]]:
+    return [
+        ("grpc.max_receive_message_length", CHECKSUM_BYTES + CHUNK_BYTES),
+        ("grpc.max_send_message_length", CHECKSUM_BYTES + CHUNK_BYTES),
+        ("grpc.keepalive_time_ms", round(1000 * keepalive)),
+        ("grpc.keepalive_timeout_ms", round(3000 * keepalive)),  # also TCP's user timeout
+        ("grpc.http2.ping_timeout_ms", round(3000 * keepalive)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def _max_connections() -> int:
+    """Return half of the number of files that this process may open, which is raised first."""
+    try:
+        import resource
+    except ImportError:  # Windows, which has no such limit
+        return 1 << 14
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS has a lower limit than it states
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return min(soft if soft > 0 else 1 << 15, 1 << 15) // 2
+
+
+def _respond(
+    handler: Handler, max_message_bytes: int, pool: CallPool
+) -> Callable[..., Iterator[bytes]]:
+    """Return a gRPC method that decodes a message, calls the handler and encodes its answer."""
+    import grpc
+
+    log = LimitedLog(_logger)
+
+    def receive(chunks: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        while True:
+            with pool.waits_for_peer(context.cancel):
+                chunk = next(chunks, None)
+            if chunk is None:
+                return
+            yield chunk
+
+    def send(chunks: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        for chunk in chunks:
+            with pool.waits_for_peer(context.cancel):
+                yield chunk
+
+    def respond(chunks: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        peer = _peer_name(context)
+        sender = peer or context.peer()
+        try:
+            message = decode(receive(chunks, context), max_message_bytes)
+        except MessageError as error:
+            if not context.is_active():  # the peer has cancelled the call, or is gone
+                return iter(())
+            log.warning("a message of %s is refused: %s", sender, error)
+            damaged = isinstance(error, ChecksumError)
+            code = grpc.StatusCode.DATA_LOSS if damaged else grpc.StatusCode.INVALID_ARGUMENT
+            _abort(context, code, str(error))
+        except grpc.RpcError:  # the peer has cancelled the call, or is gone
+            return iter(())
+        try:
+            return send(encode(handler(peer, message), max_message_bytes), context)
+        except RefusedError as error:
+            log.warning("%s is refused: %s", sender, error)
+            _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except Exception:
+            _logger.exception("a message of %s could not be handled", sender)
+            _abort(context, grpc.StatusCode.INTERNAL, "internal error: see the log of the server")
+
+    return respond
+
+
+def _abort(context: Any, code: Any, words: str) -> NoReturn:
+    context.abort(code, words[:_MAX_WORDS])
+    raise AssertionError("abort raises")
+
+
+def _peer_name(context: Any) -> str:
+    names = context.auth_context().get("x509_common_name", [])
+    return names[0].decode() if names else ""

@@ -3,6 +3,8 @@
 Without `jax_enable_x64`, JAX holds numbers in at most 32 bits, and silently wraps larger integers.
 """
 
+import math
+import numbers
 import operator
 from typing import Any
 
@@ -138,6 +140,29 @@ def check_integers(**numbers: Any) -> None:
             raise TypeError(
                 f"{name} is {number!r:.80}, expected an integer. Convert it with int(...)."
             ) from None
+
+
+def real_number(name: str, value: Any) -> float:
+    """Return one real number as a float, or raise a TypeError that names the argument.
+
+    Example:
+        >>> real_number("alpha", np.float32(0.5))
+        0.5
+        >>> real_number("alpha", 1 + 2j)
+        Traceback (most recent call last):
+            ...
+        TypeError: alpha is (1+2j), expected one real number. Pass for example 0.5.
+    """
+    is_array = isinstance(value, np.ndarray | np.generic | jax.Array)
+    is_scalar = is_array and value.ndim == 0 and not np.ma.is_masked(value)
+    if not isinstance(value, numbers.Real) and not (
+        is_scalar and _is_numeric(value.dtype) and jnp.isrealobj(value)
+    ):
+        raise TypeError(f"{name} is {value!r:.80}, expected one real number. Pass for example 0.5.")
+    try:
+        return float(value)
+    except OverflowError:  # of an integer
+        return math.inf if value > 0 else -math.inf
 
 
 def is_host_number(value: Any) -> bool:

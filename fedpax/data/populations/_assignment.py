@@ -9,15 +9,18 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from fedpax.data.shuffle import hash_key
+from fedpax.primitives.casts import real_number
 
 
-def check_positive(name: str, value: float, meaning: str) -> None:
-    """Check that a parameter of a distribution is positive and finite."""
+def check_positive(name: str, value: float, meaning: str) -> float:
+    """Return a parameter of a distribution, which must be positive and finite, as a float."""
+    number = real_number(name, value)
     # Beyond these bounds the logarithms of random numbers overflow.
-    if not 1e-290 < value < 1e290:
+    if not 1e-290 < number < 1e290:
         raise ValueError(
             f"{name} is {value}, expected a positive, finite number (1e-290 to 1e290): {meaning}."
         )
+    return number
 
 
 def frozen_random(seed: int) -> np.random.RandomState:

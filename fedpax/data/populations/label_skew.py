@@ -18,6 +18,7 @@ from fedpax.data.populations._assignment import (
     top_up,
 )
 from fedpax.data.populations.partition import Indices, check_count, index_labels
+from fedpax.primitives.casts import check_integers
 
 
 def partition_dirichlet(
@@ -83,7 +84,7 @@ def partition_dirichlet(
     """
     _, class_index = index_labels(labels)
     check_count(len(class_index), "examples", num_participants, min_examples)
-    check_positive("alpha", alpha, "the smaller it is, the more participants differ")
+    alpha = check_positive("alpha", alpha, "the smaller it is, the more participants differ")
     random = frozen_random(seed)
     order = random.permutation(len(class_index))
     positions = _positions_by_class(class_index[order])
@@ -160,8 +161,8 @@ def partition_pachinko(
             "every example."
         )
     check_count(len(fine), "examples", num_participants)
-    for name, value in ("alpha", alpha), ("beta", beta):
-        check_positive(name, value, "the smaller it is, the more participants differ")
+    alpha = check_positive("alpha", alpha, "the smaller it is, the more participants differ")
+    beta = check_positive("beta", beta, "the smaller it is, the more participants differ")
     parent = np.empty(fine.max() + 1, np.int64)
     parent[fine] = coarse
     if (conflicts := np.flatnonzero(parent[fine] != coarse)).size:
@@ -224,6 +225,7 @@ def partition_by_shards(
         Data. arXiv:1602.05629, section 3.
     """
     _, class_index = index_labels(labels)
+    check_integers(shards_per_participant=shards_per_participant)
     if shards_per_participant < 1:
         raise ValueError(
             f"shards_per_participant is {shards_per_participant}, expected at least 1."

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedpax.primitives.casts import check_integers, real_number
+
 
 def logistic_clients(
     num_clients: int,
@@ -51,8 +53,9 @@ def logistic_clients(
         Li et al., Federated Optimization in Heterogeneous Networks, arXiv:1812.06127, section 5.1.
     """
     check_logistic_sizes(num_clients, num_features, num_classes)
-    if not (alpha >= 0 and beta >= 0):
-        raise ValueError(f"alpha is {alpha} and beta {beta}, expected variances of at least 0.")
+    for name, variance in ("alpha", alpha), ("beta", beta):
+        if not 0 <= real_number(name, variance) < np.inf:
+            raise ValueError(f"{name} is {variance}, expected a finite variance of at least 0.")
     rng = np.random.default_rng(seed)
     sizes = np.minimum(50 + rng.lognormal(4, 2, num_clients), 5000).astype(np.int64)
     deviation = np.arange(1, num_features + 1) ** -0.6
@@ -92,6 +95,7 @@ def check_logistic_sizes(num_clients: int, num_features: int, num_classes: int) 
     Raises:
         ValueError: a size is below 1.
     """
+    check_integers(num_clients=num_clients, num_features=num_features, num_classes=num_classes)
     if min(num_clients, num_features, num_classes) < 1:
         raise ValueError(
             f"num_clients is {num_clients}, num_features {num_features} and num_classes "

@@ -310,7 +310,7 @@ def index_labels(
 
 def check_count(count: int, noun: str, num_participants: int, min_examples: int = 1) -> None:
     """Check that there are enough examples for all participants."""
-    check_integers(num_participants=num_participants, min_examples=min_examples)
+    check_integers(num_examples=count, num_participants=num_participants, min_examples=min_examples)
     if num_participants < 1:
         raise ValueError(f"num_participants is {num_participants}, expected at least 1.")
     if min_examples < 1:

@@ -58,10 +58,10 @@ def partition_by_quantity(
     random = frozen_random(seed)
     order = random.permutation(num_examples)
     if alpha is not None and sigma is None:
-        check_positive("alpha", alpha, "the smaller it is, the more sizes differ")
+        alpha = check_positive("alpha", alpha, "the smaller it is, the more sizes differ")
         log_shares = log_gamma(random, np.full(num_participants, alpha))
     elif sigma is not None and alpha is None:
-        check_positive("sigma", sigma, "the larger it is, the more sizes differ")
+        sigma = check_positive("sigma", sigma, "the larger it is, the more sizes differ")
         log_shares = sigma * random.standard_normal(num_participants)
     else:
         raise ValueError(

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fedpax.data.populations.partition import Indices, index_labels
-from fedpax.primitives.casts import host_array
+from fedpax.primitives.casts import check_integers, host_array, real_number
 
 
 class DirichletClients(Sequence[Indices]):
@@ -34,6 +34,7 @@ class DirichletClients(Sequence[Indices]):
         seed: the random seed.
 
     Raises:
+        TypeError: a size or the seed is not an integer, or another argument is not a real number.
         ValueError: a size is below 1, `alpha` or `median_examples` is not positive and finite,
             `sigma` is negative or infinite, or `labels` is empty or not integers.
 
@@ -64,20 +65,23 @@ class DirichletClients(Sequence[Indices]):
             raise ValueError("labels is empty, expected at least 1.")
         classes, class_index = index_labels(labels)
         for name, size in (("num_clients", num_clients), ("max_examples", max_examples)):
+            check_integers(**{name: size})
             if size < 1:
                 raise ValueError(f"{name} is {size}, expected at least 1.")
-        if not 0 <= sigma < np.inf:
+        check_integers(seed=seed)
+        if not 0 <= real_number("sigma", sigma) < np.inf:
             raise ValueError(f"sigma is {sigma}, expected a finite number of at least 0.")
         for name, value in (("alpha", alpha), ("median_examples", median_examples)):
-            if not 0 < value < np.inf:
+            if not 0 < real_number(name, value) < np.inf:
                 raise ValueError(f"{name} is {value}, expected a positive number.")
         counts = np.bincount(class_index, minlength=len(classes))
         # The pool sorted by label, and the position of each label's first example.
         self._pool = np.argsort(class_index, kind="stable")
         self._counts, self._starts = counts, np.cumsum(counts) - counts
-        self._concentration = alpha * counts / counts.mean()
+        self._concentration = float(alpha) * counts / counts.mean()
         self._num_clients, self._seed = num_clients, seed
-        self._median, self._sigma, self._max_examples = median_examples, sigma, max_examples
+        self._median, self._sigma = float(median_examples), float(sigma)
+        self._max_examples = max_examples
         self._name = (
             f"DirichletClients(num_clients={num_clients}, alpha={alpha}, "
             f"median_examples={median_examples}, sigma={sigma}, max_examples={max_examples}, "

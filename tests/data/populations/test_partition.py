@@ -1,7 +1,9 @@
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import hypothesis.strategies as st
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -20,7 +22,9 @@ from fedpax.data import (
     partition_pachinko,
 )
 from fedpax.data.populations._assignment import top_up
+from fedpax.data.populations.logistic_clients import logistic_clients
 from fedpax.data.populations.partition import Partition, check_partition, partition_checksum
+from fedpax.data.populations.synthetic_clients import DirichletClients
 
 Labels = NDArray[np.int64]
 
@@ -315,6 +319,40 @@ ALPHA = "expected a positive, finite number"
 def test_bad_arguments_raise(make: Callable[[], Sequence[Any]], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize("value", [0.5 + 1j, "0.5", b"1", None, [0.5], np.array([0.5])], ids=repr)
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("alpha", lambda x: partition_dirichlet([0, 1], 1, alpha=x)),
+        ("beta", lambda x: partition_pachinko([0, 1], [0, 0], 1, beta=x)),
+        ("alpha", lambda x: partition_by_quantity(9, 3, alpha="none" if x is None else x)),
+        ("sigma", lambda x: DirichletClients([0, 1], 2, alpha=1, median_examples=2, sigma=x)),
+        ("median_examples", lambda x: DirichletClients([0, 1], 2, alpha=1, median_examples=x)),
+        ("alpha", lambda x: logistic_clients(2, alpha=x, beta=1)),
+        ("shards_per_participant", lambda x: partition_by_shards([0], 1, shards_per_participant=x)),
+        ("num_examples", lambda x: partition_iid(x, 1)),
+        ("seed", lambda x: DirichletClients([0, 1], 2, alpha=1, median_examples=2, seed=x)),
+    ],
+)
+def test_a_setting_that_is_not_a_real_number_raises(name: str, make: Any, value: Any) -> None:
+    with pytest.raises(TypeError, match=rf"^{name} is .*, expected (one real number|an integer)"):
+        make(value)
+
+
+def test_any_real_number_is_a_concentration() -> None:
+    labels = np.random.default_rng(0).integers(0, 4, 50)
+    expected = partition_dirichlet(labels, 3, alpha=0.5)
+    for value in (
+        np.float32(0.5),
+        np.float16(0.5),
+        np.array(0.5),
+        jnp.float32(0.5),
+        Fraction(1, 2),
+    ):
+        found = partition_dirichlet(labels, 3, alpha=value)  # type: ignore[arg-type]
+        assert all(map(np.array_equal, found, expected))
 
 
 def test_unsigned_labels_beyond_int64_raise() -> None:

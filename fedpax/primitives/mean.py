@@ -15,7 +15,7 @@ from fedpax.primitives.casts import device_weights, is_host_number
 from fedpax.primitives.integer_sums import check_weights, collect_weights
 from fedpax.primitives.layout import shard_over_placement
 from fedpax.primitives.mask import federated_mask_p
-from fedpax.primitives.monoids import ADDITION, accumulation_dtype
+from fedpax.primitives.monoids import ADDITION, accumulation_dtype, whole_byte_dtype
 from fedpax.primitives.placement import (
     ArrayTree,
     Placement,
@@ -141,7 +141,7 @@ def _check_weights(weights: Any, placement: Placement) -> jax.Array:
 
 @functools.cache  # rounds have thousands of leaves
 def _mean_dtype(dtype: Any) -> Any:
-    return jax.eval_shape(jnp.mean, jax.ShapeDtypeStruct((1,), dtype)).dtype
+    return jax.eval_shape(jnp.mean, jax.ShapeDtypeStruct((1,), whole_byte_dtype(dtype))).dtype
 
 
 def _divide(total, weight):

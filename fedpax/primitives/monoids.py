@@ -109,6 +109,16 @@ def accumulation_dtype(dtype: Any) -> Any:
     return jnp.dtype(jnp.float32) if narrow else jnp.dtype(dtype)
 
 
+def whole_byte_dtype(dtype: Any) -> Any:
+    """Return int8 or uint8 for integers of 2 and 4 bits, else the dtype itself.
+
+    `jnp.sum` raises for these integers, and `jnp.mean` returns the mean of int2 as int2.
+    """
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
+        dtype = jnp.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.uint8
+    return jnp.dtype(dtype)
+
+
 def _lowest(dtype: Any) -> jax.Array:
     return jnp.asarray(_bounds(dtype)[0], dtype)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from fedpax.primitives._jax import Primitive, Zero, is_zero, set_transpose, zero_tangent
 from fedpax.primitives.broadcast import broadcast, federated_broadcast_p
 from fedpax.primitives.integer_sums import collect
-from fedpax.primitives.monoids import ADDITION, accumulation_dtype
+from fedpax.primitives.monoids import ADDITION, accumulation_dtype, whole_byte_dtype
 from fedpax.primitives.placement import ArrayTree, Tree
 from fedpax.primitives.reduction import Reduction, define_reduction, reduce_tree
 
@@ -58,7 +58,8 @@ def federated_sum(x: ArrayTree, *, placement: str | None = None) -> ArrayTree:
 
 
 def _sum_dtype(dtype: Any) -> Any:
-    return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((1,), accumulation_dtype(dtype))).dtype
+    wide = accumulation_dtype(whole_byte_dtype(dtype))
+    return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((1,), wide)).dtype
 
 
 def _finish(totals, participants, dtype):

@@ -46,6 +46,27 @@ def test_small_integers_are_summed_in_int32_and_unsigned_ones_modulo_2_to_the_32
             total(np.full(N, 2**62))
 
 
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("sign", ["int", "uint"])
+def test_integers_of_2_and_4_bits_are_reduced_as_int8(sign, bits):
+    """`jnp.sum` raises for them, and `jnp.mean` of int2 is an int2."""
+    dtype = getattr(jnp, f"{sign}{bits}")
+    low, high = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
+    x = np.random.default_rng(bits).integers(low, high + 1, (N, 50))
+    weights = jnp.array([1.0, 2.0, 5.0])
+
+    @fedpax.program(clients=N)
+    def reduce(x):
+        mean = fedpax.federated_mean
+        return fedpax.federated_sum(x), mean(x), mean(x, weights=weights)
+
+    for run in (reduce, jax.jit(reduce)):
+        added, mean, weighted = run(jnp.asarray(x, dtype))
+        assert added.dtype == f"{sign}32" and np.array_equal(added, x.sum(axis=0))
+        np.testing.assert_allclose(mean, x.mean(axis=0), rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(weighted, weights @ x / 8, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "run",
     [

@@ -26,6 +26,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 """What some programs write at the start of a text in UTF-8; `read_json` reads past it."""
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
+_START = len(BYTE_ORDER_MARK + _POINTER)  # a program that rewrites texts can have added the mark
 _KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
@@ -74,7 +75,7 @@ def read_file(path: PurePath, max_bytes: int = JSON_BYTES) -> bytes:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:  # such as files in /proc, whose size is unknown
         raise _error(f"it has more than {max_bytes} bytes", path)
-    _check_is_content(content[: len(_POINTER)], path)
+    _check_is_content(content[:_START], path)
     return content
 
 
@@ -119,11 +120,11 @@ def check_fetched(path: Path) -> None:
         ValueError: ...a is a Git LFS pointer, expected the content of the file. Run `git lfs ...
     """
     with open_regular(path) as file:
-        _check_is_content(file.read(len(_POINTER)), path)
+        _check_is_content(file.read(_START), path)
 
 
 def _check_is_content(start: bytes, path: Path) -> None:
-    if start == _POINTER:
+    if start.removeprefix(BYTE_ORDER_MARK).startswith(_POINTER):
         raise ValueError(
             f"{path} is a Git LFS pointer, expected the content of the file. Run `git lfs pull` in "
             f"{path.absolute().parent}, or download the file again"

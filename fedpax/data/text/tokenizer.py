@@ -87,7 +87,8 @@ def load_tokenizer(name: str, *, end_of_document: str | None = None) -> Tokenize
         end_of_document: the name of the token that separates documents, such as "<|im_end|>".
             Default None: `eos_token` of the tokenizer_config.json beside the file, else
             `eos_token_id` of config.json or generation_config.json there, else the file's only
-            special token or the SentencePiece model's end of a sentence.
+            special token (unless it is padding, or a mask) or the SentencePiece model's end of a
+            sentence.
 
     Returns:
         The tokenizer.

@@ -1,6 +1,7 @@
 """The vocabulary of a `tokenizer.json`, without what the file stores for other purposes."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -9,6 +10,7 @@ from fedpax.files import parse_json
 
 Entries: TypeAlias = dict[str, Any]
 _LISTS = ("normalizers", "pretokenizers", "decoders")  # of a part of the type "Sequence"
+_OTHER_PURPOSE = re.compile("(?<![a-z])(pad|padding|mask|unk|unknown|cls)(?![a-z])", re.IGNORECASE)
 
 
 def read_tokenizer_json(content: str) -> Vocabulary:
@@ -37,7 +39,9 @@ def read_tokenizer_json(content: str) -> Vocabulary:
         added["lstrip"] = added["rstrip"] = False
     plain = {**entries, "normalizer": _map_parts(entries["normalizer"], _spelling)}
     vocabulary = _vocabulary(plain)
-    return vocabulary if changed_text(vocabulary) is None else _vocabulary(entries)
+    if changed_text(vocabulary) is not None:
+        vocabulary = _vocabulary(entries)
+    return vocabulary._replace(end=_end(vocabulary))
 
 
 def _vocabulary(entries: Entries) -> Vocabulary:
@@ -62,8 +66,16 @@ def _vocabulary(entries: Entries) -> Vocabulary:
         token=library.token_to_id,
         name=library.id_to_token,
         special=special,
-        end=next(iter(special.values())) if len(special) == 1 else None,
+        end=None,
     )
+
+
+def _end(vocabulary: Vocabulary) -> int | None:
+    """Return the only special token, unless its name says that it has another purpose."""
+    if len(vocabulary.special) != 1:
+        return None
+    ((name, token),) = vocabulary.special.items()
+    return None if _OTHER_PURPOSE.search(name) else token
 
 
 def _library(entries: Entries) -> Any:

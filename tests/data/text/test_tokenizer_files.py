@@ -265,13 +265,25 @@ def test_a_folder_that_names_no_token_raises(
         load_tokenizer("bytes", end_of_document="no")
 
 
+@pytest.mark.parametrize("name", ["[PAD]", "<pad>", "<|padding|>", "<|right_pad_id|>", "[MASK]"])
+def test_padding_does_not_end_a_document(name: str, tmp_path: Path) -> None:
+    path = words(tmp_path / "tokenizer.json", name, **{name: 1, "a": 2})
+    with pytest.raises(ValueError, match=r"does not say which token ends.*data\.end_of_document"):
+        load_tokenizer(str(path))
+    assert load_tokenizer(str(path), end_of_document=name).separator == 1
+    path = words(tmp_path / "other.json", "<|padded_end|>", **{"<|padded_end|>": 1, "a": 2})
+    assert load_tokenizer(str(path)).separator == 1
+
+
 def test_a_git_lfs_pointer_is_called_one_and_a_byte_order_mark_is_read(
     plain: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "tokenizer.json"
-    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-    with pytest.raises(ValueError, match=r"is a Git LFS pointer.*git lfs pull"):
-        load_tokenizer(str(path))
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    for content in (pointer, b"\xef\xbb\xbf" + pointer):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"is a Git LFS pointer.*git lfs pull"):
+            load_tokenizer(str(path))
     path.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes())
     assert load_tokenizer(str(path)).encode("text").size
 

@@ -9,14 +9,7 @@ MAX_DATA_SETS = 1000
 
 
 def shorten(data: Mapping[str, str]) -> dict[str, str]:
-    """Return a fingerprint of `fedpax.clients.cohort_stream.fingerprint` that fits a message.
-
-    Example:
-        >>> shorten({"web": "400 documents, sample 0f"})
-        {'web': '400 documents, sample 0f'}
-        >>> shorten({"web": "x" * 300})["web"][:11]
-        'sha256 0d4e'
-    """
+    """Shorten a fingerprint of a stream of cohorts so that it fits a message."""
     sets = {_short(name): _short(text) for name, text in data.items()}
     if len(sets) > MAX_DATA_SETS:
         return {f"{len(sets)} data sets": hashlib.sha256(repr(sets).encode()).hexdigest()}
@@ -26,25 +19,8 @@ def shorten(data: Mapping[str, str]) -> dict[str, str]:
 def describe_other_data(
     name: str, own: Mapping[str, str], other_name: str, other: Mapping[str, str]
 ) -> str | None:
-    """Compare the data of an island with the data of another island of the run.
-
-    Args:
-        name: the island.
-        own: the fingerprint of its data; empty if unknown.
-        other_name: the other island.
-        other: the fingerprint of its data; empty if unknown.
-
-    Returns:
-        The first difference in words, with the remedy; None if there is none.
-
-    Example:
-        >>> oslo, rome = {"corpus": "200 documents"}, {"corpus": "400 documents"}
-        >>> print(describe_other_data("oslo", oslo, "rome", rome))
-        island 'oslo' has other data than island 'rome': 'corpus' has 200 documents, and at 'rome' \
-400 documents. The islands of a run divide one corpus, and each reads its shard alone: with a \
-corpus of its own, each would leave out most of its documents. Give all islands the same files \
-(--data.data_dir names their folder).
-    """
+    """Describe the first difference between the data of two islands; None if there is none."""
+    # An empty fingerprint is unknown: nothing is compared.
     if not own or not other or own == other:
         return None
     found = next(one for one in sorted({**own, **other}) if own.get(one) != other.get(one))

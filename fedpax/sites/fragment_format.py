@@ -17,36 +17,11 @@ SEED = 0
 
 
 class FragmentFormat:
-    """The arrays of one fragment's update, encoded on an island and decoded at the syncer.
+    """The arrays of one fragment's update, encoded on an island and decoded at the syncer."""
 
-    Without a codec an update is the outer gradient in float32. With one, it is the codec's words.
-    Their random key depends on the island's shard and on the fragment's number of merges, as in
-    `fedpax.aggregators.compressed_mean`.
-
-    Args:
-        parts: the method.
-        part: the fragment's parameters, or their shapes and dtypes.
-
-    Attributes:
-        names: the paths of the parameters, the arrays' names in messages.
-        shapes: the types of the parameters as float32, by name.
-        wire_shapes: the types of an update's arrays, by name.
-
-    Example:
-        >>> import optax
-        >>> from fedpax.aggregators import codecs
-        >>> from fedpax.algorithms import decoupled_diloco_parts
-        >>> parts = decoupled_diloco_parts(
-        ...     lambda w, x: (0.0, None), islands=2, inner_optimizer=optax.sgd(0.1),
-        ...     steps_per_sync=1, codec=codecs.e3m0())
-        >>> gradient = {"w": jnp.array([2.0, -1.0, 0.25]), "b": None}
-        >>> fragment = FragmentFormat(parts, gradient)
-        >>> words = fragment.encode(gradient, shard=1, count=7)
-        >>> words["w"].dtype, fragment.wire_shapes["w"].shape
-        (dtype('uint32'), (2, 1))
-        >>> fragment.decode(words, shard=1, count=7)["w"].tolist()
-        [2.0, -1.0, 0.25]
-    """
+    # Without a codec an update is the outer gradient in float32. With one it is the codec's words;
+    # their random key depends on the island's shard and on the fragment's number of merges, as in
+    # `fedpax.aggregators.compressed_mean`.
 
     def __init__(self, parts: AlgorithmParts, part: chex.ArrayTree) -> None:
         self._codec = parts.codec
@@ -61,13 +36,7 @@ class FragmentFormat:
     def encode(
         self, gradient: chex.ArrayTree, shard: jax.Array | int, count: jax.Array | int
     ) -> dict[str, jax.Array]:
-        """Encode an outer gradient; may be traced.
-
-        Args:
-            gradient: the outer gradient, of the structure of the fragment.
-            shard: the island's shard.
-            count: number of merges of the fragment that the island has when it sends the update.
-        """
+        """Encode an outer gradient at `count` merges of the fragment; may be traced."""
         leaves = [x.astype(jnp.float32) for x in jax.tree.leaves(gradient)]
         if self._codec is not None:
             mesh = jax.sharding.get_abstract_mesh()
@@ -83,17 +52,7 @@ class FragmentFormat:
         count: jax.Array | int,
         axes: Sequence[str] = (),
     ) -> Any:
-        """Decode an update to float32; may be traced.
-
-        Args:
-            arrays: the arrays by name, as `encode` returns them.
-            shard: as in `encode`.
-            count: as in `encode`.
-            axes: the mesh axes that shard the fragment. Default (): none.
-
-        Returns:
-            The outer gradient, of the structure of the fragment.
-        """
+        """Decode an update to float32; `axes`: mesh axes that shard the fragment. May be traced."""
         leaves = [jnp.asarray(arrays[name]) for name in self.names]
         if self._codec is not None:
             like = [jnp.zeros(self.shapes[name].shape, jnp.float32) for name in self.names]
@@ -117,11 +76,7 @@ class FragmentFormat:
 
 
 def largest_message(formats: Sequence[FragmentFormat]) -> int:
-    """Return the bytes of the largest message of arrays: a fragment, or an update of one.
-
-    Args:
-        formats: the formats of all fragments.
-    """
+    """Return the bytes of the largest message of arrays: a fragment, or an update of one."""
     return max(
         sum(like.dtype.itemsize * math.prod(like.shape) for like in types.values())
         for form in formats
@@ -132,19 +87,7 @@ def largest_message(formats: Sequence[FragmentFormat]) -> int:
 def check_arrays(
     found: Mapping[str, np.ndarray], expected: Mapping[str, jax.ShapeDtypeStruct]
 ) -> str | None:
-    """Compare the names, shapes and dtypes of arrays with the expected ones.
-
-    Args:
-        found: arrays of a message.
-        expected: their types.
-
-    Returns:
-        The first difference in words; None if there is none.
-
-    Example:
-        >>> check_arrays({"w": np.zeros(2)}, {"w": jax.ShapeDtypeStruct((3,), "float32")})
-        "array 'w' is float64[2], expected float32[3]"
-    """
+    """Describe how arrays differ from the expected names, shapes and dtypes; None if equal."""
     if found.keys() != expected.keys():
         missing, unknown = sorted(expected.keys() - found), sorted(found.keys() - expected)
         return f"arrays {missing[:3]} are missing and {unknown[:3]} are unknown"

@@ -34,28 +34,16 @@ An island takes over the syncer's number of rounds."""
 
 
 class Identity(NamedTuple):
-    """The version, experiment and model, which must be equal at syncer and islands.
+    """The version, experiment and model, which must be equal at syncer and islands."""
 
-    Attributes:
-        version: the version of fedpax.
-        experiment: the fields of the experiment by path, except `LOCAL`.
-        model: dtype and shape of each parameter by path.
-        wire_format: the format of messages, `WIRE_FORMAT`.
-    """
-
-    version: str
-    experiment: Mapping[str, Any]
-    model: Mapping[str, str]
-    wire_format: int = WIRE_FORMAT
+    version: str  # the version of fedpax
+    experiment: Mapping[str, Any]  # the fields of the experiment by path, except `LOCAL`
+    model: Mapping[str, str]  # dtype and shape of each parameter by path
+    wire_format: int = WIRE_FORMAT  # the format of messages, `WIRE_FORMAT`
 
 
 def identify(experiment: Experiment, params: Params) -> Identity:
-    """Return the identity of a run.
-
-    Args:
-        experiment: the experiment.
-        params: the parameters, or their shapes and dtypes.
-    """
+    """Return the identity of a run."""
     fields = {
         path: value
         for path, value in flatten(to_json(experiment))
@@ -69,21 +57,7 @@ def identify(experiment: Experiment, params: Params) -> Identity:
 
 
 def find_difference(own: Identity, other: Mapping[str, Any]) -> str | None:
-    """Compare the identity of an island with that of the syncer.
-
-    Args:
-        own: the identity of the syncer.
-        other: the identity of the island, as `Identity._asdict` returns it.
-
-    Returns:
-        The first differences in words, with the remedy; None if there is none.
-
-    Example:
-        >>> own = Identity("1.0", {"islands": 4}, {"w": "float32[3]"})
-        >>> find_difference(own, own._replace(experiment={"islands": 2})._asdict())
-        'this island has another configuration: islands is 2, and 4 at the syncer. Give `fedpax \
-join` the flags of `fedpax syncer`.'
-    """
+    """Describe how the identity of an island differs from the syncer's, with the remedy."""
     if other.get("version") != own.version:
         return (
             f"this island has fedpax {str(other.get('version'))[:50]}, and the syncer has "
@@ -110,20 +84,7 @@ join` the flags of `fedpax syncer`.'
 
 
 def find_other_format(found: Any, own: int = WIRE_FORMAT) -> str | None:
-    """Compare the format of the other side's messages with the own one.
-
-    Args:
-        found: the number that the other side states; None if it states none.
-        own: the own number. Default `WIRE_FORMAT`.
-
-    Returns:
-        The difference in words, with the remedy; None if there is none.
-
-    Example:
-        >>> find_other_format(1, 2)
-        'sends messages of format 1, expected format 2. Install the same commit of fedpax on both \
-sides.'
-    """
+    """Describe a message format other than this side's, with the remedy; None if they are equal."""
     if found == own and type(found) is int:
         return None
     stated = f"format {found}" if type(found) is int else "a format without a number"

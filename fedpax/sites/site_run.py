@@ -10,16 +10,7 @@ from fedpax.training.experiment import Experiment, Run
 
 
 def build_parts(experiment: Experiment, mesh: MeshConfig, exp: str = "") -> Run:
-    """Build an experiment on a site's own mesh.
-
-    Args:
-        experiment: the experiment.
-        mesh: the sizes of the mesh's axes.
-        exp: the experiment's name, for the message.
-
-    Raises:
-        ConfigurationError: the experiment's method cannot be divided into parts.
-    """
+    """Build an experiment on a site's own mesh; raise if its method has no parts."""
     run = dataclasses.replace(experiment, mesh=mesh).build()
     if run.algorithm.parts is None:
         raise ConfigurationError(

@@ -8,7 +8,7 @@ from site_problem import Sites
 from site_processes import Processes, wait_until
 from syncer_methods import parts
 
-from fedpax.sites.data_identity import MAX_DATA_SETS, shorten
+from fedpax.sites.data_identity import MAX_DATA_SETS, describe_other_data, shorten
 from fedpax.sites.syncer.syncer_store import SyncerStore
 from fedpax.sites.transport.calls import RefusedError
 
@@ -85,3 +85,15 @@ def test_a_site_with_a_corpus_of_its_own_is_refused(tmp_path: Path) -> None:
         assert "island 'b' has other data than island 'a'" in processes.log("b")
     finally:
         processes.end()
+
+
+def test_a_difference_is_described():
+    oslo, rome = {"corpus": "200 documents"}, {"corpus": "400 documents"}
+    text = describe_other_data("oslo", oslo, "rome", rome)
+    assert text is not None
+    assert text.startswith(
+        "island 'oslo' has other data than island 'rome': 'corpus' has 200 documents, and at "
+        "'rome' 400 documents. The islands of a run divide one corpus"
+    )
+    assert describe_other_data("oslo", oslo, "rome", oslo) is None
+    assert describe_other_data("oslo", {}, "rome", rome) is None  # unknown

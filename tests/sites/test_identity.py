@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedpax.experiments.decoupled_diloco_text import decoupled_diloco_text
-from fedpax.sites.identity import WIRE_FORMAT, find_difference, identify
+from fedpax.sites.identity import WIRE_FORMAT, find_difference, find_other_format, identify
 from fedpax.sites.island.link import Link
 from fedpax.sites.transport.calls import RefusedError
 from fedpax.sites.transport.message import Message
@@ -56,3 +56,9 @@ def test_another_wire_format_is_refused_on_both_sides(stated: Any, words: str) -
     )
     with pytest.raises(RefusedError, match=f"the syncer {words}"):
         link.join()
+
+
+def test_another_format_is_described():
+    assert find_other_format(2, 2) is None
+    text = "sends messages of format 1, expected format 2. Install the same commit of fedpax on "
+    assert find_other_format(1, 2) == f"{text}both sides."

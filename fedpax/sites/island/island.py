@@ -15,31 +15,13 @@ from fedpax.sites.island.shared_link import SharedLink
 
 
 class Island:
-    """The training of one island, one phase of S inner steps at a time.
+    """The training of one island, one phase of S inner steps at a time."""
 
-    Only `finish` waits for the network. If `is_ahead`, the next phase must wait for a merge.
-
-    An island of several processes has an object of this class in each of them. Which programs it
-    dispatches depends on the status alone, which is the same in all processes.
-
-    Args:
-        parts: the method.
-        model: the compiled functions of the island.
-        link: the link to the syncer, or the exchange that several processes share.
-        shard: the island's shard when it starts.
-        process: identifies this process, the `incarnation` of its messages.
-        tokens_per_step: tokens of an inner step.
-        on_discard: called with the number of unsent steps that the island discards, because the
-            syncer has restored an older state. Default: do nothing.
-
-    Attributes:
-        shard: the island's shard; after a wait for a free one it can be another one.
-        state: the island's state, on its devices.
-        ledger: the sent and the unsent progress of each fragment.
-        status: the newest status of the syncer.
-        steps: number of inner steps of this process.
-        dropped: number of updates that the syncer has dropped, by reason.
-    """
+    # Only `finish` waits for the network. An island of several processes has an object of this
+    # class in each of them: which programs it dispatches depends on the status alone, which is the
+    # same in all processes. `process` is the `incarnation` of its messages. `on_discard` is called
+    # with the number of unsent steps that are discarded, because the syncer has restored an older
+    # state.
 
     def __init__(
         self,
@@ -82,19 +64,11 @@ class Island:
     def restore(
         self, state: LocalState, ledger: Mapping[str, Any], received: Mapping[int, tuple[str, int]]
     ) -> None:
-        """Restore a saved state, without the progress that the syncer may have already.
-
-        If a fragment's newest update at the syncer is not the newest one of the saved ledger, the
-        fragment loses its unsent progress, because a part of it may have been sent since the save.
-        The island then sends the fragment that the syncer merges next, although the ledger can
-        count it as sent: the update can be lost with a syncer that has ended.
-
-        Args:
-            state: the saved state.
-            ledger: the saved ledger.
-            received: process and sequence number of the newest update of each fragment that the
-                syncer has from this island.
-        """
+        """Restore a saved state, without the progress that the syncer may have already."""
+        # If a fragment's newest update at the syncer (`received`) is not the newest one of the
+        # saved ledger, the fragment loses its unsent progress: a part of it may have been sent
+        # since the save. The island then sends the fragment that the syncer merges next, although
+        # the ledger can count it as sent: the update can be lost with a syncer that has ended.
         self.ledger.restore(dict(ledger))
         fragments = self.ledger.fragments
         changed = frozenset(
@@ -133,18 +107,9 @@ class Island:
         self._unsent, self._report, self._phases_since_merge = [], None, 0
 
     def train(self, batches: chex.ArrayTree, start: int = 0, *frozen: Any) -> Report:
-        """Take the S inner steps of a phase, and send a fragment if its merge is due.
-
-        The devices compute the phase while the arrays of the previous phase are sent.
-
-        Args:
-            batches: the batches, `[steps, batch, ...]`.
-            start: the first of the S batches of this phase. Default 0.
-            *frozen: the run's frozen values, if it has some.
-
-        Returns:
-            The report of the steps, which may still be computed.
-        """
+        """Take the S inner steps of a phase from batch `start` on; send a fragment if it is due."""
+        # The devices compute the phase while the arrays of the previous phase are sent. The report
+        # that is returned may still be computed.
         self.state, report = self._model.take_steps(self.state, batches, start, *frozen)
         self._report = report
         self.steps += self._parts.steps_per_sync

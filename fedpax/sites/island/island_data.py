@@ -18,21 +18,10 @@ ENDLESS = 2**31
 
 
 class IslandRows:
-    """A stream of one island's batches, `[steps, batch, ...]`: shard k of a stream of cohorts.
+    """A stream of one island's batches, `[steps, batch, ...]`: shard k of a stream of cohorts."""
 
-    Thus island k trains on the same batches, in the same order, as island k of `fedpax train`. If
-    the stream can read the rows of one island alone (`IslandStream`), other rows are not read.
-
-    Args:
-        stream: the cohorts of all islands.
-        shard: k.
-
-    Example:
-        >>> import numpy as np
-        >>> rounds = iter([Cohort(np.arange(6).reshape(3, 2))])
-        >>> next(IslandRows(rounds, shard=1)).batches.tolist()
-        [2, 3]
-    """
+    # Thus island k trains on the same batches, in the same order, as island k of `fedpax train`. If
+    # the stream can read the rows of one island alone (`IslandStream`), other rows are not read.
 
     def __init__(self, stream: CohortStream, shard: int) -> None:
         self._stream, self._shard = stream, shard
@@ -40,11 +29,7 @@ class IslandRows:
             stream.keep_island(shard)
 
     def __next__(self) -> Cohort:
-        """Return the island's batches of the next round.
-
-        Raises:
-            ValueError: the islands of a cohort take different numbers of steps.
-        """
+        """Return the island's batches of the next round."""
         cohort = next(self._stream)
         if cohort.num_steps is not None:
             raise ValueError(
@@ -65,12 +50,7 @@ class IslandRows:
 
 
 class _Row:
-    """One row of an array, of which blocks are read by indexing: `array[row]` without reading it.
-
-    Args:
-        array: has a shape and a dtype, and can be indexed with slices.
-        row: the index of the row.
-    """
+    """One row of an array whose blocks are read by indexing, as `array[row]` would read all."""
 
     def __init__(self, array: Any, row: int) -> None:
         self._array, self._row = array, row
@@ -84,20 +64,9 @@ class _Row:
 
 
 class ShardPrefetch:
-    """The batches of an island's shard, drawn ahead by a thread.
+    """The batches of an island's shard, drawn ahead by a thread."""
 
-    If the shard changes, the data of the new one begin at their first round.
-
-    Args:
-        cohorts: the stream of cohorts of all islands, which is not used yet.
-        reopen: opens this stream again, from its beginning.
-        shardings: the shardings of a cohort's batches.
-        shard: the first shard.
-        state: the position in its data. Default None: the beginning.
-
-    Attributes:
-        shard: the shard of the batches.
-    """
+    # If the shard changes, the data of the new shard begin at their first round.
 
     def __init__(
         self,
@@ -134,16 +103,7 @@ class ShardPrefetch:
 
 
 def row_shardings(cohort: ShardingTree) -> ShardingTree:
-    """Return the shardings of one row of a cohort.
-
-    Args:
-        cohort: the shardings of the cohort: one `NamedSharding`, or a tree of them.
-
-    Example:
-        >>> mesh = jax.make_mesh((1, 1), ("islands", "fsdp"))
-        >>> tuple(row_shardings(NamedSharding(mesh, PartitionSpec("islands", None, "fsdp"))).spec)
-        (None, 'fsdp')
-    """
+    """Return the shardings of one row of a cohort."""
 
     def row(sharding: Any) -> NamedSharding:
         return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))

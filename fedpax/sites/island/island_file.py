@@ -22,11 +22,7 @@ class Member(NamedTuple):
 
 
 def read_member(folder: Path) -> Member:
-    """Read `island.json` of an island's folder; a new identity if there is no file.
-
-    Raises:
-        ConfigurationError: the file cannot be read.
-    """
+    """Read `island.json` of an island's folder; a new identity if there is no file."""
     path = folder / FILE
     if not path.exists():
         return Member(secrets.token_hex(8))

@@ -13,16 +13,7 @@ from fedpax.training.progress import Progress
 
 
 class IslandLog:
-    """A writer of an island's metrics, which it fetches from the devices one round later.
-
-    Args:
-        metrics: the writer of lines and scalars.
-        progress: the progress that the user sees.
-        transferred_bytes: returns the bytes that this process has exchanged with the syncer.
-        started: the `time.perf_counter()` at the start of the process.
-        items_per_round: tokens of a round of this island.
-        stop_on_non_finite: raise when the loss is not finite.
-    """
+    """A writer of metrics, which it fetches from the devices one round later."""
 
     def __init__(
         self,
@@ -56,22 +47,12 @@ class IslandLog:
         )
 
     def add(self, round_number: int, metrics: Metrics, waited_seconds: float) -> None:
-        """Accept the metrics of a round that was dispatched, and log the round before it.
-
-        Args:
-            round_number: the island's round, from 1.
-            metrics: its metrics, which need not be computed yet.
-            waited_seconds: seconds for which the island waited for a merge.
-        """
+        """Accept the metrics of a dispatched round, and log the round before it."""
         self.flush()
         self._pending = round_number, metrics, waited_seconds
 
     def flush(self) -> None:
-        """Wait for the round that was dispatched last, and log it.
-
-        Raises:
-            NonFiniteError: its loss is not finite.
-        """
+        """Wait for the round that was dispatched last, and log it."""
         if self._pending is None:
             return
         (number, metrics, waited), self._pending = self._pending, None

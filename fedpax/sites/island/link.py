@@ -31,67 +31,47 @@ class WaitingError(DisconnectedError):
 
 
 class ReceivedFragment(NamedTuple):
-    """Outer parameters that have arrived.
-
-    Attributes:
-        number: the fragment.
-        version: its number of merges.
-        arrays: its parameters by name; None in a process that does not have them.
-    """
+    """Outer parameters that have arrived."""
 
     number: int
-    version: int
+    version: int  # its number of merges
+    # Its parameters by name; None in a process that does not have them.
     arrays: Mapping[str, np.ndarray] | None
 
 
 class SyncerStatus(NamedTuple):
-    """An island's knowledge of its syncer at one point of its training.
+    """An island's knowledge of its syncer at one point of its training."""
 
-    Attributes:
-        merges: number of merges that the syncer has done, as far as known.
-        finished: whether the syncer has done all merges.
-        connected: whether the last call got an answer.
-        can_send: whether the updates so far have been acknowledged, and there is room for another.
-        fragments: the fragments that have arrived since the former poll.
-        dropped: reason and target merge of each update that the syncer has dropped since then.
-        stop: whether a signal asks the island to save and stop.
-        silent_seconds: seconds since the last answer of the syncer, or since the start.
-        shard: the island's shard; None before it has one, or after another island has taken it.
-        epoch: the epoch of the syncer in which the island last joined.
-        discard: whether the island must discard its unsent progress and take the syncer's model,
-            because the syncer has restored an older state. It comes before `fragments`.
-    """
-
-    merges: int = 0
-    finished: bool = False
-    connected: bool = False
+    merges: int = 0  # number of merges that the syncer has done, as far as known
+    finished: bool = False  # whether the syncer has done all merges
+    connected: bool = False  # whether the last call got an answer
+    # Whether the updates so far have been acknowledged, and there is room for another.
     can_send: bool = False
+    # The fragments that have arrived since the former poll.
     fragments: Sequence[ReceivedFragment] = ()
+    # Reason and target merge of each update that the syncer has dropped since then.
     dropped: Sequence[tuple[str, int | None]] = ()
-    stop: bool = False
-    silent_seconds: float = 0.0
+    stop: bool = False  # whether a signal asks the island to save and stop
+    silent_seconds: float = 0.0  # seconds since the last answer of the syncer, or since the start
+    # The island's shard; None before it has one, or after another island has taken it.
     shard: int | None = None
-    epoch: str | None = None
+    epoch: str | None = None  # the epoch of the syncer in which the island last joined
+    # Whether the island must discard its unsent progress and take the syncer's model, because the
+    # syncer has restored an older state. It comes before `fragments`.
     discard: bool = False
 
 
 class JoinReply(NamedTuple):
-    """The answer of the syncer to an island that joins.
+    """The answer of the syncer to an island that joins."""
 
-    Attributes:
-        run: identifies the syncer's run.
-        shard: the island's shard of the data; None if the run is finished and no shard is free.
-        received: process and sequence number of the newest update of each fragment that the syncer
-            has from this island.
-        rounds: number of rounds of the run.
-        finished: whether the syncer has done all merges.
-    """
-
-    run: str
+    run: str  # identifies the syncer's run
+    # The island's shard of the data; None if the run is finished and no shard is free.
     shard: int | None
+    # Process and sequence number of the newest update of each fragment that the syncer has from
+    # this island.
     received: Mapping[int, tuple[str, int]]
-    rounds: int
-    finished: bool
+    rounds: int  # number of rounds of the run
+    finished: bool  # whether the syncer has done all merges
 
 
 class _Outgoing:
@@ -102,34 +82,16 @@ class _Outgoing:
 
 
 class Link:
-    """The exchange of one island with its syncer.
+    """The exchange of one island with its syncer."""
 
-    `start` runs it in threads. Without threads, a call of `exchange` does one exchange. If the
-    syncer does not answer, the link calls it again, with pauses of up to two seconds. After a
-    restart of the syncer, the link sends each update again that the saved model does not have. The
-    syncer applies no update twice. If another island has taken this island's shard, the link keeps
-    the updates, and joins when a shard is free.
-
-    Args:
-        call: calls the syncer, such as `Connection.call`.
-        identity: the header of this island's messages: `island` and `incarnation`, and for the
-            message `join` also `folder`, `identity`, `run` and `shard`.
-        formats: the wire formats of the fragments.
-        versions: the versions of the fragments that the island has already; -1 for none.
-        on_end: called in a thread of the exchange when an answer says that the syncer has done all
-            merges, before the syncer is told that the island knows it. Default None.
-        epoch: the epoch of the syncer in which the island received `versions`. Default None.
-
-    Attributes:
-        merges: number of merges that the syncer has done, as far as known.
-        finished: whether the syncer has done all merges.
-        shard: as in `SyncerStatus`.
-        heartbeat_seconds: seconds between heartbeats, as the syncer requests.
-        connected: whether the last call got an answer.
-        failure: the error that ended the exchange, after which the island must stop; None before.
-        sent_bytes: bytes of the arrays of sent updates.
-        received_bytes: bytes of the arrays of received fragments.
-    """
+    # `start` runs the exchange in threads; without threads, a call of `exchange` does one exchange.
+    # If the syncer does not answer, the link calls it again, with pauses of up to two seconds.
+    # After a restart of the syncer, it sends each update again that the saved model does not have;
+    # the syncer applies no update twice. If another island has taken this island's shard, the link
+    # keeps the updates, and joins when a shard is free.
+    # `on_end` is called in a thread of the exchange when an answer says that all merges are done,
+    # before the syncer is told that the island knows it. `failure` ends the exchange: the island
+    # must stop.
 
     def __init__(
         self,
@@ -162,11 +124,7 @@ class Link:
     # Calls of the training thread: none of them waits for the network.
 
     def poll(self) -> SyncerStatus:
-        """Return the fragments since the last call, and the state of the exchange.
-
-        Raises:
-            RefusedError: the syncer does not want this island.
-        """
+        """Return the fragments since the last call, and the state of the exchange."""
         if self.failure is not None:
             raise self.failure
         with self._lock:
@@ -189,23 +147,15 @@ class Link:
             )
 
     def prepare(self, arrays: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
-        """Start to copy the arrays of an update to the host, and return them.
-
-        Args:
-            arrays: the arrays, which may still be computed.
-        """
+        """Start to copy the arrays of an update to the host, and return them."""
         for array in arrays.values():
             array.copy_to_host_async()
         return arrays
 
     def send(self, header: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-        """Queue an update for sending.
-
-        Args:
-            header: the fields of the message. The link reads `sequence`, `fragment` and `target`,
-                the merge that the update is for, or None.
-            arrays: the arrays of the update, which may still be computed.
-        """
+        """Queue an update, whose arrays may still be computed, for sending."""
+        # The link reads the fields `sequence`, `fragment` and `target`, the merge that the update
+        # is for, or None.
         with self._lock:
             if not self._discard:  # else it has progress that the island is about to discard
                 self._outbox[header["sequence"]] = _Outgoing(dict(header), arrays)
@@ -245,13 +195,7 @@ class Link:
                 self._request("leave", timeout=2.0)
 
     def join(self) -> JoinReply:
-        """Join the syncer, or join it again.
-
-        Raises:
-            RefusedError: the syncer does not want this island.
-            WaitingError: it has no free shard.
-            DisconnectedError: it does not answer.
-        """
+        """Join the syncer, or join it again."""
         known: dict[str, Any] = {"epoch": self._epoch, "versions": self._versions}
         header = self._request("join", **self._identity, **known).header
         if header["status"] == "wait":
@@ -273,15 +217,7 @@ class Link:
         return JoinReply(header["run"], self.shard, received, header["rounds"], header["finished"])
 
     def exchange(self) -> bool:
-        """Send the queued updates, and receive the new fragments.
-
-        Returns:
-            Whether there was something to send or to receive.
-
-        Raises:
-            RefusedError: the syncer does not want this island.
-            DisconnectedError: it does not answer.
-        """
+        """Send the queued updates and receive the new fragments; return whether there were any."""
         if not self._joined:
             self.join()
         busy = False

@@ -19,46 +19,28 @@ from fedpax.training.experiment import Run
 
 
 class LocalState(NamedTuple):
-    """The state of an island.
+    """The state of an island."""
 
-    Attributes:
-        params: the island's model y.
-        sent_params: the model r, so that the unsent progress is r - y. Each fragment of r is the
-            outer fragment that the island last received, or its own fragment when it last sent it,
-            whichever is newer.
-        inner_optimizer_state: the state of the inner optimizer.
-        residual: with error feedback, the float32 part of the updates that the codec dropped; else
-            None.
-    """
-
-    params: Params
+    params: Params  # the island's model y
+    # The model r, so that the unsent progress is r - y. Each fragment of r is the outer fragment
+    # that the island last received, or its own fragment when it last sent it, whichever is newer.
     sent_params: Params
-    inner_optimizer_state: optax.OptState
+    inner_optimizer_state: optax.OptState  # the state of the inner optimizer
+    # With error feedback, the float32 part of the updates that the codec dropped; else None.
     residual: Params | None
 
 
 class LocalModel:
-    """An island's state on its own mesh, and the compiled functions that change it.
+    """An island's state on its own mesh, and the compiled functions that change it."""
 
-    For each fragment p, with r the state's `sent_params`:
-
-        send:      Delta_p = r_p - y_p;   r_p <- y_p
-        receive:   y_p <- x_p + (y_p - r_p);   r_p <- x_p
-
-    Thus every inner step is part of exactly one Delta_p, for any order of sends and receives.
-    Steps and transfers do not wait for each other: `encode` returns before its arrays are
-    computed, and the next steps are dispatched behind it. Every device holds the whole fragment
-    while it is encoded or received; the state is sharded over the mesh.
-
-    With several processes, all of them must call the same functions in the same order.
-
-    Args:
-        run: the run that the experiment builds. Its algorithm must have parts, and its mesh must be
-            set.
-
-    Attributes:
-        formats: the wire format of each fragment.
-    """
+    # For each fragment p, with r the state's `sent_params`:
+    #     send:      Delta_p = r_p - y_p;   r_p <- y_p
+    #     receive:   y_p <- x_p + (y_p - r_p);   r_p <- x_p
+    # Thus every inner step is part of exactly one Delta_p, for any order of sends and receives.
+    # Steps and transfers do not wait for each other: `encode` returns before its arrays are
+    # computed, and the next steps are dispatched behind it. Every device holds the whole fragment
+    # while it is encoded or received. With several processes, all of them must call the same
+    # functions in the same order. States are donated.
 
     def __init__(self, run: Run) -> None:
         assert run.algorithm.parts is not None
@@ -106,57 +88,28 @@ class LocalModel:
         )
 
     def init(self) -> LocalState:
-        """Return a state with a new inner optimizer and without unsent progress.
-
-        Its parameters are new: the island receives the parameters of the syncer before it trains.
-        """
+        """Return a state whose parameters are replaced by the syncer's before the island trains."""
         state: LocalState = self._init(jax.random.key(0))
         return state
 
     def take_steps(
         self, state: LocalState, batches: chex.ArrayTree, start: int, *frozen: Any
     ) -> tuple[LocalState, Report]:
-        """Take the S inner steps of a phase, one per batch. The state is donated.
-
-        Args:
-            state: the state.
-            batches: the batches, `[steps, batch, ...]`.
-            start: the first of the S batches.
-            *frozen: the run's frozen values, if it has some.
-
-        Returns:
-            The new state, and the report of the steps.
-        """
+        """Take the S inner steps of a phase, one per batch from `start` on."""
         new: tuple[LocalState, Report] = self._steps(state, batches, start, *frozen)
         return new
 
     def encode(
         self, state: LocalState, p: int, shard: int, count: int
     ) -> tuple[LocalState, dict[str, jax.Array]]:
-        """Encode the unsent progress of fragment p, and count it as sent. The state is donated.
-
-        Args:
-            state: the state.
-            p: the fragment.
-            shard: the island's shard.
-            count: number of merges of the fragment that the island has.
-
-        Returns:
-            The new state, and the arrays of the update, which may still be computed.
-        """
+        """Encode the unsent progress of fragment p, and count it as sent."""
         new: tuple[LocalState, dict[str, jax.Array]] = self._encode[p](state, shard, count)
         return new
 
     def receive(
         self, state: LocalState, p: int, arrays: Mapping[str, np.ndarray] | None
     ) -> LocalState:
-        """Replace fragment p by the outer parameters, and add its unsent progress to them.
-
-        Args:
-            state: the state, which is donated.
-            p: the fragment.
-            arrays: its outer parameters by name in process 0; not read in other processes.
-        """
+        """Replace fragment p by process 0's outer parameters, and add its unsent progress."""
         rows = {
             name: broadcast.lay_out(None if arrays is None else arrays[name])
             for name, broadcast in self._broadcasts[p].items()

@@ -6,21 +6,14 @@ from typing import Any
 
 @dataclasses.dataclass
 class FragmentLedger:
-    """The progress of one fragment.
+    """The progress of one fragment."""
 
-    Attributes:
-        version: number of merges of the outer parameters that the island has; -1 for none yet.
-        base: the version at the first unsent step.
-        steps: number of unsent inner steps.
-        tokens: tokens of the unsent steps.
-        last_sent: process and sequence number of the newest update.
-    """
-
+    # Number of merges of the outer parameters that the island has; -1 for none yet.
     version: int = -1
-    base: int = -1
-    steps: int = 0
-    tokens: float = 0.0
-    last_sent: tuple[str, int] = ("", 0)
+    base: int = -1  # the version at the first unsent step
+    steps: int = 0  # number of unsent inner steps
+    tokens: float = 0.0  # tokens of the unsent steps
+    last_sent: tuple[str, int] = ("", 0)  # process and sequence number of the newest update
 
     def forget(self) -> None:
         """Count no step as unsent."""
@@ -28,33 +21,11 @@ class FragmentLedger:
 
 
 class Ledger:
-    """The progress of all fragments, and the rule that chooses the fragment to send next.
+    """The progress of all fragments, and the rule that chooses the fragment to send next."""
 
-    An island sends the fragment that the syncer merges next. If it has sent this fragment already,
-    it sends the one after it. Thus an island that is late skips to the syncer's merge. A fragment
-    that an island has not sent for two rounds of its own steps is sent in addition.
-
-    Args:
-        num_fragments: P.
-        steps_per_sync: S.
-
-    Attributes:
-        fragments: the progress of each fragment.
-        sequence: number of updates so far.
-        last_merge: the newest merge that an update was for; -1 for none.
-        epoch: the epoch of the syncer in which the island last joined.
-
-    Example:
-        >>> ledger = Ledger(num_fragments=2, steps_per_sync=4)
-        >>> ledger.add_steps(4, tokens=64.0)
-        >>> ledger.next_merge(merges=0)
-        0
-        >>> ledger.sent(0, process="a", merge=0)
-        >>> ledger.fragments[0].steps, ledger.fragments[1].steps, ledger.sequence
-        (0, 4, 1)
-        >>> ledger.next_merge(merges=0), ledger.next_merge(merges=5)
-        (1, 5)
-    """
+    # An island sends the fragment that the syncer merges next. If it has sent this fragment
+    # already, it sends the one after it. Thus an island that is late skips to the syncer's merge. A
+    # fragment that an island has not sent for two rounds of its own steps is sent in addition.
 
     def __init__(self, num_fragments: int, steps_per_sync: int) -> None:
         self.fragments = [FragmentLedger() for _ in range(num_fragments)]
@@ -70,11 +41,7 @@ class Ledger:
             fragment.tokens += tokens
 
     def next_merge(self, merges: int) -> int | None:
-        """Return the merge of the next update, or None if it is too early for an update.
-
-        Args:
-            merges: number of merges that the syncer has done.
-        """
+        """Return the merge of the next update; None if it is too early for an update."""
         merge = max(self.last_merge + 1, merges)
         return merge if merge <= merges + 1 else None
 

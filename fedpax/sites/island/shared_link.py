@@ -16,19 +16,12 @@ SECONDS_BETWEEN_JOINS = 0.2
 
 
 class SharedLink:
-    """The exchange with the syncer, as all processes of an island see it.
+    """The link to the syncer, as all processes of an island see it."""
 
-    Process 0 has the link to the syncer. The other processes poll its status over the control
-    channel, so that all processes dispatch the same programs in the same order. The channel does
-    not use the devices: an island hears the status of a phase while its devices compute.
-
-    All processes must call `join` and `poll` at the same points of their programs.
-
-    Args:
-        link: the link to the syncer in process 0; None in other processes.
-        channel: the control channel of the island's processes.
-        preemption: says when a signal asks the island to stop.
-    """
+    # Process 0 has the link. The other processes receive its status over the control channel, so
+    # that all processes dispatch the same programs in the same order. The channel does not use the
+    # devices: an island polls while its devices compute. All processes must call `join` and `poll`
+    # at the same points of their programs.
 
     def __init__(
         self, link: Link | None, channel: ControlChannel, preemption: PreemptionGuard
@@ -44,18 +37,8 @@ class SharedLink:
     def join(
         self, on_wait: Callable[[DisconnectedError], None], seconds: float
     ) -> JoinReply | None:
-        """Join the syncer; wait for a syncer that does not answer yet.
-
-        Args:
-            on_wait: called in process 0 after each attempt without an answer.
-            seconds: the longest wait.
-
-        Returns:
-            The membership; None if no syncer has answered, or a signal asks the island to stop.
-
-        Raises:
-            RefusedError: the syncer does not want this island.
-        """
+        """Join the syncer; None if none answers within `seconds`, or a signal asks to stop."""
+        # Process 0 calls `on_wait` after each attempt without an answer.
         while not self._preemption.should_stop(next(self._count)):
             try:
                 membership = self._share(lambda link: link.join()._asdict())
@@ -75,11 +58,7 @@ class SharedLink:
             self._link.start()
 
     def poll(self) -> SyncerStatus:
-        """Return the status of process 0's link, in all processes.
-
-        Raises:
-            RefusedError: the syncer does not want this island.
-        """
+        """Return the status of process 0's link, in all processes."""
         stop = self._preemption.should_stop(next(self._count))
         fragments: list[ReceivedFragment] = []
 
@@ -112,11 +91,7 @@ class SharedLink:
             self._link.wait(seconds)
 
     def prepare(self, arrays: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
-        """Start to copy the arrays of an update to the host of process 0.
-
-        Returns:
-            The arrays; none in other processes.
-        """
+        """Start to copy the arrays of an update to process 0's host; none in other processes."""
         return {} if self._link is None else self._link.prepare(arrays)
 
     def send(self, header: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:

@@ -8,27 +8,12 @@ KEPT = 64
 
 
 class Epochs:
-    """The processes of a syncer, each with a random name and the merge after which it started.
+    """The processes of a syncer, each with a random name and the merge after which it started."""
 
-    A syncer that restores an older copy of its state loses merges that islands have. When it has
-    done as many merges again, numbers no longer tell the two histories apart; epochs do. An island
-    names the epoch in which it last joined. Its merges are in the history if this epoch is, and
-    had as many merges before the next one began.
-
-    Args:
-        num_fragments: number of fragments, which are merged in turn.
-        saved: the result of `to_json` in the saved state. Default: the run is new.
-        merges: number of merges in the saved state. Default 0.
-
-    Example:
-        >>> first = Epochs(num_fragments=2)
-        >>> name, saved = first.current, first.to_json()
-        >>> restored = Epochs(2, saved, merges=3)  # from a copy; the newest state had 5 merges
-        >>> restored.include(name, versions=[2, 1], merges=9)  # 3 merges
-        True
-        >>> restored.include(name, versions=[2, 2], merges=9)  # 4 merges
-        False
-    """
+    # A syncer that restores an older copy of its state loses merges that islands have. When it has
+    # done as many merges again, numbers no longer tell the two histories apart; epochs do. An
+    # island names the epoch in which it last joined. Its merges are in the history if this epoch
+    # is, and had as many merges before the next one began.
 
     def __init__(
         self, num_fragments: int, saved: Sequence[tuple[str, int]] = (), merges: int = 0
@@ -43,13 +28,7 @@ class Epochs:
         return self._epochs[-1][0]
 
     def include(self, name: str | None, versions: Sequence[int] | None, merges: int) -> bool:
-        """Return whether the merges of an island are in this history.
-
-        Args:
-            name: the epoch in which the island last joined; None if it has not joined yet.
-            versions: its number of merges of each fragment; -1 or None for none yet.
-            merges: the syncer's number of merges.
-        """
+        """Return whether an island's merges are in this history; None: it has none yet."""
         if name is None or versions is None:
             return True
         newest = max(

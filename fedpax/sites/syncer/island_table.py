@@ -18,14 +18,7 @@ SECONDS_BETWEEN_TABLES = 10.0
 
 
 def read_islands(job_log_dir: str | Path) -> list[IslandReport]:
-    """Read the islands of a syncer's run, as the syncer last wrote them.
-
-    Args:
-        job_log_dir: a run's folder.
-
-    Returns:
-        The islands. Empty if no syncer has used the folder, or the file is damaged.
-    """
+    """Read the islands as the syncer last wrote them; empty without a readable file."""
     try:
         content = read_json(Path(job_log_dir) / FILE)
         islands = [IslandReport(**island) for island in content]
@@ -57,12 +50,7 @@ def _is_whole(island: IslandReport) -> bool:
 
 
 class IslandWatch:
-    """A reporter of changes in the islands' states, with a table and `islands.json`.
-
-    Args:
-        folder: the syncer's folder.
-        progress: the progress that the user sees.
-    """
+    """A reporter of changes in the islands' states, with a table and `islands.json`."""
 
     def __init__(self, folder: Path, progress: Progress) -> None:
         self._path, self._progress = folder / FILE, progress
@@ -71,11 +59,7 @@ class IslandWatch:
         self._next_file = 0.0
 
     def update(self, islands: Sequence[IslandReport], force: bool = False) -> None:
-        """Compare the islands with those of the last call, and report the changes.
-
-        Raises:
-            ConfigurationError: a folder has the name of the file.
-        """
+        """Compare the islands with those of the last call, and report the changes."""
         for island in islands:
             if self._states.get(island.name) != island.state:
                 self._states[island.name] = island.state
@@ -106,15 +90,7 @@ def _shard(island: IslandReport) -> str:
 
 
 def format_islands(islands: Sequence[IslandReport]) -> str:
-    """Format the islands of a syncer as a Markdown table.
-
-    Example:
-        >>> island = IslandReport("paris", "training", 0, 640, 2.5, 39, 1, 0, 0.2)
-        >>> for line in format_islands([island]).splitlines()[::2]:
-        ...     print(line[:60])
-        | island | state    | shard | steps | loss   | merged | late
-        | paris  | training |     0 |   640 | 2.5000 |     39 |    1
-    """
+    """Format the islands of a syncer as a Markdown table."""
     head = (
         "island",
         "state",

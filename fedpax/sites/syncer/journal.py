@@ -27,40 +27,21 @@ START = _COUNT_BYTES + CHECKSUM_BYTES
 
 
 class Record(NamedTuple):
-    """A message of a journal.
-
-    Attributes:
-        message: the message.
-        end: the position in the file after it, in bytes.
-    """
+    """A message of a journal."""
 
     message: Message
-    end: int
+    end: int  # the position in the file after it, in bytes
 
 
 class Journal:
-    """A file to which messages are appended, with one flush to the disk for each.
+    """A file to which messages are appended, with one flush to the disk for each."""
 
-    The file begins with the number of its records, 4 bytes, and its CRC-32. The number is written
-    after the record is on the disk: a process that is killed can leave one record more, and a file
-    with fewer records was cut.
-
-    A record is the length of its content, 8 bytes, the CRC-32 of the length, and the chunks of the
-    message (`fedpax.sites.transport.message.encode`), each after its length in 4 bytes. A process
-    that is killed leaves complete records, and at most one incomplete record at the end.
-
-    Args:
-        path: the file; created if it is missing.
-        end: the end of the complete records. What follows is removed. Default 0: there are none.
-        records: number of complete records. Default 0.
-
-    Raises:
-        OSError: the file is a link, has several names, or cannot be opened.
-
-    Attributes:
-        flushes: number of flushes of this process to the disk.
-        written_bytes: number of bytes that this process has written.
-    """
+    # The file begins with the number of its records, 4 bytes, and its CRC-32. The number is written
+    # after the record is on the disk: a process that is killed can leave one record more, and a
+    # file with fewer records was cut. A record is the length of its content, 8 bytes, the CRC-32 of
+    # the length, and the chunks of the message (`message.encode`), each after its length in 4
+    # bytes. A process that is killed leaves complete records, and at most one incomplete record at
+    # the end. What follows `end`, the end of the complete records, is removed.
 
     def __init__(self, path: Path, end: int = 0, records: int = 0) -> None:
         self.path, self._records = path, records
@@ -75,12 +56,7 @@ class Journal:
             self.flushes += 1
 
     def append(self, *messages: Message) -> None:
-        """Append messages; all are on the disk when this returns.
-
-        Raises:
-            OSError: they cannot be written, for example because the disk is full. The file is as
-                it was before.
-        """
+        """Append messages and flush them to the disk; after an error the file is as before."""
         end = self._end
         try:
             for message in messages:
@@ -130,37 +106,7 @@ class Journal:
 
 
 def read_journal(path: Path) -> Iterator[Record]:
-    """Read the complete records of a journal.
-
-    Args:
-        path: the file. It may grow meanwhile.
-
-    Returns:
-        An iterator over the records. It ends before an incomplete record at the end of the file.
-
-    Raises:
-        MessageError: a record is damaged, or records are missing at the end.
-        OSError: the file cannot be read.
-
-    Example:
-        >>> import tempfile
-        >>> import numpy as np
-        >>> path = Path(tempfile.mkdtemp()) / "test.journal"
-        >>> journal = Journal(path)
-        >>> journal.append(Message({"merge": 1}, {"w": np.array([0.5, -2.0])}))
-        >>> journal.append(Message({"merge": 2}))
-        >>> [record.message.header["merge"] for record in read_journal(path)]
-        [1, 2]
-        >>> with path.open("ab") as file:
-        ...     _ = file.write(b"12")  # as if the process had been killed
-        >>> len(list(read_journal(path)))
-        2
-        >>> os.truncate(path, path.stat().st_size - 3)
-        >>> len(list(read_journal(path)))
-        Traceback (most recent call last):
-            ...
-        fedpax.sites...MessageError: it has 1 of its 2 records: the end of the file is missing
-    """
+    """Read the complete records of a journal; raise a MessageError if one is damaged or missing."""
     with open_regular(path) as file:
         head = file.read(START)
         if len(head) < START:

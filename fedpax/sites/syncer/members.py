@@ -27,56 +27,35 @@ KNOWN_PROCESSES = 16
 
 @dataclasses.dataclass
 class IslandRecord:
-    """An island, as the syncer knows it.
+    """An island, as the syncer knows it."""
 
-    `to_json` returns the fields that are saved with the model, so that a restarted syncer applies
-    no update a second time. The other fields describe the current processes.
-
-    Attributes:
-        name: its name.
-        shard: its shard of the data; None after another island has taken it.
-        peer: the name in its certificate; "" without certificates.
-        folder: identifies its folder, over all of its processes.
-        incarnations: identifies its newest processes, the last one last.
-        data: the fingerprint of its data; empty if unknown.
-        merged: for each fragment, process and sequence number of its newest update in the saved
-            model.
-        joined: whether its newest process has joined this syncer process.
-        left: whether it has told the syncer that it leaves.
-        heard_end: whether it has told the syncer that it knows the end of the run.
-        since: time at which the syncer has first heard of it, or was started.
-        last_parts: for each fragment, time of its last part in a merge.
-        last_message: time of its last message, on the syncer's clock.
-        last_step: time of the last message with a larger number of steps.
-        steps: inner steps of its process.
-        seconds_per_update: seconds between its phases of S steps, as it measures them.
-        loss: its training loss, as it reports it.
-        contributed: number of updates that were merged.
-        late: number of updates that arrived after their merge and are part of a later one.
-        dropped: number of updates that were not applied.
-        newest_dropped: for each fragment, sequence number and reason of its newest dropped update.
-    """
+    # `to_json` returns the fields that are saved with the model, so that a restarted syncer applies
+    # no update a second time. The other fields describe the current processes.
 
     name: str
-    shard: int | None
-    peer: str
-    folder: str
-    incarnations: list[str]
+    shard: int | None  # its shard of the data; None after another island has taken it
+    peer: str  # the name in its certificate; "" without certificates
+    folder: str  # identifies its folder, over all of its processes
+    incarnations: list[str]  # identifies its newest processes, the last one last
+    # The fingerprint of its data; empty if unknown.
     data: dict[str, str] = dataclasses.field(default_factory=dict)
+    # For each fragment, process and sequence number of its newest update in the saved model.
     merged: dict[int, tuple[str, int]] = dataclasses.field(default_factory=dict)
-    joined: bool = False
-    left: bool = False
-    heard_end: bool = False
-    since: float = 0.0
+    joined: bool = False  # whether its newest process has joined this syncer process
+    left: bool = False  # whether it has told the syncer that it leaves
+    heard_end: bool = False  # whether it has told the syncer that it knows the end of the run
+    since: float = 0.0  # time at which the syncer has first heard of it, or was started
+    # For each fragment, time of its last part in a merge.
     last_parts: dict[int, float] = dataclasses.field(default_factory=dict)
-    last_message: float = 0.0
-    last_step: float = 0.0
-    steps: int = 0
-    seconds_per_update: float = 0.0
-    loss: float | None = None
-    contributed: int = 0
-    late: int = 0
-    dropped: int = 0
+    last_message: float = 0.0  # time of its last message, on the syncer's clock
+    last_step: float = 0.0  # time of the last message with a larger number of steps
+    steps: int = 0  # inner steps of its process
+    seconds_per_update: float = 0.0  # seconds between its phases of S steps, as it measures them
+    loss: float | None = None  # its training loss, as it reports it
+    contributed: int = 0  # number of updates that were merged
+    late: int = 0  # number of updates that arrived after their merge and are part of a later one
+    dropped: int = 0  # number of updates that were not applied
+    # For each fragment, sequence number and reason of its newest dropped update.
     newest_dropped: dict[int, tuple[int, str]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -97,12 +76,7 @@ class IslandRecord:
         return max(merged, dropped)
 
     def state(self, now: float, heartbeat_seconds: float) -> State:
-        """Return the state of the island.
-
-        Args:
-            now: the time on the syncer's clock.
-            heartbeat_seconds: seconds between its heartbeats.
-        """
+        """Return the state of the island."""
         if self.left:
             return "left"
         if not self.joined or now - self.last_message > SILENT_AFTER * heartbeat_seconds:
@@ -157,18 +131,10 @@ class IslandReport(NamedTuple):
 
 
 class Members:
-    """The islands of a run, each with a shard of its own.
+    """The islands of a run, each with a shard of its own."""
 
-    An island keeps its name for the whole run. It keeps its shard until the syncer has not heard of
-    it for `free_shard_after` seconds and another island asks for a shard.
-
-    Args:
-        num_shards: number of shards, and the largest number of islands that train.
-        heartbeat_seconds: seconds between an island's heartbeats.
-        free_shard_after: seconds without a message after which a shard can be taken.
-        per_certificate: the most islands of one certificate.
-        quorum: number of certificates that a merge needs.
-    """
+    # An island keeps its name for the whole run. It keeps its shard until the syncer has received
+    # nothing from it for `free_shard_after` seconds and another island asks for a shard.
 
     def __init__(
         self,
@@ -205,19 +171,7 @@ class Members:
                 island.merged, island.contributed = now.merged, now.contributed
 
     def find(self, name: str, peer: str, incarnation: str) -> IslandRecord | None:
-        """Return the island that sent a message.
-
-        Args:
-            name: its name.
-            peer: the name in its certificate.
-            incarnation: its process.
-
-        Returns:
-            The island; None if it has to join first.
-
-        Raises:
-            RefusedError: another process or another site has joined under this name.
-        """
+        """Return the island that sent a message; None if it has to join first."""
         island = self._islands.get(name)
         if island is None:
             return None
@@ -240,25 +194,8 @@ class Members:
         now: float,
         data: dict[str, str] | None = None,
     ) -> IslandRecord:
-        """Add an island, or the new process of a known one.
-
-        Args:
-            name: its name.
-            peer: the name in its certificate.
-            folder: identifies its folder.
-            incarnation: its process.
-            shard: the shard that it asks for; None: any free one.
-            now: the time on the syncer's clock.
-            data: the fingerprint of its data. Default None: unknown.
-
-        Returns:
-            The island. A known one whose shard was taken has the shard None if no shard is free.
-
-        Raises:
-            RefusedError: the name is taken, the process was replaced, a new island finds no free
-                shard, its certificate has as many islands as it may have, or it has other data than
-                an island that has a shard.
-        """
+        """Add an island, or the new process of a known one; refuse it if it may not join."""
+        # A known island whose shard was taken has the shard None if no shard is free.
         island = self._islands.get(name)
         self._check_data(name, data or {}, now)
         if island is None:
@@ -379,14 +316,7 @@ class Members:
 
 
 def note_merged(island: dict[str, Any], fragment: int, incarnation: str, sequence: int) -> None:
-    """Record in the saved fields of an island that an update is in the saved model.
-
-    Args:
-        island: an entry of `Members.to_json`; changed in place.
-        fragment: the update's fragment.
-        incarnation: the process that sent it.
-        sequence: its sequence number.
-    """
+    """Record in an entry of `Members.to_json`, in place, that an update is in the saved model."""
     process, number = island["merged"].get(str(fragment), ("", 0))
     newest = max(sequence, number) if process == incarnation else sequence
     island["merged"][str(fragment)] = [incarnation, newest]

@@ -14,59 +14,26 @@ FILE = "merges.jsonl"
 
 
 def read_merges(job_log_dir: str | Path) -> list[dict[str, Any]]:
-    """Read the merges of a syncer's run.
-
-    Args:
-        job_log_dir: the run's folder.
-
-    Returns:
-        For each merge: `merge` (its number, from 1), `fragment`, `time` (seconds since 1970),
-        `loss`, `late`, `staleness`, `metrics` (as in `MergeReport`) and `updates`, each with
-        `island`, `incarnation` (its process), `sequence` (the update's number in this process),
-        `steps` (inner steps), `tokens`, `base` and `count` (the island's number of merges of the
-        fragment at the update's first step, and when it was encoded), and `record`, the
-        identifier of the syncer's state after the merge. Empty if there is no file.
-        Damaged lines, and an incomplete last one, of a killed syncer, are left out.
-
-    Raises:
-        ConfigurationError: the file cannot be read.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> append_merge(folder, {"merge": 1, "fragment": 0, "time": 5.0, "updates": []})
-        >>> append_merge(folder, {"merge": 2, "fragment": 1, "time": 6.0, "updates": []})
-        >>> restore_merges(folder, 1, [])
-        >>> [merge["merge"] for merge in read_merges(folder)]
-        [1]
-    """
+    """Read the merges of a syncer's run, without the damaged lines of a killed one."""
+    # Fields: `merge` (its number, from 1), `fragment`, `time` (seconds since 1970), `loss`, `late`,
+    # `staleness`, `metrics` (as in `MergeReport`), `record` (the identifier of the syncer's state
+    # after the merge) and `updates`, each with `island`, `incarnation` (its process), `sequence`
+    # (the update's number in this process), `steps` (inner steps), `tokens`, `base` and `count`
+    # (the island's number of merges of the fragment at the update's first step, and when it was
+    # encoded).
     return _read(Path(job_log_dir) / FILE)[0]
 
 
 def append_merge(job_log_dir: Path, merge: Mapping[str, Any]) -> None:
-    """Append a line, after the state of the syncer that includes this merge is saved.
-
-    The line survives the death of the process. After a power failure the last lines can be missing.
-
-    Args:
-        job_log_dir: the run's folder.
-        merge: JSON values, as `read_merges` returns them.
-
-    Raises:
-        OSError: the line cannot be written.
-    """
+    """Append a line, after the state of the syncer that includes this merge is saved."""
+    # The line survives the death of the process. After a power failure the last lines can be
+    # missing.
     with append_to(job_log_dir / FILE) as file:
         file.write(json.dumps(merge) + "\n")
 
 
 def restore_merges(job_log_dir: Path, last: int, known: Sequence[Mapping[str, Any]]) -> None:
-    """Remove the merges that the syncer's saved state does not include, and add missing ones.
-
-    Args:
-        job_log_dir: the run's folder.
-        last: number of merges in the saved state.
-        known: the lines of merges in the saved state's journals.
-    """
+    """Remove the merges that the syncer's saved state does not include, and add missing ones."""
     path = job_log_dir / FILE
     merges, damaged = _read(path)
     if damaged:

@@ -17,47 +17,24 @@ from fedpax.transforms.program import program
 
 
 class FragmentState(NamedTuple):
-    """The state of one fragment. Arrays are replaced, never written to.
+    """The state of one fragment. Arrays are replaced, never written to."""
 
-    Attributes:
-        params: the outer parameters of the fragment, float32 in the host's memory.
-        outer_optimizer_state: the state of the outer optimizer for these parameters.
-        aggregator_state: the state of the aggregator for these parameters.
-        version: number of merges of the fragment.
-    """
-
-    params: Params
-    outer_optimizer_state: optax.OptState
-    aggregator_state: chex.ArrayTree
-    version: int
+    params: Params  # the outer parameters of the fragment, float32 in the host's memory
+    outer_optimizer_state: optax.OptState  # the state of the outer optimizer for these parameters
+    aggregator_state: chex.ArrayTree  # the state of the aggregator for these parameters
+    version: int  # number of merges of the fragment
 
 
 class Contribution(NamedTuple):
-    """The contribution of one island to a merge.
-
-    Attributes:
-        shard: the island's shard.
-        gradient: the outer gradient of a fragment.
-        weight: its weight.
-    """
+    """The contribution of one island to a merge."""
 
     shard: int
-    gradient: Params
+    gradient: Params  # the outer gradient of a fragment
     weight: float
 
 
 class OuterModel:
-    """The outer parameters, divided into fragments that are merged one at a time.
-
-    Args:
-        parts: the method.
-        params: the initial parameters; they are kept in float32.
-
-    Attributes:
-        formats: the wire format of each fragment.
-        decode: for each fragment, `(arrays, shard, count) -> outer gradient`, compiled.
-        fragments: the state of each fragment.
-    """
+    """The outer parameters in float32, divided into fragments that are merged one at a time."""
 
     def __init__(self, parts: AlgorithmParts, params: Params) -> None:
         self._parts = parts
@@ -72,11 +49,7 @@ class OuterModel:
         self.fragments = [self._on_host(part, *start(part), version=0) for part in taken]
 
     def params(self, fragments: Sequence[FragmentState] | None = None) -> Params:
-        """Return the whole model, in the dtypes of the initial parameters.
-
-        Args:
-            fragments: the states of the fragments. Default None: the current states.
-        """
+        """Return the whole model in the initial dtypes, by default of the current states."""
         whole = self._like
         states = self.fragments if fragments is None else fragments
         for fragment, state in zip(self._split, states, strict=True):
@@ -89,15 +62,8 @@ class OuterModel:
     def merge(
         self, p: int, contributions: Sequence[Contribution]
     ) -> tuple[FragmentState, Mapping[str, float]]:
-        """Merge outer gradients into fragment p. The model does not change until `put`.
-
-        Args:
-            p: the fragment.
-            contributions: at least one, each of a different shard.
-
-        Returns:
-            The fragment's new state, and the aggregator's metrics.
-        """
+        """Merge outer gradients into fragment p; return its new state and the metrics."""
+        # The model does not change until `put`.
         state = self.fragments[p]
         rows: list[Any] = [None] * self._parts.islands
         weights = np.zeros(self._parts.islands, np.float32)

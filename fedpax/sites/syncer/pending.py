@@ -10,11 +10,7 @@ MAX_WAITING = 16
 
 
 class PendingUpdates:
-    """The updates that are not in the saved model yet.
-
-    Args:
-        num_fragments: P.
-    """
+    """The updates that are not in the saved model yet."""
 
     def __init__(self, num_fragments: int) -> None:
         self._waiting: list[dict[str, list[Update]]] = [{} for _ in range(num_fragments)]
@@ -36,11 +32,7 @@ class PendingUpdates:
         return {p: (own[-1].incarnation, own[-1].sequence) for p, own in found.items() if own}
 
     def check_room(self, p: int, island: str) -> None:
-        """Check that an island may send one more update of a fragment.
-
-        Raises:
-            RefusedError: too many of them wait.
-        """
+        """Refuse one more update of a fragment from an island if too many of them wait."""
         if (number := len(self.find(p, island))) >= MAX_WAITING:
             raise RefusedError(
                 f"{number} updates of fragment {p} of this island wait for a merge, expected at "

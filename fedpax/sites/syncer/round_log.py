@@ -10,14 +10,7 @@ from fedpax.training.progress import Progress
 
 
 class RoundLog:
-    """A writer of a line of metrics for each round, from the reports of its merges.
-
-    Args:
-        metrics: the writer of lines and scalars.
-        progress: the progress that the user sees.
-        phases: number of merges of a round.
-        totals: the counts of the run so far.
-    """
+    """A writer of a line of metrics for each round of `phases` merges, from their reports."""
 
     def __init__(
         self, metrics: MetricsWriter, progress: Progress, phases: int, totals: Totals
@@ -30,12 +23,7 @@ class RoundLog:
         self._tokens = totals.tokens
 
     def restore(self, merges: Sequence[Mapping[str, Any]], totals: Totals) -> None:
-        """Add the saved merges of which a killed process has not written the line.
-
-        Args:
-            merges: the merges of the saved state, as `read_merges` returns them.
-            totals: the counts of the run so far.
-        """
+        """Add the saved merges of which a killed process has not written the line."""
         written = max((line["round"] for line in select(self._metrics.kept, "training")), default=0)
         merges = [m for m in merges if m["merge"] > written * self._phases and "loss" in m]
         reports = [read_report(merge) for merge in merges]
@@ -49,12 +37,7 @@ class RoundLog:
                 self._write(seconds, totals)
 
     def add(self, report: MergeReport, totals: Totals) -> None:
-        """Add a merge; write a line after the last one of a round.
-
-        Args:
-            report: the report of the merge.
-            totals: the counts of the run so far.
-        """
+        """Add a merge; write a line after the last one of a round."""
         self._reports.append(report)
         if report.merge % self._phases == 0:
             now = time.perf_counter()

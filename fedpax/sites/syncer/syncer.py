@@ -46,36 +46,15 @@ _logger = logging.getLogger(__name__)
 
 
 class Syncer:
-    """The outer model of a run, and the rules by which islands change it.
+    """The outer model of a run, and the rules by which islands change it."""
 
-    `handle` answers one message and may be called by several threads. `advance` does the merges
-    that are due. `handle` calls it after each update. A timer must call it too, because a grace
-    window ends without a message. A merge is saved before an island receives it.
-
-    Args:
-        parts: the method.
-        model: the outer model with its initial parameters. If `store` holds a state, the model is
-            restored from it.
-        identity: the identity of the run, which each island must have too.
-        num_merges: number of merges after which the run is finished.
-        tokens_per_step: tokens of an inner step of an island. An update that claims more is
-            refused. Default infinity: no limit.
-        store: the saved state. Default None: nothing is saved.
-        heartbeat_seconds: seconds between an island's heartbeats. Default 1.0.
-        free_shard_after: seconds without a message of an island after which another island can
-            take its shard. Default 1800.0.
-        islands_per_certificate: the most islands of one certificate. Default 1. In a quorum, and
-            in a merge that needs all updates at once, such as a median, the islands of a
-            certificate count once. Without certificates each island counts.
-        clock: returns seconds of a monotonic clock. Default `time.monotonic`.
-        on_merge: called after each merge, in the thread that did it. Default: do nothing.
-
-    Attributes:
-        merges: number of merges so far.
-        run: identifies the run, over all processes of the syncer.
-        totals: counts since the run began.
-        failure: the error that prevents further merges, such as a full disk; None before.
-    """
+    # `handle` answers one message and may be called by several threads. `advance` does the merges
+    # that are due. `handle` calls it after each update. A timer must call it too, because a grace
+    # window ends without a message. A merge is saved before an island receives it, and `on_merge`
+    # is called in the thread that did it.
+    # In a quorum, and in a merge that needs all updates at once, such as a median, the islands of a
+    # certificate count once. Without certificates each island counts. `failure` is the error that
+    # prevents further merges, such as a full disk.
 
     def __init__(
         self,
@@ -146,18 +125,7 @@ class Syncer:
             return self._members.reports(self._clock())
 
     def handle(self, peer: str, message: Message) -> Message:
-        """Answer a message of an island.
-
-        Args:
-            peer: the name in the island's certificate; "" without certificates.
-            message: the message.
-
-        Returns:
-            The answer. With `{"status": "join"}` the island must join, or join again, first.
-
-        Raises:
-            RefusedError: the message does not conform to this run, or its sender may not send it.
-        """
+        """Answer a message; `{"status": "join"}`: the island must join, or join again, first."""
         request = Request(message.header)
         kind = request.text("kind")
         if kind == "join":
@@ -201,10 +169,8 @@ class Syncer:
                 self._merging.release()
 
     def _note_end(self, island: IslandRecord, heard_end: bool) -> None:
-        """Note whether an island knows the end; it is saved before the island's answer.
-
-        After the answer the island exits, and a restarted syncer would wait for it.
-        """
+        """Note whether an island knows the end; it is saved before the island's answer."""
+        # After the answer the island exits, and a restarted syncer would wait for it.
         before, island.heard_end = island.heard_end, heard_end
         if heard_end and not before and self._store:
             try:
@@ -260,10 +226,8 @@ class Syncer:
             )
 
     def _admit(self, name: str, *asked: Any) -> IslandRecord:
-        """Add an island to the members, as `Members.join` does, after it is saved with them.
-
-        Else a syncer that restarts would give its shard to another one.
-        """
+        """Add an island to the members, as `Members.join` does, after it is saved with them."""
+        # Else a syncer that restarts would give its shard to another one.
         members = copy.deepcopy(self._members)
         members.join(name, *asked)
         islands = members.to_json()

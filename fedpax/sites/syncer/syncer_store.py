@@ -33,27 +33,18 @@ class DamagedStateError(OSError):
 
 
 class SyncerStore:
-    """The folder in which a syncer saves its state after each merge.
+    """The folder in which a syncer saves its state after each merge."""
 
-    A merge appends the new state of its fragment and the manifest to a journal, with one flush to
-    the disk. Fragments are merged in turn, so the journal of a complete round holds the whole
-    state: a new round begins a new journal, and deletes an old one. A process that is killed at any
-    moment leaves the state before the merge or after it. A copy of the folder that is made during
-    the run holds the state of a moment, if less than one round passes meanwhile.
-
-    A missing, cut, renamed or replaced file is noticed. Each record has an identifier and that of
-    the record before it, a journal has the number of its records, and `merges.jsonl`, outside of
-    the folder, has the identifier of each merge. A merge is written to `merges.jsonl` after its
-    state: a process that is killed can leave a line less, never a line more.
-
-    Args:
-        job_log_dir: the run's folder.
-        allow_older: whether `load` may restore a state that is older than `merges.jsonl`.
-
-    Attributes:
-        flushes: number of flushes of this process to the disk.
-        written_bytes: number of bytes that this process has written.
-    """
+    # A merge appends the new state of its fragment and the manifest to a journal, with one flush to
+    # the disk. Fragments are merged in turn, so the journal of a complete round holds the whole
+    # state: a new round begins a new journal, and deletes an old one. A process that is killed at
+    # any moment leaves the state before the merge or after it. A copy of the folder that is made
+    # during the run holds the state of a moment, if less than one round passes meanwhile.
+    # A missing, cut, renamed or replaced file is noticed. Each record has an identifier and the
+    # identifier of the record before it, a journal has the number of its records, and
+    # `merges.jsonl`, outside of the folder, has the identifier of each merge. A merge is written to
+    # `merges.jsonl` after its state: a process that is killed can leave a line less, never a line
+    # more.
 
     def __init__(self, job_log_dir: Path, allow_older: bool = False) -> None:
         self._folder, self._allow_older = job_log_dir / FOLDER, allow_older
@@ -73,11 +64,7 @@ class SyncerStore:
         return self._before[1] + (self._journal.written_bytes if self._journal else 0)
 
     def check_presence(self) -> None:
-        """Check that a run's folder without a saved state has had none.
-
-        Raises:
-            DamagedStateError: the folder tells of a state that is not there.
-        """
+        """Check that a run's folder without a saved state has had none."""
         folder = self._folder.parent
         if self._journals():
             return
@@ -97,29 +84,13 @@ class SyncerStore:
             )
 
     def log(self, merge: Mapping[str, Any], updates: Iterable[NamedTuple]) -> None:
-        """Set the line of `merges.jsonl` of the merge that `save` saves next.
-
-        Args:
-            merge: JSON values.
-            updates: the merge's updates; their arrays are left out.
-        """
+        """Set the line of `merges.jsonl` of the merge that `save` saves next."""
         fields = [update._asdict() for update in updates]
         self._line = dict(merge)
         self._line["updates"] = [{name: own[name] for name in LOGGED} for own in fields]
 
     def save(self, p: int, state: FragmentState, manifest: Mapping[str, Any]) -> None:
-        """Save a merge: one fragment and the manifest; both are on the disk when this returns.
-
-        Then the merge is appended to `merges.jsonl`.
-
-        Args:
-            p: the fragment.
-            state: its state.
-            manifest: JSON values; `"versions"` holds the version of every fragment.
-
-        Raises:
-            OSError: a file cannot be written, for example because the disk is full.
-        """
+        """Save a merge: its fragment and the manifest, then its line of `merges.jsonl`."""
         assert self._journal is not None
         path = self._path(state.version)
         if self._journal.path != path:
@@ -131,19 +102,11 @@ class SyncerStore:
         append_merge(self._folder.parent, line)
 
     def save_manifest(self, manifest: Mapping[str, Any]) -> None:
-        """Save the manifest alone, with the versions of saved fragments.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Save the manifest alone, with the versions of saved fragments."""
         self._append([Message({"manifest": dict(manifest)})])
 
     def save_all(self, model: OuterModel, manifest: Mapping[str, Any]) -> None:
-        """Save all fragments and the manifest, in a folder without a saved state.
-
-        Raises:
-            OSError: they cannot be written.
-        """
+        """Save all fragments and the manifest, in a folder without a saved state."""
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._path(0)
         draft = path.with_suffix(".draft")
@@ -158,18 +121,7 @@ class SyncerStore:
         self._open(path, size, records)
 
     def load(self, model: OuterModel) -> dict[str, Any] | None:
-        """Restore the fragments of a model, and return the manifest.
-
-        Args:
-            model: a model with the same fragments; its states are replaced.
-
-        Returns:
-            The manifest; None if nothing was saved.
-
-        Raises:
-            DamagedStateError: a file is missing, damaged, or of another model; or the state is
-                older than `merges.jsonl`.
-        """
+        """Restore the fragments of a model, and return the manifest; None if nothing was saved."""
         self.check_presence()
         if not self._journals():
             return None
@@ -212,12 +164,7 @@ class SyncerStore:
         return manifest
 
     def _compare(self, manifest: Mapping[str, Any], merges: Sequence[Mapping[str, Any]]) -> None:
-        """Compare the state with the files of the run's folder that tell of a newer one.
-
-        Args:
-            manifest: the manifest of the state.
-            merges: the lines of the merges in the journals.
-        """
+        """Compare the state with the files of the run's folder that tell of a newer one."""
         folder, last = self._folder.parent, manifest["merges"]
         path, known = folder / MERGES, {own["merge"]: own["record"] for own in merges}
         logged = {line["merge"]: line.get("record") for line in read_merges(folder)}

@@ -20,33 +20,20 @@ REPORTED = ("merge", "loss", "late", "staleness", "metrics")
 
 
 class Update(NamedTuple):
-    """An update of a fragment that waits for its merge.
-
-    Attributes:
-        island: the island's name.
-        incarnation: its process.
-        sequence: its number, which grows with each update of the process.
-        merge: the merge that the island sent it for.
-        count: the island's number of merges of the fragment when it encoded the update.
-        base: the island's number of merges of the fragment at the update's first step.
-        tokens: tokens of its steps.
-        steps: its inner steps.
-        loss: mean loss of the island's last S steps; NaN if it is not finite.
-        arrays: the encoded outer gradient.
-        shard: the island's shard when it encoded the update.
-    """
+    """An update of a fragment that waits for its merge."""
 
     island: str
     incarnation: str
-    sequence: int
-    merge: int
+    sequence: int  # its number, which grows with each update of the process
+    merge: int  # the merge that the island sent it for
+    # the island's number of merges of the fragment when it encoded the update
     count: int  # type: ignore[assignment]  # hides tuple.count, which nothing uses
-    base: int
-    tokens: float
+    base: int  # the island's number of merges of the fragment at the update's first step
+    tokens: float  # tokens of its steps
     steps: int
-    loss: float
-    arrays: Mapping[str, np.ndarray]
-    shard: int
+    loss: float  # mean loss of the island's last S steps; NaN if it is not finite
+    arrays: Mapping[str, np.ndarray]  # the encoded outer gradient
+    shard: int  # the island's shard when it encoded the update
 
     def counting(self, steps: int) -> "Update":
         """Return the update with fewer steps, and tokens in proportion."""
@@ -56,17 +43,8 @@ class Update(NamedTuple):
 def read_update(
     request: Request, arrays: Mapping[str, np.ndarray], shard: int, num_shards: int
 ) -> Update:
-    """Read an update from the message that brings it.
-
-    Args:
-        request: the message's header.
-        arrays: the message's arrays.
-        shard: the shard of the island. An update that was encoded for another one names it.
-        num_shards: number of shards.
-
-    Raises:
-        RefusedError: a field is missing or has another type.
-    """
+    """Read an update from the message that brings it."""
+    # An update that was encoded for another shard than the island has now names it.
     stated = request.optional_count("shard")
     if stated is not None and stated >= num_shards:
         raise RefusedError(
@@ -95,18 +73,7 @@ def check_update(
     tokens_per_step: float,
     wire_shapes: Mapping[str, jax.ShapeDtypeStruct],
 ) -> None:
-    """Check that an island of this run can have sent an update.
-
-    Args:
-        update: the update.
-        p: its fragment.
-        version: number of merges of the fragment.
-        tokens_per_step: tokens of an inner step of an island.
-        wire_shapes: shape and dtype of each array.
-
-    Raises:
-        RefusedError: it cannot.
-    """
+    """Refuse an update that no island of this run can have sent."""
     if not update.base <= update.count <= version:
         raise RefusedError(
             f"the update of fragment {p} begins at merge {update.base} and is encoded for "
@@ -126,14 +93,7 @@ def check_update(
 
 
 def why_dropped(update: Update, norm: float, version: int, parts: AlgorithmParts) -> str:
-    """Return the reason for which an update is not applied, a count of `Totals`; "" for none.
-
-    Args:
-        update: the update.
-        norm: the L2 norm of its outer gradient.
-        version: number of merges of its fragment.
-        parts: the method.
-    """
+    """Return why an update of this L2 norm is dropped, a count of `Totals`; "" if it is not."""
     if not math.isfinite(norm) or not abs(update.loss) < LARGEST_LOSS:
         return "not_finite"
     if norm > min(parts.max_norm or math.inf, LARGEST_NORM):
@@ -142,45 +102,23 @@ def why_dropped(update: Update, norm: float, version: int, parts: AlgorithmParts
 
 
 class MergeReport(NamedTuple):
-    """The report of one merge.
+    """The report of one merge."""
 
-    Attributes:
-        merge: its number, from 1.
-        islands: names of the islands in it.
-        updates: number of updates in it.
-        late: number of these updates that had missed an earlier merge.
-        steps: inner steps in it.
-        tokens: tokens of these steps.
-        loss: mean of the updates' losses, weighted by their steps; in a robust merge the median of
-            the certificates' means.
-        staleness: the largest number of merges of the fragment that an update missed.
-        metrics: the metrics of the aggregator.
-    """
-
-    merge: int
-    islands: tuple[str, ...]
-    updates: int
-    late: int
-    steps: int
-    tokens: float
+    merge: int  # its number, from 1
+    islands: tuple[str, ...]  # names of the islands in it
+    updates: int  # number of updates in it
+    late: int  # number of these updates that had missed an earlier merge
+    steps: int  # inner steps in it
+    tokens: float  # tokens of these steps
+    # Mean of the updates' losses, weighted by their steps; in a robust merge the median of the
+    # certificates' means.
     loss: float
-    staleness: int
-    metrics: Mapping[str, float]
+    staleness: int  # the largest number of merges of the fragment that an update missed
+    metrics: Mapping[str, float]  # the metrics of the aggregator
 
 
 def read_report(merge: Mapping[str, Any]) -> MergeReport:
-    """Read the report of a merge from its line of `merges.jsonl`.
-
-    Args:
-        merge: the line, as `fedpax.sites.syncer.merge_log.read_merges` returns it.
-
-    Example:
-        >>> line = {"merge": 4, "fragment": 1, "time": 5.0, "loss": 2.5, "late": 0, "staleness": 0}
-        >>> update = {"island": "paris", "steps": 8, "tokens": 64.0}
-        >>> report = read_report({**line, "metrics": {}, "updates": [update]})
-        >>> report.merge, report.islands, report.tokens
-        (4, ('paris',), 64.0)
-    """
+    """Read the report of a merge from its line of `merges.jsonl`."""
     updates = merge["updates"]
     return MergeReport(
         merge=merge["merge"],
@@ -196,26 +134,17 @@ def read_report(merge: Mapping[str, Any]) -> MergeReport:
 
 
 class Totals(NamedTuple):
-    """Counts since the run began, over all processes of the syncer.
+    """Counts since the run began, over all processes of the syncer."""
 
-    Attributes:
-        tokens: tokens of merged updates.
-        received_bytes: bytes of the arrays of updates.
-        sent_bytes: bytes of the arrays of fragments.
-        repeated: updates that came again and were not applied again.
-        stale: updates dropped because their fragment was merged more than `max_staleness` times
-            since their first step.
-        not_finite: updates dropped because a value was NaN or infinite.
-        too_large: updates dropped because their norm was above `max_norm`.
-    """
-
-    tokens: float = 0.0
-    received_bytes: int = 0
-    sent_bytes: int = 0
-    repeated: int = 0
+    tokens: float = 0.0  # tokens of merged updates
+    received_bytes: int = 0  # bytes of the arrays of updates
+    sent_bytes: int = 0  # bytes of the arrays of fragments
+    repeated: int = 0  # updates that came again and were not applied again
+    # Updates dropped because their fragment was merged more than `max_staleness` times since their
+    # first step.
     stale: int = 0
-    not_finite: int = 0
-    too_large: int = 0
+    not_finite: int = 0  # updates dropped because a value was NaN or infinite
+    too_large: int = 0  # updates dropped because their norm was above `max_norm`
 
     def add(self, **counts: float) -> "Totals":
         """Add to some of the counts."""

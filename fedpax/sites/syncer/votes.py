@@ -25,15 +25,10 @@ LEAST_SECONDS = 1.0
 def group_votes(
     islands: Iterable[IslandRecord], updates: Mapping[str, Sequence[Update]], by_certificate: bool
 ) -> list[Vote]:
-    """Group the updates of a merge by vote.
-
-    Args:
-        islands: the islands of the run.
-        updates: the updates of each island by its name.
-        by_certificate: whether the islands of a certificate have one vote, as in a median: else a
-            site with two islands has two of three votes. Without it each island has one, because a
-            weighted mean adds weights and does not count.
-    """
+    """Group the updates of a merge by vote."""
+    # With `by_certificate`, as in a median, the islands of a certificate have one vote: else a site
+    # with two islands has two of three votes. Without it each island has one, because a weighted
+    # mean adds weights and does not count.
     votes: dict[str, dict[int, Sequence[Update]]] = {}
     for island in islands:
         if island.shard is not None and (own := updates.get(island.name)):
@@ -45,16 +40,10 @@ def group_votes(
 def combine(
     decode: Callable[..., Params], votes: Sequence[Vote], seconds: Mapping[str, float]
 ) -> list[Contribution]:
-    """Decode the updates of a merge, and combine those of each vote.
-
-    An island's updates are added: they are its steps since its last part in a merge. The islands of
-    a vote are averaged by weight, tokens^2 / steps.
-
-    Args:
-        decode: `(arrays, shard, count) -> outer gradient`.
-        votes: the votes.
-        seconds: for each island by name, the seconds in which it can have taken its steps.
-    """
+    """Decode the updates of a merge, and combine the updates of each vote."""
+    # An island's updates are added: they are its steps since its last part in a merge. The islands
+    # of a vote are averaged by weight, tokens^2 / steps. `seconds`: in which each island, by name,
+    # can have taken its steps.
     weights = [[_weight(updates) for updates in vote.values()] for vote in votes]
     spans = [max(seconds[own[0].island] for own in vote.values()) for vote in votes]
     limited = limit_weights([sum(own) for own in weights], spans)
@@ -67,15 +56,7 @@ def combine(
 def make_report(
     merges: int, version: int, votes: Sequence[Vote], metrics: Mapping[str, float], *, robust: bool
 ) -> MergeReport:
-    """Make the report of a merge.
-
-    Args:
-        merges: number of merges before it.
-        version: number of merges of its fragment before it.
-        votes: its votes.
-        metrics: the metrics of the aggregator.
-        robust: as in `mean_loss`.
-    """
+    """Make the report of a merge."""
     updates = [update for vote in votes for own in vote.values() for update in own]
     return MergeReport(
         merge=merges + 1,
@@ -91,13 +72,8 @@ def make_report(
 
 
 def mean_loss(votes: Sequence[Vote], robust: bool) -> float:
-    """Return the loss of a merge.
-
-    Args:
-        votes: the votes.
-        robust: return the median of the votes, which a minority cannot move beyond the values of
-            all others. Otherwise the mean over all steps.
-    """
+    """Return the mean loss over all steps, or in a robust merge the median of the votes."""
+    # A minority cannot move the median beyond the values of all others.
     updates = [[update for own in vote.values() for update in own] for vote in votes]
     steps = [sum(update.steps for update in own) for own in updates]
     sums = [sum(update.loss * update.steps for update in own) for own in updates]
@@ -107,24 +83,10 @@ def mean_loss(votes: Sequence[Vote], robust: bool) -> float:
 
 
 def limit_weights(weights: Sequence[float], seconds: Sequence[float]) -> list[float]:
-    """Limit each weight per second to `MOST_WEIGHT` times the median of all other ones.
-
-    So a claim of many steps has a bounded weight, and an island that returns after a long time has
-    the weight of all of its steps.
-
-    Args:
-        weights: the weights of a merge, not negative.
-        seconds: for each of them, the seconds since its last part in a merge of the fragment.
-
-    Returns:
-        The limited weights, divided by the largest one.
-
-    Example:
-        >>> limit_weights([1.0, 3.0, 1e300], [5.0, 5.0, 5.0])
-        [0.0625, 0.1875, 1.0]
-        >>> limit_weights([1.0, 1.0, 100.0], [5.0, 5.0, 500.0])
-        [0.01, 0.01, 1.0]
-    """
+    """Limit each weight per second to `MOST_WEIGHT` times the median of all other ones."""
+    # So a claim of many steps has a bounded weight, and an island that returns after a long time
+    # has the weight of all of its steps. The result is divided by its largest weight. `seconds`:
+    # since each one's last part in a merge of the fragment.
     spans = [max(span, LEAST_SECONDS) for span in seconds]
     rates = [weight / span for weight, span in zip(weights, spans, strict=True)]
     limited = []

@@ -8,28 +8,7 @@ from pathlib import Path
 def check_address(
     argument: str, address: str, certificates: Path | str | None, *, any_port: bool = False
 ) -> str:
-    """Check an address, and that it is a loopback address if there are no certificates.
-
-    Args:
-        argument: the argument's name, for the error.
-        address: `HOST:PORT`, IPv6 hosts in brackets.
-        certificates: the folder, or None.
-        any_port: accept port 0.
-
-    Returns:
-        The host, without brackets.
-
-    Raises:
-        ValueError: the address is malformed, or not a loopback address without certificates.
-
-    Example:
-        >>> check_address("syncer", "[::1]:7000", None)
-        '::1'
-        >>> check_address("syncer", "example.org:7000", None)  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ...
-        ValueError: syncer='example.org:7000' is not a loopback address, ...
-    """
+    """Return the host of HOST:PORT; without certificates, raise unless it is a loopback address."""
     host, colon, port = address.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     valid_port = port.isascii() and port.isdigit() and (not any_port) <= int(port) <= 65535

@@ -8,24 +8,11 @@ from typing import Any
 
 
 class CallPool(concurrent.futures.ThreadPoolExecutor):
-    """Threads that each handle one call, and end a call of a silent peer if another call waits.
+    """Threads that each handle one call, and end a call of a silent peer if another call waits."""
 
-    A peer that opens calls and then sends nothing, or does not read the answers, would occupy all
-    threads. Therefore, if a call finds no free thread, the call that has waited longest for its
-    peer is ended. A call that does not wait for its peer is never ended.
-
-    Args:
-        max_calls: number of threads.
-
-    Example:
-        >>> pool, ended = CallPool(1), threading.Event()
-        >>> def silent():
-        ...     with pool.waits_for_peer(ended.set):
-        ...         return ended.wait(10)
-        >>> first, second = pool.submit(silent), pool.submit(lambda: "an answer")
-        >>> first.result(), second.result()
-        (True, 'an answer')
-    """
+    # A peer that opens calls and then sends nothing, or does not read the answers, would occupy all
+    # threads. Therefore, if a call finds no free thread, the call that has waited longest for its
+    # peer is ended. A call that does not wait for its peer is never ended.
 
     def __init__(self, max_calls: int) -> None:
         super().__init__(max_calls, "fedpax-call")
@@ -47,11 +34,8 @@ class CallPool(concurrent.futures.ThreadPoolExecutor):
 
     @contextlib.contextmanager
     def waits_for_peer(self, end: Callable[[], object]) -> Iterator[None]:
-        """Mark the call of this thread as waiting for its peer.
-
-        Args:
-            end: ends the call; called in another thread, at most once. It must not block.
-        """
+        """Mark the call of this thread as waiting for its peer."""
+        # `end` ends the call, in another thread and at most once. It must not block.
         thread = threading.get_ident()
         with self._lock:
             self._waiting[thread] = end

@@ -47,22 +47,14 @@ class DisconnectedError(ConnectionError):
 
 
 class MessageServer:
-    """A server of messages, made by `serve`.
-
-    Attributes:
-        port: the port it listens at; with `HOST:0` one that the operating system chose.
-    """
+    """A server of messages at `port`, made by `serve`."""
 
     def __init__(self, server: "grpc.Server", port: int) -> None:
         self.port = port
         self._server = server
 
     def close(self, grace: float = 1.0) -> None:
-        """Stop: refuse new calls, and let those in progress finish.
-
-        Args:
-            grace: seconds until calls in progress are aborted.
-        """
+        """Stop: refuse new calls, and abort those in progress after `grace` seconds."""
         self._server.stop(grace).wait()
 
     def __enter__(self) -> "MessageServer":
@@ -73,14 +65,9 @@ class MessageServer:
 
 
 class Connection:
-    """A connection to a server, made by `connect`; threads may share it.
+    """A connection to a server, made by `connect`; threads may share it."""
 
-    It connects at the first call, and again after a failure.
-
-    Attributes:
-        address: `HOST:PORT` of the server.
-        max_message_bytes: limit on the arrays of a message, in both directions.
-    """
+    # It connects at the first call, and again after a failure.
 
     def __init__(
         self,
@@ -98,25 +85,11 @@ class Connection:
         self._stream = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")
 
     def call(self, message: Message, timeout: float) -> Message:
-        """Send a message and wait for its answer.
-
-        Several threads may call at once; no call waits for another one.
-
-        Args:
-            message: the message. Do not write to its arrays before the call ends.
-            timeout: seconds for message and answer together.
-
-        Returns:
-            The answer.
-
-        Raises:
-            RefusedError: the other side refuses the message or this site's certificate; the error
-                has the reason. Do not repeat the call.
-            DisconnectedError: there was no answer in time, or the connection failed. The message
-                may have been handled. Repeat the call later.
-            MessageError: the message cannot be encoded, or the answer does not conform to the
-                format.
-        """
+        """Send a message and wait at most `timeout` seconds for its answer."""
+        # Several threads may call at once; no call waits for another one. Do not write to the
+        # arrays of the message before the call ends. After a `RefusedError` do not repeat the call.
+        # A `DisconnectedError` means no answer in time: the message may have been handled; repeat
+        # the call later.
         import grpc
 
         chunks = encode(message, self.max_message_bytes)
@@ -175,51 +148,18 @@ def serve(
     max_calls: int = 128,
     keepalive: float = 5.0,
 ) -> MessageServer:
-    """Serve messages: call `handler` for each, in threads, and send its result back.
-
-    If `handler` raises another exception than `RefusedError`, it is logged with its traceback, the
-    peer gets a `DisconnectedError`, and the server continues. A malformed message is refused and
-    logged. Memory for received messages is at most `max_calls * max_message_bytes`, and grows as
-    bytes arrive: gRPC stops reading from a peer whose chunks are not consumed.
-
-    Silent peers do not keep others from being answered: if all places for calls are taken, a new
-    call ends the one that has waited longest for its peer. Connections take at most half of the
-    files that the process may open. The server raises this number to the system's limit. It closes
-    a connection that has no call for two minutes, or whose handshake takes longer than 10 seconds.
-
-    Args:
-        handler: answers a message; see `Handler`.
-        address: `HOST:PORT` to listen at, such as `0.0.0.0:7000`. Port 0: any free port.
-        certificates: the server's folder of `fedpax certificates`. Clients need a certificate of
-            the same authority. Default None: no encryption, and only a loopback address is
-            accepted.
-        max_message_bytes: limit on the arrays of a message, in both directions.
-        max_calls: number of calls handled at once. Default 128. Set it to at least twice the number
-            of honest peers' calls at a time.
-        keepalive: seconds without traffic after which the server sends a ping to a peer. If the
-            answer takes more than three times as long, the connection is closed. A slow network can
-            delay the answer. Default 5.0.
-
-    Returns:
-        The server, a context manager that closes it.
-
-    Raises:
-        ValueError: the address is malformed, or not a loopback address and there are no
-            certificates.
-        OSError: the address is in use or not an address of this machine, or the folder cannot be
-            read.
-
-    Example:
-        >>> import numpy as np
-        >>> def double(peer, message):
-        ...     return Message({"kind": "doubled"}, {"x": 2 * message.arrays["x"]})
-        >>> with serve(double, "localhost:0") as server:
-        ...     with connect(f"localhost:{server.port}") as connection:
-        ...         message = Message({"kind": "double"}, {"x": np.array([1.5, 4.0])})
-        ...         answer = connection.call(message, timeout=10.0)
-        >>> answer.header["kind"], answer.arrays["x"].tolist()
-        ('doubled', [3.0, 8.0])
-    """
+    """Serve messages: call `handler` for each, in threads, and send its result back."""
+    # If `handler` raises another exception than `RefusedError`, it is logged with its traceback,
+    # the peer gets a `DisconnectedError`, and the server continues. A malformed message is refused
+    # and logged. Memory for received messages is at most `max_calls * max_message_bytes`, and grows
+    # as bytes arrive: gRPC stops reading from a peer whose chunks are not consumed.
+    # Silent peers do not keep others from being answered: if all places for calls are taken, a new
+    # call ends the one that has waited longest for its peer. `max_calls` must be at least twice the
+    # number of honest peers' calls at a time. Connections take at most half of the files that the
+    # process may open; the server raises this number to the system's limit. It closes a connection
+    # that has no call for two minutes, or whose handshake takes longer than 10 seconds, or whose
+    # peer does not answer a ping, sent after `keepalive` seconds without traffic, within three
+    # times as long.
     grpc = import_grpc()
     check_address("address", address, certificates, any_port=True)
 
@@ -266,29 +206,10 @@ def connect(
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     keepalive: float = 5.0,
 ) -> Connection:
-    """Make a connection to a server; nothing is sent before the first call.
-
-    Args:
-        address: `HOST:PORT` of the server.
-        certificates: this site's folder of `fedpax certificates`. Default None: no encryption, and
-            only a loopback address is accepted.
-        server_name: the name in the server's certificate. Default None: the host of `address`. Set
-            it if the server is reached through a tunnel or by another name.
-        max_message_bytes: limit on the arrays of a message, in both directions.
-        keepalive: seconds without traffic after which a ping is sent to the server. If the answer
-            takes more than three times as long, calls raise `DisconnectedError` before their
-            timeout. A connection that the server's machine closes is noticed at once. Default 5.0.
-
-    Returns:
-        The connection, a context manager that closes it.
-
-    Raises:
-        ValueError: the address is malformed, or not a loopback address and there are no
-            certificates.
-        OSError: the folder cannot be read.
-
-    Example: see `serve`.
-    """
+    """Make a connection to a server; nothing is sent before the first call."""
+    # `server_name` is the name in the server's certificate, by default the host of `address`. If
+    # the answer to a ping, sent after `keepalive` seconds without traffic, takes more than three
+    # times as long, calls raise `DisconnectedError` before their timeout.
     grpc = import_grpc()
     host = check_address("address", address, certificates)
     server_name = server_name or host

@@ -35,21 +35,13 @@ _logger = logging.getLogger(__name__)
 
 
 class Certificates(NamedTuple):
-    """The certificates of a name, read by `read_certificates`.
+    """The certificates of a name, read by `read_certificates`."""
 
-    Attributes:
-        name: the name that the certificate states.
-        expires: the time from which the certificate is no longer accepted, UTC.
-        authority: PEM of the authority's certificate.
-        certificate: PEM of the name's certificate.
-        key: PEM of the private key.
-    """
-
-    name: str
-    expires: datetime.datetime
-    authority: bytes
-    certificate: bytes
-    key: bytes
+    name: str  # the name that the certificate states
+    expires: datetime.datetime  # the time from which the certificate is no longer accepted, UTC
+    authority: bytes  # PEM of the authority's certificate
+    certificate: bytes  # PEM of the name's certificate
+    key: bytes  # PEM of the private key
 
 
 def make_certificates(
@@ -132,22 +124,8 @@ def make_certificates(
 
 
 def read_certificates(folder: Path | str) -> Certificates:
-    """Read the certificates of a site, and check that they can be used.
-
-    A warning is logged if the certificate expires within 14 days.
-
-    Args:
-        folder: a folder of `make_certificates`, for one name.
-
-    Returns:
-        The certificates.
-
-    Raises:
-        OSError: a file is missing or cannot be read.
-        ValueError: a file is not a certificate or key in PEM, the key belongs to another
-            certificate, the certificate is of another authority, it has expired, or other users
-            can read the key.
-    """
+    """Read the certificates of a site, and check that they can be used."""
+    # A warning is logged if the certificate expires within 14 days.
     folder = Path(folder)
     authority_pem, certificate_pem, key_pem = (
         _read_file(folder / name) for name in (_AUTHORITY_FILE, _CERTIFICATE_FILE, _KEY_FILE)

@@ -10,24 +10,13 @@ if TYPE_CHECKING:
 
 
 def import_grpc() -> Any:
-    """Import gRPC, without its own log: it repeats each failed handshake.
-
-    Raises:
-        ModuleNotFoundError: the package grpcio is not installed.
-    """
+    """Import gRPC, without its own log: it repeats each failed handshake."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # a user's setting remains
     return _import_extra("grpc", "grpcio")
 
 
 def read_certificates(folder: Path | str) -> "Certificates":
-    """Read a site's certificates (`fedpax.sites.transport.certificates.read_certificates`).
-
-    Args:
-        folder: the site's folder.
-
-    Raises:
-        ModuleNotFoundError: the package cryptography is not installed.
-    """
+    """Read a site's certificates, if the package cryptography is installed."""
     _import_extra("cryptography", "cryptography")
     from fedpax.sites.transport.certificates import read_certificates
 

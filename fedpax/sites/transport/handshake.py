@@ -10,10 +10,9 @@ _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 
 
 
 class _Socket(ssl.SSLSocket):
-    """Close the socket if the peer resets the connection before the handshake.
+    """Close the socket if the peer resets the connection before the handshake."""
 
-    `wrap_socket` of Python 3.11 asks for the peer's name first, and leaves the socket open then.
-    """
+    # `wrap_socket` of Python 3.11 asks for the peer's name first, and leaves the socket open then.
 
     def getpeername(self) -> Any:
         try:
@@ -26,18 +25,9 @@ class _Socket(ssl.SSLSocket):
 def find_refusal(
     address: str, certificates: Path | None, server_name: str, timeout: float
 ) -> str | None:
-    """Connect to a server like gRPC does, and explain a handshake that always fails.
-
-    Args:
-        address: `HOST:PORT` of the server.
-        certificates: this site's folder of `fedpax certificates`. None: no encryption.
-        server_name: the name that the server's certificate must have.
-        timeout: seconds for each of at most two attempts.
-
-    Returns:
-        The reason and its remedy. None: the server accepts the connection, or cannot be reached at
-        the moment.
-    """
+    """Connect to a server like gRPC does, and explain a handshake that always fails."""
+    # None: the server accepts the connection, or cannot be reached at the moment. `timeout` is for
+    # each of at most two attempts.
     refusal = _attempt(address, certificates, server_name, timeout)
     if refusal is None:
         return None

@@ -35,16 +35,13 @@ _DTYPES = {
 
 
 class Message(NamedTuple):
-    """A message between a syncer and an island.
+    """A message between a syncer and an island."""
 
-    Attributes:
-        header: JSON values by name. With the arrays' names and shapes, they have at most
-            `CHUNK_BYTES`. `header["kind"]` names a message of an island.
-        arrays: arrays by name, of any dtype of JAX. Default {}: none. The arrays of a received
-            message are writable, and are not shared.
-    """
-
+    # JSON values by name. With the arrays' names and shapes, they have at most `CHUNK_BYTES`.
+    # `header["kind"]` names a message of an island.
     header: Mapping[str, Any]
+    # Arrays by name, of any dtype of JAX. Default {}: none. The arrays of a received message are
+    # writable, and are not shared.
     arrays: Mapping[str, np.ndarray] = {}
 
 
@@ -57,34 +54,13 @@ class ChecksumError(MessageError):
 
 
 def encode(message: Message, max_bytes: int) -> Iterator[bytes]:
-    """Encode a message as chunks.
-
-    The first chunk is a line that names the format, and JSON: the header, and name, dtype and shape
-    of each array. The next chunks are the arrays' bytes, little-endian, row after row, one array
-    after another without padding. A chunk is the CRC-32 of all bodies of the message so far, 4
-    bytes, and a body: `CHUNK_BYTES` bytes, or fewer in the first and the last chunk. Thus each
-    checksum covers the order of the chunks too, and the last one the whole message.
-
-    Args:
-        message: the message.
-        max_bytes: raise if the arrays of the message have more bytes.
-
-    Returns:
-        An iterator over the chunks. It copies one chunk of the arrays at a time, so do not write to
-        them before it ends. All errors are raised by `encode`, not by the iterator.
-
-    Raises:
-        MessageError: the header is not JSON or does not fit into a chunk, an array has a dtype that
-            JAX does not have, or the message is larger than `max_bytes`.
-
-    Example:
-        >>> delta = np.random.default_rng(0).normal(size=(300, 1000)).astype(np.float32)
-        >>> chunks = list(encode(Message({"kind": "push"}, {"w": delta}), max_bytes=1 << 21))
-        >>> [len(chunk) for chunk in chunks]  # the header, 1 MiB, and the rest
-        [92, 1048580, 151428]
-        >>> bool((decode(chunks, max_bytes=1 << 21).arrays["w"] == delta).all())
-        True
-    """
+    """Encode a message as chunks; all errors are raised here, not by the iterator."""
+    # The first chunk is a line that names the format, and JSON: the header, and name, dtype and
+    # shape of each array. The next chunks are the arrays' bytes, little-endian, row after row, one
+    # array after another without padding. A chunk is the CRC-32 of all bodies of the message so
+    # far, 4 bytes, and a body: `CHUNK_BYTES` bytes, or fewer in the first and the last chunk. Thus
+    # each checksum covers the order of the chunks too, and the last one the whole message. The
+    # iterator copies one chunk of the arrays at a time: do not write to them before it ends.
     arrays = {name: _native(name, array) for name, array in message.arrays.items()}
     declared = [[name, array.dtype.name, array.shape] for name, array in arrays.items()]
     try:
@@ -105,30 +81,8 @@ def encode(message: Message, max_bytes: int) -> Iterator[bytes]:
 
 
 def decode(chunks: Iterable[bytes], max_bytes: int) -> Message:
-    """Decode a message from the chunks of an untrusted sender.
-
-    Declared dtypes and shapes are checked before memory for them is allocated.
-
-    Args:
-        chunks: the chunks, as they arrive.
-        max_bytes: raise if the arrays of the message are declared with more bytes.
-
-    Returns:
-        The message.
-
-    Raises:
-        ChecksumError: a chunk is damaged, missing, repeated or out of order.
-        MessageError: the message is larger than `max_bytes`, or does not conform to the format.
-
-    Example:
-        >>> chunks = list(encode(Message({"kind": "pull"}, {"w": np.arange(3.0)}), max_bytes=100))
-        >>> decode(chunks, max_bytes=100).arrays["w"].tolist()
-        [0.0, 1.0, 2.0]
-        >>> decode(chunks[:-1], max_bytes=100)
-        Traceback (most recent call last):
-        ...
-        fedpax.sites...ChecksumError: the message ends after 0 of 24 bytes. Send it again.
-    """
+    """Decode a message from the chunks of an untrusted sender."""
+    # Declared dtypes and shapes are checked before memory for them is allocated.
     bodies = _checked_bodies(chunks)
     header, arrays = _read_header(next(bodies, None), max_bytes)
     memory = [array.reshape(-1).view(np.uint8) for array in arrays.values() if array.size]

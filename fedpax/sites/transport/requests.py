@@ -11,23 +11,10 @@ MAX_TEXT = 200
 
 
 class Request:
-    """The header of a message, whose fields are checked when they are read.
+    """The header of a message, whose fields are checked when they are read."""
 
-    Every method raises a `RefusedError` if the field has another type, or is missing and not
-    optional.
-
-    Args:
-        header: the header.
-
-    Example:
-        >>> Request({"kind": "push", "sequence": 4}).count("sequence")
-        4
-        >>> Request({"kind": "push"}).count("sequence")
-        Traceback (most recent call last):
-            ...
-        fedpax.sites...RefusedError: the message's field 'sequence' is None, expected an \
-integer of at least 0. Use the same version of fedpax on both sides.
-    """
+    # Every method raises a `RefusedError` if the field has another type, or is missing and not
+    # optional.
 
     def __init__(self, header: Mapping[str, Any]) -> None:
         self._header = header

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.data import LazyStream, Mixture, partition_iid, token_rounds
-from fedpax.sites.island.island_data import IslandRows, ShardPrefetch
+from fedpax.sites.island.island_data import IslandRows, ShardPrefetch, row_shardings
 
 ISLANDS, SIZES = 3, {"islands": 3, "local_steps": 2, "batch_size": 2, "seq_len": 8}
 
@@ -100,3 +100,9 @@ def test_a_stream_that_has_begun_continues_with_one_island():
         found[0]
     with pytest.raises(ValueError, match="Make the stream with rows=None"):
         changed.keep_island(2)
+
+
+def test_a_row_keeps_the_shardings_of_its_axes():
+    mesh = jax.make_mesh((1, 1), ("islands", "fsdp"))
+    cohort = NamedSharding(mesh, PartitionSpec("islands", None, "fsdp"))
+    assert tuple(row_shardings(cohort).spec) == (None, "fsdp")

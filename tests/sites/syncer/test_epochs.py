@@ -14,6 +14,7 @@ from syncer_methods import parts
 
 from fedpax.sites.island.island import Island
 from fedpax.sites.island.link import Link
+from fedpax.sites.syncer.epochs import Epochs
 from fedpax.sites.syncer.merge_log import read_merges
 from fedpax.sites.syncer.syncer_store import SyncerStore
 from fedpax.sites.transport.calls import RefusedError
@@ -147,3 +148,11 @@ def test_a_malformed_history_is_refused_before_the_island_joins() -> None:
         with pytest.raises(RefusedError, match=r"field '(epoch|versions)' is .* expected"):
             sites.call(Message(sites.header("a", "a-1", kind="join", **fields)))
         assert sites.syncer.islands() == []
+
+
+def test_merges_of_a_lost_state_are_not_in_the_history():
+    first = Epochs(num_fragments=2)
+    name, saved = first.current, first.to_json()
+    restored = Epochs(2, saved, merges=3)  # from a copy; the newest state had 5 merges
+    assert restored.include(name, versions=[2, 1], merges=9)  # 3 merges
+    assert not restored.include(name, versions=[2, 2], merges=9)  # 4 merges

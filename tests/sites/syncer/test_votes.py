@@ -10,6 +10,7 @@ from syncer_methods import parts
 
 from fedpax.aggregators import coordinate_median
 from fedpax.sites.syncer.step_credit import StepCredit
+from fedpax.sites.syncer.votes import limit_weights
 from fedpax.sites.transport.calls import RefusedError
 from fedpax.sites.transport.message import Message
 
@@ -177,3 +178,8 @@ def test_the_credit_of_an_island() -> None:
     credit.add_merge()
     assert credit.take(2, 15, merges=4) == 15 and credit.take(2, LIE, merges=4) == 15
     assert StepCredit(3, 10, 0, returns=True).take(0, LIE, merges=0) == 50
+
+
+def test_weights_per_second_are_limited_by_the_median_of_all_others():
+    assert limit_weights([1.0, 3.0, 1e300], [5.0, 5.0, 5.0]) == [0.0625, 0.1875, 1.0]
+    assert limit_weights([1.0, 1.0, 100.0], [5.0, 5.0, 500.0]) == [0.01, 0.01, 1.0]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from fedpax.inspect.sent_marks import SENT, SERVER
+from fedpax.transforms.marks import SENT, SERVER
 
 
 def mark_sent(values: chex.ArrayTree, *, instead_of: chex.ArrayTree) -> chex.ArrayTree:

@@ -23,8 +23,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int
 
-from fedpax.inspect.sent_marks import KEPT
 from fedpax.primitives.casts import checked_tree, conversion, device_array
+from fedpax.transforms.marks import KEPT
 
 if TYPE_CHECKING:  # chex imports absl.flags
     import chex

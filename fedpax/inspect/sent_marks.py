@@ -10,17 +10,9 @@ from typing import NamedTuple
 from fedpax.primitives._jax import SHAPE_PRIMITIVES, Jaxpr, JaxprEqn, Var, aval_of, inner_jaxprs
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.peak_memory import num_bytes
+from fedpax.transforms.marks import KEPT, SENT, SERVER, has_mark, is_mark
 from fedpax.transforms.placed_values import PlacedValues
 from fedpax.transforms.streaming_plan import StreamingPlan
-
-SENT = "fedpax_sent"
-"""The name in the jaxpr of a sent value, followed by the bytes that it replaces."""
-
-KEPT = "fedpax_kept"
-"""The name in the jaxpr of a placed value that participants keep between rounds."""
-
-SERVER = "fedpax_server"
-"""The name in the jaxpr of a value that the server computes for a participant, on its device."""
 
 
 class Sent(NamedTuple):
@@ -72,7 +64,7 @@ def kept_values(plan: StreamingPlan) -> tuple[set[int], set[Var]]:
     reads: set[int] = set()
     written: set[Var] = set()
     for eqn in plan.jaxpr.eqns:
-        if eqn.primitive.name == "name" and eqn.params["name"] == KEPT:
+        if is_mark(eqn, KEPT):
             written.update(eqn.outvars)
             waiting = [eqn]
             while waiting:
@@ -98,7 +90,7 @@ def server_work(plan: StreamingPlan) -> tuple[set[int], set[Var]]:
     values: set[Var] = set()
     for eqn in plan.jaxpr.eqns:
         if eqn.primitive is federated_map_p:
-            if not _has_mark(eqn.params["jaxpr"].jaxpr, SERVER):
+            if not has_mark(eqn.params["jaxpr"].jaxpr, SERVER):
                 continue
         elif not any(v in plan.producer for v in eqn.outvars):
             continue
@@ -119,14 +111,6 @@ def server_work(plan: StreamingPlan) -> tuple[set[int], set[Var]]:
         else:
             others.update(_variables(eqn))
     return equations, values
-
-
-def _has_mark(jaxpr: Jaxpr, mark: str) -> bool:
-    return any(
-        (eqn.primitive.name == "name" and eqn.params["name"] == mark)
-        or any(_has_mark(inner, mark) for inner in inner_jaxprs(eqn))
-        for eqn in jaxpr.eqns
-    )
 
 
 def _marks(jaxpr: Jaxpr, map_id: int) -> list[tuple[Sent, ...]]:

@@ -8,7 +8,7 @@ size. The totals of the chunks are combined in the same way as the totals of sev
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -23,14 +23,8 @@ from fedpax.primitives.layout import mesh_axis
 from fedpax.primitives.signatures import argument_names
 from fedpax.transforms.inlining import inline, placements_of
 from fedpax.transforms.plan import make_plan
-from fedpax.transforms.streaming import (
-    finish_reductions,
-    merge_totals,
-    run_loop,
-    run_server,
-    stream,
-    whole_value,
-)
+from fedpax.transforms.server_parts import ServerParts
+from fedpax.transforms.streaming import merge_totals, run_loop, stream
 from fedpax.transforms.streaming_plan import Atom
 
 Arguments = ParamSpec("Arguments")
@@ -156,11 +150,7 @@ def _aval(leaf: Any) -> Any:
 
 
 class _ChunkedProgram:
-    """The compiled parts of a program, for arguments of given types.
-
-    Part s is the server's work between the loop of phase s - 1 and the loop of phase s. The last
-    part follows the last loop. Parts are compiled when they first run.
-    """
+    """The compiled parts of a program, for arguments of given types, each compiled on first use."""
 
     def __init__(self, closed: ClosedJaxpr, chunk_size: int) -> None:
         placements = placements_of(closed.jaxpr)
@@ -183,12 +173,9 @@ class _ChunkedProgram:
                     f"{devices}, the size of the mesh axis {self.axis!r}. Pass "
                     f"{f'{below} or ' if below else ''}{below + devices}."
                 )
-        self.outputs = [self.plan.resolve(v) for v in closed.jaxpr.outvars]
-        number_of_parts = self.plan.last_phase + 2
-        self.inputs = [self._inputs(part) for part in range(number_of_parts)]
-        self.results = [self._results(part) for part in range(number_of_parts)]
+        self.server = ServerParts(self.plan)
         self.parts = [
-            jax.jit(functools.partial(self._part, part)) for part in range(number_of_parts)
+            jax.jit(functools.partial(self.server.run, part)) for part in range(self.server.number)
         ]
         self.loop = jax.jit(self._loop, static_argnums=(0, 1))
         self.merge = jax.jit(
@@ -201,13 +188,13 @@ class _ChunkedProgram:
         values.update(zip(jaxpr.invars, leaves, strict=True))
         totals: list = []
         for part, compiled in enumerate(self.parts):
-            results = compiled([_whole(values[v]) for v in self.inputs[part]], totals)
-            values.update(zip(self.results[part], results, strict=True))
+            results = compiled([_whole(values[v]) for v in self.server.inputs[part]], totals)
+            values.update(zip(self.server.results[part], results, strict=True))
             totals = []
             if part in self.plan.loops:
                 stored, totals = self._run_chunks(part, values)
                 values.update(stored)
-        return [self._output(values, v) for v in self.outputs]
+        return [self._output(values, v) for v in self.server.outputs]
 
     def _output(self, values: dict[Var, Any], v: Atom) -> Any:
         if isinstance(v, Literal):
@@ -256,57 +243,6 @@ class _ChunkedProgram:
             self.plan, phase, server_values.__getitem__, placed_values.__getitem__, placement, first
         )
         return list(stored.values()), totals
-
-    def _part(self, part: int, inputs: Sequence[Any], totals: Sequence[Any]) -> list:
-        values = dict(zip(self.inputs[part], inputs, strict=True))
-        if part - 1 in self.plan.loops:
-            values.update(finish_reductions(self.plan, part - 1, totals))
-        run_server(self.plan, part, values)
-        return [whole_value(self.plan, values, v) for v in self.results[part]]
-
-    def _sources(self, v: Atom) -> Iterator[Var]:
-        """Yield the values that `v`, as a whole, is computed from; itself if it is stored."""
-        if isinstance(v, Literal):
-            return
-        if v not in self.plan.producer or self.plan.is_stored(v):
-            yield v
-            return
-        for operand in self.plan.operands(self.plan.producer[v].eqn):
-            yield from self._sources(operand)
-
-    def _inputs(self, part: int) -> list[Var]:
-        """Return the values that a part needs and does not compute."""
-        wanted: list[Atom] = []
-        for eqn in self.plan.server.get(part, ()):
-            wanted += self.plan.operands(eqn)
-        if part == self.plan.last_phase + 1:
-            wanted += [v for v in self.outputs if self._is_computed_on_demand(v)]
-        found = dict.fromkeys(source for v in wanted for source in self._sources(v))
-        return [v for v in found if v not in self._computed(part)]
-
-    def _results(self, part: int) -> list[Var]:
-        """Return the values of a part that other parts or loops need, or the program returns."""
-        computed = self._computed(part)
-        others = [p for p in range(self.plan.last_phase + 2) if p != part]
-        wanted = [v for p in others for v in self._inputs(p)]
-        for phase in self.plan.loops:
-            shared, placed = self.plan.loop_inputs(phase)
-            wanted += [*shared, *placed]
-        wanted += [v for v in self.outputs if isinstance(v, Var)]
-        found = [v for v in dict.fromkeys(wanted) if v in computed]
-        if part == self.plan.last_phase + 1:
-            outputs = dict.fromkeys(v for v in self.outputs if isinstance(v, Var))
-            found += [v for v in outputs if self._is_computed_on_demand(v)]
-        return found
-
-    def _computed(self, part: int) -> set[Var]:
-        reductions = self.plan.reductions.get(part - 1, ())
-        eqns = [*self.plan.server.get(part, ()), *(r.eqn for r in reductions)]
-        return {v for eqn in eqns for v in eqn.outvars}
-
-    def _is_computed_on_demand(self, v: Atom) -> bool:
-        """Return whether a value is computed where it is needed, for example a broadcast."""
-        return isinstance(v, Var) and list(self._sources(v)) != [v]
 
 
 def _to_host(value: Any) -> Any:

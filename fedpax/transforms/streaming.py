@@ -128,6 +128,45 @@ def run_server(plan: StreamingPlan, phase: int, values: dict[Var, Any]) -> None:
 # ---- the loop over participants
 
 
+def loop_body(
+    plan: StreamingPlan, phase: int
+) -> Callable[[jax.Array, Sequence[Any], Sequence[Any]], list[Any]]:
+    """Return the function of one participant in the loop of a phase.
+
+    Args:
+        plan: the plan of the program.
+        phase: a phase that has a loop.
+
+    Returns:
+        `(index, server values, slices) -> outputs`. The arguments are the inputs that
+        `plan.loop_inputs` lists. The outputs are the stored values, then the terms of all
+        reductions.
+    """
+    shared, placed = plan.loop_inputs(phase)
+    stored = list(plan.stored[phase])
+    computed = plan.computed(phase)
+
+    def participant_fn(index: jax.Array, servers: Sequence[Any], slices: Sequence[Any]) -> list:
+        values = _ParticipantValues(
+            plan,
+            index,
+            dict(zip(shared, servers, strict=True)),
+            dict(zip(placed, slices, strict=True)),
+        )
+        for one in computed:
+            values.run(one)
+        outputs = [materialize(values.slice_of(v)) for v in stored]
+        for reduction in plan.reductions.get(phase, ()):
+            operands = plan.operands(reduction.eqn)
+            if reduction.takes_slices:
+                outputs += reduction.terms(*map(values.array_of, operands))
+            else:
+                outputs += reduction.terms(*map(values.row_of, operands, reduction.axes))
+        return outputs
+
+    return participant_fn
+
+
 def run_loop(
     plan: StreamingPlan,
     phase: int,
@@ -153,39 +192,19 @@ def run_loop(
     """
     shared, placed = plan.loop_inputs(phase)
     stored = list(plan.stored[phase])
-    computed = plan.computed(phase)
-
-    def participant_fn(index: jax.Array, servers: list, slices: list) -> list:
-        values = _ParticipantValues(
-            plan,
-            index,
-            dict(zip(shared, servers, strict=True)),
-            dict(zip(placed, slices, strict=True)),
-        )
-        for one in computed:
-            values.run(one)
-        outputs = [materialize(values.slice_of(v)) for v in stored]
-        for reduction in plan.reductions.get(phase, ()):
-            operands = plan.operands(reduction.eqn)
-            if reduction.takes_slices:
-                outputs += reduction.terms(*map(values.array_of, operands))
-            else:
-                outputs += reduction.terms(*map(values.row_of, operands, reduction.axes))
-        return outputs
-
     server_values = [replicate_over_placement(read_server(v), placement) for v in shared]
     # Maps inside a mapped function index the arguments in place: no slice of them is copied.
     nested = [
         one.eqn
-        for one in computed
+        for one in plan.computed(phase)
         if one.eqn.primitive is federated_map_p and is_federated(one.eqn.params["jaxpr"].jaxpr)
     ]
     read_by_nested = {v for eqn in nested for v in plan.operands(eqn) if isinstance(v, Var)}
     results = run_participants(
-        participant_fn,
+        loop_body(plan, phase),
         server_values,
         [read_placed(v) for v in placed],
-        _monoids(plan, phase),
+        loop_monoids(plan, phase),
         placement,
         plan.chunk_size(phase),
         [v in read_by_nested for v in placed],
@@ -262,7 +281,7 @@ class _ParticipantValues:
         return self.rows[v]
 
 
-def _monoids(plan: StreamingPlan, phase: int) -> list[Monoid]:
+def loop_monoids(plan: StreamingPlan, phase: int) -> list[Monoid]:
     """Return the monoid of each total of a loop."""
     return [m for reduction in plan.reductions.get(phase, ()) for m in reduction.monoids]
 
@@ -271,7 +290,7 @@ def merge_totals(
     plan: StreamingPlan, phase: int, some: Sequence[jax.Array], others: Sequence[jax.Array]
 ) -> list[jax.Array]:
     """Combine the totals of `run_loop` over some participants with those over others."""
-    return apply_by_monoid(_monoids(plan, phase), lambda m, a, b: m.merge(a, b), some, others)
+    return apply_by_monoid(loop_monoids(plan, phase), lambda m, a, b: m.merge(a, b), some, others)
 
 
 def finish_reductions(

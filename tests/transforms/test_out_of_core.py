@@ -138,6 +138,23 @@ class Watched:
         return self.array[index]
 
 
+def test_a_participant_reads_a_broadcast_of_all_participants():
+    """The loop reads the copies of all participants, which no server equation computes."""
+
+    @fedpax.program(clients=N)
+    def program(w, x):
+        copies = federated_broadcast(w)
+
+        def read_all(own):
+            return jnp.einsum("bi,nio->no", own, copies)
+
+        return fedpax.federated_sum(federated_map(read_all, x))
+
+    with pytest.warns(fedpax.transforms.PlacedClosureWarning):
+        found = fedpax.out_of_core(program, chunk_size=2)(W, X)
+    close(found, jnp.broadcast_to(jnp.sum(X @ W, axis=(0, 1)), (N, 2)))
+
+
 def test_at_most_two_chunks_are_on_the_devices():
     x = Watched(normal(64, 50, 100))
 

@@ -1,0 +1,94 @@
+"""The server's work of a plan, in parts between the loops over participants."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fedpax.primitives._jax import Literal, Var
+from fedpax.transforms.streaming import finish_reductions, run_server, whole_value
+from fedpax.transforms.streaming_plan import Atom, StreamingPlan
+
+
+class ServerParts:
+    """The server's work between loops.
+
+    Part s runs between the loop of phase s - 1 and the loop of phase s. The last part follows the
+    last loop.
+
+    Attributes:
+        plan: the plan.
+        number: number of parts.
+        outputs: the results of the program.
+        inputs: for each part, the values that it needs and does not compute.
+        results: for each part, its values that other parts or loops need, or the program returns.
+    """
+
+    def __init__(self, plan: StreamingPlan) -> None:
+        self.plan = plan
+        self.number = plan.last_phase + 2
+        self.outputs = [plan.resolve(v) for v in plan.jaxpr.outvars]
+        self.inputs = [self._inputs(part) for part in range(self.number)]
+        self.results = [self._results(part) for part in range(self.number)]
+
+    def run(self, part: int, inputs: Sequence[Any], totals: Sequence[Any]) -> list:
+        """Run a part.
+
+        Args:
+            part: its number.
+            inputs: the values that `inputs` lists.
+            totals: the totals of the preceding loop over all participants; empty without one.
+
+        Returns:
+            The values that `results` lists.
+        """
+        values = dict(zip(self.inputs[part], inputs, strict=True))
+        if part - 1 in self.plan.loops:
+            values.update(finish_reductions(self.plan, part - 1, totals))
+        run_server(self.plan, part, values)
+        return [whole_value(self.plan, values, v) for v in self.results[part]]
+
+    def _sources(self, v: Atom) -> Iterator[Var]:
+        """Yield the values that `v`, as a whole, is computed from; itself if it is stored."""
+        if isinstance(v, Literal):
+            return
+        if v not in self.plan.producer or self.plan.is_stored(v):
+            yield v
+            return
+        for operand in self.plan.operands(self.plan.producer[v].eqn):
+            yield from self._sources(operand)
+
+    def _inputs(self, part: int) -> list[Var]:
+        """Return the values that a part needs and does not compute."""
+        wanted: list[Atom] = [*self._on_demand(part)]
+        for eqn in self.plan.server.get(part, ()):
+            wanted += self.plan.operands(eqn)
+        found = dict.fromkeys(source for v in wanted for source in self._sources(v))
+        return [v for v in found if v not in self._computed(part)]
+
+    def _results(self, part: int) -> list[Var]:
+        """Return the values of a part that other parts or loops need, or the program returns."""
+        computed = self._computed(part)
+        others = [p for p in range(self.number) if p != part]
+        wanted = [v for p in others for v in self.inputs[p]]
+        for phase in self.plan.loops:
+            shared, placed = self.plan.loop_inputs(phase)
+            wanted += [*shared, *placed]
+        wanted += [v for v in self.outputs if isinstance(v, Var)]
+        return [*(v for v in dict.fromkeys(wanted) if v in computed), *self._on_demand(part)]
+
+    def _on_demand(self, part: int) -> list[Var]:
+        """Return the values, such as broadcasts, that a part computes from others when needed.
+
+        These are read as a whole by the loop that follows, or returned by the program.
+        """
+        wanted: list[Atom] = []
+        if part in self.plan.loops:
+            wanted += self.plan.loop_inputs(part)[0]
+        if part == self.number - 1:
+            wanted += self.outputs
+        found = dict.fromkeys(v for v in wanted if isinstance(v, Var))
+        return [v for v in found if list(self._sources(v)) != [v]]
+
+    def _computed(self, part: int) -> set[Var]:
+        reductions = self.plan.reductions.get(part - 1, ())
+        eqns = [*self.plan.server.get(part, ()), *(r.eqn for r in reductions)]
+        return {v for eqn in eqns for v in eqn.outvars}

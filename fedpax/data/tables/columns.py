@@ -1,0 +1,358 @@
+"""The treatment of a table's columns: inferred by a stated rule, and changed by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import numpy as np
+
+from fedpax.data.tables.values import (
+    arrow_column,
+    is_date,
+    is_missing,
+    is_number,
+    is_text,
+    numbers,
+    texts,
+)
+
+Kind: TypeAlias = Literal["number", "date", "boolean", "category", "left_out"]
+"""What a column becomes: standardized numbers, 0 and 1, one feature a category, or nothing."""
+
+Missing: TypeAlias = Literal["mean", "category", "error"]
+"""What a missing value becomes: the mean and an indicator, a category of its own, or an error."""
+
+MAX_CATEGORIES = 50
+"""A text column with more distinct values is left out, unless its treatment is stated."""
+
+
+class Treatment(NamedTuple):
+    """The treatment of a column.
+
+    Attributes:
+        name: the column.
+        kind: what it becomes.
+        missing: what a missing value becomes; None if the column is left out.
+        values: the categories, if they are stated. None: those of the training clients.
+        bounds: the least and largest number, if they are stated: numbers outside are set to them.
+        reason: why: "stated", or the rule that applied.
+
+    Example:
+        >>> infer_treatments({"sex": ["f", "m", "f", None]})[0][:3]
+        ('sex', 'category', 'category')
+    """
+
+    name: str
+    kind: Kind
+    missing: Missing | None
+    values: tuple[str, ...] | None = None
+    bounds: tuple[float, float] | None = None
+    reason: str = "stated"
+
+    def describe(self) -> str:
+        """Return the treatment as `parse_treatment` takes it, without the name.
+
+        Example:
+            >>> parse_treatment("age=number(0..120):error").describe()
+            'number(0..120):error'
+        """
+        inner = ""
+        if self.bounds is not None:
+            inner = f"({self.bounds[0]:g}..{self.bounds[1]:g})"
+        elif self.values is not None:
+            inner = f"({'|'.join(self.values)})"
+        return f"{self.kind}{inner}{f':{self.missing}' if self.missing else ''}"
+
+
+_FORM = re.compile(
+    r"(?P<name>.+)=(?P<kind>[a-z_]+)(\((?P<inner>.*)\))?(:(?P<missing>[a-z]+))?", re.DOTALL
+)
+_DEFAULT_MISSING: Mapping[str, Missing | None] = {
+    "number": "mean",
+    "date": "mean",
+    "boolean": "mean",
+    "category": "category",
+    "left_out": None,
+}
+
+
+def parse_treatment(text: str) -> Treatment:
+    """Parse the treatment of a column, as `--data.columns` has it.
+
+    Args:
+        text: "NAME=KIND", "NAME=KIND:MISSING", "NAME=number(LOW..HIGH)" or
+            "NAME=category(A|B|C)". KIND is number, date, boolean, category or left_out. MISSING is
+            mean, category or error. NAME may have `*` for any text: it then stands for all columns
+            that match and that no name without `*` states.
+
+    Returns:
+        The treatment.
+
+    Raises:
+        ValueError: the text has another form.
+
+    Example:
+        >>> parse_treatment("sex=category(f|m)").values
+        ('f', 'm')
+    """
+    found = _FORM.fullmatch(text)
+    kind: Any = found["kind"] if found else None
+    if found is None or kind not in get_args(Kind):
+        raise ValueError(
+            f"data.columns has {text!r}, expected NAME=KIND with KIND one of "
+            f"{', '.join(get_args(Kind))}. Set for example --data.columns age=number "
+            "zip=left_out 'sex=category(f|m)' 'weight=number(0..300):error'."
+        )
+    missing: Any = found["missing"] or _DEFAULT_MISSING[kind]
+    allowed = {_DEFAULT_MISSING[kind], "error"} - ({"error"} if kind == "left_out" else set())
+    if missing not in allowed:
+        words = " or ".join(sorted(map(str, allowed))) if kind != "left_out" else "nothing"
+        raise ValueError(
+            f"data.columns has {text!r}: a missing value of a {kind} becomes {words}, not "
+            f"{missing}. Set --data.columns {found['name']}={kind}."
+        )
+    treatment = Treatment(found["name"], kind, missing)
+    inner = found["inner"]
+    if inner is None:
+        return treatment
+    if kind == "category":
+        values = tuple(inner.split("|"))
+        if len(set(values)) == len(values) and all(values):
+            return treatment._replace(values=values)
+    elif kind in ("number", "date"):
+        ends = inner.split("..")
+        try:
+            low, high = map(float, ends)
+        except ValueError:
+            low, high = math.nan, math.nan
+        if -math.inf < low < high < math.inf:
+            return treatment._replace(bounds=(low, high))
+    raise ValueError(
+        f"data.columns has {text!r}, expected number(LOW..HIGH) or date(LOW..HIGH) with LOW below "
+        "HIGH (dates in days since 1970-01-01), or category(A|B) with different values. Set for "
+        "example --data.columns 'weight=number(0..300)'."
+    )
+
+
+def infer_treatments(
+    table: Mapping[str, Any],
+    stated: Sequence[str] = (),
+    *,
+    max_categories: int = MAX_CATEGORIES,
+) -> tuple[Treatment, ...]:
+    """Return the treatment of each column of a table.
+
+    The rule, where no treatment is stated:
+
+    - booleans are booleans, numbers are numbers, dates and times are dates;
+    - text is a category if it has at most `max_categories` distinct values and, on average, at
+      least two examples of each; other text is left out;
+    - a column without any value, and one of lists, images or other values, is left out.
+
+    A missing value of a number, date or boolean becomes the mean, beside an indicator feature; that
+    of a category is a category of its own. A missing value is null, NaN or an empty text.
+
+    Args:
+        table: the columns by name, Arrow or NumPy arrays or lists. Without the label and the
+            client.
+        stated: treatments, as `parse_treatment` takes them.
+        max_categories: the largest number of distinct values of a text that is a category.
+
+    Returns:
+        The treatments, in the order of the columns.
+
+    Raises:
+        ValueError: a stated treatment is malformed or names no column, two have the same name, or a
+            column cannot have the stated kind.
+
+    Example:
+        >>> table = {"age": [31, None], "note": ["came late", "no pain"], "day": [None, None]}
+        >>> for treatment in infer_treatments(table, ["day=number"]):
+        ...     print(treatment.name, treatment.describe(), "-", treatment.reason)
+        age number:mean - numbers
+        note left_out - text of 2 distinct values in 2 examples
+        day number:mean - stated
+    """
+    parsed = [parse_treatment(text) for text in stated]
+    names = [treatment.name for treatment in parsed]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"data.columns states {name!r} {names.count(name)} times, expected once. Leave out "
+                "all but one."
+            )
+        if name not in table and not any(_matches(name, column) for column in table):
+            raise ValueError(
+                f"data.columns states {name!r}, expected one of the columns "
+                f"{', '.join(map(repr, table))}. Correct the name; the label and the client are "
+                "not features."
+            )
+    exact = {treatment.name: treatment for treatment in parsed}
+    found = []
+    for name, values in table.items():
+        column = arrow_column(values)
+        treatment = exact.get(name) or next(
+            (t._replace(name=name) for t in parsed if _matches(t.name, name)), None
+        )
+        if treatment is None:
+            treatment = _infer(name, column, max_categories)
+        else:
+            _check_kind(treatment, column)
+        found.append(treatment)
+    return tuple(found)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Return whether a name with `*` matches a column; brackets are letters of a name."""
+    literal = re.sub(r"([\[?])", r"[\1]", pattern)
+    return "*" in pattern and fnmatch.fnmatchcase(name, literal)
+
+
+def _infer(name: str, column: Any, max_categories: int) -> Treatment:
+    """Apply the rule of `infer_treatments` to one column."""
+
+    def make(kind: Kind, reason: str) -> Treatment:
+        return Treatment(name, kind, _DEFAULT_MISSING[kind], reason=reason)
+
+    dtype = column.type
+    if bool(np.all(is_missing(column))):
+        return make("left_out", "no values")
+    if str(dtype) == "bool":
+        return make("boolean", "booleans")
+    if is_number(dtype):
+        return make("number", "numbers")
+    if is_date(dtype):
+        return make("date", "dates or times")
+    if not is_text(dtype):
+        return make("left_out", f"values of type {dtype}")
+    distinct, examples = count_distinct(column), len(column)
+    words = f"text of {distinct:,} distinct values in {examples:,} examples"
+    if distinct <= max_categories and 2 * distinct <= examples:
+        return make("category", words)
+    return make("left_out", words)
+
+
+def count_distinct(column: Any) -> int:
+    """Return the number of distinct values of an Arrow array, without missing ones."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    present = pc.filter(column, pa.array(~is_missing(column)))
+    return int(pc.count_distinct(present).as_py())
+
+
+def _check_kind(treatment: Treatment, column: Any) -> None:
+    """Check that a column can have a stated kind."""
+    name, kind = treatment.name, treatment.kind
+    if kind == "left_out":
+        return
+    dtype = str(column.type)
+    if kind == "date" and not (is_date(column.type) or is_number(column.type) or dtype == "null"):
+        raise ValueError(
+            f"data.columns states {name}=date, but its values are {dtype}, expected dates, times "
+            "or numbers. Write them as 2024-12-31, or state another kind."
+        )
+    if kind == "boolean" and dtype not in ("bool", "null"):
+        values = set(texts(column)) - {None}
+        if not values <= {"0", "1", "true", "false"}:
+            raise ValueError(
+                f"data.columns states {name}=boolean, but it has the value "
+                f"{sorted(values - {'0', '1', 'true', 'false'})[0]!r}, expected true, false, 0 or "
+                f"1. Set --data.columns {name}=category."
+            )
+    if kind in ("number", "date"):
+        try:
+            numbers(column)
+        except (ValueError, NotImplementedError, TypeError) as error:
+            raise ValueError(
+                f"data.columns states {name}={kind}, but its values are not numbers ({error}). Set "
+                f"--data.columns {name}=category or {name}=left_out."
+            ) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnSummary:
+    """A column as `fedpax data` shows it.
+
+    Attributes:
+        treatment: its treatment.
+        type: the type of its values.
+        num_missing: number of examples without a value.
+        num_distinct: number of distinct values; None where values are not counted, as for lists.
+        range: the least and largest value in words; empty without numbers or dates.
+    """
+
+    treatment: Treatment
+    type: str
+    num_missing: int
+    num_distinct: int | None
+    range: str
+
+    HEAD = ("column", "type", "missing", "distinct", "range", "treatment", "because")
+
+    def cells(self) -> list[str]:
+        """Return the cells of a table's row, below `HEAD`."""
+        distinct = "" if self.num_distinct is None else f"{self.num_distinct:,}"
+        missing = f"{self.num_missing:,}" if self.num_missing else ""
+        treatment = self.treatment
+        return [
+            treatment.name,
+            self.type,
+            missing,
+            distinct,
+            self.range,
+            treatment.describe(),
+            treatment.reason,
+        ]
+
+
+def summarize_columns(
+    table: Mapping[str, Any], treatments: Sequence[Treatment]
+) -> list[ColumnSummary]:
+    """Describe the columns of a table and their treatments.
+
+    Args:
+        table: the columns by name.
+        treatments: their treatments, from `infer_treatments`.
+
+    Example:
+        >>> table = {"age": [31.5, None, 60.0]}
+        >>> [summary] = summarize_columns(table, infer_treatments(table))
+        >>> summary.cells()
+        ['age', 'double', '1', '2', '31.5 to 60', 'number:mean', 'numbers']
+    """
+    summaries = []
+    for treatment in treatments:
+        column = arrow_column(table[treatment.name])
+        dtype = column.type
+        missing = is_missing(column)
+        is_value = is_number(dtype) or is_date(dtype) or is_text(dtype) or str(dtype) == "bool"
+        summaries.append(
+            ColumnSummary(
+                treatment,
+                str(dtype),
+                int(missing.sum()),
+                count_distinct(column) if is_value else None,
+                _range(column),
+            )
+        )
+    return summaries
+
+
+def _range(column: Any) -> str:
+    """Return the least and the largest number or date in words."""
+    import pyarrow.compute as pc
+
+    if not (is_number(column.type) or is_date(column.type)):
+        return ""
+    ends = pc.min_max(column).as_py()
+    if ends["min"] is None:
+        return ""
+    if is_date(column.type):
+        return f"{ends['min']} to {ends['max']}"
+    return f"{float(ends['min']):g} to {float(ends['max']):g}"

@@ -1,0 +1,302 @@
+"""Features of a table: standardized numbers, and one feature for each category."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Bool, Float32, Float64, Int
+from numpy.typing import NDArray
+
+from fedpax.aggregators import Aggregator
+from fedpax.data.tables.columns import Treatment
+from fedpax.data.tables.moments import Moments, federated_moments
+from fedpax.data.tables.values import arrow_column, is_missing, numbers, texts
+
+
+@dataclasses.dataclass(frozen=True)
+class FittedColumn:
+    """A column's treatment, and what it needs from the training clients.
+
+    Attributes:
+        treatment: the treatment.
+        categories: the categories in order; () for another kind.
+        mean: the mean over the training clients; 0 for another kind than numbers and dates.
+        scale: the standard deviation likewise, or 1 if it is 0.
+        has_missing: whether a training client misses a value: there is a feature for it.
+        has_other: whether a training client has a value that is not one of the categories: there is
+            a feature for it. Without it, another value has 0 in all features of the column.
+    """
+
+    treatment: Treatment
+    categories: tuple[str, ...] = ()
+    mean: float = 0.0
+    scale: float = 1.0
+    has_missing: bool = False
+    has_other: bool = False
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The names of the column's features, in order."""
+        name = self.treatment.name
+        if self.treatment.kind == "category":
+            found = [f"{name}={value}" for value in self.categories]
+            found += [f"{name} is another"] * self.has_other
+        else:
+            found = [name]
+        return tuple(found + [f"{name} is missing"] * self.has_missing)
+
+    def encode(self, values: Any) -> Float32[np.ndarray, "examples features"]:
+        """Return the features of some examples.
+
+        Args:
+            values: the column's values of these examples.
+
+        Raises:
+            ValueError: a value is missing and the treatment is "error", or a number is infinite.
+        """
+        column = arrow_column(values)
+        missing = checked_missing(self.treatment, column)
+        if self.treatment.kind == "category":
+            found = self._one_hot(texts(column))
+        elif self.treatment.kind == "boolean":
+            found = [np.where(missing, 0, _booleans(column))]
+        else:
+            x = bounded_numbers(self.treatment, column)
+            found = [np.where(missing, 0, (x - self.mean) / self.scale)]
+        if self.has_missing:
+            found = [*found, missing]
+        if not found:
+            return np.zeros((len(column), 0), np.float32)
+        return np.stack(found, axis=1).astype(np.float32)
+
+    def _one_hot(self, values: NDArray[np.object_]) -> list[NDArray[Any]]:
+        places = {value: place for place, value in enumerate(self.categories)}
+        distinct, codes = _codes(values)
+        place = np.array([places.get(value, -1) for value in distinct], np.int64)[codes]
+        known = [place == k for k in range(len(self.categories))]
+        if not self.has_other:
+            return known
+        return [*known, (place < 0) & (values != None)]  # noqa: E711  (for each element)
+
+
+@dataclasses.dataclass(frozen=True)
+class TableFeatures:
+    """The function from the columns of a table to features; made by `fit_features`.
+
+    Attributes:
+        columns: the columns that have features, in order.
+    """
+
+    columns: tuple[FittedColumn, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the features, in order."""
+        return tuple(name for column in self.columns for name in column.features)
+
+    def __call__(self, table: Mapping[str, Any]) -> Float32[np.ndarray, "examples features"]:
+        """Return the features of some examples.
+
+        Args:
+            table: their columns by name. A column that is absent has no value in any example.
+
+        Raises:
+            ValueError: a value is missing and its treatment is "error", or a number is infinite.
+        """
+        size = len(next(iter(table.values())))
+        found = [
+            column.encode(
+                table[name] if (name := column.treatment.name) in table else [None] * size
+            )
+            for column in self.columns
+        ]
+        return np.concatenate(found, axis=1) if found else np.zeros((size, 0), np.float32)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return the columns as JSON values, from which `from_json` makes an equal object."""
+        return [
+            {
+                **dataclasses.asdict(column),
+                "treatment": column.treatment._asdict(),
+                "features": column.features,
+            }
+            for column in self.columns
+        ]
+
+    @classmethod
+    def from_json(cls, columns: Sequence[Mapping[str, Any]]) -> TableFeatures:
+        """Make the features from the values of `to_json`."""
+        fitted = []
+        for column in columns:
+            fields = {**column, "categories": tuple(column["categories"])}
+            del fields["features"]
+            treatment = dict(column["treatment"])
+            for name in ("values", "bounds"):
+                treatment[name] = None if treatment[name] is None else tuple(treatment[name])
+            fitted.append(FittedColumn(**{**fields, "treatment": Treatment(**treatment)}))
+        return cls(tuple(fitted))
+
+
+def fit_features(
+    table: Mapping[str, Any],
+    treatments: Sequence[Treatment],
+    clients: Int[np.ndarray, " examples"],
+    num_clients: int,
+    *,
+    aggregator: Aggregator | None = None,
+    limit: Callable[[int], float] | None = None,
+    standardize: Literal["federated", "range"] = "federated",
+    min_clients: int = 1,
+) -> TableFeatures:
+    """Fit the features of a table to its training clients.
+
+    Numbers and dates become (x - mean) / deviation with the mean and variance of
+    `federated_moments`. Booleans become 0 and 1. A category becomes one feature for each of its
+    values, 1 or 0.
+
+    What the clients disclose beside the moments: the set of values of each category whose values
+    are not stated, of which those of at least `min_clients` clients are used; and whether any
+    client misses a value of a column. This disclosure is not differentially private.
+
+    Args:
+        table: the columns of the training examples by name.
+        treatments: the treatments, from `fedpax.data.tables.infer_treatments`.
+        clients: the client of each example, from 0 to `num_clients` - 1.
+        num_clients: number of clients.
+        aggregator: combines the clients' averages. Default None: the weighted mean.
+        limit: as in `federated_moments`. Numbers and dates then need bounds.
+        standardize: "range" scales numbers and dates from their bounds to -1 and 1 instead, so that
+            clients send no averages.
+        min_clients: number of clients that must have a value for it to be a category. Others share
+            the feature "another".
+
+    Returns:
+        The features.
+
+    Raises:
+        ValueError: a number or date has no bounds and needs them, a value is missing and its
+            treatment is "error", or a number is infinite.
+
+    Example:
+        >>> from fedpax.data.tables.columns import infer_treatments
+        >>> table = {"age": [30, 50, None, 40], "sex": ["f", "m", "m", "f"]}
+        >>> features = fit_features(table, infer_treatments(table), np.array([0, 0, 1, 1]), 2)
+        >>> features.names
+        ('age', 'age is missing', 'sex=f', 'sex=m')
+        >>> np.float64(features({"age": [50], "sex": ["x"]})).round(4).tolist()
+        [[1.2247, 0.0, 0.0, 0.0]]
+    """
+    used = [treatment for treatment in treatments if treatment.kind != "left_out"]
+    columns = {t.name: arrow_column(table[t.name]) for t in used}
+    missing = {t.name: checked_missing(t, columns[t.name]) for t in used}
+    numeric = [t for t in used if t.kind in ("number", "date")]
+    bounds = None
+    if limit is not None or standardize == "range":
+        if unbounded := [t for t in numeric if t.bounds is None]:
+            first = unbounded[0]
+            raise ValueError(
+                f"{len(unbounded)} columns of numbers or dates have no range, such as "
+                f"{first.name!r}, expected a range for each, because this aggregator limits what a "
+                "client sends, or because of --data.standardize=range. Set --data.columns "
+                f"'{first.name}={first.kind}(LOW..HIGH)', or '*=number(LOW..HIGH)' for all, with "
+                "ranges that are known without the data."
+            )
+        bounds = np.array([t.bounds for t in numeric], np.float64).reshape(-1, 2)
+    values = [bounded_numbers(t, columns[t.name]) for t in numeric]
+    together = np.stack(values, axis=1) if values else np.zeros((len(clients), 0))
+    if standardize == "range":
+        assert bounds is not None
+        moments = Moments(bounds.mean(axis=1), (np.diff(bounds, axis=1)[:, 0] / 2) ** 2)
+    else:
+        moments = federated_moments(
+            together, clients, num_clients, aggregator, bounds=bounds, limit=limit
+        )
+    deviations = np.sqrt(moments.variance)
+    places = {treatment.name: place for place, treatment in enumerate(numeric)}
+    fitted = []
+    for treatment in used:
+        name = treatment.name
+        has_missing = bool(missing[name].any())
+        if treatment.kind == "category":
+            categories, has_other = _fit_categories(
+                treatment, texts(columns[name]), clients, min_clients
+            )
+            fitted.append(
+                FittedColumn(treatment, categories, has_missing=has_missing, has_other=has_other)
+            )
+        elif treatment.kind == "boolean":
+            fitted.append(FittedColumn(treatment, has_missing=has_missing))
+        else:
+            place = places[name]
+            fitted.append(
+                FittedColumn(
+                    treatment,
+                    mean=float(moments.mean[place]),
+                    scale=float(deviations[place]) or 1.0,
+                    has_missing=has_missing,
+                )
+            )
+    return TableFeatures(tuple(fitted))
+
+
+def checked_missing(treatment: Treatment, column: Any) -> Bool[np.ndarray, " examples"]:
+    """Return where a column has no value, or raise if its treatment is "error"."""
+    missing = is_missing(column)
+    if treatment.missing == "error" and missing.any():
+        raise ValueError(
+            f"The column {treatment.name!r} has no value in {int(missing.sum()):,} of "
+            f"{len(missing):,} examples, the first of them example {int(np.argmax(missing))}, but "
+            f"its treatment is {treatment.describe()}. Fill them in, or set --data.columns "
+            f"'{treatment._replace(missing=None).describe()}'."
+        )
+    return missing
+
+
+def bounded_numbers(treatment: Treatment, column: Any) -> Float64[np.ndarray, " examples"]:
+    """Return the numbers of a column within its bounds; NaN where one is missing."""
+    values = numbers(column)
+    if treatment.bounds is not None:
+        return np.clip(values, *treatment.bounds)
+    infinite = np.isinf(values)
+    if infinite.any():
+        raise ValueError(
+            f"The column {treatment.name!r} is infinite in {int(infinite.sum()):,} examples, the "
+            f"first of them example {int(np.argmax(infinite))}, expected finite numbers. Correct "
+            f"them, or state a range: --data.columns '{treatment.name}={treatment.kind}"
+            "(LOW..HIGH)'."
+        )
+    return values
+
+
+def _booleans(column: Any) -> Float64[np.ndarray, " examples"]:
+    """Return booleans as 0 and 1."""
+    return np.isin(texts(column).astype(str), ("true", "1")).astype(np.float64)
+
+
+def _fit_categories(
+    treatment: Treatment,
+    values: NDArray[np.object_],
+    clients: Int[np.ndarray, " examples"],
+    min_clients: int,
+) -> tuple[tuple[str, ...], bool]:
+    """Return the categories, and whether a training client has another value."""
+    distinct, codes = _codes(values)
+    if treatment.values is not None:
+        return treatment.values, not set(distinct) - {None} <= set(treatment.values)
+    # One row for each value of each client: a client says which values it has, not how often.
+    pairs = np.unique(np.stack([clients, codes]), axis=1)
+    having = np.bincount(pairs[1], minlength=len(distinct))
+    found = [v for v, n in zip(distinct, having, strict=True) if v is not None and n >= min_clients]
+    return tuple(sorted(found)), len(found) < len(set(distinct) - {None})
+
+
+def _codes(values: NDArray[np.object_]) -> tuple[list[str | None], Int[np.ndarray, " examples"]]:
+    """Return the distinct values, and for each example the place of its value among them."""
+    places: dict[str | None, int] = {}
+    codes = np.fromiter(
+        (places.setdefault(value, len(places)) for value in values), np.int64, len(values)
+    )
+    return list(places), codes

@@ -1,0 +1,177 @@
+"""The label of a table: classes, or a standardized number."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from jaxtyping import Bool, Num
+
+from fedpax.data.tables.columns import Treatment, count_distinct, parse_treatment
+from fedpax.data.tables.values import arrow_column, is_missing, is_number, numbers, texts
+
+Task: TypeAlias = Literal["regression", "classification"]
+
+MAX_CLASSES = 20
+"""An integer label with more distinct values is a number to predict, unless the task is stated."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Label:
+    """The label of a table.
+
+    Attributes:
+        name: the column.
+        task: what is predicted.
+        classes: the classes in order, as texts; () for regression.
+        mean: the mean of the label in the training examples; 0 for classification.
+        scale: its standard deviation; 1 for classification.
+        reason: why this task: "stated", or the rule that applied.
+    """
+
+    name: str
+    task: Task
+    classes: tuple[str, ...] = ()
+    mean: float = 0.0
+    scale: float = 1.0
+    reason: str = "stated"
+
+    @property
+    def num_outputs(self) -> int:
+        """The number of outputs of a model: the classes, or 1."""
+        return len(self.classes) or 1
+
+    def encode(self, values: Any) -> Num[np.ndarray, " examples"]:
+        """Return the labels of some examples.
+
+        Args:
+            values: the column's values of these examples, none of them missing.
+
+        Returns:
+            The number of each class, int32, or the standardized label, float32.
+
+        Raises:
+            ValueError: a value is missing or not one of the classes.
+        """
+        column = arrow_column(values)
+        if is_missing(column).any():
+            raise ValueError(missing_label_message(self.name, is_missing(column)))
+        if self.task == "regression":
+            return ((numbers(column) - self.mean) / self.scale).astype(np.float32)
+        places = {name: place for place, name in enumerate(self.classes)}
+        found = texts(column)
+        if unknown := sorted(set(found) - places.keys()):
+            raise ValueError(
+                f"The label {self.name!r} has the value {unknown[0]!r}, expected one of "
+                f"{', '.join(map(repr, self.classes))}. Correct it, or state all classes: "
+                f"--data.columns '{self.name}=category(A|B)'."
+            )
+        return np.array([places[value] for value in found], np.int32)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the label as JSON values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Label:
+        """Make the label from the values of `to_json`."""
+        return cls(**{**fields, "classes": tuple(fields["classes"])})
+
+
+def missing_label_message(name: str, missing: Bool[np.ndarray, " examples"]) -> str:
+    """Return the message for labels without a value."""
+    return (
+        f"The label {name!r} has no value in {int(missing.sum()):,} of {len(missing):,} examples, "
+        f"the first of them example {int(np.argmax(missing))}. Fill them in, or set "
+        "--data.missing_label=skip to leave these examples out."
+    )
+
+
+def infer_label(name: str, values: Any, task: Task | None = None, stated: str = "") -> Label:
+    """Return the label's task and classes.
+
+    The rule, where the task is not stated: text, booleans, and integers of at most 20 distinct
+    values are classes; other numbers are numbers to predict. A number's mean and deviation are
+    those of `fedpax.data.tables.federated_moments`: set them with `dataclasses.replace`.
+
+    The classes are those of all clients, held-out ones too, so each client discloses which classes
+    it has, unless they are stated.
+
+    Args:
+        name: the column.
+        values: its values in all examples.
+        task: the task. Default None: by the rule.
+        stated: the classes, as `parse_treatment` takes them: "NAME=category(A|B)". Default "": the
+            distinct values, in numerical or alphabetical order.
+
+    Returns:
+        The label.
+
+    Raises:
+        ValueError: the label cannot be predicted: text for regression, dates, lists, or fewer than
+            two classes.
+
+    Example:
+        >>> infer_label("outcome", ["well", "ill", "well"]).classes
+        ('ill', 'well')
+        >>> infer_label("dose", [0.5, 1.25]).task
+        'regression'
+    """
+    column = arrow_column(values)
+    dtype = str(column.type)
+    treatment = parse_treatment(stated) if stated else None
+    task, reason = (task, "stated") if task else _infer_task(name, column, treatment)
+    if task == "regression":
+        if not is_number(column.type):
+            raise ValueError(
+                f"The label {name!r} has values of type {dtype}, expected numbers for "
+                "--data.task=regression. Set --data.task=classification, or convert them."
+            )
+        return Label(name, task, reason=reason)
+    if treatment is not None and treatment.values is not None:
+        classes = treatment.values
+    else:
+        found = set(texts(column)) - {None}
+        classes = tuple(sorted(found, key=_order if is_number(column.type) else str))
+    if len(classes) < 2:
+        raise ValueError(
+            f"The label {name!r} has {len(classes)} distinct values, expected at least 2 classes. "
+            "Choose another --data.label, or add the files of the clients that have other classes."
+        )
+    return Label(name, task, classes, reason=reason)
+
+
+def _order(text: str) -> float:
+    return float(text)
+
+
+def _infer_task(name: str, column: Any, treatment: Treatment | None) -> tuple[Task, str]:
+    """Apply the rule of `infer_label`."""
+    if treatment is not None:
+        if treatment.kind not in ("category", "boolean", "number"):
+            raise ValueError(
+                f"data.columns states {name}={treatment.kind}, but {name} is the label, expected "
+                "category or number."
+            )
+        return ("regression" if treatment.kind == "number" else "classification"), "stated"
+    dtype = str(column.type)
+    if dtype == "bool":
+        return "classification", "booleans"
+    if is_number(column.type):
+        values = numbers(column)
+        whole = bool(np.all(np.isnan(values) | (values == np.round(values))))
+        distinct = count_distinct(column)
+        words = f"{'whole ' if whole else ''}numbers with {distinct:,} distinct values"
+        if whole and distinct <= MAX_CLASSES:
+            return "classification", words
+        return "regression", words
+    try:
+        texts(column)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"The label {name!r} has values of type {dtype}, expected numbers, booleans or text. "
+            "Choose another --data.label."
+        ) from error
+    return "classification", "text"

@@ -1,0 +1,140 @@
+"""Mean and variance of columns over clients: each client sends averages, and no example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float64, Int
+from numpy.typing import NDArray
+
+from fedpax.aggregators import Aggregator, mean
+from fedpax.transforms.program import program
+
+
+class Averages(NamedTuple):
+    """Averages over the examples of each client.
+
+    Attributes:
+        present: of 1 where there is a value, and 0 elsewhere.
+        first: of the values, 0 where one is missing.
+        second: of their squares.
+    """
+
+    present: Float[Array, "*clients columns"]
+    first: Float[Array, "*clients columns"]
+    second: Float[Array, "*clients columns"]
+
+
+class Moments(NamedTuple):
+    """Mean and variance of each column.
+
+    Attributes:
+        mean: the mean of the values that are present; 0 for a column without values.
+        variance: their variance, divided by their number; 0 for a column without values.
+    """
+
+    mean: Float64[np.ndarray, " columns"]
+    variance: Float64[np.ndarray, " columns"]
+
+
+def federated_moments(
+    values: Float64[np.ndarray, "examples columns"],
+    clients: Int[np.ndarray, " examples"],
+    num_clients: int,
+    aggregator: Aggregator | None = None,
+    *,
+    bounds: Float64[np.ndarray, "columns 2"] | None = None,
+    limit: Callable[[int], float] | None = None,
+) -> Moments:
+    """Compute the mean and variance of columns as averages over clients.
+
+    A client computes, for each column, the averages over its examples of: 1 where a value is
+    present, the value x, and x^2. The aggregator combines these averages, weighted by numbers of
+    examples, as it combines the updates of a round. With a = sum_k n_k a_k / sum_k n_k:
+
+        mean = a(x) / a(1);  variance = a(x^2) / a(1) - mean^2.
+
+    With the weighted mean these are the mean and variance of all clients' values together. An
+    aggregator with equal weights, such as a private mean, gives each client the same weight.
+
+    Without `bounds`, the program runs twice. The second time it gets the values minus the first
+    mean, so that float32 suffices for columns whose mean is large beside their deviation.
+
+    Args:
+        values: the values, NaN where one is missing.
+        clients: the client of each example, from 0 to `num_clients` - 1.
+        num_clients: number of clients.
+        aggregator: combines the clients' averages. Default None: the weighted mean.
+        bounds: the least and largest value of each column. Values are clipped to them, and scaled
+            from them to -1 and 1. Aggregators that limit an update, such as private and secure
+            means, need them. Default None: values of any size.
+        limit: with `bounds`, `number of entries of an update -> largest absolute value of an
+            entry`, such as `lambda n: max_norm / n**0.5`. The averages are scaled to it, so that
+            the aggregator clips nothing. Default None: 1.
+
+    Returns:
+        The moments.
+
+    Example:
+        >>> values = np.array([[1.0], [3.0], [np.nan], [8.0]])
+        >>> moments = federated_moments(values, np.array([0, 0, 1, 1]), 2)
+        >>> moments.mean.tolist(), moments.variance.round(4).tolist()
+        ([4.0], [8.6667])
+    """
+    aggregator = mean() if aggregator is None else aggregator
+    if not values.shape[1]:
+        return Moments(np.zeros(0), np.zeros(0))
+    counts = np.bincount(clients, minlength=num_clients)
+    if bounds is not None:
+        center, half = bounds.mean(axis=1), np.diff(bounds, axis=1)[:, 0] / 2
+        scaled = (np.clip(values, bounds[:, 0], bounds[:, 1]) - center) / half
+        factor = 1.0 if limit is None else limit(3 * values.shape[1])
+        found = _moments(_averages(scaled, clients, counts), counts, aggregator, factor)
+        return Moments(center + half * found.mean, half**2 * found.variance)
+    rough = _moments(_averages(values, clients, counts), counts, aggregator).mean
+    exact = _moments(_averages(values - rough, clients, counts), counts, aggregator)
+    return Moments(rough + exact.mean, exact.variance)
+
+
+def _averages(
+    values: Float64[np.ndarray, "examples columns"],
+    clients: Int[np.ndarray, " examples"],
+    counts: Int[np.ndarray, " clients"],
+) -> Averages:
+    """Average the values of each client over its examples, which is the work of that client."""
+    missing = np.isnan(values)
+    filled = np.where(missing, 0, values)
+
+    def average(terms: Float64[np.ndarray, "examples columns"]) -> NDArray[np.float32]:
+        sums = [np.bincount(clients, column, len(counts)) for column in terms.T]
+        return np.float32(np.stack(sums, axis=1) / np.maximum(counts, 1)[:, None])
+
+    return Averages(average((~missing).astype(np.float64)), average(filled), average(filled**2))
+
+
+def _moments(
+    averages: Averages,
+    counts: Int[np.ndarray, " clients"],
+    aggregator: Aggregator,
+    factor: float = 1.0,
+) -> Moments:
+    """Aggregate the averages of the clients, scaled by a factor, and return their moments."""
+
+    @jax.jit
+    @program(clients=len(counts))
+    def aggregate(averages: Averages, counts: jax.Array) -> Averages:
+        scaled = jax.tree.map(lambda x: factor * x, averages)
+        start = aggregator.init(jax.tree.map(lambda x: jnp.zeros(x.shape[1:]), averages))
+        combined: Averages = aggregator.aggregate(start, scaled, counts)[0]
+        return jax.tree.map(lambda x: x / factor, combined)
+
+    combined = jax.device_get(aggregate(averages, np.float32(counts)))
+    present, first, second = (np.asarray(x, np.float64) for x in combined)
+    known = present > 0  # noise can make it negative
+    average = np.divide(first, present, out=np.zeros_like(first), where=known)
+    square = np.divide(second, present, out=np.zeros_like(second), where=known)
+    return Moments(average, np.maximum(square - average**2, 0))

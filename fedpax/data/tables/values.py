@@ -1,0 +1,207 @@
+"""Values of a table's column as NumPy arrays: numbers, days, and texts, with missing values.
+
+pyarrow is imported inside the functions, because it is in the extra `files`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float64
+from numpy.typing import NDArray
+
+MICROSECONDS_PER_DAY = 86_400_000_000
+
+
+def arrow_column(values: Any) -> Any:
+    """Return a column as one Arrow array; NaN of a NumPy array is null.
+
+    Args:
+        values: an Arrow array or chunked array, a NumPy array, a masked array, or a list with None
+            for missing values.
+
+    Returns:
+        A `pyarrow.Array`, decoded if it was a dictionary.
+
+    Raises:
+        TypeError: the values have no common type, such as numbers and texts.
+
+    Example:
+        >>> arrow_column([1, None, 3]).null_count
+        1
+    """
+    import pyarrow as pa
+
+    if isinstance(values, pa.ChunkedArray):
+        column = values.combine_chunks()
+    elif isinstance(values, pa.Array):
+        column = values
+    else:
+        mask = np.ma.getmaskarray(values) if isinstance(values, np.ma.MaskedArray) else None
+        try:
+            column = pa.array(
+                np.ma.getdata(values) if mask is not None else values, mask=mask, from_pandas=True
+            )
+        except pa.ArrowException as error:
+            raise TypeError(
+                f"A column has values of several types ({error}), expected one type. Convert them "
+                "to texts or to numbers."
+            ) from None
+    if isinstance(column, pa.ChunkedArray):  # combine_chunks, where one array cannot hold them
+        column = pa.concat_arrays(column.chunks)
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    return column
+
+
+def is_missing(column: Any) -> Bool[np.ndarray, " examples"]:
+    """Return where a column has no value: null, NaN, or an empty text.
+
+    Example:
+        >>> is_missing(arrow_column(["a", "", None])).tolist()
+        [False, True, True]
+    """
+    import pyarrow.compute as pc
+
+    missing = pc.is_null(column, nan_is_null=True)
+    if is_text(column.type):
+        missing = pc.or_(missing, pc.fill_null(pc.equal(pc.binary_length(column), 0), True))
+    return np.asarray(missing.to_numpy(zero_copy_only=False), np.bool_)
+
+
+def is_text(dtype: Any) -> bool:
+    """Return whether an Arrow type is text, or bytes that hold text."""
+    import pyarrow as pa
+
+    types = pa.types
+    return bool(
+        types.is_string(dtype)
+        or types.is_large_string(dtype)
+        or types.is_string_view(dtype)
+        or types.is_binary(dtype)
+        or types.is_large_binary(dtype)
+    )
+
+
+def is_number(dtype: Any) -> bool:
+    """Return whether an Arrow type is integers, floats or decimals."""
+    import pyarrow as pa
+
+    types = pa.types
+    return bool(types.is_integer(dtype) or types.is_floating(dtype) or types.is_decimal(dtype))
+
+
+def is_date(dtype: Any) -> bool:
+    """Return whether an Arrow type is dates, times or durations."""
+    import pyarrow as pa
+
+    types = pa.types
+    return bool(types.is_temporal(dtype) and not types.is_interval(dtype))
+
+
+def numbers(column: Any) -> Float64[np.ndarray, " examples"]:
+    """Return a column of numbers, booleans, dates or texts of numbers; NaN where it has no value.
+
+    Dates are days since 1970-01-01, times and durations are days.
+
+    Args:
+        column: an Arrow array.
+
+    Raises:
+        ValueError: a text is not a number.
+
+    Example:
+        >>> numbers(arrow_column(np.array(["1970-01-02T12"], "datetime64[s]"))).tolist()
+        [1.5]
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    dtype = column.type
+    if is_date(dtype):
+        column = _microseconds(column)
+        return _floats(column) / MICROSECONDS_PER_DAY
+    if is_text(dtype):
+        present = ~is_missing(column)
+        column = pc.if_else(pa.array(present), column, pa.scalar(None, dtype))
+        try:
+            return _floats(pc.cast(_decoded(column), pa.float64()))
+        except pa.ArrowInvalid as error:
+            raise ValueError(f"{error}") from None
+    return _floats(column)
+
+
+def texts(column: Any) -> NDArray[np.object_]:
+    """Return a column as texts; None where it has no value.
+
+    Whole numbers have no decimal point, so that 3 and 3.0 are equal; booleans are "true" and
+    "false".
+
+    Args:
+        column: an Arrow array.
+
+    Example:
+        >>> texts(arrow_column([3.0, None])).tolist()
+        ['3', None]
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    missing = is_missing(column)
+    dtype = column.type
+    if is_text(dtype):
+        found = _decoded(column)
+    elif pa.types.is_floating(dtype):
+        values = _floats(column)
+        if np.all(np.isfinite(values) | missing) and np.all((np.trunc(values) == values) | missing):
+            whole = np.where(missing, 0, values).astype(np.int64)
+            found = pc.cast(pa.array(whole), pa.string())
+        else:
+            found = pc.cast(column, pa.string())
+    else:
+        found = pc.cast(column, pa.string())
+    array = np.array(found.to_numpy(zero_copy_only=False), object)
+    array[missing] = None
+    return array
+
+
+def _decoded(column: Any) -> Any:
+    """Return texts in UTF-8 as Arrow strings."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    try:
+        return pc.cast(column, pa.string())
+    except pa.ArrowInvalid:
+        raise ValueError(
+            "A column of bytes is not UTF-8, expected text. Leave it out, or convert it."
+        ) from None
+
+
+def _microseconds(column: Any) -> Any:
+    """Return dates, times and durations as integers."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    dtype, types = column.type, pa.types
+    if types.is_date(dtype):
+        column = pc.cast(column, pa.timestamp("us"))
+    elif types.is_timestamp(dtype):
+        column = pc.cast(column, pa.timestamp("us", dtype.tz), safe=False)
+    elif types.is_duration(dtype):
+        column = pc.cast(column, pa.duration("us"), safe=False)
+    else:
+        column = pc.cast(column, pa.time64("us"), safe=False)
+    return pc.cast(column, pa.int64())
+
+
+def _floats(column: Any) -> Float64[np.ndarray, " examples"]:
+    """Return an Arrow array of numbers or booleans as float64."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if pa.types.is_boolean(column.type):
+        column = pc.cast(column, pa.int8())
+    column = pc.cast(column, pa.float64(), safe=False)
+    return np.asarray(column.to_numpy(zero_copy_only=False), np.float64)

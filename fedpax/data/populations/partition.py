@@ -330,6 +330,11 @@ def _groups(
     groups: dict[Any, list[int]] = {}
     sizes: dict[Any, int] = {}
     for index, (value, example_size) in enumerate(_values(source, field, size)):
+        if value is np.ma.masked:
+            raise ValueError(
+                f"The field {field!r} is missing in example {index}, expected a value that names "
+                "its group: fill in the missing values, or leave these examples out."
+            )
         if isinstance(value, np.generic | np.ndarray | list):
             if np.size(value) != 1:
                 raise ValueError(

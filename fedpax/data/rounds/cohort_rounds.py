@@ -40,6 +40,7 @@ from fedpax.data.rounds.stream import (
     source_name,
 )
 from fedpax.data.shuffle import hash_key, shuffled_index
+from fedpax.data.sources.source import Source
 from fedpax.primitives.casts import checked_cast
 
 Read = Callable[[NDArray[np.int64]], dict[str, NDArray[Any]]]
@@ -386,6 +387,11 @@ def _open(examples: Examples | Arrays) -> tuple[Read, int, str]:
 
     if not len(examples):
         raise ValueError("The source has no examples: load another split.")
+
+    if isinstance(examples, Source) and hasattr(
+        examples, "take"
+    ):  # a TableSource, whose columns are arrays
+        return examples.take, len(examples), source_name(examples)
 
     def read_stacked(indices: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         unique, position = np.unique(indices, return_inverse=True)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from fedpax.data.rounds.labeled_examples import checked_labels, scale_pixels
 from fedpax.data.rounds.stream import qualified_name
-from fedpax.primitives.casts import checked_tree
+from fedpax.primitives.casts import checked_tree, host_array
 
 Arrays = Mapping[str, NDArray[Any]]
 Preprocess = Callable[[Arrays], dict[str, NDArray[Any]]]
@@ -50,23 +50,26 @@ def apply_preprocess(
     preprocess: Preprocess, fields: dict[str, NDArray[Any]], count: int
 ) -> dict[str, NDArray[Any]]:
     """Call `preprocess`, and check that it returns arrays of numbers `[examples, ...]`."""
-    result = {name: np.asarray(values) for name, values in preprocess(fields).items()}
+    where = f"after preprocess ({qualified_name(preprocess)})"
+    result = {
+        name: host_array(values, f"The field {name!r} {where}")
+        for name, values in preprocess(fields).items()
+    }
     for name, values in result.items():
         if values.dtype.kind not in "biufcV":  # V is bfloat16 and the like
             raise TypeError(
-                f"The field {name!r} has dtype {values.dtype} after preprocess "
-                f"({qualified_name(preprocess)}), expected numbers of one shape for all examples. "
-                "Leave it out, or convert it: encode text as tokens, pad examples of different "
-                "shapes and return a field 'mask'."
+                f"The field {name!r} has dtype {values.dtype} {where}, expected numbers of one "
+                "shape for all examples. Leave it out, or convert it: encode text as tokens, pad "
+                "examples of different shapes and return a field 'mask'."
             )
         if values.shape[:1] != (count,):
             raise ValueError(
-                f"The field {name!r} has shape {list(values.shape)} after preprocess "
-                f"({qualified_name(preprocess)}), expected [{count}, ...]: one entry for each of "
-                "the examples that it was given."
+                f"The field {name!r} has shape {list(values.shape)} {where}, expected [{count}, "
+                "...]: one entry for each of the examples that it was given."
             )
-        where = f"The field {name!r} after preprocess ({qualified_name(preprocess)})"
-        result[name] = checked_tree(values, where, "Let preprocess return other numbers.")
+        result[name] = checked_tree(
+            values, f"The field {name!r} {where}", "Let preprocess return other numbers."
+        )
     return result
 
 

@@ -1,4 +1,4 @@
-"""`load`: open a TFDS data set by name, prepared to array_record and read without TensorFlow.
+"""open_data_set: open a data set of TFDS, prepared to array_record, without TensorFlow.
 
 - The embedded data sets, `stdlib_text` and `digits`, are prepared from files that every machine
   has.
@@ -17,14 +17,14 @@ import operator
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedpax.data.sources._reachability import unreachable_hosts
 from fedpax.data.sources.client_starts import Starts, read_client_starts
 from fedpax.data.sources.feature_classes import check_feature_classes
-from fedpax.data.sources.text_records import SUFFIX, TextRecords
+from fedpax.data.sources.text_records import TextRecords
 from fedpax.paths import expand_home
 
 EMBEDDED = {
@@ -50,7 +50,11 @@ class Source(Sequence[dict[str, Any]]):
         client_starts: index of each client's first example, and at the end the number of examples,
             if the data set is sorted by the field `client` and was prepared with this index. None
             otherwise.
+        client_names: the name of each client in `client_starts`, if the source was made from files.
+            None otherwise.
     """
+
+    client_names: Sequence[Any] | None = None
 
     def __init__(
         self, name: str, folder: Path, records: Any, client_starts: Starts | None = None
@@ -84,7 +88,7 @@ class Source(Sequence[dict[str, Any]]):
                 return found
         return [self[position] for position in positions]
 
-    def column(self, field: str) -> Iterator[Any]:
+    def column(self, field: str) -> Iterable[Any]:
         """Yield one field of every example, in order.
 
         For a field with few distinct values, such as a label or a client's name, this is much
@@ -102,7 +106,7 @@ class Source(Sequence[dict[str, Any]]):
             OSError: the prepared files cannot be read.
 
         Example:
-            >>> source = load("stdlib_text", "heldout")
+            >>> source = open_data_set("stdlib_text", "heldout", None)
             >>> list(source.column("client")) == [example["client"] for example in source]
             True
         """
@@ -139,46 +143,11 @@ class Source(Sequence[dict[str, Any]]):
         return f"Source({self.name!r}, {len(self)} examples, {str(self.folder)!r})"
 
 
-def load(name: str, split: str, *, data_dir: str | os.PathLike[str] | None = None) -> Source:
-    """Open a split of a data set, and prepare the data set first if necessary.
+def open_data_set(name: str, split: str, data_dir: str | os.PathLike[str] | None) -> Source:
+    """Open a split of a data set of TFDS, and prepare the data set first if necessary.
 
-    A data set is prepared in a temporary folder that is renamed at the end, so the remains of an
-    interrupted preparation are never read. If several processes need the same data set, one
-    prepares it and the others wait. TensorFlow is not imported.
-
-    Args:
-        name: one of
-
-            - an embedded data set: `"stdlib_text"` or `"digits"`;
-            - a federated one: `"federated_cifar100"`, `"federated_emnist"`,
-              `"federated_emnist/digits"`, `"federated_shakespeare"` or
-              `"federated_stackoverflow"`;
-            - any name in TFDS's catalog, such as `"mnist"` or `"wikipedia/20230601.en"`;
-            - the path of array_record files, with patterns and with `{split}` in the place of the
-              split: `"corpus/{split}-*.array_record"`. A folder or file that exists as it is
-              written is itself. A record is a text in UTF-8 (the field
-              `"text"`) or a `tf.train.Example`.
-        split: a split's name, or a part of a split in TFDS's notation, such as `"train[:90%]"`.
-        data_dir: the folder of prepared data sets. Default None: the environment variable
-            `TFDS_DATA_DIR`, or `~/tensorflow_datasets` if it is not set.
-
-    Returns:
-        The split's examples.
-
-    Raises:
-        ValueError: the data set or split does not exist, or the split has no examples.
-        ConnectionError: the data set must be downloaded and there is no network.
-        RuntimeError: preparing fails for another reason.
-        FileNotFoundError: no array_record file matches.
-        OSError: the prepared files cannot be read.
-
-    Example:
-        >>> source = load("stdlib_text", "heldout")
-        >>> sorted(source[0])
-        ['client', 'path', 'text']
+    See `fedpax.data.load`, which passes its arguments.
     """
-    if name.endswith(SUFFIX):
-        return _open_records(name.replace("{split}", split))
     root = data_folder(data_dir)
     builder = _builder(name, root)
     if not builder.data_path.exists():
@@ -193,7 +162,7 @@ def data_folder(data_dir: str | os.PathLike[str] | None) -> Path:
     return expand_home(Path(root)).absolute()
 
 
-def _open_records(pattern: str) -> Source:
+def open_records(pattern: str) -> Source:
     """Open array_record files by their path."""
     folder = expand_home(pattern).absolute().parent
     try:

@@ -1,0 +1,82 @@
+"""to_numpy: a column of an Arrow table as a NumPy array, masked where values are missing."""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+
+def to_numpy(column: Any, *, masked: bool = False) -> NDArray[Any]:
+    """Convert a column to NumPy, without a copy if it is numbers in one piece.
+
+    Args:
+        column: a `pyarrow.Array` or `ChunkedArray`.
+        masked: return a masked array even if no value is missing.
+
+    Returns:
+        Numbers, booleans and dates in their own dtype (dates with a time zone in UTC); texts,
+        bytes, decimals and structures as objects; lists of equal length and tensors as
+        `[examples, ...]`, other lists as objects. A `numpy.ma.MaskedArray` if values are missing.
+
+    Example:
+        >>> to_numpy(pa.array([3, None]))
+        masked_array(data=[3, --],
+                     mask=[False,  True],
+               fill_value=999999)
+    """
+    if isinstance(column, pa.ChunkedArray):
+        column = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    if isinstance(column, pa.ChunkedArray):  # texts of more than 2 GB
+        parts = [to_numpy(chunk) for chunk in column.chunks]
+        masked = masked or bool(column.null_count)
+        together: NDArray[Any] = (np.ma.concatenate if masked else np.concatenate)(parts)
+        return together
+    if isinstance(column.type, pa.DictionaryType):
+        column = column.dictionary_decode()
+    if not column.null_count:
+        return np.ma.MaskedArray(_plain(column)) if masked else _plain(column)
+    mask = np.asarray(column.is_null().to_numpy(zero_copy_only=False))
+    if column.null_count == len(column):
+        text = not (pa.types.is_primitive(column.type) or pa.types.is_null(column.type))
+        empty = np.full(len(column), None, object) if text else np.full(len(column), np.nan)
+        return np.ma.MaskedArray(empty, mask=mask)
+    values = _plain(_fill(column))
+    if values.ndim > 1:
+        mask = np.broadcast_to(mask.reshape(-1, *[1] * (values.ndim - 1)), values.shape)
+    return np.ma.MaskedArray(values, mask=mask)
+
+
+def _plain(array: Any) -> NDArray[Any]:
+    """Convert an array without nulls."""
+    kind = array.type
+    if isinstance(array, pa.FixedShapeTensorArray):
+        tensor: NDArray[Any] = array.to_numpy_ndarray()
+        return tensor
+    if isinstance(array, pa.ExtensionArray):
+        return _plain(array.storage)
+    if pa.types.is_fixed_size_list(kind) and not array.flatten().null_count:
+        inner = _plain(array.flatten())
+        return inner.reshape(len(array), kind.list_size, *inner.shape[1:])
+    if pa.types.is_nested(kind):
+        objects = np.empty(len(array), object)
+        objects[:] = [_nested(value) for value in array.to_pylist()]
+        return objects
+    values: NDArray[Any] = array.to_numpy(zero_copy_only=False)
+    return values
+
+
+def _nested(value: Any) -> Any:
+    """Return a list of numbers or texts as an array; any other value as it is."""
+    if not isinstance(value, list) or any(v is None or isinstance(v, list | dict) for v in value):
+        return value
+    return np.asarray(value)
+
+
+def _fill(array: Any) -> Any:
+    """Replace nulls by values that the mask hides: NaN among floats, else the first value."""
+    if pa.types.is_floating(array.type):
+        return pc.fill_null(array, pa.scalar(np.nan, array.type))
+    valid = np.asarray(array.is_valid().to_numpy(zero_copy_only=False))
+    return array.take(np.where(valid, np.arange(len(array)), np.argmax(valid)))

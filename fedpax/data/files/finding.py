@@ -1,0 +1,161 @@
+"""find_files: the files that a pattern names, and the values of its {client} and {label}."""
+
+import fnmatch
+import glob
+import re
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from fedpax.files import check_fetched
+from fedpax.paths import expand_home, find_paths
+
+PLACEHOLDER = re.compile(r"\{(client|label|split)\}")
+COMPRESSIONS = (".gz", ".zst", ".bz2")
+
+
+class DataFile(NamedTuple):
+    """One file of a data set.
+
+    Attributes:
+        path: its path, or its URL in a bucket.
+        fields: the values of the path's placeholders, such as `{"client": "Århus"}`.
+    """
+
+    path: str
+    fields: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        """The file's name without its suffixes: `"a/Århus.csv.gz"` has the name `"Århus"`."""
+        path = PurePosixPath(self.path.replace("\\", "/"))
+        if path.suffix in COMPRESSIONS:
+            path = path.with_suffix("")
+        return path.stem
+
+    @property
+    def suffix(self) -> str:
+        """The suffix of the format, in lower case and without that of a compression."""
+        path = PurePosixPath(self.path.replace("\\", "/").lower())
+        return (path.with_suffix("") if path.suffix in COMPRESSIONS else path).suffix
+
+    def open(self) -> Any:
+        """Open the file for reading bytes, decompressed, as a `pyarrow.NativeFile`."""
+        import pyarrow
+
+        if not is_url(self.path):
+            return pyarrow.input_stream(self.path, compression=self._compression())
+        opened, compression = self.open_seekable(), self._compression()
+        return pyarrow.CompressedInputStream(opened, compression) if compression else opened
+
+    def open_seekable(self) -> Any:
+        """Open the file for reading bytes at any position; it is not decompressed."""
+        import pyarrow
+
+        if not is_url(self.path):
+            return pyarrow.OSFile(self.path)
+        import fsspec
+
+        return pyarrow.PythonFile(fsspec.open(self.path).open(), mode="r")
+
+    def _compression(self) -> str | None:
+        suffix = PurePosixPath(self.path.lower()).suffix
+        return {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}.get(suffix)
+
+
+def is_url(path: str) -> bool:
+    """Return whether a path is in a bucket, such as `"gs://bucket/data.csv"`."""
+    return re.match(r"[a-z][a-z0-9+.-]+://", path, re.IGNORECASE) is not None
+
+
+def find_files(patterns: Sequence[str], split: str | None) -> list[DataFile]:
+    """Return the files that patterns match, each once, in the order of their paths.
+
+    Args:
+        patterns: paths and patterns. A part of a path that exists as it is written stands for
+            itself. `{client}` and `{label}` match any text within a part of the path.
+        split: the text for `{split}`, or None.
+
+    Raises:
+        FileNotFoundError: a pattern matches no file.
+        ValueError: a pattern has `{split}` and `split` is None, or a file is a pointer of Git LFS.
+    """
+    found: dict[str, DataFile] = {}
+    for pattern in patterns:
+        matches = [file for file in _find(pattern, split) if is_url(file.path) or _is_file(file)]
+        if not matches:
+            raise FileNotFoundError(
+                f"No file matches {pattern!r}. Quote a pattern on the command line, and check it "
+                "with ls; {client}, {label} and {split} each stand for a part of the path."
+            )
+        found |= {file.path: file for file in matches}
+    return [found[path] for path in sorted(found)]
+
+
+def _is_file(file: DataFile) -> bool:
+    path = Path(file.path)
+    if path.is_dir():
+        return False
+    check_fetched(path)
+    return True
+
+
+def _find(pattern: str, split: str | None) -> list[DataFile]:
+    """Return what a pattern matches, folders included."""
+    if not is_url(pattern) and Path(expand_home(pattern)).exists():
+        return [DataFile(str(expand_home(pattern)), {})]
+    if "{split}" in pattern:
+        if split is None:
+            raise ValueError(
+                f"The path {pattern!r} has {{split}}, but split is None, expected a split's name. "
+                'Give one, such as split="train".'
+            )
+        pattern = pattern.replace("{split}", glob.escape(split))
+    plain = PLACEHOLDER.sub("*", pattern)
+    if is_url(pattern):
+        import fsspec
+
+        system, path = fsspec.core.url_to_fs(plain)
+        paths = [system.unstrip_protocol(found) for found in system.glob(path)]
+    else:
+        paths = [str(path) for path in find_paths(plain)]
+    if plain == pattern:
+        return [DataFile(path, {}) for path in paths]
+    parts = [_Part(part) for part in pattern.split("/") if part]
+    files = []
+    for path in paths:
+        # From the end: a URL's scheme and a relative path's folder are not in the pattern.
+        own = [part for part in re.split(r"[/\\]", path) if part][-len(parts) :]
+        fields: dict[str, str] = {}
+        if all(
+            part.match(text, fields) for part, text in zip(parts[-len(own) :], own, strict=True)
+        ):
+            files.append(DataFile(path, fields))
+    return files
+
+
+class _Part:
+    """A part of a pattern with placeholders, between two slashes."""
+
+    def __init__(self, text: str) -> None:
+        pieces = PLACEHOLDER.split(text)  # text, name, text, name, ..., text
+        self._names = set(pieces[1::2])
+        expression = ""
+        for number, piece in enumerate(pieces):
+            if number % 2 == 0:
+                expression += fnmatch.translate(piece)[4:-3]  # without "(?s:" and ")\Z"
+            elif piece in pieces[1:number:2]:
+                expression += f"(?P={piece})"
+            else:
+                expression += f"(?P<{piece}>.+?)"
+        self._expression = re.compile(expression, re.DOTALL)
+
+    def match(self, text: str, fields: dict[str, str]) -> bool:
+        """Match a part of a path, and add its placeholders to `fields`; they must agree."""
+        if not self._names:
+            return True  # glob has matched it
+        found = self._expression.fullmatch(text)
+        if found is None or any(fields.get(k, v) != v for k, v in found.groupdict().items()):
+            return False
+        fields |= found.groupdict()
+        return True

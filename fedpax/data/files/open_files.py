@@ -1,0 +1,246 @@
+"""open_files: the files that patterns name as one source, sorted by client."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from fedpax.data.files.finding import DataFile, find_files
+from fedpax.data.files.formats import ReadOptions
+from fedpax.data.files.held_out import held_out
+from fedpax.data.files.read_table import read_table
+from fedpax.data.files.table_source import ClientNames, TableSource, check_columns
+
+CLIENT = "client"
+"""The column that names a client after its file or a part of its path."""
+
+HELD_OUT_SPLITS = ("heldout", "test", "validation")
+"""Names of the split that `heldout_fraction` makes."""
+
+
+def open_files(
+    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    split: str | None = None,
+    client: str | None = None,
+    label: str | None = None,
+    columns: Sequence[str] = (),
+    types: Mapping[str, str] | None = None,
+    delimiter: str | None = None,
+    heldout_fraction: float = 0.0,
+    heldout_by: Literal["example", "client"] = "example",
+) -> TableSource:
+    """Open files as a source; see `fedpax.data.load`, which passes its arguments."""
+    patterns = (
+        [os.fspath(files)] if isinstance(files, str | os.PathLike) else [*map(os.fspath, files)]
+    )
+    name = ",".join(patterns)
+    options = ReadOptions(tuple(columns), _arrow_types(types), delimiter)
+    names_split = any("{split}" in pattern for pattern in patterns)
+    found = find_files(patterns, split)
+    tables = [read_table(file, options) for file in found]
+    tables, client = _add_path_columns(found, tables, client, label)
+    table = _concatenate(found, tables)
+    if not table.num_rows:
+        raise ValueError(f"{name} has no examples, expected at least one. Name other files.")
+    check_columns(table.column_names, {"client": client, "label": label}, name)
+    check_fraction(heldout_fraction, heldout_by, client)
+    if heldout_fraction and split is not None and not names_split:
+        is_held_out = held_out(
+            table if heldout_by == "example" else table.select([client]), heldout_fraction
+        )
+        table = table.filter(pa.array(is_held_out == _is_held_out_split(split)))
+        if not table.num_rows:
+            raise ValueError(
+                f"The split {split!r} of {name} has no examples with heldout_fraction="
+                f"{heldout_fraction}, expected at least one. Set another fraction."
+            )
+    elif split is not None and not names_split and split != "train":
+        raise ValueError(
+            f"{name} has no split {split!r}. Write {{split}} in the path, such as "
+            "'data/{split}/*.csv', or hold out a share of the examples with heldout_fraction=0.1."
+        )
+    return sort_by_client(name, Path(found[0].path).parent, table, client, label)
+
+
+def check_fraction(fraction: float, by: str, client: str | None) -> None:
+    """Check the arguments of a held-out split."""
+    if not 0 <= fraction < 1:
+        raise ValueError(
+            f"heldout_fraction is {fraction}, expected a share from 0 to below 1, such as 0.1."
+        )
+    if by not in ("example", "client"):
+        raise ValueError(f"heldout_by is {by!r}, expected 'example' or 'client'.")
+    if by == "client" and client is None:
+        raise ValueError(
+            "heldout_by='client' needs clients, but the files have none. Set client= to the column "
+            "that names them."
+        )
+
+
+def _is_held_out_split(split: str) -> bool:
+    if split != "train" and split not in HELD_OUT_SPLITS:
+        raise ValueError(
+            f"split is {split!r}, expected 'train', or one of {', '.join(HELD_OUT_SPLITS)} for the "
+            "examples that heldout_fraction holds out."
+        )
+    return split != "train"
+
+
+def sort_by_client(
+    name: str, folder: Path, table: pa.Table, client: str | None, label: str | None
+) -> TableSource:
+    """Make a source of a table: sorted by the name of the client, if there is such a column.
+
+    The examples of a client keep their order.
+
+    Raises:
+        ValueError: a client is missing.
+    """
+    if client is None:
+        return TableSource(name, folder, table, label=label)
+    column = table.column(client)
+    if column.null_count:
+        row = int(np.argmax(column.is_null().to_numpy()))
+        raise ValueError(
+            f"The column {client!r} of {name} has no value in {column.null_count} examples, such "
+            f"as example {row}, expected the client of each example. Fill the values in, or leave "
+            "these rows out."
+        )
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    if pa.types.is_nested(column.type):
+        raise ValueError(
+            f"The column {client!r} of {name} has values of type {column.type}, expected texts or "
+            "numbers that name a client."
+        )
+    encoded = column.combine_chunks().dictionary_encode()
+    if isinstance(encoded, pa.ChunkedArray):
+        encoded = encoded.unify_dictionaries().combine_chunks()
+    names = encoded.dictionary
+    by_name = pc.array_sort_indices(names).to_numpy()
+    rank = np.empty(len(names), np.int64)
+    rank[by_name] = np.arange(len(names))
+    owner = rank[encoded.indices.to_numpy()]
+    if (owner[1:] < owner[:-1]).any():
+        table = _wide_texts(table).take(pa.array(np.argsort(owner, kind="stable")))
+    starts = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(names)))])
+    return TableSource(
+        name,
+        folder,
+        table,
+        client=client,
+        client_starts=starts.astype(np.int64),
+        client_names=ClientNames(names.take(by_name)),
+        label=label,
+    )
+
+
+def _wide_texts(table: pa.Table) -> pa.Table:
+    """Give texts offsets of 64 bits where a column has more than 2 GB, which 32 cannot count."""
+    wide = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
+    fields = [
+        field.with_type(wide[field.type])
+        if field.type in wide and table.column(field.name).nbytes >= 2**31
+        else field
+        for field in table.schema
+    ]
+    return table.cast(pa.schema(fields))
+
+
+def _arrow_types(types: Mapping[str, str] | None) -> dict[str, pa.DataType]:
+    found = {}
+    for column, text in (types or {}).items():
+        try:
+            found[column] = pa.type_for_alias(text)
+        except ValueError:
+            raise ValueError(
+                f"types: {text!r} of column {column!r} is no type of Arrow, expected one such as "
+                "string, int64, float32, bool, date32 or timestamp[s]."
+            ) from None
+    return found
+
+
+def _add_path_columns(
+    files: Sequence[DataFile], tables: Sequence[pa.Table], client: str | None, label: str | None
+) -> tuple[list[pa.Table], str | None]:
+    """Add the columns that paths name; return the tables and the column of clients."""
+    paths = [dict(file.fields) for file in files]
+    if client is None and len(files) > 1 and "client" not in paths[0]:
+        taken = {column for table in tables for column in table.column_names}
+        if CLIENT in taken:
+            raise ValueError(
+                "Each of several files is a client unless client= names a column, but these files "
+                f"have a column {CLIENT!r}. Set client={CLIENT!r} if it names the clients; "
+                "otherwise leave it out with columns=."
+            )
+        for fields, own in zip(paths, _client_names(files), strict=True):
+            fields[CLIENT] = own
+    added = []
+    for file, table, fields in zip(files, tables, paths, strict=True):
+        for name, text in fields.items():
+            if name in table.column_names:
+                raise ValueError(
+                    f"{file.path} has a column {name!r}, and its path has {{{name}}} too, expected "
+                    "one of them. Write * in the path, or leave the column out with columns=."
+                )
+            values = pa.DictionaryArray.from_arrays(
+                pa.array(np.zeros(table.num_rows, np.int32)), pa.array([text])
+            )
+            table = table.append_column(name, values)
+        added.append(table)
+    return added, client or (CLIENT if CLIENT in paths[0] else None)
+
+
+def _client_names(files: Sequence[DataFile]) -> list[str]:
+    """Name clients after their files; with the folders that tell equal names apart."""
+    names = [file.name for file in files]
+    if len({*names}) == len(names):
+        return names
+    shared = os.path.commonpath([os.path.dirname(file.path) for file in files])
+    paths = [PurePosixPath(os.path.relpath(file.path, shared)) for file in files]
+    return [path.with_name(name).as_posix() for path, name in zip(paths, names, strict=True)]
+
+
+def _concatenate(files: Sequence[DataFile], tables: Sequence[pa.Table]) -> pa.Table:
+    """Concatenate the tables of files, which have the same columns.
+
+    Raises:
+        ValueError: a file lacks a column, or has another type in it.
+    """
+    first = tables[0]
+    for file, table in zip(files, tables, strict=True):
+        if different := {*table.column_names} ^ {*first.column_names}:
+            column = sorted(different)[0]
+            lacks, has = (file, files[0]) if column in first.column_names else (files[0], file)
+            raise ValueError(
+                f"{lacks.path} has no column {column!r}, which {has.path} has, expected the same "
+                "columns in all files. Add the column, or name common columns with columns=, such "
+                f"as {', '.join(repr(c) for c in first.column_names if c in table.column_names)}."
+            )
+    tables = [table.select(first.column_names) for table in tables]
+    schema = first.schema.remove_metadata()
+    for file, table in zip(files, tables, strict=True):
+        schema = _unify(schema, table.schema.remove_metadata(), files[0], file)
+    return pa.concat_tables([table.cast(schema) for table in tables]).unify_dictionaries()
+
+
+def _unify(one: pa.Schema, two: pa.Schema, first: DataFile, file: DataFile) -> pa.Schema:
+    fields = []
+    for a, b in zip(one, two, strict=True):
+        try:
+            joined = pa.unify_schemas(
+                [pa.schema([pa.field(f.name, f.type)]) for f in (a, b)],
+                promote_options="permissive",
+            )
+        except pa.ArrowException:
+            raise ValueError(
+                f"The column {a.name!r} is {a.type} in {first.path} and {b.type} in {file.path}, "
+                f"expected one type. Correct the values, or set types={{{a.name!r}: 'string'}}."
+            ) from None
+        fields.append(joined.field(0))
+    return pa.schema(fields)

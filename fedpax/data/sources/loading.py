@@ -1,0 +1,130 @@
+"""load: the one door to data sets by name and to users' files."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from fedpax.data.files.formats import is_files
+from fedpax.data.sources.source import Source, open_data_set, open_records
+from fedpax.data.sources.text_records import SUFFIX
+
+
+def load(
+    name: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    split: str | None = None,
+    *,
+    client: str | None = None,
+    label: str | None = None,
+    columns: Sequence[str] = (),
+    types: Mapping[str, str] | None = None,
+    delimiter: str | None = None,
+    heldout_fraction: float = 0.0,
+    heldout_by: Literal["example", "client"] = "example",
+    data_dir: str | os.PathLike[str] | None = None,
+) -> Source:
+    r"""Open a split of a data set, or files as clients.
+
+    Files are parsed by pyarrow and sorted by client; a client's examples keep their order. Nothing
+    in a file is executed. Needs the extra `files`: `pip install "fedpax[files]"`.
+
+    A data set of TFDS is prepared first if necessary, in a temporary folder that is renamed at the
+    end, so the remains of an interrupted preparation are never read. If several processes need the
+    same data set, one prepares it and the others wait. TensorFlow is not imported.
+
+    Args:
+        name: one of
+
+            - an embedded data set: `"stdlib_text"` or `"digits"`;
+            - a federated one: `"federated_cifar100"`, `"federated_emnist"`,
+              `"federated_emnist/digits"`, `"federated_shakespeare"` or
+              `"federated_stackoverflow"`;
+            - any name in TFDS's catalog, such as `"mnist"` or `"wikipedia/20230601.en"`;
+            - files, as a path, a pattern, a URL in a bucket, or a list of these: CSV and TSV (also
+              with .gz, .zst or .bz2) and Parquet. `{client}`, `{label}` and `{split}` stand for a
+              part of a path: `"photos/{client}/{label}/*.jpg"`;
+            - the path of array_record files, with patterns and with `{split}`:
+              `"corpus/{split}-*.array_record"`. A record is a text in UTF-8 (the field `"text"`)
+              or a `tf.train.Example`.
+
+            A folder or file that exists as it is written is itself.
+        split: a split's name. In a data set of TFDS also a part of a split, such as
+            `"train[:90%]"`. For files the text of `{split}`, or `"train"` and `"heldout"` for the
+            parts that `heldout_fraction` makes. Default None: all files.
+        client: the column of files that names an example's client. Default None: `{client}` in the
+            path; else each of several files is a client, named after the file in the column
+            `"client"`; else one file has no clients.
+        label: the column of files with the label.
+        columns: the columns of files to read. Default: all.
+        types: types of Arrow for columns of files, such as `{"zip": "string"}`, where the type that
+            pyarrow finds is not the intended one.
+        delimiter: the character between columns of CSV. Default None: a comma, in TSV a tab.
+        heldout_fraction: the share of the examples of files that the split `"heldout"` has and
+            `"train"` has not, chosen by a hash of the example's content: the same on every machine.
+        heldout_by: `"example"`, or `"client"` to hold out whole clients by a hash of their names.
+        data_dir: the folder of prepared data sets. Default None: the environment variable
+            `TFDS_DATA_DIR`, or `~/tensorflow_datasets` if it is not set.
+
+    Returns:
+        The split's examples. For files a `fedpax.data.files.table_source.TableSource`.
+
+    Raises:
+        ValueError: the data set or split does not exist, the split has no examples, or a file is
+            damaged or does not fit the others; the message names the file, the column and a remedy.
+        ConnectionError: the data set must be downloaded and there is no network.
+        RuntimeError: preparing fails for another reason.
+        FileNotFoundError: no file matches.
+        ImportError: the extra `files` is missing.
+        OSError: the prepared files cannot be read.
+
+    Example:
+        >>> source = load("stdlib_text", "heldout")
+        >>> sorted(source[0])
+        ['client', 'path', 'text']
+
+        Two hospitals with a file each:
+
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> _ = (folder / "north.csv").write_text("age,outcome\n70,1\n,0\n")
+        >>> _ = (folder / "Åre.csv").write_text("age,outcome\n50,0\n")
+        >>> hospitals = load(folder / "*.csv", label="outcome")
+        >>> hospitals.client_names, hospitals.client_starts
+        (ClientNames(['north', 'Åre']), array([0, 2, 3]))
+        >>> hospitals[1]
+        {'age': None, 'outcome': np.int64(0), 'client': 'north'}
+    """
+    of_files: dict[str, Any] = {
+        "client": client,
+        "label": label,
+        "columns": columns,
+        "types": types,
+        "delimiter": delimiter,
+        "heldout_fraction": heldout_fraction,
+    }
+    if isinstance(name, str) and name.endswith(SUFFIX):
+        return open_records(name.replace("{split}", split or "train"))
+    if not isinstance(name, str) or is_files(name):
+        return _open_files(name, split=split, heldout_by=heldout_by, **of_files)
+    if given := [argument for argument, value in of_files.items() if value]:
+        raise ValueError(
+            f"{given[0]}={of_files[given[0]]!r} is for files, but {name!r} is the name of a data "
+            f"set. Leave {given[0]} out, or name files, such as './{name}/*.csv'."
+        )
+    if split is None:
+        raise ValueError(
+            f"The split of the data set {name!r} is None, expected a name such as 'train'. Give "
+            f"load({name!r}, 'train')."
+        )
+    return open_data_set(name, split, data_dir)
+
+
+def _open_files(files: Any, **options: Any) -> Source:
+    try:
+        from fedpax.data.files.open_files import open_files
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"Reading {files!r} needs the package {error.name}, which is not installed. Install "
+            "the extra `files`: pip install 'fedpax[files]'."
+        ) from error
+    return open_files(files, **options)

@@ -24,7 +24,9 @@ from fedpax.algorithms.parts.local_steps import local_update
 from fedpax.algorithms.parts.participation import takes_part
 from fedpax.algorithms.parts.rematerialized_map import map_clients
 from fedpax.algorithms.parts.server import make_server
+from fedpax.checks import NON_NEGATIVE
 from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_sum
 from fedpax.primitives.placement import ChunkSize
 from fedpax.transforms.program import program
@@ -117,7 +119,9 @@ def agnostic(
     check_optimizer("agnostic", "client_optimizer", client_optimizer)
     check_optimizer("agnostic", "server_optimizer", server_optimizer, optional=True)
     remedy = "Pass 0.0 to keep the mixture as it is."
-    check_setting("agnostic", "mixture_learning_rate", mixture_learning_rate, remedy=remedy)
+    check_setting(
+        "agnostic", "mixture_learning_rate", mixture_learning_rate, NON_NEGATIVE, remedy=remedy
+    )
     check_population("agnostic", cohort_size, num_clients)
     first = _checked_mixture(initial_mixture, num_clients)
     server = make_server(server_optimizer, aggregator, client_optimizer)
@@ -188,8 +192,8 @@ def _checked_mixture(mixture: Num[Array, " population"] | None, size: int) -> ja
         return jnp.full(size, 1 / size, jnp.float32)
     mixture = jnp.asarray(mixture, jnp.float32)
     if mixture.shape != (size,) or not (jnp.all(mixture >= 0) and jnp.any(mixture > 0)):
-        raise ValueError(
-            f"agnostic: initial_mixture has shape {list(mixture.shape)} and a sum of "
+        raise ArgumentError(
+            f"agnostic(): initial_mixture has shape {list(mixture.shape)} and a sum of "
             f"{jnp.sum(mixture):g}, expected nonnegative numbers [{size}], one per client of the "
             "population, not all 0. Pass the clients' numbers of examples, for example."
         )

@@ -25,6 +25,7 @@ from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.rematerialized_map import map_clients
 from fedpax.algorithms.parts.server import make_server
 from fedpax.algorithms.parts.tree_arithmetic import scale, subtract
+from fedpax.checks import FRACTION, NON_NEGATIVE
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives.placement import ChunkSize
@@ -124,9 +125,9 @@ def apfl(
     check_optimizer("apfl", "client_optimizer", client_optimizer)
     check_optimizer("apfl", "server_optimizer", server_optimizer, optional=True)
     remedy = "Pass 0.5 for equal shares of the personal and the shared model."
-    check_setting("apfl", "mixing", mixing, most=1, remedy=remedy)
+    check_setting("apfl", "mixing", mixing, FRACTION, remedy=remedy)
     remedy = "Pass 0.0 to keep mixing as it is."
-    check_setting("apfl", "mixing_learning_rate", mixing_learning_rate, remedy=remedy)
+    check_setting("apfl", "mixing_learning_rate", mixing_learning_rate, NON_NEGATIVE, remedy=remedy)
     check_population("apfl", cohort_size, num_clients)
     server = make_server(server_optimizer, aggregator, client_optimizer)
 

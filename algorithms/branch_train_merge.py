@@ -15,7 +15,9 @@ from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer, check
 from fedpax.algorithms.parts.local_steps import local_steps
 from fedpax.algorithms.parts.model_averaging import population_mean
 from fedpax.algorithms.parts.participation import participant_weights
+from fedpax.checks import PROBABILITY
 from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean
 from fedpax.transforms.program import program
 
@@ -150,7 +152,7 @@ def ensemble_log_likelihood(
     if log_prior is None:
         log_prior = jnp.full(num_experts, -jnp.log(jnp.float32(num_experts)))
     elif log_prior.shape != (num_experts,):
-        raise ValueError(
+        raise ArgumentError(
             f"log_prior has shape {list(log_prior.shape)}, expected [{num_experts}], one entry for "
             "each expert along the first axis of log_likelihoods."
         )
@@ -187,7 +189,7 @@ def cached_prior(
     Reference:
         arXiv:2208.03306, section 2.2 (cached prior).
     """
-    check_setting("cached_prior", "decay", decay, above=0, most=1, remedy="Pass 0.3.")
+    check_setting("cached_prior", "decay", decay, PROBABILITY, remedy="Pass 0.3.")
     total = jnp.sum(log_likelihoods.astype(jnp.float32), axis=-1)
     posterior = jax.nn.log_softmax(total, axis=0)
     weights = decay ** jnp.arange(1, posterior.shape[1] + 1, dtype=jnp.float32)

@@ -23,6 +23,7 @@ from fedpax.algorithms.parts.tree_arithmetic import subtract
 from fedpax.algorithms.streaming_diloco import StreamingDiLoCoState, streaming_diloco
 from fedpax.clients import Syncs
 from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_map, federated_sum
 from fedpax.transforms.program import program
 
@@ -234,15 +235,16 @@ def _steps_per_merge(
     found = jnp.shape(schedule.num_steps)[1:]
     num_steps = jax.tree.leaves(batches)[0].shape[1]
     if found != (num_fragments,):
-        raise ValueError(
-            f"decoupled_diloco: cohort.schedule has arrays [islands, {', '.join(map(str, found))}],"
-            f" expected [islands, {num_fragments}]: the model has {num_fragments} fragments. Pass "
-            f"num_fragments={num_fragments} to fedpax.simulation.fragment_syncs."
+        raise ArgumentError(
+            f"decoupled_diloco(): cohort.schedule has arrays [islands, "
+            f"{', '.join(map(str, found))}], expected [islands, {num_fragments}]: the model has "
+            f"{num_fragments} fragments. Pass num_fragments={num_fragments} to "
+            "fedpax.simulation.fragment_syncs."
         )
     if num_steps % num_fragments or delay >= num_steps // num_fragments:
-        raise ValueError(
-            f"decoupled_diloco: a round has {num_steps} steps for {num_fragments} fragments and a "
-            f"delay of {delay}, expected a multiple of {num_fragments} and more than delay for "
+        raise ArgumentError(
+            f"decoupled_diloco(): a round has {num_steps} steps for {num_fragments} fragments and "
+            f"a delay of {delay}, expected a multiple of {num_fragments} and more than delay for "
             "each. Give cohort.batches num_fragments * max_steps_per_sync steps (axis 1)."
         )
     return num_steps // num_fragments

@@ -22,6 +22,7 @@ from fedpax.algorithms.parts.local_steps import local_steps, local_update
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.rematerialized_map import map_clients
 from fedpax.algorithms.parts.server import make_server
+from fedpax.checks import NON_NEGATIVE
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives.placement import ChunkSize
@@ -111,7 +112,9 @@ def ditto(
     check_optimizer("ditto", "client_optimizer", client_optimizer)
     check_optimizer("ditto", "personal_optimizer", personal_optimizer, optional=True)
     check_optimizer("ditto", "server_optimizer", server_optimizer, optional=True)
-    check_setting("ditto", "lam", lam, remedy="Pass 0.0 for personal models without a tie.")
+    check_setting(
+        "ditto", "lam", lam, NON_NEGATIVE, remedy="Pass 0.0 for personal models without a tie."
+    )
     check_population("ditto", cohort_size, num_clients)
     personal = client_optimizer if personal_optimizer is None else personal_optimizer
     server = make_server(server_optimizer, aggregator, client_optimizer)

@@ -16,6 +16,7 @@ from fedpax.algorithms.parts.mean_metrics import mean_metrics
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.server import given_aggregator
 from fedpax.algorithms.parts.tree_arithmetic import subtract, weighted_sum
+from fedpax.checks import PROBABILITY
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map
 from fedpax.transforms.program import program
@@ -92,7 +93,7 @@ def easgd(
         section 3, equations 5 and 6, and algorithm 1 (the period).
     """
     check_optimizer("easgd", "optimizer", optimizer)
-    check_setting("easgd", "beta", beta, above=0, most=1, remedy="Pass 0.9, as the paper.")
+    check_setting("easgd", "beta", beta, PROBABILITY, remedy="Pass 0.9, as the paper.")
     combine = given_aggregator(aggregator, mean(), optimizer)
 
     @program(islands=islands)

@@ -19,7 +19,9 @@ from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.rematerialized_map import map_clients
 from fedpax.algorithms.parts.server import given_aggregator
 from fedpax.algorithms.parts.tree_arithmetic import subtract, weighted_sum
+from fedpax.checks import POSITIVE, Range
 from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.errors import ArgumentError
 from fedpax.primitives.placement import ChunkSize
 from fedpax.transforms.program import program
 
@@ -106,7 +108,7 @@ def fedac(
     for name, value in rates._asdict().items():
         least = 1 if name in ("alpha", "beta") else 0
         remedy = "Make the rates with fedac_i or fedac_ii."
-        check_setting("fedac", name, value, least=least, remedy=remedy)
+        check_setting("fedac", name, value, Range(least=least), remedy=remedy)
     combine = given_aggregator(aggregator, mean())
     optimizer = _accelerated(rates)
 
@@ -208,11 +210,11 @@ def _gamma(method: str, eta: float, mu: float, steps: int) -> float:
     settings = {"learning_rate": eta, "strong_convexity": mu, "local_steps": steps}
     for name, value in settings.items():
         remedy = f"Pass for example {method}(0.1, strong_convexity=0.01, local_steps=10)."
-        check_setting(method, name, value, above=0, remedy=remedy)
+        check_setting(method, name, value, POSITIVE, remedy=remedy)
     gamma = max(math.sqrt(eta / (mu * steps)), eta)
     if gamma * mu >= 1:
-        raise ValueError(
-            f"{method}: gamma * strong_convexity is {gamma * mu:g}, expected below 1. Lower "
+        raise ArgumentError(
+            f"{method}(): gamma * strong_convexity is {gamma * mu:g}, expected below 1. Lower "
             "learning_rate or strong_convexity."
         )
     return gamma

@@ -10,20 +10,17 @@ import optax
 from jaxtyping import Array, Int
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.checks import (
-    check_count,
-    check_no_keys,
-    check_optimizer,
-    check_setting,
-)
+from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.parts.gradient_terms import proximal_term
 from fedpax.algorithms.parts.history import History, start_history
 from fedpax.algorithms.parts.local_steps import local_update
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.staleness import StalenessFn, polynomial_staleness
 from fedpax.algorithms.parts.tree_arithmetic import scale, subtract
+from fedpax.checks import COUNT_OR_ZERO, FRACTION, NON_NEGATIVE, check_argument
 from fedpax.clients import Arrivals
 from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_map, federated_mean
 from fedpax.transforms.program import program
 
@@ -106,12 +103,14 @@ def fedasync(
     """
     check_optimizer("fedasync", "client_optimizer", client_optimizer)
     remedy = "Pass the largest staleness of the schedule, or 0 to use fresh models alone."
-    check_count("fedasync", "max_staleness", max_staleness, least=0, remedy=remedy)
-    check_setting("fedasync", "mixing", mixing, most=1, remedy="Pass for example 0.6.")
-    check_setting("fedasync", "proximal", proximal, remedy="Pass 0.0 for no proximal term.")
+    check_argument("fedasync", "max_staleness", max_staleness, COUNT_OR_ZERO, remedy=remedy)
+    check_setting("fedasync", "mixing", mixing, FRACTION, remedy="Pass for example 0.6.")
+    check_setting(
+        "fedasync", "proximal", proximal, NON_NEGATIVE, remedy="Pass 0.0 for no proximal term."
+    )
     if update not in ("model", "difference"):
-        raise ValueError(
-            f'fedasync: update is {update!r}, expected "model" or "difference". Pass "model" for '
+        raise ArgumentError(
+            f'fedasync(): update is {update!r}, expected "model" or "difference". Pass "model" for '
             "the paper's update."
         )
     weigh = polynomial_staleness() if staleness_fn is None else staleness_fn

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.checks import check_count, check_no_keys, check_optimizer
+from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer
 from fedpax.algorithms.parts.history import History, start_history
 from fedpax.algorithms.parts.local_steps import local_update
 from fedpax.algorithms.parts.participation import participant_weights
@@ -19,6 +19,7 @@ from fedpax.algorithms.parts.rematerialized_map import map_clients
 from fedpax.algorithms.parts.server import make_server
 from fedpax.algorithms.parts.staleness import StalenessFn, polynomial_staleness
 from fedpax.algorithms.parts.tree_arithmetic import scale
+from fedpax.checks import COUNT, COUNT_OR_ZERO, check_argument
 from fedpax.clients import Arrivals
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_map
@@ -110,9 +111,9 @@ def fedbuff(
     """
     check_optimizer("fedbuff", "client_optimizer", client_optimizer)
     check_optimizer("fedbuff", "server_optimizer", server_optimizer, optional=True)
-    check_count("fedbuff", "buffer_size", buffer_size, remedy="Pass 10, as the paper.")
+    check_argument("fedbuff", "buffer_size", buffer_size, COUNT, remedy="Pass 10, as the paper.")
     remedy = "Pass the largest staleness of the schedule, or 0 for fedavg."
-    check_count("fedbuff", "max_staleness", max_staleness, least=0, remedy=remedy)
+    check_argument("fedbuff", "max_staleness", max_staleness, COUNT_OR_ZERO, remedy=remedy)
     weigh = polynomial_staleness() if staleness_fn is None else staleness_fn
     server = make_server(server_optimizer, aggregator, client_optimizer)
 

@@ -25,6 +25,7 @@ from fedpax.algorithms.parts.participation import participant_weights, takes_par
 from fedpax.algorithms.parts.rematerialized_map import map_clients
 from fedpax.algorithms.parts.server import as_floats, make_server
 from fedpax.algorithms.parts.tree_arithmetic import scale
+from fedpax.checks import NON_NEGATIVE
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_map, federated_sum
@@ -117,7 +118,7 @@ def feddyn(
     """
     check_optimizer("feddyn", "client_optimizer", client_optimizer)
     check_optimizer("feddyn", "server_optimizer", server_optimizer, optional=True)
-    check_setting("feddyn", "alpha", alpha, remedy="Pass 0.0 for fedavg.")
+    check_setting("feddyn", "alpha", alpha, NON_NEGATIVE, remedy="Pass 0.0 for fedavg.")
     check_population("feddyn", cohort_size, num_clients)
     server = make_server(server_optimizer, aggregator, client_optimizer)
 

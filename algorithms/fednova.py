@@ -22,6 +22,7 @@ from fedpax.algorithms.parts.rematerialized_map import map_clients
 from fedpax.algorithms.parts.server import as_floats, make_server
 from fedpax.algorithms.parts.tree_arithmetic import scale
 from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_mean
 from fedpax.primitives.placement import ChunkSize
 from fedpax.transforms.program import program
@@ -125,10 +126,10 @@ def _check_scalar_rule(optimizer: optax.GradientTransformation) -> None:
     try:
         jax.eval_shape(lambda x: optimizer.update(x, optimizer.init(x), x), scalar)
     except Exception as error:
-        raise ValueError(
-            "fednova: client_optimizer does not take a scalar parameter, from which fednova reads "
-            "the length of local training. Expected the same rule for all parameters: leave out "
-            "optax.multi_transform and masks by name, or use fedavg."
+        raise ArgumentError(
+            "fednova(): client_optimizer does not take a scalar parameter, from which fednova "
+            "reads the length of local training. Expected the same rule for all parameters: leave "
+            "out optax.multi_transform and masks by name, or use fedavg."
         ) from error
 
 

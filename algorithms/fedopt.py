@@ -15,6 +15,7 @@ import optax
 
 from fedpax.algorithms.parts.checks import check_setting
 from fedpax.algorithms.parts.tree_arithmetic import weighted_sum
+from fedpax.checks import DECAY, POSITIVE
 
 
 class ServerOptimizerState(NamedTuple):
@@ -157,7 +158,7 @@ def _server_optimizer(
 def _check(optimizer: str, learning_rate: Any, b1: Any, tau: Any, b2: Any = 0.0) -> None:
     remedies = {"learning_rate": "Pass for example 0.1.", "tau": "Pass 1e-3, as the paper."}
     for name, value in {"learning_rate": learning_rate, "tau": tau}.items():
-        check_setting(optimizer, name, value, above=0, remedy=remedies[name])
+        check_setting(optimizer, name, value, POSITIVE, remedy=remedies[name])
     for name, value in {"b1": b1, "b2": b2}.items():
         remedy = "Pass 0.0 for no memory of earlier rounds."
-        check_setting(optimizer, name, value, below=1, remedy=remedy)
+        check_setting(optimizer, name, value, DECAY, remedy=remedy)

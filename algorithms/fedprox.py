@@ -17,6 +17,7 @@ from fedpax.algorithms.parts.local_steps import local_update
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.rematerialized_map import map_clients
 from fedpax.algorithms.parts.server import make_server
+from fedpax.checks import NON_NEGATIVE
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives.placement import ChunkSize
 from fedpax.transforms.program import program
@@ -74,7 +75,7 @@ def fedprox(
     """
     check_optimizer("fedprox", "client_optimizer", client_optimizer)
     check_optimizer("fedprox", "server_optimizer", server_optimizer, optional=True)
-    check_setting("fedprox", "mu", mu, remedy="Pass 0.0 for fedavg.")
+    check_setting("fedprox", "mu", mu, NON_NEGATIVE, remedy="Pass 0.0 for fedavg.")
     server = make_server(server_optimizer, aggregator, client_optimizer)
 
     @program(clients=cohort_size)

@@ -28,8 +28,10 @@ from fedpax.algorithms.parts.delayed_nesterov import (
 )
 from fedpax.algorithms.parts.inner_steps import make_outer_gradient
 from fedpax.algorithms.parts.tree_arithmetic import subtract
+from fedpax.checks import FRACTION
 from fedpax.clients import RegionalOrder
 from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.errors import ArgumentError
 from fedpax.primitives import (
     federated_broadcast,
     federated_map,
@@ -189,7 +191,7 @@ def halos(
     check_delayed_nesterov("halos", "local_server", local_server)
     check_delayed_nesterov("halos", "global_server", global_server)
     remedy = "Pass 0.25, as the authors."
-    check_setting("halos", "merge_weight", merge_weight, most=1, remedy=remedy)
+    check_setting("halos", "merge_weight", merge_weight, FRACTION, remedy=remedy)
     combine = arrivals_aggregator("halos", aggregator, inner_optimizer)
 
     def exchange(
@@ -340,7 +342,7 @@ def check_regions(function: str, regions: Sequence[int]) -> tuple[int, ...]:
     """
     found = tuple(int(region) for region in regions)
     if not found or set(found) != set(range(max(found) + 1)) or found != tuple(regions):
-        raise ValueError(
+        raise ArgumentError(
             f"{function}: regions is {tuple(regions)}, expected the region of each island, numbers "
             "from 0 without gaps, such as (0, 0, 1, 1). Number the regions anew."
         )

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from fedpax.aggregators import Aggregator, random_stream
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.checks import check_count, check_no_keys, check_optimizer
+from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer
 from fedpax.algorithms.parts.local_evaluation import local_metrics
 from fedpax.algorithms.parts.local_steps import local_update
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
@@ -20,7 +20,9 @@ from fedpax.algorithms.parts.optimizer_step import optimizer_step
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.rematerialized_map import map_clients
 from fedpax.algorithms.parts.server import make_server
+from fedpax.checks import COUNT, check_argument
 from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_map, federated_sum
 from fedpax.primitives.placement import ChunkSize
 from fedpax.transforms.program import program
@@ -101,7 +103,7 @@ def hypcluster(
     """
     check_optimizer("hypcluster", "client_optimizer", client_optimizer)
     check_optimizer("hypcluster", "server_optimizer", server_optimizer, optional=True)
-    check_count("hypcluster", "num_clusters", num_clusters, remedy="Pass 1 for fedavg.")
+    check_argument("hypcluster", "num_clusters", num_clusters, COUNT, remedy="Pass 1 for fedavg.")
     server = make_server(server_optimizer, aggregator, client_optimizer)
 
     @program(clients=cohort_size)
@@ -202,8 +204,8 @@ def _stack(trees: Any) -> Any:
 def _check_models(params: Params, num_clusters: int) -> None:
     for path, leaf in jax.tree.leaves_with_path(params):
         if jnp.shape(leaf)[:1] != (num_clusters,):
-            raise ValueError(
-                f"hypcluster: params{jax.tree_util.keystr(path)} has shape "
+            raise ArgumentError(
+                f"hypcluster(): params{jax.tree_util.keystr(path)} has shape "
                 f"{list(jnp.shape(leaf))}, expected [{num_clusters}, ...]: a model for each "
                 "cluster. Make them with jax.vmap over random keys, or stack them."
             )

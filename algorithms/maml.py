@@ -14,6 +14,8 @@ from fedpax.algorithms.fedavg import FedAvgState, fedavg
 from fedpax.algorithms.parts.checks import check_optimizer, check_setting
 from fedpax.algorithms.parts.local_steps import gradient_and_metrics
 from fedpax.algorithms.parts.tree_arithmetic import scale, subtract
+from fedpax.checks import NON_NEGATIVE
+from fedpax.errors import ArgumentError
 from fedpax.primitives.placement import ChunkSize
 
 
@@ -77,7 +79,13 @@ def per_fedavg(
     check_optimizer("per_fedavg", "client_optimizer", client_optimizer)
     check_optimizer("per_fedavg", "server_optimizer", server_optimizer, optional=True)
     remedy = "Pass 0.0 for fedavg on every second example."
-    check_setting("per_fedavg", "adaptation_learning_rate", adaptation_learning_rate, remedy=remedy)
+    check_setting(
+        "per_fedavg",
+        "adaptation_learning_rate",
+        adaptation_learning_rate,
+        NON_NEGATIVE,
+        remedy=remedy,
+    )
 
     def meta_loss(params: Params, batch: chex.ArrayTree) -> tuple[jax.Array, Metrics | None]:
         support, query = (_every_second(batch, start) for start in (0, 1))
@@ -143,7 +151,9 @@ def reptile(
     check_optimizer("reptile", "client_optimizer", client_optimizer)
     if not callable(meta_learning_rate):
         remedy = "Pass 1.0 for fedavg."
-        check_setting("reptile", "meta_learning_rate", meta_learning_rate, remedy=remedy)
+        check_setting(
+            "reptile", "meta_learning_rate", meta_learning_rate, NON_NEGATIVE, remedy=remedy
+        )
     return fedavg(
         loss_fn,
         cohort_size=cohort_size,
@@ -157,8 +167,8 @@ def reptile(
 def _every_second(batch: chex.ArrayTree, start: int) -> chex.ArrayTree:
     def half(path: Any, leaf: jax.Array) -> jax.Array:
         if leaf.ndim < 1 or leaf.shape[0] < 2:
-            raise ValueError(
-                f"per_fedavg: a batch{jax.tree_util.keystr(path)} has shape {list(leaf.shape)}, "
+            raise ArgumentError(
+                f"per_fedavg(): a batch{jax.tree_util.keystr(path)} has shape {list(leaf.shape)}, "
                 "expected at least two examples, one to adapt to and one to judge by. Use larger "
                 "batches."
             )

@@ -20,6 +20,7 @@ from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.rematerialized_map import map_clients
 from fedpax.algorithms.parts.server import as_floats, make_server, unless_all_absent
 from fedpax.algorithms.parts.tree_arithmetic import subtract, weighted_sum
+from fedpax.checks import DECAY, NON_NEGATIVE, POSITIVE
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_mean
 from fedpax.primitives.placement import ChunkSize
@@ -220,12 +221,12 @@ def mime_adam(
     """
     remedies = {"learning_rate": "Pass for example 0.1.", "eps": "Pass 1e-3, the default."}
     for name, value in {"learning_rate": learning_rate, "eps": eps}.items():
-        check_setting("mime_adam", name, value, above=0, remedy=remedies[name])
+        check_setting("mime_adam", name, value, POSITIVE, remedy=remedies[name])
     for name, value in {"b1": b1, "b2": b2}.items():
         remedy = "Pass 0.0 for no memory of earlier rounds."
-        check_setting("mime_adam", name, value, below=1, remedy=remedy)
+        check_setting("mime_adam", name, value, DECAY, remedy=remedy)
     name, remedy = "initial_second_moment", "Pass 1.0, the default."
-    check_setting("mime_adam", name, initial_second_moment, remedy=remedy)
+    check_setting("mime_adam", name, initial_second_moment, NON_NEGATIVE, remedy=remedy)
 
     def init(params: optax.Params) -> MimeAdamState:
         second = jax.tree.map(lambda p: jnp.full_like(p, initial_second_moment), params)

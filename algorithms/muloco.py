@@ -12,6 +12,7 @@ from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.algorithms.diloco import DiLoCoState, diloco
 from fedpax.algorithms.parts.checks import check_optimizer, check_setting
+from fedpax.checks import NON_NEGATIVE
 
 
 def muloco(
@@ -69,7 +70,7 @@ def muloco(
     check_optimizer("muloco", "outer_optimizer", outer_optimizer, optional=True)
     if not callable(learning_rate):
         remedy = "Pass 0.02, as the authors' code."
-        check_setting("muloco", "learning_rate", learning_rate, remedy=remedy)
+        check_setting("muloco", "learning_rate", learning_rate, NON_NEGATIVE, remedy=remedy)
     inner = _on_automatic_axes(
         optax.contrib.muon(learning_rate, muon_weight_dimension_numbers=weight_dimension_numbers)
     )

@@ -18,6 +18,7 @@ from fedpax.algorithms.parts.model_averaging import population_mean
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.permute_participants import exchange, perfect_matchings
 from fedpax.algorithms.parts.server import as_floats, unless_all_absent
+from fedpax.checks import FRACTION, NON_NEGATIVE
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean
 from fedpax.transforms.program import program
@@ -110,8 +111,8 @@ def noloco(
     check_optimizer("noloco", "inner_optimizer", inner_optimizer)
     gamma = learning_rate if pull is None else pull
     for name, value in {"learning_rate": learning_rate, "pull": gamma}.items():
-        check_setting("noloco", name, value, remedy="Pass 0.7, as the paper.")
-    check_setting("noloco", "momentum", momentum, most=1, remedy="Pass 0.5, as the paper.")
+        check_setting("noloco", name, value, NON_NEGATIVE, remedy="Pass 0.7, as the paper.")
+    check_setting("noloco", "momentum", momentum, FRACTION, remedy="Pass 0.5, as the paper.")
 
     @program(islands=islands)
     def init(params: Params) -> NoLoCoState:

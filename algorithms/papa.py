@@ -18,7 +18,9 @@ from fedpax.algorithms.parts.local_steps import local_steps
 from fedpax.algorithms.parts.model_averaging import population_mean
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.permute_participants import exchange
+from fedpax.checks import FRACTION
 from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean
 from fedpax.transforms.program import program
 
@@ -103,7 +105,7 @@ def papa(
     """
     if not callable(alpha):
         remedy = "Pass 0.99, or 0.0 for papa_all."
-        check_setting("papa", "alpha", alpha, most=1, remedy=remedy)
+        check_setting("papa", "alpha", alpha, FRACTION, remedy=remedy)
 
     def combine(models: Params, index: Int[Array, ""]) -> Params:
         share, mean = alpha(index) if callable(alpha) else alpha, federated_mean(models)
@@ -214,7 +216,7 @@ def papa_2(
         n (n - 1) / 2 pairs.
     """
     if pairs not in ("random", "rotation"):
-        raise ValueError(
+        raise ArgumentError(
             f'papa_2: pairs is {pairs!r}, expected "random" or "rotation". Pass "random", as the '
             'authors, or "rotation", with which each island receives one model.'
         )

@@ -32,6 +32,7 @@ from fedpax.algorithms.parts.server import make_server
 from fedpax.algorithms.parts.tree_arithmetic import scale, subtract
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
 from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_mean
 from fedpax.primitives.placement import ChunkSize
 from fedpax.transforms.program import program
@@ -123,8 +124,8 @@ def scaffold(
     check_optimizer("scaffold", "client_optimizer", client_optimizer)
     check_optimizer("scaffold", "server_optimizer", server_optimizer, optional=True)
     if option not in ("I", "II"):
-        raise ValueError(
-            f'scaffold: option is {option!r}, expected "I" or "II". Pass "II", which computes no '
+        raise ArgumentError(
+            f'scaffold(): option is {option!r}, expected "I" or "II". Pass "II", which computes no '
             "gradient more."
         )
     check_population("scaffold", cohort_size, num_clients)

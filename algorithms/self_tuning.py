@@ -13,12 +13,14 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.checks import check_count, check_optimizer, check_setting
+from fedpax.algorithms.parts.checks import check_optimizer, check_setting
 from fedpax.algorithms.parts.local_evaluation import accumulator, count_steps, mean_of
 from fedpax.algorithms.parts.local_steps import fold_steps, gradient_and_metrics
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.rematerialized_map import map_clients
+from fedpax.checks import COUNT, POSITIVE, check_argument
 from fedpax.clients.cohort import Cohort
+from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_mean
 from fedpax.primitives.placement import ChunkSize
 from fedpax.transforms.program import program
@@ -204,8 +206,8 @@ def self_tuning(
 
 def _check(hyperparameters: Mapping[str, float], tuning_steps: int) -> None:
     if not hyperparameters:
-        raise ValueError(
-            "self_tuning: hyperparameters is empty, expected initial values by name. Pass for "
+        raise ArgumentError(
+            "self_tuning(): hyperparameters is empty, expected initial values by name. Pass for "
             "example {'learning_rate': 1.0}."
         )
     for name, value in hyperparameters.items():
@@ -213,6 +215,6 @@ def _check(hyperparameters: Mapping[str, float], tuning_steps: int) -> None:
             "Its logarithm is tuned: express it by a positive number, such as a momentum by 1 - "
             "damping."
         )
-        check_setting("self_tuning", f"hyperparameters[{name!r}]", value, above=0, remedy=remedy)
+        check_setting("self_tuning", f"hyperparameters[{name!r}]", value, POSITIVE, remedy=remedy)
     remedy = "It is the number of each participant's batches that measure the loss after a round."
-    check_count("self_tuning", "tuning_steps", tuning_steps, remedy=remedy)
+    check_argument("self_tuning", "tuning_steps", tuning_steps, COUNT, remedy=remedy)

@@ -9,6 +9,7 @@ from fedpax.aggregators.codecs import Codec
 from fedpax.algorithm import FederatedAlgorithm, LossFn
 from fedpax.algorithms.diloco import DiLoCoState, diloco
 from fedpax.algorithms.parts.checks import check_optimizer, check_setting
+from fedpax.checks import NON_NEGATIVE
 
 
 def sparseloco(
@@ -69,7 +70,9 @@ def sparseloco(
     check_optimizer("sparseloco", "inner_optimizer", inner_optimizer)
     if not callable(outer_learning_rate):
         remedy = "Pass 1.0, the default."
-        check_setting("sparseloco", "outer_learning_rate", outer_learning_rate, remedy=remedy)
+        check_setting(
+            "sparseloco", "outer_learning_rate", outer_learning_rate, NON_NEGATIVE, remedy=remedy
+        )
     if codec is None:
         codec = codecs.top_k(1 / 64, values=codecs.sign(bits=2))
     return diloco(

@@ -27,7 +27,9 @@ from fedpax.algorithms.parts.optimizer_step import optimizer_step
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.server import as_floats, given_aggregator, unless_all_absent
 from fedpax.algorithms.parts.tree_arithmetic import subtract
+from fedpax.checks import DECAY
 from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives import federated_broadcast, federated_map
 from fedpax.transforms.program import program
 
@@ -309,16 +311,16 @@ def _number_of_blocks(num_steps: int, num_fragments: int, delay: int) -> int:
     """Return the number of blocks of a round: at the end of each, some fragments synchronize."""
     blocks = min(num_steps, num_fragments)
     if num_steps % blocks or num_fragments % blocks:
-        raise ValueError(
-            f"streaming_diloco: a round of {num_steps} steps has {num_fragments} fragments, which "
-            f"do not divide it. Make the number of steps (axis 1 of cohort.batches) a multiple of "
-            f"{num_fragments}, or choose other fragments."
+        raise ArgumentError(
+            f"streaming_diloco(): a round of {num_steps} steps has {num_fragments} fragments, "
+            f"which do not divide it. Make the number of steps (axis 1 of cohort.batches) a "
+            f"multiple of {num_fragments}, or choose other fragments."
         )
     if delay >= num_steps // blocks:
-        raise ValueError(
-            f"streaming_diloco: delay is {delay}, expected below {num_steps // blocks}, the number "
-            f"of steps between the transfers of {num_fragments} fragments in {num_steps} steps. "
-            "Reduce delay, or use fewer fragments or more steps in a round."
+        raise ArgumentError(
+            f"streaming_diloco(): delay is {delay}, expected below {num_steps // blocks}, the "
+            f"number of steps between the transfers of {num_fragments} fragments in {num_steps} "
+            "steps. Reduce delay, or use fewer fragments or more steps in a round."
         )
     return blocks
 
@@ -327,8 +329,8 @@ def _check_settings(fragments: int | FragmentFn, delay: int, mixing: float) -> N
     if not callable(fragments):
         layer_fragments(fragments)  # raises for what is not a number of fragments
     if isinstance(delay, bool) or not isinstance(delay, int):
-        raise TypeError(f"delay is {delay!r}, expected an int: a number of inner steps.")
+        raise ArgumentTypeError(f"delay is {delay!r}, expected an int: a number of inner steps.")
     if delay < 0:
-        raise ValueError(f"delay is {delay}, expected at least 0. Pass delay=0 for no overlap.")
+        raise ArgumentError(f"delay is {delay}, expected at least 0. Pass delay=0 for no overlap.")
     remedy = "With 1, islands would never receive the outer model. Pass 0.0 or 0.5, as the paper."
-    check_setting("streaming_diloco", "mixing", mixing, below=1, remedy=remedy)
+    check_setting("streaming_diloco", "mixing", mixing, DECAY, remedy=remedy)

@@ -11,9 +11,9 @@ import optax
 from fedpax.aggregators import codecs, compressed_mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.algorithms import async_diloco
+from fedpax.checks import COUNT, DECAY, NON_NEGATIVE, POSITIVE, check_ranges
 from fedpax.experiments.asynchronous_text import AsynchronousText
 from fedpax.experiments.diloco_text import diloco_text
-from fedpax.experiments.ranges import COUNT, DECAY, NON_NEGATIVE, POSITIVE, check_ranges
 from fedpax.experiments.text import text_fields
 from fedpax.experiments.traces import TraceConfig
 from fedpax.simulation import IslandArrivals, dynamic_local_steps, island_arrivals

@@ -18,13 +18,14 @@ from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import fedpax.experiments
+from fedpax.errors import FedpaxError
 from fedpax.experiments.edited_modules import folder_of_module, import_newest
 
 if TYPE_CHECKING:
     from fedpax.training.experiment import Experiment
 
 
-class UnknownExperimentError(ValueError):
+class UnknownExperimentError(FedpaxError, ValueError):
     """An experiment that does not exist; the message lists similar names."""
 
 

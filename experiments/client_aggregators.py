@@ -18,18 +18,17 @@ from fedpax.aggregators import (
     quantized_mean,
     secure_mean,
 )
-from fedpax.experiments.ranges import (
-    CODE_BITS,
+from fedpax.checks import (
     COUNT,
     EVEN,
     FRACTION,
-    LEVELS,
-    MASKED_BITS,
     NON_NEGATIVE,
     POSITIVE,
     PROBABILITY,
+    IntRange,
     check_ranges,
 )
+from fedpax.errors import ArgumentError
 
 CodecName = Literal["uniform", "drive", "terngrad", "sign", "e3m0", "top_k", "random_k"]
 """The names of the codecs."""
@@ -69,8 +68,8 @@ class AggregatorConfig(abc.ABC):
             try:
                 dataclasses.replace(self, **{name: most})
             except ValueError:  # the limit is below the smallest value of the setting
-                raise ValueError(f"{at}: too few clients. Use a larger --cohort.size.") from None
-            raise ValueError(
+                raise ArgumentError(f"{at}: too few clients. Use a larger --cohort.size.") from None
+            raise ArgumentError(
                 f"{at}: expected at most {most}. Set --aggregator.{name} to at most {most}, or "
                 "change --cohort.size."
             )
@@ -144,7 +143,7 @@ class PrivateMean(AggregatorConfig):
         if self.quantile is not None and self.noise_multiplier >= (
             most := expected_participants / 10
         ):
-            raise ValueError(
+            raise ArgumentError(
                 f"aggregator.noise_multiplier={self.noise_multiplier} with aggregator.quantile="
                 f"{self.quantile}: expected a number below {most:g}, a tenth of the clients of a "
                 "round. The noisy number of clipped updates alone would spend the privacy budget. "
@@ -177,7 +176,13 @@ class SecureMean(AggregatorConfig):
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_ranges(self, "aggregator", max_value=POSITIVE, bits=MASKED_BITS, num_neighbors=EVEN)
+        check_ranges(
+            self,
+            "aggregator",
+            max_value=POSITIVE,
+            bits=IntRange(least=2, most=24),
+            num_neighbors=EVEN,
+        )
 
     def limits(self, cohort_size: int) -> Mapping[str, int]:
         """Return the largest `bits`, whose sums fit 32 bits, and `num_neighbors`."""
@@ -249,7 +254,7 @@ class QuantizedMean(AggregatorConfig):
 
     def __post_init__(self) -> None:
         """Check the range."""
-        check_ranges(self, "aggregator", num_levels=LEVELS)
+        check_ranges(self, "aggregator", num_levels=IntRange(least=2, most=256))
 
     def make(self, seed: int, expected_participants: float) -> Aggregator:
         """Make the mean."""
@@ -285,17 +290,17 @@ class CompressedMean(AggregatorConfig):
             ValueError: there is no codec of this name, a number is out of range, the codec does not
                 use it, or the codec cannot have error feedback.
         """
-        check_ranges(self, "aggregator", bits=CODE_BITS, fraction=PROBABILITY)
+        check_ranges(self, "aggregator", bits=IntRange(least=1, most=16), fraction=PROBABILITY)
         for name, users in {"bits": ("uniform",), "fraction": ("top_k", "random_k")}.items():
             if getattr(self, name) is not None and self.codec not in users:
-                raise ValueError(
+                raise ArgumentError(
                     f"aggregator.{name}={getattr(self, name)} has no effect with aggregator.codec="
                     f"{self.codec}. Leave out --aggregator.{name}, or set --aggregator.codec="
                     f"{' or '.join(users)}."
                 )
         if self.error_feedback and not self._codec().contractive:
             other = "bits to 5 or more" if self.codec == "uniform" else "codec to another codec"
-            raise ValueError(
+            raise ArgumentError(
                 f"aggregator.error_feedback=True with aggregator.codec={self.codec}: its error can "
                 "be larger than the update, so that what is left out could grow without bound. Set "
                 f"--aggregator.error_feedback=False, or set --aggregator.{other}."

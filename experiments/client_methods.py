@@ -25,8 +25,8 @@ from fedpax.algorithms import (
     scaffold,
     self_tuning,
 )
+from fedpax.checks import COUNT, DECAY, NON_NEGATIVE, POSITIVE, check_ranges
 from fedpax.clients.cohort import Cohort
-from fedpax.experiments.ranges import COUNT, DECAY, NON_NEGATIVE, POSITIVE, check_ranges
 
 
 class ClientTraining(NamedTuple):

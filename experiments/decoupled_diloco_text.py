@@ -13,15 +13,9 @@ from fedpax.algorithms import (
     directional_mean,
     layer_fragments,
 )
+from fedpax.checks import COUNT, COUNT_OR_ZERO, DECAY, NON_NEGATIVE, POSITIVE, check_ranges
+from fedpax.errors import ArgumentError
 from fedpax.experiments.optimizers import OptimizerConfig
-from fedpax.experiments.ranges import (
-    COUNT,
-    COUNT_OR_ZERO,
-    DECAY,
-    NON_NEGATIVE,
-    POSITIVE,
-    check_ranges,
-)
 from fedpax.experiments.text import TextConfig, TextExperiment
 from fedpax.models import presets
 from fedpax.training.experiment import TrainingConfig
@@ -109,13 +103,13 @@ class DecoupledDiLoCoText(TextExperiment):
         """Make Decoupled DiLoCo, with its parts for `fedpax syncer` and `fedpax join`."""
         decoupled, local_steps = self.decoupled, self.data.local_steps
         if local_steps % decoupled.fragments:
-            raise ValueError(
+            raise ArgumentError(
                 f"data.local_steps={local_steps} is no multiple of decoupled.fragments="
                 f"{decoupled.fragments}, expected the same number of steps before each merge. Set "
                 f"--data.local_steps to a multiple of {decoupled.fragments}."
             )
         if decoupled.quorum > self.islands:
-            raise ValueError(
+            raise ArgumentError(
                 f"decoupled.quorum={decoupled.quorum} with islands={self.islands}: expected at "
                 f"most all islands. Set --decoupled.quorum to at most {self.islands}, or raise "
                 "--islands."

@@ -7,8 +7,8 @@ import optax
 from fedpax.aggregators.quantized_mean import check_num_levels, quantized_mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn
 from fedpax.algorithms import data_parallel, diloco
+from fedpax.checks import DECAY, POSITIVE, check_ranges
 from fedpax.experiments.optimizers import OptimizerConfig
-from fedpax.experiments.ranges import DECAY, POSITIVE, check_ranges
 from fedpax.experiments.text import TextConfig, TextExperiment, text_fields
 from fedpax.models import presets
 from fedpax.models.lora import LoRAConfig

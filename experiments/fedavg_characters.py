@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from fedpax.checks import COUNT, check_ranges
 from fedpax.data import Partition, Source
 from fedpax.data.rounds.preprocess import Arrays, Preprocess
 from fedpax.data.text.characters import (
@@ -14,10 +15,10 @@ from fedpax.data.text.characters import (
     character_batch,
     character_rows,
 )
+from fedpax.errors import ArgumentError
 from fedpax.experiments.fedavg_clients import CohortConfig, ServerConfig
 from fedpax.experiments.fedavg_words import FedAvgTokens, pad_batches
 from fedpax.experiments.populations import NaturalPopulation, check_has_fields
-from fedpax.experiments.ranges import COUNT, check_ranges
 from fedpax.models.lstm import LSTMConfig
 from fedpax.training.evaluation import Batch
 from fedpax.training.experiment import TrainingConfig
@@ -52,7 +53,7 @@ class FedAvgCharacters(FedAvgTokens):
         super().__post_init__()
         check_ranges(self, "", seq_len=COUNT)
         if self.model.vocab_size != (size := len(SHAKESPEARE_CHARACTERS) + NUM_SPECIAL):
-            raise ValueError(
+            raise ArgumentError(
                 f"model.vocab_size={self.model.vocab_size}, expected {size}: "
                 f"{size - NUM_SPECIAL} characters and {NUM_SPECIAL} special tokens. Set "
                 f"--model.vocab_size={size}."

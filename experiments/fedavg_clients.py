@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.algorithms import server_adagrad, server_adam, server_yogi
+from fedpax.checks import COUNT, COUNT_OR_ZERO, DECAY, POSITIVE, PROBABILITY, check_ranges
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.data import (
     ClientSampler,
@@ -23,17 +24,10 @@ from fedpax.data import (
 )
 from fedpax.data.populations.partition import Examples
 from fedpax.data.rounds.preprocess import Arrays, Preprocess
+from fedpax.errors import ArgumentError
 from fedpax.experiments.client_aggregators import AggregatorConfig, Mean, PrivateSecureMean
 from fedpax.experiments.client_methods import ClientTraining, FedAvg, MethodConfig
 from fedpax.experiments.populations import PopulationConfig
-from fedpax.experiments.ranges import (
-    COUNT,
-    COUNT_OR_ZERO,
-    DECAY,
-    POSITIVE,
-    PROBABILITY,
-    check_ranges,
-)
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.parallel.axes import shardings
 from fedpax.parallel.mesh import MeshConfig, MeshSizeError, available_devices
@@ -148,7 +142,7 @@ class ClientExperiment(Experiment):
         """
         check_ranges(self, "", heldout_batch_size=COUNT, client_learning_rate=POSITIVE)
         if not self.method.has_server_optimizer and self.server != ServerConfig():
-            raise ValueError(
+            raise ArgumentError(
                 f"server={self.server} has no effect: {type(self.method).__name__} takes no server "
                 "optimizer. Leave the fields of --server at their defaults."
             )
@@ -158,7 +152,7 @@ class ClientExperiment(Experiment):
             and isinstance(self.aggregator, PrivateSecureMean)
             and self.aggregator.min_participants is None
         ):
-            raise ValueError(
+            raise ArgumentError(
                 "aggregator.min_participants=None with cohort.sampling_probability: the result is "
                 "0 unless all --cohort.size clients join a round. Set "
                 "--aggregator.min_participants to a number that nearly all rounds have."
@@ -378,7 +372,7 @@ def resolve_clients_axis(mesh: MeshConfig, cohort_size: int, processes: int = 1)
     """
     if mesh.clients not in (None, -1):
         if cohort_size % mesh.clients:
-            raise ValueError(
+            raise ArgumentError(
                 f"--mesh.clients={mesh.clients} does not divide --cohort.size={cohort_size}. Set "
                 f"--cohort.size to a multiple of {mesh.clients}, or --mesh.clients=-1 for the "
                 "largest axis that divides the cohort."

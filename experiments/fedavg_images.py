@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from fedpax import Cohort
 from fedpax.algorithm import LossFn, Params
+from fedpax.checks import COUNT, NON_NEGATIVE, check_ranges
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.data import (
     ClientSampler,
@@ -23,6 +24,7 @@ from fedpax.data.populations.partition import Examples
 from fedpax.data.rounds.augmentation import augment_cohort, central_crop, standardize
 from fedpax.data.rounds.dropout_seeds import DROPOUT_SEED, add_dropout_seeds
 from fedpax.data.rounds.preprocess import Arrays, Preprocess, preprocess_images
+from fedpax.errors import ArgumentError
 from fedpax.experiments.client_aggregators import PrivateMean
 from fedpax.experiments.fedavg_clients import CohortConfig, FedAvgExperiment, ServerConfig
 from fedpax.experiments.populations import (
@@ -31,7 +33,6 @@ from fedpax.experiments.populations import (
     SyntheticPopulation,
     check_has_fields,
 )
-from fedpax.experiments.ranges import COUNT, NON_NEGATIVE, check_ranges
 from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
 from fedpax.models.losses import classification_loss, l2_regularized
 from fedpax.models.nnx_functional import FunctionalModel
@@ -75,7 +76,7 @@ class FedAvgImages(FedAvgExperiment):
             return
         height, width = self.model.image_height, self.model.image_width
         if not height == width == self.crop_size:
-            raise ValueError(
+            raise ArgumentError(
                 f"crop_size={self.crop_size}, expected the size of the network's images, {height} "
                 f"x {width}. Set --model.image_height={self.crop_size} and "
                 f"--model.image_width={self.crop_size}."

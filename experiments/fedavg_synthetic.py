@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpax.algorithm import LossFn
+from fedpax.checks import COUNT, NON_NEGATIVE, check_ranges
 from fedpax.data import Partition, example_batches
 from fedpax.data.populations.leaf_clients import leaf_clients
 from fedpax.data.populations.logistic_clients import logistic_clients
 from fedpax.data.rounds.preprocess import Arrays, Preprocess, preprocess_images
 from fedpax.experiments.fedavg_clients import ClientExperiment, CohortConfig
-from fedpax.experiments.ranges import COUNT, NON_NEGATIVE, check_ranges
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.losses import classification_loss
 from fedpax.models.nnx_functional import FunctionalModel

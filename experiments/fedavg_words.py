@@ -11,15 +11,16 @@ import numpy as np
 
 from fedpax import Cohort
 from fedpax.algorithm import LossFn, Params
+from fedpax.checks import COUNT, check_ranges
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.data import ClientSampler, CohortRounds, Partition, Source
 from fedpax.data.rounds.preprocess import Preprocess
 from fedpax.data.rounds.stream import evenly_spaced
 from fedpax.data.sources.stackoverflow_words import stackoverflow_words
 from fedpax.data.text.words import NUM_SPECIAL, WordRows
+from fedpax.errors import ArgumentError
 from fedpax.experiments.fedavg_clients import CohortConfig, FedAvgExperiment, ServerConfig
 from fedpax.experiments.populations import NaturalPopulation, check_has_fields
-from fedpax.experiments.ranges import COUNT, check_ranges
 from fedpax.models.losses import next_word_loss
 from fedpax.models.lstm import LSTMConfig, lstm
 from fedpax.models.nnx_functional import FunctionalModel
@@ -120,7 +121,7 @@ class FedAvgWords(FedAvgTokens):
         super().__post_init__()
         check_ranges(self, "", vocab_size=COUNT, seq_len=COUNT, heldout_examples=COUNT)
         if self.model.vocab_size != (size := self.vocab_size + NUM_SPECIAL):
-            raise ValueError(
+            raise ArgumentError(
                 f"model.vocab_size={self.model.vocab_size}, expected vocab_size={self.vocab_size} "
                 f"and {NUM_SPECIAL} special tokens. Set --model.vocab_size={size}."
             )

@@ -11,14 +11,15 @@ from numpy.typing import NDArray
 from fedpax import Cohort
 from fedpax.algorithm import FederatedAlgorithm, LossFn
 from fedpax.algorithms import fedbuff
+from fedpax.checks import COUNT, COUNT_OR_ZERO, check_ranges
 from fedpax.clients import Arrivals
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.data import ClientSampler, CohortRounds, Partition
+from fedpax.errors import ArgumentError
 from fedpax.experiments.client_methods import FedAvg
 from fedpax.experiments.fedavg_clients import CohortConfig
 from fedpax.experiments.fedavg_images import FedAvgImages
 from fedpax.experiments.populations import DirichletPopulation
-from fedpax.experiments.ranges import COUNT, COUNT_OR_ZERO, check_ranges
 from fedpax.experiments.traces import TraceConfig
 from fedpax.models.classifiers import CNNConfig
 from fedpax.simulation import BufferedArrivals, buffered_arrivals
@@ -69,12 +70,12 @@ class FedBuffImages(FedAvgImages):
         """
         super().__post_init__()
         if self.cohort.sampling_probability is not None:
-            raise ValueError(
+            raise ArgumentError(
                 f"cohort.sampling_probability={self.cohort.sampling_probability} has no effect: "
                 "clients arrive when they have finished. Leave out --cohort.sampling_probability."
             )
         if self.method != FedAvg():
-            raise ValueError(
+            raise ArgumentError(
                 f"method={self.method} has no effect: these clients are trained by FedBuff. Leave "
                 "the method at its default, or set it in an experiment of FedAvgImages."
             )
@@ -95,7 +96,7 @@ class FedBuffImages(FedAvgImages):
         if cohort.max_steps is not None:
             steps = np.minimum(steps, cohort.max_steps)
         if self.buffer.concurrency > len(population):
-            raise ValueError(
+            raise ArgumentError(
                 f"buffer.concurrency={self.buffer.concurrency}, but the population has "
                 f"{len(population)} clients, expected at most all of them. Lower "
                 "--buffer.concurrency."

@@ -8,9 +8,10 @@ import optax
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics
 from fedpax.algorithms import DelayedNesterov, halos
+from fedpax.checks import COUNT, DECAY, FRACTION, NON_NEGATIVE, POSITIVE, check_ranges
+from fedpax.errors import ArgumentError
 from fedpax.experiments.async_diloco_text import async_diloco_text
 from fedpax.experiments.asynchronous_text import AsynchronousText
-from fedpax.experiments.ranges import COUNT, DECAY, FRACTION, NON_NEGATIVE, POSITIVE, check_ranges
 from fedpax.experiments.text import text_fields
 from fedpax.simulation import RegionalArrivals, dynamic_local_steps, regional_arrivals
 from fedpax.training.exchanged_bytes import tree_bytes, with_exchanged_bytes
@@ -70,7 +71,7 @@ class RegionsConfig:
             merge_weight=FRACTION,
         )
         if not self.islands or min(self.islands) < 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"regions.islands={self.islands}: expected a positive number for each region. Set "
                 "for example --regions.islands=2,2."
             )
@@ -97,7 +98,7 @@ class HALoSText(AsynchronousText):
         """
         super().__post_init__()
         if sum(self.regions.islands) != self.islands:
-            raise ValueError(
+            raise ArgumentError(
                 f"regions.islands={self.regions.islands} are {sum(self.regions.islands)} islands, "
                 f"expected islands={self.islands}. Set --islands to their sum."
             )

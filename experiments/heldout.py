@@ -12,6 +12,7 @@ from jaxtyping import Float, Int64
 from fedpax.algorithm import LossFn, Params
 from fedpax.data.rounds.local_rows import LocalRows, addressable_rows
 from fedpax.data.text.packing import Batch
+from fedpax.errors import ArgumentError
 from fedpax.training.evaluation import placed_evaluator
 
 
@@ -87,7 +88,7 @@ def parse_heldout_sets(texts: Sequence[str]) -> tuple[HeldoutSet, ...]:
     for text in texts:
         found = _FORM.fullmatch(text)
         if found is None:
-            raise ValueError(
+            raise ArgumentError(
                 f"data.heldout_sets has {text!r}, expected NAME=DATASET or "
                 "NAME=DATASET#FIELD@SPLIT. Set for example "
                 "--data.heldout_sets web=c4/en:3.1.0@validation code=stdlib_text."
@@ -96,7 +97,7 @@ def parse_heldout_sets(texts: Sequence[str]) -> tuple[HeldoutSet, ...]:
     names = [heldout.name for heldout in sets]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"data.heldout_sets names {name!r} {names.count(name)} times, expected different "
                 "names. Rename one of the sets: the name before '=' is free."
             )

@@ -13,11 +13,12 @@ from jax.sharding import Mesh
 from fedpax.algorithm import LossFn, Metrics, Params
 from fedpax.checkpoints.remote import resolve_folder
 from fedpax.checkpoints.saved_rounds import latest_round
+from fedpax.checks import COUNT, check_ranges
 from fedpax.data import Source, Tokenizer, load, load_tokenizer
 from fedpax.data.rounds.heldout_tokens import HeldoutRows
 from fedpax.data.text.byte_tokenizer import VOCAB_SIZE
+from fedpax.errors import ArgumentError
 from fedpax.experiments.heldout import HeldoutSets, parse_heldout_sets
-from fedpax.experiments.ranges import COUNT, check_ranges
 from fedpax.experiments.trainable import NO_ADAPTERS, Trainable, describe_flops
 from fedpax.experiments.weights import (
     SENTENCEPIECE,
@@ -263,13 +264,13 @@ class LanguageModelExperiment(Experiment):
                 if config.weights is None
                 else "Set --data.tokenizer to that of the weights."
             )
-            raise ValueError(
+            raise ArgumentError(
                 f"data.tokenizer={data.tokenizer!r} has {tokenizer.vocab_size:,} tokens, but "
                 f"model.vocab_size={config.vocab_size:,}. {remedy}"
             )
         # Vocabularies of published models are padded, but by far less.
         if config.weights is not None and tokenizer.vocab_size < config.vocab_size / 2:
-            raise ValueError(
+            raise ArgumentError(
                 f"data.tokenizer={data.tokenizer!r} has {tokenizer.vocab_size:,} tokens, but "
                 f"the weights in model.weights={config.weights!r} are for {config.vocab_size:,}. "
                 "Set --data.tokenizer to that of the weights."

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fedpax.data.rounds.mixture import Weight, check_weights
+from fedpax.errors import ArgumentError
 
 _ITEM = re.compile(r"(?P<name>[^#=]+|.+\.array_record)(#(?P<field>[^#=/]+))?=(?P<weight>[^#=]+)")
 _REMEDY = "Write NAME=WEIGHT, NAME#FIELD=WEIGHT or NAME=WEIGHT@ROUND,WEIGHT@ROUND,..."
@@ -46,16 +47,16 @@ def parse_mixture(items: Sequence[str]) -> list[MixtureItem]:
     for text in items:
         found = _ITEM.fullmatch(text.strip())
         if found is None or not found["name"].strip():
-            raise ValueError(f"data.mixture has {text!r}, which names no data set. {_REMEDY}.")
+            raise ArgumentError(f"data.mixture has {text!r}, which names no data set. {_REMEDY}.")
         name = found["name"].strip()
         if name in parsed:
-            raise ValueError(f"data.mixture names {name!r} twice: add its weights up.")
+            raise ArgumentError(f"data.mixture names {name!r} twice: add its weights up.")
         parsed[name] = MixtureItem(name, _parse_weight(text, found["weight"]), found["field"])
     if parsed:
         try:
             check_weights({name: item.weight for name, item in parsed.items()})
         except ValueError as error:
-            raise ValueError(f"data.mixture={tuple(items)}: {error}") from error
+            raise ArgumentError(f"data.mixture={tuple(items)}: {error}") from error
     return list(parsed.values())
 
 
@@ -66,6 +67,6 @@ def _parse_weight(item: str, text: str) -> Weight:
             return float(text)
         return tuple((int(round_number), float(weight)) for weight, _, round_number in points)
     except ValueError:
-        raise ValueError(
+        raise ArgumentError(
             f"data.mixture has {item!r}, whose weight {text!r} is no number. {_REMEDY}."
         ) from None

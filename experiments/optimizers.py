@@ -7,7 +7,7 @@ import chex
 import jax
 import optax
 
-from fedpax.experiments.ranges import (
+from fedpax.checks import (
     COUNT,
     COUNT_OR_ZERO,
     DECAY,
@@ -17,6 +17,7 @@ from fedpax.experiments.ranges import (
     POSITIVE_OR_INFINITE,
     check_ranges,
 )
+from fedpax.errors import ArgumentError
 from fedpax.experiments.schedules import stable_decay, warm_restarts
 
 STACKED_AXES = {"layers", "repeats", "experts"}
@@ -198,7 +199,7 @@ def muon_dimension_numbers(logical_axes: chex.ArrayTree | None) -> chex.ArrayTre
         ((1,), (2, 3))
     """
     if logical_axes is None:
-        raise ValueError(
+        raise ArgumentError(
             "optimizer.name='muon' needs the logical axes of the parameters to find the matrices, "
             "but logical_axes is None. Pass logical_axes=model.logical_axes."
         )

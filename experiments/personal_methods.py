@@ -20,10 +20,10 @@ from fedpax.algorithms import (
 )
 from fedpax.algorithms.parts.local_evaluation import full_gradient
 from fedpax.algorithms.parts.local_steps import local_steps
+from fedpax.checks import COUNT, FRACTION, NON_NEGATIVE, POSITIVE, check_ranges
 from fedpax.clients import gather_clients
 from fedpax.clients.cohort import Cohort
 from fedpax.experiments.client_methods import ClientTraining, MethodConfig, PersonalTraining
-from fedpax.experiments.ranges import COUNT, FRACTION, NON_NEGATIVE, POSITIVE, check_ranges
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 
+from fedpax.checks import COUNT, NON_NEGATIVE, POSITIVE, check_ranges
 from fedpax.data import (
     DirichletClients,
     Source,
@@ -12,7 +13,7 @@ from fedpax.data import (
 )
 from fedpax.data.populations.contiguous_clients import ContiguousClients
 from fedpax.data.populations.partition import Partition
-from fedpax.experiments.ranges import COUNT, NON_NEGATIVE, POSITIVE, check_ranges
+from fedpax.errors import ArgumentError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +145,7 @@ def check_has_fields(
     """
     found = source[0]
     if missing := [field for field in fields if field not in found]:
-        raise ValueError(
+        raise ArgumentError(
             f"The data set {source.name} has no field {' or '.join(map(repr, missing))}, only "
             f"{', '.join(map(repr, found))}. {remedy}, or choose another --dataset."
         )

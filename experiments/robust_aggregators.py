@@ -11,8 +11,8 @@ from fedpax.aggregators import (
     krum,
     trimmed_mean,
 )
+from fedpax.checks import COUNT, COUNT_OR_ZERO, Range, check_ranges
 from fedpax.experiments.client_aggregators import AggregatorConfig
-from fedpax.experiments.ranges import BELOW_HALF, COUNT, COUNT_OR_ZERO, check_ranges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class TrimmedMean(AggregatorConfig):
 
     def __post_init__(self) -> None:
         """Check the range."""
-        check_ranges(self, "aggregator", trim_fraction=BELOW_HALF)
+        check_ranges(self, "aggregator", trim_fraction=Range(least=0, below=0.5))
 
     def make(self, seed: int, expected_participants: float) -> Aggregator:
         """Make the mean."""

@@ -9,9 +9,9 @@ from jax.sharding import Mesh
 from fedpax.aggregators import Aggregator, codecs, compressed_mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn
 from fedpax.algorithms import layer_fragments, streaming_diloco
+from fedpax.checks import COUNT, COUNT_OR_ZERO, DECAY, POSITIVE, check_ranges
 from fedpax.experiments.diloco_text import diloco_text
 from fedpax.experiments.pretrain import diloco_c4_1b, diloco_llama_8b
-from fedpax.experiments.ranges import COUNT, COUNT_OR_ZERO, DECAY, POSITIVE, check_ranges
 from fedpax.experiments.text import TextExperiment
 from fedpax.parallel.compiler_options import overlap_options
 

@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params, WithGradientNorm
+from fedpax.checks import COUNT, NON_NEGATIVE, check_ranges
 from fedpax.data import (
     LazyStream,
     Mixture,
@@ -20,6 +21,7 @@ from fedpax.data import (
     token_round_shapes,
     token_rounds,
 )
+from fedpax.errors import ArgumentError
 from fedpax.experiments.heldout import HeldoutSets, heldout_evaluator
 from fedpax.experiments.language_model import (
     LanguageModelExperiment,
@@ -28,7 +30,6 @@ from fedpax.experiments.language_model import (
 )
 from fedpax.experiments.mixtures import parse_mixture
 from fedpax.experiments.optimizers import OptimizerConfig
-from fedpax.experiments.ranges import COUNT, NON_NEGATIVE, check_ranges
 from fedpax.models.accumulation import accumulate_gradients
 from fedpax.models.losses import transformer_loss
 from fedpax.parallel.axes import partition_spec
@@ -253,12 +254,12 @@ class TextExperiment(LanguageModelExperiment):
             if size % shards:
                 larger = [axis for axis in axes if mesh.get(axis, 1) > 1]
                 product = " x ".join(f"{axis}={mesh[axis]}" for axis in larger)
-                raise ValueError(
+                raise ArgumentError(
                     f"The mesh's {product} does not divide --{name}={size}. Set --{name} to a "
                     f"multiple of {shards}, or reduce --mesh.{larger[0]}."
                 )
         if mesh.get("clients", 1) > 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"mesh.clients={mesh['clients']}, but an experiment on text has islands and no "
                 "clients: these devices would repeat the work of others. Leave out --mesh.clients."
             )

@@ -4,12 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from fedpax.experiments.ranges import (
-    NON_NEGATIVE,
-    POSITIVE,
-    POSITIVE_OR_INFINITE,
-    check_ranges,
-)
+from fedpax.checks import NON_NEGATIVE, POSITIVE, POSITIVE_OR_INFINITE, check_ranges
+from fedpax.errors import ArgumentError
 from fedpax.simulation import (
     Trace,
     constant,
@@ -76,7 +72,7 @@ class TraceConfig:
             horizon=POSITIVE,
         )
         if self.seconds_to_return is not None and self.seconds_to_failure is None:
-            raise ValueError(
+            raise ArgumentError(
                 f"trace.seconds_to_return={self.seconds_to_return} without failures, expected "
                 "trace.seconds_to_failure too. Set --trace.seconds_to_failure, or leave out "
                 "--trace.seconds_to_return."
@@ -101,12 +97,12 @@ class TraceConfig:
             try:
                 trace = load_trace(self.file)
             except OSError as error:
-                raise ValueError(
+                raise ArgumentError(
                     f"trace.file={self.file} cannot be read ({error.strerror}), expected a file "
                     "that fedpax.simulation.save_trace wrote. Set --trace.file to its path."
                 ) from None
             if trace.num_participants != num_participants:
-                raise ValueError(
+                raise ArgumentError(
                     f"trace.file={self.file} has {trace.num_participants} participants, expected "
                     f"{num_participants}, those of the experiment. Set --trace.file to another "
                     "file, or change --islands or --population.num_clients."
@@ -147,7 +143,7 @@ class TraceConfig:
         """
         drawn = self.file is None and self.seconds_to_failure is not None
         if drawn and last_second > self.horizon:
-            raise ValueError(
+            raise ArgumentError(
                 f"trace.horizon={self.horizon:g}, but the run lasts {last_second:g} seconds, "
                 "expected failures up to its end. Raise --trace.horizon, or lower "
                 "--training.rounds."

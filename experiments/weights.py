@@ -9,6 +9,7 @@ import jax
 
 from fedpax.algorithm import Params
 from fedpax.data.text.end_of_document import SOURCES, named_end
+from fedpax.errors import ArgumentError
 from fedpax.files import read_json
 from fedpax.models import huggingface
 from fedpax.models.huggingface import load_config, load_params
@@ -37,7 +38,7 @@ def stored_weights(config: TransformerConfig, shapes: Params) -> StoredParams:
 
     def read() -> Params:
         if config.weights is None:
-            raise ValueError(
+            raise ArgumentError(
                 "model.weights is missing: adapters need a trained model, expected a Hugging Face "
                 "folder. Give --model.weights=FOLDER; `fedpax export --job_log_dir=DIR "
                 "--out=FOLDER` writes the model of a run."
@@ -58,7 +59,7 @@ def check_architecture(config: TransformerConfig, stored: TransformerConfig) -> 
             f"--model.{name}={getattr(config, name)} (in the folder: {getattr(stored, name)})"
             for name in names
         )
-        raise ValueError(
+        raise ArgumentError(
             f"model.weights={config.weights} has another model: {found}. Leave out these flags: "
             "the folder's config.json gives the architecture. In Python, use "
             "experiment.with_weights(folder)."

@@ -5,6 +5,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Cohort",
     "FederatedAlgorithm",
+    "FedpaxError",
     "cost",
     "explain",
     "federated_broadcast",
@@ -22,6 +23,7 @@ __all__ = [
 _MODULES = {
     "Cohort": "fedpax.clients.cohort",
     "FederatedAlgorithm": "fedpax.algorithm",
+    "FedpaxError": "fedpax.errors",
     "cost": "fedpax.inspect",
     "explain": "fedpax.inspect",
     "make_mesh": "fedpax.parallel.mesh",

@@ -24,6 +24,7 @@ from fedpax import transforms as transforms
 from fedpax.algorithm import FederatedAlgorithm as FederatedAlgorithm
 from fedpax.clients.cohort import Cohort as Cohort
 from fedpax.commands.train_in_python import train as train
+from fedpax.errors import FedpaxError as FedpaxError
 from fedpax.inspect import cost as cost
 from fedpax.inspect import explain as explain
 from fedpax.parallel.mesh import make_mesh as make_mesh

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, TextIO
 
+from fedpax.errors import ArgumentError, FedpaxError
+
 JSON_BYTES = 1 << 28
 """The largest JSON file that is read: the index of the largest model has a tenth of it."""
 
@@ -35,7 +37,7 @@ _KINDS = {
 }
 
 
-class UnusableFileError(OSError):
+class UnusableFileError(FedpaxError, OSError):
     """A file that is no regular file, is too large, or is a link; the message says which."""
 
 
@@ -117,7 +119,7 @@ def check_fetched(path: Path) -> None:
         >>> check_fetched(path)
         Traceback (most recent call last):
             ...
-        ValueError: ...a is a Git LFS pointer, expected the content of the file. Run `git lfs ...
+        fedpax.errors.ArgumentError: ...a is a Git LFS pointer, expected the content of the ...
     """
     with open_regular(path) as file:
         _check_is_content(file.read(_START), path)
@@ -125,7 +127,7 @@ def check_fetched(path: Path) -> None:
 
 def _check_is_content(start: bytes, path: Path) -> None:
     if start.removeprefix(BYTE_ORDER_MARK).startswith(_POINTER):
-        raise ValueError(
+        raise ArgumentError(
             f"{path} is a Git LFS pointer, expected the content of the file. Run `git lfs pull` in "
             f"{path.absolute().parent}, or download the file again"
         )
@@ -149,18 +151,18 @@ def parse_json(text: str | bytes) -> Any:
         >>> parse_json("[" * 200 + "]" * 200)
         Traceback (most recent call last):
             ...
-        ValueError: it nests lists or objects deeper than 100 levels
+        fedpax.errors.ArgumentError: it nests lists or objects deeper than 100 levels
     """
     too_deep = f"it nests lists or objects deeper than {NESTING} levels"
     try:
         value = json.loads(text)
     except RecursionError:
-        raise ValueError(too_deep) from None
+        raise ArgumentError(too_deep) from None
     level, depth = _items([value]), 0
     while level:
         depth += 1
         if depth > NESTING:
-            raise ValueError(too_deep)
+            raise ArgumentError(too_deep)
         level = [item for outer in level for item in _items(outer)]
     return value
 

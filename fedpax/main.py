@@ -1,6 +1,5 @@
 """The command line, `fedpax`: choose the command, and turn errors and signals into exit codes."""
 
-import dis
 import errno
 import importlib
 import signal
@@ -17,6 +16,7 @@ from fedpax.console import (
     open_closed_streams,
     print_error,
 )
+from fedpax.errors import ArgumentError, ArgumentTypeError, FedpaxError, MissingPackageError
 from fedpax.files import describe_no_permission
 from fedpax.training.preemption import delay_interrupts, exit_on_signals
 
@@ -163,6 +163,7 @@ Exit status:
 
 STOPPED = 1
 USAGE_ERROR = 2
+CALLERS_ERRORS = (ArgumentError, ArgumentTypeError, MissingPackageError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -289,44 +290,19 @@ def _run(arguments: list[str]) -> int:
 def _status_of(error: Exception) -> int | None:
     """Return the exit status of an error whose message is enough. None: show a traceback.
 
-    The message is enough for errors of the command line, and for ValueErrors, TypeErrors, OSErrors
-    and ImportErrors that fedpax raises itself, such as for a missing extra. An error
-    that passed through the code of the user or of another library, except JAX and a reader of data,
-    needs its traceback.
+    The message is enough for fedpax's own errors and for an OSError in its code. An error about an
+    argument, or an OSError, that passed through the code of the user or of another library, except
+    JAX and a reader of data, needs its traceback.
     """
-    from fedpax.commands import UsageError
-    from fedpax.parallel.mesh import MeshSizeError
-    from fedpax.planning import MemoryOverflowError, PlanError, TopologyError
-    from fedpax.run_files.configuration import ConfigurationError
-    from fedpax.training.logging import NonFiniteError
-    from fedpax.training.spikes import RepeatedSpikesError
-    from fedpax.training.trainer import StorageError
-
-    stopped = NonFiniteError | RepeatedSpikesError | StorageError | MemoryOverflowError
-    if isinstance(error, stopped):
-        return STOPPED
-    usage = UsageError | ConfigurationError | MeshSizeError | TopologyError | PlanError
-    if isinstance(error, usage):
-        return USAGE_ERROR
-    if not isinstance(error, ValueError | TypeError | OSError | ImportError):
+    if not isinstance(error, FedpaxError | OSError):
         return None
-    if isinstance(error, TypeError | ImportError) and not _was_raised_by_statement(error):
-        return None  # raised by Python itself: an error in the code
+    if isinstance(error, FedpaxError) and not isinstance(error, CALLERS_ERRORS):
+        return error.exit_status
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in frames]
-    own = {"fedpax", "__main__"}
-    known = {*own, *sys.stdlib_module_names, "grain", "jax"}
-    return USAGE_ERROR if packages[-1] in own and known.issuperset(packages) else None
-
-
-def _was_raised_by_statement(error: Exception) -> bool:
-    """Return whether a `raise` statement made an error, and not an operation like `None[0]`."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
-        return False
-    return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
+    known = {*sys.stdlib_module_names, "__main__", "fedpax", "grain", "jax"}
+    is_own = packages[-1] in ("__main__", "fedpax") and known.issuperset(packages)
+    return USAGE_ERROR if is_own else None
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ import glob
 from collections.abc import Callable
 from pathlib import Path
 
+from fedpax.errors import ArgumentError
+
 
 def expand_home(path: str | Path) -> Path:
     """Return a path with `~` expanded.
@@ -20,7 +22,7 @@ def expand_home(path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
-        raise ValueError(
+        raise ArgumentError(
             f"{path} begins with a home folder that is unknown, expected a full path. Set the "
             "environment variable HOME, or give another folder."
         ) from error

@@ -16,6 +16,7 @@ from fedpax.algorithms.parts.participation import takes_part
 from fedpax.algorithms.parts.server import given_aggregator
 from fedpax.algorithms.parts.tree_arithmetic import scale
 from fedpax.clients.cohort import Cohort
+from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_map, federated_sum
 
 
@@ -176,8 +177,8 @@ def arrivals_aggregator(
         return None
     checked = given_aggregator(aggregator, aggregator, optimizer)
     if checked.needs_all:
-        raise ValueError(
-            f"{method}: the aggregator needs the updates of all islands at once, but islands "
+        raise ArgumentError(
+            f"{method}(): the aggregator needs the updates of all islands at once, but islands "
             "arrive at different times. Use an aggregator that treats each update by itself, such "
             "as compressed_mean(codec) or chain(clip_by_norm(1.0), mean()), or a synchronous "
             "method, such as diloco."

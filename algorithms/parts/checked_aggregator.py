@@ -13,6 +13,7 @@ from jaxtyping import Array, Num
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import Metrics
 from fedpax.algorithms.parts.checks import describe_value, is_scalar
+from fedpax.errors import ArgumentError, ArgumentTypeError
 
 
 def checked_aggregator(aggregator: Aggregator) -> Aggregator:
@@ -31,7 +32,7 @@ def checked_aggregator(aggregator: Aggregator) -> Aggregator:
         >>> fedpax.program(clients=2)(lambda u: keep.aggregate((), u, None))(jnp.ones((2, 3)))
         Traceback (most recent call last):
             ...
-        ValueError: aggregator.aggregate returned an aggregate of shape [2, 3], expected [3]: ...
+        fedpax.errors.ArgumentError: aggregator.aggregate returned an aggregate of shape [2, 3], ...
     """
 
     def aggregate(
@@ -39,7 +40,7 @@ def checked_aggregator(aggregator: Aggregator) -> Aggregator:
     ) -> tuple[chex.ArrayTree, chex.ArrayTree, Metrics]:
         returned = aggregator.aggregate(state, updates, weights)
         if not isinstance(returned, tuple) or len(returned) != 3:
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"aggregator.aggregate returned {describe_value(returned)}, expected (aggregated, "
                 "state, metrics). Return {} as metrics if there are none."
             )
@@ -54,7 +55,7 @@ def _check_aggregated(aggregated: Any, updates: chex.ArrayTree) -> None:
     expected: Any = jax.tree.structure(updates)
     found: Any = jax.tree.structure(aggregated)
     if found != expected:
-        raise TypeError(
+        raise ArgumentTypeError(
             f"aggregator.aggregate returned an aggregate of the structure {found}, expected that "
             f"of the updates, {expected}. Return one array for each array of the updates."
         )
@@ -63,7 +64,7 @@ def _check_aggregated(aggregated: Any, updates: chex.ArrayTree) -> None:
         shape, wanted = list(jnp.shape(leaf)), list(jnp.shape(update)[1:])
         if shape != wanted:
             at = f" at {jax.tree_util.keystr(path)}" if path else ""
-            raise ValueError(
+            raise ArgumentError(
                 f"aggregator.aggregate returned an aggregate of shape {shape}{at}, expected "
                 f"{wanted}: the shape of the updates without their axis of participants. Reduce "
                 "the updates, as in fedpax.federated_mean(updates, weights)."
@@ -72,18 +73,18 @@ def _check_aggregated(aggregated: Any, updates: chex.ArrayTree) -> None:
 
 def _check_metrics(metrics: Any) -> None:
     if not isinstance(metrics, Mapping):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"aggregator.aggregate returned {describe_value(metrics)} as metrics, expected a dict "
             "of scalars. Return {} if there are none."
         )
     if "loss" in metrics:
-        raise ValueError(
+        raise ArgumentError(
             "aggregator.aggregate returned a metric called 'loss', the name of the training loss. "
             "Rename it."
         )
     for name, value in metrics.items():
         if not is_scalar(value):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"aggregator.aggregate returned a metric {name!r} of {describe_value(value)}, "
                 "expected a scalar. Reduce it, as in fedpax.federated_mean(values, weights)."
             )

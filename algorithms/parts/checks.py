@@ -1,6 +1,5 @@
 """Checks that methods share: of settings, of parameters, and of client ids."""
 
-import math
 import numbers
 from typing import Any
 
@@ -9,88 +8,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from fedpax.checks import COUNT, Range, check_argument
 from fedpax.clients.cohort import Cohort
+from fedpax.errors import ArgumentError, ArgumentTypeError
 
 
-def check_setting(
-    method: str,
-    name: str,
-    value: Any,
-    *,
-    remedy: str,
-    least: float = 0,
-    most: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-) -> None:
-    """Check that a setting is a number in range. Traced values are not checked.
-
-    Args:
-        method: the method's name, for the message.
-        name: the argument's name.
-        value: a number, a NumPy scalar, or a traced scalar (of a derivative, for example).
-        remedy: a sentence that ends the message, such as "Pass 0.9, as the paper."
-        least: the smallest value. Default 0.
-        most: the largest value. Default None: any finite number. `math.inf` allows infinity too.
-        above: a lower limit that the value must not equal, in place of `least`. Default None.
-        below: an upper limit that the value must not equal, in place of `most`. Default None.
-
-    Raises:
-        TypeError: the value is not a number.
-        ValueError: the value is out of range or NaN.
+def check_setting(method: str, name: str, value: Any, expected: Range, *, remedy: str) -> None:
+    """Check a setting as `check_argument`; a traced one, as of a derivative, is not checked.
 
     Example:
-        >>> check_setting("fedprox", "mu", -1.0, remedy="Pass 0.0 for fedavg.")
+        >>> from fedpax.checks import NON_NEGATIVE
+        >>> check_setting("fedprox", "mu", -1.0, NON_NEGATIVE, remedy="Pass 0.0 for fedavg.")
         Traceback (most recent call last):
             ...
-        ValueError: fedprox: mu is -1.0, expected a number of at least 0. Pass 0.0 for fedavg.
-        >>> check_setting("server_adam", "b1", 1.0, below=1, remedy="Pass 0.9, as the paper.")
-        Traceback (most recent call last):
-            ...
-        ValueError: server_adam: b1 is 1.0, expected at least 0 and below 1. Pass 0.9, as the paper.
+        fedpax.errors.ArgumentError: fedprox(): mu is -1.0, expected a finite number of at least ...
     """
-    if isinstance(value, jax.core.Tracer):
-        return
-    wanted = _describe_range(least, most, above, below)
-    if not _is_number(value):
-        raise TypeError(f"{method}: {name} is {_describe(value)}, expected {wanted}. {remedy}")
-    is_enough = value >= least if above is None else value > above
-    if below is not None:
-        is_enough = is_enough and value < below
-    elif most is not None:
-        is_enough = is_enough and value <= most
-    else:
-        is_enough = is_enough and value < math.inf
-    if not is_enough:
-        raise ValueError(f"{method}: {name} is {value}, expected {wanted}. {remedy}")
-
-
-def check_count(method: str, name: str, value: Any, *, remedy: str, least: int = 1) -> None:
-    """Check that a setting is an integer that is large enough.
-
-    Args:
-        method: the method's name, for the message.
-        name: the argument's name.
-        value: an integer, or a NumPy integer.
-        remedy: a sentence that ends the message.
-        least: the smallest value. Default 1.
-
-    Raises:
-        TypeError: the value is not an integer.
-        ValueError: the value is below `least`.
-
-    Example:
-        >>> check_count("fedbuff", "buffer_size", 0, remedy="Pass 10, as the paper.")
-        Traceback (most recent call last):
-            ...
-        ValueError: fedbuff: buffer_size is 0, expected at least 1. Pass 10, as the paper.
-    """
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(
-            f"{method}: {name} is {_describe(value)}, expected an int of at least {least}. {remedy}"
-        )
-    if value < least:
-        raise ValueError(f"{method}: {name} is {value}, expected at least {least}. {remedy}")
+    if not isinstance(value, jax.core.Tracer):
+        check_argument(method, name, value, expected, remedy=remedy)
 
 
 def check_optimizer(method: str, name: str, value: Any, *, optional: bool = False) -> None:
@@ -109,15 +43,15 @@ def check_optimizer(method: str, name: str, value: Any, *, optional: bool = Fals
         >>> check_optimizer("fedavg", "client_optimizer", 0.1)
         Traceback (most recent call last):
             ...
-        TypeError: fedavg: client_optimizer is 0.1, expected an optax.GradientTransformation. ...
+        fedpax.errors.ArgumentTypeError: fedavg(): client_optimizer is 0.1, expected an ...
     """
     if optional and value is None:
         return
     if all(callable(getattr(value, part, None)) for part in ("init", "update")):
         return
     remedy = "Call it, for" if callable(value) else "Pass for"
-    raise TypeError(
-        f"{method}: {name} is {_describe(value)}, expected an optax.GradientTransformation. "
+    raise ArgumentTypeError(
+        f"{method}(): {name} is {_describe(value)}, expected an optax.GradientTransformation. "
         f"{remedy} example optax.sgd(0.1)."
     )
 
@@ -138,13 +72,13 @@ def check_population(method: str, cohort_size: Any, num_clients: Any) -> None:
         >>> check_population("scaffold", 10, 6)
         Traceback (most recent call last):
             ...
-        ValueError: scaffold: cohort_size is 10, expected at most num_clients, which is 6. ...
+        fedpax.errors.ArgumentError: scaffold(): cohort_size is 10, expected at most ...
     """
     remedy = "Pass the size of the population."
-    check_count(method, "num_clients", num_clients, remedy=remedy)
+    check_argument(method, "num_clients", num_clients, COUNT, remedy=remedy)
     if isinstance(cohort_size, numbers.Integral) and cohort_size > num_clients:
-        raise ValueError(
-            f"{method}: cohort_size is {cohort_size}, expected at most num_clients, which is "
+        raise ArgumentError(
+            f"{method}(): cohort_size is {cohort_size}, expected at most num_clients, which is "
             f"{num_clients}. Reduce cohort_size, or pass the size of the population as num_clients."
         )
 
@@ -169,11 +103,11 @@ def check_no_keys(params: chex.ArrayTree) -> None:
         >>> check_no_keys({"w": jnp.zeros(3), "rngs": jax.random.key(0)})
         Traceback (most recent call last):
             ...
-        TypeError: params['rngs'] is a random key (key<fry>), expected floats. Keep keys, ...
+        fedpax.errors.ArgumentTypeError: params['rngs'] is a random key (key<fry>), expected ...
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"params{jax.tree_util.keystr(path)} is a random key ({jnp.result_type(leaf)}), "
                 f"expected floats. {_SPLIT}"
             )
@@ -192,12 +126,12 @@ def check_float_params(params: chex.ArrayTree) -> None:
         >>> check_float_params({"w": jnp.zeros(3, int)})
         Traceback (most recent call last):
             ...
-        TypeError: params['w'] has dtype int32, expected floats. Cast it with ...
+        fedpax.errors.ArgumentTypeError: params['w'] has dtype int32, expected floats. Cast it ...
     """
     check_no_keys(params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"params{jax.tree_util.keystr(path)} has dtype {jnp.result_type(leaf)}, expected "
                 f"floats. Cast it with .astype(jnp.float32) if it is a parameter. {_SPLIT}"
             )
@@ -226,8 +160,8 @@ def cohort_of_population(
         [4, -1, -1]
     """
     if cohort.client_ids is None:
-        raise ValueError(
-            f"{method}: cohort.client_ids is None, but {method} keeps state for each client. Set "
+        raise ArgumentError(
+            f"{method}(): cohort.client_ids is None, but {method} keeps state for each client. Set "
             "client_ids to each participant's index in the population, an integer array "
             "[participants], -1 where absent; fedpax.data.cohort_rounds sets it."
         )
@@ -258,29 +192,6 @@ def describe_value(value: Any) -> str:
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
     return f"a {type(value).__name__}"
-
-
-def _describe_range(
-    least: float, most: float | None, above: float | None, below: float | None
-) -> str:
-    has_limit = below is not None or (most is not None and most != math.inf)
-    if above is None and below is None:
-        limits = f"from {least:g} to {most:g}" if has_limit else f"of at least {least:g}"
-        return f"a number {limits}"
-    if above == 0 and not has_limit:
-        return "a positive number"
-    lower = f"at least {least:g}" if above is None else f"above {above:g}"
-    if not has_limit:
-        return f"a number {lower}"
-    upper = f"at most {most:g}" if below is None else f"below {below:g}"
-    return f"{lower} and {upper}"
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, numbers.Real):  # NumPy's scalars are
-        return True
-    is_array = hasattr(value, "dtype") and jnp.ndim(value) == 0
-    return is_array and jnp.issubdtype(value.dtype, jnp.number)
 
 
 def _describe(value: Any) -> str:

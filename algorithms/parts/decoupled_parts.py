@@ -9,11 +9,13 @@ import optax
 from fedpax.aggregators import Aggregator
 from fedpax.aggregators.codecs import Codec
 from fedpax.algorithm import AlgorithmParts, LossFn
-from fedpax.algorithms.parts.checks import check_count, check_optimizer, check_setting
+from fedpax.algorithms.parts.checks import check_optimizer, check_setting
 from fedpax.algorithms.parts.directional_mean import directional_mean
 from fedpax.algorithms.parts.fragments import FragmentFn, make_fragments
 from fedpax.algorithms.parts.inner_steps import make_inner_steps
 from fedpax.algorithms.parts.server import given_aggregator
+from fedpax.checks import COUNT, NON_NEGATIVE_OR_INFINITE, Range, check_argument
+from fedpax.errors import ArgumentError
 
 
 def decoupled_diloco_parts(
@@ -92,31 +94,30 @@ def decoupled_diloco_parts(
     name = "decoupled_diloco_parts"
     check_optimizer(name, "inner_optimizer", inner_optimizer)
     check_optimizer(name, "outer_optimizer", outer_optimizer, optional=True)
-    check_count(name, "islands", islands, remedy="Pass the number of shards of the data.")
+    check_argument(name, "islands", islands, COUNT, remedy="Pass the number of shards of the data.")
     remedy = "Pass the inner steps between two updates, such as 24."
-    check_count(name, "steps_per_sync", steps_per_sync, remedy=remedy)
+    check_argument(name, "steps_per_sync", steps_per_sync, COUNT, remedy=remedy)
     remedy = "Pass 1 to merge as soon as one island has sent, or islands to wait for all."
-    check_setting(name, "quorum", quorum, least=1, most=islands, remedy=remedy)
+    check_setting(name, "quorum", quorum, Range(least=1, most=islands), remedy=remedy)
     remedy = "Pass 0.0 to merge at the quorum."
-    check_setting(name, "grace_seconds", grace_seconds, most=math.inf, remedy=remedy)
+    check_setting(name, "grace_seconds", grace_seconds, NON_NEGATIVE_OR_INFINITE, remedy=remedy)
     remedy = "Pass 4, the default."
-    check_setting(name, "max_staleness", max_staleness, most=math.inf, remedy=remedy)
+    check_setting(name, "max_staleness", max_staleness, NON_NEGATIVE_OR_INFINITE, remedy=remedy)
     if max_norm is not None:
         remedy = "Pass None for the default, 1e18."
-        check_setting(name, "max_norm", max_norm, most=math.inf, remedy=remedy)
+        check_setting(name, "max_norm", max_norm, NON_NEGATIVE_OR_INFINITE, remedy=remedy)
     if max_steps_ahead is not None:
         remedy = "Pass None for the default, 32 steps_per_sync."
         check_setting(
             name,
             "max_steps_ahead",
             max_steps_ahead,
-            least=steps_per_sync,
-            most=math.inf,
+            Range(least=steps_per_sync, most=math.inf),
             remedy=remedy,
         )
     if error_feedback and codec is not None and not codec.contractive:
-        raise ValueError(
-            f"{name}: error_feedback with a codec that is not contractive, whose residual could "
+        raise ArgumentError(
+            f"{name}(): error_feedback with a codec that is not contractive, whose residual could "
             "grow without bound. Use its biased form, or error_feedback=False."
         )
     default = optax.sgd(0.4, momentum=0.9, nesterov=True)

@@ -10,7 +10,9 @@ import optax
 from jaxtyping import Array, Float
 
 from fedpax.algorithm import Params
-from fedpax.algorithms.parts.checks import check_count, check_setting
+from fedpax.algorithms.parts.checks import check_setting
+from fedpax.checks import COUNT, FRACTION, NON_NEGATIVE, Range, check_argument
+from fedpax.errors import ArgumentTypeError
 
 
 class DelayedNesterovState(NamedTuple):
@@ -125,16 +127,21 @@ def check_delayed_nesterov(method: str, name: str, server: DelayedNesterov) -> N
         >>> check_delayed_nesterov("halos", "local_server", DelayedNesterov(0.7, 0.9, 16))
     """
     if not isinstance(server, DelayedNesterov):
-        raise TypeError(
-            f"{method}: {name} is a {type(server).__name__}, expected a DelayedNesterov. Pass for "
-            "example fedpax.algorithms.DelayedNesterov(learning_rate=0.7, momentum=0.9, period=4)."
+        raise ArgumentTypeError(
+            f"{method}(): {name} is a {type(server).__name__}, expected a DelayedNesterov. Pass "
+            "for example fedpax.algorithms.DelayedNesterov(learning_rate=0.7, momentum=0.9, "
+            "period=4)."
         )
     prefix = f"{name}." if name else ""
     remedy = "Pass for example 0.7."
-    check_setting(method, f"{prefix}learning_rate", server.learning_rate, remedy=remedy)
+    check_setting(
+        method, f"{prefix}learning_rate", server.learning_rate, NON_NEGATIVE, remedy=remedy
+    )
     remedy = "Pass 0.0 for no momentum."
-    check_setting(method, f"{prefix}momentum", server.momentum, most=1, remedy=remedy)
+    check_setting(method, f"{prefix}momentum", server.momentum, FRACTION, remedy=remedy)
     remedy = "Pass the number of participants that arrive between two updates of the momentum."
-    check_count(method, f"{prefix}period", server.period, remedy=remedy)
+    check_argument(method, f"{prefix}period", server.period, COUNT, remedy=remedy)
     most, remedy = 1 / server.period, "Pass 0.0, as the paper."
-    check_setting(method, f"{prefix}activation", server.activation, most=most, remedy=remedy)
+    check_setting(
+        method, f"{prefix}activation", server.activation, Range(most=most, least=0), remedy=remedy
+    )

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fedpax.algorithm import Params
+from fedpax.errors import ArgumentError, ArgumentTypeError
 
 FragmentFn: TypeAlias = Callable[[str, Any], int | Sequence[int]]
 """An assignment of parameters to fragments: `(path, leaf) -> fragment`, from 0.
@@ -119,14 +120,14 @@ def layer_fragments(
         said.
     """
     if isinstance(num_fragments, bool) or not isinstance(num_fragments, int):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"fragments is {num_fragments!r}, expected an int or a function (path, leaf) -> "
             "fragment. Pass for example fragments=4, or layer_fragments(4, 'sequential')."
         )
     if num_fragments < 1:
-        raise ValueError(f"fragments is {num_fragments}, expected at least 1. Pass fragments=1.")
+        raise ArgumentError(f"fragments is {num_fragments}, expected at least 1. Pass fragments=1.")
     if pattern not in ("strided", "sequential"):
-        raise ValueError(f"pattern is {pattern!r}, expected 'strided' or 'sequential'.")
+        raise ArgumentError(f"pattern is {pattern!r}, expected 'strided' or 'sequential'.")
     groups = num_fragments - 1
 
     def fragment_of(path: str, leaf: Any) -> int | list[int]:
@@ -135,7 +136,7 @@ def layer_fragments(
             return groups
         below = keys[keys.index(layers) + 1 :]
         if below and below[0].isdigit():
-            raise ValueError(
+            raise ArgumentError(
                 f"fragments is {num_fragments}, and {path} is an entry of a sequence, expected "
                 f"stacked layers: arrays whose first axis is the layer. Stack the entries of "
                 f"{layers!r}, or pass a function fragments=(path, leaf) -> fragment that reads the "
@@ -144,7 +145,7 @@ def layer_fragments(
         count = leaf.shape[0] if leaf.ndim else 1
         count = leaf.shape[0] if leaf.ndim else 1
         if count < groups:
-            raise ValueError(
+            raise ArgumentError(
                 f"fragments is {num_fragments}, but {path} has {count} layers, which {groups} "
                 "fragments share; the last one holds the other parameters. Pass at most "
                 f"fragments={count + 1}."
@@ -187,7 +188,7 @@ def make_fragments(fragments: int | FragmentFn, params: Params) -> tuple[Fragmen
     count = fragments if isinstance(fragments, int) else max(used, default=0) + 1
     for number in range(count):
         if number not in used:
-            raise ValueError(
+            raise ArgumentError(
                 f"fragment {number} of {count} has no parameters. An int deals the stacked layers "
                 "under the key 'layers' to all fragments but the last, which has the parameters "
                 "outside of them. For a model without one of these, pass a function "
@@ -204,7 +205,7 @@ def _rows_by_fragment(path: str, leaf: Any, fragment_of: FragmentFn) -> dict[int
     try:
         numbers = list(map(operator.index, entries))
     except TypeError:
-        raise TypeError(
+        raise ArgumentTypeError(
             f"fragments: {path} is assigned to {assigned!r}, expected an int, or a sequence of one "
             "int for each row of axis 0. Return the number of the fragment, from 0."
         ) from None
@@ -212,13 +213,13 @@ def _rows_by_fragment(path: str, leaf: Any, fragment_of: FragmentFn) -> dict[int
         rows_of = {numbers[0]: slice(None)}
     else:
         if leaf.shape[:1] != (len(numbers),):
-            raise ValueError(
+            raise ArgumentError(
                 f"fragments: {path} has shape {list(leaf.shape)}, but is assigned to "
                 f"{len(numbers)} fragments. Return one number, or one for each row of axis 0."
             )
         rows_of = {number: _spaced_rows(path, number, numbers) for number in set(numbers)}
     if min(numbers, default=0) < 0:
-        raise ValueError(f"fragments: {path} is in fragment {min(numbers)}. Count from 0.")
+        raise ArgumentError(f"fragments: {path} is in fragment {min(numbers)}. Count from 0.")
     return rows_of
 
 
@@ -226,7 +227,7 @@ def _spaced_rows(path: str, number: int, numbers: Sequence[int]) -> slice:
     rows = [row for row, other in enumerate(numbers) if other == number]
     step = rows[1] - rows[0] if len(rows) > 1 else 1
     if rows != list(range(rows[0], rows[-1] + 1, step)):
-        raise ValueError(
+        raise ArgumentError(
             f"fragments: rows {rows} of {path} are in fragment {number}, expected equally spaced "
             "rows. Deal the layers as layer_fragments does, or use more fragments."
         )

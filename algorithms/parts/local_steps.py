@@ -17,6 +17,7 @@ from fedpax.algorithms.parts.checks import check_float_params, describe_value, i
 from fedpax.algorithms.parts.optimizer_step import optimizer_step
 from fedpax.algorithms.parts.participation import valid_steps
 from fedpax.algorithms.parts.tree_arithmetic import subtract
+from fedpax.errors import ArgumentError, ArgumentTypeError
 
 Carry = TypeVar("Carry", bound=chex.ArrayTree)
 
@@ -210,7 +211,7 @@ def gradient_and_metrics(
             "non_finite_step_fraction": (~jnp.isfinite(norm)).astype(jnp.float32),
         }
         if taken := sorted(measured.keys() & metrics):
-            raise ValueError(
+            raise ArgumentError(
                 f"loss_fn returned the metrics {taken}, which WithGradientNorm adds itself. Rename "
                 "them, or pass the loss without WithGradientNorm."
             )
@@ -242,13 +243,13 @@ def loss_and_metrics(
     """
     returned = loss_fn(params, batch)
     if not isinstance(returned, tuple) or len(returned) != 2:
-        raise TypeError(
+        raise ArgumentTypeError(
             f"loss_fn returned {describe_value(returned)}, expected a pair (loss, metrics). Return "
             "loss, {'accuracy': accuracy}, or loss, None."
         )
     loss, aux = returned
     if not is_scalar(loss):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"loss_fn returned a loss of {describe_value(loss)}, expected a scalar. Average it "
             "over the batch, for example with jnp.mean."
         )
@@ -276,18 +277,18 @@ def as_metrics(loss: jax.Array, aux: Mapping[str, jax.Array] | None) -> Metrics:
     if aux is None:
         return {"loss": loss}
     if not isinstance(aux, Mapping):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"loss_fn returned {describe_value(aux)} beside the loss, expected a dict of metrics. "
             "Return loss, {'accuracy': accuracy}, or loss, None."
         )
     if "loss" in aux:
-        raise ValueError(
+        raise ArgumentError(
             "loss_fn returned a metric called 'loss', the name under which its loss is reported. "
             "Leave it out, or rename it."
         )
     for name, value in aux.items():
         if not is_scalar(value):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"loss_fn returned a metric {name!r} of {describe_value(value)}, expected a "
                 "scalar. Average it over the batch, for example with jnp.mean."
             )

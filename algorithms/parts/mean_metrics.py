@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Num
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import Metrics
+from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_map, federated_mean, federated_sum
 
 NON_FINITE_PARTICIPANTS = "non_finite_participants"
@@ -65,7 +66,7 @@ def mean_metrics(
     if not aggregator.tolerates_non_finite:
         return federated_mean(metrics, weights)
     if NON_FINITE_PARTICIPANTS in metrics:
-        raise ValueError(
+        raise ArgumentError(
             f"loss_fn returned a metric called {NON_FINITE_PARTICIPANTS!r}, the name under which "
             "a round reports participants whose metrics are not finite. Rename it."
         )

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Num
 
+from fedpax.errors import ArgumentError
+
 
 def population_mean(models: chex.ArrayTree) -> chex.ArrayTree:
     """Average models that are stacked along the first axis. Outside a round too.
@@ -63,7 +65,7 @@ def merge(
     count = jax.tree.leaves(models)[0].shape[0]
     shares = jnp.ones(count) if weights is None else jnp.asarray(weights, jnp.float32)
     if shares.shape != (count,):
-        raise ValueError(
+        raise ArgumentError(
             f"weights has shape {list(shares.shape)}, expected [{count}], one entry for each model "
             "along the first axis. Leave weights=None for equal weights."
         )
@@ -114,7 +116,7 @@ def greedy_soup(
 
 def _check_shares(weights: Num[Array, " models"]) -> None:
     if not jnp.all((weights >= 0) & jnp.isfinite(weights)) or not jnp.any(weights > 0):
-        raise ValueError(
+        raise ArgumentError(
             f"weights is {weights.tolist()}, expected nonnegative numbers, not all 0. Leave "
             "weights=None for equal weights."
         )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Num
 
 from fedpax.clients.cohort import MASK, Cohort
+from fedpax.errors import ArgumentTypeError
 from fedpax.primitives import federated_map
 
 
@@ -43,7 +44,7 @@ def valid_steps(
         return valid
     given = jnp.asarray(num_steps)
     if given.shape or not jnp.issubdtype(given.dtype, jnp.integer):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"num_steps is {given.dtype}{list(given.shape)}, expected one integer per participant. "
             "Give the round a cohort whose num_steps is an integer array [participants]."
         )

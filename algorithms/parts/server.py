@@ -14,6 +14,7 @@ from fedpax.algorithms.parts.checked_aggregator import checked_aggregator
 from fedpax.algorithms.parts.frozen_leaves import without_frozen_leaves
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
 from fedpax.algorithms.parts.optimizer_step import optimizer_step
+from fedpax.errors import ArgumentTypeError
 from fedpax.primitives import federated_sum
 
 State = TypeVar("State", bound=Any)
@@ -176,7 +177,7 @@ def given_aggregator(
         >>> given_aggregator(coordinate_median, mean())
         Traceback (most recent call last):
             ...
-        TypeError: aggregator is the function coordinate_median, expected a \
+        fedpax.errors.ArgumentTypeError: aggregator is the function coordinate_median, expected a \
 fedpax.aggregators.Aggregator. ...
     """
     if aggregator is None:
@@ -184,7 +185,7 @@ fedpax.aggregators.Aggregator. ...
     if not isinstance(aggregator, Aggregator):
         name = getattr(aggregator, "__name__", None)
         found = f"the function {name}" if name else f"a {type(aggregator).__name__}"
-        raise TypeError(
+        raise ArgumentTypeError(
             f"aggregator is {found}, expected a fedpax.aggregators.Aggregator. Call a function "
             "that makes one, as in coordinate_median(). End a transformation in an aggregator, as "
             "in chain(clip_by_norm(1.0), mean())."

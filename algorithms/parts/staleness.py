@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fedpax.algorithms.parts.checks import check_setting
+from fedpax.checks import NON_NEGATIVE
 
 StalenessFn: TypeAlias = Callable[[Float[Array, ""]], Float[Array, ""]]
 """The factor of an update by its staleness: `float32 scalar -> float32 scalar`."""
@@ -31,7 +32,7 @@ def polynomial_staleness(exponent: float = 0.5) -> StalenessFn:
         0.5
     """
     remedy = "Pass 0.0 to weigh all updates equally."
-    check_setting("polynomial_staleness", "exponent", exponent, remedy=remedy)
+    check_setting("polynomial_staleness", "exponent", exponent, NON_NEGATIVE, remedy=remedy)
     return lambda staleness: (1.0 + staleness) ** -exponent
 
 
@@ -56,6 +57,8 @@ def hinge_staleness(slope: float, free: float) -> StalenessFn:
     Reference:
         Xie et al., Asynchronous Federated Optimization, arXiv:1903.03934, section 5.2.
     """
-    check_setting("hinge_staleness", "slope", slope, remedy="Pass 0.0 for equal weights.")
-    check_setting("hinge_staleness", "free", free, remedy="Pass 0.0 for none.")
+    check_setting(
+        "hinge_staleness", "slope", slope, NON_NEGATIVE, remedy="Pass 0.0 for equal weights."
+    )
+    check_setting("hinge_staleness", "free", free, NON_NEGATIVE, remedy="Pass 0.0 for none.")
     return lambda staleness: 1.0 / (slope * jnp.maximum(staleness - free, 0.0) + 1.0)

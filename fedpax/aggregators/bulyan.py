@@ -7,10 +7,10 @@ from jaxtyping import Array, Bool, Float, Num
 
 from fedpax.aggregators.aggregator import Aggregator, EmptyState
 from fedpax.aggregators.all_updates import reduce_coordinates
-from fedpax.aggregators.checks import check_int
 from fedpax.aggregators.coordinate_means import median_of_sorted, sort_participants
 from fedpax.aggregators.krum import BYZANTINE_REMEDY, distances_of_present, krum_order
 from fedpax.aggregators.presence import num_participants
+from fedpax.checks import COUNT_OR_ZERO, check_argument
 
 
 def bulyan(num_byzantine: int) -> Aggregator:
@@ -56,8 +56,8 @@ def bulyan(num_byzantine: int) -> Aggregator:
         updates, the number of neighbours is at least 1. The median of an even number of values is
         the mean of the middle two.
     """
-    num_byzantine = check_int(
-        "bulyan", "num_byzantine", num_byzantine, least=0, remedy=BYZANTINE_REMEDY
+    num_byzantine = check_argument(
+        "bulyan", "num_byzantine", num_byzantine, COUNT_OR_ZERO, remedy=BYZANTINE_REMEDY
     )
 
     def init(params: chex.ArrayTree) -> EmptyState:

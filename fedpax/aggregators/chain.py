@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from fedpax.aggregators.aggregator import Aggregator
+from fedpax.errors import ArgumentTypeError
 
 AggregatorTransformation: TypeAlias = Callable[[Aggregator], Aggregator]
 """A function from an aggregator to another one, such as `clip_by_norm(1.0)`.
@@ -48,13 +49,13 @@ def chain(*stages: AggregatorTransformation | Aggregator) -> Aggregator:
     """
     for i, stage in enumerate(stages[:-1]):
         if isinstance(stage, Aggregator) or not callable(stage):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"chain(): stage {i} is {_describe(stage)}, expected a transformation such as "
                 "clip_by_norm(1.0). Put the aggregator last."
             )
     if not stages or not isinstance(stages[-1], Aggregator):
         last = _describe(stages[-1]) if stages else "missing"
-        raise TypeError(
+        raise ArgumentTypeError(
             f"chain(): the last stage is {last}, expected an aggregator. Add mean() at the end."
         )
     aggregator = stages[-1]

@@ -12,9 +12,9 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from fedpax.aggregators.aggregator import Aggregator
 from fedpax.aggregators.chain import AggregatorTransformation
-from fedpax.aggregators.checks import check_number, check_seed
 from fedpax.aggregators.presence import mean_dtype, present
 from fedpax.aggregators.random_streams import round_key
+from fedpax.checks import FRACTION, NON_NEGATIVE, POSITIVE, check_argument, check_seed
 from fedpax.primitives import federated_map, federated_mean, federated_sum
 
 
@@ -147,7 +147,7 @@ def adaptive_clip(
     quantile = check_quantile(name, quantile)
     learning_rate = check_learning_rate(name, learning_rate)
     remedy = "Use 0.0 for an exact count."
-    count_stddev = check_number(name, "count_stddev", count_stddev, least=0, remedy=remedy)
+    count_stddev = check_argument(name, "count_stddev", count_stddev, NON_NEGATIVE, remedy=remedy)
     seed = check_seed(name, seed)
 
     def transform(inner: Aggregator) -> Aggregator:
@@ -229,16 +229,16 @@ def _clipping_metrics(
 def check_norm(function: str, argument: str, norm: float) -> float:
     """Return a clipping norm, a finite number above 0."""
     remedy = "Use about the median of the norms of updates, such as 1.0."
-    return check_number(function, argument, norm, above=0, remedy=remedy)
+    return check_argument(function, argument, norm, POSITIVE, remedy=remedy)
 
 
 def check_quantile(function: str, quantile: float) -> float:
     """Return a quantile, a number from 0 to 1."""
     remedy = "The median is 0.5."
-    return check_number(function, "quantile", quantile, least=0, most=1, remedy=remedy)
+    return check_argument(function, "quantile", quantile, FRACTION, remedy=remedy)
 
 
 def check_learning_rate(function: str, learning_rate: float) -> float:
     """Return the learning rate of a clipping norm, a finite number of at least 0."""
     remedy = "Use 0.2, as the paper, or 0.0 for a fixed norm."
-    return check_number(function, "learning_rate", learning_rate, least=0, remedy=remedy)
+    return check_argument(function, "learning_rate", learning_rate, NON_NEGATIVE, remedy=remedy)

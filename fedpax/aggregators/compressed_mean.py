@@ -10,7 +10,6 @@ from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int, Num
 
 from fedpax.aggregators.aggregator import Aggregator
-from fedpax.aggregators.checks import check_number, check_seed
 from fedpax.aggregators.codecs.codec import Codec
 from fedpax.aggregators.codecs.exchange import choose_exchange
 from fedpax.aggregators.codecs.rotated import check_codec
@@ -19,6 +18,8 @@ from fedpax.aggregators.encodable import check_floats, normalized_weights
 from fedpax.aggregators.random_streams import in_stream
 from fedpax.aggregators.sent import mark_sent
 from fedpax.aggregators.transfer_work import work_under_transfer
+from fedpax.checks import PROBABILITY, check_argument, check_seed
+from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean
 from fedpax.primitives.layout import mesh_axis, unplaced_aval
 from fedpax.primitives.placement import Placement, active_placements, resolve_placement
@@ -245,14 +246,14 @@ def _check_arguments(
 ) -> None:
     check_codec("compressed_mean", "codec", codec)
     remedy = "Use 1.0 to forget nothing."
-    check_number("compressed_mean", "decay", decay, above=0, most=1, remedy=remedy)
+    check_argument("compressed_mean", "decay", decay, PROBABILITY, remedy=remedy)
     if decay != 1 and not error_feedback:
-        raise ValueError(
+        raise ArgumentError(
             f"compressed_mean(): decay is {decay!r}, but there is no residual without error "
             "feedback. Set error_feedback=True, or leave decay out."
         )
     if error_feedback and not codec.contractive:
-        raise ValueError(
+        raise ArgumentError(
             "compressed_mean(): error_feedback with a codec that is not contractive, whose "
             "residual could grow without bound. Use its biased form (drive(unbiased=False), "
             "random_k(..., unbiased=False)), more bits or smaller blocks, or "
@@ -262,7 +263,7 @@ def _check_arguments(
         return
     check_codec("compressed_mean", "mean_codec", mean_codec)
     if mean_codec.block_size < codec.block_size:
-        raise ValueError(
+        raise ArgumentError(
             f"compressed_mean(): mean_codec has blocks of {mean_codec.block_size:,} entries, but "
             f"the mean is encoded in the blocks of codec, of {codec.block_size:,}. Pass "
             f"block_size={codec.block_size} to its function."

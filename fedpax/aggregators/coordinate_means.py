@@ -9,9 +9,9 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from fedpax.aggregators.aggregator import Aggregator, EmptyState
 from fedpax.aggregators.all_updates import known_to_all, reduce_coordinates
-from fedpax.aggregators.checks import check_number
 from fedpax.aggregators.presence import present
 from fedpax.aggregators.sorting_network import sort_rows
+from fedpax.checks import Range, check_argument
 from fedpax.primitives import federated_sum
 
 
@@ -79,12 +79,11 @@ def trimmed_mean(trim_fraction: float) -> Aggregator:
         Yin et al., Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates,
         arXiv:1803.01498, definition 2 and algorithm 1, option II.
     """
-    trim_fraction = check_number(
+    trim_fraction = check_argument(
         "trimmed_mean",
         "trim_fraction",
         trim_fraction,
-        least=0,
-        below=0.5,
+        Range(least=0, below=0.5),
         remedy="Use coordinate_median() for the limit of 0.5, and 0.0 to trim nothing.",
     )
 

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
+from fedpax.errors import ArgumentTypeError
 from fedpax.primitives import federated_map, federated_sum
 
 
@@ -16,7 +17,7 @@ def check_floats(function: str, updates: chex.ArrayTree) -> None:
     """
     for path, leaf in jax.tree.leaves_with_path(updates):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"{function}(): updates{jax.tree_util.keystr(path)} has dtype "
                 f"{jnp.result_type(leaf)}, expected floats. Use fedpax.aggregators.mean() for "
                 "other dtypes."

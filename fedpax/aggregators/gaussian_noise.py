@@ -13,9 +13,9 @@ from jaxtyping import Array, Int, Num
 
 from fedpax.aggregators.aggregator import Aggregator
 from fedpax.aggregators.chain import AggregatorTransformation
-from fedpax.aggregators.checks import check_number, check_seed
 from fedpax.aggregators.presence import mean_dtype, num_participants
 from fedpax.aggregators.random_streams import round_key
+from fedpax.checks import NON_NEGATIVE, check_argument, check_seed
 from fedpax.primitives import federated_map
 
 _STDDEV_REMEDY = "Use 0.0 for no noise."
@@ -63,7 +63,7 @@ def add_noise(stddev: float, *, seed: int) -> AggregatorTransformation:
         >>> round(noise.std().item(), 1)
         0.5
     """
-    stddev = check_number("add_noise", "stddev", stddev, least=0, remedy=_STDDEV_REMEDY)
+    stddev = check_argument("add_noise", "stddev", stddev, NON_NEGATIVE, remedy=_STDDEV_REMEDY)
     seed = check_seed("add_noise", seed)
 
     def transform(inner: Aggregator) -> Aggregator:
@@ -113,7 +113,9 @@ def add_local_noise(stddev: float, *, seed: int) -> AggregatorTransformation:
         >>> round(noise.std().item(), 2)  # 0.5 / sqrt(4)
         0.25
     """
-    stddev = check_number("add_local_noise", "stddev", stddev, least=0, remedy=_STDDEV_REMEDY)
+    stddev = check_argument(
+        "add_local_noise", "stddev", stddev, NON_NEGATIVE, remedy=_STDDEV_REMEDY
+    )
     seed = check_seed("add_local_noise", seed)
 
     def transform(inner: Aggregator) -> Aggregator:

@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Num
 
 from fedpax.aggregators.aggregator import Aggregator, EmptyState
 from fedpax.aggregators.all_updates import known_to_all
-from fedpax.aggregators.checks import check_int, check_number
 from fedpax.aggregators.presence import mean_dtype, num_participants, select
+from fedpax.checks import COUNT, POSITIVE, check_argument
 from fedpax.primitives import federated_map, federated_mean
 
 
@@ -66,9 +66,9 @@ def geometric_median(*, num_iterations: int = 8, smoothing: float = 1e-6) -> Agg
     """
     name = "geometric_median"
     remedy = "Use 8; more iterations come closer to the median."
-    num_iterations = check_int(name, "num_iterations", num_iterations, least=1, remedy=remedy)
+    num_iterations = check_argument(name, "num_iterations", num_iterations, COUNT, remedy=remedy)
     remedy = "Use 1e-6: it only prevents a division by 0."
-    smoothing = check_number(name, "smoothing", smoothing, above=0, remedy=remedy)
+    smoothing = check_argument(name, "smoothing", smoothing, POSITIVE, remedy=remedy)
 
     def init(params: chex.ArrayTree) -> EmptyState:
         return EmptyState()

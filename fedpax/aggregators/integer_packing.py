@@ -7,6 +7,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from fedpax.errors import ArgumentError
+
 WORD = 2**32
 
 
@@ -57,7 +59,7 @@ def choose_packing(
     base = participants * (num_levels - 1) + 1
     most = next((d for d in range(32, 0, -1) if base**d <= WORD), 0)
     if not most:
-        raise ValueError(
+        raise ArgumentError(
             f"num_levels is {num_levels}, but the sum of {participants:,} participants' codes of "
             "that many levels does not fit a 32-bit word. Use fewer levels."
         )

@@ -9,8 +9,9 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from fedpax.aggregators.aggregator import Aggregator, EmptyState
 from fedpax.aggregators.all_updates import known_to_all, squared_distances
-from fedpax.aggregators.checks import check_int
 from fedpax.aggregators.presence import num_participants, present, select
+from fedpax.checks import COUNT, COUNT_OR_ZERO, check_argument
+from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_map, federated_mean
 
 BYZANTINE_REMEDY = "Use 0 if no participant sends wrong updates."
@@ -57,11 +58,11 @@ def krum(num_byzantine: int, *, num_selected: int = 1) -> Aggregator:
         Blanchard et al., Byzantine-Tolerant Machine Learning, arXiv:1703.02757, section 4 (Krum)
         and section 6 (Multi-Krum).
     """
-    num_byzantine = check_int(
-        "krum", "num_byzantine", num_byzantine, least=0, remedy=BYZANTINE_REMEDY
+    num_byzantine = check_argument(
+        "krum", "num_byzantine", num_byzantine, COUNT_OR_ZERO, remedy=BYZANTINE_REMEDY
     )
-    num_selected = check_int(
-        "krum", "num_selected", num_selected, least=1, remedy="Use 1 to select one update."
+    num_selected = check_argument(
+        "krum", "num_selected", num_selected, COUNT, remedy="Use 1 to select one update."
     )
 
     def init(params: chex.ArrayTree) -> EmptyState:
@@ -75,7 +76,7 @@ def krum(num_byzantine: int, *, num_selected: int = 1) -> Aggregator:
         n = num_participants()
         distances, here = distances_of_present("krum", updates, weights, num_byzantine, 2)
         if num_selected > n - num_byzantine - 2:
-            raise ValueError(
+            raise ArgumentError(
                 f"krum(): num_selected is {num_selected}, expected at most n - num_byzantine - 2 = "
                 f"{n - num_byzantine - 2} for {n} participants. Select fewer."
             )
@@ -115,7 +116,7 @@ def distances_of_present(
     if n < factor * num_byzantine + 3:
         most = (n - 3) // factor
         remedy = f"Use at most {most}, or more participants." if most >= 0 else "Use more."
-        raise ValueError(
+        raise ArgumentError(
             f"{function}(): num_byzantine is {num_byzantine}, but {n} participants are "
             f"fewer than {factor} * num_byzantine + 3 = {factor * num_byzantine + 3}. {remedy}"
         )

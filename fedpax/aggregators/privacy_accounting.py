@@ -9,7 +9,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from fedpax.aggregators.checks import check_int, check_number
+from fedpax.checks import COUNT, NON_NEGATIVE, POSITIVE, PROBABILITY, Range, check_argument
+from fedpax.errors import ArgumentError, MissingPackageError
 
 FINEST_GRID = 1e-4  # of privacy losses; the default of dp-accounting
 MOST_POINTS = 1e5  # of the grid, for losses as large as epsilon; more take minutes and gigabytes
@@ -85,7 +86,7 @@ def privacy_spent(
     """
     name = "privacy_spent"
     remedy = "Use the noise_multiplier of private_mean()."
-    noise = check_number(name, "noise_multiplier", noise_multiplier, least=0, remedy=remedy)
+    noise = check_argument(name, "noise_multiplier", noise_multiplier, NON_NEGATIVE, remedy=remedy)
     spent = _account(
         name, num_rounds, delta, sampling_probability, cohort_size, num_clients, discrete
     )
@@ -135,7 +136,7 @@ def noise_multiplier_for(
     """
     name = "noise_multiplier_for"
     remedy = "Use 1.0 to 10.0; the smaller epsilon is, the more noise is needed."
-    epsilon = check_number(name, "epsilon", epsilon, above=0, remedy=remedy)
+    epsilon = check_argument(name, "epsilon", epsilon, POSITIVE, remedy=remedy)
     spent = _account(
         name, num_rounds, delta, sampling_probability, cohort_size, num_clients, discrete
     )
@@ -146,7 +147,7 @@ def noise_multiplier_for(
             smaller = "cohort_size" if cohort_size is not None else "sampling_probability"
             is_sampled = (sampling_probability, cohort_size) != (None, None)
             remedy = f"fewer rounds, or take a smaller {smaller}" if is_sampled else "fewer rounds"
-            raise ValueError(
+            raise ArgumentError(
                 f"{name}(): no noise multiplier up to {MOST_NOISE:.0e} reaches epsilon={epsilon} "
                 f"with delta={delta} in {num_rounds} rounds. Increase epsilon or delta, or run "
                 f"{remedy}."
@@ -175,21 +176,21 @@ def _account(
 ) -> Callable[[float], float]:
     """Check the arguments that describe the rounds, and return epsilon by noise multiplier."""
     remedy = "Use the number of rounds of the training."
-    num_rounds = check_int(function, "num_rounds", num_rounds, least=1, remedy=remedy)
+    num_rounds = check_argument(function, "num_rounds", num_rounds, COUNT, remedy=remedy)
     remedy = "Use well below 1 over the population's size, such as 1e-6."
-    delta = check_number(function, "delta", delta, above=0, below=1, remedy=remedy)
+    delta = check_argument(function, "delta", delta, Range(above=0, below=1), remedy=remedy)
     if (cohort_size is None) != (num_clients is None):
-        raise ValueError(
+        raise ArgumentError(
             f"{function}(): cohort_size is {cohort_size} and num_clients is {num_clients}, "
             "expected both, or neither. Pass both for cohorts of a fixed size."
         )
     if sampling_probability is not None and cohort_size is not None:
-        raise ValueError(
+        raise ArgumentError(
             f"{function}(): got sampling_probability, for Poisson sampling, and cohort_size, for "
             "cohorts of a fixed size. Pass the one by which cohorts are drawn."
         )
     if discrete and (sampling_probability, cohort_size) != (None, None):
-        raise ValueError(
+        raise ArgumentError(
             f"{function}(): discrete noise is accounted without sampling. Leave out "
             "sampling_probability, cohort_size and num_clients."
         )
@@ -198,20 +199,20 @@ def _account(
         return functools.partial(_concentrated_epsilon, **rounds)
     if sampling_probability is not None:
         remedy = "Divide the expected size of a cohort by the population's size."
-        probability = check_number(
-            function, "sampling_probability", sampling_probability, above=0, most=1, remedy=remedy
+        probability = check_argument(
+            function, "sampling_probability", sampling_probability, PROBABILITY, remedy=remedy
         )
         return functools.partial(_poisson_epsilon, **rounds, probability=probability)
     if cohort_size is None or num_clients is None:
         return functools.partial(_gaussian_epsilon, **rounds)
-    size = check_int(
-        function, "cohort_size", cohort_size, least=1, remedy="Use the size of a round's cohort."
+    size = check_argument(
+        function, "cohort_size", cohort_size, COUNT, remedy="Use the size of a round's cohort."
     )
-    population = check_int(
-        function, "num_clients", num_clients, least=1, remedy="Use the population's size."
+    population = check_argument(
+        function, "num_clients", num_clients, COUNT, remedy="Use the population's size."
     )
     if size > population:
-        raise ValueError(
+        raise ArgumentError(
             f"{function}(): cohort_size is {size}, expected at most num_clients = {population}. "
             "Cohorts are drawn without replacement: use a smaller cohort."
         )
@@ -279,7 +280,7 @@ def _import_dp_accounting() -> Any:
     try:
         import dp_accounting
     except ImportError as error:
-        raise ImportError(
+        raise MissingPackageError(
             "The epsilon of private_mean() is computed by the dp-accounting library, which is not "
             "installed. Install it: pip install 'fedpax[privacy]'."
         ) from error

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from fedpax.aggregators.aggregator import Aggregator
-from fedpax.aggregators.checks import check_number, check_seed
 from fedpax.aggregators.clipping import (
     adapt_norm,
     check_learning_rate,
@@ -22,6 +21,8 @@ from fedpax.aggregators.clipping import (
 from fedpax.aggregators.gaussian_noise import perturb
 from fedpax.aggregators.presence import mean_dtype, num_participants, present
 from fedpax.aggregators.random_streams import round_key
+from fedpax.checks import NON_NEGATIVE, POSITIVE, check_argument, check_seed
+from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_map, federated_sum
 
 
@@ -119,23 +120,25 @@ def private_mean(
     name = "private_mean"
     max_norm = check_norm(name, "max_norm", max_norm)
     remedy = "Use 0.0 for no noise."
-    noise_multiplier = check_number(
-        name, "noise_multiplier", noise_multiplier, least=0, remedy=remedy
+    noise_multiplier = check_argument(
+        name, "noise_multiplier", noise_multiplier, NON_NEGATIVE, remedy=remedy
     )
     learning_rate = check_learning_rate(name, learning_rate)
     seed = check_seed(name, seed)
     if expected_participants is not None:
         remedy = "Use sampling_probability * num_clients, or None for the placement's size."
-        expected_participants = check_number(
-            name, "expected_participants", expected_participants, above=0, remedy=remedy
+        expected_participants = check_argument(
+            name, "expected_participants", expected_participants, POSITIVE, remedy=remedy
         )
     if quantile is not None:
         quantile = check_quantile(name, quantile)
     if count_stddev is not None:
         remedy = "Use expected_participants / 20, as the paper."
-        count_stddev = check_number(name, "count_stddev", count_stddev, least=0, remedy=remedy)
+        count_stddev = check_argument(
+            name, "count_stddev", count_stddev, NON_NEGATIVE, remedy=remedy
+        )
         if quantile is None:
-            raise ValueError(
+            raise ArgumentError(
                 f"{name}(): count_stddev is {count_stddev}, but quantile is None, so nothing is "
                 "counted. Pass quantile=0.5, or leave count_stddev out."
             )
@@ -200,7 +203,7 @@ def split_noise(noise_multiplier: float, count_stddev: float) -> float:
     if noise_multiplier == 0:
         return 0.0
     if 2 * count_stddev <= noise_multiplier:
-        raise ValueError(
+        raise ArgumentError(
             f"private_mean(): count_stddev is {count_stddev}, expected more than noise_multiplier "
             f"/ 2 = {noise_multiplier / 2}: the count alone would spend the privacy budget. Pass a "
             "larger count_stddev."

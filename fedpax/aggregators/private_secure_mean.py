@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Num
 
 from fedpax.aggregators.aggregator import Aggregator
-from fedpax.aggregators.checks import check_int, check_number, check_seed
 from fedpax.aggregators.clipping import check_norm, clip_update
 from fedpax.aggregators.gaussian_noise import known_sharding
 from fedpax.aggregators.presence import mean_dtype, num_participants, present
@@ -21,6 +20,8 @@ from fedpax.aggregators.random_words import (
     rehash,
 )
 from fedpax.aggregators.secure_mean import check_neighbors, secure_sum
+from fedpax.checks import COUNT, POSITIVE, check_argument, check_seed
+from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_sum
 
 MOST_DEVIATIONS = 6  # float32 normal numbers stay below
@@ -102,15 +103,15 @@ def private_secure_mean(
     name = "private_secure_mean"
     max_norm = check_norm(name, "max_norm", max_norm)
     remedy = "Use secure_mean() for no noise."
-    noise_multiplier = check_number(
-        name, "noise_multiplier", noise_multiplier, above=0, remedy=remedy
+    noise_multiplier = check_argument(
+        name, "noise_multiplier", noise_multiplier, POSITIVE, remedy=remedy
     )
     num_neighbors = check_neighbors(name, num_neighbors)
     seed = check_seed(name, seed)
     if min_participants is not None:
         remedy = "Use None if no participant may drop out."
-        min_participants = check_int(
-            name, "min_participants", min_participants, least=1, remedy=remedy
+        min_participants = check_argument(
+            name, "min_participants", min_participants, COUNT, remedy=remedy
         )
 
     def init(params: chex.ArrayTree) -> PrivateSecureMeanState:
@@ -124,7 +125,7 @@ def private_secure_mean(
         n = num_participants()
         least = n if min_participants is None else min_participants
         if least > n:
-            raise ValueError(
+            raise ArgumentError(
                 f"{name}(): min_participants is {least}, expected at most the {n} participants of "
                 "the round. Use fewer."
             )
@@ -168,7 +169,7 @@ def _resolution(n: int, noise_multiplier: float, num_entries: int, least: int) -
     resolution = min(2**20, int((2**31 - 1 - deviations * rounding) / (n + deviations)))
     local_stddev = noise_multiplier * (resolution + rounding) / math.sqrt(least)
     if resolution < 2 * rounding or local_stddev < LEAST_STDDEV:
-        raise ValueError(
+        raise ArgumentError(
             f"private_secure_mean(): a 32-bit sum of {n:,} participants with noise_multiplier="
             f"{noise_multiplier} leaves {max(resolution, 0):,} integers for the norm of an update, "
             f"too few for {num_entries:,} entries. Use fewer participants, or private_mean()."

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Num
 
 from fedpax.aggregators.aggregator import Aggregator
-from fedpax.aggregators.checks import check_int
 from fedpax.aggregators.encodable import check_floats, normalized_weights
 from fedpax.aggregators.integer_packing import (
     Packing,
@@ -23,6 +22,7 @@ from fedpax.aggregators.integer_packing import (
 )
 from fedpax.aggregators.presence import num_participants, select
 from fedpax.aggregators.sent import mark_sent
+from fedpax.checks import IntRange, check_argument
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, federated_sum
 
 
@@ -129,7 +129,9 @@ def check_num_levels(num_levels: int) -> int:
         ValueError: it is below 2 or above 256.
     """
     remedy = "Use 2 to send signs, and compressed_mean(codecs.float32()) for exact values."
-    return check_int("quantized_mean", "num_levels", num_levels, least=2, most=256, remedy=remedy)
+    return check_argument(
+        "quantized_mean", "num_levels", num_levels, IntRange(least=2, most=256), remedy=remedy
+    )
 
 
 def _quantize_and_average(

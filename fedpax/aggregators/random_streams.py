@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import jax
 from jaxtyping import Array, Int
 
-from fedpax.aggregators.checks import check_int
+from fedpax.checks import IntRange, check_argument
 
 PURPOSES = (
     "add_noise",
@@ -60,7 +60,9 @@ def random_stream(index: int) -> Iterator[None]:
         False
     """
     remedy = "Pass the number of the state, such as that of a cluster or fragment."
-    index = check_int("random_stream", "index", index, least=0, most=_STREAMS - 1, remedy=remedy)
+    index = check_argument(
+        "random_stream", "index", index, IntRange(least=0, most=_STREAMS - 1), remedy=remedy
+    )
     with _indices((*_indices.value, index)):
         yield
 

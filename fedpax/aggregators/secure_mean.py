@@ -13,11 +13,12 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from fedpax.aggregators.aggregator import Aggregator
 from fedpax.aggregators.all_updates import known_to_all
-from fedpax.aggregators.checks import check_int, check_number, check_seed
 from fedpax.aggregators.masks import Leaves, left_over, make_graph, mask
 from fedpax.aggregators.presence import mean_dtype, num_participants, present, select
 from fedpax.aggregators.random_streams import round_key
 from fedpax.aggregators.sent import mark_sent, mark_server
+from fedpax.checks import POSITIVE, IntRange, check_argument, check_seed
+from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, federated_sum
 from fedpax.primitives.layout import unplaced_aval
 
@@ -93,9 +94,9 @@ def secure_mean(
     """
     name = "secure_mean"
     remedy = "Use the largest entry that an update may have, such as 1.0."
-    max_value = check_number(name, "max_value", max_value, above=0, remedy=remedy)
+    max_value = check_argument(name, "max_value", max_value, POSITIVE, remedy=remedy)
     remedy = "Use 16; updates are float32, with 24 bits."
-    bits = check_int(name, "bits", bits, least=2, most=24, remedy=remedy)
+    bits = check_argument(name, "bits", bits, IntRange(least=2, most=24), remedy=remedy)
     num_neighbors = check_neighbors(name, num_neighbors)
     seed = check_seed(name, seed)
     largest = 2 ** (bits - 1) - 1
@@ -164,7 +165,7 @@ def secure_sum(
     """
     n = num_participants()
     if num_neighbors is not None and num_neighbors >= n:
-        raise ValueError(
+        raise ArgumentError(
             f"{function}(): num_neighbors is {num_neighbors}, expected fewer than the {n} "
             "participants. Leave it None for all of them."
         )
@@ -213,9 +214,11 @@ def check_neighbors(function: str, num_neighbors: int | None) -> int | None:
     if num_neighbors is None:
         return None
     remedy = "Use None for all other participants."
-    num_neighbors = check_int(function, "num_neighbors", num_neighbors, least=2, remedy=remedy)
+    num_neighbors = check_argument(
+        function, "num_neighbors", num_neighbors, IntRange(least=2), remedy=remedy
+    )
     if num_neighbors % 2:
-        raise ValueError(
+        raise ArgumentError(
             f"{function}(): num_neighbors is {num_neighbors}, expected an even number: half of "
             f"them on either side of a ring. Use {num_neighbors + 1}."
         )
@@ -230,7 +233,7 @@ def check_sum(function: str, participants: int, largest: int) -> None:
     """
     if participants * largest >= 2**31:
         most = ((2**31 - 1) // participants + 1).bit_length()
-        raise ValueError(
+        raise ArgumentError(
             f"{function}(): the sum of {participants:,} participants' integers of up to "
             f"{largest:,} does not fit 32 bits. Use at most bits={most}."
         )

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from fedpax.algorithm import Params
+from fedpax.errors import ArgumentError
 
 
 def named_arrays(params: Params) -> dict[str, np.ndarray]:
@@ -30,12 +31,12 @@ def named_arrays(params: Params) -> dict[str, np.ndarray]:
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator=".") or "params"
         if name in arrays:
-            raise ValueError(
+            raise ArgumentError(
                 f"two parameters are named {name!r}, expected different names. Rename the keys "
                 "that have dots."
             )
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended) or leaf.dtype == np.object_:
-            raise ValueError(
+            raise ArgumentError(
                 f"{name} has dtype {leaf.dtype}, expected numbers. Leave it out of the parameters."
             )
         arrays[name] = np.asarray(leaf, order="C")
@@ -62,7 +63,7 @@ def write_npz(path: Path, params: Params) -> None:
     arrays = named_arrays(params)
     for name, array in arrays.items():
         if array.dtype.isbuiltin != 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"{name} has dtype {array.dtype}, which a .npz file cannot hold. Cast with "
                 "--dtype=float32, or write --out=NAME.safetensors."
             )
@@ -91,7 +92,7 @@ def write_safetensors(path: Path, params: Params) -> None:
     try:
         library.save_file(arrays, path)
     except safetensors("safetensors").SafetensorError as error:
-        raise ValueError(f"the format cannot hold a parameter ({error}).") from error
+        raise ArgumentError(f"the format cannot hold a parameter ({error}).") from error
     path.chmod(mode)
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from fedpax.checkpoints.remote import resolve_folder
 from fedpax.checkpoints.saved_rounds import FOLDER, complete_rounds
+from fedpax.errors import ArgumentError
 from fedpax.run_files.configuration import flatten, read_configuration_json
 from fedpax.run_files.metrics import read_metrics, select
 
@@ -49,7 +50,7 @@ def parse_best_metric(text: str) -> BestMetric:
     """
     order, colon, name = text.rpartition(":")
     if not name or (colon and order not in ("min", "max")):
-        raise ValueError(
+        raise ArgumentError(
             f"training.keep_best={text!r} is not a metric, expected the name of a held-out metric, "
             "or min:NAME or max:NAME. Set for example --training.keep_best=loss."
         )
@@ -107,7 +108,7 @@ class Evaluations:
             ValueError: it lacks the metric.
         """
         if self.metric.name not in metrics:
-            raise ValueError(
+            raise ArgumentError(
                 f"training.keep_best={self.metric.name}: the evaluation has no metric "
                 f"{self.metric.name!r}, expected one of {', '.join(metrics)}. Set "
                 "--training.keep_best to one of them."
@@ -146,7 +147,7 @@ def best_round(job_log_dir: str | Path) -> int:
     fields = dict(flatten(found[1])) if found else {}
     keep_best = fields.get("training.keep_best")
     if not isinstance(keep_best, str):
-        raise ValueError(
+        raise ArgumentError(
             f"{folder} keeps no best model (training.keep_best={keep_best}), expected a metric "
             "there. Load the newest model, or train with --training.keep_best=loss."
         )

@@ -43,6 +43,7 @@ from fedpax.checkpoints.saved_rounds import (
 )
 from fedpax.checkpoints.stream_state import gather_stream_state
 from fedpax.console import print_error
+from fedpax.errors import FedpaxError
 from fedpax.run_files.configuration import is_remote
 
 __all__ = [
@@ -60,7 +61,7 @@ MOST_LOST_SAVES = 3
 """Number of saves to a bucket in a row that may fail; the next one stops the run."""
 
 
-class CheckpointWriteError(OSError):
+class CheckpointWriteError(FedpaxError, OSError):
     """A checkpoint cannot be written; the ones before it are kept."""
 
 

@@ -22,6 +22,7 @@ from jax.experimental import multihost_utils
 from fedpax.checkpoints.remote import resolve_folder
 from fedpax.checkpoints.saved_rounds import FOLDER, complete_rounds
 from fedpax.console import print_error
+from fedpax.errors import FedpaxError
 from fedpax.files import LINES_BYTES, UnusableFileError, find_links, read_file, read_json
 from fedpax.run_files.configuration import FILE as CONFIGURATION
 from fedpax.run_files.configuration import ConfigurationError, is_remote, write_atomically
@@ -38,7 +39,7 @@ SECONDS_OF_SILENCE = 45.0
 SECONDS_BETWEEN_LOOKS = 2.0
 
 
-class LostCheckpointDirError(OSError):
+class LostCheckpointDirError(FedpaxError, OSError):
     """Another run has taken the folder of this run's checkpoints."""
 
 

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Float
 
 from fedpax.algorithm import State
+from fedpax.errors import ArgumentError
 
 ParticipantRule: TypeAlias = Literal["average", "copy"]
 """The rule that makes participants' states from those of another number of participants."""
@@ -70,7 +71,7 @@ def check_rule(rule: str) -> None:
         ValueError: it is neither "average" nor "copy".
     """
     if rule not in ("average", "copy"):
-        raise ValueError(
+        raise ArgumentError(
             f"participant_states={rule!r}, expected 'average' or 'copy'. Set "
             "--participant_states=average to keep the mean over participants."
         )
@@ -203,7 +204,7 @@ def check_resizable(state: State, num_saved: int, num_participants: int) -> None
         ValueError: the method forbids it.
     """
     for reason in _reasons(state):
-        raise ValueError(
+        raise ArgumentError(
             f"The checkpoint was saved with {num_saved} participants and the experiment has "
             f"{num_participants}, expected the same number: {reason}. Set the former number, or "
             "start a new run from the exported model (`fedpax export`, --model.weights)."

@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 
 from fedpax.checkpoints.open_checkpoints import open_checkpoints
 from fedpax.checkpoints.participant_states import saved_placed_struct
+from fedpax.errors import ArgumentError
 
 
 def saved_shapes(folder: Path, step: int) -> dict[tuple[str, ...], tuple[int, ...]]:
@@ -77,7 +78,7 @@ def has_saved_shape(
         and leaf.shape[1:] == saved[1:]
     )
     if not is_placed:
-        raise ValueError(
+        raise ArgumentError(
             f"The checkpoint's {'.'.join(path)} has shape {list(saved)}, expected "
             f"{list(leaf.shape)} as in the experiment. Use the model that was saved, or another "
             "--job_log_dir."
@@ -100,7 +101,7 @@ def check_same_leaves(
     """
     if wanted.keys() != saved.keys():
         names = sorted(".".join(path) for path in wanted.keys() ^ saved.keys())
-        raise ValueError(
+        raise ArgumentError(
             f"The checkpoint of round {step} and the experiment have different states: "
             f"{', '.join(names[:5])} {'and others ' if len(names) > 5 else ''}in only one of "
             "them, expected the same leaves. Use the model and the method that were saved, or "

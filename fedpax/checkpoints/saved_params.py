@@ -15,6 +15,7 @@ from fedpax.checkpoints.open_checkpoints import open_checkpoints
 from fedpax.checkpoints.remote import resolve_folder
 from fedpax.checkpoints.saved_leaves import check_same_leaves, saved_struct
 from fedpax.checkpoints.saved_rounds import FOLDER, complete_rounds, damaged_checkpoint
+from fedpax.errors import ArgumentError
 
 
 def load_params(
@@ -44,7 +45,7 @@ def load_params(
             is set, and the run keeps no best model or `round_number` is set too.
     """
     if best and round_number is not None:
-        raise ValueError(
+        raise ArgumentError(
             f"load_params() got round_number={round_number} and best=True, expected one of them. "
             "Leave one out."
         )

@@ -6,13 +6,14 @@ from fedpax.checkpoints.checksums import find_damage, has_checksums
 from fedpax.checkpoints.mounts import COMMITTED, is_object_store, remove_folder
 from fedpax.checkpoints.remote import resolve_folder
 from fedpax.console import print_error
+from fedpax.errors import FedpaxError
 
 FOLDER = "checkpoints"
 DELETED = "deleted"
 """The folder in it to which a checkpoint is moved before its files are removed."""
 
 
-class DamagedCheckpointError(OSError):
+class DamagedCheckpointError(FedpaxError, OSError):
     """A checkpoint whose files have changed since they were saved; the message names the remedy."""
 
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Int, Num
 
+from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import checked_tree, device_weights, needs_cast
 
 MASK = "mask"
@@ -127,18 +128,18 @@ def check_cohort(
         >>> check_cohort("fedavg", {"x": np.ones((2, 1))}, 2)
         Traceback (most recent call last):
             ...
-        TypeError: fedavg: the second argument of round is a dict, expected a fedpax.Cohort. ...
+        fedpax.errors.ArgumentTypeError: fedavg(): the second argument of round is a dict, ...
     """
     if not isinstance(cohort, Cohort):
-        raise TypeError(
-            f"{algorithm}: the second argument of round is a {type(cohort).__name__}, expected a "
+        raise ArgumentTypeError(
+            f"{algorithm}(): the second argument of round is a {type(cohort).__name__}, expected a "
             "fedpax.Cohort. Pass fedpax.Cohort(batches), with num_examples= and num_steps= if "
             "clients differ."
         )
     leaves = jax.tree.leaves_with_path(cohort.batches)
     if not leaves:
-        raise ValueError(
-            f"{algorithm}: cohort.batches has no arrays, expected leaves of shape "
+        raise ArgumentError(
+            f"{algorithm}(): cohort.batches has no arrays, expected leaves of shape "
             f"[{num_participants}, steps, batch, ...]."
         )
     num_steps: dict[int, str] = {}
@@ -147,41 +148,41 @@ def check_cohort(
         name = f"cohort.batches{jax.tree_util.keystr(path)}"
         if len(shape) < 2 or shape[0] != num_participants:
             remedy = _size_remedy(algorithm, leaves, num_participants, size_argument)
-            raise ValueError(
-                f"{algorithm}: {name} has shape {list(shape)}, expected [{num_participants}, "
+            raise ArgumentError(
+                f"{algorithm}(): {name} has shape {list(shape)}, expected [{num_participants}, "
                 f"steps, batch, ...]: {num_participants} is the number of participants of "
                 f"{algorithm}. {remedy}"
             )
         if shape[1] == 0:
-            raise ValueError(
-                f"{algorithm}: {name} has shape {list(shape)}, expected at least one step along "
+            raise ArgumentError(
+                f"{algorithm}(): {name} has shape {list(shape)}, expected at least one step along "
                 "axis 1. Give every participant at least one batch, or leave the round out."
             )
         num_steps.setdefault(shape[1], name)
     if len(num_steps) > 1:
         found = " and ".join(f"{name} has {steps}" for steps, name in sorted(num_steps.items()))
-        raise ValueError(
-            f"{algorithm}: the leaves of cohort.batches have different numbers of steps (axis 1): "
-            f"{found}. Pad the shorter ones, and mark the padding in a field {MASK!r}."
+        raise ArgumentError(
+            f"{algorithm}(): the leaves of cohort.batches have different numbers of steps (axis "
+            f"1): {found}. Pad the shorter ones, and mark the padding in a field {MASK!r}."
         )
     for field in ("num_examples", "num_steps", "client_ids"):
         value = getattr(cohort, field)
         if value is None:
             continue
         if not hasattr(value, "shape") and not isinstance(value, int | float):
-            raise TypeError(
-                f"{algorithm}: cohort.{field} is a {type(value).__name__}, expected an array "
+            raise ArgumentTypeError(
+                f"{algorithm}(): cohort.{field} is a {type(value).__name__}, expected an array "
                 f"[{num_participants}]. Convert it with jnp.asarray."
             )
         if np.shape(value) != (num_participants,):
-            raise ValueError(
-                f"{algorithm}: cohort.{field} has shape {list(np.shape(value))}, expected "
+            raise ArgumentError(
+                f"{algorithm}(): cohort.{field} has shape {list(np.shape(value))}, expected "
                 f"[{num_participants}]: one entry for each participant."
             )
         dtype = jax.numpy.result_type(value)
         if field != "num_examples" and not jax.numpy.issubdtype(dtype, jax.numpy.integer):
-            raise TypeError(
-                f"{algorithm}: cohort.{field} has dtype {dtype}, expected integers. Cast it with "
+            raise ArgumentTypeError(
+                f"{algorithm}(): cohort.{field} has dtype {dtype}, expected integers. Cast it with "
                 ".astype(int)."
             )
     if cohort.schedule is not None:
@@ -194,8 +195,8 @@ def _check_batch_axis(algorithm: str, leaves: list[Any]) -> None:
     for path, leaf in leaves:
         shape, name = list(np.shape(leaf)), f"cohort.batches{jax.tree_util.keystr(path)}"
         if len(shape) == 2:
-            raise ValueError(
-                f"{algorithm}: {name} has shape {shape}, expected [participants, steps, batch, "
+            raise ArgumentError(
+                f"{algorithm}(): {name} has shape {shape}, expected [participants, steps, batch, "
                 "...]: without the axis of steps, each example would be trained on as a step. "
                 "Add it: for one step on all examples, pass jax.tree.map(lambda x: x[:, None], "
                 "batches)."
@@ -222,19 +223,19 @@ def _check_schedule(
     """Check a schedule that is not None."""
     found = type(schedule).__name__
     if schedule_type is None:
-        raise TypeError(
-            f"{algorithm}: cohort.schedule is a {found}, but {algorithm} is synchronous. Leave "
+        raise ArgumentTypeError(
+            f"{algorithm}(): cohort.schedule is a {found}, but {algorithm} is synchronous. Leave "
             "schedule=None, or use an asynchronous method, such as fedbuff or async_diloco."
         )
     if not isinstance(schedule, schedule_type):
-        raise TypeError(
-            f"{algorithm}: cohort.schedule is a {found}, expected a {schedule_type.__name__} of "
+        raise ArgumentTypeError(
+            f"{algorithm}(): cohort.schedule is a {found}, expected a {schedule_type.__name__} of "
             "fedpax.clients. fedpax.simulation makes one for each method."
         )
     for path, array in jax.tree.leaves_with_path(schedule):
         if np.shape(array)[:1] != (num_participants,):
             name, shape = jax.tree_util.keystr(path), list(np.shape(array))
-            raise ValueError(
-                f"{algorithm}: cohort.schedule{name} has shape {shape}, expected "
+            raise ArgumentError(
+                f"{algorithm}(): cohort.schedule{name} has shape {shape}, expected "
                 f"{num_participants} participants along axis 0. Pass the schedule of one round."
             )

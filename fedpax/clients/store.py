@@ -23,6 +23,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int
 
+from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import checked_tree, conversion, device_array
 from fedpax.transforms.marks import KEPT
 
@@ -92,7 +93,7 @@ def client_store(
         (5, (5, 3))
     """
     if num_clients < 1:
-        raise ValueError(f"client_store(): num_clients is {num_clients}, expected at least 1.")
+        raise ArgumentError(f"client_store(): num_clients is {num_clients}, expected at least 1.")
     axis, num_devices = _axis(placement)
     multiple = math.lcm(ROW_MULTIPLE, num_devices)
     num_rows = -(-num_clients // multiple) * multiple
@@ -345,7 +346,7 @@ def _check_states(store: ClientStore[Any], states: Any) -> None:
     for (path, new), rows in zip(leaves, jax.tree.leaves(store.rows), strict=False):
         dtype = jnp.result_type(new)
         if jnp.issubdtype(dtype, jnp.inexact) and not jnp.issubdtype(rows.dtype, jnp.inexact):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"scatter_clients(): states{jax.tree_util.keystr(path)} has dtype {dtype}, but the "
                 f"store has {rows.dtype}, expected equal dtypes. Make the store with floats: "
                 "client_store(state, num_clients) keeps the dtypes of state."
@@ -355,21 +356,21 @@ def _check_states(store: ClientStore[Any], states: Any) -> None:
 def _check_call(name: str, store: Any, client_ids: ClientIds, placement: str) -> ClientIds:
     """Check the arguments that `gather_clients` and `scatter_clients` share; return the ids."""
     if not isinstance(store, ClientStore):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"{name}(): store is a {type(store).__name__}, expected a ClientStore. Make it with "
             "client_store(state, num_clients)."
         )
     _, num_devices = _axis(placement)
     size = np.shape(client_ids)[0]
     if size % num_devices:
-        raise ValueError(
+        raise ArgumentError(
             f"{name}(): client_ids has {size} entries, which the {num_devices} devices of the mesh "
             f"axis {placement!r} do not divide. Pad it with -1 to {size + -size % num_devices}, or "
             "use a mesh axis that divides it."
         )
     dtype = jnp.result_type(client_ids if hasattr(client_ids, "dtype") else np.asarray(client_ids))
     if not jnp.issubdtype(dtype, jnp.integer):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"{name}(): client_ids has dtype {dtype}, expected integers, each client's index in "
             "the population. Number the clients from 0."
         )
@@ -377,7 +378,7 @@ def _check_call(name: str, store: Any, client_ids: ClientIds, placement: str) ->
     if is_concrete and size and getattr(client_ids, "is_fully_addressable", True):
         largest = np.max(np.asarray(client_ids))
         if largest >= store.num_clients:
-            raise ValueError(
+            raise ArgumentError(
                 f"{name}(): client_ids contains {largest}, but the store has {store.num_clients} "
                 f"clients (0 to {store.num_clients - 1}). Make it with client_store(state, "
                 f"num_clients={largest + 1}) or more."
@@ -391,7 +392,7 @@ def _check_leaf(leaf: Any, path: Any) -> jax.Array:
     """Check that a leaf of a client's state is an array of numbers, and return it as an array."""
     dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
     if not (jnp.issubdtype(dtype, np.number) or dtype == np.bool_):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"client_store(): state{jax.tree_util.keystr(path)} is of type {type(leaf).__name__} "
             f"and dtype {dtype}, expected an array of numbers. {conversion(leaf)} For random keys, "
             "store an integer and fold it in."

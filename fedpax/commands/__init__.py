@@ -3,6 +3,8 @@
 A module has a function that executes its command, and, if the command has flags, `define_flags`.
 """
 
+from fedpax.errors import FedpaxError
+
 COMMANDS = {
     "list": "fedpax.commands.list_experiments:list_experiments",
     "train": "fedpax.commands.train:train",
@@ -22,5 +24,5 @@ COMMANDS = {
 """The function that executes each command: its module, which is imported when it runs, and name."""
 
 
-class UsageError(Exception):
+class UsageError(FedpaxError):
     """A command line that cannot be executed; the message names the remedy."""

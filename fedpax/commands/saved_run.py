@@ -26,6 +26,7 @@ from fedpax.commands.compilation_cache import enable_compilation_cache
 from fedpax.commands.devices import provide_devices
 from fedpax.commands.options import check_job_log_dir, override
 from fedpax.console import print_error
+from fedpax.errors import ArgumentError
 from fedpax.experiments.catalog import find_experiment, is_shipped
 from fedpax.run_files.configuration import FILE as CONFIGURATION
 from fedpax.run_files.configuration import (
@@ -84,7 +85,9 @@ class _RoundParser(flags.ArgumentParser):
         if text == "best":
             return text
         if not text.isdecimal():
-            raise ValueError("expected a round or `best`; leave it out for the newest checkpoint")
+            raise ArgumentError(
+                "expected a round or `best`; leave it out for the newest checkpoint"
+            )
         return int(text)
 
 

@@ -16,6 +16,7 @@ from fedpax.checkpoints.checkpoint_dir import resolve_checkpoint_dir
 from fedpax.checkpoints.saved_params import load_params
 from fedpax.commands.compilation_cache import enable_compilation_cache
 from fedpax.commands.devices import provide_devices
+from fedpax.errors import ArgumentTypeError
 from fedpax.reports.table import number_or_nan
 from fedpax.run_files.configuration import check_is_dataclass, resolve_job_log_dir
 from fedpax.run_files.metrics import read_metrics, select
@@ -155,6 +156,6 @@ def check_is_experiment(value: object) -> None:
     elif callable(value) and hasattr(value, "__name__"):
         found = f"the function {value.__name__}"
         remedy = f"Pass its result: {value.__name__}()."
-    raise TypeError(
+    raise ArgumentTypeError(
         f"fedpax.train got {found}, expected a fedpax.training.experiment.Experiment. {remedy}"
     )

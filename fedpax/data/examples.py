@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import host_array
 
 ACCEPTED = (
@@ -37,13 +38,13 @@ class Columns(Sequence[dict[str, Any]]):
             if isinstance(values, np.ma.MaskedArray):
                 host_array(values, f"The field {field!r} of {name}")
             if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
-                raise TypeError(
+                raise ArgumentTypeError(
                     f"{name} is a dict whose field {field!r} is a {type(values).__name__}, "
                     f"{ACCEPTED}. Put a single example in a list: [{name}]."
                 )
         lengths = {field: len(values) for field, values in columns.items()}
         if len(set(lengths.values())) != 1 or not min(lengths.values()):
-            raise ValueError(
+            raise ArgumentError(
                 f"{name} has fields of {lengths} examples, expected one length that is not 0: "
                 "give one value of each field for every example."
             )
@@ -82,7 +83,7 @@ def as_examples(source: Any, name: str = "source") -> Sequence[Mapping[str, Any]
         >>> as_examples(["to be", "or not"])
         Traceback (most recent call last):
             ...
-        TypeError: source is a list of str, expected a source from fedpax.data.load, a list ...
+        fedpax.errors.ArgumentTypeError: source is a list of str, expected a source from ...
     """
     if (columns := _columns(source)) is not None:
         return Columns(columns, name)
@@ -104,7 +105,7 @@ def as_examples(source: Any, name: str = "source") -> Sequence[Mapping[str, Any]
             if is_text
             else f"Name the fields of each {kind}: give dicts."
         )
-    raise TypeError(f"{name} is {found}, {ACCEPTED}. {remedy}")
+    raise ArgumentTypeError(f"{name} is {found}, {ACCEPTED}. {remedy}")
 
 
 def column_values(column: Any) -> Any:

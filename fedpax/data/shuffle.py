@@ -13,6 +13,8 @@ Reference:
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fedpax.errors import ArgumentTypeError
+
 _FEISTEL_ROUNDS = 8
 
 
@@ -36,7 +38,7 @@ def hash_key(*numbers: ArrayLike) -> NDArray[np.uint64]:
     arrays = [np.atleast_1d(np.asarray(number)) for number in numbers]
     for array in arrays:
         if array.dtype.kind not in "iub":
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"A random seed or the number of a round is {array.flat[0]!r:.80}, expected an "
                 "integer of at most 64 bits. Give another one, such as 0."
             )

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from fedpax.errors import ArgumentError
 from fedpax.hlo import parsing, replica_groups, trip_counts
 from fedpax.hlo.shapes import shape_bytes
 
@@ -162,7 +163,7 @@ def operand_bytes_along(text: str, mesh: jax.sharding.Mesh, axis: str) -> int:
         if axis not in collective.axes:
             continue
         if collective.executions is None:
-            raise ValueError(
+            raise ArgumentError(
                 f"cannot count the bytes over {axis}: {collective.name} is inside a while loop of "
                 "unknown length or a branch of a conditional. Use lax.scan or lax.fori_loop with "
                 "a fixed number of steps, or sum over collectives(text, mesh) yourself."

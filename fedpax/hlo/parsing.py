@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from fedpax.errors import ArgumentError
+
 _END = r'\}(, execution_thread="\w+")?$'  # the last line of a computation
 
 
@@ -84,7 +86,7 @@ def parse(text: str) -> Module:
             instructions[instruction.name] = instruction
             root = instruction if line.lstrip().startswith("ROOT ") else root
     if not entry:
-        raise ValueError(
+        raise ArgumentError(
             f"text is not a compiled program: it has no ENTRY computation: {text[:60]!r}... "
             "Pass jax.jit(f).lower(...).compile().as_text()."
         )

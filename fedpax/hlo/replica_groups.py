@@ -9,6 +9,7 @@ import re
 import jax
 import numpy as np
 
+from fedpax.errors import ArgumentError
 from fedpax.hlo import parsing
 from fedpax.hlo.shapes import integers
 
@@ -37,7 +38,7 @@ def program_positions(module: parsing.Module, mesh: jax.sharding.Mesh) -> list[l
     for position, device in enumerate(mesh.devices.flat):
         slices.setdefault(getattr(device, "slice_index", 0), []).append(position)
     if any(len(members) != module.num_devices for members in slices.values()):
-        raise ValueError(
+        raise ArgumentError(
             f"text is a program for {module.num_devices} devices, but the mesh {dict(mesh.shape)} "
             f"has {mesh.size}. Pass the mesh that the program was compiled for."
         )

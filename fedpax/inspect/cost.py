@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from fedpax.errors import ArgumentError
 from fedpax.inspect.cost_table import Cost, PlacementCost, Transfer
 from fedpax.inspect.flops import NO_FLOPS, Flops, equation_flops
 from fedpax.inspect.sent_marks import kept_values, server_work
@@ -77,7 +78,7 @@ def cost(program: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
     names = argument_names(closed)
     inlined = eliminate_dead_code(inline(closed, inside=lambda inner: inner))
     if not is_federated(inlined.jaxpr):
-        raise ValueError(
+        raise ArgumentError(
             "cost(): the function has no federated_map, so there is no participant to count. Pass "
             "a function decorated with fedpax.program, or one that calls it, and its arguments."
         )

@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from fedpax.errors import ArgumentError
 from fedpax.models.losses import Batch, ModelLoss
 
 
@@ -35,7 +36,7 @@ def accumulate_gradients(loss_fn: ModelLoss, grad_accum_steps: int) -> ModelLoss
         -1.0
     """
     if grad_accum_steps < 1:
-        raise ValueError(
+        raise ArgumentError(
             f"accumulate_gradients(): grad_accum_steps={grad_accum_steps}, expected at least 1 "
             "microbatch."
         )
@@ -44,7 +45,7 @@ def accumulate_gradients(loss_fn: ModelLoss, grad_accum_steps: int) -> ModelLoss
 
     def split(x: jax.Array) -> jax.Array:
         if x.shape[0] % grad_accum_steps:
-            raise ValueError(
+            raise ArgumentError(
                 f"accumulate_gradients(): grad_accum_steps={grad_accum_steps} does not divide a "
                 f"batch of {x.shape[0]} rows. Change one of the two numbers."
             )

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from fedpax.errors import ArgumentError
 from fedpax.models.nnx_functional import FunctionalModel, to_functional
 from fedpax.parallel.axes import partition_spec
 
@@ -39,7 +40,7 @@ class MLPConfig:
     def __post_init__(self) -> None:
         """Check the sizes."""
         if len(self.layer_sizes) < 2 or min(self.layer_sizes) < 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"MLPConfig.layer_sizes={self.layer_sizes}: expected at least two positive "
                 "numbers, the number of input features first and the number of classes last."
             )
@@ -90,14 +91,14 @@ class CNNConfig:
         """Check the rates, and that an image is not empty after the pooling."""
         for name in ("image_height", "image_width"):
             if (size := getattr(self, name)) < 6:
-                raise ValueError(
+                raise ArgumentError(
                     f"CNNConfig.{name}={size}: two 3 x 3 convolutions and pooling need at least 6 "
                     "pixels. Enlarge the images, or use MLPConfig."
                 )
         if min(self.num_channels, *self.filters, self.hidden_dim, self.num_classes) < 1:
-            raise ValueError(f"{self}: expected positive sizes.")
+            raise ArgumentError(f"{self}: expected positive sizes.")
         if not all(0 <= rate < 1 for rate in self.dropout_rates):
-            raise ValueError(
+            raise ArgumentError(
                 f"CNNConfig.dropout_rates={self.dropout_rates}: expected two numbers, each at "
                 "least 0 and below 1. 0 drops nothing."
             )

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int
 
+from fedpax.errors import ArgumentError
 from fedpax.models.attention.causal import causal_attention
 from fedpax.models.attention.layer import masked_attention, visible
 from fedpax.models.nnx_functional import Params
@@ -71,19 +72,19 @@ def generate(
     """
     prompt = jnp.asarray(prompt)
     if prompt.ndim != 2 or not prompt.size or not jnp.issubdtype(prompt.dtype, jnp.integer):
-        raise ValueError(
+        raise ArgumentError(
             f"prompt has shape {prompt.shape} and dtype {prompt.dtype}: expected integers [batch, "
             "sequence] with at least one token. Pass one prompt as prompt[None]."
         )
     if num_tokens < 1:
-        raise ValueError(f"num_tokens={num_tokens}: expected at least 1 token to generate.")
+        raise ArgumentError(f"num_tokens={num_tokens}: expected at least 1 token to generate.")
     if not temperature >= 0 or not 0 < top_p <= 1:
-        raise ValueError(
+        raise ArgumentError(
             f"temperature={temperature} and top_p={top_p}: expected a temperature of at least 0 "
             "and 0 < top_p <= 1. For greedy decoding set temperature=0."
         )
     if key is None and temperature > 0:
-        raise ValueError(
+        raise ArgumentError(
             f"key=None with temperature={temperature}: pass key=jax.random.key(seed), or set "
             "temperature=0 for greedy decoding."
         )
@@ -92,18 +93,18 @@ def generate(
         jnp.full(batch, seq_len) if prompt_lengths is None else jnp.asarray(prompt_lengths)
     )
     if prompt_lengths.shape != (batch,):
-        raise ValueError(
+        raise ArgumentError(
             f"prompt_lengths has shape {prompt_lengths.shape}, but the prompt {prompt.shape}: "
             f"expected one number for each row, shape ({batch},)."
         )
     known = not isinstance(prompt_lengths, jax.core.Tracer)
     if known and (np.min(prompt_lengths) < 1 or np.max(prompt_lengths) > seq_len):
-        raise ValueError(
+        raise ArgumentError(
             f"prompt_lengths={np.asarray(prompt_lengths)}: expected 1 to {seq_len}, the tokens in "
             "a row of the prompt."
         )
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
-        raise ValueError(
+        raise ArgumentError(
             "generate() got a mesh with explicit axes, along which the cache cannot be updated. "
             "Make the mesh with axis_types=jax.sharding.AxisType.Auto."
         )

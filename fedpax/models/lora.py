@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from fedpax.errors import ArgumentError
 from fedpax.models.adapted_weight import AdaptedWeight, merge_weight
 from fedpax.models.nnx_functional import Params
 
@@ -73,11 +74,13 @@ class LoRAConfig:
     def __post_init__(self) -> None:
         """Check the ranges and the names."""
         if self.rank < 0:
-            raise ValueError(f"lora.rank={self.rank}: expected at least 1, or 0 for no adapters.")
+            raise ArgumentError(
+                f"lora.rank={self.rank}: expected at least 1, or 0 for no adapters."
+            )
         if not 0 < self.alpha < float("inf"):
-            raise ValueError(f"lora.alpha={self.alpha}: expected a positive finite number.")
+            raise ArgumentError(f"lora.alpha={self.alpha}: expected a positive finite number.")
         if unknown := [name for name in self.targets if name not in NUM_INPUTS]:
-            raise ValueError(
+            raise ArgumentError(
                 f"lora.targets has {', '.join(unknown)}: expected names among "
                 f"{', '.join(NUM_INPUTS)}, or none for all of them."
             )
@@ -248,7 +251,7 @@ def _map_targets(
 ) -> Params:
     """Call `make(leaf, num_stacked, num_inputs)` for the leaf of each adapted weight."""
     if not config.rank:
-        raise ValueError("lora.rank=0 means no adapters: expected a rank of at least 1.")
+        raise ArgumentError("lora.rank=0 means no adapters: expected a rank of at least 1.")
     num_stacked = norm_ndim - 1
     found: dict[str, dict[str, Params]] = {}
     for module in ("attention", "feed_forward"):
@@ -261,7 +264,7 @@ def _map_targets(
                 found.setdefault(module, {})[name] = made
     names = {name for weights in found.values() for name in weights}
     if missing := [name for name in config.targets if name not in names]:
-        raise ValueError(
+        raise ArgumentError(
             f"lora.targets has {', '.join(missing)}, which the model's layers do not have as one "
             "weight (experts of a mixture cannot have adapters): leave these names out."
         )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from fedpax.algorithm import Metrics
+from fedpax.errors import ArgumentError
 from fedpax.models.chunked_loss import TOKENS_PER_CHUNK, chunked_cross_entropy
 from fedpax.models.transformer import TransformerConfig, transformer
 
@@ -44,12 +45,12 @@ def cross_entropy(
         0.3466
     """
     if logits.shape[:-1] != targets.shape:
-        raise ValueError(
+        raise ArgumentError(
             f"targets have shape {targets.shape}, but logits {logits.shape}: expected targets of "
             f"shape {logits.shape[:-1]}, one for each row of logits."
         )
     if mask is not None and mask.shape != targets.shape:
-        raise ValueError(
+        raise ArgumentError(
             f"mask has shape {mask.shape}, but targets {targets.shape}: expected one weight for "
             "each target."
         )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from fedpax.errors import ArgumentError
 from fedpax.models.nnx_functional import FunctionalModel, to_functional
 
 
@@ -49,7 +50,7 @@ class LSTMConfig:
     def __post_init__(self) -> None:
         """Check the sizes."""
         if min(self.vocab_size, self.embed_dim, self.hidden_dim, self.num_layers) < 1:
-            raise ValueError(f"{self}: expected positive sizes.")
+            raise ArgumentError(f"{self}: expected positive sizes.")
 
     def num_params(self) -> int:
         """Count the parameters."""

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from fedpax.errors import ArgumentError
 from fedpax.models.grouped_matmul import grouped_matmul
 from fedpax.models.parameters import normal_param
 from fedpax.models.quantization import Quantization, quantized_grouped_matmul
@@ -80,12 +81,12 @@ class MixtureOfExperts(nnx.Module):
     ):
         """Initialize each expert as a `FeedForward`; multiply `down` by `output_scale`."""
         if num_experts < 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"MixtureOfExperts: num_experts={num_experts}, expected at least 1. For a layer "
                 "without experts use FeedForward."
             )
         if not 1 <= num_experts_per_token <= num_experts:
-            raise ValueError(
+            raise ArgumentError(
                 f"MixtureOfExperts: num_experts_per_token={num_experts_per_token}, but there are "
                 f"num_experts={num_experts}: expected 1 to {num_experts} experts for each token."
             )

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 from flax import nnx
 
+from fedpax.errors import ArgumentError
+
 Params: TypeAlias = dict[str, Any]
 
 
@@ -63,7 +65,7 @@ def to_functional(constructor: Callable[..., nnx.Module]) -> FunctionalModel:
     module = nnx.eval_shape(lambda: constructor(rngs=nnx.Rngs(0)))
     graph, abstract, *rest = nnx.split(module, nnx.Param, ...)
     if others := [".".join(map(str, path)) for path, _ in nnx.to_flat_state(rest[0])]:
-        raise ValueError(
+        raise ArgumentError(
             f"The module has state besides its parameters, {', '.join(others)}, which "
             "apply(params, ...) could not update. Use layers without such state: for example "
             "normalization over features instead of batch normalization."
@@ -88,7 +90,7 @@ def _logical_axes(parameter: nnx.Variable) -> tuple[str | None, ...]:
     shape = parameter.get_value().shape
     names = parameter.get_metadata().get("logical_axes", (None,) * len(shape))
     if len(names) != len(shape):
-        raise ValueError(
+        raise ArgumentError(
             f"A parameter of shape {shape} has logical_axes={names}: expected one name, or None, "
             "for each axis."
         )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int
 
+from fedpax.errors import ArgumentError, MissingPackageError
 from fedpax.models.grouped_matmul import grouped_matmul, raw_grouped_matmul
 
 Quantization: TypeAlias = Literal["none", "int8", "fp8"]
@@ -102,7 +103,7 @@ def quantized_grouped_matmul(
 def _check_mesh(quantization: Quantization) -> None:
     types = jax.sharding.get_abstract_mesh().axis_types
     if AxisType.Explicit in types:
-        raise ValueError(
+        raise ArgumentError(
             f"quantization={quantization!r} on a mesh with axes of types {types}: it needs "
             "automatic axes. Make the mesh with axis_types=jax.sharding.AxisType.Auto, or set "
             "quantization='none'."
@@ -188,7 +189,7 @@ def _qwix() -> Any:
     try:
         return importlib.import_module("qwix")
     except ImportError:
-        raise ImportError(
+        raise MissingPackageError(
             "Quantized training needs the package qwix, which is not installed: install "
             "fedpax[quantization], or set quantization='none'."
         ) from None

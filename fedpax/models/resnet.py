@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from fedpax.errors import ArgumentError
 from fedpax.models.nnx_functional import FunctionalModel, to_functional
 
 EPSILON = 1e-3
@@ -59,9 +60,9 @@ class ResNetConfig:
         """Check the sizes."""
         sizes = (self.num_channels, self.num_classes, self.filters, self.num_groups)
         if min(*sizes, self.stage_stride, *self.blocks) < 1 or not self.blocks:
-            raise ValueError(f"{self}: expected positive sizes, and a stage or more.")
+            raise ArgumentError(f"{self}: expected positive sizes, and a stage or more.")
         if self.filters % self.num_groups:
-            raise ValueError(
+            raise ArgumentError(
                 f"ResNetConfig.filters={self.filters}, num_groups={self.num_groups}: expected "
                 "groups of one size. Set num_groups to a divisor of filters."
             )

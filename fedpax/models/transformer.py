@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from fedpax.errors import ArgumentError
 from fedpax.models.attention.causal import causal_attention
 from fedpax.models.attention.layer import AttentionFn, rotary
 from fedpax.models.layers import FeedForward, Layer, RMSNorm
@@ -231,7 +232,7 @@ def _stack(constructor: Callable[..., Layer], count: int, repeats: int, rngs: nn
 
 def _check_dtype(config: TransformerConfig) -> None:
     if jax.dtypes.canonicalize_dtype(config.dtype) != config.dtype:
-        raise ValueError(
+        raise ArgumentError(
             f"TransformerConfig.dtype={config.dtype!r} needs JAX's 64-bit mode, which is off: the "
             "layers would compute in float32. Set the environment variable JAX_ENABLE_X64=1, or "
             "use dtype='float32'."

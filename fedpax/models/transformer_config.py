@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
+from fedpax.errors import ArgumentError
 from fedpax.models.model_flops import flops_per_token
 
 
@@ -103,43 +104,45 @@ class TransformerConfig:
         """Check that the sizes fit together."""
         for name, value, choices in _options(self):
             if choices and value not in choices:
-                raise ValueError(
+                raise ArgumentError(
                     f"TransformerConfig.{name}={value!r}: use {_listed(map(repr, choices))}."
                 )
             number = isinstance(value, int | float) and not isinstance(value, bool)
             # Negated comparisons: NaN raises too.
             if number and not (value >= 0 if name == "num_experts" else value > 0):
-                raise ValueError(f"TransformerConfig.{name}={value}: expected a positive number.")
+                raise ArgumentError(
+                    f"TransformerConfig.{name}={value}: expected a positive number."
+                )
         if self.num_heads % self.num_kv_heads:
             few = range(1, min(self.num_heads, 1024) + 1)  # a file can say any number
             divisors = [n for n in few if self.num_heads % n == 0]
-            raise ValueError(
+            raise ArgumentError(
                 f"TransformerConfig.num_kv_heads={self.num_kv_heads} does not divide "
                 f"num_heads={self.num_heads}: use one of {divisors}."
             )
         if self.head_dim is None and self.embed_dim % self.num_heads:
-            raise ValueError(
+            raise ArgumentError(
                 f"TransformerConfig.num_heads={self.num_heads} does not divide "
                 f"embed_dim={self.embed_dim}: change one of them, or set head_dim."
             )
         if self.resolved_head_dim % 2:
-            raise ValueError(
+            raise ArgumentError(
                 f"TransformerConfig: a head has {self.resolved_head_dim} features, but rotary "
                 "positions rotate pairs of features: set an even head_dim."
             )
         if self.num_layers % self.num_pipeline_repeats:
-            raise ValueError(
+            raise ArgumentError(
                 f"TransformerConfig.num_pipeline_repeats={self.num_pipeline_repeats} does not "
                 f"divide num_layers={self.num_layers}: all blocks of layers in a pipeline have the "
                 "same length. Change one of them."
             )
         if self.num_experts and self.num_experts_per_token > self.num_experts:
-            raise ValueError(
+            raise ArgumentError(
                 f"TransformerConfig.num_experts_per_token={self.num_experts_per_token}, but there "
                 f"are num_experts={self.num_experts}: expected at most {self.num_experts}."
             )
         if self.num_experts and self.feed_forward != "swiglu":
-            raise ValueError(
+            raise ArgumentError(
                 f"TransformerConfig.feed_forward={self.feed_forward!r} with "
                 f"num_experts={self.num_experts}: experts need feed_forward='swiglu'."
             )

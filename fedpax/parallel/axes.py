@@ -17,6 +17,8 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from fedpax.errors import ArgumentError
+
 Rules: TypeAlias = Mapping[str, str | tuple[str, ...] | None]
 
 # Parameters: fsdp shards the embed axis, tensor the inner axes, expert the experts of a mixture,
@@ -78,7 +80,7 @@ def partition_spec(
     """
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     if shape is not None and len(shape) != len(logical):
-        raise ValueError(
+        raise ArgumentError(
             f"logical={tuple(logical)} names {len(logical)} axes, but the array has shape "
             f"{tuple(shape)}: pass one name, or None, for each axis."
         )
@@ -205,7 +207,7 @@ def _mesh_axes(name: str | None, rules: Rules) -> tuple[str, ...]:
     if name is None:
         return ()
     if name not in rules:
-        raise ValueError(
+        raise ArgumentError(
             f"The logical axis {name!r} has no rule: use one of "
             f"{', '.join(rules)}, or pass rules={{**RULES, {name!r}: a mesh axis or None}}."
         )

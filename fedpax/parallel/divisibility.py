@@ -8,6 +8,8 @@ import jax
 from jax.sharding import NamedSharding, Sharding
 from jaxtyping import PyTree
 
+from fedpax.errors import ArgumentError
+
 
 def check_divisible(name: str, shapes: PyTree[jax.Array], shardings: PyTree[NamedSharding]) -> None:
     """Raise a ValueError if a mesh axis does not divide the array axis that it shards.
@@ -31,7 +33,7 @@ def check_divisible(name: str, shapes: PyTree[jax.Array], shardings: PyTree[Name
         >>> check_divisible("params", shapes, sharding)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        ValueError: The mesh axis fsdp=4 does not divide axis 1 of params['w'], of size 6: ...
+        fedpax.errors.ArgumentError: The mesh axis fsdp=4 does not divide axis 1 of params['w'], ...
     """
 
     def check(prefix: tuple, sharding: Sharding, below: PyTree[jax.Array]) -> None:
@@ -46,7 +48,7 @@ def check_divisible(name: str, shapes: PyTree[jax.Array], shardings: PyTree[Name
 def _check_array(name: str, shape: tuple[int, ...], sharding: NamedSharding) -> None:
     spec = sharding.spec
     if len(spec) > len(shape):
-        raise ValueError(
+        raise ArgumentError(
             f"The sharding {spec} has {len(spec)} entries, but {name} has shape {tuple(shape)}: "
             f"pass at most {len(shape)}, one for each axis of the array."
         )
@@ -59,7 +61,7 @@ def _check_array(name: str, shape: tuple[int, ...], sharding: NamedSharding) -> 
             named = " x ".join(f"{axis}={sharding.mesh.shape[axis]}" for axis in axes)
             below, above = size // devices * devices, -(-size // devices) * devices
             fitting = f"{below} or {above}" if below else f"{above}"
-            raise ValueError(
+            raise ArgumentError(
                 f"The mesh {'axis' if len(axes) == 1 else 'axes'} {named} "
                 f"{'does' if len(axes) == 1 else 'do'} not divide axis {index} of {name}, of size "
                 f"{size}: make that size {fitting}, change the mesh (--mesh.{axes[0]}), or leave "

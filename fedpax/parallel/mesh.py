@@ -15,6 +15,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from fedpax.errors import ArgumentError, ArgumentTypeError, FedpaxError
 from fedpax.parallel.simulated_devices import MAX_SIMULATED_DEVICES
 
 # The axes that communicate least, in this order: the first one in a mesh runs between slices.
@@ -25,7 +26,7 @@ _DEFAULT_DEVICES: ContextVar[tuple[jax.Device, ...] | None] = ContextVar(
 )
 
 
-class MeshSizeError(ValueError):
+class MeshSizeError(FedpaxError, ValueError):
     """The sizes of a `MeshConfig` do not fit the devices; the message names the flags."""
 
 
@@ -89,7 +90,7 @@ def make_mesh(
     devices = list(available_devices() if devices is None else devices)
     sizes = _resolve(axis_sizes, devices)
     if isinstance(axis_types, str):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"make_mesh(axis_types={axis_types!r}): expected a jax.sharding.AxisType, such as "
             "AxisType.Explicit, or a dict of them by axis name."
         )
@@ -150,7 +151,7 @@ class MeshConfig:
         """Check the sizes."""
         for name, size in self.stated.items():
             if size < 1 and size != -1:
-                raise ValueError(
+                raise ArgumentError(
                     f"mesh.{name}={size} is not a size: expected at least 1, or -1 for all "
                     "remaining devices."
                 )
@@ -223,7 +224,7 @@ def available_devices() -> Sequence[jax.Device]:
 def _check_names(argument: str, names: Sequence[str] | Mapping, sizes: Mapping[str, int]) -> None:
     unknown = [name for name in names if name not in sizes]
     if unknown:
-        raise ValueError(
+        raise ArgumentError(
             f"{argument} names {_join(unknown)}, which the mesh does not have. "
             f"Its axes: {_join(sizes)}."
         )
@@ -233,16 +234,16 @@ def _resolve(axis_sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> di
     """Check the sizes and replace -1 by the number of remaining devices."""
     given = f"make_mesh({', '.join(f'{name}={size!r}' for name, size in axis_sizes.items())})"
     if not axis_sizes:
-        raise ValueError(
+        raise ArgumentError(
             "make_mesh needs at least one axis and its size, such as "
             "make_mesh(islands=4, fsdp=-1), where -1 means all remaining devices."
         )
     if not devices:
-        raise ValueError(f"{given}: devices is empty. Leave it out to use all of jax.devices().")
+        raise ArgumentError(f"{given}: devices is empty. Leave it out to use all of jax.devices().")
     sizes = {name: _integer(given, name, size) for name, size in axis_sizes.items()}
     rest = [name for name, size in sizes.items() if size == -1]
     if len(rest) > 1:
-        raise ValueError(
+        raise ArgumentError(
             f"{given}: only one axis can take all remaining devices, but {_join(rest)} are -1. "
             "Set a size for all of them except one."
         )
@@ -252,7 +253,7 @@ def _resolve(axis_sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> di
     if not rest and len(devices) == taken:
         return sizes
     needs = f"a multiple of {taken} devices" if rest else f"{taken} devices"
-    raise ValueError(
+    raise ArgumentError(
         f"{given} needs {needs}, but there are {len(devices)}. {_fitting(sizes, devices)}"
     )
 
@@ -263,12 +264,12 @@ def _integer(given: str, name: str, size: int) -> int:
             raise TypeError
         number = operator.index(size)
     except TypeError:
-        raise TypeError(
+        raise ArgumentTypeError(
             f"{given}: {name}={size!r} is not an integer. A size is an integer of at least 1, or "
             "-1 for all remaining devices."
         ) from None
     if number < 1 and number != -1:
-        raise ValueError(
+        raise ArgumentError(
             f"{given}: {name}={number} is not a size. A size is an integer of at least 1, or -1 "
             "for all remaining devices."
         )
@@ -357,12 +358,12 @@ def _check_slices(
     """Raise a ValueError if the axis between slices is not a multiple of their number."""
     held = sorted({len(members) for members in slices.values()})
     if len(held) > 1:
-        raise ValueError(
+        raise ArgumentError(
             f"the {len(slices)} slices have {_join(held)} devices. Pass the same number of devices "
             "of each slice."
         )
     if outer is None:
-        raise ValueError(
+        raise ArgumentError(
             f"the devices are in {len(slices)} slices, but the mesh has no axis to run between "
             f"them: {_join(BETWEEN_SLICES, 'or')}. Add one, such as "
             f"islands={len(slices)}, or name one of {_join(sizes)} with between_slices=."
@@ -370,7 +371,7 @@ def _check_slices(
     if sizes[outer] % len(slices):
         total = math.prod(sizes.values())
         fits = [n for n in range(len(slices), total + 1, len(slices)) if total % n == 0]
-        raise ValueError(
+        raise ArgumentError(
             f"{outer}={sizes[outer]} runs between slices, but is not a multiple of their number, "
             f"{len(slices)} (of {held[0]} devices each). Sizes that fit: "
             f"{outer}={_join(fits, 'or')}, or another axis between slices, named with "

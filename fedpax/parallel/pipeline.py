@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
+from fedpax.errors import ArgumentError
 from fedpax.parallel.axes import partition_spec
 from fedpax.parallel.pipeline_schedule import Schedule, Task
 
@@ -120,24 +121,24 @@ def run_pipeline(
         y, auxiliary = jax.lax.scan(one, x, stacked_params, unroll=unroll)
         return y, jax.tree.map(lambda scalars: scalars.sum(0), auxiliary)
     if types[axis] is AxisType.Explicit:
-        raise ValueError(
+        raise ArgumentError(
             f"run_pipeline: the mesh axis {axis!r} is explicit, but a pipeline needs an automatic "
             f"axis: make the mesh with axis_types={{{axis!r}: jax.sharding.AxisType.Auto}}."
         )
     if varying := getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", None):
-        raise ValueError(
+        raise ArgumentError(
             f"run_pipeline: the enclosing jax.shard_map checks varying axes "
             f"({', '.join(varying)}): pass check_vma=False to it, or use fedpax.federated_map."
         )
     schedule = Schedule(stages, num_microbatches, num_repeats)
     if num_layers % (stages * num_repeats):
-        raise ValueError(
+        raise ArgumentError(
             f"run_pipeline: {num_layers} layers cannot be divided into {stages} stages of "
             f"{num_repeats} blocks: use a multiple of {stages * num_repeats} layers, another size "
             f"of the mesh axis {axis!r} (stage), or another num_repeats (num_pipeline_repeats)."
         )
     if x.shape[0] % num_microbatches:
-        raise ValueError(
+        raise ArgumentError(
             f"run_pipeline: num_microbatches={num_microbatches} does not divide the batch of "
             f"{x.shape[0]}: change one of them."
         )
@@ -307,7 +308,7 @@ def _check_stacked(stacked_params: PyTree[jax.Array], num_repeats: int) -> int:
     for path, leaf in jax.tree.leaves_with_path(stacked_params):
         name = f"stacked_params{jax.tree_util.keystr(path)}"
         if leaf.ndim < leading or (num_repeats > 1 and leaf.shape[0] != num_repeats):
-            raise ValueError(
+            raise ArgumentError(
                 f"run_pipeline: {name} has shape {leaf.shape}, expected [{num_repeats}, layers / "
                 f"{num_repeats}, ...] for num_repeats={num_repeats}: reshape the stack of all "
                 "layers, which keeps their order."
@@ -316,7 +317,7 @@ def _check_stacked(stacked_params: PyTree[jax.Array], num_repeats: int) -> int:
             )
         found[math.prod(leaf.shape[:leading])] = name
     if len(found) != 1:
-        raise ValueError(
+        raise ArgumentError(
             f"run_pipeline: stacked_params has {found or 'no arrays'}: expected arrays with the "
             "same number of layers."
         )
@@ -326,7 +327,7 @@ def _check_stacked(stacked_params: PyTree[jax.Array], num_repeats: int) -> int:
 def _check_side_inputs(side_inputs: PyTree[jax.Array], batch: int) -> None:
     for path, leaf in jax.tree.leaves_with_path(side_inputs):
         if leaf.ndim < 1 or leaf.shape[0] not in (1, batch):
-            raise ValueError(
+            raise ArgumentError(
                 f"run_pipeline: side_inputs{jax.tree_util.keystr(path)} has shape {leaf.shape}, "
                 f"expected [{batch}, ...], the batch size of x, or [1, ...] for the same value in "
                 "all microbatches."

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import jax
 
+from fedpax.errors import ArgumentError
+
 
 class Task(NamedTuple):
     """The task of a stage in a tick, as integers or arrays of integers.
@@ -45,9 +47,9 @@ class Schedule:
     def __init__(self, num_stages: int, num_microbatches: int, num_repeats: int):
         for name, value in (("num_microbatches", num_microbatches), ("num_repeats", num_repeats)):
             if value < 1:
-                raise ValueError(f"A pipeline has {name}={value}, expected at least 1.")
+                raise ArgumentError(f"A pipeline has {name}={value}, expected at least 1.")
         if num_microbatches % num_stages:
-            raise ValueError(
+            raise ArgumentError(
                 f"A pipeline has num_microbatches={num_microbatches}, which its {num_stages} "
                 f"stages do not divide: use a multiple of {num_stages}, at best several times "
                 f"{num_stages}."

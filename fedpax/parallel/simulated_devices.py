@@ -4,6 +4,8 @@ import os
 
 import jax
 
+from fedpax.errors import ArgumentError
+
 # The eight worker threads of each come near the limits of a machine; more can hang the process.
 MAX_SIMULATED_DEVICES = 1024
 
@@ -25,7 +27,7 @@ def simulate_devices(count: int, *, subgroups: bool = True) -> None:
         RuntimeError: if JAX is already in use.
     """
     if not 1 <= count <= MAX_SIMULATED_DEVICES:
-        raise ValueError(
+        raise ArgumentError(
             f"simulate_devices({count}): expected 1 to {MAX_SIMULATED_DEVICES:,} devices. Pass the "
             "size of the mesh."
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 from jax.sharding import use_abstract_mesh
 
+from fedpax.errors import FedpaxError
 from fedpax.parallel.mesh import default_devices
 from fedpax.planning.compiled_plan import CompiledPlan, RoundWorkload, make_plan, memory_of
 from fedpax.planning.memory_overflow import MemoryOverflowError, overflow_report, shortage_of
@@ -22,7 +23,7 @@ from fedpax.training.compiled_round import compile_round, with_shardings
 from fedpax.training.experiment import Experiment, Run
 
 
-class PlanError(ValueError):
+class PlanError(FedpaxError, ValueError):
     """An experiment that cannot be planned; the message gives the reason."""
 
 

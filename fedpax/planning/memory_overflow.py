@@ -10,13 +10,16 @@ import chex
 import jax
 from jax.sharding import NamedSharding
 
+from fedpax.errors import FedpaxError
 from fedpax.planning.topology import Topology
 from fedpax.training.compiled_round import run_state_shardings, with_shardings
 from fedpax.training.experiment import Experiment, Run
 
 
-class MemoryOverflowError(Exception):
+class MemoryOverflowError(FedpaxError):
     """A round that does not fit the memory of a device; the message lists the remedies."""
+
+    exit_status = 1
 
 
 # Fields of experiments that reduce a round's memory: what a change of the field does, and the

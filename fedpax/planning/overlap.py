@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from fedpax.errors import ArgumentError
 from fedpax.hlo import transfer_schedule
 from fedpax.hlo.transfer_schedule import Completion, Event, Loop, Start, Work
 
@@ -138,7 +139,7 @@ def find_overlap(
         (60.0, 49.6)
     """
     if not 0 < bandwidth < math.inf:
-        raise ValueError(
+        raise ArgumentError(
             f"bandwidth is {bandwidth}, expected a finite number of bytes per second above 0."
         )
     flops = transfer_schedule.total_flops(events)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fedpax.errors import ArgumentError
+
 BACKWARD_FRACTION = 2 / 3
 """Part of a step's time that the backward pass takes."""
 
@@ -32,7 +34,7 @@ class SiteWorkload:
     def __post_init__(self) -> None:
         """Check the ranges."""
         if not (self.num_params > 0 and self.num_layers >= 1 and self.step_seconds > 0):
-            raise ValueError(f"{self}: expected numbers above 0.")
+            raise ArgumentError(f"{self}: expected numbers above 0.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,7 @@ class SiteExchange:
     def __post_init__(self) -> None:
         """Check the ranges."""
         if min(self.period, self.fragments) < 1 or self.bits <= 0 or self.overlap_steps < 0:
-            raise ValueError(
+            raise ArgumentError(
                 f"{self}: expected period and fragments of at least 1, bits above 0, and "
                 "overlap_steps of at least 0."
             )
@@ -80,7 +82,7 @@ def exposed_seconds(
         0.0
     """
     if not bits_per_second > 0:
-        raise ValueError(f"bits_per_second is {bits_per_second}, expected a number above 0.")
+        raise ArgumentError(f"bits_per_second is {bits_per_second}, expected a number above 0.")
     num_layers = workload.num_layers
     backward = workload.step_seconds * BACKWARD_FRACTION
     transfer = exchange.bits * workload.num_params / num_layers / bits_per_second
@@ -131,6 +133,6 @@ def required_bandwidth(
         100000000000.0
     """
     if not 0 < utilization <= 1:
-        raise ValueError(f"utilization is {utilization}, expected above 0 and at most 1.")
+        raise ArgumentError(f"utilization is {utilization}, expected above 0 and at most 1.")
     reached = (b for b in sorted(grid) if compute_utilization(workload, exchange, b) >= utilization)
     return next(reached, float("inf"))

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 from jax.experimental import topologies
 
+from fedpax.errors import FedpaxError
 from fedpax.parallel.chips import CHIPS, Chip, chip_of
 from fedpax.parallel.simulated_devices import MAX_SIMULATED_DEVICES, simulate_devices
 
@@ -32,7 +33,7 @@ _LIBTPU_ENVIRONMENT = {
 }
 
 
-class TopologyError(ValueError):
+class TopologyError(FedpaxError, ValueError):
     """An unknown or unavailable topology; the message lists the known ones."""
 
 

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
+from fedpax.errors import ArgumentTypeError
 from fedpax.primitives.signatures import BY_NAME, POSITIONAL
 
 # Words of other libraries' arguments, and the words of the arguments that they stand for here.
@@ -46,8 +47,7 @@ def explain_unknown_arguments(names: Iterable[str], namespace: MutableMapping[st
         >>> module["mean_of"]([1.0], learning_rate=0.1)
         Traceback (most recent call last):
             ...
-        TypeError: mean_of() takes no argument learning_rate, expected values, client_optimizer, \
-cohort_size. Did you mean client_optimizer?
+        fedpax.errors.ArgumentTypeError: mean_of() takes no argument learning_rate, expected ...
     """
     for name in names:
         if inspect.isfunction(namespace[name]):
@@ -66,13 +66,13 @@ def _explaining(fn: Callable[..., Any]) -> Callable[..., Any]:
         unknown = [] if is_open else [name for name in kwargs if name not in known]
         if unknown:
             near = nearest_argument(unknown[0], [name for name in known if name not in kwargs])
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"{fn.__name__}() takes no argument {', '.join(unknown)}, expected "
                 f"{', '.join(known) or 'none'}." + (f" Did you mean {near}?" if near else "")
             )
         if len(args) > len(positions) and not is_open:
             named = [f"{name}=" for name in known if name not in positions]
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"{fn.__name__}() takes {len(positions)} arguments by position, but {len(args)} "
                 f"were given. Name all others: {', '.join(named) or 'there are none'}."
             )

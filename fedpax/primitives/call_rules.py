@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fedpax.errors import ArgumentError
 from fedpax.primitives._jax import (
     CHECKPOINT_PRIMITIVES,
     ClosedJaxpr,
@@ -257,7 +258,7 @@ def _transpose(primitive, inner_aval, cotangents, *args, jaxpr, **others):
         except ValueError as error:
             if not str(error).startswith("Reverse-mode differentiation does not work"):
                 raise
-            raise ValueError(
+            raise ArgumentError(
                 f"Reverse-mode differentiation through a {primitive} whose function has a loop of "
                 "variable length: JAX cannot transpose lax.while_loop. Local steps run in such a "
                 "loop if the cohort has num_steps. Mark padding by a mask in place of num_steps, "

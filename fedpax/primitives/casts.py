@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fedpax.errors import ArgumentError, ArgumentTypeError
+
 _CONVERSIONS = {
     "O": "Convert it with .astype(np.float32) or .astype(np.int32), or stack it with np.stack.",
     "M": "Convert it to numbers with .astype('datetime64[s]').astype(np.int64).",
@@ -48,14 +50,14 @@ def checked_cast(
         >>> checked_cast([0.0, 0.5], np.int32, "label", "Round it.")
         Traceback (most recent call last):
             ...
-        ValueError: label has the value 0.5 (float64), expected integers from ...
+        fedpax.errors.ArgumentError: label has the value 0.5 (float64), expected integers from ...
     """
     array, dtype = _numbers(values, name, remedy), np.dtype(dtype)
     if array.dtype == dtype:
         return array
     is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
     if is_complex and not jnp.issubdtype(dtype, jnp.complexfloating):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"{name} has dtype {array.dtype}, expected real numbers. {remedy or 'Pass x.real.'}"
         )
     if jnp.issubdtype(dtype, jnp.inexact):
@@ -70,7 +72,7 @@ def checked_cast(
         expected = f"integers from {low} to {high}"
         cast = array if np.any(changed) else array.astype(dtype)
     if np.any(changed):
-        raise ValueError(
+        raise ArgumentError(
             f"{name} has the value {array[changed].flat[0]} ({array.dtype}), expected {expected} "
             f"({dtype}). {remedy or _wider(array)}"
         )
@@ -98,10 +100,10 @@ def device_array(values: Any, name: str, remedy: str | None = None) -> NDArray[A
         >>> device_array(np.array([7, 2**40]), "ids", "Hash them.")
         Traceback (most recent call last):
             ...
-        ValueError: ids has the value 1099511627776 (int64), expected integers from ...
+        fedpax.errors.ArgumentError: ids has the value 1099511627776 (int64), expected integers ...
     """
     if isinstance(values, int) and not -(2**63) <= values < 2**64:
-        raise ValueError(f"{name} is {values}, expected an integer of at most 64 bits.")
+        raise ArgumentError(f"{name} is {values}, expected an integer of at most 64 bits.")
     array = _numbers(values, name, remedy)
     return checked_cast(array, _device_dtype(array.dtype), name, remedy)
 
@@ -124,7 +126,7 @@ def host_array(values: Any, name: str) -> NDArray[Any]:
     `np.asarray` drops the mask of a `np.ma.MaskedArray`, and returns what is beneath.
     """
     if isinstance(values, np.ma.MaskedArray) and np.any(np.ma.getmaskarray(values)):
-        raise ValueError(
+        raise ArgumentError(
             f"{name} is an array with masked values, expected a value in every place. Fill them "
             "with x.filled(...), or leave them out; in a batch, mark them in a field 'mask'."
         )
@@ -137,7 +139,7 @@ def check_integers(**numbers: Any) -> None:
         try:
             operator.index(number)
         except TypeError:
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"{name} is {number!r:.80}, expected an integer. Convert it with int(...)."
             ) from None
 
@@ -151,14 +153,16 @@ def real_number(name: str, value: Any) -> float:
         >>> real_number("alpha", 1 + 2j)
         Traceback (most recent call last):
             ...
-        TypeError: alpha is (1+2j), expected one real number. Pass for example 0.5.
+        fedpax.errors.ArgumentTypeError: alpha is (1+2j), expected one real number. Pass for ...
     """
     is_array = isinstance(value, np.ndarray | np.generic | jax.Array)
     is_scalar = is_array and value.ndim == 0 and not np.ma.is_masked(value)
     if not isinstance(value, numbers.Real) and not (
         is_scalar and _is_numeric(value.dtype) and jnp.isrealobj(value)
     ):
-        raise TypeError(f"{name} is {value!r:.80}, expected one real number. Pass for example 0.5.")
+        raise ArgumentTypeError(
+            f"{name} is {value!r:.80}, expected one real number. Pass for example 0.5."
+        )
     try:
         return float(value)
     except OverflowError:  # of an integer
@@ -238,7 +242,7 @@ def _numbers(values: Any, name: str, remedy: str | None = None) -> NDArray[Any]:
     array = host_array(values, name)
     if not _is_numeric(array.dtype):
         sample = f" and values such as {array.ravel()[:1].tolist()[0]!r:.80}" if array.size else ""
-        raise TypeError(
+        raise ArgumentTypeError(
             f"{name} has dtype {array.dtype}{sample}, expected numbers. "
             f"{' '.join(filter(None, (conversion(array), remedy)))}"
         )

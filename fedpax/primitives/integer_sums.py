@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedpax.errors import ArgumentError
 from fedpax.primitives._jax import get_opaque_trace_state
 
 
@@ -90,7 +91,7 @@ def check_weights(total: float, count: int, dtype: Any) -> None:
     """
     least, most = float(jnp.finfo(dtype).tiny), float(jnp.finfo(dtype).max)
     if total > most or (count and total < least):
-        raise ValueError(
+        raise ArgumentError(
             f"federated_mean(): weights has the sum {total:g}, expected 0 or {least:.1e} to "
             f"{most:.1e}, the range of {jnp.dtype(dtype)}. Divide the weights by their largest one."
         )
@@ -113,7 +114,7 @@ def check_sums(sums: Sequence[IntegerSum]) -> None:
         close = np.asarray(estimate, np.float64)
         wrapped = np.abs(close - np.asarray(total, np.float64)) > bounds.max
         if np.any(wrapped):
-            raise ValueError(
+            raise ArgumentError(
                 f"federated_sum(): the sum of {where} is {close[wrapped].flat[0]:g}, expected at "
                 f"most {bounds.max} and at least {bounds.min} ({total.dtype}). Sum floats: "
                 "federated_sum(x.astype(jnp.float32)). Inside jax.jit this sum would wrap around."

@@ -7,6 +7,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+from fedpax.errors import ArgumentError
 from fedpax.primitives._jax import JaxprEqn
 from fedpax.primitives.placement import Placement
 
@@ -61,7 +62,7 @@ def check_placement_divisible(placement: Placement) -> None:
     devices = jax.sharding.get_abstract_mesh().shape[axis]
     if placement.size % devices:
         below, above = placement.size // devices * devices, -(-placement.size // devices) * devices
-        raise ValueError(
+        raise ArgumentError(
             f"The mesh axis {axis!r} of size {devices} does not divide the placement {placement}. "
             f"Use {f'{below} or ' if below else ''}{above} participants, or a mesh whose {axis!r} "
             f"axis has a size that divides {placement.size}."

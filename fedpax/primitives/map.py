@@ -7,6 +7,7 @@ from typing import Any, overload
 
 import jax
 
+from fedpax.errors import ArgumentTypeError
 from fedpax.primitives._jax import Primitive, evaluate, name_results, trace
 from fedpax.primitives.broadcast import broadcast_closure
 from fedpax.primitives.call_rules import define_call
@@ -105,7 +106,7 @@ def federated_map(
     check_chunk_size(chunk_size)
     check_placement_divisible(target)
     if not callable(fn):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"federated_map(): fn is of type {type(fn).__name__}, expected a function of one "
             "participant's values. Pass the function first, then the placed values."
         )

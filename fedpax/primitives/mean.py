@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives._jax import Primitive, Zero, is_zero, zero_tangent
 from fedpax.primitives.broadcast import broadcast
 from fedpax.primitives.casts import device_weights, is_host_number
@@ -117,7 +118,7 @@ def _check_weights(weights: Any, placement: Placement) -> jax.Array:
     ]
     if len(leaves) != 1 or jnp.shape(leaves[0]) != (placement.size,):
         found = [jnp.shape(leaf) for leaf in leaves]
-        raise ValueError(
+        raise ArgumentError(
             f"federated_mean(): weights has shape {found[0] if len(found) == 1 else found}, "
             f"expected ({placement.size},), one number for each of the {placement.name}. If "
             "weights differ between parameters, multiply inside federated_map() and divide one "
@@ -125,7 +126,7 @@ def _check_weights(weights: Any, placement: Placement) -> jax.Array:
         )
     (w,) = check_placed("federated_mean", leaves[0], placement, "weights")
     if jnp.issubdtype(w.dtype, jnp.complexfloating):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"federated_mean(): weights has dtype {w.dtype}, expected real numbers, for example "
             "numbers of examples. Pass weights.real."
         )

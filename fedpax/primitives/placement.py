@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import conversion, device_array, is_host_number
 
 # A pytree whose leaves are arrays or numbers.
@@ -93,24 +94,24 @@ def declare_placements(
             `chunk_size` is invalid.
     """
     if not sizes:
-        raise ValueError(
+        raise ArgumentError(
             "fedpax.program() got no placement, expected at least one. Name the participants and "
             "their number: @fedpax.program(clients=1000)."
         )
     for name, size in sizes.items():
         if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(
+            raise ArgumentError(
                 f"fedpax.program() got the placement name {name!r}, expected an identifier, "
                 "because the mesh axis has the same name. Use for example 'clients'."
             )
         if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"fedpax.program() got {name}={size!r} of type {type(size).__name__}, expected an "
                 "int that is known before tracing: a keyword that is not an option declares a "
                 f"placement and its size. Pass {name}=int(...)."
             )
         if size < 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"fedpax.program() got {name}={size}, expected at least one participant. If a "
                 "cohort is empty, skip the round."
             )
@@ -123,7 +124,7 @@ def check_chunk_size(value: Any) -> None:
     if value is None or (isinstance(value, str) and value == "auto"):
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(
+        raise ArgumentError(
             f"chunk_size={value!r}, expected a positive int (the number of participants that a "
             "device runs at once), 'auto', or None to run all of them at once."
         )
@@ -156,12 +157,12 @@ def resolve_placement(function: str, name: str | None) -> ActivePlacement:
         if len(free) == 1:
             return free[0]
         if free:
-            raise ValueError(
+            raise ArgumentError(
                 f"{function}() got no placement, but several are active: "
                 f"{', '.join(str(a.placement) for a in free)}. Name one, for example "
                 f"placement={free[0].placement.name!r}."
             )
-        raise ValueError(
+        raise ArgumentError(
             f"{function}() was called on a participant of "
             f"{', '.join(repr(a.placement.name) for a in entries)}, and no other placement is "
             "declared. Call it after federated_map(), or declare a nested placement: "
@@ -169,14 +170,14 @@ def resolve_placement(function: str, name: str | None) -> ActivePlacement:
         )
     for entry in entries:
         if entry.placement.name == name and entry.inside:
-            raise ValueError(
+            raise ArgumentError(
                 f"{function}(placement={name!r}) was called on a participant of {name!r}, which "
                 "sees only its own values. Call it after federated_map()."
             )
         if entry.placement.name == name:
             return entry
     known = ", ".join(repr(a.placement.name) for a in entries)
-    raise ValueError(
+    raise ArgumentError(
         f"{function}(placement={name!r}): no such placement is active, only {known}. Pass one "
         f"of these, or declare it: @fedpax.program({name}=...)."
     )
@@ -206,7 +207,7 @@ def check_placed(
         array = check_array(f"{function}()", leaf, where)
         if array.ndim == 0 or array.shape[0] != placement.size:
             found = f"has shape {array.shape}" if array.ndim else "is a scalar"
-            raise ValueError(
+            raise ArgumentError(
                 f"{function}(): {where} {found}, expected a leading axis of size {placement.size}, "
                 f"one entry per participant of {placement.name!r}. Pass a server value through "
                 "federated_broadcast() first, or use it in the mapped function as a closure."
@@ -244,7 +245,7 @@ def check_array(
     except TypeError:
         is_array = False
     if not is_array:
-        raise TypeError(
+        raise ArgumentTypeError(
             f"{function}: {where} {describe_type(leaf)}, expected arrays or numbers. "
             f"{' '.join(filter(None, (conversion(leaf), remedy)))}"
         )

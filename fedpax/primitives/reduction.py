@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from fedpax.errors import ArgumentTypeError
 from fedpax.primitives._jax import Primitive, define
 from fedpax.primitives.layout import shard_over_placement, unplaced_aval
 from fedpax.primitives.monoids import Monoid, reduce_terms
@@ -117,13 +118,13 @@ def check_numbers(function: str, x: ArrayTree, *, ordered: bool) -> None:
     for path, leaf in jax.tree.leaves_with_path(x):
         dtype, where = jnp.result_type(leaf), "x" + jax.tree_util.keystr(path)
         if jnp.issubdtype(dtype, jax.dtypes.extended):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"{function}(): {where} has dtype {dtype}, expected numbers: random keys cannot be "
                 "reduced. Remove them from the pytree; of a flax model, "
                 "nnx.split(model, nnx.Param, ...) gives the parameters alone."
             )
         if ordered and jnp.issubdtype(dtype, jnp.complexfloating):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"{function}(): {where} has dtype {dtype}, expected real numbers: complex numbers "
                 "have no order. Pass their absolute values or real parts."
             )

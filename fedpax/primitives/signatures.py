@@ -6,6 +6,8 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from fedpax.errors import ArgumentError, ArgumentTypeError
+
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -70,7 +72,7 @@ def resolve_static(
     for number in _as_numbers(argnums):
         position = number + len(positional) if number < 0 else number
         if position < 0 or (position >= len(positional) and not any_position):
-            raise ValueError(
+            raise ArgumentError(
                 f"static_argnums={number}, but {name}() takes {len(positional)} arguments by "
                 "position. Pass the positions of arguments that it takes, counted from 0."
             )
@@ -78,7 +80,7 @@ def resolve_static(
     known = [p.name for p in parameters if p.kind in BY_NAME]
     for argname in names:
         if argname not in known and not any_name:
-            raise ValueError(
+            raise ArgumentError(
                 f"static_argnames={argname!r}, but {name}() has no argument of that name; its "
                 f"arguments are {', '.join(known) or 'none'}. Pass names of these."
             )
@@ -99,7 +101,7 @@ def _as_numbers(argnums: Any) -> list[int]:
     try:
         return [operator.index(i) for i in argnums]
     except TypeError:
-        raise TypeError(
+        raise ArgumentTypeError(
             f"static_argnums={argnums!r}, expected an int or a sequence of ints. Pass for example "
             "static_argnums=2, or name the arguments with static_argnames."
         ) from None
@@ -112,7 +114,7 @@ def _as_names(argnames: Any) -> list[str]:
     if not isinstance(argnames, str) and isinstance(argnames, Iterable):
         names = [*argnames]
     if not all(isinstance(name, str) for name in names):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"static_argnames={argnames!r}, expected a string or a sequence of strings. Pass for "
             "example static_argnames=('mode',)."
         )

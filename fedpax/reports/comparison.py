@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from fedpax.errors import ArgumentError
 from fedpax.reports.metric_table import check_metrics, format_metrics, metric_names
 from fedpax.reports.plot import Axis, plot_losses
 from fedpax.reports.repeats import DEVIATION, average_lines
@@ -78,7 +79,7 @@ def _summarize(
     lines = average_lines(repeats)
     runs, rounds, evaluations = (select(lines, kind) for kind in ("run", "training", "evaluation"))
     if not (rounds and evaluations):
-        raise ValueError(
+        raise ArgumentError(
             f"{job_log_dir} has no evaluation of {name}, expected at least one. Train it there "
             f"first: fedpax train --exp={name} --job_log_dir={job_log_dir}"
         )

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedpax.algorithm import RESERVED_METRICS
+from fedpax.errors import ArgumentError
 from fedpax.reports.repeats import DEVIATION, format_mean, is_number
 from fedpax.reports.table import markdown_table
 from fedpax.run_files.metrics import select
@@ -82,7 +83,7 @@ def check_metrics(metrics: Sequence[str], runs: Mapping[str, Lines]) -> None:
     known = metric_names(runs)
     for name in metrics:
         if name not in known:
-            raise ValueError(
+            raise ArgumentError(
                 f"--metric={name}: no run has the metric {name!r}, expected one of "
                 f"{', '.join(known)}. Set for example --metric={known[0] if known else 'loss'}."
             )

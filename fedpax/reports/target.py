@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from fedpax.clients.cohort import Cohort
+from fedpax.errors import ArgumentError
 from fedpax.inspect.cost import cost
 from fedpax.pictures import (
     add_legend,
@@ -79,7 +80,7 @@ def parse_target(text: str) -> Target:
     except ValueError:
         value = math.nan
     if not metric or not math.isfinite(value):
-        raise ValueError(
+        raise ArgumentError(
             f"--target={text} is no target, expected a metric of the evaluation and a number. Set "
             "for example --target=accuracy=0.85."
         )

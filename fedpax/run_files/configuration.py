@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
+from fedpax.errors import ArgumentTypeError, FedpaxError
 from fedpax.files import describe_no_permission, read_json, replace_file
 from fedpax.run_files.known_classes import (
     find_class,
@@ -23,7 +24,7 @@ FILE = "config.json"
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")  # one slash: Path("gs://bucket") is gs:/bucket
 
 
-class ConfigurationError(Exception):
+class ConfigurationError(FedpaxError):
     """A configuration that cannot be written, read or resumed; the message names the remedy."""
 
 
@@ -153,7 +154,7 @@ def from_json(value: Any, file: str | PurePath = FILE, own: Collection[type] = (
         fields = {key: from_json(item, file, own) for key, item in value.items() if key != "class"}
         for field in dataclasses.fields(kind):
             if field.name in fields and not _fits(fields[field.name], field.type):
-                raise TypeError(f"{field.name} is {fields[field.name]!r}")
+                raise ArgumentTypeError(f"{field.name} is {fields[field.name]!r}")
         return kind(**fields)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigurationError(
@@ -299,7 +300,7 @@ def read_configuration_json(folder: str | Path) -> tuple[str, dict[str, Any]] | 
         version, exp, configuration = (content[k] for k in ("version", "exp", "configuration"))
         for value in (exp, configuration["class"]):  # as to_json writes them
             if not isinstance(value, str):
-                raise TypeError(f"{value!r} in place of a name")
+                raise ArgumentTypeError(f"{value!r} in place of a name")
     except PermissionError as error:
         raise ConfigurationError(describe_no_permission(path)) from error
     except (ValueError, KeyError, TypeError, OSError) as error:

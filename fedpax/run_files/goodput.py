@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
+from fedpax.errors import ArgumentError
 from fedpax.files import read_json
 from fedpax.run_files.configuration import write_atomically
 
@@ -247,5 +248,5 @@ def _seconds_of(line: Mapping[str, Any]) -> Seconds:
 
 def _checked(seconds: Mapping[Bucket, float]) -> Seconds:
     if not all(math.isfinite(seconds[bucket]) for bucket in BUCKETS):
-        raise ValueError("a bucket is not finite")
+        raise ArgumentError("a bucket is not finite")
     return {bucket: float(seconds[bucket]) for bucket in BUCKETS}

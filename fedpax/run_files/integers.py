@@ -5,6 +5,8 @@ import numbers
 import types
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from fedpax.errors import ArgumentError
+
 LARGEST = 2**63 - 1
 LARGEST_ROUND = 2**31 - 1
 SEEDS = (-(2**31), 2**32 - 1)
@@ -26,7 +28,7 @@ def check_integers(config: Any, path: str = "") -> None:
         >>> TrainingConfig(rounds=10**23, evaluate_every=0, checkpoint_every=0)
         Traceback (most recent call last):
             ...
-        ValueError: training.rounds=100000000000000000000000: expected an integer of at most ...
+        fedpax.errors.ArgumentError: training.rounds=100000000000000000000000: expected an ...
     """
     try:
         hints = get_type_hints(type(config))
@@ -64,6 +66,6 @@ def _check(name: str, value: Any) -> None:
         words = f"an integer of at most {most}"
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_integer or not least <= value <= most:
-        raise ValueError(
+        raise ArgumentError(
             f"{name}={value}: expected {words}. Set --{name} to a value in this range."
         )

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from fedpax.errors import ArgumentTypeError
+
 
 def name_of_class(kind: type) -> str:
     """Return `module:Name` of a class."""
@@ -65,11 +67,11 @@ def find_in_fedpax(named: str) -> Any:
     """Return the dataclass of fedpax with this `module:Name`; other attributes are not used."""
     module, _, name = named.partition(":")
     if not is_within_fedpax(named):
-        raise TypeError("the class has no name")
+        raise ArgumentTypeError("the class has no name")
     kind: Any = importlib.import_module(module)
     for part in name.split("."):
         kind = getattr(kind, part)
     is_class = isinstance(kind, type) and dataclasses.is_dataclass(kind)
     if not is_class or name_of_class(kind) != named:
-        raise TypeError(f"{named} is not a dataclass of this module")
+        raise ArgumentTypeError(f"{named} is not a dataclass of this module")
     return kind

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Float64, Int, Int32
 
 from fedpax.clients.schedule import Arrivals
+from fedpax.errors import ArgumentError
 from fedpax.primitives.casts import checked_cast
 from fedpax.simulation.trace import Trace
 from fedpax.simulation.up_times import TRIES, UpTimes
@@ -103,10 +104,10 @@ def buffered_arrivals(
     ):
         if value < 1 or (most is not None and value > most):
             expected = "at least 1" if most is None else f"1 to {most}, the size of the population"
-            raise ValueError(f"buffered_arrivals(): {name} is {value}, expected {expected}.")
+            raise ArgumentError(f"buffered_arrivals(): {name} is {value}, expected {expected}.")
     steps = checked_cast(num_steps, np.int32, "buffered_arrivals(): num_steps", "Round it.")
     if steps.shape not in ((), (population,)) or np.any(steps < 0):
-        raise ValueError(
+        raise ArgumentError(
             f"buffered_arrivals(): num_steps has shape {list(steps.shape)}, expected one number of "
             f"at least 0, or {population} of them: one per participant."
         )
@@ -114,7 +115,7 @@ def buffered_arrivals(
         trace.seconds_to_receive + steps * trace.seconds_per_step + trace.seconds_to_send
     ).tolist()
     if not min(durations) > 0:
-        raise ValueError(
+        raise ArgumentError(
             "buffered_arrivals(): a client takes 0 seconds, so time would stand still. Give all "
             "clients at least one step, or transfers that take time."
         )
@@ -154,7 +155,7 @@ def buffered_arrivals(
             else:
                 push(events, (end, begun, client, version))
         if not events:
-            raise ValueError(
+            raise ArgumentError(
                 f"buffered_arrivals(): all clients are down for good after {now:g} seconds and "
                 f"{version} of {num_rounds} rounds. Ask for fewer rounds, or draw a trace with "
                 "time_to_return=. In an experiment, set --training.rounds or "

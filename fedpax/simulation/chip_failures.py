@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float64, Int64
 
+from fedpax.errors import ArgumentError
+
 SECONDS_PER_YEAR = 365.25 * 24 * 3600
 
 
@@ -52,23 +54,23 @@ class Cluster:
     def __post_init__(self) -> None:
         """Check the numbers."""
         if self.num_chips < self.chips_per_slice or self.chips_per_slice < 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"num_chips is {self.num_chips} and chips_per_slice {self.chips_per_slice}, "
                 "expected at least one chip per slice and one slice."
             )
         for name in ("years_to_failure", "repair_seconds", "checkpoint_seconds"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected above 0.")
+                raise ArgumentError(f"{name} is {getattr(self, name)}, expected above 0.")
         for name in ("reshard_seconds", "restart_seconds"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 0.")
+                raise ArgumentError(f"{name} is {getattr(self, name)}, expected at least 0.")
         if self.num_spares is None:
             failures = self.num_chips / (self.years_to_failure * SECONDS_PER_YEAR)
             mean = failures * self.repair_seconds
             spares = min(round(mean + 3 * mean**0.5), self.num_slices - 1)
             object.__setattr__(self, "num_spares", spares)
         elif not 0 <= self.num_spares < self.num_slices:
-            raise ValueError(
+            raise ArgumentError(
                 f"num_spares is {self.num_spares}, expected 0 to {self.num_slices - 1}: fewer than "
                 "the slices."
             )
@@ -171,7 +173,7 @@ def decoupled_goodput(cluster: Cluster, failures: Failures, num_learners: int) -
         True
     """
     if not 1 <= num_learners <= cluster.num_slices:
-        raise ValueError(
+        raise ArgumentError(
             f"num_learners is {num_learners}, expected 1 to {cluster.num_slices}, the number of "
             "slices."
         )

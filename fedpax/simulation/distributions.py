@@ -6,6 +6,8 @@ from typing import TypeAlias
 import numpy as np
 from jaxtyping import Float64
 
+from fedpax.errors import ArgumentError
+
 Draws: TypeAlias = Float64[np.ndarray, " draws"]
 
 Distribution: TypeAlias = Callable[[np.random.Generator, int], Draws]
@@ -46,7 +48,7 @@ def uniform(low: float, high: float) -> Distribution:
     """
     _check("uniform", low=low, high=high)
     if high < low:
-        raise ValueError(f"uniform(): high is {high}, expected at least low, which is {low}.")
+        raise ArgumentError(f"uniform(): high is {high}, expected at least low, which is {low}.")
     return lambda generator, count: generator.uniform(low, high, count)
 
 
@@ -118,4 +120,6 @@ def _check(function: str, above_0: bool = False, **values: float) -> None:
     for name, value in values.items():
         if not np.isfinite(value) or value < 0 or (above_0 and value == 0):
             least = "above 0" if above_0 else "of at least 0"
-            raise ValueError(f"{function}(): {name} is {value}, expected a finite number {least}.")
+            raise ArgumentError(
+                f"{function}(): {name} is {value}, expected a finite number {least}."
+            )

@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float32, Float64, Int32
 from numpy.typing import ArrayLike
 
 from fedpax.clients.schedule import Syncs
+from fedpax.errors import ArgumentError
 from fedpax.primitives.casts import checked_cast
 from fedpax.simulation.trace import Trace
 from fedpax.simulation.up_times import UpTimes
@@ -107,7 +108,7 @@ def fragment_syncs(
     ):
         if not least <= value <= largest:
             wanted = f"{least} to {largest}" if largest < np.inf else f"at least {least}"
-            raise ValueError(f"fragment_syncs(): {name} is {value}, expected {wanted}.")
+            raise ArgumentError(f"fragment_syncs(): {name} is {value}, expected {wanted}.")
     tokens = np.broadcast_to(
         checked_cast(tokens_per_step, np.float64, "tokens_per_step"), (islands,)
     )
@@ -121,7 +122,7 @@ def fragment_syncs(
         for p in range(num_fragments):
             ready = sorted(worker.ready() for worker in workers)
             if ready[quorum - 1] == np.inf:
-                raise ValueError(
+                raise ArgumentError(
                     f"fragment_syncs(): in round {r} of {num_rounds} fewer than quorum={quorum} "
                     "islands are left for good. Lower quorum, or draw a trace with time_to_return=."
                 )

@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Float64, Int32, Int64
 
 from fedpax.clients.schedule import ArrivalOrder
+from fedpax.errors import ArgumentError
 from fedpax.primitives.casts import checked_cast
 from fedpax.simulation.trace import Trace
 from fedpax.simulation.up_times import UpTimes
@@ -60,7 +61,9 @@ def dynamic_local_steps(trace: Trace, num_steps: int) -> Int64[np.ndarray, " isl
         Liu et al., Asynchronous Local-SGD Training for Language Modeling, arXiv:2401.09135.
     """
     if num_steps < 1:
-        raise ValueError(f"dynamic_local_steps(): num_steps is {num_steps}, expected at least 1.")
+        raise ArgumentError(
+            f"dynamic_local_steps(): num_steps is {num_steps}, expected at least 1."
+        )
     speed = trace.seconds_per_step.min() / trace.seconds_per_step
     # 1e-9: a ratio that is whole but for its rounding is not rounded down.
     return np.maximum(1, np.floor(speed * num_steps + 1e-9)).astype(np.int64)
@@ -110,7 +113,7 @@ def island_arrivals(
     whole = checked_cast(num_steps, np.int32, "island_arrivals(): num_steps", "Round it.")
     steps = np.broadcast_to(whole, (islands,)).tolist()
     if num_rounds < 1 or min(steps) < 1 or not 0 <= grace_seconds < np.inf:
-        raise ValueError(
+        raise ArgumentError(
             f"island_arrivals(): num_rounds is {num_rounds}, the smallest num_steps {min(steps)} "
             f"and grace_seconds {grace_seconds}, expected at least 1, at least 1 and at least 0."
         )
@@ -168,7 +171,7 @@ def island_arrivals(
         for _, island, _ in group:
             started[island] = applied
             begin(island, now)
-    raise ValueError(
+    raise ArgumentError(
         f"island_arrivals(): all islands are down for good in round {len(position) - 1} of "
         f"{num_rounds}. Ask for fewer rounds, or draw a trace with time_to_return=. In an "
         "experiment, set --training.rounds or --trace.seconds_to_return."

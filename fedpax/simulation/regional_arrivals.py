@@ -9,6 +9,7 @@ from jaxtyping import Float64, Int32, Int64
 from numpy.typing import ArrayLike
 
 from fedpax.clients.schedule import RegionalOrder
+from fedpax.errors import ArgumentError
 from fedpax.primitives.casts import checked_cast, host_array
 from fedpax.simulation.trace import Trace
 from fedpax.simulation.up_times import UpTimes
@@ -131,7 +132,7 @@ def regional_arrivals(
     whole = checked_cast(num_steps, np.int32, "regional_arrivals(): num_steps", "Round it.")
     steps = np.broadcast_to(whole, (islands,)).tolist()
     if num_rounds < 1 or min(steps) < 1 or updates_per_exchange < 1:
-        raise ValueError(
+        raise ArgumentError(
             f"regional_arrivals(): num_rounds is {num_rounds}, the smallest num_steps "
             f"{min(steps)} and updates_per_exchange {updates_per_exchange}, expected at least 1 "
             "of each. Raise the one below 1."
@@ -231,7 +232,7 @@ def regional_arrivals(
         alive += len(events) - before
         position += 1
     if current < num_rounds:
-        raise ValueError(
+        raise ArgumentError(
             f"regional_arrivals(): all islands are down for good in round {current} of "
             f"{num_rounds}. Ask for fewer rounds, or draw a trace with time_to_return=. In an "
             "experiment, set --training.rounds or --trace.seconds_to_return."
@@ -265,7 +266,7 @@ def _check(
     own = host_array(regions, "regions")
     islands = trace.num_participants
     if own.shape != (islands,) or set(own.tolist()) != set(range(int(own.max(initial=-1)) + 1)):
-        raise ValueError(
+        raise ArgumentError(
             f"regional_arrivals(): regions is {list(regions)}, expected the region of each of the "
             f"{islands} islands of the trace, numbers from 0 without gaps, such as (0, 0, 1, 1). "
             "Number the regions anew."
@@ -276,7 +277,7 @@ def _check(
         seconds = checked_cast(given, np.float64, name)
         finite = np.all(np.isfinite(seconds) & (seconds >= 0))
         if seconds.shape not in ((), (num_regions,)) or not finite:
-            raise ValueError(
+            raise ArgumentError(
                 f"regional_arrivals(): {name} is {given}, expected a finite number of at least 0, "
                 f"or {num_regions} of them: one per region."
             )

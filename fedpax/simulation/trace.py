@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Float64
 from numpy.typing import ArrayLike
 
+from fedpax.errors import ArgumentError
 from fedpax.primitives.casts import checked_cast
 from fedpax.simulation.distributions import Distribution, constant
 
@@ -53,7 +54,7 @@ class Trace:
         """Convert the arrays, fill in the defaults, and check both."""
         steps = checked_cast(seconds_per_step, np.float64, "seconds_per_step")
         if steps.ndim != 1 or not len(steps) or not np.all(np.isfinite(steps) & (steps > 0)):
-            raise ValueError(
+            raise ArgumentError(
                 f"seconds_per_step has shape {list(steps.shape)}"
                 + (f" and minimum {steps.min()}" if steps.size else "")
                 + ", expected one finite number above 0 per participant."
@@ -65,7 +66,7 @@ class Trace:
                 np.zeros_like(steps) if given is None else checked_cast(given, np.float64, name)
             )
             if seconds.shape != steps.shape or not np.all(np.isfinite(seconds) & (seconds >= 0)):
-                raise ValueError(
+                raise ArgumentError(
                     f"{name} has shape {list(seconds.shape)}, expected {len(steps)} finite numbers "
                     "of at least 0: one per participant, as seconds_per_step."
                 )
@@ -73,14 +74,14 @@ class Trace:
         none = np.zeros((len(steps), 0, 2))
         downtimes = none if downtimes is None else checked_cast(downtimes, np.float64, "downtimes")
         if downtimes.ndim != 3 or downtimes.shape[::2] != (len(steps), 2):
-            raise ValueError(
+            raise ArgumentError(
                 f"downtimes has shape {list(downtimes.shape)}, expected [{len(steps)}, number, 2]: "
                 "the failures and returns of each participant, filled up with infinity."
             )
         times = downtimes.reshape(len(steps), -1)
         # Not np.diff: the difference of two infinities is NaN.
         if np.any(np.isnan(times)) or np.any(times < 0) or np.any(times[:, 1:] < times[:, :-1]):
-            raise ValueError(
+            raise ArgumentError(
                 "downtimes has a NaN, a negative entry or intervals out of order. Sort the "
                 "intervals of each participant, merge those that overlap, and let none begin "
                 "before second 0."
@@ -152,14 +153,14 @@ def draw_trace(
         0.8
     """
     if num_participants < 1:
-        raise ValueError(f"num_participants is {num_participants}, expected at least 1.")
+        raise ArgumentError(f"num_participants is {num_participants}, expected at least 1.")
     if time_to_failure is not None and not horizon > 0:
-        raise ValueError(
+        raise ArgumentError(
             f"horizon is {horizon} with time_to_failure, expected the number of seconds for which "
             "to draw failures. Pass the length of the simulation, such as horizon=3600.0."
         )
     if time_to_return is not None and time_to_failure is None:
-        raise ValueError(
+        raise ArgumentError(
             "time_to_return needs time_to_failure: there is no return without a failure. Pass both "
             "or arrival= for participants that arrive late."
         )

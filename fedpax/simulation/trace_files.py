@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fedpax.errors import ArgumentError
 from fedpax.files import check_fetched, parse_json
 from fedpax.simulation.trace import Trace
 
@@ -83,15 +84,15 @@ def _load_arrays(path: Path) -> Trace:
         with np.load(path) as arrays:
             found = {name: arrays[name] for name in arrays.files}
     except (ValueError, zipfile.BadZipFile):
-        raise ValueError(
+        raise ArgumentError(
             f"{path} is no NumPy archive of arrays of numbers. Write it with save_trace."
         ) from None
     if missing := {*FIELDS, "downtimes"} - found.keys():
-        raise ValueError(f"{path} has no {min(missing)}. Write it with save_trace.")
+        raise ArgumentError(f"{path} has no {min(missing)}. Write it with save_trace.")
     try:
         return Trace(**{name: found[name] for name in (*FIELDS, "downtimes")})
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ArgumentError(f"{path}: {error}") from None
 
 
 def _load_lines(path: Path) -> Trace:
@@ -99,7 +100,7 @@ def _load_lines(path: Path) -> Trace:
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError:
-        raise ValueError(
+        raise ArgumentError(
             f"{path} is no text, expected lines of JSON. Write it with save_trace."
         ) from None
     entries = [
@@ -114,12 +115,14 @@ def _load_lines(path: Path) -> Trace:
     try:
         return Trace(**values, downtimes=downtimes)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ArgumentError(f"{path}: {error}") from None
 
 
 def _format(path: Path) -> str:
     if path.suffix not in (".npz", ".jsonl"):
-        raise ValueError(f"{path} ends in {path.suffix!r}, expected '.npz' or '.jsonl'. Rename it.")
+        raise ArgumentError(
+            f"{path} ends in {path.suffix!r}, expected '.npz' or '.jsonl'. Rename it."
+        )
     return path.suffix
 
 
@@ -128,10 +131,10 @@ def _entry(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         entry = parse_json(line)
     except ValueError as error:
-        raise ValueError(f"{path}, line {number}: not JSON: {error}.") from None
+        raise ArgumentError(f"{path}, line {number}: not JSON: {error}.") from None
     known = {*FIELDS, "downtimes"}
     if not isinstance(entry, dict) or "seconds_per_step" not in entry or set(entry) - known:
-        raise ValueError(
+        raise ArgumentError(
             f"{path}, line {number}: expected an object with seconds_per_step and, if need be, "
             f"{', '.join(sorted(known - {'seconds_per_step'}))}. Name the fields so."
         )
@@ -145,7 +148,7 @@ def _entry(path: Path, number: int, line: str) -> dict[str, Any]:
         and all(_is_number(start) for start, _ in downtimes)
         and all(end is None or _is_number(end) for _, end in downtimes)
     ):
-        raise ValueError(
+        raise ArgumentError(
             f"{path}, line {number}: expected seconds as numbers, and downtimes as pairs "
             "[failure, return], the return null for never."
         )

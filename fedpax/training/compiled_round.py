@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fedpax.algorithm import RESERVED_METRICS, Metrics, Params, State
 from fedpax.clients.cohort import Cohort
 from fedpax.clients.store import ClientStore
+from fedpax.errors import ArgumentError
 from fedpax.hlo.collectives import operand_bytes_along
 from fedpax.parallel.compiler_options import run_once_options
 from fedpax.parallel.divisibility import check_divisible
@@ -72,7 +73,7 @@ def compile_round(
     params = jax.eval_shape(lambda: run.init(jax.random.key(0)))
     state = jax.eval_shape(run.algorithm.init, params)
     if not hasattr(state, "params"):
-        raise ValueError(
+        raise ArgumentError(
             f"algorithm.init returns a {type(state).__name__} without a field params, expected a "
             "NamedTuple whose field params is the server's model. Return one from init."
         )
@@ -191,14 +192,14 @@ def _check_round(before: State, after: State, metrics: Metrics, num_participants
     given: Any = jax.tree.structure(before)
     returned: Any = jax.tree.structure(after)
     if given != returned:
-        raise ValueError(
+        raise ArgumentError(
             f"algorithm.round returns a state of structure {returned}, expected that of its "
             f"argument, {given}. Return a state of the same type with the same fields."
         )
     paths = jax.tree_util.tree_leaves_with_path(before)
     for (path, old), new in zip(paths, jax.tree.leaves(after), strict=True):
         if (old.shape, old.dtype) != (new.shape, new.dtype):
-            raise ValueError(
+            raise ArgumentError(
                 f"algorithm.round changes state{jax.tree_util.keystr(path)} from "
                 f"{old.dtype}{list(old.shape)} to {new.dtype}{list(new.shape)}, expected the same "
                 "shape and dtype in every round. Cast the update, or the initial state."
@@ -207,12 +208,12 @@ def _check_round(before: State, after: State, metrics: Metrics, num_participants
         is_array = hasattr(metrics, "shape")
         kind = "an array" if is_array else f"a {type(metrics).__name__}"
         found = str(sorted(metrics)) if isinstance(metrics, dict) else kind
-        raise ValueError(
+        raise ArgumentError(
             f"algorithm.round returns the metrics {found}, expected a dict of scalars with the key "
             '"loss". Add the mean training loss of the round as metrics["loss"].'
         )
     if reserved := sorted(RESERVED_METRICS & metrics.keys()):
-        raise ValueError(
+        raise ArgumentError(
             f"algorithm.round returns the metrics {reserved}, expected names that the training "
             "loop does not use itself: it would overwrite them in metrics.jsonl. Rename them in "
             "loss_fn or in the round."
@@ -227,7 +228,7 @@ def _check_round(before: State, after: State, metrics: Metrics, num_participants
         is_vector = shape == (num_participants,) and name != "loss"  # logged as quantiles
         if not real or not (shape == () or is_vector):
             found = f"{dtype}{list(shape)}" if shape is not None else f"a {type(value).__name__}"
-            raise ValueError(
+            raise ArgumentError(
                 f"algorithm.round returns metrics[{name!r}] as {found}, expected a scalar of a "
                 "real dtype, or, except for the loss, a value for each of the "
                 f"{num_participants} participants. Reduce it in the round, for example with "
@@ -252,7 +253,7 @@ def check_same_types(number: int, cohort: Cohort, first: Cohort) -> None:
         >>> check_same_types(7, other, one)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
             ...
-        ValueError: The cohort of round 7 differs from that of the first round: cohort.batches['x']
+        fedpax.errors.ArgumentError: The cohort of round 7 differs from that of the first round: ...
         is float64[2, 5, 4] and was float64[2, 3, 4]. ...
     """
     now, before = _types_by_path(cohort), _types_by_path(first)
@@ -263,7 +264,7 @@ def check_same_types(number: int, cohort: Cohort, first: Cohort) -> None:
         for path in dict.fromkeys((*before, *now))
         if now.get(path) != before.get(path)
     ]
-    raise ValueError(
+    raise ArgumentError(
         f"The cohort of round {number} differs from that of the first round: "
         f"{', '.join(differences)}. Expected equal structure, shapes and dtypes, because a round "
         "is compiled once. Pad the steps to a fixed number, and mark padding by num_steps or a "
@@ -283,7 +284,7 @@ def _check_population(state: Any, num_clients: int | None) -> None:
     for store in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ClientStore)):
         if isinstance(store, ClientStore) and num_clients is not None:
             if store.num_clients < num_clients:
-                raise ValueError(
+                raise ArgumentError(
                     f"the method keeps states of num_clients={store.num_clients} clients, expected "
                     f"{num_clients}, the size of the population: the other clients would never "
                     f"keep theirs. Pass num_clients={num_clients} to the method."
@@ -293,7 +294,7 @@ def _check_population(state: Any, num_clients: int | None) -> None:
 def _check_placement(placement: str, traced: jax.stages.Traced) -> None:
     names = program_placements(traced.jaxpr.jaxpr)
     if names and placement not in names:
-        raise ValueError(
+        raise ArgumentError(
             f"Run.placement={placement!r} is no placement of algorithm.round, expected "
             f"{' or '.join(map(repr, sorted(names)))}. Set Run.placement to this name."
         )

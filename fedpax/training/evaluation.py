@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from fedpax.algorithm import LossFn, Params
+from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_map, federated_sum
 from fedpax.primitives.casts import checked_tree
 from fedpax.training.prefetch import put_on_mesh
@@ -57,7 +58,7 @@ def evaluator(
         {'loss': 5.0}
     """
     if not batches:
-        raise ValueError(
+        raise ArgumentError(
             "evaluator() got no batches, expected at least one. Load a held-out split that has "
             "examples, and choose a batch size that is not larger than the split."
         )
@@ -164,7 +165,7 @@ def evaluate_by_client(
     """
     sizes = [len(jax.tree.leaves(client)[0]) for client in clients]
     if not sum(sizes) or batch_size < 1:
-        raise ValueError(
+        raise ArgumentError(
             f"evaluate_by_client() got {sum(sizes)} examples of {len(clients)} clients and "
             f"batch_size={batch_size}, expected at least one of each. Load a held-out split that "
             "has examples."

@@ -15,6 +15,7 @@ from fedpax.algorithm import FederatedAlgorithm, Params
 from fedpax.checkpoints.best_model import parse_best_metric
 from fedpax.checkpoints.exports import write_orbax
 from fedpax.clients.cohort_stream import CohortStream
+from fedpax.errors import ArgumentError
 from fedpax.parallel.mesh import MeshConfig, available_devices
 from fedpax.parallel.mesh_rule import ShardedSize, follow
 from fedpax.run_files.configuration import write_configuration
@@ -129,7 +130,7 @@ def check_run(run: object, experiment_name: str) -> None:
             items.
     """
     if not isinstance(run, Run):
-        raise ValueError(
+        raise ArgumentError(
             f"{experiment_name}.build returns a {type(run).__name__}, expected a "
             "fedpax.training.experiment.Run. Return one from build."
         )
@@ -143,12 +144,12 @@ def check_run(run: object, experiment_name: str) -> None:
         ),
     ):
         if lacking := [name for name in methods if not hasattr(value, name)]:
-            raise ValueError(
+            raise ArgumentError(
                 f"Run.{field} is a {type(value).__name__} without {', '.join(lacking)}, expected "
                 f"an object with {', '.join(methods)}. {remedy}"
             )
     if run.items_per_round < 1:
-        raise ValueError(
+        raise ArgumentError(
             f"Run.items_per_round={run.items_per_round}, expected a positive number. Give the "
             "tokens or examples of a round, of all participants together."
         )
@@ -251,31 +252,31 @@ class TrainingConfig:
         for name, lowest in least.items():
             value = getattr(self, name)
             if value < lowest:
-                raise ValueError(
+                raise ArgumentError(
                     f"training.{name}={value} is too small: expected at least {lowest}. "
                     f"Set --training.{name} to {lowest} or more."
                 )
         for name in ("spike_deviations", "hang_after"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise ValueError(
+                raise ArgumentError(
                     f"training.{name}={value} is no positive number, expected one. Set for example "
                     f"--training.{name}={getattr(TrainingConfig, name)}."
                 )
         for name, choices in (("on_spike", OnSpike), ("on_hang", OnHang)):
             if (value := getattr(self, name)) not in get_args(choices):
-                raise ValueError(
+                raise ArgumentError(
                     f"training.{name}={value!r} is unknown, expected one of {get_args(choices)}. "
                     f"Set --training.{name}={get_args(choices)[-1]}."
                 )
         if self.on_spike == "roll_back" and not (self.checkpoint_every or self.keep_every):
-            raise ValueError(
+            raise ArgumentError(
                 "training.on_spike='roll_back' has no checkpoint to return to with "
                 "training.checkpoint_every=0, expected at least 1. Set --training.checkpoint_every "
                 "to the number of rounds that a spike may cost."
             )
         if self.stop_after and not self.evaluate_every:
-            raise ValueError(
+            raise ArgumentError(
                 f"training.stop_after={self.stop_after} counts evaluations, but "
                 "training.evaluate_every=0 has none before the last round. Set "
                 "--training.evaluate_every to a number of rounds."

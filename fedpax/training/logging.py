@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from fedpax.algorithm import RESERVED_METRICS, Metrics, State
+from fedpax.errors import ArgumentError, FedpaxError
 from fedpax.run_files.goodput import GoodputClock, line_values
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.run_files.quantiles import is_vector, with_quantiles
@@ -20,8 +21,10 @@ from fedpax.training.spikes import SpikeHistory
 from fedpax.training.utilization import Utilization
 
 
-class NonFiniteError(ArithmeticError):
+class NonFiniteError(FedpaxError, ArithmeticError):
     """The loss or the state is NaN or infinite; the message names the remedy."""
+
+    exit_status = 1
 
 
 class RoundLogger:
@@ -249,17 +252,17 @@ def _split(metrics: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, np.n
 
 def _as_floats(values: HeldoutMetrics) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     if not isinstance(values, Mapping):
-        raise ValueError(
+        raise ArgumentError(
             f"Run.evaluate returns a {type(values).__name__}, expected a dict of metrics with the "
             'key "loss". Return for example {"loss": float(loss)}.'
         )
     if "loss" not in values:
-        raise ValueError(
+        raise ArgumentError(
             f'Run.evaluate returns the metrics {sorted(values)}, expected the key "loss". Add the '
             'loss on held-out data as metrics["loss"].'
         )
     if reserved := sorted(RESERVED_METRICS & values.keys()):
-        raise ValueError(
+        raise ArgumentError(
             f"Run.evaluate returns the metrics {reserved}, expected names that the training loop "
             "does not use itself: it would overwrite them in metrics.jsonl. Rename them."
         )
@@ -272,7 +275,7 @@ def _as_floats(values: HeldoutMetrics) -> tuple[dict[str, float], dict[str, np.n
         except (TypeError, ValueError) as error:
             shape = getattr(value, "shape", None)
             found = f"a {type(value).__name__}" if shape is None else f"an array {list(shape)}"
-            raise ValueError(
+            raise ArgumentError(
                 f"Run.evaluate returns metrics[{name!r}] as {found}, expected a number. Return one "
                 "metric per number, for example its mean, or a vector with a value for each client."
             ) from error

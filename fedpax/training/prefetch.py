@@ -9,6 +9,7 @@ import jax
 from fedpax.checkpoints.stream_state import StreamState
 from fedpax.clients.cohort import Cohort
 from fedpax.clients.cohort_stream import CohortStream
+from fedpax.errors import ArgumentError
 from fedpax.parallel.divisibility import check_divisible
 from fedpax.training.shardings import ShardingTree
 
@@ -86,7 +87,7 @@ class Prefetch(AbstractContextManager["Prefetch"]):
         try:
             return self._future.result()
         except StopIteration as error:
-            raise ValueError(
+            raise ArgumentError(
                 f"Run.cohorts ended {self._rounds_left + 1} rounds before training.rounds, "
                 "expected an endless stream. Repeat the data, or lower training.rounds."
             ) from error

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 
+from fedpax.errors import ArgumentError
 from fedpax.run_files.configuration import ConfigurationError
 
 FOLDER = "profile"
@@ -127,7 +128,7 @@ def parse_profile_at(text: str) -> tuple[int, int]:
     """
     match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
     if match is None:
-        raise ValueError(
+        raise ArgumentError(
             f"training.profile_at={text!r} is no round, expected ROUND or ROUND:COUNT with numbers "
             "from 1. Set for example --training.profile_at=50:3 to profile rounds 50, 51 and 52."
         )
@@ -149,11 +150,11 @@ def check_profile_at(profile_at: str | None, rounds: int) -> None:
         >>> check_profile_at("50:3", rounds=12)
         Traceback (most recent call last):
             ...
-        ValueError: training.profile_at='50:3' begins at round 50, but training.rounds=12: expected
+        fedpax.errors.ArgumentError: training.profile_at='50:3' begins at round 50, but ...
         a round from 1 to 12. Set for example --training.profile_at=12, or more --training.rounds.
     """
     if profile_at is not None and (first := parse_profile_at(profile_at)[0]) > rounds:
-        raise ValueError(
+        raise ArgumentError(
             f"training.profile_at={profile_at!r} begins at round {first}, but "
             f"training.rounds={rounds}: expected a round from 1 to {rounds}. Set for example "
             f"--training.profile_at={rounds}, or more --training.rounds."

@@ -8,6 +8,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedpax.algorithm import Params, State
 from fedpax.clients.store import ClientStore
+from fedpax.errors import ArgumentError
 
 ShardingTree: TypeAlias = NamedSharding | Iterable["ShardingTree"] | Mapping[Any, "ShardingTree"]
 """A pytree whose leaves are `NamedSharding`s."""
@@ -72,7 +73,7 @@ def state_shardings(
     try:
         specs = jax.tree.broadcast(params_shardings, params, is_leaf=_is_sharding)
     except ValueError:
-        raise ValueError(
+        raise ArgumentError(
             f"shardings.params has the structure {jax.tree.structure(params_shardings)}, expected "
             f"that of the parameters, {structure}, or one NamedSharding for all. Pass one "
             "NamedSharding for each parameter."

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from fedpax.algorithm import Metrics, State
+from fedpax.errors import FedpaxError
 from fedpax.training.norms import turned_non_finite
 
 OnSpike: TypeAlias = Literal["ignore", "skip", "roll_back"]
@@ -21,8 +22,10 @@ LEAST_RELATIVE_DEVIATION = 1e-3
 DEVIATION_PER_MAD = 1.4826
 
 
-class RepeatedSpikesError(ArithmeticError):
+class RepeatedSpikesError(FedpaxError, ArithmeticError):
     """Skipping rounds or rolling back did not help; the message names the remedy."""
+
+    exit_status = 1
 
 
 class Spike(Exception):

@@ -23,6 +23,7 @@ from fedpax.checkpoints.participant_states import ParticipantRule, check_rule
 from fedpax.checkpoints.retention import Retention
 from fedpax.checkpoints.saved_rounds import check_latest_round, latest_round
 from fedpax.elastic.membership import Membership
+from fedpax.errors import FedpaxError
 from fedpax.run_files.configuration import (
     is_remote,
     read_configuration_json,
@@ -47,8 +48,10 @@ from fedpax.training.unused_devices import check_processes
 from fedpax.training.watchdog import Watchdog
 
 
-class StorageError(OSError):
+class StorageError(FedpaxError, OSError):
     """A run's folder cannot be written, for example because the disk is full."""
+
+    exit_status = 1
 
 
 class TrainingResult(NamedTuple):

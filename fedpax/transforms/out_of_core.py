@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives._jax import ClosedJaxpr, Literal, Var, aval_of, eliminate_dead_code
 from fedpax.primitives.casts import device_array, is_host_number, needs_cast
 from fedpax.primitives.layout import mesh_axis
@@ -77,7 +78,7 @@ def out_of_core(
         3.0
     """
     if chunk_size < 1:
-        raise ValueError(
+        raise ArgumentError(
             f"out_of_core(): chunk_size is {chunk_size}, expected at least 1. Two chunks are on "
             "the devices at a time: pass at most half the number of participants that fit."
         )
@@ -94,7 +95,7 @@ def out_of_core(
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-            raise TypeError(
+            raise ArgumentTypeError(
                 "out_of_core() runs on the host and cannot be traced by jax.jit or jax.grad. "
                 "Transform the program instead: out_of_core(jax.grad(program), ...)."
             )
@@ -155,7 +156,7 @@ class _ChunkedProgram:
     def __init__(self, closed: ClosedJaxpr, chunk_size: int) -> None:
         placements = placements_of(closed.jaxpr)
         if len(placements) != 1:
-            raise ValueError(
+            raise ArgumentError(
                 "out_of_core() needs a program with maps of one placement at its top level, but "
                 f"this one has {' and '.join(map(str, placements)) or 'none'}. Pass the program "
                 "itself, or a single round if it runs many in a loop."
@@ -168,7 +169,7 @@ class _ChunkedProgram:
             devices = jax.sharding.get_abstract_mesh().shape[self.axis]
             if rest := self.chunk_size % devices:
                 below = self.chunk_size - rest
-                raise ValueError(
+                raise ArgumentError(
                     f"out_of_core(): chunk_size is {self.chunk_size}, expected a multiple of "
                     f"{devices}, the size of the mesh axis {self.axis!r}. Pass "
                     f"{f'{below} or ' if below else ''}{below + devices}."

@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import jax
 import numpy as np
 
+from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives._jax import ClosedJaxpr, trace
 from fedpax.primitives.call_rules import define_call
 from fedpax.primitives.casts import conversion, device_array, is_host_number
@@ -144,18 +145,18 @@ def program(
         -14.0
     """
     if unparenthesized is not None:
-        raise TypeError(
+        raise ArgumentTypeError(
             f"fedpax.program got {unparenthesized!r} instead of placements. Name the participants "
             "in parentheses: @fedpax.program(clients=1000)."
         )
     if not isinstance(placements, Mapping | None):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"fedpax.program() got placements={placements!r}, expected sizes by name. Pass for "
             "example placements={'clients': 1000}."
         )
     both = set(sizes) & set(placements or {})
     if both:
-        raise ValueError(
+        raise ArgumentError(
             f"fedpax.program() got {sorted(both)} both in placements= and as keywords, expected "
             "each once. Remove one of them."
         )
@@ -166,7 +167,7 @@ def program(
 
     def decorate(fn: Callable[Arguments, Result]) -> Program[Arguments, Result]:
         if not callable(fn):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"fedpax.program(...) decorates a function, got {type(fn).__name__}. "
                 "Write @fedpax.program(clients=1000) above a def."
             )
@@ -207,7 +208,7 @@ def _check_is_no_option(name: str, value: Any) -> None:
     if not close and not words:
         return
     guess = f"Did you mean {close[0]}={value!r}? " if close else ""
-    raise TypeError(
+    raise ArgumentTypeError(
         f"fedpax.program() got the unknown option {name}={value!r}, expected one of "
         f"{', '.join(OPTIONS)}. {guess}chunk_size is the number of participants that a device runs "
         f"at once. To declare a placement of this name, pass placements={{{name!r}: ...}}."
@@ -226,7 +227,7 @@ def _call(
     enclosing = active_placements()
     for entry in enclosing:
         if entry.placement.name in (own.placement.name for own in entries):
-            raise ValueError(
+            raise ArgumentError(
                 f"The program {name!r} declares the placement {entry.placement.name!r}, which an "
                 "enclosing program declares too. Rename one of the two."
             )
@@ -295,7 +296,7 @@ def _check_hashable(
         try:
             hash(value)
         except TypeError:
-            raise ValueError(
+            raise ArgumentError(
                 f"program {function}: the static argument {name} is of type "
                 f"{type(value).__name__}, expected a hashable value. Pass for example a tuple "
                 "instead of a list, and pass arrays as arguments that are not static."

@@ -172,7 +172,7 @@ def test_settings_that_are_no_finite_number_in_range_are_refused_with_a_remedy(n
             SETTINGS[name](value)
     for value in ("1", None, True, 1j):
         if value is not None or name != "terngrad":
-            with pytest.raises(TypeError, match="expected a finite number"):
+            with pytest.raises(TypeError, match=r"expected a (positive |finite )*number"):
                 SETTINGS[name](value)
 
 

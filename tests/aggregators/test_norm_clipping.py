@@ -141,24 +141,28 @@ def test_nobody_present_changes_nothing():
         (
             lambda: clip_by_norm(0.0),
             ValueError,
-            "is 0.0, expected a finite number above 0. Use",
+            "is 0.0, expected a positive finite number. Use",
         ),
         (
             lambda: clip_by_norm(-1.0),
             ValueError,
-            "is -1.0, expected .* number above 0. Use",
+            "is -1.0, expected a positive finite number. Use",
         ),
-        (lambda: clip_by_norm(np.nan), ValueError, "max_norm is nan, expected a finite number"),
+        (
+            lambda: clip_by_norm(np.nan),
+            ValueError,
+            "max_norm is nan, expected a positive finite number",
+        ),
         (
             lambda: clip_by_norm(None),
             TypeError,
-            "max_norm is None, expected a finite number",
+            "max_norm is None, expected a positive finite number",
         ),
         (lambda: adaptive_clip(initial_norm=0.0), ValueError, "initial_norm is 0"),
         (
             lambda: adaptive_clip(initial_norm=1.0, quantile=50),
             ValueError,
-            r"quantile is 50, expected .* at least 0 and at most 1\. The median is 0\.5",
+            r"quantile is 50, expected a number from 0 to 1\. The median is 0\.5",
         ),
         (
             lambda: adaptive_clip(initial_norm=1.0, count_stddev=-1.0),

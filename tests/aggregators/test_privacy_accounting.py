@@ -111,9 +111,9 @@ def test_the_noise_multiplier_is_the_smallest_that_keeps_the_budget(sampling):
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"epsilon": 0.0}, ValueError, "epsilon is 0.0, expected a finite number above 0. Use"),
+        ({"epsilon": 0.0}, ValueError, "epsilon is 0.0, expected a positive finite number. Use"),
         ({"epsilon": -1.0}, ValueError, "epsilon is -1.0, expected"),
-        ({"epsilon": math.inf}, ValueError, "epsilon is inf, expected a finite number"),
+        ({"epsilon": math.inf}, ValueError, "epsilon is inf, expected a positive finite number"),
         (
             {"epsilon": 1e-12, "delta": 1e-20},
             ValueError,

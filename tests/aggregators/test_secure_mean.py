@@ -208,8 +208,8 @@ def test_a_method_with_secure_aggregation_learns(method):
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"max_value": 0.0}, ValueError, "max_value is 0.0, expected a finite number above 0"),
-        ({"max_value": np.inf}, ValueError, "max_value is inf, expected a finite number"),
+        ({"max_value": 0.0}, ValueError, "max_value is 0.0, expected a positive finite number"),
+        ({"max_value": np.inf}, ValueError, "max_value is inf, expected a positive finite number"),
         ({"max_value": 1.0, "bits": 1}, ValueError, "bits is 1, expected an int from 2 to 24"),
         (
             {"max_value": 1.0, "bits": 25},

@@ -291,7 +291,7 @@ def test_aggregators_of_all_updates_at_once_raise(aggregator):
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ({"period": 0}, "period is 0, expected at least 1"),
+        ({"period": 0}, "period is 0, expected an int of at least 1"),
         ({"momentum": 1.5}, "momentum is 1.5, expected a number from 0 to 1"),
         ({"activation": 0.5}, "activation is 0.5, expected a number from 0 to 0.25"),
     ],

@@ -155,11 +155,23 @@ def test_weights_of_another_shape_raise(weights: Any, words: str):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: server_adam(0.0), "server_adam: learning_rate is 0.0, expected a positive number"),
-        (lambda: server_yogi(float("nan")), "learning_rate is nan, expected a positive number"),
-        (lambda: server_adagrad(0.1, tau=-1.0), "tau is -1.0, expected a positive number"),
-        (lambda: server_adam(0.1, b2=1.0), "b2 is 1.0, expected at least 0 and below 1"),
-        (lambda: server_yogi(0.1, b1=-0.1), "b1 is -0.1, expected at least 0 and below 1"),
+        (
+            lambda: server_adam(0.0),
+            r"server_adam\(\): learning_rate is 0.0, expected a positive finite number",
+        ),
+        (
+            lambda: server_yogi(float("nan")),
+            "learning_rate is nan, expected a positive finite number",
+        ),
+        (lambda: server_adagrad(0.1, tau=-1.0), "tau is -1.0, expected a positive finite number"),
+        (
+            lambda: server_adam(0.1, b2=1.0),
+            "b2 is 1.0, expected a number of at least 0 and below 1",
+        ),
+        (
+            lambda: server_yogi(0.1, b1=-0.1),
+            "b1 is -0.1, expected a number of at least 0 and below 1",
+        ),
     ],
 )
 def test_settings_of_server_optimizers_out_of_range_raise(make, words):

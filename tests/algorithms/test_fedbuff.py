@@ -205,8 +205,16 @@ def test_a_mesh_gives_the_same_with_one_all_reduce(kind):
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: buffered(max_staleness=-1), ValueError, "max_staleness is -1, expected at"),
-        (lambda: buffered(buffer_size=0), ValueError, "is 0, expected at least 1. Pass 10"),
+        (
+            lambda: buffered(max_staleness=-1),
+            ValueError,
+            "max_staleness is -1, expected an int of at",
+        ),
+        (
+            lambda: buffered(buffer_size=0),
+            ValueError,
+            "is 0, expected an int of at least 1. Pass 10",
+        ),
         (lambda: polynomial_staleness(-1.0), ValueError, "exponent is -1.0"),
         (
             lambda: fedasync(loss_fn, max_staleness=0, client_optimizer=optax.sgd(1.0), mixing=1.5),

@@ -324,9 +324,13 @@ def test_a_mesh_gives_the_same(kind):
         (
             {"global_server": DelayedNesterov(0.7, 0.5, 0)},
             ValueError,
-            "global_server.period is 0, expected at least 1",
+            "global_server.period is 0, expected an int of at least 1",
         ),
-        ({"aggregator": krum(1)}, ValueError, "halos: the aggregator needs .* Use an aggregator"),
+        (
+            {"aggregator": krum(1)},
+            ValueError,
+            r"halos\(\): the aggregator needs .* Use an aggregator",
+        ),
     ],
 )
 def test_bad_settings_raise(setting, error, words):

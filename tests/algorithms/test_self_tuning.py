@@ -385,9 +385,9 @@ def test_traced_settings_keep_a_bfloat16_state(name: str):
     [
         ({"hyperparameters": {}}, "is empty, .* Pass for example"),
         ({"hyperparameters": {"rate": -1.0}}, r"\['rate'\] is -1.0, .* express it by a positive"),
-        ({"hyperparameters": {"rate": 0.0}}, "expected a positive number"),
+        ({"hyperparameters": {"rate": 0.0}}, "expected a positive finite number"),
         ({"hyperparameters": {"rate": float("inf")}}, r"\['rate'\] is inf, expected a positive"),
-        ({"tuning_steps": 0}, "tuning_steps is 0, expected at least 1"),
+        ({"tuning_steps": 0}, "tuning_steps is 0, expected an int of at least 1"),
     ],
 )
 def test_settings_that_cannot_be_tuned_are_refused(settings, words):

@@ -154,10 +154,10 @@ def test_the_training_loop_uses_the_aggregator(tmp_path) -> None:
         (lambda: ClippedMean(max_norm=0.0), r"aggregator.max_norm=0.0: .* Set --aggregator.max_no"),
         (lambda: PrivateMean(noise_multiplier=-1.0), "aggregator.noise_multiplier=-1.0: expected"),
         (lambda: PrivateSecureMean(noise_multiplier=0.0), "aggregator.noise_multiplier=0.0: expec"),
-        (lambda: SecureMean(bits=1), "aggregator.bits=1: expected a number from 2 to 24. Set --ag"),
+        (lambda: SecureMean(bits=1), "aggregator.bits=1: expected an int from 2 to 24. Set --ag"),
         (
             lambda: SecureMean(num_neighbors=3),
-            "aggregator.num_neighbors=3: expected an even number",
+            "aggregator.num_neighbors=3: expected an even int of at least 2",
         ),
         (
             lambda: PrivateSecureMean(num_neighbors=1),
@@ -169,7 +169,7 @@ def test_the_training_loop_uses_the_aggregator(tmp_path) -> None:
             "aggregator.trim_fraction=0.5: .* below 0.5. Set -",
         ),
         (lambda: Krum(num_byzantine=-1), "aggregator.num_byzantine=-1: expected"),
-        (lambda: CompressedMean(bits=17), "aggregator.bits=17: expected a number from 1 to 16"),
+        (lambda: CompressedMean(bits=17), "aggregator.bits=17: expected an int from 1 to 16"),
         (
             lambda: CompressedMean(bits=2, codec="sign"),
             "bits=2 has no effect .* --aggregator.codec=uniform",

@@ -102,7 +102,7 @@ def test_clients_keep_their_own_models() -> None:
 
 @pytest.mark.parametrize("num_clusters", [0, -1])
 def test_a_number_of_clusters_below_1_is_refused(num_clusters: int) -> None:
-    with pytest.raises(ValueError, match=r"method\.num_clusters=.* expected at least 1"):
+    with pytest.raises(ValueError, match=r"method\.num_clusters=.* expected an int of at least 1"):
         HypCluster(num_clusters=num_clusters)
 
 

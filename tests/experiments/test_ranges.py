@@ -10,12 +10,12 @@ from typing import Any
 import optax
 import pytest
 
+from fedpax.checks import COUNT, check_ranges
 from fedpax.commands.options import configure
 from fedpax.experiments.catalog import experiments, find_group, groups
 from fedpax.experiments.decoupled_diloco_text import decoupled_diloco_text
 from fedpax.experiments.diloco_text import OuterConfig
 from fedpax.experiments.optimizers import OptimizerConfig
-from fedpax.experiments.ranges import COUNT, check_ranges
 
 ANY_INTEGER = {"seed"}
 MAY_BE_ZERO = {
@@ -153,5 +153,7 @@ def test_the_message_names_the_flag_and_none_is_not_checked() -> None:
         size: int = 0
         limit: int | None = None
 
-    with pytest.raises(ValueError, match=r"x\.size=0: expected at least 1\. Set --x\.size to"):
+    with pytest.raises(
+        ValueError, match=r"x\.size=0: expected an int of at least 1\. Set --x\.size to"
+    ):
         check_ranges(Config(), "x", size=COUNT, limit=COUNT)

@@ -55,8 +55,8 @@ def test_it_learns(compression, tmp_path):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("--streaming.fragments=0", "streaming.fragments=0: expected at least 1"),
-        ("--streaming.delay=-1", "streaming.delay=-1: expected at least 0"),
+        ("--streaming.fragments=0", "streaming.fragments=0: expected an int of at least 1"),
+        ("--streaming.delay=-1", "streaming.delay=-1: expected an int of at least 0"),
         ("--streaming.mixing=1.0", "at least 0 and below 1"),
         ("--streaming.compression=e2m1", "invalid choice"),
     ],

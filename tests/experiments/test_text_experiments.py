@@ -101,10 +101,10 @@ def test_diloco_and_data_parallel_learn(make, small, tmp_path):
         ("--outer.num_levels=1", "num_levels is 1, expected an int from 2 to 256"),
         ("--outer.learning_rate=-1.0", "expected a positive finite number"),
         ("--outer.momentum=1.0", "at least 0 and below 1"),
-        ("--data.local_steps=0", "data.local_steps=0: expected at least 1"),
-        ("--data.batch_size=0", "data.batch_size=0: expected at least 1"),
-        ("--data.seq_len=-5", "data.seq_len=-5: expected at least 1"),
-        ("--data.heldout_batch_size=0", "data.heldout_batch_size=0: expected at least 1"),
+        ("--data.local_steps=0", "data.local_steps=0: expected an int of at least 1"),
+        ("--data.batch_size=0", "data.batch_size=0: expected an int of at least 1"),
+        ("--data.seq_len=-5", "data.seq_len=-5: expected an int of at least 1"),
+        ("--data.heldout_batch_size=0", "data.heldout_batch_size=0: expected an int of at least 1"),
     ],
 )
 def test_the_command_line_rejects_numbers_out_of_range(capsys, override: str, words: str) -> None:

@@ -89,7 +89,10 @@ def test_fields_of_own_experiments_and_groups_are_checked(tmp_path: Path) -> Non
         with pytest.raises(ValueError, match=rf"^{name}=.*Set --{name} to a value in this range"):
             check_integers(Own(**changes))
     experiment = find_experiment("fedavg_digits")()
-    cohort = dataclasses.replace(experiment.cohort, size=math.inf)
+    with pytest.raises(ValueError, match=r"cohort\.size=inf: expected an int of at least 1"):
+        dataclasses.replace(experiment.cohort, size=math.inf)
+    cohort = dataclasses.replace(experiment.cohort)
+    object.__setattr__(cohort, "size", math.inf)  # as a configuration without ranges
     with pytest.raises(ValueError, match=r"cohort\.size=inf: expected an integer"):
         train(dataclasses.replace(experiment, cohort=cohort), tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, UInt32
 
-from fedpax.aggregators.checks import check_int
+from fedpax.checks import COUNT, check_argument
 
 BLOCK_SIZE = 1024
 """Default number of entries that share a scale: 32 bits of scale are 0.03 bits per entry."""
@@ -90,4 +90,4 @@ def divide(x: jax.Array, y: jax.Array) -> jax.Array:
 def check_block_size(function: str, block_size: int) -> int:
     """Return a block size, an int of at least 1."""
     remedy = "Use a power of two, such as 1024."
-    return check_int(function, "block_size", block_size, least=1, remedy=remedy)
+    return check_argument(function, "block_size", block_size, COUNT, remedy=remedy)

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, UInt32
 
-from fedpax.aggregators.checks import check_number
 from fedpax.aggregators.codecs.codec import Codec, check_block_size, float32
 from fedpax.aggregators.codecs.rotated import check_codec
 from fedpax.aggregators.random_words import random_words
+from fedpax.checks import PROBABILITY, check_argument
 
 SPARSE_BLOCK_SIZE = 4096
 """Default block size of the sparse codecs: an index has 12 bits."""
@@ -94,4 +94,4 @@ def count(fraction: float, entries: int) -> int:
 def check_fraction(function: str, fraction: float) -> float:
     """Return a fraction, a number above 0 and at most 1."""
     remedy = "Use 0.01 to send one entry in a hundred."
-    return check_number(function, "fraction", fraction, above=0, most=1, remedy=remedy)
+    return check_argument(function, "fraction", fraction, PROBABILITY, remedy=remedy)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, UInt32
 
 from fedpax.aggregators.codecs.codec import Codec
+from fedpax.errors import ArgumentTypeError
 
 
 def rotated(codec: Codec) -> Codec:
@@ -96,7 +97,7 @@ def hadamard_transform(x: Float[Array, "entries ..."]) -> Float[Array, "entries 
 def check_codec(function: str, argument: str, codec: Codec) -> None:
     """Raise a TypeError unless an argument is a codec."""
     if not isinstance(codec, Codec):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"{function}(): {argument} is a {type(codec).__name__}, expected a codec. Call its "
             "function, for example codecs.uniform(bits=4)."
         )

@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, UInt32
 
-from fedpax.aggregators.checks import check_int
 from fedpax.aggregators.codecs.bit_packing import pack_bits, unpack_bits
 from fedpax.aggregators.codecs.codec import (
     BLOCK_SIZE,
@@ -13,6 +12,7 @@ from fedpax.aggregators.codecs.codec import (
     float_words,
     word_floats,
 )
+from fedpax.checks import IntRange, check_argument
 
 
 def sign(bits: int = 1, *, block_size: int = BLOCK_SIZE) -> Codec:
@@ -57,7 +57,7 @@ def sign(bits: int = 1, *, block_size: int = BLOCK_SIZE) -> Codec:
         (2-bit values; that they are means of intervals is chosen here).
     """
     remedy = "Use codecs.uniform(bits) for more."
-    bits = check_int("sign", "bits", bits, least=1, most=4, remedy=remedy)
+    bits = check_argument("sign", "bits", bits, IntRange(least=1, most=4), remedy=remedy)
     bins = 2 ** (bits - 1)
 
     def encode(

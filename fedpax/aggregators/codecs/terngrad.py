@@ -5,7 +5,6 @@ import functools
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, UInt32
 
-from fedpax.aggregators.checks import check_number
 from fedpax.aggregators.codecs.bit_packing import pack_bits, unpack_bits
 from fedpax.aggregators.codecs.codec import (
     BLOCK_SIZE,
@@ -16,6 +15,7 @@ from fedpax.aggregators.codecs.codec import (
     word_floats,
 )
 from fedpax.aggregators.codecs.dither import dither
+from fedpax.checks import POSITIVE, check_argument
 
 PER_BYTE = 5  # 3^5 = 243 codes fit one byte
 
@@ -56,7 +56,7 @@ def terngrad(*, clip: float | None = None, block_size: int = BLOCK_SIZE) -> Code
     """
     if clip is not None:
         remedy = "Use 2.5 standard deviations, as the paper, or None for no clipping."
-        clip = check_number("terngrad", "clip", clip, above=0, remedy=remedy)
+        clip = check_argument("terngrad", "clip", clip, POSITIVE, remedy=remedy)
 
     def encode(
         key: Key[Array, ""], blocks: Float[Array, "entries ..."]

@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, UInt32
 
-from fedpax.aggregators.checks import check_int
 from fedpax.aggregators.codecs.bit_packing import pack_bits, unpack_bits
 from fedpax.aggregators.codecs.codec import (
     BLOCK_SIZE,
@@ -14,6 +13,7 @@ from fedpax.aggregators.codecs.codec import (
     word_floats,
 )
 from fedpax.aggregators.codecs.dither import dither
+from fedpax.checks import IntRange, check_argument
 
 
 def uniform(bits: int, *, block_size: int = BLOCK_SIZE) -> Codec:
@@ -57,7 +57,7 @@ def uniform(bits: int, *, block_size: int = BLOCK_SIZE) -> Codec:
     """
     is_too_large = isinstance(bits, int) and bits > 16
     remedy = "Use 16, the largest." if is_too_large else "Use 4, for example."
-    bits = check_int("uniform", "bits", bits, least=1, most=16, remedy=remedy)
+    bits = check_argument("uniform", "bits", bits, IntRange(least=1, most=16), remedy=remedy)
     block_size = check_block_size("uniform", block_size)
     levels = 2**bits
 

@@ -5,6 +5,7 @@ from pyarrow import csv
 
 from fedpax.data.files.finding import DataFile
 from fedpax.data.files.formats import ReadOptions
+from fedpax.errors import ArgumentError
 
 
 def read_csv(file: DataFile, options: ReadOptions) -> pa.Table:
@@ -29,7 +30,7 @@ def read_csv(file: DataFile, options: ReadOptions) -> pa.Table:
     except pa.ArrowInvalid:
         table = read(use_threads=False)  # the message of one thread names the row
     if table.num_columns == 1 and (found := [c for c in ";\t|" if c in table.column_names[0]]):
-        raise ValueError(
+        raise ArgumentError(
             f"it has one column, {table.column_names[0]!r}, which delimiter={separator!r} does not "
             f"divide. Set delimiter={found[0]!r}"
         )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from fedpax.errors import ArgumentError
 from fedpax.files import check_fetched
 from fedpax.paths import expand_home, find_paths
 
@@ -106,7 +107,7 @@ def _find(pattern: str, split: str | None) -> list[DataFile]:
         return [DataFile(str(expand_home(pattern)), {})]
     if "{split}" in pattern:
         if split is None:
-            raise ValueError(
+            raise ArgumentError(
                 f"The path {pattern!r} has {{split}}, but split is None, expected a split's name. "
                 'Give one, such as split="train".'
             )

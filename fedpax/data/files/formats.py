@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedpax.data.files.finding import PLACEHOLDER, DataFile, is_url
+from fedpax.errors import ArgumentError
 
 if TYPE_CHECKING:
     import pyarrow
@@ -57,7 +58,7 @@ def find_reader(file: DataFile) -> Reader:
         ValueError: the suffix is unknown.
     """
     if file.suffix not in FORMATS:
-        raise ValueError(
+        raise ArgumentError(
             f"{file.path} has the suffix {file.suffix!r}, expected one of {', '.join(FORMATS)}, "
             "alone or before .gz, .zst or .bz2. Rename the file, or name others."
         )

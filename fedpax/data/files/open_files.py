@@ -14,6 +14,7 @@ from fedpax.data.files.formats import ReadOptions
 from fedpax.data.files.held_out import held_out
 from fedpax.data.files.read_table import read_table
 from fedpax.data.files.table_source import ClientNames, TableSource, check_columns
+from fedpax.errors import ArgumentError
 
 CLIENT = "client"
 """The column that names a client after its file or a part of its path."""
@@ -46,7 +47,7 @@ def open_files(
     tables, client = _add_path_columns(found, tables, client, label)
     table = _concatenate(found, tables)
     if not table.num_rows:
-        raise ValueError(f"{name} has no examples, expected at least one. Name other files.")
+        raise ArgumentError(f"{name} has no examples, expected at least one. Name other files.")
     check_columns(table.column_names, {"client": client, "label": label}, name)
     check_fraction(heldout_fraction, heldout_by, client)
     if heldout_fraction and split is not None and not names_split:
@@ -55,12 +56,12 @@ def open_files(
         )
         table = table.filter(pa.array(is_held_out == _is_held_out_split(split)))
         if not table.num_rows:
-            raise ValueError(
+            raise ArgumentError(
                 f"The split {split!r} of {name} has no examples with heldout_fraction="
                 f"{heldout_fraction}, expected at least one. Set another fraction."
             )
     elif split is not None and not names_split and split != "train":
-        raise ValueError(
+        raise ArgumentError(
             f"{name} has no split {split!r}. Write {{split}} in the path, such as "
             "'data/{split}/*.csv', or hold out a share of the examples with heldout_fraction=0.1."
         )
@@ -70,13 +71,13 @@ def open_files(
 def check_fraction(fraction: float, by: str, client: str | None) -> None:
     """Check the arguments of a held-out split."""
     if not 0 <= fraction < 1:
-        raise ValueError(
+        raise ArgumentError(
             f"heldout_fraction is {fraction}, expected a share from 0 to below 1, such as 0.1."
         )
     if by not in ("example", "client"):
-        raise ValueError(f"heldout_by is {by!r}, expected 'example' or 'client'.")
+        raise ArgumentError(f"heldout_by is {by!r}, expected 'example' or 'client'.")
     if by == "client" and client is None:
-        raise ValueError(
+        raise ArgumentError(
             "heldout_by='client' needs clients, but the files have none. Set client= to the column "
             "that names them."
         )
@@ -84,7 +85,7 @@ def check_fraction(fraction: float, by: str, client: str | None) -> None:
 
 def _is_held_out_split(split: str) -> bool:
     if split != "train" and split not in HELD_OUT_SPLITS:
-        raise ValueError(
+        raise ArgumentError(
             f"split is {split!r}, expected 'train', or one of {', '.join(HELD_OUT_SPLITS)} for the "
             "examples that heldout_fraction holds out."
         )
@@ -106,7 +107,7 @@ def sort_by_client(
     column = table.column(client)
     if column.null_count:
         row = int(np.argmax(column.is_null().to_numpy()))
-        raise ValueError(
+        raise ArgumentError(
             f"The column {client!r} of {name} has no value in {column.null_count} examples, such "
             f"as example {row}, expected the client of each example. Fill the values in, or leave "
             "these rows out."
@@ -114,7 +115,7 @@ def sort_by_client(
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     if pa.types.is_nested(column.type):
-        raise ValueError(
+        raise ArgumentError(
             f"The column {client!r} of {name} has values of type {column.type}, expected texts or "
             "numbers that name a client."
         )
@@ -158,7 +159,7 @@ def _arrow_types(types: Mapping[str, str] | None) -> dict[str, pa.DataType]:
         try:
             found[column] = pa.type_for_alias(text)
         except ValueError:
-            raise ValueError(
+            raise ArgumentError(
                 f"types: {text!r} of column {column!r} is no type of Arrow, expected one such as "
                 "string, int64, float32, bool, date32 or timestamp[s]."
             ) from None
@@ -173,7 +174,7 @@ def _add_path_columns(
     if client is None and len(files) > 1 and "client" not in paths[0]:
         taken = {column for table in tables for column in table.column_names}
         if CLIENT in taken:
-            raise ValueError(
+            raise ArgumentError(
                 "Each of several files is a client unless client= names a column, but these files "
                 f"have a column {CLIENT!r}. Set client={CLIENT!r} if it names the clients; "
                 "otherwise leave it out with columns=."
@@ -184,7 +185,7 @@ def _add_path_columns(
     for file, table, fields in zip(files, tables, paths, strict=True):
         for name, text in fields.items():
             if name in table.column_names:
-                raise ValueError(
+                raise ArgumentError(
                     f"{file.path} has a column {name!r}, and its path has {{{name}}} too, expected "
                     "one of them. Write * in the path, or leave the column out with columns=."
                 )
@@ -217,7 +218,7 @@ def _concatenate(files: Sequence[DataFile], tables: Sequence[pa.Table]) -> pa.Ta
         if different := {*table.column_names} ^ {*first.column_names}:
             column = sorted(different)[0]
             lacks, has = (file, files[0]) if column in first.column_names else (files[0], file)
-            raise ValueError(
+            raise ArgumentError(
                 f"{lacks.path} has no column {column!r}, which {has.path} has, expected the same "
                 "columns in all files. Add the column, or name common columns with columns=, such "
                 f"as {', '.join(repr(c) for c in first.column_names if c in table.column_names)}."
@@ -238,7 +239,7 @@ def _unify(one: pa.Schema, two: pa.Schema, first: DataFile, file: DataFile) -> p
                 promote_options="permissive",
             )
         except pa.ArrowException:
-            raise ValueError(
+            raise ArgumentError(
                 f"The column {a.name!r} is {a.type} in {first.path} and {b.type} in {file.path}, "
                 f"expected one type. Correct the values, or set types={{{a.name!r}: 'string'}}."
             ) from None

@@ -6,6 +6,7 @@ import pyarrow as pa
 
 from fedpax.data.files.finding import DataFile
 from fedpax.data.files.formats import ReadOptions, find_reader
+from fedpax.errors import ArgumentError
 
 
 def read_table(file: DataFile, options: ReadOptions) -> pa.Table:
@@ -21,7 +22,7 @@ def read_table(file: DataFile, options: ReadOptions) -> pa.Table:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
         text = " ".join(str(error).split()).rstrip(".")
-        raise ValueError(f"{file.path} cannot be read as {file.suffix[1:]}: {text}.") from error
+        raise ArgumentError(f"{file.path} cannot be read as {file.suffix[1:]}: {text}.") from error
     return _check_columns(file, table, options)
 
 
@@ -29,12 +30,12 @@ def _check_columns(file: DataFile, table: pa.Table, options: ReadOptions) -> pa.
     """Select the columns, and give them the types that were asked for."""
     names: Sequence[str] = table.column_names
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(
+        raise ArgumentError(
             f"{file.path} has several columns named {twice[0]!r}, expected different names. Rename "
             "them in the file."
         )
     if missing := [name for name in (*options.columns, *options.types) if name not in names]:
-        raise ValueError(
+        raise ArgumentError(
             f"{file.path} has no column {missing[0]!r}, expected one of "
             f"{', '.join(map(repr, names))}."
         )
@@ -45,7 +46,7 @@ def _check_columns(file: DataFile, table: pa.Table, options: ReadOptions) -> pa.
             try:
                 cast = column.cast(kind)
             except pa.ArrowException as error:
-                raise ValueError(
+                raise ArgumentError(
                     f"types: column {name!r} of {file.path} is {column.type} and cannot become "
                     f"{kind}: {error}."
                 ) from error

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from fedpax.data.files.columns import to_numpy
 from fedpax.data.sources.client_starts import Starts
 from fedpax.data.sources.source import Source
+from fedpax.errors import ArgumentError
 
 
 class TableSource(Source):
@@ -111,7 +112,7 @@ class TableSource(Source):
             IndexError: there is no such client.
         """
         if self.client_starts is None:
-            raise ValueError(
+            raise ArgumentError(
                 f"{self.name} has no clients, expected a source that was loaded with client=..., "
                 "such as load(files, client='hospital')."
             )
@@ -196,7 +197,7 @@ def check_columns(fields: Sequence[str], wanted: Mapping[str, str | None], name:
     """
     for argument, column in wanted.items():
         if column is not None and column not in fields:
-            raise ValueError(
+            raise ArgumentError(
                 f"{argument}={column!r} is no column of {name}, expected one of "
                 f"{', '.join(map(repr, fields))}."
             )

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from fedpax.data.shuffle import hash_key
+from fedpax.errors import ArgumentError
 from fedpax.primitives.casts import real_number
 
 
@@ -17,7 +18,7 @@ def check_positive(name: str, value: float, meaning: str) -> float:
     number = real_number(name, value)
     # Beyond these bounds the logarithms of random numbers overflow.
     if not 1e-290 < number < 1e290:
-        raise ValueError(
+        raise ArgumentError(
             f"{name} is {value}, expected a positive, finite number (1e-290 to 1e290): {meaning}."
         )
     return number

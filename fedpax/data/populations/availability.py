@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from fedpax.data.shuffle import hash_key
+from fedpax.errors import ArgumentError
 from fedpax.primitives.casts import host_array
 
 
@@ -37,12 +38,12 @@ class DailyAvailability:
         self, num_clients: int, *, rounds_per_day: int, fraction: float = 1 / 3, seed: int = 0
     ) -> None:
         if num_clients < 1 or rounds_per_day < 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"num_clients is {num_clients} and rounds_per_day {rounds_per_day}, expected at "
                 "least 1 each."
             )
         if not 0 < fraction <= 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"fraction is {fraction}, expected a part of the day above 0 and at most 1. Use "
                 "0.5 for half of it."
             )
@@ -83,12 +84,12 @@ class RecordedAvailability:
             table = np.load(table, allow_pickle=False)
         table = host_array(table, "table")
         if table.ndim != 2 or table.dtype != np.bool_ or not table.size:
-            raise ValueError(
+            raise ArgumentError(
                 f"table is {table.dtype}{list(table.shape)}, expected booleans [rounds, clients]. "
                 "Convert it with .astype(bool)."
             )
         if (empty := np.flatnonzero(~table.any(axis=1))).size:
-            raise ValueError(
+            raise ArgumentError(
                 f"row {empty[0]} of the table has no available client, expected at least one in "
                 "each round. Drop the row."
             )

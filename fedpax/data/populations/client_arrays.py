@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fedpax.data.populations.partition import Indices
+from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import host_array
 
 
@@ -39,7 +40,7 @@ def concatenate_clients(
     sizes = [len(next(iter(fields.values()))) for fields in arrays]
     with_examples = [k for k, size in enumerate(sizes) if size]
     if not with_examples:
-        raise ValueError(
+        raise ArgumentError(
             f"clients is {len(sizes)} clients without examples, expected at least one client with "
             "examples: give a list of dicts of arrays [examples, ...]."
         )
@@ -47,14 +48,14 @@ def concatenate_clients(
     kinds = [{name: (a.shape[1:], a.dtype) for name, a in fields.items()} for fields in arrays]
     for k, fields in enumerate(arrays):
         if fields.keys() != arrays[0].keys():
-            raise ValueError(
+            raise ArgumentError(
                 f"Client {k} has the fields {', '.join(map(repr, fields))}, and client 0 "
                 f"{', '.join(map(repr, arrays[0]))}: give all clients the same fields."
             )
         for name in fields if sizes[k] else ():
             if kinds[k][name] != kinds[first][name]:
                 (shape, dtype), (other_shape, other_dtype) = kinds[k][name], kinds[first][name]
-                raise ValueError(
+                raise ArgumentError(
                     f"An example's {name!r} is {dtype}{list(shape)} for client {k} and "
                     f"{other_dtype}{list(other_shape)} for client {first}, expected one shape and "
                     "dtype: pad or convert the arrays."
@@ -68,13 +69,13 @@ def concatenate_clients(
 def _check_client(client: int, fields: Any) -> dict[str, NDArray[Any]]:
     """Return the arrays of a client, checked alone."""
     if not isinstance(fields, Mapping) or not fields:
-        raise TypeError(
+        raise ArgumentTypeError(
             f"Client {client} is {fields!r:.100}, expected a dict of arrays [examples, ...], such "
             'as {"image": images, "label": labels}.'
         )
     for name, values in fields.items():
         if isinstance(values, str | bytes | Mapping | Iterator):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"Client {client} has a field {name!r} that is a {type(values).__name__}, expected "
                 "an array [examples, ...]. Convert it, for example with np.array(list(values))."
             )
@@ -84,7 +85,7 @@ def _check_client(client: int, fields: Any) -> dict[str, NDArray[Any]]:
     }
     shapes = {name: list(array.shape) for name, array in arrays.items()}
     if len({tuple(shape[:1]) for shape in shapes.values()}) != 1 or [] in shapes.values():
-        raise ValueError(
+        raise ArgumentError(
             f"Client {client} has fields of shapes {shapes}, expected arrays [examples, ...] with "
             "the same number of examples in each field."
         )

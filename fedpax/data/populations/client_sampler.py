@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float64, Int64
 from numpy.typing import ArrayLike
 
 from fedpax.data.shuffle import hash_key, shuffled_index
+from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import check_integers, checked_cast, host_array
 
 # Part of the keys, so that the draws are independent of each other.
@@ -82,9 +83,9 @@ class ClientSampler:
         """Check the sizes, the probability and the weights."""
         check_integers(num_clients=self.num_clients, cohort_size=self.cohort_size, seed=self.seed)
         if self.cohort_size < 1:
-            raise ValueError(f"cohort_size is {self.cohort_size}, expected at least 1.")
+            raise ArgumentError(f"cohort_size is {self.cohort_size}, expected at least 1.")
         if self.cohort_size > self.num_clients:
-            raise ValueError(
+            raise ArgumentError(
                 f"cohort_size is {self.cohort_size}, but the population has {self.num_clients} "
                 f"clients and sampling is without replacement: take {self.num_clients} or fewer. "
                 "In an experiment, set --cohort.size."
@@ -97,12 +98,12 @@ class ClientSampler:
         if weights.shape != (self.num_clients,) or not np.all(
             np.isfinite(weights) & (weights >= 0)
         ):
-            raise ValueError(
+            raise ArgumentError(
                 f"weights has shape {list(weights.shape)}, expected one finite number of at least "
                 f"0 for each of the {self.num_clients} clients."
             )
         if (positive := np.count_nonzero(weights)) < self.cohort_size:
-            raise ValueError(
+            raise ArgumentError(
                 f"Only {positive} clients have a weight above 0, fewer than cohort_size="
                 f"{self.cohort_size}: reduce cohort_size, or give more clients a positive weight."
             )
@@ -111,14 +112,14 @@ class ClientSampler:
     def _check_probability(self, probability: float) -> None:
         """Check the probability of Poisson sampling."""
         if self.weights is not None:
-            raise ValueError(
+            raise ArgumentError(
                 "ClientSampler got weights and sampling_probability, expected one of them: weights "
                 "are for cohorts of a fixed size, but with sampling_probability every client has "
                 "the same probability. Leave weights out."
             )
         remedy = self._larger_cohort(probability)
         if self.cohort_size < (mean := self.num_clients * probability):
-            raise ValueError(
+            raise ArgumentError(
                 f"cohort_size is {self.cohort_size}, but a round has {mean:g} clients on average "
                 f"with sampling_probability={probability} and num_clients={self.num_clients}. "
                 f"{remedy} Or reduce sampling_probability (--cohort.sampling_probability)."
@@ -174,11 +175,11 @@ class ClientSampler:
         try:
             round_number = operator.index(round_number)
         except TypeError:
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"sample(): round_number is {round_number!r}, expected an integer from 0."
             ) from None
         if round_number < 0:
-            raise ValueError(f"sample(): round_number is {round_number}: rounds count from 0.")
+            raise ArgumentError(f"sample(): round_number is {round_number}: rounds count from 0.")
         if self.sampling_probability is not None:
             return self._poisson_sample(round_number, self.sampling_probability)
         candidates = self._candidates(round_number)
@@ -200,7 +201,7 @@ class ClientSampler:
             available = available & (self._weights > 0)
         if not available.any():
             client = "one client" if self._weights is None else "one client of positive weight"
-            raise ValueError(
+            raise ArgumentError(
                 f"No client is available in round {round_number}: a round needs at least one. "
                 "Raise the fraction of DailyAvailability, or let `available` return True for at "
                 f"least {client}."
@@ -212,7 +213,7 @@ class ClientSampler:
         assert self.available is not None
         available = host_array(self.available(round_number), f"available({round_number})")
         if available.shape != (self.num_clients,) or available.dtype != np.bool_:
-            raise ValueError(
+            raise ArgumentError(
                 f"available({round_number}) returned {available.dtype}{list(available.shape)}, "
                 f"expected one boolean for each of the {self.num_clients} clients."
             )
@@ -243,7 +244,7 @@ class ClientSampler:
             sampled = sampled[self._available(round_number)[sampled]]
         if len(sampled) > self.cohort_size:
             stddev = math.sqrt(mean * (1 - probability))
-            raise ValueError(
+            raise ArgumentError(
                 f"sample(): {len(sampled)} clients join round {round_number}, but cohort_size is "
                 f"{self.cohort_size}. A round of all {self.num_clients} clients with "
                 f"sampling_probability={probability} has {mean:g} on average, with standard "
@@ -290,7 +291,7 @@ def poisson_cohort_size(num_clients: int, sampling_probability: float) -> int:
     """
     check_integers(num_clients=num_clients)
     if not 0 < sampling_probability <= 1:
-        raise ValueError(
+        raise ArgumentError(
             f"sampling_probability is {sampling_probability}, expected a number above 0 and at "
             "most 1: the expected size of a cohort divided by the number of clients."
         )

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fedpax.data.populations.partition import Indices
+from fedpax.errors import ArgumentError
 from fedpax.primitives.casts import checked_cast, host_array
 
 
@@ -35,13 +36,13 @@ class ContiguousClients(Sequence[Indices]):
         array = host_array(starts, "starts")
         ascending = array.ndim == 1 and array.size > 1 and array[0] == 0 and np.all(np.diff(array))
         if array.dtype.kind not in "iu" or not ascending or np.any(array[1:] < array[:-1]):
-            raise ValueError(
+            raise ArgumentError(
                 f"starts is {array.dtype}{list(array.shape)}, expected ascending integers from 0: "
                 "the index of each client's first example, then the number of examples. Give "
                 "Source.client_starts."
             )
         if max_examples is not None and max_examples < 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"max_examples is {max_examples}, expected at least 1, or None for no limit."
             )
         self._starts = checked_cast(array, np.int64, "starts")

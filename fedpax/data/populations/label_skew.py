@@ -18,6 +18,7 @@ from fedpax.data.populations._assignment import (
     top_up,
 )
 from fedpax.data.populations.partition import Indices, check_count, index_labels
+from fedpax.errors import ArgumentError
 from fedpax.primitives.casts import check_integers
 
 
@@ -156,7 +157,7 @@ def partition_pachinko(
     """
     (_, fine), (_, coarse) = index_labels(labels), index_labels(coarse_labels, "coarse_labels")
     if len(fine) != len(coarse):
-        raise ValueError(
+        raise ArgumentError(
             f"There are {len(fine)} labels and {len(coarse)} coarse labels: give one of each for "
             "every example."
         )
@@ -168,7 +169,7 @@ def partition_pachinko(
     if (conflicts := np.flatnonzero(parent[fine] != coarse)).size:
         label = np.asarray(labels)[conflicts[0]]
         both = np.unique(np.asarray(coarse_labels)[fine == fine[conflicts[0]]])
-        raise ValueError(
+        raise ArgumentError(
             f"Label {label} has the coarse labels {both[0]} and {both[1]}, expected one: use "
             "different labels under different coarse labels."
         )
@@ -227,7 +228,7 @@ def partition_by_shards(
     _, class_index = index_labels(labels)
     check_integers(shards_per_participant=shards_per_participant)
     if shards_per_participant < 1:
-        raise ValueError(
+        raise ArgumentError(
             f"shards_per_participant is {shards_per_participant}, expected at least 1."
         )
     check_count(len(class_index), "examples", num_participants, shards_per_participant)

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpax.data.populations.logistic_clients import check_logistic_sizes, gather_examples
+from fedpax.errors import ArgumentError
 from fedpax.primitives.casts import checked_cast
 
 
@@ -64,7 +65,7 @@ def leaf_clients(
         or not np.all(probabilities > 0)
         or abs(probabilities.sum() - 1) > 1e-6
     ):
-        raise ValueError(
+        raise ArgumentError(
             f"cluster_probabilities is {cluster_probabilities}, expected positive numbers with sum "
             "1, one for each cluster, such as (0.5, 0.5)."
         )

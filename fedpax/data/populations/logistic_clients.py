@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedpax.errors import ArgumentError
 from fedpax.primitives.casts import check_integers, real_number
 
 
@@ -55,7 +56,7 @@ def logistic_clients(
     check_logistic_sizes(num_clients, num_features, num_classes)
     for name, variance in ("alpha", alpha), ("beta", beta):
         if not 0 <= real_number(name, variance) < np.inf:
-            raise ValueError(f"{name} is {variance}, expected a finite variance of at least 0.")
+            raise ArgumentError(f"{name} is {variance}, expected a finite variance of at least 0.")
     rng = np.random.default_rng(seed)
     sizes = np.minimum(50 + rng.lognormal(4, 2, num_clients), 5000).astype(np.int64)
     deviation = np.arange(1, num_features + 1) ** -0.6
@@ -97,7 +98,7 @@ def check_logistic_sizes(num_clients: int, num_features: int, num_classes: int) 
     """
     check_integers(num_clients=num_clients, num_features=num_features, num_classes=num_classes)
     if min(num_clients, num_features, num_classes) < 1:
-        raise ValueError(
+        raise ArgumentError(
             f"num_clients is {num_clients}, num_features {num_features} and num_classes "
             f"{num_classes}, expected at least 1 each."
         )

@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike
 from fedpax.data.examples import Columns, as_examples, column_values
 from fedpax.data.shuffle import hash_key, shuffled_index
 from fedpax.data.sources.source import Source
+from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import check_integers, checked_cast, host_array
 
 Indices = Int64[np.ndarray, " examples"]
@@ -155,7 +156,7 @@ def _as_column(source: Any) -> Any:
     if is_list or (isinstance(column, np.ndarray) and column.dtype.names is None):
         return column
     as_examples(source)
-    raise TypeError(
+    raise ArgumentTypeError(
         f"partition_natural() got a {type(source).__name__} and no field, expected the name of the "
         "field whose values are the participants. Pass it, for example "
         "partition_natural(source, 'client')."
@@ -174,7 +175,7 @@ def check_sized(partition: Any, name: str) -> None:
     """
     if isinstance(partition, Mapping) or not hasattr(partition, "__len__"):
         remedy = f"list({name}{'.values()' if isinstance(partition, Mapping) else ''})"
-        raise TypeError(
+        raise ArgumentTypeError(
             f"{name} is a {type(partition).__name__}, expected a list with the indices of each "
             "participant's examples, as the partition_... functions return it, or a sequence that "
             f"generates them. Pass {remedy}."
@@ -202,7 +203,7 @@ def check_partition(
     """
     check_sized(partition, "partition")
     if len(partition) != num_participants:
-        raise ValueError(
+        raise ArgumentError(
             f"The partition has {len(partition)} parts, expected {num_participants}, one for each "
             f"of the {placement}: make the partition for {num_participants} participants."
         )
@@ -212,14 +213,14 @@ def check_partition(
     ]
     for k, indices in enumerate(parts):
         if not indices.size:
-            raise ValueError(
+            raise ArgumentError(
                 f"The partition leaves {placement} {k} without examples: use fewer {placement} "
                 "or another partition."
             )
     together = np.sort(np.concatenate(parts))
     repeated = together[1:][together[1:] == together[:-1]]
     if repeated.size:
-        raise ValueError(
+        raise ArgumentError(
             f"The partition assigns example {repeated[0]} twice, expected one participant for each "
             "example: remove the duplicate."
         )
@@ -242,13 +243,13 @@ def check_indices(indices: ArrayLike, num_examples: int, participant: str) -> In
     """
     array = host_array(indices, f"The part of {participant}")
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(
+        raise ArgumentError(
             f"The part of {participant} is {array.dtype}{list(array.shape)}, expected the indices "
             "of its examples, integers [examples]."
         )
     outside = array[(array < 0) | (array >= num_examples)]
     if outside.size:
-        raise ValueError(
+        raise ArgumentError(
             f"The part of {participant} has index {outside[0]}, but the source has examples 0 to "
             f"{num_examples - 1}: make the partition for this source and split."
         )
@@ -297,7 +298,7 @@ def index_labels(
     """
     array = host_array(labels, name)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(
+        raise ArgumentError(
             f"{name} has dtype {array.dtype} and shape {list(array.shape)}, expected one integer "
             "for each example. Convert strings with np.unique(labels, return_inverse=True)[1], "
             "one-hot rows with labels.argmax(-1), objects and whole floats with "
@@ -312,11 +313,11 @@ def check_count(count: int, noun: str, num_participants: int, min_examples: int 
     """Check that there are enough examples for all participants."""
     check_integers(num_examples=count, num_participants=num_participants, min_examples=min_examples)
     if num_participants < 1:
-        raise ValueError(f"num_participants is {num_participants}, expected at least 1.")
+        raise ArgumentError(f"num_participants is {num_participants}, expected at least 1.")
     if min_examples < 1:
-        raise ValueError(f"min_examples is {min_examples}, expected at least 1.")
+        raise ArgumentError(f"min_examples is {min_examples}, expected at least 1.")
     if count < num_participants * min_examples:
-        raise ValueError(
+        raise ArgumentError(
             f"{count} {noun} are too few for {num_participants} participants with at least "
             f"{min_examples} each: use {count // min_examples} participants or fewer, or a larger "
             "split."
@@ -331,19 +332,19 @@ def _groups(
     sizes: dict[Any, int] = {}
     for index, (value, example_size) in enumerate(_values(source, field, size)):
         if value is np.ma.masked:
-            raise ValueError(
+            raise ArgumentError(
                 f"The field {field!r} is missing in example {index}, expected a value that names "
                 "its group: fill in the missing values, or leave these examples out."
             )
         if isinstance(value, np.generic | np.ndarray | list):
             if np.size(value) != 1:
-                raise ValueError(
+                raise ArgumentError(
                     f"The field {field!r} holds arrays of shape {list(np.shape(value))}, expected "
                     "one value that examples share, such as a client's name: name another field."
                 )
             value = np.asarray(value).item()
         if isinstance(value, float) and value != value:
-            raise ValueError(
+            raise ArgumentError(
                 f"The field {field!r} is {value} for example {index}, expected a value that names "
                 "its group: fill in the missing values, or leave these examples out."
             )

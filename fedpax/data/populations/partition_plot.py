@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedpax.data.populations.partition import Partition
 from fedpax.data.populations.partition_statistics import PartitionStatistics, partition_statistics
+from fedpax.errors import ArgumentError
 
 if TYPE_CHECKING:  # matplotlib is slow to import, and only pictures need it
     from matplotlib.axes import Axes
@@ -64,7 +65,7 @@ def _names(
     if class_names is None:
         return [str(label) for label in classes]
     if classes[0] < 0 or classes[-1] >= len(class_names):
-        raise ValueError(
+        raise ArgumentError(
             f"The labels are {classes[0]} to {classes[-1]}, but class_names has names for 0 to "
             f"{len(class_names) - 1}: give a name for each label."
         )

@@ -8,6 +8,7 @@ from jaxtyping import Float64, Int64
 from numpy.typing import ArrayLike
 
 from fedpax.data.populations.partition import Partition, check_sized, index_labels
+from fedpax.errors import ArgumentError
 from fedpax.primitives.casts import checked_cast
 
 
@@ -121,7 +122,7 @@ def partition_statistics(
     sizes = np.array([len(indices) for indices in partition], np.int64)
     num_participants, num_examples = len(sizes), int(sizes.sum())
     if not num_examples:
-        raise ValueError("The partition has no examples: assign at least one.")
+        raise ArgumentError("The partition has no examples: assign at least one.")
     # Half the mean absolute difference of two participants, divided by the mean.
     coefficients = 2 * np.arange(1, num_participants + 1) - num_participants - 1
     gini = float(coefficients @ np.sort(sizes)) / (num_participants * num_examples)
@@ -143,7 +144,7 @@ def partition_statistics(
     )
     if indices.min() < 0 or indices.max() >= len(class_index):
         outside = indices.min() if indices.min() < 0 else indices.max()
-        raise ValueError(
+        raise ArgumentError(
             f"The partition has index {outside}, but there are {len(class_index)} labels: give the "
             "labels of the source that it was made for, one for each example."
         )

@@ -11,6 +11,7 @@ from fedpax.data.populations._assignment import (
     top_up,
 )
 from fedpax.data.populations.partition import Indices, check_count
+from fedpax.errors import ArgumentError
 
 
 def partition_by_quantity(
@@ -64,7 +65,7 @@ def partition_by_quantity(
         sigma = check_positive("sigma", sigma, "the larger it is, the more sizes differ")
         log_shares = sigma * random.standard_normal(num_participants)
     else:
-        raise ValueError(
+        raise ArgumentError(
             f"alpha is {alpha} and sigma is {sigma}, expected exactly one of them: give alpha for "
             "a Dirichlet distribution of sizes, or sigma for a log-normal one."
         )

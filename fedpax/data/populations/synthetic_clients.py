@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fedpax.data.populations.partition import Indices, index_labels
+from fedpax.errors import ArgumentError
 from fedpax.primitives.casts import check_integers, host_array, real_number
 
 
@@ -62,18 +63,18 @@ class DirichletClients(Sequence[Indices]):
     ) -> None:
         labels = host_array(labels, "labels")
         if not labels.size:
-            raise ValueError("labels is empty, expected at least 1.")
+            raise ArgumentError("labels is empty, expected at least 1.")
         classes, class_index = index_labels(labels)
         for name, size in (("num_clients", num_clients), ("max_examples", max_examples)):
             check_integers(**{name: size})
             if size < 1:
-                raise ValueError(f"{name} is {size}, expected at least 1.")
+                raise ArgumentError(f"{name} is {size}, expected at least 1.")
         check_integers(seed=seed)
         if not 0 <= real_number("sigma", sigma) < np.inf:
-            raise ValueError(f"sigma is {sigma}, expected a finite number of at least 0.")
+            raise ArgumentError(f"sigma is {sigma}, expected a finite number of at least 0.")
         for name, value in (("alpha", alpha), ("median_examples", median_examples)):
             if not 0 < real_number(name, value) < np.inf:
-                raise ValueError(f"{name} is {value}, expected a positive number.")
+                raise ArgumentError(f"{name} is {value}, expected a positive number.")
         counts = np.bincount(class_index, minlength=len(classes))
         # The pool sorted by label, and the position of each label's first example.
         self._pool = np.argsort(class_index, kind="stable")

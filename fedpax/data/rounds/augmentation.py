@@ -4,6 +4,7 @@ import numpy as np
 from jaxtyping import Float, Num
 
 from fedpax.clients.cohort import Cohort
+from fedpax.errors import ArgumentError
 
 
 def augment_cohort(cohort: Cohort, round_number: int, *, size: int, seed: int) -> Cohort:
@@ -92,7 +93,7 @@ def standardize(
 
 def _check(shape: tuple[int, ...], size: int) -> None:
     if not 1 <= size <= min(shape[-3:-1]):
-        raise ValueError(
+        raise ArgumentError(
             f"The crops have size {size}, and the images {shape[-3]} x {shape[-2]} pixels, "
             "expected crops of at least 1 pixel that are no larger than the images. Set "
             "crop_size to a smaller number, or to None for whole images."

@@ -9,6 +9,7 @@ from fedpax.data.rounds.preprocess import Arrays
 from fedpax.data.rounds.shard import get_text
 from fedpax.data.text.packing import Batch, TokenPairs, concatenate, split_rows, to_batch
 from fedpax.data.text.tokenizer import BYTE_TOKENIZER, Tokenizer
+from fedpax.errors import ArgumentError
 
 
 def pack_clients(
@@ -52,7 +53,7 @@ def pack_clients(
     """
     source = as_examples(source)
     if not len(source):
-        raise ValueError("The source has no examples to train on: load another split.")
+        raise ArgumentError("The source has no examples to train on: load another split.")
     documents: dict[str | bytes, list[NDArray[np.integer]]] = {}
     for i in range(len(source)):
         example = source[i]

@@ -41,6 +41,7 @@ from fedpax.data.rounds.stream import (
 )
 from fedpax.data.shuffle import hash_key, shuffled_index
 from fedpax.data.sources.source import Source
+from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import checked_cast
 
 Read = Callable[[NDArray[np.int64]], dict[str, NDArray[Any]]]
@@ -178,7 +179,7 @@ class CohortRounds:
             or (sampled.size and (sampled.dtype.kind not in "iu" or sampled.min() < 0))
             or sampled.max(initial=0) >= num_clients
         ):
-            raise ValueError(
+            raise ArgumentError(
                 f"{type(self._sampler).__name__}.sample({self._round}) returned {sampled.dtype}"
                 f"{list(sampled.shape)}, expected the clients of the round: at most cohort_size="
                 f"{cohort_size} integers from 0 to {num_clients - 1}. Return fewer clients, or "
@@ -192,7 +193,7 @@ class CohortRounds:
         found = {name: (x.shape, x.dtype) for name, x in batches.items()}
         for name in sorted(expected.keys() | found.keys()):
             if expected.get(name) != found.get(name):
-                raise ValueError(
+                raise ArgumentError(
                     f"preprocess returned the field {name!r} with another shape or dtype than for "
                     f"the first example: {found.get(name)}, expected {expected.get(name)} for "
                     f"{' x '.join(map(str, self.shapes.batches[MASK].shape[:3]))} examples. Pad "
@@ -289,26 +290,26 @@ def cohort_rounds(
         ([2, 1], [2, 1], [3, 1])
     """
     if not hasattr(chunk_size, "__index__"):
-        raise ValueError(
+        raise ArgumentError(
             f"chunk_size is {chunk_size!r}, expected an integer, because the order of clients "
             "depends on it: give the same integer here and to the algorithm."
         )
     check_sizes(1, num_devices=num_devices, chunk_size=chunk_size, local_epochs=local_epochs)
     check_sizes(1, batch_size=batch_size)
     if not isinstance(sampler, ClientSampler):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"sampler is a {type(sampler).__name__}, expected a ClientSampler. For a sampler of "
             "your own, subclass ClientSampler and override sample(round_number)."
         )
     check_sized(population, "population")
     if len(population) != sampler.num_clients:
-        raise ValueError(
+        raise ArgumentError(
             f"population has {len(population)} clients, but the sampler has {sampler.num_clients}: "
             f"make ClientSampler with num_clients={len(population)}."
         )
     if sampler.cohort_size % num_devices:
         divisible = sampler.cohort_size - sampler.cohort_size % num_devices or num_devices
-        raise ValueError(
+        raise ArgumentError(
             f"num_devices={num_devices} does not divide cohort_size={sampler.cohort_size}: take "
             f"{divisible} clients, or a mesh whose clients axis divides the cohort."
         )
@@ -321,7 +322,7 @@ def cohort_rounds(
         largest = max(len(part) for part in population)
         max_steps = int(_num_steps([largest], batch_size, local_epochs, None)[0])
         if not max_steps:
-            raise ValueError("No client of the population has an example.")
+            raise ArgumentError("No client of the population has an example.")
     example = apply_preprocess(preprocess, read(np.zeros(1, np.int64)), 1)
     check_sizes(
         sum(values.nbytes for values in example.values()),
@@ -386,7 +387,7 @@ def _open(examples: Examples | Arrays) -> tuple[Read, int, str]:
         )
 
     if not len(examples):
-        raise ValueError("The source has no examples: load another split.")
+        raise ArgumentError("The source has no examples: load another split.")
 
     if isinstance(examples, Source) and hasattr(
         examples, "take"

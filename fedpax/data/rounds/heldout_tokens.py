@@ -15,6 +15,7 @@ from fedpax.data.rounds.shard import get_text
 from fedpax.data.rounds.stream import check_sizes
 from fedpax.data.text.packing import Batch, TokenPairs, concatenate, to_batch
 from fedpax.data.text.tokenizer import BYTE_TOKENIZER, Tokenizer
+from fedpax.errors import ArgumentError
 from fedpax.processes.gather import gather_json
 
 _DOCUMENTS_AT_ONCE = 256  # that a tokenizer encodes on several cores
@@ -66,9 +67,9 @@ class HeldoutRows:
         check_sizes(1, seq_len=seq_len)
         source = as_examples(source)
         if not len(source):
-            raise ValueError("The source has no examples to evaluate on: load another split.")
+            raise ArgumentError("The source has no examples to evaluate on: load another split.")
         if max_tokens is not None and max_tokens < seq_len:
-            raise ValueError(
+            raise ArgumentError(
                 f"max_tokens is {max_tokens}, expected at least one row of seq_len={seq_len}, or "
                 "None for the whole split."
             )

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from fedpax.data.examples import Columns, as_examples
 from fedpax.data.populations.partition import Examples, get_field
 from fedpax.data.rounds.stream import check_sizes, source_name
+from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import checked_cast, host_array
 
 Arrays = dict[str, NDArray[Any]]
@@ -73,7 +74,7 @@ def example_batches(examples: Arrays, batch_size: int) -> list[Arrays]:
     check_sizes(1, batch_size=batch_size)
     columns = as_examples(examples, "examples")
     if not isinstance(columns, Columns):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"examples is a {type(examples).__name__}, expected a dict of arrays [examples, ...]. "
             "Make it with read_examples(source)."
         )
@@ -123,7 +124,7 @@ def read_raw(
 
     source = as_examples(source)
     if not len(source):
-        raise ValueError("The source has no examples: load another split.")
+        raise ArgumentError("The source has no examples: load another split.")
     images, labels = [], []
     examples = grain.MapDataset.source(source)
     for index in range(len(examples)):  # iterating would start 16 threads, and be slower
@@ -131,7 +132,7 @@ def read_raw(
         images.append(host_array(get_field(example, image_field), f"The field {image_field!r}"))
         labels.append(host_array(get_field(example, label_field), f"The field {label_field!r}"))
     if len(shapes := {x.shape for x in images}) > 1:
-        raise ValueError(
+        raise ArgumentError(
             f"The images of {source_name(source)} have {len(shapes)} shapes, such as "
             f"{' and '.join(map(str, sorted(shapes)[:2]))}, expected one: resize them when the "
             "data set is prepared."

@@ -11,6 +11,7 @@ from jaxtyping import Int64
 
 from fedpax.data.examples import as_examples
 from fedpax.data.populations.partition import Examples
+from fedpax.errors import ArgumentError, ArgumentTypeError
 
 Weight = float | Sequence[tuple[int, float]]
 """A constant, or points `(round, weight)` that are interpolated linearly."""
@@ -55,20 +56,22 @@ class Mixture:
         examples = {name: as_examples(one, repr(name)) for name, one in self.sources.items()}
         object.__setattr__(self, "sources", examples)
         if not self.sources:
-            raise ValueError("The mixture names no data set, expected at least one: add a source.")
+            raise ArgumentError(
+                "The mixture names no data set, expected at least one: add a source."
+            )
         for name in {*self.weights, *self.fields} - {*self.sources}:
-            raise ValueError(
+            raise ArgumentError(
                 f"The mixture has a weight or field for {name!r}, but its sources are "
                 f"{', '.join(map(repr, self.sources))}: name one of these, or add the source."
             )
         for name, source in self.sources.items():
             if name not in self.weights:
-                raise ValueError(
+                raise ArgumentError(
                     f"The mixture has no weight for {name!r}, expected one for each source: add it "
                     "to weights."
                 )
             if not len(source):
-                raise ValueError(
+                raise ArgumentError(
                     f"{name!r} in the mixture has no examples: load another split, or leave it out."
                 )
         check_weights(self.weights)
@@ -100,18 +103,18 @@ def check_weights(weights: Mapping[str, Weight]) -> None:
             numbers = [operator.index(number) for number, _ in points]
             _ = [value < math.inf for _, value in points]
         except (TypeError, ValueError):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"The weight of {name!r} is {weight!r:.80}, expected a real number, or points "
                 "(round, weight) whose rounds are integers, such as [(0, 1.0), (100, 0.25)]."
             ) from None
         if not points or numbers != sorted(numbers) or numbers[0] < 0:
-            raise ValueError(
+            raise ArgumentError(
                 f"The weight of {name!r} has points at the rounds {numbers}, expected at least "
                 "one, from round 0 in ascending order: sort them."
             )
         for number, value in points:
             if not 0 <= value < math.inf:
-                raise ValueError(
+                raise ArgumentError(
                     f"The weight of {name!r} is {value} at round {number}, expected a finite "
                     "number of at least 0: correct it, or leave the data set out."
                 )
@@ -119,7 +122,7 @@ def check_weights(weights: Mapping[str, Weight]) -> None:
         rounds |= {max(0, at) for number in numbers for at in (number - 1, number)}
     for number in sorted(rounds):
         if not sum(weight_at(weight, number) for weight in weights.values()):
-            raise ValueError(
+            raise ArgumentError(
                 f"The weights of {', '.join(map(repr, weights))} sum to 0 in round {number}, "
                 "expected a positive sum: raise one of them."
             )

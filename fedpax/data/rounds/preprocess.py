@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from fedpax.data.rounds.labeled_examples import checked_labels, scale_pixels
 from fedpax.data.rounds.stream import qualified_name
+from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import checked_tree, host_array
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -39,7 +40,7 @@ def preprocess_images(fields: Arrays) -> dict[str, NDArray[Any]]:
         )
     image, label = fields["image"], fields["label"]
     if image.dtype == object:
-        raise ValueError(
+        raise ArgumentError(
             f"The images have several shapes, such as {image[0].shape}, expected one: resize them "
             "when the data set is prepared, or give a `preprocess` that does."
         )
@@ -57,13 +58,13 @@ def apply_preprocess(
     }
     for name, values in result.items():
         if values.dtype.kind not in "biufcV":  # V is bfloat16 and the like
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"The field {name!r} has dtype {values.dtype} {where}, expected numbers of one "
                 "shape for all examples. Leave it out, or convert it: encode text as tokens, pad "
                 "examples of different shapes and return a field 'mask'."
             )
         if values.shape[:1] != (count,):
-            raise ValueError(
+            raise ArgumentError(
                 f"The field {name!r} has shape {list(values.shape)} {where}, expected [{count}, "
                 "...]: one entry for each of the examples that it was given."
             )

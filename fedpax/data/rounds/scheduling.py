@@ -9,6 +9,8 @@ import numpy as np
 from jaxtyping import Float64, Int64
 from numpy.typing import ArrayLike
 
+from fedpax.errors import ArgumentError
+
 
 def balanced_order(
     num_steps: ArrayLike, num_devices: int = 1, *, chunk_size: int = 1
@@ -103,17 +105,17 @@ def _check(
     """Check the arguments, and return the work of each client as floats."""
     work = np.asarray(num_steps, np.float64)
     if work.ndim != 1 or not np.all(work >= 0):
-        raise ValueError(
+        raise ArgumentError(
             f"num_steps has shape {list(work.shape)}"
             + (f" and minimum {work.min()}" if work.size else "")
             + ", expected one number of at least 0 for each client."
         )
     for name, size in (("num_devices", num_devices), ("chunk_size", chunk_size)):
         if size < 1:
-            raise ValueError(f"{name} is {size}, expected at least 1.")
+            raise ArgumentError(f"{name} is {size}, expected at least 1.")
     if len(work) % num_devices:
         below = len(work) - len(work) % num_devices
-        raise ValueError(
+        raise ArgumentError(
             f"num_devices={num_devices} does not divide the number of clients, {len(work)}: take "
             f"{below} or {below + num_devices} clients, or fewer devices."
         )

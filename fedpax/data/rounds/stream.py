@@ -14,6 +14,7 @@ from fedpax.clients.cohort import Cohort
 from fedpax.clients.cohort_stream import CohortStream, IslandStream, fingerprint
 from fedpax.data.populations.partition import Examples, get_field
 from fedpax.data.rounds.shard import read
+from fedpax.errors import ArgumentError
 from fedpax.primitives.casts import check_integers
 
 SAMPLED_DOCUMENTS, SAMPLED_BYTES = 256, 65_536
@@ -66,7 +67,7 @@ class FunctionRounds:
             ValueError: it is the position of another kind of stream.
         """
         if not isinstance(state, Mapping) or state.keys() != {"round"}:
-            raise ValueError(
+            raise ArgumentError(
                 f"The state of FunctionRounds is {state!r:.200}, expected {{'round': number}}, as "
                 "get_state returns it. Give the state that this kind of stream has saved."
             )
@@ -139,14 +140,14 @@ def check_sizes(bytes_per_item: int, **sizes: int) -> None:
     check_integers(**sizes)
     for name, size in sizes.items():
         if size < 1:
-            raise ValueError(f"{name} is {size}, expected at least 1.")
+            raise ArgumentError(f"{name} is {size}, expected at least 1.")
         total *= size
     # Without sysconf, which is POSIX's, an allocation that is too large fails later.
     pages = os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
     memory = pages * os.sysconf("SC_PAGE_SIZE") if pages > 0 else total
     if total > memory:
         product = " x ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ValueError(
+        raise ArgumentError(
             f"One round of {product} takes {total / 2**30:.1f} GiB, but this machine has "
             f"{memory / 2**30:.1f} GiB of memory: reduce one of these sizes."
         )
@@ -234,7 +235,7 @@ def check_state(state: Any, settings: Settings, position: str) -> Any:
             differences.
     """
     if not isinstance(state, Mapping) or not {"settings", position} <= state.keys():
-        raise ValueError(
+        raise ArgumentError(
             f"A stream's state is a dict with 'settings' and {position!r}, as get_state returns "
             f"it, not {state!r:.200}."
         )
@@ -245,7 +246,7 @@ def check_state(state: Any, settings: Settings, position: str) -> Any:
         if settings.get(name) != saved.get(name)
     ]
     if differences:
-        raise ValueError(
+        raise ArgumentError(
             f"The state was saved by a stream with other settings: {', '.join(differences)}. "
             "Make the stream with the saved settings, or start without the state."
         )

@@ -22,6 +22,7 @@ from fedpax.data.rounds.token_stream import IN_MIXTURE, DataSet, TokenRounds, wi
 from fedpax.data.shuffle import hash_key
 from fedpax.data.text.packing import TokenPairs, to_batch
 from fedpax.data.text.tokenizer import BYTE_TOKENIZER, Tokenizer
+from fedpax.errors import ArgumentError
 
 _ARRAYS, _BYTES = 4, 4  # inputs, targets, segments, positions; each int32
 
@@ -130,7 +131,7 @@ def token_rounds(
     check_sizes(0, **dict(zip(names, shape, strict=True)))
     rows = np.ones(shape[:3], np.bool_) if rows is None else rows
     if rows.shape != shape[:3] or rows.dtype != np.bool_ or not rows.any():
-        raise ValueError(
+        raise ArgumentError(
             f"rows is {rows.dtype}{list(rows.shape)} with {np.count_nonzero(rows)} rows, expected "
             f"bool{list(shape[:3])} with at least one: make it by addressable_rows."
         )
@@ -146,7 +147,7 @@ def token_rounds(
     }
     if isinstance(source, Mixture):
         if partition is not None:
-            raise ValueError(
+            raise ArgumentError(
                 "partition divides one source, but source is a Mixture: leave partition out."
             )
         mixture = source
@@ -162,7 +163,7 @@ def token_rounds(
         source = as_examples(source)
         name = source_name(source)
         if not len(source):
-            raise ValueError(f"{name} has no documents: load another split.")
+            raise ArgumentError(f"{name} has no documents: load another split.")
         mixture = Mixture({name: source}, {name: 1.0})
         settings |= {"source": name, "num_documents": len(source), "field": field}
         if partition is None:

@@ -22,6 +22,7 @@ from fedpax.data.rounds.stream import check_state, source_name, texts_fingerprin
 from fedpax.data.shuffle import hash_key, shuffled_index
 from fedpax.data.text.packing import Batch, TokenPairs, to_batch
 from fedpax.data.text.tokenizer import Tokenizer
+from fedpax.errors import ArgumentError
 
 _MIN_DOCUMENTS = 64  # of a shard, so that epochs of all shards have similar lengths
 IN_MIXTURE = "mixture: "
@@ -141,7 +142,7 @@ class TokenRounds:
         rows = np.zeros_like(self._mask)
         rows[island] = self._mask[island]
         if not rows.any():
-            raise ValueError(
+            raise ArgumentError(
                 f"island is {island}, but this process has no row of it. Make the stream with "
                 "rows=None, or with rows of this island."
             )
@@ -300,7 +301,7 @@ class TokenRounds:
             ValueError: the state was saved by another stream; the message lists the differences.
         """
         if isinstance(state, Mapping) and {"settings", "islands"} <= state.keys():
-            raise ValueError(
+            raise ArgumentError(
                 "The state was saved by an earlier version of fedpax, which ordered rows by "
                 "island: those rows cannot be continued. Start the data again with "
                 "--allow_config_change=data, or resume with the version that saved the state."
@@ -314,7 +315,7 @@ class TokenRounds:
         positions = check_state(state, settings, "shards")
         num_shards = int(state["num_shards"])
         if self._fixed_shards not in (None, num_shards):
-            raise ValueError(
+            raise ArgumentError(
                 f"The state was saved by a stream with num_shards={num_shards}, but this stream "
                 f"has {self._fixed_shards}: set num_shards to {num_shards}, or leave it out."
             )

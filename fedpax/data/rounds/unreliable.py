@@ -12,6 +12,7 @@ from fedpax.clients.cohort import Cohort
 from fedpax.data.rounds.cohort_rounds import CohortRounds
 from fedpax.data.rounds.stream import check_state
 from fedpax.data.shuffle import hash_key
+from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import checked_cast
 
 _DROPOUT, _DELAY = 1, 2  # part of the keys, so that the draws are independent of each other
@@ -193,7 +194,7 @@ def unreliable_rounds(
         sections 2.2 and 9 (over-selection by 30%, 6% to 10% of devices drop out).
     """
     if not isinstance(rounds, CohortRounds):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"unreliable_rounds(): rounds is a {type(rounds).__name__}, expected the result of "
             "cohort_rounds(), which has the number of steps and the index of each client. Apply "
             "unreliable_rounds() once, and directly to cohort_rounds()."
@@ -201,24 +202,24 @@ def unreliable_rounds(
     num_clients, cohort_size = (int(rounds.settings[k]) for k in ("num_clients", "cohort_size"))
     speeds = checked_cast(seconds_per_step, np.float64, "seconds_per_step")
     if speeds.shape not in ((), (num_clients,)) or not np.all(np.isfinite(speeds) & (speeds >= 0)):
-        raise ValueError(
+        raise ArgumentError(
             f"seconds_per_step has shape {list(speeds.shape)}, expected a finite number of at "
             f"least 0, or one for each of the {num_clients} clients."
         )
     if not 0 <= dropout_probability < 1:
-        raise ValueError(
+        raise ArgumentError(
             f"dropout_probability is {dropout_probability}, expected at least 0 and below 1. If "
             "all clients drop out, no round changes the model."
         )
     for name, value in (("seconds_per_report", seconds_per_report), ("delay_spread", delay_spread)):
         if not 0 <= value < np.inf:
-            raise ValueError(f"{name} is {value}, expected a finite number of at least 0.")
+            raise ArgumentError(f"{name} is {value}, expected a finite number of at least 0.")
     if deadline is not None and not deadline > 0:
-        raise ValueError(
+        raise ArgumentError(
             f"deadline is {deadline}, expected seconds above 0, or None to wait for every client."
         )
     if num_reports is not None and not 1 <= num_reports <= cohort_size:
-        raise ValueError(
+        raise ArgumentError(
             f"num_reports is {num_reports}, expected 1 to {cohort_size}, the size of the cohort. "
             "Select more clients with ClientSampler(cohort_size=...)."
         )

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fedpax.errors import ArgumentError
 from fedpax.files import parse_json, read_json
 
 FILE = "features.json"
@@ -28,7 +29,7 @@ def check_feature_classes(folder: Path) -> None:
                 module = name.rpartition(".")[0]
                 if module.partition(".")[0] == "tensorflow_datasets" or module in sys.modules:
                     continue
-                raise ValueError(
+                raise ArgumentError(
                     f"{path} names the class {name}, expected classes of tensorflow_datasets, "
                     f"because TFDS would run the code of {module}. If you trust this code, import "
                     f"{module} before, in the file of your experiment."

@@ -21,6 +21,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from fedpax.errors import FedpaxError
+
 FOLDER = "https://storage.googleapis.com/tff-datasets-public"
 """The folder of the archives."""
 
@@ -28,7 +30,7 @@ _COLUMNS = {"split_name", "client_id", "serialized_example_proto"}
 _BLOCK_BYTES = 1 << 20  # decompressed at once
 
 
-class ArchiveError(OSError):
+class ArchiveError(FedpaxError, OSError):
     """A damaged or unexpected archive; the message completes a sentence about the file."""
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from fedpax.data.files.formats import is_files
 from fedpax.data.sources.source import Source, open_data_set, open_records
 from fedpax.data.sources.text_records import SUFFIX
+from fedpax.errors import ArgumentError, MissingPackageError
 
 
 def load(
@@ -107,12 +108,12 @@ def load(
     if not isinstance(name, str) or is_files(name):
         return _open_files(name, split=split, heldout_by=heldout_by, **of_files)
     if given := [argument for argument, value in of_files.items() if value]:
-        raise ValueError(
+        raise ArgumentError(
             f"{given[0]}={of_files[given[0]]!r} is for files, but {name!r} is the name of a data "
             f"set. Leave {given[0]} out, or name files, such as './{name}/*.csv'."
         )
     if split is None:
-        raise ValueError(
+        raise ArgumentError(
             f"The split of the data set {name!r} is None, expected a name such as 'train'. Give "
             f"load({name!r}, 'train')."
         )
@@ -123,7 +124,7 @@ def _open_files(files: Any, **options: Any) -> Source:
     try:
         from fedpax.data.files.open_files import open_files
     except ModuleNotFoundError as error:
-        raise ImportError(
+        raise MissingPackageError(
             f"Reading {files!r} needs the package {error.name}, which is not installed. Install "
             "the extra `files`: pip install 'fedpax[files]'."
         ) from error

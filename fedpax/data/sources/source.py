@@ -25,6 +25,7 @@ from fedpax.data.sources._reachability import unreachable_hosts
 from fedpax.data.sources.client_starts import Starts, read_client_starts
 from fedpax.data.sources.feature_classes import check_feature_classes
 from fedpax.data.sources.text_records import TextRecords
+from fedpax.errors import ArgumentError
 from fedpax.paths import expand_home
 
 EMBEDDED = {
@@ -175,7 +176,7 @@ def open_records(pattern: str) -> Source:
             f"array_record's ArrayRecordWriter. ({_one_line(error)})"
         ) from error
     if not len(records):
-        raise ValueError(f"The files {pattern!r} have no records: write them again.")
+        raise ArgumentError(f"The files {pattern!r} have no records: write them again.")
     # The name does not depend on the folder, which may be another one when a run resumes.
     return Source(Path(pattern).name, folder, records)
 
@@ -196,7 +197,7 @@ def _builder(name: str, root: Path) -> Any:
     except tfds.core.DatasetNotFoundError:
         known = {*EMBEDDED, *FEDERATED, *tfds.list_builders(with_community_datasets=False)}
         similar = difflib.get_close_matches(_base_name(name), known, n=4)
-        raise ValueError(
+        raise ArgumentError(
             f"There is no data set {name!r} in TFDS {tfds.__version__} or prepared in {root}. "
             + (f"Similar names: {', '.join(similar)}. " if similar else "")
             + f"Embedded data sets: {', '.join(EMBEDDED)}. Federated data sets: "
@@ -204,7 +205,7 @@ def _builder(name: str, root: Path) -> Any:
         ) from None
     except Exception as error:  # an unknown configuration or version, or damaged metadata
         folder = root / _base_name(name)
-        raise ValueError(
+        raise ArgumentError(
             f"TFDS cannot open data set {name!r} in {root}: {_one_line(error)}"
             + (f" If {folder} is damaged, delete it and load again." if folder.exists() else "")
         ) from error
@@ -273,13 +274,13 @@ def _open(builder: Any, split: str) -> Source:
             "can read: pass another data_dir, or delete that folder and load again."
         ) from error
     except Exception as error:
-        raise ValueError(
+        raise ArgumentError(
             f"Split {split!r} of {name} cannot be opened: {_one_line(error)} Its splits are "
             f"{', '.join(builder.info.splits) or 'none: delete ' + str(folder)}. A part of a split "
             "is written as 'train[:10%]'."
         ) from error
     if not examples:
-        raise ValueError(
+        raise ArgumentError(
             f"Split {split!r} of {name} has no examples: load another split, or a larger part of "
             "it."
         )

@@ -10,6 +10,7 @@ import tensorflow_datasets as tfds
 from fedpax.data.sources._reachability import unreachable_hosts
 from fedpax.data.sources.federated_archive import FOLDER, Archive, check
 from fedpax.data.sources.source import data_folder
+from fedpax.errors import ArgumentError
 
 ARCHIVE = Archive(
     f"{FOLDER}/stackoverflow.word_count.tar.bz2",
@@ -44,7 +45,7 @@ def stackoverflow_words(
         `load_word_counts`: address, SHA-256 and format, a word and its count per line.
     """
     if count < 1:
-        raise ValueError(f"count is {count}, expected at least 1.")
+        raise ArgumentError(f"count is {count}, expected at least 1.")
     path = _find(data_folder(data_dir))
     try:
         check(path, ARCHIVE)
@@ -57,7 +58,7 @@ def stackoverflow_words(
             "again."
         ) from None
     if len(words) < count:
-        raise ValueError(f"{path} has {len(words)} words, expected {count}: ask for fewer.")
+        raise ArgumentError(f"{path} has {len(words)} words, expected {count}: ask for fewer.")
     return words
 
 

@@ -20,6 +20,7 @@ from fedpax.data.tables.values import (
     numbers,
     texts,
 )
+from fedpax.errors import ArgumentError
 
 Kind: TypeAlias = Literal["number", "date", "boolean", "category", "left_out"]
 """What a column becomes: standardized numbers, 0 and 1, one feature a category, or nothing."""
@@ -103,7 +104,7 @@ def parse_treatment(text: str) -> Treatment:
     found = _FORM.fullmatch(text)
     kind: Any = found["kind"] if found else None
     if found is None or kind not in get_args(Kind):
-        raise ValueError(
+        raise ArgumentError(
             f"data.columns has {text!r}, expected NAME=KIND with KIND one of "
             f"{', '.join(get_args(Kind))}. Set for example --data.columns age=number "
             "zip=left_out 'sex=category(f|m)' 'weight=number(0..300):error'."
@@ -112,7 +113,7 @@ def parse_treatment(text: str) -> Treatment:
     allowed = {_DEFAULT_MISSING[kind], "error"} - ({"error"} if kind == "left_out" else set())
     if missing not in allowed:
         words = " or ".join(sorted(map(str, allowed))) if kind != "left_out" else "nothing"
-        raise ValueError(
+        raise ArgumentError(
             f"data.columns has {text!r}: a missing value of a {kind} becomes {words}, not "
             f"{missing}. Set --data.columns {found['name']}={kind}."
         )
@@ -132,7 +133,7 @@ def parse_treatment(text: str) -> Treatment:
             low, high = math.nan, math.nan
         if -math.inf < low < high < math.inf:
             return treatment._replace(bounds=(low, high))
-    raise ValueError(
+    raise ArgumentError(
         f"data.columns has {text!r}, expected number(LOW..HIGH) or date(LOW..HIGH) with LOW below "
         "HIGH (dates in days since 1970-01-01), or category(A|B) with different values. Set for "
         "example --data.columns 'weight=number(0..300)'."
@@ -182,12 +183,12 @@ def infer_treatments(
     names = [treatment.name for treatment in parsed]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"data.columns states {name!r} {names.count(name)} times, expected once. Leave out "
                 "all but one."
             )
         if name not in table and not any(_matches(name, column) for column in table):
-            raise ValueError(
+            raise ArgumentError(
                 f"data.columns states {name!r}, expected one of the columns "
                 f"{', '.join(map(repr, table))}. Correct the name; the label and the client are "
                 "not features."
@@ -253,14 +254,14 @@ def _check_kind(treatment: Treatment, column: Any) -> None:
         return
     dtype = str(column.type)
     if kind == "date" and not (is_date(column.type) or is_number(column.type) or dtype == "null"):
-        raise ValueError(
+        raise ArgumentError(
             f"data.columns states {name}=date, but its values are {dtype}, expected dates, times "
             "or numbers. Write them as 2024-12-31, or state another kind."
         )
     if kind == "boolean" and dtype not in ("bool", "null"):
         values = set(texts(column)) - {None}
         if not values <= {"0", "1", "true", "false"}:
-            raise ValueError(
+            raise ArgumentError(
                 f"data.columns states {name}=boolean, but it has the value "
                 f"{sorted(values - {'0', '1', 'true', 'false'})[0]!r}, expected true, false, 0 or "
                 f"1. Set --data.columns {name}=category."
@@ -269,7 +270,7 @@ def _check_kind(treatment: Treatment, column: Any) -> None:
         try:
             numbers(column)
         except (ValueError, NotImplementedError, TypeError) as error:
-            raise ValueError(
+            raise ArgumentError(
                 f"data.columns states {name}={kind}, but its values are not numbers ({error}). Set "
                 f"--data.columns {name}=category or {name}=left_out."
             ) from None

@@ -14,6 +14,7 @@ from fedpax.aggregators import Aggregator
 from fedpax.data.tables.columns import Treatment
 from fedpax.data.tables.moments import Moments, federated_moments
 from fedpax.data.tables.values import arrow_column, is_missing, numbers, texts
+from fedpax.errors import ArgumentError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +198,7 @@ def fit_features(
     if limit is not None or standardize == "range":
         if unbounded := [t for t in numeric if t.bounds is None]:
             first = unbounded[0]
-            raise ValueError(
+            raise ArgumentError(
                 f"{len(unbounded)} columns of numbers or dates have no range, such as "
                 f"{first.name!r}, expected a range for each, because this aggregator limits what a "
                 "client sends, or because of --data.standardize=range. Set --data.columns "
@@ -246,7 +247,7 @@ def checked_missing(treatment: Treatment, column: Any) -> Bool[np.ndarray, " exa
     """Return where a column has no value, or raise if its treatment is "error"."""
     missing = is_missing(column)
     if treatment.missing == "error" and missing.any():
-        raise ValueError(
+        raise ArgumentError(
             f"The column {treatment.name!r} has no value in {int(missing.sum()):,} of "
             f"{len(missing):,} examples, the first of them example {int(np.argmax(missing))}, but "
             f"its treatment is {treatment.describe()}. Fill them in, or set --data.columns "
@@ -262,7 +263,7 @@ def bounded_numbers(treatment: Treatment, column: Any) -> Float64[np.ndarray, " 
         return np.clip(values, *treatment.bounds)
     infinite = np.isinf(values)
     if infinite.any():
-        raise ValueError(
+        raise ArgumentError(
             f"The column {treatment.name!r} is infinite in {int(infinite.sum()):,} examples, the "
             f"first of them example {int(np.argmax(infinite))}, expected finite numbers. Correct "
             f"them, or state a range: --data.columns '{treatment.name}={treatment.kind}"

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Num
 
 from fedpax.data.tables.columns import Treatment, count_distinct, parse_treatment
 from fedpax.data.tables.values import arrow_column, is_missing, is_number, numbers, texts
+from fedpax.errors import ArgumentError
 
 Task: TypeAlias = Literal["regression", "classification"]
 
@@ -57,13 +58,13 @@ class Label:
         """
         column = arrow_column(values)
         if is_missing(column).any():
-            raise ValueError(missing_label_message(self.name, is_missing(column)))
+            raise ArgumentError(missing_label_message(self.name, is_missing(column)))
         if self.task == "regression":
             return ((numbers(column) - self.mean) / self.scale).astype(np.float32)
         places = {name: place for place, name in enumerate(self.classes)}
         found = texts(column)
         if unknown := sorted(set(found) - places.keys()):
-            raise ValueError(
+            raise ArgumentError(
                 f"The label {self.name!r} has the value {unknown[0]!r}, expected one of "
                 f"{', '.join(map(repr, self.classes))}. Correct it, or state all classes: "
                 f"--data.columns '{self.name}=category(A|B)'."
@@ -125,7 +126,7 @@ def infer_label(name: str, values: Any, task: Task | None = None, stated: str = 
     task, reason = (task, "stated") if task else _infer_task(name, column, treatment)
     if task == "regression":
         if not is_number(column.type):
-            raise ValueError(
+            raise ArgumentError(
                 f"The label {name!r} has values of type {dtype}, expected numbers for "
                 "--data.task=regression. Set --data.task=classification, or convert them."
             )
@@ -136,7 +137,7 @@ def infer_label(name: str, values: Any, task: Task | None = None, stated: str = 
         found = set(texts(column)) - {None}
         classes = tuple(sorted(found, key=_order if is_number(column.type) else str))
     if len(classes) < 2:
-        raise ValueError(
+        raise ArgumentError(
             f"The label {name!r} has {len(classes)} distinct values, expected at least 2 classes. "
             "Choose another --data.label, or add the files of the clients that have other classes."
         )
@@ -151,7 +152,7 @@ def _infer_task(name: str, column: Any, treatment: Treatment | None) -> tuple[Ta
     """Apply the rule of `infer_label`."""
     if treatment is not None:
         if treatment.kind not in ("category", "boolean", "number"):
-            raise ValueError(
+            raise ArgumentError(
                 f"data.columns states {name}={treatment.kind}, but {name} is the label, expected "
                 "category or number."
             )
@@ -170,7 +171,7 @@ def _infer_task(name: str, column: Any, treatment: Treatment | None) -> tuple[Ta
     try:
         texts(column)
     except (NotImplementedError, TypeError, ValueError) as error:
-        raise ValueError(
+        raise ArgumentError(
             f"The label {name!r} has values of type {dtype}, expected numbers, booleans or text. "
             "Choose another --data.label."
         ) from error

@@ -11,6 +11,8 @@ import numpy as np
 from jaxtyping import Bool, Float64
 from numpy.typing import NDArray
 
+from fedpax.errors import ArgumentError, ArgumentTypeError
+
 MICROSECONDS_PER_DAY = 86_400_000_000
 
 
@@ -44,7 +46,7 @@ def arrow_column(values: Any) -> Any:
                 np.ma.getdata(values) if mask is not None else values, mask=mask, from_pandas=True
             )
         except pa.ArrowException as error:
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"A column has values of several types ({error}), expected one type. Convert them "
                 "to texts or to numbers."
             ) from None
@@ -128,7 +130,7 @@ def numbers(column: Any) -> Float64[np.ndarray, " examples"]:
         try:
             return _floats(pc.cast(_decoded(column), pa.float64()))
         except pa.ArrowInvalid as error:
-            raise ValueError(f"{error}") from None
+            raise ArgumentError(f"{error}") from None
     return _floats(column)
 
 
@@ -174,7 +176,7 @@ def _decoded(column: Any) -> Any:
     try:
         return pc.cast(column, pa.string())
     except pa.ArrowInvalid:
-        raise ValueError(
+        raise ArgumentError(
             "A column of bytes is not UTF-8, expected text. Leave it out, or convert it."
         ) from None
 

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import UInt8
 from numpy.typing import ArrayLike
 
+from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import checked_cast
 
 VOCAB_SIZE = 256
@@ -38,12 +39,12 @@ def encode(text: str | bytes) -> UInt8[np.ndarray, " bytes"]:
     if isinstance(text, str):
         text = text.encode()
     if not isinstance(text, bytes):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"A text is of type {type(text).__name__} ({text!r:.60}), expected str or bytes: name "
             "the field of the examples that holds the text."
         )
     if (where := text.find(SEPARATOR)) >= 0:
-        raise ValueError(
+        raise ArgumentError(
             f"Byte {where} of a text is 0xFF, so it is not UTF-8: decode it from its own encoding "
             "first."
         )
@@ -69,7 +70,7 @@ def decode(tokens: ArrayLike) -> str:
     """
     array = np.asarray(tokens)
     if array.size and (array.min() < 0 or array.max() >= VOCAB_SIZE):
-        raise ValueError(
+        raise ArgumentError(
             f"tokens has values from {array.min()} to {array.max()}, expected bytes from 0 to "
             f"{VOCAB_SIZE - 1}: use a model with vocab_size={VOCAB_SIZE}."
         )

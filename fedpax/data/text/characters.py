@@ -8,6 +8,8 @@ import numpy as np
 from jaxtyping import Int64, UInt8
 from numpy.typing import NDArray
 
+from fedpax.errors import ArgumentError
+
 SHAKESPEARE_CHARACTERS = bytes(
     sorted((string.ascii_letters + string.digits + "\n\r !\"#$%&'()*,-./:;?@[]_").encode())
 )
@@ -48,10 +50,10 @@ def character_rows(
         those of the authors' code, TensorFlow Federated, research/optimization/shakespeare.
     """
     if seq_len < 1:
-        raise ValueError(f"seq_len is {seq_len}, expected at least 1.")
+        raise ArgumentError(f"seq_len is {seq_len}, expected at least 1.")
     size = len(characters)
     if len(set(characters)) < size or size + NUM_SPECIAL > 256:
-        raise ValueError(
+        raise ArgumentError(
             f"characters has {size} bytes, {len(set(characters))} of them different, expected at "
             f"most {256 - NUM_SPECIAL} different bytes: remove the others."
         )

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpax.data.text.vocabulary import Vocabulary
+from fedpax.errors import ArgumentError
 from fedpax.files import read_json
 
 # The files of a Hugging Face folder that name the token, with the entry, in order of preference.
@@ -34,7 +35,7 @@ def end_of_document(path: Path, vocabulary: Vocabulary, given: str | None) -> in
         return _token(vocabulary, value, f"{file}: {SOURCES[file.name]}={value!r}")
     if vocabulary.end is None:
         found = ", ".join(vocabulary.special) or "none"
-        raise ValueError(
+        raise ArgumentError(
             f"tokenizer={str(path)!r} does not say which token ends a document, expected one "
             f"special token or {', '.join(SOURCES)} beside it. Its special tokens: {found}. "
             f"{_REMEDY}"
@@ -63,7 +64,7 @@ def _entries(file: Path) -> dict[str, Any]:
     try:
         entries = read_json(file)
     except (ValueError, OSError) as error:
-        raise ValueError(
+        raise ArgumentError(
             f"{file}, which can name the token that ends a document, cannot be read ({error}). "
             f"Correct the file. {_REMEDY}"
         ) from error
@@ -84,7 +85,7 @@ def _token(vocabulary: Vocabulary, value: Any, source: str) -> int:
         return int(value)
     found = vocabulary.token(value) if isinstance(value, str) else None
     if found is None:
-        raise ValueError(
+        raise ArgumentError(
             f"{source} is not a token of the vocabulary, expected the token that ends a document. "
             f"{_REMEDY}"
         )

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Int64, Integer, Num
 from numpy.typing import NDArray
 
 from fedpax.data.text.byte_tokenizer import SEPARATOR
+from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import check_integers, checked_cast
 
 Tokens = Integer[np.ndarray, " tokens"]
@@ -137,12 +138,12 @@ def pack(documents: Iterable[Tokens], seq_len: int) -> Batch:
     for number, document in enumerate(documents):
         array = np.asarray(document)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"Document {number} is {array.dtype}{list(array.shape)}, expected an array of "
                 "integers [tokens]. Encode a text: fedpax.data.encode(text)."
             )
         if array.size and array.min() < 0:
-            raise ValueError(
+            raise ArgumentError(
                 f"Document {number} has the token {array.min()}, expected tokens from 0. Leave out "
                 "the tokens that mark padding."
             )
@@ -167,7 +168,7 @@ def split_rows(
     """
     check_integers(seq_len=seq_len)
     if seq_len < 1:
-        raise ValueError(f"seq_len is {seq_len}, expected at least 1.")
+        raise ArgumentError(f"seq_len is {seq_len}, expected at least 1.")
 
     def to_rows(array: NDArray[Any]) -> NDArray[Any]:
         return np.pad(array, (0, -len(array) % seq_len)).reshape(-1, seq_len)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedpax.data.text.vocabulary import Vocabulary, changed_text
+from fedpax.errors import ArgumentError
 
 
 def read_sentencepiece(content: bytes) -> Vocabulary:
@@ -22,7 +23,7 @@ def read_sentencepiece(content: bytes) -> Vocabulary:
     from sentencepiece import sentencepiece_model_pb2 as messages
 
     if not content:
-        raise ValueError("the file is empty")
+        raise ArgumentError("the file is empty")
     model = messages.ModelProto.FromString(content)  # type: ignore[attr-defined]
     model.normalizer_spec.add_dummy_prefix = False
     model.normalizer_spec.remove_extra_whitespaces = False

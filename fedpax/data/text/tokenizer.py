@@ -19,6 +19,7 @@ from fedpax.data.text.packing import Tokens
 from fedpax.data.text.sentencepiece_model import read_sentencepiece
 from fedpax.data.text.tokenizer_json import read_tokenizer_json
 from fedpax.data.text.vocabulary import SPACE, Vocabulary, changed_text
+from fedpax.errors import ArgumentError, ArgumentTypeError, MissingPackageError
 from fedpax.files import BYTE_ORDER_MARK, read_file
 from fedpax.paths import expand_home
 
@@ -105,7 +106,7 @@ def load_tokenizer(name: str, *, end_of_document: str | None = None) -> Tokenize
     """
     if name == BYTE_TOKENIZER.name:
         if end_of_document is not None:
-            raise ValueError(
+            raise ArgumentError(
                 f"end_of_document={end_of_document!r} with tokenizer='bytes', expected None: byte "
                 "255 separates documents. Leave it out."
             )
@@ -119,7 +120,7 @@ def load_tokenizer(name: str, *, end_of_document: str | None = None) -> Tokenize
     content = read_file(path).removeprefix(BYTE_ORDER_MARK)
     vocabulary = _read(name, content)
     if vocabulary.size > _MOST_TOKENS:
-        raise ValueError(
+        raise ArgumentError(
             f"tokenizer={name!r} has a token {vocabulary.size - 1}, expected numbers below "
             f"{_MOST_TOKENS}: tokens are int32. Number the tokens anew."
         )
@@ -139,10 +140,10 @@ def _read(name: str, content: bytes) -> Vocabulary:
     try:
         return read_tokenizer_json(content.decode()) if is_json else read_sentencepiece(content)
     except ImportError as error:
-        raise ImportError(_needs_extra(expected)) from error
+        raise MissingPackageError(_needs_extra(expected)) from error
     except Exception as error:  # the libraries raise several types
         kind = f"not {expected}" if is_json else f"neither a tokenizer.json nor {expected}"
-        raise ValueError(
+        raise ArgumentError(
             f"tokenizer={name!r} is {kind} ({error}). Pass the path of one, or 'bytes'."
         ) from error
 
@@ -188,7 +189,7 @@ def _tokenizer(identity: str, vocabulary: Vocabulary, separator: int) -> Tokeniz
         parts = vocabulary.encode(cut.split(text))
         tokens = np.asarray(list(chain.from_iterable(parts)), dtype)
         if (wrong := tokens[is_special[tokens]]).size:
-            raise ValueError(
+            raise ArgumentError(
                 f"A text ({text[:60]!r}) spells {vocabulary.name(int(wrong[0]))!r}, a special "
                 "token, and the vocabulary has no other tokens for it. Remove it from the text."
             )
@@ -206,7 +207,7 @@ def _tokenizer(identity: str, vocabulary: Vocabulary, separator: int) -> Tokeniz
 
 def _as_string(text: str | bytes) -> str:
     if not isinstance(text, str | bytes):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"A text is of type {type(text).__name__} ({text!r:.60}), expected str or bytes: name "
             "the field of the examples that holds the text."
         )
@@ -237,7 +238,7 @@ def train_tokenizer(
         arXiv:1508.07909, section 3.2.
     """
     if vocab_size <= VOCAB_SIZE:
-        raise ValueError(
+        raise ArgumentError(
             f"vocab_size is {vocab_size}, expected at least {VOCAB_SIZE + 1} for the {VOCAB_SIZE} "
             "bytes and a separator. For bytes alone use load_tokenizer('bytes')."
         )
@@ -261,7 +262,7 @@ def _library() -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise ImportError(_needs_extra("a tokenizer.json")) from error
+        raise MissingPackageError(_needs_extra("a tokenizer.json")) from error
     return tokenizers
 
 

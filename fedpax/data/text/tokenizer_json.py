@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from fedpax.data.text.vocabulary import Vocabulary, changed_text
+from fedpax.errors import ArgumentError
 from fedpax.files import parse_json
 
 Entries: TypeAlias = dict[str, Any]
@@ -94,7 +95,7 @@ def _library(entries: Entries) -> Any:
         library = tokenizers.Tokenizer.from_str(json.dumps(changed))
     for name, k in moved.items():
         if (found := library.token_to_id(name)) != k:
-            raise ValueError(f"the added token {name!r} has id {k}, expected {found}")
+            raise ArgumentError(f"the added token {name!r} has id {k}, expected {found}")
     return library
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpax.data.populations.partition import get_field
+from fedpax.errors import ArgumentError
 
 NUM_SPECIAL = 4
 """Numbers beside those of the words: padding, unknown word, begin and end of a sentence."""
@@ -43,10 +44,10 @@ class WordRows:
 
     def __init__(self, words: Sequence[bytes], seq_len: int, *, field: str = "text") -> None:
         if seq_len < 1:
-            raise ValueError(f"seq_len is {seq_len}, expected at least 1.")
+            raise ArgumentError(f"seq_len is {seq_len}, expected at least 1.")
         self._numbers = {word: number for number, word in enumerate(words, start=1)}
         if len(self._numbers) < len(words):
-            raise ValueError(
+            raise ArgumentError(
                 f"The {len(words)} words have {len(words) - len(self._numbers)} duplicates, "
                 "expected different words: remove the duplicates."
             )

@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int
 
+from fedpax.errors import ArgumentError
 from fedpax.models.attention.layer import attention_mask, masked_attention, visible
 from fedpax.models.attention.ring_attention import ring_attention
 from fedpax.models.attention.splash import splash_attention, splash_supports
@@ -78,7 +79,7 @@ def causal_attention(
     chosen = _choose(query) if implementation == "auto" else implementation
     if chosen == "splash":  # its kernel applies checkpoint_name itself
         if splash_supports(query) and platform() != "tpu":
-            raise ValueError(
+            raise ArgumentError(
                 f"attention='splash' on {platform()}: it is a kernel for TPUs. Use "
                 "attention='auto' to choose an implementation for the platform."
             )
@@ -140,7 +141,7 @@ def _attend(
         return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="xla")
     if implementation == "cudnn":
         if not _cudnn_supports(query):
-            raise ValueError(
+            raise ArgumentError(
                 f"attention='cudnn' on {platform()} with {query.dtype} and "
                 f"head_dim={query.shape[-1]}: cuDNN's flash attention is for GPUs, bfloat16 or "
                 "float16, and a head_dim of 8, 16, ... 128. Use attention='auto' to choose an "

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int
 
+from fedpax.errors import ArgumentError
 from fedpax.models.remat import ATTENTION
 from fedpax.parallel.ring import Ring
 
@@ -92,7 +93,7 @@ def ring_attention(
     """
     seq_len, heads, groups = query.shape[1], query.shape[2], key.shape[2]
     if heads % groups:
-        raise ValueError(
+        raise ArgumentError(
             f"ring_attention: key has {groups} heads, which do not divide the {heads} heads of "
             "query. Use a divisor."
         )
@@ -100,20 +101,20 @@ def ring_attention(
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     devices = mesh.shape[axis] if axis in kinds else 1
     if devices > 1 and kinds[axis] is not AxisType.Auto:
-        raise ValueError(
+        raise ArgumentError(
             f"ring_attention: the mesh axis {axis!r} is {kinds[axis].name.lower()}, expected "
             f"automatic. Make the mesh with axis_types={{{axis!r}: jax.sharding.AxisType.Auto}}, "
             "and call ring_attention outside of a shard_map over this axis."
         )
     if seq_len % devices:
-        raise ValueError(
+        raise ArgumentError(
             f"ring_attention: the {devices} devices of the mesh axis {axis!r} do not divide a "
             f"sequence of {seq_len} tokens. Pad it to {-(-seq_len // devices) * devices}."
         )
     tokens, window = seq_len // devices, min(sliding_window or seq_len, seq_len)
     can = devices > 1 and window == seq_len and tokens % 2 == 0
     if balanced and devices > 1 and not can:
-        raise ValueError(
+        raise ArgumentError(
             f"ring_attention: balanced=True with sliding_window={window} and {tokens} tokens per "
             f"device: it needs a window of all {seq_len} tokens and an even number of tokens per "
             "device. Leave `balanced` out."

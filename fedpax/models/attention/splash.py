@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from fedpax.errors import ArgumentError
 from fedpax.models.remat import ATTENTION
 from fedpax.parallel.axes import RULES, constrain, partition_spec
 
@@ -69,7 +70,7 @@ def splash_attention(
         ValueError: the kernel does not support these sizes; see `splash_supports`.
     """
     if not splash_supports(query):
-        raise ValueError(
+        raise ArgumentError(
             f"attention='splash' got seq_len={query.shape[1]} and head_dim={query.shape[3]}: it "
             "needs a seq_len that is a multiple of 128, and a head_dim of 64 or a multiple of 128. "
             "Use attention='auto', which chooses another implementation for such sizes."

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
+from fedpax.errors import ArgumentError
 from fedpax.models.transformer_config import TransformerConfig
 
 Entries: TypeAlias = Mapping[str, Any]
@@ -135,7 +136,7 @@ def from_entries(entries: Entries, source: str) -> TransformerConfig:
     try:
         return TransformerConfig(**fields)
     except ValueError as error:
-        raise ValueError(f"{source}: {error}") from None
+        raise ArgumentError(f"{source}: {error}") from None
 
 
 def to_entries(config: TransformerConfig, dtype: str) -> dict[str, Any]:
@@ -159,12 +160,12 @@ def to_entries(config: TransformerConfig, dtype: str) -> dict[str, Any]:
     """
     for name, value in SUPPORTED_FIELDS.items():
         if getattr(config, name) != value:
-            raise ValueError(
+            raise ArgumentError(
                 f"TransformerConfig.{name}={getattr(config, name)!r}: no supported Hugging Face "
                 f"family ({', '.join(FAMILIES)}) has this. Only {name}={value!r} can be saved."
             )
     if config.qk_norm and config.num_experts:
-        raise ValueError(
+        raise ArgumentError(
             f"TransformerConfig.qk_norm=True with num_experts={config.num_experts}: qwen3 has "
             "QK-Norm and mixtral has experts, but no supported Hugging Face family has both. "
             "Set qk_norm=False or num_experts=0."
@@ -256,7 +257,7 @@ class _Reader(NamedTuple):
 
     def unsupported(self, name: str, supported: str) -> ValueError:
         value = self.entries.get(name)
-        return ValueError(
+        return ArgumentError(
             f"{self.source}: {name}={value!r} is not supported: expected {supported}."
         )
 
@@ -264,9 +265,9 @@ class _Reader(NamedTuple):
         """Return an integer; `default` where the entry is missing or null."""
         value = self._get(name, default)
         if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"{self.source}: {name}={value!r}: expected an integer.")
+            raise ArgumentError(f"{self.source}: {name}={value!r}: expected an integer.")
         if not -_MOST <= value <= _MOST:
-            raise ValueError(f"{self.source}: {name}={value}: expected at most {_MOST}.")
+            raise ArgumentError(f"{self.source}: {name}={value}: expected at most {_MOST}.")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -274,14 +275,14 @@ class _Reader(NamedTuple):
         value = self._get(name, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value):
-            raise ValueError(f"{self.source}: {name}={value!r}: expected a finite number.")
+            raise ArgumentError(f"{self.source}: {name}={value!r}: expected a finite number.")
         return float(value)
 
     def _get(self, name: str, default: float | None) -> Any:
         value = self.entries.get(name)
         value = default if value is None else value
         if value is None:
-            raise ValueError(f"{self.source}: the entry {name} is missing.")
+            raise ArgumentError(f"{self.source}: the entry {name} is missing.")
         return value
 
 
@@ -305,7 +306,7 @@ def _sliding_window(read: _Reader, model_type: str) -> int | None:
     if not kinds:  # in this form, no list as long as the file says is made
         kinds = ["full_attention"] * (first > 0) + ["sliding_attention"] * (first < num_layers)
     elif len(kinds) != num_layers:
-        raise ValueError(
+        raise ArgumentError(
             f"{read.source}: num_hidden_layers={num_layers}, but layer_types has {len(kinds)} "
             "entries: expected one for each layer."
         )
@@ -314,7 +315,7 @@ def _sliding_window(read: _Reader, model_type: str) -> int | None:
         return None
     if kinds == ["sliding_attention"] and window is not None:
         return window
-    raise ValueError(
+    raise ArgumentError(
         f"{read.source}: layer_types={kinds} with use_sliding_window="
         f"{entries.get('use_sliding_window')!r} and sliding_window={window!r} is not "
         "supported: expected the same attention in all layers, 'full_attention' without a sliding "
@@ -332,7 +333,7 @@ def _rope_fields(read: _Reader, family: Family) -> dict[str, Any]:
     inner = _Reader(rope, f"{read.source}, {name}")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise ValueError(
+        raise ArgumentError(
             f"{inner.source}: rope_type={kind!r} is not supported: expected 'default' or 'llama3'."
         )
     if rope.get("partial_rotary_factor", 1) not in SUPPORTED_VALUES["partial_rotary_factor"]:

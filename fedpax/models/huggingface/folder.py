@@ -6,6 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from fedpax.errors import ArgumentError
 from fedpax.files import check_fetched, open_regular, read_json
 from fedpax.paths import expand_home
 
@@ -48,9 +49,9 @@ def _json_object(path: Path) -> dict[str, Any]:
     try:
         value = read_json(path)
     except (ValueError, OSError) as error:
-        raise ValueError(f"{path} is damaged: {error}. {AGAIN}") from None
+        raise ArgumentError(f"{path} is damaged: {error}. {AGAIN}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path} is damaged: expected a JSON object. {AGAIN}")
+        raise ArgumentError(f"{path} is damaged: expected a JSON object. {AGAIN}")
     return value
 
 
@@ -66,14 +67,14 @@ def weight_files(folder: Path) -> dict[str, set[str] | None]:
     _check_length(folder)
     names = _json_object(folder / INDEX).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-        raise ValueError(
+        raise ArgumentError(
             f"{folder / INDEX} is damaged: expected weight_map, a file per tensor. {AGAIN}"
         )
     files: dict[str, set[str]] = {}
     for name, file in names.items():
         files.setdefault(file, set()).add(name)
     if outside := sorted(file for file in files if Path(file).name != file):
-        raise ValueError(f"{folder / INDEX}: {listed(outside)} is not a file of this folder.")
+        raise ArgumentError(f"{folder / INDEX}: {listed(outside)} is not a file of this folder.")
     return dict(files)
 
 
@@ -87,7 +88,7 @@ def _check_length(folder: Path) -> None:
         with open_regular(path) as file:
             total += min(int.from_bytes(file.read(8), "little"), path.stat().st_size)
     if total and length > _MOST_PER_HEADER * total:
-        raise ValueError(
+        raise ArgumentError(
             f"{folder / INDEX} has {length:,} bytes, but the headers of the safetensors files, "
             f"which name the same tensors, have {total:,}. {AGAIN}"
         )

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, Sharding
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from fedpax.errors import ArgumentError, MissingPackageError
 from fedpax.files import check_fetched
 from fedpax.models.huggingface.config import from_entries
 from fedpax.models.huggingface.folder import (
@@ -137,7 +138,7 @@ def load_params(
         ImportError: the package safetensors is not installed.
     """
     if mesh is not None and shardings is not None:
-        raise ValueError("load_params() got mesh and shardings: pass one of them, or none.")
+        raise ArgumentError("load_params() got mesh and shardings: pass one of them, or none.")
     path = existing_folder(folder)
     check_sizes(config, path)  # before anything of these sizes is made
     model, stored = transformer(config), stored_parameters(config)
@@ -147,7 +148,7 @@ def load_params(
     by_path = {} if shardings is None else flatten(shardings)
     if shardings is not None and by_path.keys() != stored.keys():
         differing = sorted(by_path.keys() ^ stored.keys())
-        raise ValueError(
+        raise ArgumentError(
             f"shardings has other parameters than the transformer: {listed(differing)}. Pass one "
             "sharding for each parameter."
         )
@@ -167,7 +168,7 @@ def safetensors(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise ImportError(
+        raise MissingPackageError(
             "Hugging Face folders need the package safetensors, which is not installed: install "
             "fedpax[huggingface]."
         ) from None
@@ -186,10 +187,10 @@ def _open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
         try:
             file = stack.enter_context(library.safe_open(path, framework="numpy"))
         except library.SafetensorError as error:
-            raise ValueError(f"{path} is damaged: {error}. {AGAIN}") from None
+            raise ArgumentError(f"{path} is damaged: {error}. {AGAIN}") from None
         names = set(file.keys())
         if missing := sorted((expected or set()) - names):
-            raise ValueError(
+            raise ArgumentError(
                 f"{path}: tensors listed in {INDEX} are missing: {listed(missing)}. {AGAIN}"
             )
         tensors |= {name: file.get_slice(name) for name in (expected or names)}
@@ -202,7 +203,7 @@ def _check_tensors(
     """Check names, shapes and dtypes before anything is read."""
     expected = {name: parameter for parameter in stored.values() for name in parameter.names()}
     if missing := [name for name in expected if name not in tensors]:
-        raise ValueError(f"{folder}: tensors are missing: {listed(missing)}.")
+        raise ArgumentError(f"{folder}: tensors are missing: {listed(missing)}.")
     # Old Llama folders store the frequencies of the rotary positions, which config.json determines.
     unknown = [
         name
@@ -213,17 +214,19 @@ def _check_tensors(
         _check_tied(tensors, folder)
         unknown.remove("lm_head.weight")
     if unknown:
-        raise ValueError(
+        raise ArgumentError(
             f"{folder}: the transformer has no parameters for the tensors {listed(unknown)}."
         )
     for name, parameter in expected.items():
         shape, dtype = tuple(tensors[name].get_shape()), tensors[name].get_dtype()
         if shape != parameter.tensor_shape:
-            raise ValueError(
+            raise ArgumentError(
                 f"{folder}: {name} has shape {shape}, but {CONFIG} says {parameter.tensor_shape}."
             )
         if dtype not in DTYPES:
-            raise ValueError(f"{folder}: {name} has dtype {dtype}: expected {', '.join(DTYPES)}.")
+            raise ArgumentError(
+                f"{folder}: {name} has dtype {dtype}: expected {', '.join(DTYPES)}."
+            )
 
 
 def _check_tied(tensors: dict[str, Any], folder: Path) -> None:
@@ -234,7 +237,7 @@ def _check_tied(tensors: dict[str, Any], folder: Path) -> None:
     chunks = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
     # Bytes, because a NaN differs from itself.
     if not same or any(table[chunk].tobytes() != output[chunk].tobytes() for chunk in chunks):
-        raise ValueError(
+        raise ArgumentError(
             f"{folder}: {CONFIG} says tie_word_embeddings=True, but lm_head.weight differs from "
             "model.embed_tokens.weight. Set tie_word_embeddings to false in config.json."
         )
@@ -246,14 +249,14 @@ def _dtype(
     """Return the dtype of the parameter in memory."""
     found = {DTYPES[tensors[name].get_dtype()]: name for name in parameter.names()}
     if target is None and len(found) > 1:
-        raise ValueError(
+        raise ArgumentError(
             "Layers have different dtypes: "
             + ", ".join(f"{name} {dtype}" for dtype, name in found.items())
             + ". Pass dtype= to cast them to one dtype."
         )
     dtype = next(iter(found)) if target is None else target
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise ValueError(
+        raise ArgumentError(
             f"{next(iter(found.values()))} has dtype {dtype}, which needs JAX's 64-bit mode: set "
             "the environment variable JAX_ENABLE_X64=1, or give dtype='float32'."
         )

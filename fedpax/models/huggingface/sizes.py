@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from fedpax.errors import ArgumentError
 from fedpax.files import open_regular
 from fedpax.models.huggingface.config import FAMILIES
 from fedpax.models.huggingface.folder import CONFIG, INDEX, SINGLE_FILE, weight_files
@@ -95,7 +96,7 @@ def _check_heads(
 
 
 def _differ(source: str, says: str, found: str) -> ValueError:
-    return ValueError(
+    return ArgumentError(
         f"{source}: {says}, but the safetensors files have {found}. Correct {CONFIG}, or copy or "
         "download the folder again."
     )

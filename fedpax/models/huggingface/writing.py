@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from fedpax.errors import ArgumentError
 from fedpax.models.huggingface.config import (
     differing_fields,
     dtype_entries,
@@ -75,7 +76,9 @@ def save(
          'model.safetensors.index.json']
     """
     if max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes={max_shard_bytes}: expected a positive number of bytes.")
+        raise ArgumentError(
+            f"max_shard_bytes={max_shard_bytes}: expected a positive number of bytes."
+        )
     entries = to_entries(config, "float32")
     stored, leaves = stored_parameters(config), flatten(params)
     dtype = _check_params(stored, leaves)
@@ -83,7 +86,7 @@ def save(
         kept, source = read_entries(original_folder)
         different = differing_fields(from_entries(kept, source), from_entries(entries, CONFIG))
         if different:
-            raise ValueError(
+            raise ArgumentError(
                 f"original_folder={str(original_folder)!r} describes another model than "
                 f"config: they differ in {listed(different)}."
             )
@@ -174,23 +177,23 @@ def _split(tensors: list[_Tensor], max_bytes: int) -> list[list[_Tensor]]:
 def _check_params(stored: Mapping[str, StoredParameter], leaves: Mapping[str, Any]) -> str:
     """Check names, shapes and dtypes of the parameters; return the widest dtype."""
     if missing := [path for path in stored if path not in leaves]:
-        raise ValueError(f"params lacks {listed(missing)}, which config requires.")
+        raise ArgumentError(f"params lacks {listed(missing)}, which config requires.")
     if unknown := [path for path in leaves if path not in stored]:
-        raise ValueError(f"params has {listed(unknown)}, which config does not use.")
+        raise ArgumentError(f"params has {listed(unknown)}, which config does not use.")
     dtypes = set()
     for path, parameter in stored.items():
         leaf = leaves[path]
         if leaf.shape != parameter.shape:
-            raise ValueError(
+            raise ArgumentError(
                 f"params: {path} has shape {leaf.shape}, but config says {parameter.shape}."
             )
         if leaf.dtype not in DTYPES.values():
-            raise ValueError(
+            raise ArgumentError(
                 f"params: {path} has dtype {leaf.dtype}: expected "
                 f"{', '.join(dtype.name for dtype in DTYPES.values())}."
             )
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            raise ValueError(
+            raise ArgumentError(
                 f"params: {path} is spread over several processes. Gather the parameters with "
                 "jax.experimental.multihost_utils.process_allgather(params, tiled=True), and save "
                 "them in one process."

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.clients.cohort import Cohort
 from fedpax.clients.cohort_stream import CohortStream, IslandStream
+from fedpax.errors import ArgumentError
 from fedpax.training.prefetch import Prefetch
 from fedpax.training.shardings import ShardingTree
 
@@ -32,7 +33,7 @@ class IslandRows:
         """Return the island's batches of the next round."""
         cohort = next(self._stream)
         if cohort.num_steps is not None:
-            raise ValueError(
+            raise ArgumentError(
                 "the experiment's cohorts have num_steps, expected None: islands with runtimes of "
                 "their own take every step of a round. Mark padding in a field 'mask'."
             )

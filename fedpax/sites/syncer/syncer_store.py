@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fedpax.checkpoints.saved_rounds import latest_round
+from fedpax.errors import ArgumentError, FedpaxError
 from fedpax.files import describe_no_permission, parse_json
 from fedpax.sites.syncer.island_table import FILE as ISLANDS
 from fedpax.sites.syncer.island_table import read_islands
@@ -28,7 +29,7 @@ LOGGED = ("island", "incarnation", "sequence", "steps", "tokens", "base", "count
 """The fields of an update in `merges.jsonl`."""
 
 
-class DamagedStateError(OSError):
+class DamagedStateError(FedpaxError, OSError):
     """A syncer's saved state that is damaged, missing or old; the message names the remedy."""
 
 
@@ -143,10 +144,10 @@ class SyncerStore:
                     if "merge" in header:
                         merges.append(parse_json(header["merge"]))
             if newest is None:
-                raise ValueError("it has no record")
+                raise ArgumentError("it has no record")
             versions = [own and own.version for own in map(states.get, range(len(model.fragments)))]
             if versions != manifest["versions"]:
-                raise ValueError(f"it has versions {versions} of {manifest['versions']}")
+                raise ArgumentError(f"it has versions {versions} of {manifest['versions']}")
         except PermissionError as error:
             raise DamagedStateError(describe_no_permission(path)) from error
         except (OSError, MessageError, ValueError, KeyError, IndexError, TypeError) as error:
@@ -234,11 +235,11 @@ def _message(
 def _check_place(header: Mapping[str, Any], path: Path, before: str | None) -> None:
     """Check that a record follows the record before it, in the journal of its name."""
     if header["format"] != VERSION:
-        raise ValueError(f"its format is {header['format']}, expected {VERSION}")
+        raise ArgumentError(f"its format is {header['format']}, expected {VERSION}")
     if header["round"] != path.stem:
-        raise ValueError(f"it is {header['round']} under another name")
+        raise ArgumentError(f"it is {header['round']} under another name")
     if before is not None and header["after"] != before:
-        raise ValueError("it does not follow the journal before it: one is missing or replaced")
+        raise ArgumentError("it does not follow the journal before it: one is missing or replaced")
 
 
 def _restore(message: Message, like: FragmentState) -> FragmentState:
@@ -246,6 +247,6 @@ def _restore(message: Message, like: FragmentState) -> FragmentState:
     leaves = [message.arrays[str(i)] for i in range(len(message.arrays))]
     types = [(x.shape, x.dtype) for x in leaves]
     if types != [(x.shape, x.dtype) for x in expected]:
-        raise ValueError("it holds arrays of another model or outer optimizer")
+        raise ArgumentError("it holds arrays of another model or outer optimizer")
     params, outer_state, aggregator_state = jax.tree.unflatten(tree, leaves)
     return FragmentState(params, outer_state, aggregator_state, message.header["version"])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from fedpax.errors import FedpaxError
 from fedpax.sites.transport.address import check_address
 from fedpax.sites.transport.call_pool import CallPool
 from fedpax.sites.transport.extras import import_grpc, read_certificates
@@ -38,11 +39,11 @@ _MAX_WORDS = 2000  # of a refusal; gRPC limits the metadata in which it travels 
 _logger = logging.getLogger(__name__)
 
 
-class RefusedError(ValueError):
+class RefusedError(FedpaxError, ValueError):
     """A call that the other side refuses, with its reason; do not repeat the call."""
 
 
-class DisconnectedError(ConnectionError):
+class DisconnectedError(FedpaxError, ConnectionError):
     """A call that got no answer in time; the other side may have handled it. Repeat it later."""
 
 

@@ -21,6 +21,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from fedpax.errors import ArgumentError
 from fedpax.files import read_file
 
 AUTHORITY = "authority"
@@ -89,7 +90,7 @@ def make_certificates(
     out = Path(out)
     _check_names(names)
     if type(days) is not int or not 1 <= days <= _AUTHORITY_DAYS:
-        raise ValueError(
+        raise ArgumentError(
             f"days={days!r} is out of range, expected a whole number from 1 to {_AUTHORITY_DAYS}. "
             "Choose for example days=365."
         )
@@ -140,7 +141,7 @@ def read_certificates(folder: Path | str) -> Certificates:
         key = serialization.load_pem_private_key(key_pem, None)
     except (ValueError, TypeError):
         kind = "private key without a password" if name == _KEY_FILE else "certificate"
-        raise ValueError(
+        raise ArgumentError(
             f"{folder / name} is damaged, expected a {kind} in PEM. Copy the folder again from "
             "where `fedpax certificates` wrote it."
         ) from None
@@ -150,14 +151,14 @@ def read_certificates(folder: Path | str) -> Certificates:
     except (InvalidSignature, ValueError, TypeError):
         belongs = False
     if not belongs:
-        raise ValueError(
+        raise ArgumentError(
             f"certificates={str(folder)!r} has files that do not belong together. Copy the whole "
             "folder again from where `fedpax certificates` wrote it."
         )
     now, expires = _now(), certificate.not_valid_after_utc
     begins = certificate.not_valid_before_utc
     if not begins <= now < expires:
-        raise ValueError(
+        raise ArgumentError(
             f"certificates={str(folder)!r} are valid from {_minute(begins)} until "
             f"{_minute(expires)}, and it is {_minute(now)}. Make new ones with `fedpax "
             "certificates`, or set the clock."
@@ -170,22 +171,22 @@ def read_certificates(folder: Path | str) -> Certificates:
 
 def _check_names(names: Sequence[str]) -> None:
     if not names:
-        raise ValueError(
+        raise ArgumentError(
             "there are no names, expected the syncer's host name and a name for each site. Set for "
             "example --names=syncer.example.org,site-1,site-2."
         )
     for index, name in enumerate(names):
         if len(name) > 64 or not (_HOST_NAME.fullmatch(name) or _address(name)):
-            raise ValueError(
+            raise ArgumentError(
                 f"names[{index}]={name!r} is not a name, expected at most 64 lower-case letters, "
                 "digits, hyphens and dots, such as site-1 or syncer.example.org, or an IP address."
             )
         if name == AUTHORITY:
-            raise ValueError(
+            raise ArgumentError(
                 f"names[{index}]={name!r} is the name of the authority's folder. Choose another."
             )
     if len(set(names)) < len(names):
-        raise ValueError(
+        raise ArgumentError(
             f"names={','.join(names)} has a name twice, expected one per site: a name tells a site "
             "from the others. Remove the duplicate."
         )
@@ -223,7 +224,7 @@ def _read_authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePri
     except (ValueError, TypeError, InvalidSignature):
         usable = False
     if not usable or not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ValueError(
+        raise ArgumentError(
             f"authority={str(folder)!r} holds no authority that can sign, or an expired one, "
             "expected the folder `authority` that `fedpax certificates` made. Pass this folder, or "
             "make a new authority and new certificates for all sites."
@@ -328,7 +329,7 @@ def _check_mode(path: Path) -> None:
     found = path.stat()
     mode = stat.S_IMODE(found.st_mode)
     if found.st_uid == os.getuid() and mode & 0o077:
-        raise ValueError(
+        raise ArgumentError(
             f"{path} has mode {mode:04o}, expected 0600: other users of this machine can read or "
             f"change this private key. Run `chmod 600 {shlex.quote(str(path))}`."
         )

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from fedpax.errors import ArgumentError, FedpaxError
+
 CHUNK_BYTES = 1 << 20
 """Bytes of a chunk's body, at most. A header has to fit into one chunk."""
 
@@ -45,7 +47,7 @@ class Message(NamedTuple):
     arrays: Mapping[str, np.ndarray] = {}
 
 
-class MessageError(ValueError):
+class MessageError(FedpaxError, ValueError):
     """A message that does not conform to the format; the text names the difference."""
 
 
@@ -228,4 +230,4 @@ def _check_size(size: int, max_bytes: int) -> None:
 
 
 def _raise_not_json(constant: str) -> Any:
-    raise ValueError(f"{constant} is not JSON")
+    raise ArgumentError(f"{constant} is not JSON")

@@ -1,0 +1,201 @@
+"""Checks of numbers, in arguments of functions and in fields of configurations."""
+
+import dataclasses
+import math
+import numbers
+from typing import Any, Literal, get_args, get_origin, get_type_hints, overload
+
+import jax.numpy as jnp
+
+from fedpax.errors import ArgumentError, ArgumentTypeError
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """A range of numbers. No range contains NaN; one contains infinity only with `most=math.inf`.
+
+    Attributes:
+        least: the smallest number. Default None: no limit.
+        above: a lower limit that the range does not contain. Default None: no limit.
+        most: the largest number. Default None: no limit, without infinity.
+        below: an upper limit that the range does not contain. Default None: no limit.
+
+    Example:
+        >>> print(Range(above=0, most=1))
+        a number above 0 and at most 1
+        >>> 0.0 in Range(above=0, most=1), float("nan") in Range(least=0)
+        (False, False)
+    """
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+
+    def __contains__(self, number: float) -> bool:
+        """Return whether a number is in the range."""
+        return (  # comparisons that are False for NaN
+            (self.least is None or number >= self.least)
+            and (number > -math.inf if self.above is None else number > self.above)
+            and (self.below is None or number < self.below)
+            and (number < math.inf if self.most is None else number <= self.most)
+        )
+
+    def __str__(self) -> str:
+        """Describe the range for a message."""
+        limits = {"at least": self.least, "above": self.above}
+        limits |= {"below": self.below, "at most": self.most}
+        known = {word: x for word, x in limits.items() if x is not None and math.isfinite(x)}
+        suffix = " or inf" if self.most == math.inf else ""
+        if known == {"above": 0}:
+            return f"a positive {'number' if suffix else 'finite number'}{suffix}"
+        finite = len(known) < 2 and not suffix
+        return f"a {'finite ' if finite else ''}number{_describe(known)}{suffix}"
+
+
+@dataclasses.dataclass(frozen=True)
+class IntRange(Range):
+    """A range of integers.
+
+    Attributes:
+        even: the integers are even.
+
+    Example:
+        >>> print(IntRange(least=2, most=256), 2.0 in IntRange(least=2))
+        an int from 2 to 256 False
+    """
+
+    even: bool = False
+
+    def __contains__(self, number: float) -> bool:
+        """Return whether a number is an integer in the range."""
+        is_int = isinstance(number, numbers.Integral) and not isinstance(number, bool)
+        return is_int and super().__contains__(number) and not (self.even and number % 2)
+
+    def __str__(self) -> str:
+        """Describe the range for a message."""
+        known = {"at least": self.least, "at most": self.most}
+        limits = _describe({word: limit for word, limit in known.items() if limit is not None})
+        return f"{'an even' if self.even else 'an'} int{limits}"
+
+
+def _describe(limits: dict[str, Any]) -> str:
+    if limits.keys() == {"at least", "at most"}:
+        return f" from {limits['at least']} to {limits['at most']}"
+    texts = [f"{word} {limit}" for word, limit in limits.items()]
+    return f"{' of' if texts[:1] and 'at' in texts[0] else ''} {' and '.join(texts)}".rstrip()
+
+
+FINITE = Range()
+POSITIVE = Range(above=0)
+POSITIVE_OR_INFINITE = Range(above=0, most=math.inf)
+NON_NEGATIVE = Range(least=0)
+NON_NEGATIVE_OR_INFINITE = Range(least=0, most=math.inf)
+DECAY = Range(least=0, below=1)
+FRACTION = Range(least=0, most=1)
+PROBABILITY = Range(above=0, most=1)
+COUNT = IntRange(least=1)
+COUNT_OR_ZERO = IntRange(least=0)
+EVEN = IntRange(least=2, even=True)
+SEED = IntRange(least=-(2**31), most=2**32 - 1)
+"""JAX drops all but 32 bits of a seed, so larger ones would equal others."""
+
+
+@overload
+def check_argument(
+    function: str, argument: str, value: Any, expected: IntRange, *, remedy: str
+) -> int: ...
+@overload
+def check_argument(
+    function: str, argument: str, value: Any, expected: Range, *, remedy: str
+) -> float: ...
+def check_argument(
+    function: str, argument: str, value: Any, expected: Range, *, remedy: str
+) -> float:
+    """Return an argument that is a number in a range, as a Python number.
+
+    Args:
+        function: name of the function that takes the argument.
+        argument: name of the argument.
+        value: a number, a NumPy scalar or an array without axes; for an `IntRange` an integer.
+        expected: the range.
+        remedy: the last sentence of the message, such as "Pass 0.0 for fedavg."
+
+    Raises:
+        ArgumentTypeError: the value is not a number, or not an integer.
+        ArgumentError: the value is out of range.
+
+    Example:
+        >>> check_argument("clip_by_norm", "max_norm", -1.0, POSITIVE, remedy="Use 1.0.")
+        Traceback (most recent call last):
+            ...
+        fedpax.errors.ArgumentError: clip_by_norm(): max_norm is -1.0, expected a positive finite...
+    """
+    is_integer = isinstance(expected, IntRange)
+    is_number = _is_integer(value) if is_integer else _is_number(value)
+    if not is_number:
+        shown = repr(value) if value is None or isinstance(value, str | int | float) else None
+        shown = shown or f"a {type(value).__name__}"
+        raise ArgumentTypeError(
+            f"{function}(): {argument} is {shown}, expected {expected}. {remedy}"
+        )
+    number = int(value) if is_integer else float(value)
+    if number not in expected:
+        raise ArgumentError(f"{function}(): {argument} is {value}, expected {expected}. {remedy}")
+    return number
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, numbers.Real):  # NumPy's scalars are
+        return not isinstance(value, bool)
+    is_array = hasattr(value, "dtype") and jnp.ndim(value) == 0
+    return is_array and any(jnp.issubdtype(value.dtype, t) for t in (jnp.floating, jnp.integer))
+
+
+def check_seed(function: str, seed: Any) -> int:
+    """Return a seed of random numbers, of at most 32 bits, as an int, or raise."""
+    remedy = "Pass an int of your choice, such as 0: equal seeds give equal random numbers."
+    return check_argument(function, "seed", seed, SEED, remedy=remedy)
+
+
+def check_ranges(config: Any, path: str, **ranges: Range) -> None:
+    """Check the fields of a configuration: the names of choices, and numbers in their ranges.
+
+    The command line checks names itself. A configuration that is made in Python is checked here.
+
+    Args:
+        config: a configuration. Each of its fields of a `Literal` type must have one of the type's
+            values. Other fields that are None are not checked.
+        path: the path of the configuration in an experiment, such as "optimizer"; "" for the
+            experiment itself.
+        **ranges: the range of each number to check, by name.
+
+    Raises:
+        ArgumentError: a field has a name that its type lacks, is NaN or is out of range.
+
+    Example:
+        >>> import types
+        >>> check_ranges(types.SimpleNamespace(rate=0.0), "outer", rate=POSITIVE)
+        Traceback (most recent call last):
+            ...
+        fedpax.errors.ArgumentError: outer.rate=0.0: expected a positive finite number. Set --out...
+    """
+    prefix = f"{path}." if path else ""
+    for name, hint in get_type_hints(type(config)).items():
+        choices = get_args(hint) if get_origin(hint) is Literal else None
+        if choices and (value := getattr(config, name)) not in choices:
+            raise ArgumentError(
+                f"{prefix}{name}={value!r}: expected one of {', '.join(choices)}. Set "
+                f"--{prefix}{name} to one of them."
+            )
+    for name, expected in ranges.items():
+        value = getattr(config, name)
+        if value is not None and value not in expected:
+            raise ArgumentError(
+                f"{prefix}{name}={value}: expected {expected}. Set --{prefix}{name} to a value "
+                "in this range."
+            )

@@ -1,0 +1,34 @@
+"""The errors that fedpax raises: each is a `FedpaxError`, and the built-in error of its kind."""
+
+
+class FedpaxError(Exception):
+    """Base of the errors that fedpax raises itself.
+
+    The message has the argument, its value, what is expected and the remedy. The command line
+    prints the message without a traceback.
+
+    Attributes:
+        exit_status: the command line's exit status after this error.
+
+    Example:
+        >>> from fedpax.parallel.mesh import make_mesh
+        >>> try:
+        ...     make_mesh(fsdp=0)
+        ... except FedpaxError as error:
+        ...     print(isinstance(error, ValueError), error.exit_status)
+        True 2
+    """
+
+    exit_status = 2
+
+
+class ArgumentError(FedpaxError, ValueError):
+    """An argument, a setting or data with a value that cannot be used."""
+
+
+class ArgumentTypeError(FedpaxError, TypeError):
+    """An argument, a setting or data of a type that cannot be used."""
+
+
+class MissingPackageError(FedpaxError, ImportError):
+    """A package that an optional feature needs is not installed."""

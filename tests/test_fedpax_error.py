@@ -10,7 +10,7 @@ import fedpax
 from fedpax.checkpoints.checkpoint_dir import LostCheckpointDirError
 from fedpax.errors import ArgumentError, ArgumentTypeError, MissingPackageError
 from fedpax.main import main
-from fedpax.sites.transport import DisconnectedError
+from fedpax.sites.transport.calls import DisconnectedError
 
 ROOT = Path(__file__).parent.parent
 # Errors of fedpax are subclasses of these, so that callers who catch these catch them too.

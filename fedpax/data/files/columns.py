@@ -1,11 +1,14 @@
-"""to_numpy: a column of an Arrow table as a NumPy array, masked where values are missing."""
+"""to_numpy and array_to_arrow: columns between Arrow and NumPy, masked where values are missing."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
+
+from fedpax.errors import ArgumentError
 
 
 def to_numpy(column: Any, *, masked: bool = False) -> NDArray[Any]:
@@ -46,6 +49,42 @@ def to_numpy(column: Any, *, masked: bool = False) -> NDArray[Any]:
     if values.ndim > 1:
         mask = np.broadcast_to(mask.reshape(-1, *[1] * (values.ndim - 1)), values.shape)
     return np.ma.MaskedArray(values, mask=mask)
+
+
+def array_to_arrow(array: NDArray[Any]) -> Any:
+    """Convert an array `[examples, ...]`; more than one axis becomes a tensor.
+
+    Args:
+        array: numbers, dates, texts, or objects of texts or bytes.
+
+    Raises:
+        ValueError: the array has no axis of examples.
+
+    Example:
+        >>> array_to_arrow(np.zeros((2, 28, 28), np.uint8)).type.shape
+        [28, 28]
+    """
+    if array.ndim == 1:
+        return pa.array(array)
+    if array.ndim == 0:
+        raise ArgumentError("an array has no axis, expected one entry for each example")
+    shape = array.shape[1:]
+    values = pa.array(np.ascontiguousarray(array).reshape(-1))
+    storage = pa.FixedSizeListArray.from_arrays(values, int(np.prod(shape)))
+    tensor = pa.fixed_shape_tensor(values.type, shape)
+    return pa.ExtensionArray.from_storage(tensor, storage)
+
+
+def concatenate_values(values: Sequence[Any]) -> Any:
+    """Convert values of examples, as JSON has them: lists of numbers of one shape are a tensor."""
+    if values and isinstance(values[0], list):
+        try:
+            array = np.asarray(values)
+        except ValueError:  # lists of different lengths
+            return pa.array(values)
+        if array.dtype.kind in "iufb":
+            return array_to_arrow(array)
+    return pa.array(values)
 
 
 def _plain(array: Any) -> NDArray[Any]:

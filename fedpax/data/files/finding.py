@@ -12,6 +12,9 @@ from fedpax.files import check_fetched
 from fedpax.paths import expand_home, find_paths
 
 PLACEHOLDER = re.compile(r"\{(client|label|split)\}")
+CLIENT = "client"
+"""The column that names a client after its file, or after a part of its path."""
+
 COMPRESSIONS = (".gz", ".zst", ".bz2")
 
 
@@ -21,10 +24,12 @@ class DataFile(NamedTuple):
     Attributes:
         path: its path, or its URL in a bucket.
         fields: the values of the path's placeholders, such as `{"client": "Århus"}`.
+        is_shard: the file is a part of a data set that is saved as a folder, so it is not a client.
     """
 
     path: str
     fields: dict[str, str]
+    is_shard: bool = False
 
     @property
     def name(self) -> str:

@@ -2,21 +2,33 @@
 
 import importlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedpax.data.files.finding import PLACEHOLDER, DataFile, is_url
+from fedpax.data.files.folders import is_data_folder
 from fedpax.errors import ArgumentError
+from fedpax.paths import expand_home
 
 if TYPE_CHECKING:
     import pyarrow
 
+IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
+
 FORMATS = {
-    ".csv": "fedpax.data.files.csv_files:read_csv",
-    ".tsv": "fedpax.data.files.csv_files:read_csv",
-    ".tab": "fedpax.data.files.csv_files:read_csv",
-    ".parquet": "fedpax.data.files.parquet_files:read_parquet",
-    ".pq": "fedpax.data.files.parquet_files:read_parquet",
+    ".csv": "csv_files:read_csv",
+    ".tsv": "csv_files:read_csv",
+    ".tab": "csv_files:read_csv",
+    ".parquet": "parquet_files:read_parquet",
+    ".pq": "parquet_files:read_parquet",
+    ".jsonl": "json_files:read_json_lines",
+    ".ndjson": "json_files:read_json_lines",
+    ".json": "json_files:read_json",
+    ".arrow": "arrow_files:read_arrow",
+    ".feather": "arrow_files:read_arrow",
+    ".npz": "array_files:read_npz",
+    ".h5": "array_files:read_hdf5",
+    ".hdf5": "array_files:read_hdf5",
+    **dict.fromkeys(IMAGES, "image_files:read_images"),
 }
 """For each suffix the function that reads a file as a table."""
 
@@ -28,15 +40,17 @@ class ReadOptions(NamedTuple):
         columns: the columns to read. Empty: all.
         types: for a column the Arrow type that replaces the one found in the file.
         delimiter: the character between the columns of CSV. None: a comma, in TSV a tab.
+        image_size: the height and width to which images are resized. None: images have one size.
     """
 
     columns: tuple[str, ...]
     types: "Mapping[str, pyarrow.DataType]"
     delimiter: str | None
+    image_size: tuple[int, int] | None = None
 
 
-Reader = Callable[[DataFile, ReadOptions], Any]
-"""A function that reads a file as a `pyarrow.Table`."""
+Reader = Callable[[Any, ReadOptions], Any]
+"""A function that reads a `DataFile` as a `pyarrow.Table`; that of images reads a list of files."""
 
 
 def is_files(name: str) -> bool:
@@ -48,7 +62,15 @@ def is_files(name: str) -> bool:
     """
     file = DataFile(name, {})
     is_pattern = "*" in name or PLACEHOLDER.search(name) is not None
-    return file.suffix in FORMATS or is_pattern or is_url(name) or Path(name).is_file()
+    if file.suffix in FORMATS or is_pattern or is_url(name):
+        return True
+    path = expand_home(name)
+    return path.is_file() or is_data_folder(path)
+
+
+def is_image(file: DataFile) -> bool:
+    """Return whether a file is one image, and so one example."""
+    return file.suffix in IMAGES
 
 
 def find_reader(file: DataFile) -> Reader:
@@ -63,5 +85,5 @@ def find_reader(file: DataFile) -> Reader:
             "alone or before .gz, .zst or .bz2. Rename the file, or name others."
         )
     module, _, function = FORMATS[file.suffix].partition(":")
-    reader: Reader = getattr(importlib.import_module(module), function)
+    reader: Reader = getattr(importlib.import_module(f"fedpax.data.files.{module}"), function)
     return reader

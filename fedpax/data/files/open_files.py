@@ -1,5 +1,6 @@
 """open_files: the files that patterns name as one source, sorted by client."""
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -9,15 +10,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fedpax.data.files.finding import DataFile, find_files
-from fedpax.data.files.formats import ReadOptions
+from fedpax.data.files.finding import CLIENT, DataFile, find_files, is_url
+from fedpax.data.files.folders import find_in_folder
+from fedpax.data.files.formats import ReadOptions, is_image
 from fedpax.data.files.held_out import held_out
+from fedpax.data.files.own_clients import has_own_clients
 from fedpax.data.files.read_table import read_table
 from fedpax.data.files.table_source import ClientNames, TableSource, check_columns
 from fedpax.errors import ArgumentError
-
-CLIENT = "client"
-"""The column that names a client after its file or a part of its path."""
+from fedpax.paths import expand_home
 
 HELD_OUT_SPLITS = ("heldout", "test", "validation")
 """Names of the split that `heldout_fraction` makes."""
@@ -32,19 +33,28 @@ def open_files(
     columns: Sequence[str] = (),
     types: Mapping[str, str] | None = None,
     delimiter: str | None = None,
+    image_size: tuple[int, int] | None = None,
     heldout_fraction: float = 0.0,
     heldout_by: Literal["example", "client"] = "example",
 ) -> TableSource:
     """Open files as a source; see `fedpax.data.load`, which passes its arguments."""
-    patterns = (
-        [os.fspath(files)] if isinstance(files, str | os.PathLike) else [*map(os.fspath, files)]
-    )
+    if isinstance(files, str | os.PathLike):
+        files = [files]
+    patterns = [os.fspath(file) for file in files]
     name = ",".join(patterns)
-    options = ReadOptions(tuple(columns), _arrow_types(types), delimiter)
-    names_split = any("{split}" in pattern for pattern in patterns)
-    found = find_files(patterns, split)
-    tables = [read_table(file, options) for file in found]
-    tables, client = _add_path_columns(found, tables, client, label)
+    found, names_split = _find(patterns, split, heldout_fraction)
+    in_path = {field for file in found for field in file.fields}
+    kept = [c for c in (client, label) if c is not None and c not in in_path]
+    options = ReadOptions(
+        tuple(dict.fromkeys([*columns, *kept])) if columns else (),
+        _arrow_types(types),
+        delimiter,
+        image_size,
+    )
+    groups = _group(found)
+    tables = [read_table(group, options) for group in groups]
+    tables, client = _add_path_columns(groups, tables, client)
+    found = [group[0] for group in groups]
     table = _concatenate(found, tables)
     if not table.num_rows:
         raise ArgumentError(f"{name} has no examples, expected at least one. Name other files.")
@@ -166,12 +176,44 @@ def _arrow_types(types: Mapping[str, str] | None) -> dict[str, pa.DataType]:
     return found
 
 
+def _find(
+    patterns: Sequence[str], split: str | None, heldout_fraction: float
+) -> tuple[list[DataFile], bool]:
+    """Return the files of a split, and whether paths or folders name the splits."""
+    folders = [p for p in patterns if not is_url(p) and expand_home(p).is_dir()]
+    if not folders:
+        names_split = any("{split}" in pattern for pattern in patterns)
+        return find_files(patterns, split), names_split
+    if len(patterns) > 1:
+        raise ArgumentError(
+            f"{folders[0]} is a folder, expected one folder or several files. Name its files, such "
+            f"as '{folders[0]}/*.parquet'."
+        )
+    folder = expand_home(folders[0])
+    if heldout_fraction and split in HELD_OUT_SPLITS:
+        with contextlib.suppress(ValueError):  # the folder has no such split
+            return find_in_folder(folder, split)
+        split = "train"
+    found, names_split = find_in_folder(folder, split)
+    return found, names_split and not heldout_fraction
+
+
+def _group(files: Sequence[DataFile]) -> list[list[DataFile]]:
+    """Put images together, which are read in parallel; every other file is alone."""
+    if all(is_image(file) for file in files):
+        return [list(files)]
+    return [[file] for file in files]
+
+
 def _add_path_columns(
-    files: Sequence[DataFile], tables: Sequence[pa.Table], client: str | None, label: str | None
+    groups: Sequence[Sequence[DataFile]], tables: Sequence[pa.Table], client: str | None
 ) -> tuple[list[pa.Table], str | None]:
     """Add the columns that paths name; return the tables and the column of clients."""
-    paths = [dict(file.fields) for file in files]
-    if client is None and len(files) > 1 and "client" not in paths[0]:
+    first = groups[0][0]
+    if any(has_own_clients(table.schema) for table in tables) or CLIENT in first.fields:
+        client = client or CLIENT
+    paths = [[dict(file.fields) for file in group] for group in groups]
+    if client is None and len(groups) > 1 and not first.is_shard:
         taken = {column for table in tables for column in table.column_names}
         if CLIENT in taken:
             raise ArgumentError(
@@ -179,22 +221,24 @@ def _add_path_columns(
                 f"have a column {CLIENT!r}. Set client={CLIENT!r} if it names the clients; "
                 "otherwise leave it out with columns=."
             )
-        for fields, own in zip(paths, _client_names(files), strict=True):
+        client = CLIENT
+        for (fields,), own in zip(paths, _client_names([g[0] for g in groups]), strict=True):
             fields[CLIENT] = own
     added = []
-    for file, table, fields in zip(files, tables, paths, strict=True):
-        for name, text in fields.items():
+    for group, table, fields in zip(groups, tables, paths, strict=True):
+        for name in fields[0]:
             if name in table.column_names:
                 raise ArgumentError(
-                    f"{file.path} has a column {name!r}, and its path has {{{name}}} too, expected "
-                    "one of them. Write * in the path, or leave the column out with columns=."
+                    f"{group[0].path} has a column {name!r}, and its path has {{{name}}} too, "
+                    "expected one of them. Write * in the path, or leave the column out with "
+                    "columns=."
                 )
-            values = pa.DictionaryArray.from_arrays(
-                pa.array(np.zeros(table.num_rows, np.int32)), pa.array([text])
-            )
-            table = table.append_column(name, values)
+            texts = pa.array([own[name] for own in fields]).dictionary_encode()
+            if len(group) == 1:
+                texts = texts.take(pa.array(np.zeros(table.num_rows, np.int32)))
+            table = table.append_column(name, texts)
         added.append(table)
-    return added, client or (CLIENT if CLIENT in paths[0] else None)
+    return added, client
 
 
 def _client_names(files: Sequence[DataFile]) -> list[str]:

@@ -4,25 +4,32 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from fedpax.data.files.finding import DataFile
-from fedpax.data.files.formats import ReadOptions, find_reader
+from fedpax.data.files.finding import CLIENT, DataFile
+from fedpax.data.files.formats import ReadOptions, find_reader, is_image
+from fedpax.data.files.hugging_face import decode_features
+from fedpax.data.files.own_clients import has_own_clients
 from fedpax.errors import ArgumentError
 
 
-def read_table(file: DataFile, options: ReadOptions) -> pa.Table:
-    """Read one file.
+def read_table(files: Sequence[DataFile], options: ReadOptions) -> pa.Table:
+    """Read one file, or several images, each an example.
 
     Raises:
-        ValueError: its format is unknown, it is damaged, or columns are missing or named twice.
+        ValueError: the format is unknown, a file is damaged, or columns are missing or named twice.
     """
+    file = files[0]
     reader = find_reader(file)
     try:
-        table = reader(file, options)
+        if is_image(file):
+            table = reader(files, options)
+        else:
+            table = decode_features(reader(file, options), options)
     except (pa.ArrowException, OSError, ValueError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
         text = " ".join(str(error).split()).rstrip(".")
-        raise ArgumentError(f"{file.path} cannot be read as {file.suffix[1:]}: {text}.") from error
+        what = "" if is_image(file) else f"{file.path} cannot be read as {file.suffix[1:]}: "
+        raise ArgumentError(f"{what}{text}.") from error
     return _check_columns(file, table, options)
 
 
@@ -39,7 +46,10 @@ def _check_columns(file: DataFile, table: pa.Table, options: ReadOptions) -> pa.
             f"{file.path} has no column {missing[0]!r}, expected one of "
             f"{', '.join(map(repr, names))}."
         )
-    table = table.select(list(options.columns) or names)
+    wanted = list(options.columns) or names
+    if has_own_clients(table.schema) and CLIENT not in wanted:
+        wanted = [*wanted, CLIENT]
+    table = table.select(wanted)
     for name, kind in options.types.items():
         column = table.column(name) if name in table.column_names else None
         if column is not None and column.type != kind:

@@ -5,7 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from fedpax.data.files.formats import is_files
-from fedpax.data.sources.source import Source, open_data_set, open_records
+from fedpax.data.sources.source import (
+    EMBEDDED,
+    FEDERATED,
+    Source,
+    open_data_set,
+    open_records,
+)
 from fedpax.data.sources.text_records import SUFFIX
 from fedpax.errors import ArgumentError, MissingPackageError
 
@@ -19,6 +25,7 @@ def load(
     columns: Sequence[str] = (),
     types: Mapping[str, str] | None = None,
     delimiter: str | None = None,
+    image_size: tuple[int, int] | None = None,
     heldout_fraction: float = 0.0,
     heldout_by: Literal["example", "client"] = "example",
     data_dir: str | os.PathLike[str] | None = None,
@@ -40,9 +47,11 @@ def load(
               `"federated_emnist/digits"`, `"federated_shakespeare"` or
               `"federated_stackoverflow"`;
             - any name in TFDS's catalog, such as `"mnist"` or `"wikipedia/20230601.en"`;
-            - files, as a path, a pattern, a URL in a bucket, or a list of these: CSV and TSV (also
-              with .gz, .zst or .bz2) and Parquet. `{client}`, `{label}` and `{split}` stand for a
-              part of a path: `"photos/{client}/{label}/*.jpg"`;
+            - files, as a path, a pattern, a URL in a bucket, or a list of these: CSV and TSV (.gz,
+              .zst and .bz2 too), Parquet, JSON lines, Arrow and Feather, LEAF's JSON, .npz, HDF5
+              (a group is a client, as in TensorFlow Federated), images, and folders of Hugging
+              Face's `save_to_disk` or downloaded from its hub. `{client}`, `{label}` and `{split}`
+              stand for a part of a path: `"photos/{client}/{label}/*.jpg"`;
             - the path of array_record files, with patterns and with `{split}`:
               `"corpus/{split}-*.array_record"`. A record is a text in UTF-8 (the field `"text"`)
               or a `tf.train.Example`.
@@ -59,6 +68,8 @@ def load(
         types: types of Arrow for columns of files, such as `{"zip": "string"}`, where the type that
             pyarrow finds is not the intended one.
         delimiter: the character between columns of CSV. Default None: a comma, in TSV a tab.
+        image_size: the height and width to which images are resized. Default None: all images have
+            one size.
         heldout_fraction: the share of the examples of files that the split `"heldout"` has and
             `"train"` has not, chosen by a hash of the example's content: the same on every machine.
         heldout_by: `"example"`, or `"client"` to hold out whole clients by a hash of their names.
@@ -101,11 +112,13 @@ def load(
         "columns": columns,
         "types": types,
         "delimiter": delimiter,
+        "image_size": image_size,
         "heldout_fraction": heldout_fraction,
     }
     if isinstance(name, str) and name.endswith(SUFFIX):
         return open_records(name.replace("{split}", split or "train"))
-    if not isinstance(name, str) or is_files(name):
+    is_embedded = name in EMBEDDED or name in FEDERATED
+    if not isinstance(name, str) or (not is_embedded and is_files(name)):
         return _open_files(name, split=split, heldout_by=heldout_by, **of_files)
     if given := [argument for argument, value in of_files.items() if value]:
         raise ArgumentError(
@@ -123,9 +136,12 @@ def load(
 def _open_files(files: Any, **options: Any) -> Source:
     try:
         from fedpax.data.files.open_files import open_files
+
+        return open_files(files, **options)
     except ModuleNotFoundError as error:
+        if error.name not in ("pyarrow", "h5py", "PIL"):
+            raise
         raise MissingPackageError(
             f"Reading {files!r} needs the package {error.name}, which is not installed. Install "
             "the extra `files`: pip install 'fedpax[files]'."
         ) from error
-    return open_files(files, **options)

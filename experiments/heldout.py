@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float, Int64
 
 from fedpax.algorithm import LossFn, Params
+from fedpax.data.files.formats import FILE_NAME
 from fedpax.data.rounds.local_rows import LocalRows, addressable_rows
 from fedpax.data.text.packing import Batch
 from fedpax.errors import ArgumentError
@@ -62,7 +63,7 @@ class HeldoutSets(NamedTuple):
 
 
 _FORM = re.compile(
-    r"(?P<name>[\w.+-]+)=(?P<dataset>[^=@#\s]+|.+\.array_record)"
+    rf"(?P<name>[\w.+-]+)=(?P<dataset>[^=@#\s]+|{FILE_NAME})"
     r"(#(?P<field>[^=@#\s]+))?(@(?P<split>[^=@#\s]+))?"
 )
 

@@ -15,6 +15,7 @@ from fedpax.checkpoints.remote import resolve_folder
 from fedpax.checkpoints.saved_rounds import latest_round
 from fedpax.checks import COUNT, check_ranges
 from fedpax.data import Source, Tokenizer, load, load_tokenizer
+from fedpax.data.files.formats import is_files
 from fedpax.data.rounds.heldout_tokens import HeldoutRows
 from fedpax.data.text.byte_tokenizer import VOCAB_SIZE
 from fedpax.errors import ArgumentError
@@ -46,8 +47,10 @@ class TextDataConfig:
 
     Attributes:
         dataset: a name for `fedpax.data.load`, with the splits `train` and `heldout_split`, such as
-            "c4/en:3.1.0" or "corpus/{split}-*.array_record".
+            "c4/en:3.1.0", or files, such as "corpus/{split}-*.jsonl.zst".
         heldout_split: the split to evaluate on.
+        heldout_fraction: the share of the texts of files that `heldout_split` has and "train" has
+            not, chosen by a hash of the text. Default 0: `{split}` in the path names the files.
         field: the field of an example that contains its text.
         tokenizer: "bytes", or the path of a `tokenizer.json` or of a SentencePiece model.
         end_of_document: the token of `tokenizer` that separates documents, such as "<|im_end|>".
@@ -63,6 +66,7 @@ class TextDataConfig:
 
     dataset: str = "stdlib_text"
     heldout_split: str = "heldout"
+    heldout_fraction: float = 0.0
     field: str = "text"
     tokenizer: str = "bytes"
     end_of_document: str | None = None
@@ -81,6 +85,28 @@ class TextDataConfig:
         parse_heldout_sets(self.heldout_sets)
         sizes = ("seq_len", "heldout_batch_size", "heldout_tokens")
         check_ranges(self, "data", **dict.fromkeys(sizes, COUNT))
+        if not 0 <= self.heldout_fraction < 1:
+            raise ArgumentError(
+                f"data.heldout_fraction={self.heldout_fraction}, expected a share from 0 to below "
+                "1. Set for example --data.heldout_fraction=0.01."
+            )
+
+    def load(self, dataset: str, split: str, field: str | None = None) -> Source:
+        """Open a split of a data set by name, or of files.
+
+        Args:
+            dataset: a name for `fedpax.data.load`.
+            split: the split.
+            field: the field with the text. Default None: `field`.
+        """
+        if not self.heldout_fraction or not is_files(dataset):
+            return load(dataset, split, data_dir=self.data_dir)
+        return load(
+            dataset,
+            split,
+            heldout_fraction=self.heldout_fraction,
+            heldout_by=field or self.field,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -279,7 +305,7 @@ class LanguageModelExperiment(Experiment):
 
     def read_training(self) -> Source:
         """Open the training split of `data.dataset`."""
-        return load(self.data.dataset, "train", data_dir=self.data.data_dir)
+        return self.data.load(self.data.dataset, "train")
 
     def read_heldout(self, tokenizer: Tokenizer) -> HeldoutSets:
         """Open the splits to evaluate on; their rows are tokenized at the first evaluation.
@@ -293,7 +319,7 @@ class LanguageModelExperiment(Experiment):
 
         def read(dataset: str, split: str | None, field: str | None) -> HeldoutRows:
             return HeldoutRows(
-                load(dataset, split or data.heldout_split, data_dir=data.data_dir),
+                data.load(dataset, split or data.heldout_split, field),
                 seq_len=data.seq_len,
                 max_tokens=data.heldout_tokens,
                 field=field or data.field,

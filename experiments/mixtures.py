@@ -4,10 +4,11 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from fedpax.data.files.formats import FILE_NAME
 from fedpax.data.rounds.mixture import Weight, check_weights
 from fedpax.errors import ArgumentError
 
-_ITEM = re.compile(r"(?P<name>[^#=]+|.+\.array_record)(#(?P<field>[^#=/]+))?=(?P<weight>[^#=]+)")
+_ITEM = re.compile(rf"(?P<name>[^#=]+|{FILE_NAME})(#(?P<field>[^#=/]+))?=(?P<weight>[^#=]+)")
 _REMEDY = "Write NAME=WEIGHT, NAME#FIELD=WEIGHT or NAME=WEIGHT@ROUND,WEIGHT@ROUND,..."
 
 

@@ -17,7 +17,6 @@ from fedpax.data import (
     Mixture,
     TokenRounds,
     addressable_rows,
-    load,
     token_round_shapes,
     token_rounds,
 )
@@ -228,7 +227,7 @@ class TextExperiment(LanguageModelExperiment):
         """Open the training splits of the data sets in `data.mixture`."""
         data, items = self.data, parse_mixture(self.data.mixture)
         return Mixture(
-            {item.name: load(item.name, "train", data_dir=data.data_dir) for item in items},
+            {item.name: data.load(item.name, "train", item.field) for item in items},
             {item.name: item.weight for item in items},
             {item.name: item.field for item in items if item.field is not None},
         )

@@ -8,9 +8,11 @@ from typing import Any
 
 import jax
 import numpy as np
+import pyarrow as pa
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 from numpy.typing import NDArray
+from pyarrow import parquet
 
 from fedpax.commands.options import configure
 from fedpax.experiments.heldout import parse_heldout_sets
@@ -122,8 +124,44 @@ def test_a_tokenizer_of_another_size_than_the_weights_is_refused() -> None:
         dataclasses.replace(base, model=larger).read_tokenizer()
 
 
-def test_a_path_may_have_the_signs_of_the_form() -> None:
-    path = "my data@2/date=1#x/{split}.array_record"
+@pytest.mark.parametrize("suffix", ["jsonl.zst", "parquet"])
+def test_text_of_json_lines_and_parquet_gives_the_rows_of_the_same_texts(
+    corpora: Path, tmp_path: Path, suffix: str
+) -> None:
+    for split in ("train", "heldout"):
+        texts = [letter * (100 + n) for letter in "a" for n in range(40)]
+        table = pa.table({"url": [f"u{n}" for n in range(40)], "text": texts})
+        if suffix == "parquet":
+            parquet.write_table(table, tmp_path / f"{split}.parquet")
+        else:
+            lines = "".join(json.dumps(row) + "\n" for row in table.to_pylist())
+            (tmp_path / f"{split}.jsonl.zst").write_bytes(
+                pa.compress(lines.encode(), "zstd", asbytes=True)
+            )
+    name = f"{tmp_path}/{{split}}.{suffix}"
+    run, expected = (experiment(corpora, **d).build() for d in ({"dataset": name}, {}))
+    np.testing.assert_array_equal(in_order(next(run.cohorts)), in_order(next(expected.cohorts)))
+    mixed = experiment(corpora, mixture=(f"{name}#text=1", f"{corpora}/b-train.array_record=1"))
+    rows = in_order(next(mixed.build().cohorts))
+    assert (rows == ord("a")).any() and (rows == ord("b")).any()
+
+
+def test_a_share_of_the_texts_of_files_is_held_out(corpora: Path, tmp_path: Path) -> None:
+    rows = [{"id": n, "text": f"text {n % 50}"} for n in range(100)]  # each text occurs twice
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = experiment(corpora, dataset=f"{tmp_path}/a.jsonl", heldout_fraction=0.2).data
+    train, held = (
+        {example["text"] for example in data.load(data.dataset, split)}
+        for split in ("train", data.heldout_split)
+    )
+    assert len(held) > 2 and not train & held and len(train | held) == 50
+    with pytest.raises(ValueError, match=r"data\.heldout_fraction=1"):
+        experiment(corpora, heldout_fraction=1)
+
+
+@pytest.mark.parametrize("end", ["array_record", "jsonl.zst", "parquet"])
+def test_a_path_may_have_the_signs_of_the_form(end: str) -> None:
+    path = f"my data@2/date=1#x/{{split}}.{end}"
     for suffix, field in (("", None), ("#body", "body")):
         (item,) = parse_mixture([f"{path}{suffix}=0.5"])
         assert (item.name, item.field, item.weight) == (path, field, 0.5)

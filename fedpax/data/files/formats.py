@@ -33,6 +33,14 @@ FORMATS = {
 """For each suffix the function that reads a file as a table."""
 
 
+FILE_NAME = (
+    r".+\.(?:array_record|(?:"
+    + "|".join(suffix[1:] for suffix in FORMATS)
+    + r")(?:\.(?:gz|zst|bz2))?)"
+)
+"""A regular expression for the names of files, which may have characters that others have not."""
+
+
 class ReadOptions(NamedTuple):
     """How files are read.
 

@@ -4,11 +4,11 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from jaxtyping import Bool
 
 from fedpax.data.files.finding import CLIENT, DataFile, find_files, is_url
 from fedpax.data.files.folders import find_in_folder
@@ -35,7 +35,7 @@ def open_files(
     delimiter: str | None = None,
     image_size: tuple[int, int] | None = None,
     heldout_fraction: float = 0.0,
-    heldout_by: Literal["example", "client"] = "example",
+    heldout_by: str = "example",
 ) -> TableSource:
     """Open files as a source; see `fedpax.data.load`, which passes its arguments."""
     if isinstance(files, str | os.PathLike):
@@ -59,11 +59,13 @@ def open_files(
     if not table.num_rows:
         raise ArgumentError(f"{name} has no examples, expected at least one. Name other files.")
     check_columns(table.column_names, {"client": client, "label": label}, name)
-    check_fraction(heldout_fraction, heldout_by, client)
-    if heldout_fraction and split is not None and not names_split:
-        is_held_out = held_out(
-            table if heldout_by == "example" else table.select([client]), heldout_fraction
+    if not 0 <= heldout_fraction < 1:
+        raise ArgumentError(
+            f"heldout_fraction is {heldout_fraction}, expected a share from 0 to below 1, such as "
+            "0.1."
         )
+    if heldout_fraction and split is not None and not names_split:
+        is_held_out = _held_out(name, table, heldout_fraction, heldout_by, client)
         table = table.filter(pa.array(is_held_out == _is_held_out_split(split)))
         if not table.num_rows:
             raise ArgumentError(
@@ -78,19 +80,20 @@ def open_files(
     return sort_by_client(name, Path(found[0].path).parent, table, client, label)
 
 
-def check_fraction(fraction: float, by: str, client: str | None) -> None:
-    """Check the arguments of a held-out split."""
-    if not 0 <= fraction < 1:
+def _held_out(
+    name: str, table: pa.Table, fraction: float, by: str, client: str | None
+) -> Bool[np.ndarray, " examples"]:
+    """Return whether each example is held out, by its content or by one column."""
+    if by == "client" and client is not None:
+        by = client
+    if by == "example":
+        return held_out(table, fraction)
+    if by not in table.column_names:
         raise ArgumentError(
-            f"heldout_fraction is {fraction}, expected a share from 0 to below 1, such as 0.1."
+            f"heldout_by={by!r} is no column of {name}, expected 'example', 'client' for files "
+            f"with clients, or one of {', '.join(map(repr, table.column_names))}."
         )
-    if by not in ("example", "client"):
-        raise ArgumentError(f"heldout_by is {by!r}, expected 'example' or 'client'.")
-    if by == "client" and client is None:
-        raise ArgumentError(
-            "heldout_by='client' needs clients, but the files have none. Set client= to the column "
-            "that names them."
-        )
+    return held_out(table.select([by]), fraction)
 
 
 def _is_held_out_split(split: str) -> bool:

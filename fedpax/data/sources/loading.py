@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from fedpax.data.files.formats import is_files
 from fedpax.data.sources.source import (
@@ -27,7 +27,7 @@ def load(
     delimiter: str | None = None,
     image_size: tuple[int, int] | None = None,
     heldout_fraction: float = 0.0,
-    heldout_by: Literal["example", "client"] = "example",
+    heldout_by: str = "example",
     data_dir: str | os.PathLike[str] | None = None,
 ) -> Source:
     r"""Open a split of a data set, or files as clients.
@@ -72,7 +72,8 @@ def load(
             one size.
         heldout_fraction: the share of the examples of files that the split `"heldout"` has and
             `"train"` has not, chosen by a hash of the example's content: the same on every machine.
-        heldout_by: `"example"`, or `"client"` to hold out whole clients by a hash of their names.
+        heldout_by: what is hashed: `"example"`, all its columns; `"client"`, to hold out whole
+            clients; or a column, such as `"text"`, whose equal values are on one side.
         data_dir: the folder of prepared data sets. Default None: the environment variable
             `TFDS_DATA_DIR`, or `~/tensorflow_datasets` if it is not set.
 

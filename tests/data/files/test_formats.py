@@ -11,7 +11,6 @@ import h5py
 import numpy as np
 import pyarrow as pa
 import pytest
-import zstandard
 from PIL import Image
 from pyarrow import feather, ipc, parquet
 
@@ -46,7 +45,7 @@ WRITERS: dict[str, Callable[[list[dict[str, Any]], Path], Any]] = {
     "lines.json": lambda r, path: path.write_bytes(lines(r)),
     "list.json": lambda r, path: path.write_text(json.dumps(r)),
     "a.jsonl.gz": lambda r, path: path.write_bytes(gzip.compress(lines(r))),
-    "a.jsonl.zst": lambda r, path: path.write_bytes(zstandard.compress(lines(r))),
+    "a.jsonl.zst": lambda r, path: path.write_bytes(pa.compress(lines(r), "zstd", asbytes=True)),
     "stream.arrow": lambda r, path: write_ipc(pa.Table.from_pylist(r), path, stream=True),
     "file.arrow": lambda r, path: write_ipc(pa.Table.from_pylist(r), path, stream=False),
     "a.feather": lambda r, path: feather.write_feather(pa.Table.from_pylist(r), path),

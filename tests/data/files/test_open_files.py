@@ -276,7 +276,11 @@ def test_files_cover_all_rows_once(tmp_path_factory: Any, rows: list[Any], data:
         ({"a.csv": "x\n1\n"}, {"split": "test"}, r"no split 'test'. Write \{split\}"),
         ({"a.csv": "x\n1\n"}, {"split": "q", "heldout_fraction": 0.5}, r"split is 'q', expected"),
         ({"a.csv": "x\n1\n"}, {"heldout_fraction": 1.5}, r"heldout_fraction is 1.5"),
-        ({"a.csv": "x\n1\n"}, {"heldout_by": "client"}, r"heldout_by='client' needs clients"),
+        (
+            {"a.csv": "x\n1\n"},
+            {"heldout_by": "client", "heldout_fraction": 0.1, "split": "train"},
+            r"heldout_by='client' is no column of .*or one of 'x'",
+        ),
         ({"a.csv": "x\n1\n"}, {"types": {"x": "nothing"}}, r"'nothing' of column 'x' is no type"),
         ({"a.parquet": "PAR1 and no more"}, {}, r"a.parquet cannot be read as parquet"),
         ({"a.xlsx": "x"}, {}, r"suffix '.xlsx', expected one of .csv"),

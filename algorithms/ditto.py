@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import chex
 import optax
 from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
-from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params, Scalar
 from fedpax.algorithms.parts.checks import (
     check_no_keys,
     check_optimizer,
@@ -51,7 +51,7 @@ def ditto(
     cohort_size: int,
     num_clients: int,
     client_optimizer: optax.GradientTransformation,
-    lam: Any,
+    lam: Scalar,
     personal_optimizer: optax.GradientTransformation | None = None,
     server_optimizer: optax.GradientTransformation | None = None,
     aggregator: Aggregator | None = None,

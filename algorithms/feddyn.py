@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import chex
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
-from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params, Scalar
 from fedpax.algorithms.parts.checks import (
     check_no_keys,
     check_optimizer,
@@ -58,7 +58,7 @@ def feddyn(
     cohort_size: int,
     num_clients: int,
     client_optimizer: optax.GradientTransformation,
-    alpha: Any,
+    alpha: Scalar,
     server_optimizer: optax.GradientTransformation | None = None,
     aggregator: Aggregator | None = None,
     chunk_size: ChunkSize = None,

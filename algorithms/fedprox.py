@@ -9,7 +9,7 @@ from typing import Any
 import optax
 
 from fedpax.aggregators import Aggregator
-from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params, Scalar
 from fedpax.algorithms.fedavg import FedAvgState
 from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.parts.gradient_terms import proximal_term
@@ -28,7 +28,7 @@ def fedprox(
     *,
     cohort_size: int,
     client_optimizer: optax.GradientTransformation,
-    mu: Any,
+    mu: Scalar,
     server_optimizer: optax.GradientTransformation | None = None,
     aggregator: Aggregator | None = None,
     chunk_size: ChunkSize = None,

@@ -9,7 +9,7 @@ import jax
 import optax
 
 from fedpax.aggregators import Aggregator
-from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params, Scalar
 from fedpax.algorithms.fedavg import FedAvgState, fedavg
 from fedpax.algorithms.parts.checks import check_optimizer, check_setting
 from fedpax.algorithms.parts.local_steps import gradient_and_metrics
@@ -24,7 +24,7 @@ def per_fedavg(
     *,
     cohort_size: int,
     client_optimizer: optax.GradientTransformation,
-    adaptation_learning_rate: Any,
+    adaptation_learning_rate: Scalar,
     first_order: bool = False,
     server_optimizer: optax.GradientTransformation | None = None,
     aggregator: Aggregator | None = None,
@@ -109,7 +109,7 @@ def reptile(
     *,
     cohort_size: int,
     client_optimizer: optax.GradientTransformation,
-    meta_learning_rate: Any,
+    meta_learning_rate: optax.ScalarOrSchedule,
     aggregator: Aggregator | None = None,
     chunk_size: ChunkSize = None,
 ) -> FederatedAlgorithm[FedAvgState]:

@@ -88,7 +88,8 @@ def scaffold(
         cohort_size: S, number of clients in a round.
         num_clients: N, number of clients in the population.
         client_optimizer: any optax optimizer; the paper's is SGD with learning rate eta_l.
-        option: "I" or "II". Default "II", the paper's choice in its experiments.
+        option: how a client updates its control variate, "I" or "II". Default "II", the paper's
+            choice in its experiments.
         server_optimizer: any optax optimizer; the paper's is SGD with learning rate eta_g. Default
             None: `optax.sgd(1.0)`.
         aggregator: combines the pseudo-gradients x - y_i. Default None: their weighted mean. The

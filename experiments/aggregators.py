@@ -4,47 +4,31 @@ import dataclasses
 from collections.abc import Mapping
 
 from fedpax.experiments.catalog import ExperimentGroup
-from fedpax.experiments.client_aggregators import (
-    AggregatorConfig,
-    ClippedMean,
-    CompressedMean,
-    Mean,
-    PrivateMean,
-    PrivateSecureMean,
-    QuantizedMean,
-    SecureMean,
-)
+from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
 from fedpax.experiments.fedavg_clients import ClientExperiment
 from fedpax.experiments.methods import methods_digits
-from fedpax.experiments.robust_aggregators import (
-    Bulyan,
-    CoordinateMedian,
-    GeometricMedian,
-    Krum,
-    TrimmedMean,
-)
 
 AGGREGATORS: Mapping[str, AggregatorConfig] = {
-    "mean": Mean(),
-    "clipped_mean": ClippedMean(quantile=0.5),
-    "private_mean": PrivateMean(noise_multiplier=0.3),
-    "secure_mean": SecureMean(max_value=0.5),
-    "private_secure_mean": PrivateSecureMean(noise_multiplier=0.3),
-    "quantized_mean": QuantizedMean(),
-    "uniform": CompressedMean(),
-    "rotated_uniform": CompressedMean(rotated=True),
-    "drive": CompressedMean(codec="drive"),
-    "terngrad": CompressedMean(codec="terngrad"),
-    "sign": CompressedMean(codec="sign", error_feedback=True),
-    "e3m0": CompressedMean(codec="e3m0", error_feedback=True),
-    "top_k": CompressedMean(codec="top_k", error_feedback=True),
-    "random_k": CompressedMean(codec="random_k", error_feedback=True),
-    "coordinate_median": CoordinateMedian(),
-    "trimmed_mean": TrimmedMean(),
-    "krum": Krum(),
-    "multi_krum": Krum(num_selected=5),
-    "bulyan": Bulyan(),
-    "geometric_median": GeometricMedian(),
+    "mean": aggregator("mean"),
+    "clipped_mean": aggregator("clipped_mean", quantile=0.5),
+    "private_mean": aggregator("private_mean", noise_multiplier=0.3),
+    "secure_mean": aggregator("secure_mean", max_value=0.5),
+    "private_secure_mean": aggregator("private_secure_mean", noise_multiplier=0.3),
+    "quantized_mean": aggregator("quantized_mean"),
+    "uniform": aggregator("compressed_mean"),
+    "rotated_uniform": aggregator("compressed_mean", rotated=True),
+    "drive": aggregator("compressed_mean", codec="drive"),
+    "terngrad": aggregator("compressed_mean", codec="terngrad"),
+    "sign": aggregator("compressed_mean", codec="sign", error_feedback=True),
+    "e3m0": aggregator("compressed_mean", codec="e3m0", error_feedback=True),
+    "top_k": aggregator("compressed_mean", codec="top_k", error_feedback=True),
+    "random_k": aggregator("compressed_mean", codec="random_k", error_feedback=True),
+    "coordinate_median": aggregator("coordinate_median"),
+    "trimmed_mean": aggregator("trimmed_mean"),
+    "krum": aggregator("krum"),
+    "multi_krum": aggregator("krum", num_selected=5),
+    "bulyan": aggregator("bulyan"),
+    "geometric_median": aggregator("geometric_median"),
 }
 """The aggregators by name."""
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import ast
-import builtins
 import difflib
-import functools
 import importlib.util
 import inspect
 import os
-import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import fedpax.experiments
 from fedpax.errors import FedpaxError
 from fedpax.experiments.edited_modules import folder_of_module, import_newest
+from fedpax.experiments.listing import EXPERIMENTS, GROUPS
 
 if TYPE_CHECKING:
     from fedpax.training.experiment import Experiment
@@ -27,14 +23,6 @@ if TYPE_CHECKING:
 
 class UnknownExperimentError(FedpaxError, ValueError):
     """An experiment that does not exist; the message lists similar names."""
-
-
-class Entry(NamedTuple):
-    """An experiment or a group: its module, its function, and the docstring's first line."""
-
-    module: str
-    function: str
-    summary: str
 
 
 class ExperimentGroup(NamedTuple):
@@ -49,80 +37,20 @@ class ExperimentGroup(NamedTuple):
     target: str | None = None
 
 
-@functools.cache
-def entries() -> Mapping[str, Entry]:
-    """List the experiments that come with fedpax, without importing them.
-
-    They are the public functions of the modules directly in `fedpax.experiments` that take no
-    arguments and are annotated to return a class of fedpax's, their configuration. If two modules
-    define the same name, the second one is listed as `module:function`. The source is parsed,
-    because the imports of all experiments take longer than JAX's.
-
-    Returns:
-        The experiments by name.
-
-    Example:
-        >>> entries()["pretrain_text"].summary
-        "Pretraining of a byte-level transformer on Python's own sources, on one island."
-    """
-    return _entries(are_groups=False)
-
-
-@functools.cache
-def groups() -> Mapping[str, Entry]:
-    """List the groups of experiments: the functions that return an `ExperimentGroup`.
-
-    Returns:
-        The groups by name.
-
-    Example:
-        >>> groups()["methods_digits"].summary
-        'Methods for clients on digits: 100 clients with few labels each, an MLP.'
-    """
-    return _entries(are_groups=True)
-
-
-def _entries(*, are_groups: bool) -> Mapping[str, Entry]:
-    found: dict[str, Entry] = {}
-    package = fedpax.experiments
-    for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-        if info.ispkg:
-            continue  # the benchmarks
-        spec = importlib.util.find_spec(info.name)
-        assert spec is not None and spec.origin is not None
-        for node in ast.parse(Path(spec.origin).read_bytes()).body:
-            if not isinstance(node, ast.FunctionDef) or not (returned := _returned_class(node)):
-                continue
-            if (returned == ExperimentGroup.__name__) == are_groups:
-                name = node.name if node.name not in found else f"{info.name}:{node.name}"
-                summary = (ast.get_docstring(node) or "").partition("\n")[0]
-                found[name] = Entry(info.name, node.name, summary)
-    return MappingProxyType(found)
-
-
-def _returned_class(node: ast.FunctionDef) -> str | None:
-    """Return the class that a public function without arguments is annotated to return."""
-    returned = node.returns.id if isinstance(node.returns, ast.Name) else ""
-    arguments = any(isinstance(child, ast.arg) for child in ast.walk(node.args))
-    if not returned or hasattr(builtins, returned) or arguments or node.name.startswith("_"):
-        return None
-    return returned
-
-
 def experiments() -> dict[str, Callable[[], Experiment]]:
     """Import the experiments that come with fedpax.
 
     Returns:
         The functions by name.
     """
-    return {name: find_experiment(name) for name in entries()}
+    return {name: find_experiment(name) for name in EXPERIMENTS}
 
 
 def find_group(name: str) -> ExperimentGroup:
     """Return a group of experiments.
 
     Args:
-        name: a name in `groups`, or a function as in `find_experiment`, which is called.
+        name: a name in `GROUPS`, or a function as in `find_experiment`, which is called.
 
     Raises:
         UnknownExperimentError: the name is not that of a group.
@@ -143,7 +71,7 @@ def group_or_none(name: str) -> ExperimentGroup | None:
     """Return the group of experiments that a name on the command line names, if it names one.
 
     Args:
-        name: a name in `groups`, or a function as in `find_experiment`, which is called.
+        name: a name in `GROUPS`, or a function as in `find_experiment`, which is called.
 
     Returns:
         The group. None: the name is that of an experiment, or of one in a group.
@@ -156,9 +84,8 @@ def group_or_none(name: str) -> ExperimentGroup | None:
         >>> group_or_none("methods_digits:fedavg") is None
         True
     """
-    if name in groups():
-        entry = groups()[name]
-        made = getattr(importlib.import_module(entry.module), entry.function)()
+    if name in GROUPS:
+        made = _import_shipped(name)()
     elif ":" not in name or _is_group_name(name.rpartition(":")[0]):
         return None
     else:
@@ -171,7 +98,7 @@ def group_or_none(name: str) -> ExperimentGroup | None:
 
 def _is_group_name(text: str) -> bool:
     """Return whether `text:NAME` can only be an experiment of a group."""
-    return text in groups() or ":" in text
+    return text in GROUPS or ":" in text
 
 
 def _check_group(exp: str, group: ExperimentGroup) -> None:
@@ -231,16 +158,16 @@ def is_shipped(exp: str) -> bool:
     """
     module = exp.rpartition(":")[0]
     is_module = module.startswith("fedpax.") and not module.endswith(".py")
-    return not exp or exp in entries() or module in groups() or is_module
+    return not exp or exp in EXPERIMENTS or module in GROUPS or is_module
 
 
 def find_experiment(exp: str) -> Callable[[], Experiment]:
     """Find an experiment by the name that `--exp` takes.
 
     Args:
-        exp: a name from `experiments`, or `my_package.my_module:function` with a module that is
+        exp: a name from `EXPERIMENTS`, or `my_package.my_module:function` with a module that is
             installed, on `PYTHONPATH` or below the current folder, or `path/to/file.py:function`,
-            or `group:name`. The group is one from `groups`, or a function as before, which is
+            or `group:name`. The group is one from `GROUPS`, or a function as before, which is
             called.
 
     Returns:
@@ -253,19 +180,15 @@ def find_experiment(exp: str) -> Callable[[], Experiment]:
     if _is_group_name(group):
         return _find_member(group, member)
     if ":" not in exp:
-        found = entries()
         if found_group := group_or_none(exp):
             raise UnknownExperimentError(describe_group(exp, found_group))
-        if exp not in found:
+        if exp not in EXPERIMENTS:
             raise UnknownExperimentError(
-                f"there is no experiment {exp!r}.{did_you_mean(exp, [*found, *groups()])} Run "
+                f"there is no experiment {exp!r}.{did_you_mean(exp, [*EXPERIMENTS, *GROUPS])} Run "
                 "`fedpax list` to "
                 "see all names, or give my_package.my_module:function or path/to/file.py:function."
             )
-        make: Callable[[], Experiment] = getattr(
-            importlib.import_module(found[exp].module), found[exp].function
-        )
-        return make
+        return _import_shipped(exp)
     module_name, _, name = exp.rpartition(":")
     if not module_name or not name:
         raise UnknownExperimentError(
@@ -287,6 +210,15 @@ def find_experiment(exp: str) -> Callable[[], Experiment]:
             f"--exp={exp}: {name} needs {' and '.join(needed)}, but is called without arguments. "
             "Write a function around it that gives them."
         )
+    return function
+
+
+def _import_shipped(name: str) -> Callable[[], Any]:
+    """Import the function of an experiment or a group that comes with fedpax."""
+    module = {**EXPERIMENTS, **GROUPS}[name].module
+    function: Callable[[], Any] = getattr(
+        importlib.import_module(f"fedpax.experiments.{module}"), name
+    )
     return function
 
 
@@ -315,7 +247,7 @@ def _find_member(group: str, name: str) -> Callable[[], Experiment]:
     def make() -> Experiment:
         return members[name]
 
-    summary = groups()[group].summary if group in groups() else ""
+    summary = GROUPS[group].summary if group in GROUPS else ""
     make.__doc__ = f"{name}: one of the group {group}.\n\n{summary}".rstrip()
     return make
 

@@ -1,54 +1,87 @@
-"""Aggregators as configuration: how the updates of an experiment's clients are combined."""
+"""Aggregators as configuration: the functions of `fedpax.aggregators`, with their settings.
 
-import abc
+An aggregator is a function of `fedpax.aggregators` that returns an `Aggregator`. Its arguments that
+are plain values are fields of its configuration.
+"""
+
 import dataclasses
-from collections.abc import Mapping
-from typing import Literal
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal
 
-from fedpax.aggregators import (
-    Aggregator,
-    adaptive_clip,
-    chain,
-    clip_by_norm,
-    codecs,
-    compressed_mean,
-    mean,
-    private_mean,
-    private_secure_mean,
-    quantized_mean,
-    secure_mean,
-)
-from fedpax.checks import (
-    COUNT,
-    EVEN,
-    FRACTION,
-    NON_NEGATIVE,
-    POSITIVE,
-    PROBABILITY,
-    IntRange,
-    check_ranges,
-)
+from fedpax import aggregators
+from fedpax.aggregators import Aggregator, chain, codecs
 from fedpax.errors import ArgumentError
+from fedpax.experiments.settings import Settings, is_choice
 
 CodecName = Literal["uniform", "drive", "terngrad", "sign", "e3m0", "top_k", "random_k"]
 """The names of the codecs."""
 
 
 @dataclasses.dataclass(frozen=True)
-class AggregatorConfig(abc.ABC):
+class AggregatorConfig(Settings):
     """An aggregator; the base class of the aggregators."""
 
-    @abc.abstractmethod
+    group = "aggregator"
+    given: ClassVar[Mapping[str, Any]] = {"seed": 0, "expected_participants": 1e30}
+
+    @classmethod
+    def functions(cls) -> dict[str, Callable[..., Any]]:
+        """Return the aggregators of `fedpax.aggregators`, by name."""
+        known = {name: getattr(aggregators, name) for name in aggregators.__all__}
+        known |= {"clipped_mean": _clipped_mean, "compressed_mean": _compressed_mean}
+        return {
+            name: function
+            for name, function in known.items()
+            if inspect.isfunction(function) and is_choice(function, cls.given, Aggregator)
+        }
+
+    @classmethod
+    def defaults(cls, function: Callable[..., Any]) -> Mapping[str, Any]:
+        """Return the values with which experiments begin, of settings that a function requires."""
+        defaults: dict[str, dict[str, Any]] = {
+            "private_mean": {"max_norm": 1.0, "noise_multiplier": 1.0},
+            "private_secure_mean": {"max_norm": 1.0, "noise_multiplier": 1.0},
+            "secure_mean": {"max_value": 1.0},
+            "quantized_mean": {"num_levels": 16},
+            "trimmed_mean": {"trim_fraction": 0.1},
+            "krum": {"num_byzantine": 1},
+            "bulyan": {"num_byzantine": 1},
+        }
+        return defaults.get(function.__name__, {})
+
     def make(self, seed: int, expected_participants: float) -> Aggregator:
         """Make the aggregator.
 
         Args:
             seed: random seed of its noise, masks and roundings.
             expected_participants: number of clients in a round; the average with Poisson sampling.
+
+        Raises:
+            ValueError: the noise is too large for the number of clients.
         """
+        if self.function.__name__ == "private_mean":
+            _check_noise(self, expected_participants)
+        aggregator: Aggregator = self.call(
+            {"seed": seed, "expected_participants": expected_participants}
+        )
+        return aggregator
 
     def limits(self, cohort_size: int) -> Mapping[str, int]:
         """Return the largest value of each setting that the size of a cohort limits, by name."""
+        neighbors = (cohort_size - 1) // 2 * 2  # the largest even number of other clients
+        settings: Any = self
+        match self.function.__name__:
+            case "secure_mean":  # the sum of `bits` fits 32 bits
+                bits = ((2**31 - 1) // cohort_size + 1).bit_length()
+                return {"bits": bits, "num_neighbors": neighbors}
+            case "private_secure_mean":
+                return {"min_participants": cohort_size, "num_neighbors": neighbors}
+            case "krum":
+                most = cohort_size - settings.num_byzantine - 2
+                return {"num_byzantine": (cohort_size - 3) // 2, "num_selected": most}
+            case "bulyan":
+                return {"num_byzantine": (cohort_size - 3) // 4}
         return {}
 
     def check_cohort(self, cohort_size: int) -> None:
@@ -75,197 +108,65 @@ class AggregatorConfig(abc.ABC):
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class Mean(AggregatorConfig):
-    """The weighted mean."""
+def aggregator(function: str | Callable[..., Aggregator], **settings: Any) -> AggregatorConfig:
+    """Configure an aggregator, for the field `aggregator` of an experiment.
 
-    def make(self, seed: int, expected_participants: float) -> Aggregator:
-        """Make the mean."""
-        return mean()
+    The command line of an experiment with the field `aggregator: AggregatorConfig =
+    aggregator("mean")` takes `--aggregator=krum --aggregator.num_byzantine=2`.
+
+    Args:
+        function: the name of an aggregator, or a function of one's own that returns an
+            `Aggregator`. It can have the arguments `seed` and `expected_participants`, which the
+            experiment gives. Its other arguments are numbers, texts or choices, or have defaults.
+        **settings: values of these other arguments.
+
+    Raises:
+        ValueError: there is no such aggregator, or a setting is out of range.
+
+    Example:
+        >>> aggregator("krum", num_byzantine=2).num_selected
+        1
+        >>> aggregator("trimmed_mean", trim_fraction=0.5)
+        Traceback (most recent call last):
+            ...
+        fedpax.errors.ArgumentError: aggregator.trim_fraction=0.5: expected a number...
+    """
+    return AggregatorConfig.of(function)(**settings)
 
 
-@dataclasses.dataclass(frozen=True)
-class ClippedMean(AggregatorConfig):
-    """The weighted mean of updates that are clipped to a norm.
+def __getattr__(name: str) -> Any:
+    """Return the configuration class of an aggregator, such as `Krum`: older runs name it so."""
+    return AggregatorConfig.named(name)
 
-    Attributes:
+
+def _clipped_mean(  # noqa: D417
+    max_norm: float = 1.0, quantile: float | None = None, *, seed: int
+) -> Aggregator:
+    """Average updates by weight after clipping them to a norm.
+
+    Args:
         max_norm: largest norm of an update; with `quantile`, that of the first round.
         quantile: quantile of the updates' norms that the largest norm follows. Default None: the
             norm is fixed.
     """
-
-    max_norm: float = 1.0
-    quantile: float | None = None
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_ranges(self, "aggregator", max_norm=POSITIVE, quantile=FRACTION)
-
-    def make(self, seed: int, expected_participants: float) -> Aggregator:
-        """Make clipping and the mean."""
-        if self.quantile is None:
-            return chain(clip_by_norm(self.max_norm), mean())
-        clip = adaptive_clip(initial_norm=self.max_norm, quantile=self.quantile, seed=seed)
-        return chain(clip, mean())
+    clip = aggregators.clip_by_norm(max_norm)
+    if quantile is not None:
+        clip = aggregators.adaptive_clip(initial_norm=max_norm, quantile=quantile, seed=seed)
+    return chain(clip, aggregators.mean())
 
 
-@dataclasses.dataclass(frozen=True)
-class PrivateMean(AggregatorConfig):
-    """The mean with central differential privacy for clients: clipping, and noise on the server.
+def _compressed_mean(  # noqa: D417
+    codec: CodecName = "uniform",
+    bits: int | None = None,
+    fraction: float | None = None,
+    rotated: bool = False,
+    error_feedback: bool = False,
+    *,
+    seed: int,
+) -> Aggregator:
+    """Average updates that a codec of `fedpax.aggregators.codecs` compresses.
 
-    Attributes:
-        max_norm: largest norm of an update; with `quantile`, that of the first round.
-        noise_multiplier: standard deviation of the noise of the sum, divided by `max_norm`.
-        quantile: quantile of the updates' norms that the largest norm follows. Default None: the
-            norm is fixed.
-    """
-
-    max_norm: float = 1.0
-    noise_multiplier: float = 1.0
-    quantile: float | None = None
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_ranges(
-            self,
-            "aggregator",
-            max_norm=POSITIVE,
-            noise_multiplier=NON_NEGATIVE,
-            quantile=FRACTION,
-        )
-
-    def make(self, seed: int, expected_participants: float) -> Aggregator:
-        """Make the mean.
-
-        Raises:
-            ValueError: with `quantile`, the noise is too large for the number of clients.
-        """
-        if self.quantile is not None and self.noise_multiplier >= (
-            most := expected_participants / 10
-        ):
-            raise ArgumentError(
-                f"aggregator.noise_multiplier={self.noise_multiplier} with aggregator.quantile="
-                f"{self.quantile}: expected a number below {most:g}, a tenth of the clients of a "
-                "round. The noisy number of clipped updates alone would spend the privacy budget. "
-                "Lower --aggregator.noise_multiplier, set --aggregator.quantile=None, or have more "
-                "clients in a round with --cohort.size or --cohort.sampling_probability."
-            )
-        return private_mean(
-            max_norm=self.max_norm,
-            noise_multiplier=self.noise_multiplier,
-            seed=seed,
-            expected_participants=expected_participants,
-            quantile=self.quantile,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class SecureMean(AggregatorConfig):
-    """The mean by secure aggregation: integers under masks that cancel in the sum.
-
-    Attributes:
-        max_value: largest absolute value of an entry; larger ones are clipped.
-        bits: bits of the integers, 2 to 24.
-        num_neighbors: number of clients that each client shares masks with, even. Default None:
-            all others.
-    """
-
-    max_value: float = 1.0
-    bits: int = 16
-    num_neighbors: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_ranges(
-            self,
-            "aggregator",
-            max_value=POSITIVE,
-            bits=IntRange(least=2, most=24),
-            num_neighbors=EVEN,
-        )
-
-    def limits(self, cohort_size: int) -> Mapping[str, int]:
-        """Return the largest `bits`, whose sums fit 32 bits, and `num_neighbors`."""
-        bits = ((2**31 - 1) // cohort_size + 1).bit_length()
-        return {"bits": bits, "num_neighbors": _most_neighbors(cohort_size)}
-
-    def make(self, seed: int, expected_participants: float) -> Aggregator:
-        """Make the mean."""
-        return secure_mean(
-            max_value=self.max_value, bits=self.bits, seed=seed, num_neighbors=self.num_neighbors
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class PrivateSecureMean(AggregatorConfig):
-    """The mean with distributed differential privacy: noise of all clients in a secure sum.
-
-    Attributes:
-        max_norm: largest norm of an update.
-        noise_multiplier: standard deviation of the noise of the sum, divided by `max_norm`.
-        min_participants: least number of clients that are present; with fewer, the result is 0.
-            Default None: all of them.
-        num_neighbors: as for `SecureMean`.
-    """
-
-    max_norm: float = 1.0
-    noise_multiplier: float = 1.0
-    min_participants: int | None = None
-    num_neighbors: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_ranges(
-            self,
-            "aggregator",
-            max_norm=POSITIVE,
-            noise_multiplier=POSITIVE,
-            min_participants=COUNT,
-            num_neighbors=EVEN,
-        )
-
-    def limits(self, cohort_size: int) -> Mapping[str, int]:
-        """Return the largest `min_participants` and `num_neighbors`."""
-        return {"min_participants": cohort_size, "num_neighbors": _most_neighbors(cohort_size)}
-
-    def make(self, seed: int, expected_participants: float) -> Aggregator:
-        """Make the mean."""
-        return private_secure_mean(
-            max_norm=self.max_norm,
-            noise_multiplier=self.noise_multiplier,
-            seed=seed,
-            min_participants=self.min_participants,
-            num_neighbors=self.num_neighbors,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantizedMean(AggregatorConfig):
-    """The mean of updates on a few levels, whose packed integers an all-reduce sums.
-
-    It has error feedback. With sampled clients, the residual of one client is added to the update
-    of another.
-
-    Attributes:
-        num_levels: number of levels of an entry.
-    """
-
-    num_levels: int = 16
-
-    def __post_init__(self) -> None:
-        """Check the range."""
-        check_ranges(self, "aggregator", num_levels=IntRange(least=2, most=256))
-
-    def make(self, seed: int, expected_participants: float) -> Aggregator:
-        """Make the mean."""
-        return quantized_mean(self.num_levels)
-
-
-@dataclasses.dataclass(frozen=True)
-class CompressedMean(AggregatorConfig):
-    """The mean of updates that a codec of `fedpax.aggregators.codecs` compresses.
-
-    Attributes:
+    Args:
         codec: name of the codec.
         bits: bits of an entry for "uniform", 1 to 16. Default None: 4.
         fraction: share of the entries that "top_k" and "random_k" send. Default None: 1/64.
@@ -275,62 +176,53 @@ class CompressedMean(AggregatorConfig):
             "sign" and "top_k" are biased and need it to converge. "e3m0" is biased too, but
             Streaming DiLoCo uses it without error feedback. "terngrad" and "uniform" below 5 bits
             are too inexact for it.
+
+    Raises:
+        ValueError: a number is out of range, the codec does not use it, or the codec cannot have
+            error feedback.
     """
-
-    codec: CodecName = "uniform"
-    bits: int | None = None
-    fraction: float | None = None
-    rotated: bool = False
-    error_feedback: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the codec and the ranges, and that the codec has the settings.
-
-        Raises:
-            ValueError: there is no codec of this name, a number is out of range, the codec does not
-                use it, or the codec cannot have error feedback.
-        """
-        check_ranges(self, "aggregator", bits=IntRange(least=1, most=16), fraction=PROBABILITY)
-        for name, users in {"bits": ("uniform",), "fraction": ("top_k", "random_k")}.items():
-            if getattr(self, name) is not None and self.codec not in users:
-                raise ArgumentError(
-                    f"aggregator.{name}={getattr(self, name)} has no effect with aggregator.codec="
-                    f"{self.codec}. Leave out --aggregator.{name}, or set --aggregator.codec="
-                    f"{' or '.join(users)}."
-                )
-        if self.error_feedback and not self._codec().contractive:
-            other = "bits to 5 or more" if self.codec == "uniform" else "codec to another codec"
+    for name, value, users in (
+        ("bits", bits, ("uniform",)),
+        ("fraction", fraction, ("top_k", "random_k")),
+    ):
+        if value is not None and codec not in users:
             raise ArgumentError(
-                f"aggregator.error_feedback=True with aggregator.codec={self.codec}: its error can "
-                "be larger than the update, so that what is left out could grow without bound. Set "
-                f"--aggregator.error_feedback=False, or set --aggregator.{other}."
+                f"aggregator.{name}={value} has no effect with aggregator.codec={codec}. Leave out "
+                f"--aggregator.{name}, or set --aggregator.codec={' or '.join(users)}."
             )
-
-    def make(self, seed: int, expected_participants: float) -> Aggregator:
-        """Make the mean."""
-        codec = self._codec()
-        return compressed_mean(
-            codecs.rotated(codec) if self.rotated else codec,
-            error_feedback=self.error_feedback,
-            seed=seed,
+    made = {
+        "uniform": lambda: codecs.uniform(4 if bits is None else bits),
+        "drive": lambda: codecs.drive(unbiased=not error_feedback),
+        "terngrad": codecs.terngrad,
+        "sign": codecs.sign,
+        "e3m0": codecs.e3m0,
+        "top_k": lambda: codecs.top_k(1 / 64 if fraction is None else fraction),
+        "random_k": lambda: codecs.random_k(
+            1 / 64 if fraction is None else fraction, unbiased=not error_feedback
+        ),
+    }[codec]()
+    if error_feedback and not made.contractive:
+        other = "bits to 5 or more" if codec == "uniform" else "codec to another codec"
+        raise ArgumentError(
+            f"aggregator.error_feedback=True with aggregator.codec={codec}: its error can be "
+            "larger than the update, so that what is left out could grow without bound. Set "
+            f"--aggregator.error_feedback=False, or set --aggregator.{other}."
         )
-
-    def _codec(self) -> codecs.Codec:
-        match self.codec:
-            case "uniform":
-                return codecs.uniform(self.bits or 4)
-            case "top_k":
-                return codecs.top_k(self.fraction or 1 / 64)
-            case "random_k":
-                return codecs.random_k(self.fraction or 1 / 64, unbiased=not self.error_feedback)
-            case "drive":
-                return codecs.drive(unbiased=not self.error_feedback)
-            case name:
-                return {"terngrad": codecs.terngrad, "sign": codecs.sign, "e3m0": codecs.e3m0}[
-                    name
-                ]()
+    return aggregators.compressed_mean(
+        codecs.rotated(made) if rotated else made, error_feedback=error_feedback, seed=seed
+    )
 
 
-def _most_neighbors(cohort_size: int) -> int:
-    """Return the largest even number of other clients."""
-    return (cohort_size - 1) // 2 * 2
+def _check_noise(settings: Any, expected_participants: float) -> None:
+    """Check that the count of an adaptive norm leaves room for the noise."""
+    most = expected_participants / 10
+    if settings.quantile is None or settings.count_stddev is not None:
+        return
+    if settings.noise_multiplier >= most:
+        raise ArgumentError(
+            f"aggregator.noise_multiplier={settings.noise_multiplier} with aggregator.quantile="
+            f"{settings.quantile}: expected a number below {most:g}, a tenth of the clients of a "
+            "round. The noisy number of clipped updates alone would spend the privacy budget. "
+            "Lower --aggregator.noise_multiplier, set --aggregator.quantile=None, or have more "
+            "clients in a round with --cohort.size or --cohort.sampling_probability."
+        )

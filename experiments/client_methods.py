@@ -1,32 +1,26 @@
-"""Methods for clients as configuration: each makes its algorithm for an experiment's clients."""
+"""Methods for clients as configuration: the functions of `fedpax.algorithms`, with their settings.
 
-import abc
+A method is a function `(loss_fn, *, cohort_size, ...) -> FederatedAlgorithm` of
+`fedpax.algorithms`. Its arguments that are plain values are fields of its configuration.
+"""
+
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-import chex
 import jax
 import optax
-from jaxtyping import Array, Int
 
+from fedpax import algorithms
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
-from fedpax.algorithms import (
-    agnostic,
-    fedac,
-    fedac_i,
-    fedavg,
-    feddyn,
-    fednova,
-    fedprox,
-    mime,
-    mime_lite,
-    scaffold,
-    self_tuning,
-)
-from fedpax.checks import COUNT, DECAY, NON_NEGATIVE, POSITIVE, check_ranges
+from fedpax.algorithms.parts.checks import check_setting
+from fedpax.checks import DECAY, POSITIVE
 from fedpax.clients.cohort import Cohort
+from fedpax.experiments.personal_models import MODELS, shared_model
+from fedpax.experiments.settings import Settings, is_choice
+from fedpax.primitives.placement import ChunkSize
 
 
 class ClientTraining(NamedTuple):
@@ -48,64 +42,69 @@ class ClientTraining(NamedTuple):
     chunk_size: int
     aggregator: Aggregator | None = None
 
-    @property
-    def shared_arguments(self) -> dict[str, Any]:
-        """Return the arguments of all methods: the size of a round, and its aggregator."""
+    def arguments(self, loss_fn: LossFn) -> dict[str, Any]:
+        """Return the arguments that a method can have beside its settings."""
         return {
-            "cohort_size": self.cohort_size,
-            "chunk_size": self.chunk_size,
-            "aggregator": self.aggregator,
-        }
-
-    def arguments(self, momentum: float | None = None) -> dict[str, Any]:
-        """Return the arguments of a method with SGD on the clients and an optimizer on the server.
-
-        Args:
-            momentum: momentum of the clients' SGD. Default None: no momentum.
-        """
-        return {
-            **self.shared_arguments,
-            "client_optimizer": optax.sgd(self.learning_rate, momentum),
-            "server_optimizer": self.server_optimizer,
-        }
-
-    @property
-    def stored_arguments(self) -> dict[str, Any]:
-        """Return the arguments of a method that keeps a state for each client."""
-        return {**self.arguments(), "num_clients": self.num_clients}
-
-
-class PersonalTraining(NamedTuple):
-    """Inputs of a client's own model.
-
-    Attributes:
-        loss_fn: the clients' loss.
-        learning_rate: learning rate of the clients' SGD.
-        params: the parameters of the algorithm's state.
-        batches: the client's training batches, a pytree of arrays `[steps, batch, ...]`.
-        num_steps: number of the first batches that are valid. None: all.
-    """
-
-    loss_fn: LossFn
-    learning_rate: float
-    params: Params
-    batches: chex.ArrayTree
-    num_steps: Int[Array, ""] | None
+            "loss_fn": loss_fn,
+            "client_optimizer": optax.sgd(self.learning_rate),
+            "client_learning_rate": self.learning_rate,
+        } | {name: value for name, value in self._asdict().items() if name != "learning_rate"}
 
 
 @dataclasses.dataclass(frozen=True)
-class MethodConfig(abc.ABC):
-    """A method for clients; the base class of the methods.
+class MethodConfig(Settings):
+    """A method for clients; the base class of the methods."""
 
-    Attributes:
-        has_server_optimizer: whether the method takes the experiment's server optimizer.
-        has_shared_model: whether the parameters of the algorithm's state are one model.
-    """
+    group = "method"
+    given: ClassVar[Mapping[str, Any]] = ClientTraining(
+        # A learning rate near 0 fits every setting that limits it.
+        cohort_size=1,
+        num_clients=1,
+        learning_rate=1e-30,
+        server_optimizer=optax.sgd(1.0),
+        chunk_size=1,
+    ).arguments(lambda params, batch: (params, {}))
 
-    has_server_optimizer: ClassVar[bool] = True
-    has_shared_model: ClassVar[bool] = True
+    @classmethod
+    def functions(cls) -> dict[str, Callable[..., Any]]:
+        """Return the methods of `fedpax.algorithms` for clients, by name."""
+        methods = {name: getattr(algorithms, name) for name in algorithms.__all__}
+        methods |= {
+            f.__name__.strip("_"): f for f in (_fedac, _mime, _mime_lite, _self_tuning_fedavg)
+        }
+        return {
+            name: method
+            for name, method in methods.items()
+            if inspect.isfunction(method)
+            and "cohort_size" in inspect.signature(method).parameters
+            and is_choice(method, cls.given, FederatedAlgorithm)
+        }
 
-    @abc.abstractmethod
+    @classmethod
+    def defaults(cls, function: Callable[..., Any]) -> Mapping[str, Any]:
+        """Return the values with which experiments begin, of settings that a method requires."""
+        defaults: dict[str, dict[str, Any]] = {
+            "fedprox": {"mu": 0.1},
+            "feddyn": {"alpha": 0.1},
+            "agnostic": {"mixture_learning_rate": 0.001},
+            "ditto": {"lam": 0.1},
+            "apfl": {"mixing": 0.5},
+            "hypcluster": {"num_clusters": 2},
+            "per_fedavg": {"adaptation_learning_rate": 0.1},
+            "reptile": {"meta_learning_rate": 0.5},
+        }
+        return defaults.get(function.__name__, {})
+
+    @property
+    def has_server_optimizer(self) -> bool:
+        """Whether the method takes the experiment's server optimizer."""
+        return "server_optimizer" in inspect.signature(self.function).parameters
+
+    @property
+    def has_shared_model(self) -> bool:
+        """Whether the parameters of the algorithm's state are one model, without clusters."""
+        return not hasattr(self, "num_clusters")
+
     def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:
         """Make the algorithm.
 
@@ -113,27 +112,24 @@ class MethodConfig(abc.ABC):
             loss_fn: the clients' loss.
             settings: the settings that all methods share.
         """
+        algorithm: FederatedAlgorithm = self.call(settings.arguments(loss_fn))
+        return algorithm
 
     def make_init(self, init: Callable[[jax.Array], Params]) -> Callable[[jax.Array], Params]:
-        """Make the initial parameters of the algorithm, by default those of one model.
+        """Make the initial parameters: one model, or one for each cluster from a key of its own.
 
         Args:
             init: `key -> params` of one model.
         """
-        return init
-
-    def personalize(self, inputs: PersonalTraining) -> Params:
-        """Make a client's own model from the server's parameters, by default the shared model.
-
-        Args:
-            inputs: the server's parameters, and the client's batches.
-        """
-        return inputs.params
+        if self.has_shared_model:
+            return init
+        count = self.num_clusters  # type: ignore[attr-defined]
+        return lambda key: jax.vmap(init)(jax.random.split(key, count))
 
     def personal_models(
         self, loss_fn: LossFn, learning_rate: float, state: Any, cohort: Cohort
     ) -> Params:
-        """Return the own models of clients, by default those that `personalize` makes.
+        """Return the clients' own models; the shared model for methods that make no others.
 
         Args:
             loss_fn: the clients' loss.
@@ -144,190 +140,147 @@ class MethodConfig(abc.ABC):
         Returns:
             A pytree of arrays `[clients, ...]`.
         """
-
-        def personalize(batches: chex.ArrayTree, num_steps: Any) -> Params:
-            return self.personalize(
-                PersonalTraining(loss_fn, learning_rate, state.params, batches, num_steps)
-            )
-
-        size = jax.tree.leaves(cohort.batches)[0].shape[0]
-        return jax.vmap(personalize, axis_size=size)(cohort.batches, cohort.num_steps)
+        models = MODELS.get(self.function.__name__, shared_model)
+        return models(self, loss_fn, learning_rate, state, cohort)
 
 
-@dataclasses.dataclass(frozen=True)
-class FedAvg(MethodConfig):
-    """FedAvg, or with another server optimizer FedAvgM, FedAdagrad, FedAdam or FedYogi."""
+def method(function: str | Callable[..., FederatedAlgorithm], **settings: Any) -> MethodConfig:
+    """Configure a method, for the field `method` of an experiment.
 
-    def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:
-        """Make FedAvg."""
-        return fedavg(loss_fn, **settings.arguments())
+    The field of an own experiment is one line, `method: MethodConfig = method("fedavg")`. The
+    command line then takes `--method=scaffold --method.option=I`.
 
+    Args:
+        function: the name of a method, or a function of one's own with the arguments `loss_fn`,
+            `cohort_size`, and any of `client_optimizer`, `client_learning_rate`, `num_clients`,
+            `server_optimizer`, `aggregator` and `chunk_size`. Its other arguments are numbers,
+            texts or choices, or have defaults.
+        **settings: values of these other arguments.
 
-@dataclasses.dataclass(frozen=True)
-class FedProx(MethodConfig):
-    """FedProx.
+    Raises:
+        ValueError: there is no such method, or a setting is out of range.
 
-    Attributes:
-        mu: weight of the proximal term.
+    Example:
+        >>> method("scaffold", option="I").option
+        'I'
+        >>> method("fedprox", mu=-1.0)
+        Traceback (most recent call last):
+            ...
+        fedpax.errors.ArgumentError: method.mu=-1.0: expected a finite number of at...
     """
-
-    mu: float = 0.1
-
-    def __post_init__(self) -> None:
-        """Check the range."""
-        check_ranges(self, "method", mu=NON_NEGATIVE)
-
-    def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:
-        """Make FedProx."""
-        return fedprox(loss_fn, mu=self.mu, **settings.arguments())
+    return MethodConfig.of(function)(**settings)
 
 
-@dataclasses.dataclass(frozen=True)
-class Scaffold(MethodConfig):
-    """SCAFFOLD.
-
-    Attributes:
-        option: how a client updates its control variate. "I" computes one more gradient per batch.
-    """
-
-    option: Literal["I", "II"] = "II"
-
-    def __post_init__(self) -> None:
-        """Check the option."""
-        check_ranges(self, "method")
-
-    def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:
-        """Make SCAFFOLD."""
-        return scaffold(loss_fn, option=self.option, **settings.stored_arguments)
+def __getattr__(name: str) -> Any:
+    """Return the configuration class of a method, such as `FedProx`: older runs name it so."""
+    return MethodConfig.named(name)
 
 
-@dataclasses.dataclass(frozen=True)
-class FedDyn(MethodConfig):
-    """FedDyn.
+def _fedac(  # noqa: D417
+    loss_fn: LossFn,
+    *,
+    cohort_size: int,
+    client_learning_rate: float,
+    strong_convexity: float = 0.1,
+    local_steps: int = 10,
+    aggregator: Aggregator | None = None,
+    chunk_size: ChunkSize = None,
+) -> FederatedAlgorithm:
+    """Take accelerated local steps (FedAc-I), with the clients' learning rate as eta.
 
-    Attributes:
-        alpha: weight of the dynamic regularizer.
-    """
-
-    alpha: float = 0.1
-
-    def __post_init__(self) -> None:
-        """Check the range."""
-        check_ranges(self, "method", alpha=POSITIVE)
-
-    def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:
-        """Make FedDyn."""
-        return feddyn(loss_fn, alpha=self.alpha, **settings.stored_arguments)
-
-
-@dataclasses.dataclass(frozen=True)
-class FedNova(MethodConfig):
-    """FedNova."""
-
-    def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:
-        """Make FedNova."""
-        return fednova(loss_fn, **settings.arguments())
-
-
-@dataclasses.dataclass(frozen=True)
-class Mime(MethodConfig):
-    """Mime with SGD and momentum.
-
-    Attributes:
-        momentum: momentum of the clients' SGD, which the server holds.
-    """
-
-    momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        """Check the range."""
-        check_ranges(self, "method", momentum=DECAY)
-
-    def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:
-        """Make Mime."""
-        return mime(loss_fn, **settings.arguments(self.momentum))
-
-
-@dataclasses.dataclass(frozen=True)
-class MimeLite(Mime):
-    """MimeLite with SGD and momentum."""
-
-    def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:
-        """Make MimeLite."""
-        return mime_lite(loss_fn, **settings.arguments(self.momentum))
-
-
-@dataclasses.dataclass(frozen=True)
-class FedAc(MethodConfig):
-    """FedAc-I. It has no server optimizer.
-
-    Attributes:
+    Args:
         strong_convexity: the loss's strong convexity, or a guess.
         local_steps: number of local steps of a client in a round, or their mean.
     """
-
-    strong_convexity: float = 0.1
-    local_steps: int = 10
-    has_server_optimizer = False
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_ranges(self, "method", strong_convexity=POSITIVE, local_steps=COUNT)
-
-    def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:
-        """Make FedAc, with the clients' learning rate as eta."""
-        rates = fedac_i(
-            settings.learning_rate,
-            strong_convexity=self.strong_convexity,
-            local_steps=self.local_steps,
-        )
-        return fedac(loss_fn, rates=rates, **settings.shared_arguments)
+    rates = algorithms.fedac_i(
+        client_learning_rate, strong_convexity=strong_convexity, local_steps=local_steps
+    )
+    return algorithms.fedac(
+        loss_fn, cohort_size=cohort_size, rates=rates, aggregator=aggregator, chunk_size=chunk_size
+    )
 
 
-@dataclasses.dataclass(frozen=True)
-class Agnostic(MethodConfig):
-    """Agnostic federated learning: minimizes the loss of the worst mixture of clients.
+def _mime(  # noqa: D417
+    loss_fn: LossFn,
+    *,
+    cohort_size: int,
+    client_learning_rate: float,
+    momentum: float = 0.9,
+    server_optimizer: optax.GradientTransformation | None = None,
+    aggregator: Aggregator | None = None,
+    chunk_size: ChunkSize = None,
+) -> FederatedAlgorithm:
+    """Train with Mime: SGD with a fixed momentum, and local gradients without client bias.
 
-    Attributes:
-        mixture_learning_rate: learning rate of the mixture.
+    Args:
+        momentum: momentum of the clients' SGD, which the server holds.
     """
-
-    mixture_learning_rate: float = 0.001
-
-    def __post_init__(self) -> None:
-        """Check the range."""
-        check_ranges(self, "method", mixture_learning_rate=POSITIVE)
-
-    def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:
-        """Make agnostic federated learning."""
-        return agnostic(
-            loss_fn, mixture_learning_rate=self.mixture_learning_rate, **settings.stored_arguments
-        )
+    check_setting("mime", "momentum", momentum, DECAY, remedy="Pass 0.9, as the paper.")
+    return algorithms.mime(
+        loss_fn,
+        cohort_size=cohort_size,
+        client_optimizer=optax.sgd(client_learning_rate, momentum),
+        server_optimizer=server_optimizer,
+        aggregator=aggregator,
+        chunk_size=chunk_size,
+    )
 
 
-@dataclasses.dataclass(frozen=True)
-class SelfTuningFedAvg(MethodConfig):
-    """FedAvgM that tunes the server's learning rate and momentum. It sets the server optimizer.
+def _mime_lite(  # noqa: D417
+    loss_fn: LossFn,
+    *,
+    cohort_size: int,
+    client_learning_rate: float,
+    momentum: float = 0.9,
+    server_optimizer: optax.GradientTransformation | None = None,
+    aggregator: Aggregator | None = None,
+    chunk_size: ChunkSize = None,
+) -> FederatedAlgorithm:
+    """Train with MimeLite: SGD with a fixed momentum, and the clients' own gradients.
 
-    Attributes:
+    Args:
+        momentum: momentum of the clients' SGD, which the server holds.
+    """
+    check_setting("mime_lite", "momentum", momentum, DECAY, remedy="Pass 0.9, as the paper.")
+    return algorithms.mime_lite(
+        loss_fn,
+        cohort_size=cohort_size,
+        client_optimizer=optax.sgd(client_learning_rate, momentum),
+        server_optimizer=server_optimizer,
+        aggregator=aggregator,
+        chunk_size=chunk_size,
+    )
+
+
+def _self_tuning_fedavg(  # noqa: D417
+    loss_fn: LossFn,
+    *,
+    cohort_size: int,
+    client_optimizer: optax.GradientTransformation,
+    server_learning_rate: float = 0.5,
+    damping: float = 0.5,
+    aggregator: Aggregator | None = None,
+    chunk_size: ChunkSize = None,
+) -> FederatedAlgorithm:
+    """Train with FedAvgM, and tune the server's learning rate and momentum after each round.
+
+    Args:
         server_learning_rate: learning rate of the server in the first round.
         damping: 1 minus the server's momentum in the first round.
     """
+    start = {"server_learning_rate": server_learning_rate, "damping": damping}
+    for name, value in start.items():
+        check_setting("self_tuning_fedavg", name, value, POSITIVE, remedy="Pass 0.5.")
 
-    server_learning_rate: float = 0.5
-    damping: float = 0.5
-    has_server_optimizer = False
+    def make_fedavg(h: Mapping[str, Any]) -> FederatedAlgorithm:
+        return algorithms.fedavg(
+            loss_fn,
+            cohort_size=cohort_size,
+            client_optimizer=client_optimizer,
+            server_optimizer=optax.sgd(h["learning_rate"], momentum=1 - h["damping"]),
+            aggregator=aggregator,
+            chunk_size=chunk_size,
+        )
 
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_ranges(self, "method", server_learning_rate=POSITIVE, damping=POSITIVE)
-
-    def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:
-        """Make the method."""
-
-        def make_fedavg(h: Mapping[str, Any]) -> FederatedAlgorithm:
-            server = optax.sgd(h["learning_rate"], momentum=1 - h["damping"])
-            return fedavg(loss_fn, **{**settings.arguments(), "server_optimizer": server})
-
-        start = {"learning_rate": self.server_learning_rate, "damping": self.damping}
-        return self_tuning(make_fedavg, start, loss_fn, chunk_size=settings.chunk_size)
+    start = {"learning_rate": server_learning_rate, "damping": damping}
+    return algorithms.self_tuning(make_fedavg, start, loss_fn, chunk_size=chunk_size)

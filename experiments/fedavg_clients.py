@@ -25,8 +25,8 @@ from fedpax.data import (
 from fedpax.data.populations.partition import Examples
 from fedpax.data.rounds.preprocess import Arrays, Preprocess
 from fedpax.errors import ArgumentError
-from fedpax.experiments.client_aggregators import AggregatorConfig, Mean, PrivateSecureMean
-from fedpax.experiments.client_methods import ClientTraining, FedAvg, MethodConfig
+from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
+from fedpax.experiments.client_methods import ClientTraining, MethodConfig, method
 from fedpax.experiments.populations import PopulationConfig
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.parallel.axes import shardings
@@ -119,8 +119,9 @@ class ClientExperiment(Experiment):
         cohort: the clients of a round and their local training.
         client_learning_rate: learning rate of the clients' SGD.
         server: the server optimizer.
-        method: the method. Default: FedAvg. With the server optimizer "adagrad", "adam" or "yogi",
-            it is FedAdagrad, FedAdam or FedYogi.
+        method: the method, such as `fedpax.experiments.client_methods.method("scaffold")`. Default:
+            FedAvg. With the server optimizer "adagrad", "adam" or "yogi", it is FedAdagrad, FedAdam
+            or FedYogi.
         aggregator: how the clients' updates are combined. Default: the weighted mean.
     """
 
@@ -128,8 +129,8 @@ class ClientExperiment(Experiment):
     cohort: CohortConfig
     client_learning_rate: float
     server: ServerConfig = ServerConfig()
-    method: MethodConfig = dataclasses.field(default_factory=FedAvg)
-    aggregator: AggregatorConfig = dataclasses.field(default_factory=Mean)
+    method: MethodConfig = method("fedavg")
+    aggregator: AggregatorConfig = aggregator("mean")
     mesh: MeshConfig = dataclasses.field(default_factory=lambda: MeshConfig(clients=-1))
 
     def __post_init__(self) -> None:
@@ -149,8 +150,7 @@ class ClientExperiment(Experiment):
         self.aggregator.check_cohort(self.cohort.size)
         if (
             self.cohort.sampling_probability is not None
-            and isinstance(self.aggregator, PrivateSecureMean)
-            and self.aggregator.min_participants is None
+            and getattr(self.aggregator, "min_participants", 0) is None
         ):
             raise ArgumentError(
                 "aggregator.min_participants=None with cohort.sampling_probability: the result is "

@@ -25,7 +25,7 @@ from fedpax.data.rounds.augmentation import augment_cohort, central_crop, standa
 from fedpax.data.rounds.dropout_seeds import DROPOUT_SEED, add_dropout_seeds
 from fedpax.data.rounds.preprocess import Arrays, Preprocess, preprocess_images
 from fedpax.errors import ArgumentError
-from fedpax.experiments.client_aggregators import PrivateMean
+from fedpax.experiments.client_aggregators import aggregator
 from fedpax.experiments.fedavg_clients import CohortConfig, FedAvgExperiment, ServerConfig
 from fedpax.experiments.populations import (
     DirichletPopulation,
@@ -202,7 +202,7 @@ def private_population() -> FedAvgImages:
         base,
         # 6 standard deviations above the average of 1,000: `poisson_cohort_size`.
         cohort=dataclasses.replace(base.cohort, size=1_200, sampling_probability=0.01),
-        aggregator=PrivateMean(max_norm=0.5, noise_multiplier=1.0),
+        aggregator=aggregator("private_mean", max_norm=0.5, noise_multiplier=1.0),
     )
 
 

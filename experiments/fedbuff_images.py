@@ -16,7 +16,7 @@ from fedpax.clients import Arrivals
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.data import ClientSampler, CohortRounds, Partition
 from fedpax.errors import ArgumentError
-from fedpax.experiments.client_methods import FedAvg
+from fedpax.experiments.client_methods import method
 from fedpax.experiments.fedavg_clients import CohortConfig
 from fedpax.experiments.fedavg_images import FedAvgImages
 from fedpax.experiments.populations import DirichletPopulation
@@ -74,7 +74,7 @@ class FedBuffImages(FedAvgImages):
                 f"cohort.sampling_probability={self.cohort.sampling_probability} has no effect: "
                 "clients arrive when they have finished. Leave out --cohort.sampling_probability."
             )
-        if self.method != FedAvg():
+        if self.method != method("fedavg"):
             raise ArgumentError(
                 f"method={self.method} has no effect: these clients are trained by FedBuff. Leave "
                 "the method at its default, or set it in an experiment of FedAvgImages."

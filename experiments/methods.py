@@ -5,22 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedpax.experiments.catalog import ExperimentGroup
-from fedpax.experiments.client_methods import (
-    Agnostic,
-    FedAc,
-    FedDyn,
-    FedNova,
-    FedProx,
-    Mime,
-    MimeLite,
-    Scaffold,
-    SelfTuningFedAvg,
-)
+from fedpax.experiments.client_methods import method
 from fedpax.experiments.fedavg_clients import ClientExperiment, CohortConfig, ServerConfig
 from fedpax.experiments.fedavg_images import FedAvgImages
 from fedpax.experiments.fedavg_synthetic import fedavg_synthetic
 from fedpax.experiments.personal_images import PersonalImages
-from fedpax.experiments.personal_methods import APFL, Ditto, HypCluster, PerFedAvg, Reptile
 from fedpax.experiments.populations import DirichletPopulation
 from fedpax.models.classifiers import MLPConfig
 from fedpax.training.experiment import TrainingConfig
@@ -31,26 +20,26 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "fedadagrad": {"server": ServerConfig(optimizer="adagrad", learning_rate=0.1)},
     "fedadam": {"server": ServerConfig(optimizer="adam", learning_rate=0.03, b1=0.9)},
     "fedyogi": {"server": ServerConfig(optimizer="yogi", learning_rate=0.03, b1=0.9)},
-    "self_tuning": {"method": SelfTuningFedAvg()},
-    "fedprox": {"method": FedProx()},
-    "fednova": {"method": FedNova()},
-    "scaffold": {"method": Scaffold()},
-    "feddyn": {"method": FedDyn()},
-    "mime": {"method": Mime()},
-    "mime_lite": {"method": MimeLite()},
-    "fedac": {"method": FedAc()},
-    "agnostic": {"method": Agnostic()},
+    "self_tuning": {"method": method("self_tuning_fedavg")},
+    "fedprox": {"method": method("fedprox")},
+    "fednova": {"method": method("fednova")},
+    "scaffold": {"method": method("scaffold")},
+    "feddyn": {"method": method("feddyn")},
+    "mime": {"method": method("mime")},
+    "mime_lite": {"method": method("mime_lite")},
+    "fedac": {"method": method("fedac")},
+    "agnostic": {"method": method("agnostic")},
 }
 """The methods that train one shared model: the fields in which their experiments differ."""
 
 # The settings and the client learning rates: the best of three values each over three seeds, by
 # `fedpax.experiments.benchmarks.personal_methods`.
 PERSONAL_METHODS: Mapping[str, Mapping[str, Any]] = {
-    "ditto": {"method": Ditto(lam=0.3)},
-    "apfl": {"method": APFL(mixing=0.25)},
-    "hypcluster": {"method": HypCluster(num_clusters=2)},
-    "per_fedavg": {"method": PerFedAvg(adaptation_learning_rate=0.3)},
-    "reptile": {"method": Reptile(meta_learning_rate=1.0)},
+    "ditto": {"method": method("ditto", lam=0.3)},
+    "apfl": {"method": method("apfl", mixing=0.25)},
+    "hypcluster": {"method": method("hypcluster", num_clusters=2)},
+    "per_fedavg": {"method": method("per_fedavg", adaptation_learning_rate=0.3)},
+    "reptile": {"method": method("reptile", meta_learning_rate=1.0)},
 }
 """The methods for personal models, likewise."""
 

@@ -28,6 +28,9 @@ StateT = TypeVar("StateT", default=Any)
 Metrics: TypeAlias = dict[str, jax.Array]
 """Scalars of one round by name; `"loss"` is the mean training loss over the round."""
 
+Scalar: TypeAlias = float | jax.Array
+"""A setting that can be traced, to differentiate in it."""
+
 LossFn: TypeAlias = Callable[[Params, Batch], tuple[jax.Array, Metrics | None]]
 """A loss: `(params, batch) -> (scalar loss, dict of scalar metrics, or None)`."""
 

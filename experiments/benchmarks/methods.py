@@ -23,8 +23,9 @@ from matplotlib.figure import Figure
 from fedpax.algorithm import FederatedAlgorithm
 from fedpax.experiments.benchmarks import harness
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
-from fedpax.experiments.catalog import find_group, groups
+from fedpax.experiments.catalog import find_group
 from fedpax.experiments.fedavg_clients import ClientExperiment
+from fedpax.experiments.listing import GROUPS
 from fedpax.reports.table import format_bytes, markdown_table
 from fedpax.reports.target import (
     Course,
@@ -40,7 +41,7 @@ from fedpax.reports.target import (
 class Settings:
     """The options."""
 
-    group: str = option("methods_digits", "group of experiments", choices=sorted(groups()))
+    group: str = option("methods_digits", "group of experiments", choices=sorted(GROUPS))
     rounds: int | None = option(None, "rounds to train; default: the experiment's", int)
     rates: list[float] | None = option(
         None, "client learning rates to try; default: the experiment's", harness.numbers

@@ -24,13 +24,15 @@ import jax
 from fedpax.experiments.benchmarks import harness
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
 from fedpax.experiments.catalog import find_group
-from fedpax.experiments.client_methods import FedAvg, MethodConfig
+from fedpax.experiments.client_methods import MethodConfig, method
 from fedpax.experiments.personal_images import PersonalImages
-from fedpax.experiments.personal_methods import APFL
 from fedpax.reports.table import markdown_table
 
 GROUP = "personal_digits"
-BASELINES: Mapping[str, MethodConfig] = {"fedavg": FedAvg(), "alone": APFL(mixing=1.0)}
+BASELINES: Mapping[str, MethodConfig] = {
+    "fedavg": method("fedavg"),
+    "alone": method("apfl", mixing=1.0),
+}
 SETTINGS: Mapping[str, tuple[str, Sequence[float]]] = {
     "ditto": ("lam", (0.3, 1.0, 3.0)),
     "apfl": ("mixing", (0.25, 0.5, 0.75)),
@@ -104,7 +106,7 @@ def train_method(
                 state, _ = step(state, next(run.cohorts))
             personal.append(seeded.evaluate_clients()(state)["accuracy"])
             if name not in BASELINES and seeded.method.has_shared_model:
-                server = dataclasses.replace(seeded, method=FedAvg())
+                server = dataclasses.replace(seeded, method=BASELINES["fedavg"])
                 shared.append(server.evaluate_clients()(state)["accuracy"])
     return make_row(name, setting, experiment.client_learning_rate, personal, shared)
 

@@ -17,7 +17,7 @@ from fedpax.aggregators.masks import Leaves, left_over, make_graph, mask
 from fedpax.aggregators.presence import mean_dtype, num_participants, present, select
 from fedpax.aggregators.random_streams import round_key
 from fedpax.aggregators.sent import mark_sent, mark_server
-from fedpax.checks import POSITIVE, IntRange, check_argument, check_seed
+from fedpax.checks import EVEN, POSITIVE, IntRange, check_argument, check_seed
 from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, federated_sum
 from fedpax.primitives.layout import unplaced_aval
@@ -205,24 +205,13 @@ def _spec(aval: Any) -> P | None:
 
 
 def check_neighbors(function: str, num_neighbors: int | None) -> int | None:
-    """Return a number of neighbours, an even int; None for all other participants.
-
-    Raises:
-        TypeError: it is not an int.
-        ValueError: it is below 2, or odd.
-    """
+    """Return a number of neighbours, an even int; None for all other participants."""
     if num_neighbors is None:
         return None
     remedy = "Use None for all other participants."
-    num_neighbors = check_argument(
-        function, "num_neighbors", num_neighbors, IntRange(least=2), remedy=remedy
-    )
-    if num_neighbors % 2:
-        raise ArgumentError(
-            f"{function}(): num_neighbors is {num_neighbors}, expected an even number: half of "
-            f"them on either side of a ring. Use {num_neighbors + 1}."
-        )
-    return num_neighbors
+    if isinstance(num_neighbors, int) and num_neighbors % 2:  # half of them on either side
+        remedy = f"Use {num_neighbors + 1}, half of them on either side of a ring."
+    return check_argument(function, "num_neighbors", num_neighbors, EVEN, remedy=remedy)
 
 
 def check_sum(function: str, participants: int, largest: int) -> None:

@@ -15,7 +15,9 @@ from typing import Any
 from absl import flags
 
 from fedpax.commands import COMMANDS, UsageError
-from fedpax.experiments.catalog import experiments, groups
+from fedpax.experiments.catalog import experiments
+from fedpax.experiments.listing import GROUPS
+from fedpax.experiments.settings import Settings
 
 SHELLS = ("bash", "zsh")
 GLOBAL_WORDS = ("--help", "--version")
@@ -63,7 +65,7 @@ def script(shell: str) -> str:
         elif words:
             words += [f"--exp={name}" for name in names]
         if command == "compare":
-            words += [f"--exp={name}" for name in groups()]
+            words += [f"--exp={name}" for name in GROUPS]
         if command == "completion":
             words = [*SHELLS]
         by_command.append(f"{command}) known=({_quoted([*words, '--help'])}) ;;")
@@ -103,6 +105,8 @@ def _field_words(configuration: Any, path: str = "") -> list[str]:
     words = []
     for field in dataclasses.fields(configuration):
         value, name = getattr(configuration, field.name), f"{path}{field.name}"
+        if isinstance(value, Settings):
+            words += [f"--{name}=", *(f"--{name}={choice}" for choice in value.functions())]
         if dataclasses.is_dataclass(value):
             words += _field_words(value, f"{name}.")
             continue

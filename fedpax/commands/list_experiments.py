@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from fedpax.commands import UsageError
-from fedpax.experiments.catalog import entries, expand_groups, group_or_none, groups
+from fedpax.experiments.catalog import expand_groups, group_or_none
+from fedpax.experiments.listing import EXPERIMENTS, GROUPS
 
 
 def list_experiments(arguments: Sequence[str]) -> int:
@@ -22,14 +23,14 @@ def list_experiments(arguments: Sequence[str]) -> int:
         if len(arguments) > 1 or group_or_none(arguments[0]) is None:
             raise UsageError(
                 f"`fedpax list` got {' '.join(arguments)!r}, expected no arguments, or one group: "
-                f"{', '.join(groups())}. Leave it out to list all experiments."
+                f"{', '.join(GROUPS)}. Leave it out to list all experiments."
             )
         print("\n".join(expand_groups(arguments)))
         return 0
-    found = {**entries(), **groups()}
+    found = {**EXPERIMENTS, **GROUPS}
     width = max(map(len, found), default=0)
-    for name, entry in sorted(entries().items()):
+    for name, entry in sorted(EXPERIMENTS.items()):
         print(f"{name.ljust(width)}  {entry.summary}")
-    for name, entry in sorted(groups().items()):
+    for name, entry in sorted(GROUPS.items()):
         print(f"{name.ljust(width)}  A group (`fedpax list {name}`). {entry.summary}")
     return 0

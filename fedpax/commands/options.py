@@ -9,7 +9,7 @@ import operator
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from fedpax.commands.descriptions import whole_sentences
 from fedpax.console import escape_controls, print_error
 from fedpax.experiments.catalog import ExperimentGroup, find_experiment
 from fedpax.experiments.catalog import describe_group as describe_experiments
+from fedpax.experiments.settings import Settings
 from fedpax.run_files.configuration import check_is_dataclass, resolve_job_log_dir
 from fedpax.run_files.integers import check_integers
 from fedpax.run_files.seeds import seed_paths, with_seed
@@ -259,8 +260,10 @@ def override(
     seed, fields = _split_seed(overrides)
     if seed is not None:
         experiment = with_seed(experiment, seed)
+    experiment, fields = _choose(experiment, fields)
     seeds = ", ".join(seed_paths(experiment))
     text = f"{description}\n\n--seed=N sets all seeds at once: {seeds}.".lstrip()
+    text += "".join(map(_describe_choices, _choosable(experiment).values()))
 
     def run_tyro(default: Experiment, *, prints: bool = True) -> Experiment:
         # tyro's registries, and the environment, belong to all threads.
@@ -316,6 +319,51 @@ def _split_seed(overrides: Sequence[str]) -> tuple[int | None, list[str]]:
     return seed, fields
 
 
+def _choosable(experiment: Experiment) -> dict[str, Settings]:
+    """Return the fields that hold the settings of one of several functions, by name."""
+    values = {f.name: getattr(experiment, f.name) for f in dataclasses.fields(experiment)}
+    return {name: value for name, value in values.items() if isinstance(value, Settings)}
+
+
+def _choose(experiment: Experiment, overrides: Sequence[str]) -> tuple[Experiment, list[str]]:
+    """Replace the function of a field by the one that `--FIELD=NAME` names, with its defaults.
+
+    Returns:
+        The experiment, which is not checked before tyro has set its fields; and the other
+        arguments.
+
+    Raises:
+        ArgumentError: there is no function of this name.
+    """
+    choosable, fields = _choosable(experiment), []
+    words = iter(overrides)
+    for word in words:
+        flag, equals, text = word.partition("=")
+        name = flag.removeprefix("--")
+        if name not in choosable or not flag.startswith("--"):
+            fields.append(word)
+            continue
+        chosen = choosable[name].chooser().of(text if equals else next(words, ""))
+        experiment = _with_fields(experiment, {name: _unset(chosen)})
+    return experiment, fields
+
+
+def _unset(kind: type[Any]) -> Any:
+    """Return a configuration with its defaults, unchecked; tyro asks for fields that have none."""
+    made = object.__new__(kind)
+    for field in dataclasses.fields(kind):
+        is_required = field.default is dataclasses.MISSING
+        object.__setattr__(made, field.name, tyro.MISSING if is_required else field.default)
+    return made
+
+
+def _describe_choices(value: Settings) -> str:
+    """Return the lines of `--help` on the functions of a field."""
+    group, summaries = value.group, value.summaries()
+    lines = [f"\n\n--{group}=NAME sets the {group} and --{group}.FIELD its fields. The names:"]
+    return "\n".join(lines + [f"  {name}: {summary}" for name, summary in summaries.items()])
+
+
 def describe_group(experiment: Experiment, overrides: Sequence[str]) -> str:
     """Return a sentence on the first argument that names a group of fields and not a field.
 
@@ -354,11 +402,16 @@ def _escape_texts(value: Any) -> Any:
         return tuple(_escape_texts(item) for item in value)
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
-    shown = copy.copy(value)
-    for field in dataclasses.fields(value):
-        # Without the checks of a new object: it is only shown.
-        object.__setattr__(shown, field.name, _escape_texts(getattr(value, field.name)))
-    return shown
+    names = [field.name for field in dataclasses.fields(value)]
+    return _with_fields(value, {name: _escape_texts(getattr(value, name)) for name in names})
+
+
+def _with_fields(value: Any, changes: Mapping[str, Any]) -> Any:
+    """Replace fields of a frozen dataclass without the checks of a new object."""
+    changed = copy.copy(value)
+    for name, item in changes.items():
+        object.__setattr__(changed, name, item)
+    return changed
 
 
 @contextlib.contextmanager

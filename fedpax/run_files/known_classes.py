@@ -71,7 +71,8 @@ def find_in_fedpax(named: str) -> Any:
     kind: Any = importlib.import_module(module)
     for part in name.split("."):
         kind = getattr(kind, part)
+    # A class can have moved: its former module still has it.
     is_class = isinstance(kind, type) and dataclasses.is_dataclass(kind)
-    if not is_class or name_of_class(kind) != named:
-        raise ArgumentTypeError(f"{named} is not a dataclass of this module")
+    if not is_class or not is_within_fedpax(kind.__module__):
+        raise ArgumentTypeError(f"{named} is not a dataclass of fedpax")
     return kind

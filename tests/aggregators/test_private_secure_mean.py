@@ -175,7 +175,7 @@ def test_epsilon_is_that_of_concentrated_privacy():
     [
         ({"max_norm": 0.0}, "max_norm is 0"),
         ({"noise_multiplier": 0.0}, "noise_multiplier is 0"),
-        ({"num_neighbors": 3}, "expected an even number"),
+        ({"num_neighbors": 3}, "expected an even int"),
         ({"min_participants": 0}, "min_participants is 0, expected an int of at least 1"),
     ],
 )

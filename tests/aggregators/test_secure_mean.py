@@ -217,7 +217,7 @@ def test_a_method_with_secure_aggregation_learns(method):
             "bits is 25, expected an int from 2 to 24",
         ),
         ({"max_value": 1.0, "bits": 8.0}, TypeError, "bits is 8.0, expected an int"),
-        ({"max_value": 1.0, "num_neighbors": 3}, ValueError, "expected an even number.* Use 4"),
+        ({"max_value": 1.0, "num_neighbors": 3}, ValueError, "expected an even int.* Use 4"),
         ({"max_value": 1.0, "num_neighbors": 0}, ValueError, "num_neighbors is 0, .* at least 2"),
     ],
 )

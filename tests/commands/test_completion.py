@@ -32,6 +32,7 @@ LINES = {
     "fedpax compare --exp=diloco_text,data_p": ["diloco_text,data_parallel_text"],
     "fedpax join --exp=decoupled_diloco_text --decoupled.qu": ["--decoupled.quorum="],
     "fedpax train --model.weights=some": ["some file"],
+    "fedpax train --exp=fedavg_digits --method=scaf": ["scaffold"],
     "fedpax partition --exp=fedavg_digits --population.a": ["--population.alpha="],
     "fedpax export --format=": ["huggingface", "orbax", "npz", "safetensors"],
     "fedpax show --exp": [],

@@ -1,7 +1,9 @@
 """Experiments of a user: how they are found, and how their mistakes are reported."""
 
 import importlib
+import inspect
 import os
+import pkgutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,24 +14,11 @@ import fedpax
 import fedpax.data
 import fedpax.experiments
 from fedpax.commands.options import configure
-from fedpax.experiments.catalog import entries, experiments, find_experiment, groups
+from fedpax.experiments.catalog import ExperimentGroup, experiments, find_experiment
+from fedpax.experiments.listing import EXPERIMENTS, GROUPS, Entry
+from fedpax.training.experiment import Experiment
 
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Replace the experiments that come with fedpax by the modules of a folder."""
-    monkeypatch.setattr(fedpax.experiments, "__path__", [str(tmp_path)])
-    before = set(sys.modules)
-    for found in (entries, groups):
-        found.cache_clear()
-    yield tmp_path
-    for found in (entries, groups):
-        found.cache_clear()
-    for name in set(sys.modules) - before:
-        if name.startswith("fedpax.experiments."):
-            del sys.modules[name]
 
 
 MODULE = '''
@@ -164,24 +153,28 @@ def test_an_experiment_whose_class_is_no_dataclass_is_refused(run: Run, tmp_path
     assert "Write @dataclasses.dataclass(frozen=True, kw_only=True) above the class." in errors
 
 
-def test_experiments_are_found_by_their_return_type(package: Path, run: Run) -> None:
-    for name in ("first_one", "second_one"):
-        (package / f"{name}.py").write_text(MODULE.format(name=name))
-    names = {f"{which}_one{rest}" for which in ("first", "second") for rest in ("", "_variant")}
-    assert set(experiments()) == names
+def test_the_listing_has_each_experiment_and_group_with_its_summary(run: Run) -> None:
+    listed = {**EXPERIMENTS, **GROUPS}
+    there = {}
+    for info in pkgutil.iter_modules(fedpax.experiments.__path__):
+        if info.ispkg or info.name == "catalog":
+            continue
+        module = importlib.import_module(f"fedpax.experiments.{info.name}")
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            is_own = function.__module__ == module.__name__ and not name.startswith("_")
+            if not is_own or inspect.signature(function).parameters:
+                continue
+            returned = inspect.get_annotations(function, eval_str=True).get("return")
+            if isinstance(returned, type) and issubclass(returned, Experiment | ExperimentGroup):
+                there[name] = Entry(info.name, inspect.getdoc(function).partition("\n")[0])
+    assert listed == there
     status, output, _ = run("list")
-    assert status == 0
-    assert "first_one           First line about first_one." in output.splitlines()
-    assert find_experiment("second_one_variant")().training.rounds == 1
-    status, _, errors = run("train", "--exp=frist_one", "--job_log_dir=x")
-    assert status == 2 and "Did you mean first_one" in errors
-
-
-def test_a_name_that_two_modules_use_is_listed_twice(package: Path) -> None:
-    for module in ("first", "second"):
-        (package / f"{module}.py").write_text(MODULE.format(name="same"))
-    assert {"same", "fedpax.experiments.second:same"} <= set(experiments())
-    assert find_experiment("fedpax.experiments.second:same").__module__.endswith("second")
+    width = max(map(len, listed))
+    for name, entry in EXPERIMENTS.items():
+        assert f"{name.ljust(width)}  {entry.summary}" in output.splitlines()
+    assert status == 0 and find_experiment("fedbuff_digits").__module__.endswith("fedbuff_images")
+    status, _, errors = run("train", "--exp=fedbuf_digits", "--job_log_dir=x")
+    assert status == 2 and "Did you mean fedbuff_digits" in errors
 
 
 def test_an_error_inside_the_experiments_module_is_not_hidden(
@@ -229,7 +222,7 @@ def test_a_file_with_the_name_of_another_module_is_refused(
 
 def test_the_experiments_that_come_with_fedpax_can_be_configured(run: Run) -> None:
     status, output, _ = run("list")
-    assert status == 0 and len(output.splitlines()) == len(experiments()) + len(groups())
+    assert status == 0 and len(output.splitlines()) == len(experiments()) + len(GROUPS)
     for name, function in experiments().items():
         assert configure(name, []) == function()
 

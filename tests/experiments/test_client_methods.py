@@ -16,12 +16,12 @@ from fedpax.experiments.catalog import (
     expand_groups,
     find_experiment,
     find_group,
-    groups,
 )
 from fedpax.experiments.client_methods import ClientTraining, FedProx
 from fedpax.experiments.fedavg_clients import ServerConfig
 from fedpax.experiments.fedavg_synthetic import fedavg_leaf_synthetic, fedavg_synthetic
 from fedpax.experiments.fedbuff_images import fedbuff_digits
+from fedpax.experiments.listing import GROUPS
 from fedpax.experiments.methods import METHODS, PERSONAL_METHODS
 from fedpax.experiments.personal_images import ServerState
 from fedpax.experiments.personal_methods import APFL, Ditto, HypCluster, PerFedAvg, Reptile
@@ -167,7 +167,7 @@ def test_a_server_optimizer_without_effect_is_refused() -> None:
 
 
 def test_groups_expand_to_experiments_that_are_found_by_name() -> None:
-    assert set(groups()) >= {"methods_digits", "methods_synthetic", "personal_digits"}
+    assert set(GROUPS) >= {"methods_digits", "methods_synthetic", "personal_digits"}
     names = expand_groups(["fedavg_digits", "methods_digits"])
     assert names[0] == "fedavg_digits" and len(names) == 1 + len(METHODS)
     scaffold = find_experiment("methods_digits:scaffold")
@@ -182,7 +182,7 @@ def test_groups_expand_to_experiments_that_are_found_by_name() -> None:
 
 
 def test_experiments_of_a_group_differ_in_method_aggregator_and_rates_alone() -> None:
-    for group in groups():
+    for group in GROUPS:
         first, *others = find_group(group).experiments.values()
         names = ("method", "server", "client_learning_rate", "aggregator")
         fields = {name: getattr(first, name) for name in names}

@@ -12,9 +12,10 @@ import pytest
 
 from fedpax.checks import COUNT, check_ranges
 from fedpax.commands.options import configure
-from fedpax.experiments.catalog import experiments, find_group, groups
+from fedpax.experiments.catalog import experiments, find_group
 from fedpax.experiments.decoupled_diloco_text import decoupled_diloco_text
 from fedpax.experiments.diloco_text import OuterConfig
+from fedpax.experiments.listing import GROUPS
 from fedpax.experiments.optimizers import OptimizerConfig
 
 ANY_INTEGER = {"seed"}
@@ -29,6 +30,9 @@ MAY_BE_ZERO = {
     "merge_weight",
     *("mu", "lam", "mixing", "mixing_learning_rate", "adaptation_learning_rate"),
     *("FedProxClients.alpha", "FedProxClients.beta"),
+    # What these methods document: 0 leaves out the part of the method.
+    *("Feddyn.alpha", "Agnostic.mixture_learning_rate", "Reptile.meta_learning_rate"),
+    "PrivateMean.learning_rate",
     *("PrivateMean.noise_multiplier", "quantile", "trim_fraction", "num_byzantine"),
 }
 
@@ -56,7 +60,7 @@ CONFIGS = [
     config
     for experiment in (
         *(make() for make in experiments().values()),
-        *(one for group in groups() for one in find_group(group).experiments.values()),
+        *(one for group in GROUPS for one in find_group(group).experiments.values()),
     )
     for config in nested(experiment)
 ]

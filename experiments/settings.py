@@ -1,0 +1,203 @@
+"""Settings of functions as configuration: a field for each argument that has a plain value."""
+
+import dataclasses
+import functools
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Literal, Self
+
+from docstring_parser import google
+
+from fedpax.checks import check_ranges
+from fedpax.errors import ArgumentError, ArgumentTypeError
+from fedpax.experiments.catalog import did_you_mean
+
+PLAIN = (float, int, bool, str)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The settings of one of several functions; the base of classes that are made from functions.
+
+    The fields of such a class are the arguments of its function that are numbers, texts or choices.
+    Their types and defaults are from the signature, and the texts of `--help` from the docstring.
+    The function checks them.
+
+    Attributes:
+        function: the function.
+        group: the experiment's field, such as "method": the flag that chooses the function.
+        given: arguments of functions that an experiment gives, with values to check settings with.
+    """
+
+    function: ClassVar[Callable[..., Any]]
+    group: ClassVar[str]
+    given: ClassVar[Mapping[str, Any]]
+
+    @classmethod
+    def functions(cls) -> Mapping[str, Callable[..., Any]]:
+        """Return the functions by name."""
+        raise NotImplementedError
+
+    @classmethod
+    def defaults(cls, function: Callable[..., Any]) -> Mapping[str, Any]:
+        """Return default values of settings that a function requires, by name."""
+        return {}
+
+    @classmethod
+    def of(cls, function: str | Callable[..., Any]) -> type[Self]:
+        """Return the class of a function, or of one in `functions` by its name.
+
+        Raises:
+            ValueError: there is no function of this name.
+            TypeError: a required argument is neither plain nor given by the experiment.
+        """
+        if isinstance(function, str):
+            if function not in (functions := cls.functions()):
+                raise ArgumentError(
+                    f"{cls.group}={function}: expected one of {', '.join(functions)}."
+                    f"{did_you_mean(function, functions)} Set --{cls.group} to one of them."
+                )
+            function = functions[function]
+        made: type[Self] = _settings_class(cls, inspect.unwrap(function))  # type: ignore[arg-type]
+        return made
+
+    @classmethod
+    def chooser(cls) -> type["Settings"]:
+        """Return the base class that lists the functions."""
+        return next(base for base in reversed(cls.__mro__) if "group" in vars(base))
+
+    @classmethod
+    def summaries(cls) -> dict[str, str]:
+        """Return the first line of each function's docstring, by name."""
+        return {
+            name: (inspect.getdoc(function) or "").partition("\n")[0]
+            for name, function in cls.functions().items()
+        }
+
+    @classmethod
+    def named(cls, name: str) -> type[Self]:
+        """Return the class of this name in any case, for configurations of older versions.
+
+        Raises:
+            AttributeError: there is none.
+        """
+        for function in () if name.startswith("_") else cls.functions():
+            if function.replace("_", "") == name.lower():
+                return cls.of(function)
+        raise AttributeError(f"there is no {cls.group} {name}")
+
+    def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            ValueError: the function does not take a value.
+        """
+        check_ranges(self, self.group)
+        try:
+            self.call(self.given)
+        except (TypeError, ValueError) as error:
+            raise self._naming_flags(error) from None
+
+    def call(self, given: Mapping[str, Any]) -> Any:
+        """Call the function with its settings.
+
+        Args:
+            given: values of `given`; the function gets those that it has.
+        """
+        parameters = inspect.signature(self.function).parameters
+        arguments = {name: value for name, value in given.items() if name in parameters}
+        return type(self).function(**arguments, **vars(self))
+
+    def _naming_flags(self, error: Exception) -> Exception:
+        """Name the flag of the setting that a function's own message names."""
+        text = re.fullmatch(r"\w+\(\): (\w+) is (.*?), (\w+ .*?)\. .*", str(error))
+        if text is None or text[1] not in vars(self):
+            return error
+        flag, problem = f"{self.group}.{text[1]}", text[3]
+        remedy = f"Set --{flag} to a value in this range."
+        if not problem.startswith("expected "):
+            remedy = f"Leave out --{flag}, or set the other flag."
+        return ArgumentError(f"{flag}={getattr(self, text[1])}: {problem}. {remedy}")
+
+
+def is_choice(function: Callable[..., Any], given: Mapping[str, Any], returned: type) -> bool:
+    """Return whether a function returns a class, and its required arguments are plain or given."""
+    hint = _hint(inspect.unwrap(function), "return")
+    if returned not in (hint, typing.get_origin(hint)):
+        return False
+    try:
+        list(_fields(function, given))
+    except TypeError:
+        return False
+    return True
+
+
+@functools.cache
+def _settings_class(base: type[Any], function: Callable[..., Any]) -> type[Any]:
+    """Make the settings of a function. Equal functions have one class, so settings are equal."""
+    defaults = base.defaults(function)
+    fields = [
+        (name, hint, dataclasses.field(default=defaults.get(name, default)))
+        for name, hint, default in _fields(function, base.given)
+    ]
+    docstring = google.parse(inspect.getdoc(function) or "")
+    texts = {text.arg_name: text.description or "" for text in docstring.params}
+    lines = [docstring.short_description or function.__name__, "", "Attributes:"]
+    for name, _, _ in fields:
+        lines.append(f"    {name}: " + texts.get(name, "").replace("\n", "\n        "))
+    shipped = function.__module__.startswith("fedpax.")
+    made = dataclasses.make_dataclass(
+        "".join(part.capitalize() for part in function.__name__.strip("_").split("_")),
+        fields,
+        bases=(base,),
+        namespace={"__doc__": "\n".join(lines), "function": staticmethod(function)},
+        frozen=True,
+        kw_only=True,
+    )
+    made.__module__ = base.__module__ if shipped else function.__module__
+    return made
+
+
+def _fields(
+    function: Callable[..., Any], given: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name, the plain type and the default of each setting of a function."""
+    function = inspect.unwrap(function)
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in given:
+            continue
+        hint = _plain_type(_hint(function, name))
+        default = parameter.default
+        if hint is not None and parameter.kind is not parameter.VAR_POSITIONAL:
+            yield name, hint, dataclasses.MISSING if default is parameter.empty else default
+        elif default is parameter.empty:
+            raise ArgumentTypeError(
+                f"{function.__name__}: {name} has the type {_hint(function, name)}, expected a "
+                f"number, a text, a choice, or one of the arguments {', '.join(given)}. Give the "
+                "argument a default, or write a function around this one that sets it."
+            )
+
+
+def _hint(function: Callable[..., Any], name: str) -> Any:
+    """Return an annotation; Any if it is missing, or a text that names what does not exist."""
+    hint = inspect.get_annotations(function).get(name, Any)
+    try:
+        return eval(hint, function.__globals__) if isinstance(hint, str) else hint
+    except NameError:
+        return Any
+
+
+def _plain_type(hint: Any) -> Any:
+    """Return the type of values that a command line can hold; None: there are none."""
+    if hint in PLAIN or typing.get_origin(hint) is Literal:
+        return hint
+    members = typing.get_args(hint)
+    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
+        return None
+    plain = [kind for kind in (*PLAIN, *members) if kind in members and _plain_type(kind)]
+    if not plain:
+        return None
+    return plain[0] | None if types.NoneType in members else plain[0]

@@ -11,8 +11,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from fedpax.algorithm import LossFn, Metrics, Params
-from fedpax.checkpoints.remote import resolve_folder
-from fedpax.checkpoints.saved_rounds import latest_round
 from fedpax.checks import COUNT, check_ranges
 from fedpax.data import Source, Tokenizer, load, load_tokenizer
 from fedpax.data.files.formats import is_files
@@ -37,6 +35,7 @@ from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.axes import shardings
 from fedpax.paths import expand_home
 from fedpax.run_files.configuration import read_configuration
+from fedpax.run_files.paths import latest_round, resolve_folder
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.experiment import Experiment
 

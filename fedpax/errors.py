@@ -32,3 +32,7 @@ class ArgumentTypeError(FedpaxError, TypeError):
 
 class MissingPackageError(FedpaxError, ImportError):
     """A package that an optional feature needs is not installed."""
+
+
+class ConfigurationError(FedpaxError):
+    """A configuration that cannot be written, read or resumed; the message names the remedy."""

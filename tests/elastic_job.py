@@ -10,7 +10,8 @@ from pathlib import Path
 
 from several_processes import environment, finish, free_port, start_one
 
-from fedpax.run_files.metrics import FILE, read_metrics, select
+from fedpax.run_files.metrics import read_metrics, select
+from fedpax.run_files.paths import METRICS
 
 ROUNDS = 60
 ENDLESS = 10**6
@@ -59,7 +60,7 @@ class Job:
 
     def last_round(self) -> int:
         lines = select(read_metrics(self.folder), "training")
-        return int(lines[-1]["round"]) if (self.folder / FILE).exists() and lines else 0
+        return int(lines[-1]["round"]) if (self.folder / METRICS).exists() and lines else 0
 
     def wait_until_it_trains(self, number: int) -> None:
         """Wait for the training process of a supervisor that has returned."""

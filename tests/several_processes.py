@@ -9,7 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedpax.run_files.metrics import FILE, read_metrics
+from fedpax.run_files.metrics import read_metrics
+from fedpax.run_files.paths import METRICS
 
 HERE = Path(__file__).parent
 FEDPAX = (sys.executable, "-m", "fedpax.main")
@@ -89,6 +90,6 @@ def without_gloo(output: str) -> str:
 
 def wait_for_rounds(folder: Path, rounds: int, processes: Sequence[subprocess.Popen]) -> None:
     """Wait until a run has logged some rounds."""
-    while not (folder / FILE).exists() or len(read_metrics(folder)) < rounds:
+    while not (folder / METRICS).exists() or len(read_metrics(folder)) < rounds:
         assert all(process.poll() is None for process in processes)
         time.sleep(0.1)

@@ -1,5 +1,5 @@
 """Checkpoints of runs: saved, verified, restored, and exported as models."""
 
-from fedpax.checkpoints.saved_params import load_params
+from fedpax.checkpoints.saved_state import load_params
 
 __all__ = ["load_params"]

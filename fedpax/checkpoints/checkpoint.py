@@ -15,47 +15,43 @@ from jax.experimental import multihost_utils
 
 from fedpax.algorithm import State
 from fedpax.checkpoints.checkpoint_dir import LostCheckpointDirError
-from fedpax.checkpoints.checksums import NOT_DAMAGE, find_damage, write_checksums
 from fedpax.checkpoints.exports import Exports
-from fedpax.checkpoints.failed_saves import QuietFailedSaves
-from fedpax.checkpoints.mounts import atomicity_of, is_object_store
-from fedpax.checkpoints.open_checkpoints import open_checkpoints
+from fedpax.checkpoints.object_store import is_object_store
+from fedpax.checkpoints.orbax_files import (
+    QuietFailedSaves,
+    Retention,
+    atomicity_of,
+    open_checkpoints,
+)
 from fedpax.checkpoints.participant_states import (
     ParticipantRule,
     check_resizable,
     kept_participants,
     resize_participants,
 )
-from fedpax.checkpoints.remote import resolve_folder
-from fedpax.checkpoints.retention import Retention
-from fedpax.checkpoints.run_position import RunPosition
-from fedpax.checkpoints.saved_leaves import check_same_leaves, saved_shapes, saved_struct
-from fedpax.checkpoints.saved_params import load_field, load_params
+from fedpax.checkpoints.run_position import RunPosition, gather_stream_state
 from fedpax.checkpoints.saved_rounds import (
     DELETED,
-    FOLDER,
-    DamagedCheckpointError,
-    complete_rounds,
+    NOT_DAMAGE,
     damaged_checkpoint,
-    latest_round,
+    find_damage,
     remove_deleted,
     set_aside_unfinished,
+    write_checksums,
 )
-from fedpax.checkpoints.stream_state import gather_stream_state
+from fedpax.checkpoints.saved_state import (
+    check_same_leaves,
+    saved_shapes,
+    saved_struct,
+)
 from fedpax.console import print_error
 from fedpax.errors import FedpaxError
-from fedpax.run_files.configuration import is_remote
-
-__all__ = [
-    "FOLDER",
-    "Checkpoints",
-    "DamagedCheckpointError",
-    "complete_rounds",
-    "latest_round",
-    "load_field",
-    "load_params",
-]
-
+from fedpax.run_files.paths import (
+    CHECKPOINTS,
+    complete_rounds,
+    is_remote,
+    resolve_folder,
+)
 
 MOST_LOST_SAVES = 3
 """Number of saves to a bucket in a row that may fail; the next one stops the run."""
@@ -89,7 +85,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         exports: Exports | None = None,
         before_complete: Callable[[], None] | None = None,
     ) -> None:
-        self._folder = resolve_folder(job_log_dir) / FOLDER
+        self._folder = resolve_folder(job_log_dir) / CHECKPOINTS
         self._primary = jax.process_index() == 0
         if self._primary:
             set_aside_unfinished(self._folder)

@@ -19,23 +19,30 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from fedpax.checkpoints.remote import resolve_folder
-from fedpax.checkpoints.saved_rounds import FOLDER, complete_rounds
 from fedpax.console import print_error
-from fedpax.errors import FedpaxError
-from fedpax.files import LINES_BYTES, UnusableFileError, find_links, read_file, read_json
-from fedpax.run_files.configuration import FILE as CONFIGURATION
-from fedpax.run_files.configuration import ConfigurationError, is_remote, write_atomically
-from fedpax.run_files.goodput import FILE as GOODPUT
-from fedpax.run_files.metrics import FILE as METRICS
-from fedpax.run_files.metrics import SCALARS
+from fedpax.errors import ConfigurationError, FedpaxError
+from fedpax.files import LINES_BYTES, UnusableFileError, read_file, read_json
+from fedpax.run_files.paths import (
+    CONFIGURATION,
+    GOODPUT,
+    METRICS,
+    check_links,
+    is_remote,
+    write_atomically,
+)
 
-FOLDERS = (FOLDER, SCALARS, "exports", "profile", "syncer")
-"""The folders of a run, into which it writes."""
 OWNER = "owner.json"
+
+
 LAST_OWNER = ".owner"
+
+
 SECONDS_BETWEEN_BEATS = 10.0
+
+
 SECONDS_OF_SILENCE = 45.0
+
+
 SECONDS_BETWEEN_LOOKS = 2.0
 
 
@@ -208,24 +215,6 @@ class CheckpointDir(AbstractContextManager["CheckpointDir"]):
             self._write(free=True)
 
 
-def check_links(folder: Path, flag: str = "--job_log_dir") -> None:
-    """Check that no folder of a run is a link, or has one directly in it.
-
-    Args:
-        folder: the run's folder or its `checkpoint_dir`, a path.
-        flag: the flag that sets the folder, for the message.
-
-    Raises:
-        ConfigurationError: there is a link.
-    """
-    for path in find_links(folder, FOLDERS):
-        raise ConfigurationError(
-            f"{path} is a link to {os.readlink(path)}, expected a file or folder of the run "
-            "itself: the run would write and delete where the link leads. Remove the link, or set "
-            f"another {flag}; --training.checkpoint_dir saves checkpoints elsewhere."
-        )
-
-
 def read_owner(folder: Path) -> dict[str, Any] | None:
     """Read who may write checkpoints to a folder.
 
@@ -256,50 +245,3 @@ def is_owned(folder: Path) -> bool:
     return (
         found is not None and not found["free"] and time.time() - found["time"] < SECONDS_OF_SILENCE
     )
-
-
-def folder_of_checkpoints(job_log_dir: Path, checkpoint_dir: str | None) -> Path:
-    """Return the folder whose `checkpoints/` are those of a run, to read them.
-
-    Args:
-        job_log_dir: the run's folder, or its `checkpoint_dir`, or a copy of that one.
-        checkpoint_dir: `training.checkpoint_dir` of the run's configuration.
-    """
-    if checkpoint_dir is None or is_remote(job_log_dir) or complete_rounds(job_log_dir / FOLDER):
-        return job_log_dir
-    return resolve_folder(checkpoint_dir)
-
-
-def resolve_checkpoint_dir(job_log_dir: Path, checkpoint_dir: str | None) -> Path:
-    """Return the folder in which a run saves `checkpoints/`.
-
-    Args:
-        job_log_dir: the run's folder.
-        checkpoint_dir: `training.checkpoint_dir`. None: the run's folder.
-
-    Raises:
-        ConfigurationError: it cannot be used, or the run's folder has checkpoints itself.
-    """
-    if checkpoint_dir is None:
-        return job_log_dir
-    folder = resolve_folder(checkpoint_dir)
-    if folder != job_log_dir and complete_rounds(job_log_dir / FOLDER):
-        raise ConfigurationError(
-            f"{job_log_dir / FOLDER} has checkpoints, expected none: with --training."
-            f"checkpoint_dir={folder} they are there. Move {job_log_dir / FOLDER} to "
-            f"{folder / FOLDER}, or set another --job_log_dir."
-        )
-    return folder
-
-
-def refuse_checkpoint_dir(checkpoint_dir: str | None, command: str) -> None:
-    """Refuse a folder of checkpoints in a command that has none.
-
-    Raises:
-        ConfigurationError: it is set.
-    """
-    if checkpoint_dir is not None:
-        raise ConfigurationError(
-            f"--training.checkpoint_dir={checkpoint_dir}: `fedpax {command}` keeps checkpoints in "
-            "--job_log_dir alone, expected none. Leave it out."
-        )

@@ -1,10 +1,18 @@
 """The position of a run: the values that a checkpoint holds beside the algorithm's state."""
 
 import base64
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
-from fedpax.checkpoints.stream_state import StreamState
+import jax
+
+from fedpax.clients.cohort_stream import CohortStream
+from fedpax.console import print_error
+from fedpax.processes.gather import gather_json
+
+StreamState = dict[str, Any] | bytes
+"""The position of a stream, as its `get_state` returns it."""
 
 
 class RunPosition(NamedTuple):
@@ -52,3 +60,72 @@ class RunPosition(NamedTuple):
         if isinstance(stream, dict) and set(stream) == {"base64"}:
             stream = base64.b64decode(stream["base64"])
         return cls(**{**saved, "stream": stream})
+
+
+def gather_stream_state(state: StreamState) -> StreamState:
+    """Complete a stream's position from the parts that other processes know.
+
+    None in a state is a value that this process does not know, such as the position in documents
+    that only another process reads. All processes must call this in the same round.
+
+    Args:
+        state: this process's state.
+
+    Returns:
+        The state with all values that any process knows. A state of bytes is returned as it is:
+        every process has all of it.
+    """
+    if jax.process_count() == 1 or isinstance(state, bytes):
+        return state
+    return functools.reduce(merge, gather_json(state), state)
+
+
+def merge(state: Any, other: Any) -> Any:
+    """Replace every None in a state by the value of another process.
+
+    Args:
+        state: a tree of dicts, lists and JSON values.
+        other: a tree of the same structure, with values in the place of None.
+
+    Example:
+        >>> merge({"shards": [[3, 0], None], "round": 2}, {"shards": [None, [5, 1]], "round": 2})
+        {'shards': [[3, 0], [5, 1]], 'round': 2}
+    """
+    if state is None:
+        return other
+    if isinstance(state, dict) and isinstance(other, dict):
+        return {name: merge(value, other.get(name)) for name, value in state.items()}
+    if isinstance(state, list) and isinstance(other, list):
+        return [merge(*values) for values in zip(state, other, strict=True)]
+    return state
+
+
+def restore_stream(
+    stream: CohortStream, saved: Any, *, must_fit: bool, beginning: StreamState | None = None
+) -> None:
+    """Move a stream to a saved position, or to the same round if its settings were changed.
+
+    A stream whose cohorts depend on its settings and the round alone has the round in its state.
+    Another stream has no position that corresponds to the saved one: it restarts.
+
+    Args:
+        stream: the stream.
+        saved: a result of its `get_state`.
+        must_fit: raise if the position does not fit.
+        beginning: the stream's position before its first cohort. Default None: it is there.
+
+    Raises:
+        ValueError: the position does not fit the stream, and must.
+    """
+    try:
+        stream.set_state(saved)
+    except ValueError as error:
+        if must_fit:
+            raise
+        fresh = stream.get_state() if beginning is None else beginning
+        if isinstance(fresh, dict) and isinstance(saved, dict) and "round" in fresh.keys() & saved:
+            stream.set_state({**fresh, "round": saved["round"]})
+            print_error(f"The data continue after round {saved['round']}, but differ: {error}")
+        else:
+            stream.set_state(fresh)
+            print_error(f"The data start again from their first round: {error}")

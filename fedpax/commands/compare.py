@@ -10,8 +10,7 @@ import jax
 from absl import flags
 
 from fedpax.algorithm import RESERVED_METRICS
-from fedpax.checkpoints.checkpoint_dir import refuse_checkpoint_dir
-from fedpax.checkpoints.saved_rounds import check_latest_round, latest_round
+from fedpax.checkpoints.saved_rounds import check_latest_round
 from fedpax.commands.devices import num_cores
 from fedpax.commands.options import (
     UsageError,
@@ -25,6 +24,7 @@ from fedpax.commands.options import (
 )
 from fedpax.commands.saved_run import build_run
 from fedpax.console import print_error, print_line
+from fedpax.errors import ConfigurationError
 from fedpax.experiments.catalog import expand_groups, group_or_none
 from fedpax.parallel.mesh_rule import simulated_count
 from fedpax.paths import split_list
@@ -36,8 +36,8 @@ from fedpax.reports.target import (
     parse_target,
     write_target_comparison,
 )
-from fedpax.run_files.configuration import ConfigurationError, resolve_job_log_dir
 from fedpax.run_files.metrics import describe_damage, read_metrics, select
+from fedpax.run_files.paths import latest_round, refuse_checkpoint_dir, resolve_job_log_dir
 from fedpax.training.experiment import Experiment
 from fedpax.training.job_dir import check_configuration, check_field_names
 from fedpax.training.preemption import run_subprocess

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from absl import flags
 
-from fedpax.checkpoints.checkpoint_dir import folder_of_checkpoints
-from fedpax.checkpoints.saved_rounds import latest_round
 from fedpax.commands import UsageError
 from fedpax.commands.fitting_mesh import (
     fit_mesh,
@@ -35,6 +33,7 @@ from fedpax.elastic.host_copies import (
 from fedpax.elastic.membership import MEMBERSHIP, Membership
 from fedpax.processes.job_processes import JobProcesses, JobProcessesError, find_job_processes
 from fedpax.processes.json_line_socket import JsonLineSocket
+from fedpax.run_files.paths import folder_of_checkpoints, latest_round
 from fedpax.training.experiment import Experiment
 from fedpax.training.preemption import PreemptionGuard
 

@@ -16,7 +16,7 @@ from fedpax.commands.saved_run import (
     read_saved_run,
 )
 from fedpax.console import print_error, print_line
-from fedpax.run_files.configuration import write_atomically
+from fedpax.run_files.paths import write_atomically
 from fedpax.run_files.quantiles import with_quantiles
 from fedpax.training.progress import describe_devices, format_metrics
 

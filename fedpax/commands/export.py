@@ -9,9 +9,8 @@ import jax
 from absl import flags
 
 from fedpax.algorithm import Params
-from fedpax.checkpoints.array_files import FILE_WRITERS
-from fedpax.checkpoints.exports import LAST_FILE, write_orbax
-from fedpax.checkpoints.mounts import rename_folder
+from fedpax.checkpoints.exports import FILE_WRITERS, LAST_FILE, write_orbax
+from fedpax.checkpoints.object_store import rename_folder
 from fedpax.commands import UsageError
 from fedpax.commands.options import parse
 from fedpax.commands.saved_run import (

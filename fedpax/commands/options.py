@@ -22,8 +22,9 @@ from fedpax.console import escape_controls, print_error
 from fedpax.experiments.catalog import ExperimentGroup, find_experiment
 from fedpax.experiments.catalog import describe_group as describe_experiments
 from fedpax.experiments.settings import Settings
-from fedpax.run_files.configuration import check_is_dataclass, resolve_job_log_dir
+from fedpax.run_files.configuration import check_is_dataclass
 from fedpax.run_files.integers import check_integers
+from fedpax.run_files.paths import resolve_job_log_dir
 from fedpax.run_files.seeds import seed_paths, with_seed
 from fedpax.training.experiment import Experiment
 

@@ -18,7 +18,7 @@ from fedpax.planning import (
 )
 from fedpax.planning.draw_mesh import draw_mesh
 from fedpax.planning.memory_overflow import overflow_report
-from fedpax.run_files.configuration import write_atomically
+from fedpax.run_files.paths import write_atomically
 
 
 def plan(arguments: Sequence[str]) -> int:

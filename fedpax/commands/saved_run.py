@@ -10,17 +10,8 @@ import jax
 from absl import flags
 
 from fedpax.algorithm import Params
-from fedpax.checkpoints.best_model import best_round
-from fedpax.checkpoints.checkpoint import (
-    FOLDER,
-    DamagedCheckpointError,
-    complete_rounds,
-    load_params,
-)
-from fedpax.checkpoints.checkpoint_dir import folder_of_checkpoints
-from fedpax.checkpoints.checksums import find_damage
-from fedpax.checkpoints.remote import resolve_folder
-from fedpax.checkpoints.saved_rounds import rounds_without_checksums
+from fedpax.checkpoints.saved_rounds import DamagedCheckpointError, find_damage
+from fedpax.checkpoints.saved_state import best_round, load_params
 from fedpax.commands import UsageError
 from fedpax.commands.compilation_cache import enable_compilation_cache
 from fedpax.commands.devices import provide_devices
@@ -28,7 +19,6 @@ from fedpax.commands.options import check_job_log_dir, override
 from fedpax.console import print_error
 from fedpax.errors import ArgumentError
 from fedpax.experiments.catalog import find_experiment, is_shipped
-from fedpax.run_files.configuration import FILE as CONFIGURATION
 from fedpax.run_files.configuration import (
     class_name,
     from_json,
@@ -36,6 +26,14 @@ from fedpax.run_files.configuration import (
     read_configuration_json,
 )
 from fedpax.run_files.known_classes import is_within_fedpax, own_classes
+from fedpax.run_files.paths import CHECKPOINTS as FOLDER
+from fedpax.run_files.paths import (
+    CONFIGURATION,
+    complete_rounds,
+    folder_of_checkpoints,
+    resolve_folder,
+    rounds_without_checksums,
+)
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.job_dir import is_in_use

@@ -17,12 +17,13 @@ from fedpax.commands.options import (
 )
 from fedpax.commands.saved_run import existing_folder
 from fedpax.console import print_error, print_line
+from fedpax.errors import ConfigurationError
 from fedpax.paths import split_list
 from fedpax.reports.metric_table import check_metrics, format_metrics
 from fedpax.reports.plot import Axis, plot_losses
 from fedpax.reports.run_report import format_goodput, format_reports, holds_run, report_run
-from fedpax.run_files.configuration import ConfigurationError, is_remote, resolve_job_log_dir
 from fedpax.run_files.metrics import read_metrics, select
+from fedpax.run_files.paths import is_remote, resolve_job_log_dir
 from fedpax.sites.syncer.island_table import format_islands, read_islands
 from fedpax.training.job_dir import is_in_use
 

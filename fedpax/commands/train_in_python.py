@@ -12,14 +12,14 @@ import jax
 import orbax.checkpoint as ocp
 
 from fedpax.algorithm import RESERVED_METRICS, Params
-from fedpax.checkpoints.checkpoint_dir import resolve_checkpoint_dir
-from fedpax.checkpoints.saved_params import load_params
+from fedpax.checkpoints.saved_state import load_params
 from fedpax.commands.compilation_cache import enable_compilation_cache
 from fedpax.commands.devices import provide_devices
 from fedpax.errors import ArgumentTypeError
 from fedpax.reports.table import number_or_nan
-from fedpax.run_files.configuration import check_is_dataclass, resolve_job_log_dir
+from fedpax.run_files.configuration import check_is_dataclass
 from fedpax.run_files.metrics import read_metrics, select
+from fedpax.run_files.paths import resolve_checkpoint_dir, resolve_job_log_dir
 from fedpax.training.experiment import Experiment
 from fedpax.training.trainer import train as train_in_folder
 

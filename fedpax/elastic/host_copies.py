@@ -25,7 +25,7 @@ import numpy as np
 
 from fedpax.algorithm import State
 from fedpax.checkpoints.participant_states import check_resizable
-from fedpax.checkpoints.stream_state import StreamState
+from fedpax.checkpoints.run_position import StreamState
 from fedpax.elastic.local_shards import (
     Region,
     assemble,

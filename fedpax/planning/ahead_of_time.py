@@ -18,7 +18,7 @@ from fedpax.planning.compiled_plan import CompiledPlan, RoundWorkload, make_plan
 from fedpax.planning.memory_overflow import MemoryOverflowError, overflow_report, shortage_of
 from fedpax.planning.mesh_fit import describe_misfit
 from fedpax.planning.topology import Topology, foreign_libtpu
-from fedpax.run_files.configuration import write_atomically
+from fedpax.run_files.paths import write_atomically
 from fedpax.training.compiled_round import compile_round, with_shardings
 from fedpax.training.experiment import Experiment, Run
 

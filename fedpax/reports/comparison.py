@@ -16,8 +16,8 @@ from fedpax.reports.table import (
     markdown_table,
     number_or_nan,
 )
-from fedpax.run_files.configuration import write_atomically
 from fedpax.run_files.metrics import read_metrics, select, throughput
+from fedpax.run_files.paths import write_atomically
 
 Folders: TypeAlias = str | Path | Sequence[str | Path]
 """The folder of a run, or the folders of runs of one experiment with several seeds."""

@@ -6,10 +6,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from fedpax.checkpoints.best_model import STOP
-from fedpax.checkpoints.checkpoint_dir import folder_of_checkpoints
-from fedpax.checkpoints.saved_rounds import latest_round
 from fedpax.console import escape_controls
+from fedpax.errors import ConfigurationError
 from fedpax.files import describe_no_permission
 from fedpax.reports.table import (
     format_bytes,
@@ -17,15 +15,11 @@ from fedpax.reports.table import (
     markdown_table,
     number_or_nan,
 )
-from fedpax.run_files.configuration import (
-    FILE,
-    ConfigurationError,
-    flatten,
-    read_configuration_json,
-)
+from fedpax.run_files.configuration import flatten, read_configuration_json
+from fedpax.run_files.evaluations import STOP
 from fedpax.run_files.goodput import BUCKETS, Bucket, read_goodput
-from fedpax.run_files.metrics import FILE as METRICS
 from fedpax.run_files.metrics import describe_damage, read_metrics, select, throughput
+from fedpax.run_files.paths import CONFIGURATION, METRICS, folder_of_checkpoints, latest_round
 from fedpax.training.job_dir import is_in_use
 
 
@@ -124,7 +118,7 @@ def report_run(folder: Path) -> RunReport:
 
 def holds_run(folder: Path) -> bool:
     """Return whether a folder holds a run, or one that is about to start."""
-    return any((folder / name).exists() for name in (FILE, METRICS)) or is_in_use(folder)
+    return any((folder / name).exists() for name in (CONFIGURATION, METRICS)) or is_in_use(folder)
 
 
 def format_reports(reports: Sequence[RunReport]) -> str:

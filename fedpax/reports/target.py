@@ -26,7 +26,7 @@ from fedpax.pictures import (
     style_panel,
 )
 from fedpax.reports.table import format_bytes, markdown_table, number_or_nan
-from fedpax.run_files.configuration import write_atomically
+from fedpax.run_files.paths import write_atomically
 from fedpax.training.experiment import Run
 from fedpax.transforms.inlining import program_placements
 

@@ -3,14 +3,12 @@
 import dataclasses
 import inspect
 import json
-import re
-import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
-from fedpax.errors import ArgumentTypeError, FedpaxError
-from fedpax.files import describe_no_permission, read_json, replace_file
+from fedpax.errors import ArgumentTypeError, ConfigurationError
+from fedpax.files import describe_no_permission, read_json
 from fedpax.run_files.known_classes import (
     find_class,
     find_in_fedpax,
@@ -18,14 +16,9 @@ from fedpax.run_files.known_classes import (
     name_of_class,
     own_classes,
 )
+from fedpax.run_files.paths import CONFIGURATION, write_atomically
 
 VERSION = 1
-FILE = "config.json"
-URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")  # one slash: Path("gs://bucket") is gs:/bucket
-
-
-class ConfigurationError(FedpaxError):
-    """A configuration that cannot be written, read or resumed; the message names the remedy."""
 
 
 def to_json(configuration: Any, path: str = "") -> Any:
@@ -108,7 +101,7 @@ def class_name(configuration: Any) -> str:
     return name_of_class(type(configuration))
 
 
-def from_json(value: Any, file: str | PurePath = FILE, own: Collection[type] = ()) -> Any:
+def from_json(value: Any, file: str | PurePath = CONFIGURATION, own: Collection[type] = ()) -> Any:
     """Rebuild a configuration from the result of `to_json`, and run no code that the value names.
 
     The value can come from others. So a class that it names is one of fedpax's dataclasses, or one
@@ -135,7 +128,7 @@ def from_json(value: Any, file: str | PurePath = FILE, own: Collection[type] = (
         >>> from_json({"class": "os:system", "command": "ls"})  # doctest: +ELLIPSIS
         Traceback (most recent call last):
             ...
-        fedpax.run_files.configuration.ConfigurationError: config.json names the class ...
+        fedpax.errors.ConfigurationError: config.json names the class ...
     """
     if isinstance(value, list):
         return tuple(from_json(item, file, own) for item in value)
@@ -258,7 +251,7 @@ def write_configuration(folder: str | Path, configuration: Any, exp: str) -> Non
         True
     """
     content = {"version": VERSION, "exp": exp, "configuration": to_json(configuration)}
-    write_atomically(Path(folder) / FILE, json.dumps(content, indent=2) + "\n")
+    write_atomically(Path(folder) / CONFIGURATION, json.dumps(content, indent=2) + "\n")
 
 
 def read_configuration(folder: str | Path, experiment: Any = None) -> tuple[str, Any] | None:
@@ -277,7 +270,7 @@ def read_configuration(folder: str | Path, experiment: Any = None) -> tuple[str,
     """
     found = read_configuration_json(folder)
     own = own_classes(experiment)
-    return found and (found[0], from_json(found[1], f"{folder}/{FILE}", own))
+    return found and (found[0], from_json(found[1], f"{folder}/{CONFIGURATION}", own))
 
 
 def read_configuration_json(folder: str | Path) -> tuple[str, dict[str, Any]] | None:
@@ -292,7 +285,7 @@ def read_configuration_json(folder: str | Path) -> tuple[str, dict[str, Any]] | 
     Raises:
         ConfigurationError: the file is damaged or has another version.
     """
-    path = (folder if isinstance(folder, PurePath) else Path(folder)) / FILE
+    path = (folder if isinstance(folder, PurePath) else Path(folder)) / CONFIGURATION
     if not path.exists():
         return None
     try:
@@ -315,68 +308,3 @@ def read_configuration_json(folder: str | Path) -> tuple[str, dict[str, Any]] | 
             "it, or start in an empty folder."
         )
     return exp, configuration
-
-
-def is_remote(folder: str | PurePath) -> bool:
-    """Return whether a folder is named by a URL.
-
-    Example:
-        >>> is_remote("gs://my-bucket/runs"), is_remote("runs/gs")
-        (True, False)
-    """
-    return URL.match(str(folder)) is not None
-
-
-def resolve_job_log_dir(job_log_dir: str | Path) -> Path:
-    """Return a run's folder as an absolute path, with `~` expanded.
-
-    Args:
-        job_log_dir: a folder on a file system that every process sees.
-
-    Raises:
-        ConfigurationError: the path is a URL such as `gs://bucket/run`, names an unknown user, or
-            has characters that the environment's encoding lacks.
-
-    Example:
-        >>> resolve_job_log_dir("~/runs/digits") == Path.home() / "runs" / "digits"
-        True
-    """
-    if scheme := URL.match(str(job_log_dir)):
-        remedy = (
-            "Give a local folder, and the bucket for what must outlive this machine: "
-            f"--job_log_dir=runs/NAME --training.checkpoint_dir={job_log_dir}"
-            if scheme[1] == "gs"
-            else "Mount the bucket (for example with s3fs) and give the mounted folder."
-        )
-        raise ConfigurationError(
-            f"--job_log_dir={job_log_dir} is a URL, expected a folder of a file system. {remedy}"
-        )
-    try:
-        folder = Path(job_log_dir).expanduser().absolute()
-        str(folder).encode("utf-8")  # Orbax opens only such paths
-        return folder
-    except UnicodeEncodeError as error:
-        raise ConfigurationError(
-            f"--job_log_dir={job_log_dir} has characters that are unknown in this environment, "
-            f"whose encoding is {sys.getfilesystemencoding()}. Set the environment variable "
-            "PYTHONUTF8=1 or LC_ALL=C.UTF-8, or give a folder in ASCII."
-        ) from error
-    except RuntimeError as error:
-        raise ConfigurationError(
-            f"--job_log_dir={job_log_dir} names a home folder that is unknown ({error}), expected "
-            "an existing user. Set the folder's full path."
-        ) from error
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file such that a kill or a crash leaves the old or the new content, never a part.
-
-    Args:
-        path: the file; its folder is created if it is missing.
-        text: the new content.
-    """
-    if is_remote(path):  # a bucket has no part of a file
-        path.write_text(text, encoding="utf-8")
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, text.encode())

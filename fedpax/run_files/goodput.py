@@ -12,13 +12,19 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from fedpax.errors import ArgumentError
 from fedpax.files import read_json
-from fedpax.run_files.configuration import write_atomically
+from fedpax.run_files.paths import GOODPUT, write_atomically
 
-FILE = "goodput.json"
 Bucket: TypeAlias = Literal["input", "compile", "step", "evaluate", "save", "lost"]
+
+
 BUCKETS: tuple[Bucket, ...] = get_args(Bucket)
+
+
 SECONDS_BETWEEN_WRITES = 10.0
+
+
 CHECKPOINTS_REMEMBERED = 16
+
 
 Seconds: TypeAlias = dict[Bucket, float]
 """Seconds by bucket."""
@@ -74,7 +80,7 @@ class GoodputClock(AbstractContextManager["GoodputClock"]):
         enabled: bool = True,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._path = folder / FILE
+        self._path = folder / GOODPUT
         self._enabled = enabled
         self.now = now
         self._lock = threading.RLock()
@@ -205,7 +211,7 @@ def read_goodput(folder: Path) -> tuple[Seconds, dict[int, Seconds]] | None:
         file is missing or damaged.
     """
     try:
-        content = read_json(folder / FILE)
+        content = read_json(folder / GOODPUT)
         at_checkpoint = {int(k): _checked(v) for k, v in content["checkpoints"].items()}
         return _checked(content["seconds"]), at_checkpoint
     except (OSError, ValueError, TypeError, KeyError, AttributeError):

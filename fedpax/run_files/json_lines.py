@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedpax.errors import ConfigurationError
 from fedpax.files import LINES_BYTES, describe_no_permission, parse_json, read_file
-from fedpax.run_files.configuration import ConfigurationError
 
 
 def read_json_lines(

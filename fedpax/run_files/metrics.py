@@ -18,19 +18,17 @@ from tensorboardX.record_writer import RecordWriter
 
 from fedpax.console import print_error
 from fedpax.files import append_to
-from fedpax.run_files.configuration import write_atomically
 from fedpax.run_files.goodput import BUCKETS
 from fedpax.run_files.json_lines import name_lines, read_json_lines
+from fedpax.run_files.paths import METRICS, SCALARS, write_atomically
 from fedpax.run_files.quantiles import finite_values
-
-FILE = "metrics.jsonl"
-SCALARS = "tensorboard"
 
 TIMINGS = frozenset(
     {"seconds", "items_per_second", "input_wait_fraction", "mfu", "wall_seconds"}
     | {f"{bucket}_seconds" for bucket in BUCKETS}
 )
 """Metrics that differ between two runs of one configuration: timings. All others are equal."""
+
 
 SECONDS_BETWEEN_FLUSHES = 30.0
 
@@ -74,7 +72,7 @@ def describe_damage(job_log_dir: str | Path, saved: int) -> list[str]:
         ConfigurationError: the file cannot be read.
     """
     lines, damaged = _read(job_log_dir)
-    path, found = Path(job_log_dir) / FILE, []
+    path, found = Path(job_log_dir) / METRICS, []
     if damaged:
         left_out = "are left out" if len(damaged) > 1 else "is left out"
         found.append(f"{path}: {name_lines(damaged)} cannot be read and {left_out}.")
@@ -142,7 +140,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         self._folder, self._after, self._enabled = folder, after, enabled
         if enabled and damaged and after > 0:
             print_error(
-                f"{folder / FILE}: {name_lines(damaged)} cannot be read (expected a JSON object "
+                f"{folder / METRICS}: {name_lines(damaged)} cannot be read (expected a JSON object "
                 "with kind, round and numbers) and will be removed; all other lines are kept."
             )
 
@@ -151,7 +149,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         if not self._enabled:
             return self
         folder, after = self._folder, self._after
-        path = folder / FILE
+        path = folder / METRICS
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in self.kept))
         self._file = append_to(path)
         # Not tensorboardX's SummaryWriter: its thread dies with a traceback when the disk is full.
@@ -215,7 +213,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         """
         if not self._enabled or select(self.kept, "run"):
             return
-        path = self._folder / FILE
+        path = self._folder / METRICS
         self._file.close()
         # Where lines are kept, an earlier process has written this line, and it was lost.
         self.kept.insert(0, {"kind": "run", "round": 0, **_json_values(sizes)})
@@ -258,7 +256,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
 
 def _read(job_log_dir: str | Path) -> tuple[list[dict[str, Any]], list[int]]:
     """Return the whole lines of `metrics.jsonl`, and the numbers of the damaged ones, from 1."""
-    path = (job_log_dir if isinstance(job_log_dir, PurePath) else Path(job_log_dir)) / FILE
+    path = (job_log_dir if isinstance(job_log_dir, PurePath) else Path(job_log_dir)) / METRICS
     return read_json_lines(
         path,
         _is_whole,

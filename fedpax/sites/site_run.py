@@ -3,8 +3,8 @@
 import dataclasses
 
 from fedpax.algorithm import AlgorithmParts
+from fedpax.errors import ConfigurationError
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.run_files.configuration import ConfigurationError
 from fedpax.training.begin_from import begin_from
 from fedpax.training.experiment import Experiment, Run
 

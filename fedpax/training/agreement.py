@@ -8,10 +8,11 @@ from pathlib import Path
 import jax
 
 import fedpax
-from fedpax.checkpoints.saved_rounds import latest_round
 from fedpax.clients.cohort_stream import CohortStream, fingerprint
+from fedpax.errors import ConfigurationError
 from fedpax.processes.gather import gather_json
-from fedpax.run_files.configuration import ConfigurationError, flatten, to_json
+from fedpax.run_files.configuration import flatten, to_json
+from fedpax.run_files.paths import latest_round
 from fedpax.training.experiment import Experiment
 from fedpax.training.job_dir import LOCK
 

@@ -3,8 +3,8 @@
 import jax
 
 from fedpax.algorithm import Params
-from fedpax.checkpoints.saved_params import load_params
-from fedpax.run_files.configuration import ConfigurationError
+from fedpax.checkpoints.saved_state import load_params
+from fedpax.errors import ConfigurationError
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.experiment import Run
 from fedpax.training.frozen_params import StoredParams

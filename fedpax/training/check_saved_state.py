@@ -6,9 +6,8 @@ import jax
 import orbax.checkpoint as ocp
 
 from fedpax.checkpoints.participant_states import check_resizable
-from fedpax.checkpoints.remote import resolve_folder
-from fedpax.checkpoints.saved_leaves import check_same_leaves, has_saved_shape, saved_shapes
-from fedpax.checkpoints.saved_rounds import FOLDER, latest_round
+from fedpax.checkpoints.saved_state import check_same_leaves, has_saved_shape, saved_shapes
+from fedpax.run_files.paths import CHECKPOINTS, latest_round, resolve_folder
 from fedpax.training.experiment import Experiment
 
 
@@ -29,7 +28,7 @@ def describe_state_misfit(saved_in: Path, experiment: Experiment) -> str | None:
         step = latest_round(saved_in)
         if step is None:
             return None
-        saved = saved_shapes(resolve_folder(saved_in) / FOLDER, step)
+        saved = saved_shapes(resolve_folder(saved_in) / CHECKPOINTS, step)
         run = experiment.build()
         with jax.set_mesh(run.mesh):
             params = jax.eval_shape(lambda: run.init(jax.random.key(0)))

@@ -6,12 +6,13 @@ from typing import Any
 
 import jax
 
-from fedpax.checkpoints.best_model import STOP, Evaluations, among
 from fedpax.checkpoints.exports import Exports
-from fedpax.checkpoints.retention import Retention
-from fedpax.checkpoints.saved_rounds import FOLDER, complete_rounds
+from fedpax.checkpoints.orbax_files import Retention
+from fedpax.checkpoints.saved_state import among
 from fedpax.processes.gather import gather_json
+from fedpax.run_files.evaluations import STOP, Evaluations
 from fedpax.run_files.metrics import MetricsWriter
+from fedpax.run_files.paths import CHECKPOINTS, complete_rounds
 from fedpax.training.experiment import TrainingConfig
 
 
@@ -40,7 +41,9 @@ class EarlyStop:
         """
         training, self._kept = self._training, kept
         self._evaluations = Evaluations(kept, training.keep_best, training.stop_after)
-        saved = complete_rounds(self._saved_in / FOLDER) if training.keep_best is not None else []
+        saved = (
+            complete_rounds(self._saved_in / CHECKPOINTS) if training.keep_best is not None else []
+        )
         if jax.process_count() > 1:
             saved = gather_json(saved)[0]
         # A better model may not have been kept, if `keep_best` was set later.

@@ -12,13 +12,13 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedpax.algorithm import FederatedAlgorithm, Params
-from fedpax.checkpoints.best_model import parse_best_metric
 from fedpax.checkpoints.exports import write_orbax
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.errors import ArgumentError
 from fedpax.parallel.mesh import MeshConfig, available_devices
 from fedpax.parallel.mesh_rule import ShardedSize, follow
 from fedpax.run_files.configuration import write_configuration
+from fedpax.run_files.evaluations import parse_best_metric
 from fedpax.run_files.integers import check_integers
 from fedpax.training.frozen_params import StoredParams
 from fedpax.training.profile import parse_profile_at

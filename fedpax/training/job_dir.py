@@ -14,24 +14,29 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from fedpax.checkpoints.checkpoint_dir import check_links, is_owned, resolve_checkpoint_dir
-from fedpax.checkpoints.saved_rounds import FOLDER as CHECKPOINTS
-from fedpax.checkpoints.saved_rounds import latest_round
+from fedpax.checkpoints.checkpoint_dir import is_owned
+from fedpax.errors import ConfigurationError
 from fedpax.files import open_unlinked
 from fedpax.run_files.configuration import (
-    FILE,
-    ConfigurationError,
     class_name,
     differences,
     flatten,
     from_json,
-    is_remote,
     moved_out_of_main,
     read_configuration_json,
     to_json,
 )
 from fedpax.run_files.known_classes import own_classes
-from fedpax.run_files.metrics import SCALARS, read_metrics, select
+from fedpax.run_files.metrics import read_metrics, select
+from fedpax.run_files.paths import (
+    CHECKPOINTS,
+    CONFIGURATION,
+    SCALARS,
+    check_links,
+    is_remote,
+    latest_round,
+    resolve_checkpoint_dir,
+)
 from fedpax.training.check_saved_state import describe_state_misfit
 from fedpax.training.experiment import Experiment
 
@@ -220,7 +225,7 @@ def check_configuration(
     changes = {}
     if same_class:
         own = own_classes(experiment)
-        changes = _changes(folder, from_json(saved, folder / FILE, own), experiment)
+        changes = _changes(folder, from_json(saved, folder / CONFIGURATION, own), experiment)
     # A module can be written in several ways (mine, ./mine.py), but the class is the same.
     functions = {text.rpartition(":")[2] for text in (name, exp) if text}
     if not same_class and name == exp:

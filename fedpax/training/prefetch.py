@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import jax
 
-from fedpax.checkpoints.stream_state import StreamState
+from fedpax.checkpoints.run_position import StreamState
 from fedpax.clients.cohort import Cohort
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.errors import ArgumentError

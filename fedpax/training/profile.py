@@ -8,8 +8,7 @@ from pathlib import Path
 
 import jax
 
-from fedpax.errors import ArgumentError
-from fedpax.run_files.configuration import ConfigurationError
+from fedpax.errors import ArgumentError, ConfigurationError
 
 FOLDER = "profile"
 

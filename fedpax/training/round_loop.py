@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fedpax.algorithm import State
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.checkpoints.participant_states import ParticipantRule
-from fedpax.checkpoints.stream_state import gather_stream_state, restore_stream
+from fedpax.checkpoints.run_position import gather_stream_state, restore_stream
 from fedpax.elastic.host_copies import HostCopy
 from fedpax.elastic.membership import CopiesOfRounds, Membership
 from fedpax.processes.gather import gather_json

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 
 from fedpax.parallel.chips import CHIPS
-from fedpax.run_files.metrics import SCALARS
+from fedpax.run_files.paths import SCALARS
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.progress import Progress, describe_devices
 from fedpax.training.unused_devices import describe_unused

@@ -11,28 +11,25 @@ from typing import NamedTuple
 
 import jax
 
-from fedpax.checkpoints.best_model import Evaluations
 from fedpax.checkpoints.checkpoint import Checkpoints, CheckpointWriteError
-from fedpax.checkpoints.checkpoint_dir import (
-    CheckpointDir,
-    LostCheckpointDirError,
-    resolve_checkpoint_dir,
-)
+from fedpax.checkpoints.checkpoint_dir import CheckpointDir, LostCheckpointDirError
 from fedpax.checkpoints.exports import Exports
+from fedpax.checkpoints.orbax_files import Retention
 from fedpax.checkpoints.participant_states import ParticipantRule, check_rule
-from fedpax.checkpoints.retention import Retention
-from fedpax.checkpoints.saved_rounds import check_latest_round, latest_round
+from fedpax.checkpoints.saved_rounds import check_latest_round
 from fedpax.elastic.membership import Membership
 from fedpax.errors import FedpaxError
-from fedpax.run_files.configuration import (
-    is_remote,
-    read_configuration_json,
-    resolve_job_log_dir,
-    write_configuration,
-)
+from fedpax.run_files.configuration import read_configuration_json, write_configuration
+from fedpax.run_files.evaluations import Evaluations
 from fedpax.run_files.goodput import GoodputClock, describe_goodput
 from fedpax.run_files.integers import check_integers
 from fedpax.run_files.metrics import read_metrics
+from fedpax.run_files.paths import (
+    is_remote,
+    latest_round,
+    resolve_checkpoint_dir,
+    resolve_job_log_dir,
+)
 from fedpax.training.agreement import check_agreement, check_same_data
 from fedpax.training.begin_from import begin_from
 from fedpax.training.early_stop import EarlyStop
@@ -114,7 +111,7 @@ def train(
             None: there is no such job.
 
     Returns:
-        The progress. `fedpax.checkpoints.checkpoint.load_params` loads the model.
+        The progress. `fedpax.checkpoints.saved_state.load_params` loads the model.
 
     Raises:
         ConfigurationError: the folder holds another configuration, or another process trains there.

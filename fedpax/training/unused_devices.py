@@ -2,8 +2,8 @@
 
 import jax
 
+from fedpax.errors import ConfigurationError
 from fedpax.parallel.mesh import available_devices
-from fedpax.run_files.configuration import ConfigurationError
 from fedpax.training.experiment import Experiment, Run
 
 

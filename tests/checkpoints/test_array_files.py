@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import safetensors.flax
 
-from fedpax.checkpoints.array_files import named_arrays, write_npz, write_safetensors
+from fedpax.checkpoints.exports import named_arrays, write_npz, write_safetensors
 from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
 from fedpax.models.lstm import LSTMConfig, lstm
 

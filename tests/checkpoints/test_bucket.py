@@ -15,16 +15,18 @@ import pytest
 from several_processes import finish, free_port, start_one
 
 from fedpax.checkpoints import load_params
-from fedpax.run_files.metrics import FILE, read_metrics
+from fedpax.run_files.metrics import read_metrics
+from fedpax.run_files.paths import METRICS
 
 SERVER = Path(sys.executable).with_name("gcp-storage-emulator")
 EXP = "--exp=small_regression:regression"
 TRAIN = ("train", EXP, "--training.checkpoint_dir=gs://runs/run")
 READ = """
 import sys
-from fedpax.checkpoints.checkpoint import complete_rounds, load_params
-from fedpax.checkpoints.checksums import find_damage
-from fedpax.checkpoints.remote import resolve_folder
+from fedpax.run_files.paths import complete_rounds
+from fedpax.checkpoints.saved_state import load_params
+from fedpax.checkpoints.saved_rounds import find_damage
+from fedpax.run_files.paths import resolve_folder
 
 folder = resolve_folder("gs://runs/run")
 print(complete_rounds(folder / "checkpoints"))
@@ -178,7 +180,7 @@ def test_killed_while_saving_and_resumed_on_another_machine(
 def test_a_run_outlives_a_server_that_is_away(server: Server, tmp_path: Path, plain: Path) -> None:
     folder = tmp_path / "run"
     process = server.start_one(*TRAIN, f"--job_log_dir={folder}", "--pause=1")
-    while not (folder / FILE).exists() or len(losses(folder)) < 4:
+    while not (folder / METRICS).exists() or len(losses(folder)) < 4:
         assert process.poll() is None, process.communicate()
         time.sleep(0.1)
     server.stop()
@@ -247,7 +249,7 @@ def test_processes_with_folders_of_their_own(server: Server, tmp_path: Path, pla
         ]
 
     processes = start(0, "--pause=0.5")
-    while not (tmp_path / "0.0" / FILE).exists() or len(losses(tmp_path / "0.0")) < 8:
+    while not (tmp_path / "0.0" / METRICS).exists() or len(losses(tmp_path / "0.0")) < 8:
         assert all(process.poll() is None for process in processes), finish(processes)
         time.sleep(0.1)
     for process in processes:
@@ -259,6 +261,6 @@ def test_processes_with_folders_of_their_own(server: Server, tmp_path: Path, pla
     assert (status, other) == (0, 0), errors + other_errors
     assert output.startswith("Finished 12 of 12 rounds")
     assert "resuming from round" in errors
-    assert not (tmp_path / "1.1" / FILE).exists()  # process 0 alone writes metrics
+    assert not (tmp_path / "1.1" / METRICS).exists()  # process 0 alone writes metrics
     for found, expected in zip(losses(tmp_path / "1.0"), losses(plain), strict=True):
         assert found == pytest.approx(expected, rel=1e-5)

@@ -15,17 +15,13 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.checkpoints import checkpoint
-from fedpax.checkpoints.checkpoint import (
-    Checkpoints,
-    complete_rounds,
-    latest_round,
-    load_field,
-    load_params,
-)
-from fedpax.checkpoints.checksums import write_checksums
+from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.checkpoints.exports import write_orbax
-from fedpax.checkpoints.retention import Retention
+from fedpax.checkpoints.orbax_files import Retention
+from fedpax.checkpoints.saved_rounds import write_checksums
+from fedpax.checkpoints.saved_state import load_field, load_params
 from fedpax.parallel.mesh import make_mesh
+from fedpax.run_files.paths import complete_rounds, latest_round
 
 
 class State(NamedTuple):

@@ -11,20 +11,19 @@ import pytest
 from small_regression import shared_compilation, single_client
 
 from fedpax.checkpoints import checkpoint_dir
-from fedpax.checkpoints.checkpoint import complete_rounds, load_params
-from fedpax.checkpoints.checkpoint_dir import (
-    OWNER,
-    CheckpointDir,
-    LostCheckpointDirError,
-    is_owned,
-    refuse_checkpoint_dir,
-)
-from fedpax.checkpoints.checksums import find_damage, write_checksums
-from fedpax.checkpoints.remote import resolve_folder
+from fedpax.checkpoints.checkpoint_dir import OWNER, CheckpointDir, LostCheckpointDirError, is_owned
+from fedpax.checkpoints.saved_rounds import find_damage, write_checksums
+from fedpax.checkpoints.saved_state import load_params
 from fedpax.commands.compare import compare
+from fedpax.errors import ConfigurationError
 from fedpax.reports.run_report import report_run
-from fedpax.run_files.configuration import ConfigurationError, resolve_job_log_dir
 from fedpax.run_files.metrics import TIMINGS, read_metrics
+from fedpax.run_files.paths import (
+    complete_rounds,
+    refuse_checkpoint_dir,
+    resolve_folder,
+    resolve_job_log_dir,
+)
 from fedpax.training.trainer import train
 
 

@@ -20,10 +20,12 @@ import orbax.checkpoint as ocp
 import pytest
 from small_regression import regression
 
-from fedpax.checkpoints.checkpoint import Checkpoints, complete_rounds, load_params
+from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.checkpoints.exports import Exports, write_orbax
-from fedpax.checkpoints.retention import Retention
+from fedpax.checkpoints.orbax_files import Retention
+from fedpax.checkpoints.saved_state import load_params
 from fedpax.models import huggingface
+from fedpax.run_files.paths import complete_rounds
 from fedpax.training.trainer import train
 
 

@@ -12,8 +12,9 @@ import pytest
 from several_processes import free_port, start_one
 from small_regression import regression
 
-from fedpax.checkpoints.checkpoint import latest_round, load_params
-from fedpax.checkpoints.mounts import is_object_store
+from fedpax.checkpoints.object_store import is_object_store
+from fedpax.checkpoints.saved_state import load_params
+from fedpax.run_files.paths import latest_round
 from fedpax.training.trainer import train
 
 BUCKET = "runs"

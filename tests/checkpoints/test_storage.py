@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 from small_regression import ModelConfig, Regression, regression
 
-from fedpax.checkpoints.checkpoint import DamagedCheckpointError, latest_round, load_params
-from fedpax.checkpoints.saved_rounds import set_aside_after
+from fedpax.checkpoints.saved_rounds import DamagedCheckpointError, set_aside_after
+from fedpax.checkpoints.saved_state import load_params
+from fedpax.errors import ConfigurationError
 from fedpax.main import main
-from fedpax.run_files.configuration import ConfigurationError
 from fedpax.run_files.metrics import MetricsWriter, read_metrics
+from fedpax.run_files.paths import latest_round
 from fedpax.training.trainer import StorageError, train
 
 HERE = Path(__file__).parent.parent

@@ -10,16 +10,12 @@ from pathlib import Path
 import pytest
 from small_runs import Command
 
-from fedpax.checkpoints.checksums import find_damage, write_checksums
-from fedpax.checkpoints.saved_rounds import complete_rounds, rounds_without_checksums
+from fedpax.checkpoints.saved_rounds import find_damage, write_checksums
 from fedpax.commands.options import configure
+from fedpax.errors import ConfigurationError
 from fedpax.files import parse_json
-from fedpax.run_files.configuration import (
-    ConfigurationError,
-    read_configuration,
-    write_configuration,
-)
-from fedpax.run_files.metrics import FILE as METRICS
+from fedpax.run_files.configuration import read_configuration, write_configuration
+from fedpax.run_files.paths import METRICS, complete_rounds, rounds_without_checksums
 
 EVIL = "\x1b]0;title\x07\x1b[2J\r\n\u202e\x9b31m"
 NESTED = "[" * 100_000 + "]" * 100_000
@@ -159,7 +155,7 @@ def test_a_missing_permission_is_no_damage(folder: Path) -> None:
     code = """
 import os, sys
 from pathlib import Path
-from fedpax.checkpoints.checksums import find_damage
+from fedpax.checkpoints.saved_rounds import find_damage
 from fedpax.run_files.configuration import read_configuration
 from fedpax.run_files.metrics import read_metrics
 folder = Path(sys.argv[1])

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from small_runs import NAMED, Command
 
 from fedpax.checkpoints import load_params
-from fedpax.checkpoints.array_files import named_arrays
+from fedpax.checkpoints.exports import named_arrays
 from fedpax.data import load_tokenizer, train_tokenizer
 from fedpax.experiments.weights import write_huggingface
 from fedpax.models import TransformerConfig, huggingface, transformer

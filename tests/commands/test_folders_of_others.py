@@ -10,13 +10,9 @@ import pytest
 from small_runs import EXPERIMENTS, NAMED, REGRESSION, Command
 
 from fedpax.commands.options import configure
+from fedpax.errors import ConfigurationError
 from fedpax.experiments.catalog import is_shipped
-from fedpax.run_files.configuration import (
-    ConfigurationError,
-    from_json,
-    read_configuration,
-    write_configuration,
-)
+from fedpax.run_files.configuration import from_json, read_configuration, write_configuration
 from fedpax.run_files.known_classes import own_classes
 from fedpax.training.trainer import train
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from fedpax.console import escape_unknown_characters, print_line
-from fedpax.run_files.configuration import ConfigurationError, resolve_job_log_dir
+from fedpax.errors import ConfigurationError
+from fedpax.run_files.paths import resolve_job_log_dir
 
 ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
 

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from small_runs import EXPERIMENTS, NAMED, TINY_TRANSFORMER, Command
 
-from fedpax.checkpoints.checkpoint import complete_rounds, latest_round, load_params
+from fedpax.checkpoints.saved_state import load_params
 from fedpax.commands import saved_run
 from fedpax.models import huggingface
+from fedpax.run_files.paths import complete_rounds, latest_round
 from fedpax.training.job_dir import JobDirLock
 
 TRAIN = (sys.executable, "-m", "fedpax", "train", "--exp=diloco_text")

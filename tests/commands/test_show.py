@@ -9,7 +9,8 @@ import pytest
 from small_runs import REGRESSION, Command
 
 from fedpax.run_files.goodput import read_goodput
-from fedpax.run_files.metrics import FILE, read_metrics, select
+from fedpax.run_files.metrics import read_metrics, select
+from fedpax.run_files.paths import METRICS
 from fedpax.training.job_dir import JobDirLock
 
 
@@ -74,11 +75,11 @@ def test_a_stopped_run_is_shown(command: Command, regression: Path) -> None:
 
 
 def test_damaged_files_are_named_and_the_rest_is_shown(command: Command, regression: Path) -> None:
-    lines = (regression / FILE).read_text().splitlines()
+    lines = (regression / METRICS).read_text().splitlines()
     lines[2] = lines[2][:20]
     lines.append(json.dumps({"kind": "training", "round": 5}))
     lines.append(json.dumps({"kind": "training", "round": 6, "loss": "2.5"}))
-    (regression / FILE).write_text("\n".join(lines) + "\n")
+    (regression / METRICS).write_text("\n".join(lines) + "\n")
     (regression / "config.json").write_text("{")
     shutil.rmtree(regression / "checkpoints")
     status, output, errors = command("show", f"--job_log_dir={regression}")
@@ -87,29 +88,31 @@ def test_damaged_files_are_named_and_the_rest_is_shown(command: Command, regress
     assert (row[0], row[1], row[2], row[-1]) == ("regression", "5/?", "-", "stopped")
     assert row[3] != "-" and row[4] != "-"
     assert "config.json cannot be read" in errors
-    assert f"{regression / FILE}: lines 3, 9 cannot be read and are left out." in errors
+    assert f"{regression / METRICS}: lines 3, 9 cannot be read and are left out." in errors
 
 
 @pytest.mark.parametrize("kept", [0, 3])
 def test_lines_that_are_missing_at_the_end_are_told(
     command: Command, regression: Path, kept: int
 ) -> None:
-    lines = (regression / FILE).read_text().splitlines(keepends=True)
-    (regression / FILE).write_text("".join(lines[:kept]))
+    lines = (regression / METRICS).read_text().splitlines(keepends=True)
+    (regression / METRICS).write_text("".join(lines[:kept]))
     last = max((line["round"] for line in read_metrics(regression)), default=0)
     status, output, errors = command("show", f"--job_log_dir={regression}")
     assert status == 0 and cells(output)[2][1] == "4/4"
-    assert f"{regression / FILE} ends at round {last}, expected round 4, which is saved" in errors
+    assert (
+        f"{regression / METRICS} ends at round {last}, expected round 4, which is saved" in errors
+    )
     with JobDirLock(regression):  # a checkpoint can be newer than the lines that were just read
         assert command("show", f"--job_log_dir={regression}")[2] == ""
 
 
 def test_a_folder_in_place_of_the_metrics_is_named(command: Command, regression: Path) -> None:
-    (regression / FILE).unlink()
-    (regression / FILE).mkdir()
+    (regression / METRICS).unlink()
+    (regression / METRICS).mkdir()
     status, output, errors = command("show", f"--job_log_dir={regression}")
     assert status == 0 and cells(output)[2][1] == "4/4"
-    assert f"{FILE} cannot be read (Is a directory)" in errors
+    assert f"{METRICS} cannot be read (Is a directory)" in errors
 
 
 def test_several_runs_are_shown_in_one_table_and_one_picture(

@@ -15,9 +15,9 @@ import pytest
 
 import fedpax
 from fedpax.checkpoints import load_params
-from fedpax.checkpoints.failed_saves import QuietFailedSaves, _is_no_failed_save
+from fedpax.checkpoints.orbax_files import QuietFailedSaves, _is_no_failed_save
+from fedpax.errors import ConfigurationError
 from fedpax.main import main
-from fedpax.run_files.configuration import ConfigurationError
 from fedpax.training.job_dir import JobDirLock
 
 LEAF = f"{Path(__file__).parent / 'small_leaf.py'}:line"

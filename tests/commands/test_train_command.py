@@ -13,7 +13,8 @@ from small_runs import EVERY, Command
 from fedpax.commands.options import configure
 from fedpax.experiments.catalog import find_experiment
 from fedpax.run_files.configuration import read_configuration
-from fedpax.run_files.metrics import FILE, read_metrics
+from fedpax.run_files.metrics import read_metrics
+from fedpax.run_files.paths import METRICS
 
 HERE = Path(__file__).parent.parent
 REGRESSION = "small_regression:regression"
@@ -84,12 +85,12 @@ def test_compare_names_metrics_that_are_missing(
     arguments = ("compare", f"--exp={REGRESSION}", f"--job_log_dir={tmp_path}", *EVERY)
     status, table, errors = command(*arguments)
     assert status == 0 and errors.startswith(f"{REGRESSION} is finished already.\n")
-    assert FILE not in errors
-    lines = (regression / FILE).read_text().splitlines(keepends=True)
-    (regression / FILE).write_text("".join(lines[:4]))
+    assert METRICS not in errors
+    lines = (regression / METRICS).read_text().splitlines(keepends=True)
+    (regression / METRICS).write_text("".join(lines[:4]))
     status, shorter, errors = command(*arguments)
     assert status == 0 and shorter != table
-    assert f"{regression / FILE} ends at round 2, expected round 4, which is saved" in errors
+    assert f"{regression / METRICS} ends at round 2, expected round 4, which is saved" in errors
 
 
 @pytest.mark.slow

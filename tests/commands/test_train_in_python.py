@@ -13,8 +13,8 @@ import pytest
 from small_runs import Command
 
 import fedpax
+from fedpax.errors import ConfigurationError
 from fedpax.main import main
-from fedpax.run_files.configuration import ConfigurationError
 from fedpax.training import trainer
 from fedpax.training.preemption import PreemptionGuard
 

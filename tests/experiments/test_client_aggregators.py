@@ -12,7 +12,7 @@ import pytest
 import fedpax
 from fedpax import Cohort
 from fedpax.algorithm import RESERVED_METRICS
-from fedpax.checkpoints.saved_params import load_params
+from fedpax.checkpoints.saved_state import load_params
 from fedpax.experiments.aggregators import AGGREGATORS
 from fedpax.experiments.catalog import find_group
 from fedpax.experiments.client_aggregators import (

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from fedpax.checkpoints.saved_params import load_field, load_params
+from fedpax.checkpoints.saved_state import load_field, load_params
 from fedpax.data import Source, load
 from fedpax.experiments import fedavg_clients
 from fedpax.experiments.benchmarks import personal_methods

@@ -13,7 +13,8 @@ from fedpax.reports.comparison import (
     summarize_run,
     write_comparison,
 )
-from fedpax.run_files.metrics import FILE, MetricsWriter
+from fedpax.run_files.metrics import MetricsWriter
+from fedpax.run_files.paths import METRICS
 
 
 def record(
@@ -66,7 +67,7 @@ def test_a_run_without_evaluation_raises(tmp_path: Path) -> None:
 
 
 def test_a_run_without_its_line_of_sizes_is_compared(tmp_path: Path) -> None:
-    path = record(tmp_path, [3.0, 2.0], 1e3, 0.5) / FILE
+    path = record(tmp_path, [3.0, 2.0], 1e3, 0.5) / METRICS
     path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
     row = write_comparison({"lost": tmp_path}, tmp_path).splitlines()[-1]
     assert row.split("|")[2:6:2] == ["        2.5000 ", "   2,000 "]

@@ -5,18 +5,17 @@ from pathlib import Path
 import pytest
 from small_regression import regression
 
+from fedpax.errors import ConfigurationError
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.run_files.configuration import (
-    FILE,
-    ConfigurationError,
     differences,
     from_json,
     read_configuration,
-    resolve_job_log_dir,
     to_json,
     write_configuration,
 )
 from fedpax.run_files.known_classes import own_classes
+from fedpax.run_files.paths import CONFIGURATION, resolve_job_log_dir
 from fedpax.training.experiment import TrainingConfig
 
 
@@ -125,10 +124,10 @@ def test_a_text_that_is_something_else_raises(value: object) -> None:
 def test_a_kill_while_writing_leaves_the_old_file_complete(tmp_path: Path) -> None:
     write_configuration(tmp_path, EVERYTHING, "a")
     # A kill between the first byte and the rename leaves this behind.
-    (tmp_path / f".{FILE}.draft").write_text('{"version": 1, "exp')
+    (tmp_path / f".{CONFIGURATION}.draft").write_text('{"version": 1, "exp')
     assert read_configuration(tmp_path, EVERYTHING) == ("a", EVERYTHING)
     write_configuration(tmp_path, EVERYTHING, "a")
-    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    assert [path.name for path in tmp_path.iterdir()] == [CONFIGURATION]
 
 
 @pytest.mark.parametrize(
@@ -142,15 +141,15 @@ def test_a_kill_while_writing_leaves_the_old_file_complete(tmp_path: Path) -> No
     ],
 )
 def test_a_damaged_file_raises(tmp_path: Path, text: str) -> None:
-    (tmp_path / FILE).write_text(text)
+    (tmp_path / CONFIGURATION).write_text(text)
     with pytest.raises(ConfigurationError, match="delete it and start the run's former command"):
         read_configuration(tmp_path)
 
 
 def test_a_later_version_raises(tmp_path: Path) -> None:
     write_configuration(tmp_path, EVERYTHING, "a")
-    content = json.loads((tmp_path / FILE).read_text())
-    (tmp_path / FILE).write_text(json.dumps(content | {"version": 2}))
+    content = json.loads((tmp_path / CONFIGURATION).read_text())
+    (tmp_path / CONFIGURATION).write_text(json.dumps(content | {"version": 2}))
     with pytest.raises(ConfigurationError, match="version 2, expected version 1"):
         read_configuration(tmp_path)
 

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from fedpax.run_files import goodput
 from fedpax.run_files.goodput import (
     BUCKETS,
-    FILE,
     GoodputClock,
     describe_goodput,
     line_values,
     read_goodput,
 )
+from fedpax.run_files.paths import GOODPUT
 
 
 class Time:
@@ -106,7 +106,7 @@ def test_without_its_file_the_clock_counts_what_the_metrics_have(
     tmp_path: Path, content: str | None
 ) -> None:
     if content is not None:
-        (tmp_path / FILE).write_text(content)
+        (tmp_path / GOODPUT).write_text(content)
     known = dict(zip(BUCKETS, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], strict=True))
     clock = GoodputClock(tmp_path, after=3, lines=[line_values(known)], now=Time())
     assert clock.seconds() == known
@@ -139,7 +139,7 @@ def test_only_the_newest_checkpoints_are_remembered(tmp_path: Path) -> None:
     clock = GoodputClock(tmp_path, now=Time())
     for number in range(100):
         clock.mark_checkpoint(number)
-    assert len(json.loads((tmp_path / FILE).read_text())["checkpoints"]) < 20
+    assert len(json.loads((tmp_path / GOODPUT).read_text())["checkpoints"]) < 20
 
 
 def test_nothing_is_described_without_time() -> None:

@@ -11,9 +11,10 @@ from small_regression import regression
 
 from fedpax.aggregators import private_mean
 from fedpax.commands.options import configure
+from fedpax.errors import ConfigurationError
 from fedpax.experiments.catalog import find_experiment
 from fedpax.main import main
-from fedpax.run_files.configuration import ConfigurationError, from_json, to_json
+from fedpax.run_files.configuration import from_json, to_json
 from fedpax.run_files.integers import SEEDS, check_integers
 from fedpax.training.trainer import train
 

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from fedpax.run_files.configuration import ConfigurationError
-from fedpax.run_files.metrics import FILE, MetricsWriter, describe_damage, read_metrics, select
+from fedpax.errors import ConfigurationError
+from fedpax.run_files.metrics import MetricsWriter, describe_damage, read_metrics, select
+from fedpax.run_files.paths import METRICS
 
 
 def write_rounds(folder: Path, first: int, last: int, **writer: object) -> None:
@@ -37,22 +38,22 @@ def test_a_resumed_file_equals_an_uninterrupted_one(tmp_path: Path, after: int) 
     write_rounds(tmp_path / "uninterrupted", 1, 6)
     write_rounds(tmp_path / "resumed", 1, 5)
     write_rounds(tmp_path / "resumed", after + 1, 6, after=after)
-    uninterrupted, resumed = (tmp_path / name / FILE for name in ("uninterrupted", "resumed"))
+    uninterrupted, resumed = (tmp_path / name / METRICS for name in ("uninterrupted", "resumed"))
     assert uninterrupted.read_bytes() == resumed.read_bytes()
 
 
 def test_a_file_cut_at_any_byte_is_completed_on_resume(tmp_path: Path) -> None:
     write_rounds(tmp_path / "uninterrupted", 1, 6)
-    whole = (tmp_path / "uninterrupted" / FILE).read_bytes()
+    whole = (tmp_path / "uninterrupted" / METRICS).read_bytes()
     kept_by_checkpoint = whole.index(b'"round": 3')  # the checkpoint of round 2 was saved before
     random = np.random.default_rng(0)
     for number in range(10):
         folder = tmp_path / str(number)
         folder.mkdir()
         cut = int(random.integers(kept_by_checkpoint, len(whole)))
-        (folder / FILE).write_bytes(whole[:cut])
+        (folder / METRICS).write_bytes(whole[:cut])
         write_rounds(folder, 3, 6, after=2)
-        assert (folder / FILE).read_bytes() == whole
+        assert (folder / METRICS).read_bytes() == whole
 
 
 def test_a_new_run_drops_the_lines_of_a_run_without_checkpoint(tmp_path: Path) -> None:
@@ -68,7 +69,7 @@ def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
     def fail(constant: str) -> None:
         raise AssertionError(constant)
 
-    line = json.loads((tmp_path / FILE).read_text(), parse_constant=fail)
+    line = json.loads((tmp_path / METRICS).read_text(), parse_constant=fail)
     assert line == {"kind": "training", "round": 1, "loss": None, "norm": None, "ok": 1.5}
 
 
@@ -94,7 +95,7 @@ def test_a_damaged_line_loses_no_other_line(
 ) -> None:
     write_rounds(tmp_path / "whole", 1, 6)
     write_rounds(tmp_path / "damaged", 1, 5)
-    path = tmp_path / "damaged" / FILE
+    path = tmp_path / "damaged" / METRICS
     lines = path.read_bytes().split(b"\n")
     assert json.loads(lines[2])["round"] == 2
     lines[2] = damage
@@ -110,16 +111,16 @@ def test_the_line_of_sizes_is_written_again_where_it_was_lost(
 ) -> None:
     write_rounds(tmp_path / "whole", 1, 6)
     write_rounds(tmp_path / "damaged", 1, 5)
-    path = tmp_path / "damaged" / FILE
+    path = tmp_path / "damaged" / METRICS
     first, *others = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([first[:20] + b"\n", b"[]\n", *others]))
     write_rounds(tmp_path / "damaged", 6, 6, after=5)
     assert "lines 1, 2 cannot be read" in capsys.readouterr().err
-    assert path.read_bytes() == (tmp_path / "whole" / FILE).read_bytes()
+    assert path.read_bytes() == (tmp_path / "whole" / METRICS).read_bytes()
 
 
 def test_a_folder_in_place_of_the_file_is_told_in_words(tmp_path: Path) -> None:
-    (tmp_path / FILE).mkdir()
+    (tmp_path / METRICS).mkdir()
     for read in (read_metrics, MetricsWriter):
         with pytest.raises(ConfigurationError, match=r"Is a directory.*Move it away to train"):
             read(tmp_path)
@@ -150,8 +151,8 @@ def test_tensorboard_files_hold_the_same_numbers(tmp_path: Path) -> None:
 
 def test_a_run_line_whose_unit_is_no_text_is_damaged(tmp_path: Path) -> None:
     line = {"kind": "run", "round": 0, "item_unit": 3, "parameters": 5}
-    (tmp_path / FILE).write_text(json.dumps(line) + "\n")
+    (tmp_path / METRICS).write_text(json.dumps(line) + "\n")
     assert read_metrics(tmp_path) == []
     assert describe_damage(tmp_path, 0) == [
-        f"{tmp_path / FILE}: line 1 cannot be read and is left out."
+        f"{tmp_path / METRICS}: line 1 cannot be read and is left out."
     ]

@@ -16,7 +16,8 @@ from syncer_methods import parts
 
 from fedpax.checkpoints import load_params
 from fedpax.commands.join import describe
-from fedpax.run_files.configuration import ConfigurationError, read_configuration_json
+from fedpax.errors import ConfigurationError
+from fedpax.run_files.configuration import read_configuration_json
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.sites.identity import WIRE_FORMAT
 from fedpax.sites.island.join import join

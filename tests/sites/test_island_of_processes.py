@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from site_processes import Processes, updates_of, wait_until
 
-from fedpax.checkpoints.checkpoint import complete_rounds, latest_round, load_params
+from fedpax.checkpoints.saved_state import load_params
 from fedpax.run_files.metrics import read_metrics, select
+from fedpax.run_files.paths import complete_rounds, latest_round
 from fedpax.sites.syncer.merge_log import read_merges
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from site_processes import updates_of
 
 from fedpax.checkpoints import load_params
-from fedpax.checkpoints.saved_rounds import complete_rounds, latest_round
+from fedpax.run_files.paths import complete_rounds, latest_round
 
 pytest.importorskip("grpc")
 from small_sites import STEPS

@@ -9,8 +9,8 @@ import pytest
 from site_processes import Processes, updates_of, wait_until
 
 from fedpax.checkpoints import load_params
-from fedpax.checkpoints.saved_rounds import latest_round
 from fedpax.run_files.metrics import read_metrics, select
+from fedpax.run_files.paths import latest_round
 from fedpax.sites.syncer.merge_log import read_merges
 
 pytestmark = pytest.mark.slow

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from small_regression import ModelConfig, Regression, shared_compilation, single_client
 
-from fedpax.checkpoints.saved_params import load_params
-from fedpax.run_files.configuration import ConfigurationError
+from fedpax.checkpoints.saved_state import load_params
+from fedpax.errors import ConfigurationError
 from fedpax.training.begin_from import begin_from
 from fedpax.training.frozen_params import StoredParams
 from fedpax.training.trainer import train

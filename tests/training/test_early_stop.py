@@ -14,12 +14,12 @@ import pytest
 
 import fedpax
 from fedpax.algorithm import FederatedAlgorithm
-from fedpax.checkpoints.checkpoint import complete_rounds, load_params
-from fedpax.checkpoints.saved_rounds import latest_round
+from fedpax.checkpoints.saved_state import load_params
 from fedpax.commands.train import describe
 from fedpax.data import FunctionRounds
-from fedpax.run_files.configuration import ConfigurationError
+from fedpax.errors import ConfigurationError
 from fedpax.run_files.metrics import read_metrics, select
+from fedpax.run_files.paths import complete_rounds, latest_round
 from fedpax.training import trainer
 from fedpax.training.experiment import Experiment, Run, TrainingConfig
 from fedpax.training.preemption import PreemptionGuard

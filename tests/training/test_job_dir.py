@@ -12,13 +12,10 @@ import pytest
 from small_regression import ModelConfig, Regression, regression
 
 from fedpax.checkpoints.checkpoint import Checkpoints
+from fedpax.errors import ConfigurationError
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.run_files.configuration import (
-    FILE,
-    ConfigurationError,
-    read_configuration,
-    write_configuration,
-)
+from fedpax.run_files.configuration import read_configuration, write_configuration
+from fedpax.run_files.paths import CONFIGURATION
 from fedpax.training import job_dir
 from fedpax.training.job_dir import JobDirLock, check_configuration
 
@@ -207,7 +204,7 @@ def test_one_function_has_several_names(tmp_path: Path, exp: str) -> None:
 
 def test_code_of_another_experiment_is_not_imported(tmp_path: Path) -> None:
     write_configuration(tmp_path, regression(), "a")
-    path = tmp_path / FILE
+    path = tmp_path / CONFIGURATION
     path.write_text(path.read_text().replace("small_regression:Regression", "not_there:Gone"))
     expected = (
         "holds a not_there:Gone, expected a small_regression:Regression, as --exp=a makes now"

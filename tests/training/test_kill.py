@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from fedpax.checkpoints.checkpoint import latest_round, load_params
+from fedpax.checkpoints.saved_state import load_params
 from fedpax.run_files.configuration import read_configuration_json
-from fedpax.run_files.metrics import FILE, TIMINGS, read_metrics
+from fedpax.run_files.metrics import TIMINGS, read_metrics
+from fedpax.run_files.paths import METRICS, latest_round
 
 HERE = Path(__file__).parent.parent
 SETTINGS = [
@@ -44,7 +45,7 @@ def finish(folder: Path) -> None:
 
 
 def size(folder: Path) -> int:
-    path = folder / FILE
+    path = folder / METRICS
     return path.stat().st_size if path.exists() else 0
 
 

@@ -14,9 +14,10 @@ from small_regression import shared_compilation
 from fedpax import Cohort
 from fedpax.algorithm import FederatedAlgorithm
 from fedpax.algorithms import eager_diloco, streaming_diloco
-from fedpax.checkpoints.checkpoint import Checkpoints, complete_rounds
+from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.data import FunctionRounds
 from fedpax.run_files.metrics import read_metrics, select
+from fedpax.run_files.paths import complete_rounds
 from fedpax.training.experiment import Experiment, Run, TrainingConfig
 from fedpax.training.logging import NonFiniteError
 from fedpax.training.spikes import skip_spikes

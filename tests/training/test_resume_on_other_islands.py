@@ -28,8 +28,9 @@ from fedpax.algorithms import (
     noloco,
     streaming_diloco,
 )
-from fedpax.checkpoints.checkpoint import Checkpoints, load_params
+from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.checkpoints.participant_states import participant_weights
+from fedpax.checkpoints.saved_state import load_params
 from fedpax.parallel.mesh import MeshConfig, available_devices
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.compiled_round import with_shardings

@@ -14,8 +14,9 @@ from several_processes import finish, start, wait_for_rounds
 from small_regression import RandomRounds, Regression, regression
 from test_resume_on_other_islands import streaming_islands
 
-from fedpax.checkpoints.checkpoint import complete_rounds, latest_round, load_params
+from fedpax.checkpoints.saved_state import load_params
 from fedpax.run_files.metrics import read_metrics, select
+from fedpax.run_files.paths import complete_rounds, latest_round
 from fedpax.training.agreement import describe_difference
 from fedpax.training.experiment import Run
 from fedpax.training.trainer import train

@@ -14,10 +14,11 @@ from small_regression import RandomRounds, Regression, regression
 
 from fedpax.algorithm import RESERVED_METRICS, FederatedAlgorithm
 from fedpax.checkpoints import load_params
-from fedpax.checkpoints.stream_state import restore_stream
+from fedpax.checkpoints.run_position import restore_stream
+from fedpax.errors import ConfigurationError
 from fedpax.experiments.fedavg_images import fedavg_digits
 from fedpax.parallel.mesh import MeshConfig, default_devices
-from fedpax.run_files.configuration import ConfigurationError, read_configuration
+from fedpax.run_files.configuration import read_configuration
 from fedpax.run_files.goodput import GoodputClock
 from fedpax.run_files.metrics import TIMINGS, MetricsWriter, read_metrics, select
 from fedpax.training.experiment import Experiment, Run, TrainingConfig

@@ -6,8 +6,9 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
+from fedpax.errors import ConfigurationError
 from fedpax.files import describe_no_permission, read_json
-from fedpax.run_files.configuration import ConfigurationError, write_atomically
+from fedpax.run_files.paths import write_atomically
 
 FILE = "island.json"
 _writing = threading.Lock()  # two writers of a file would share its draft

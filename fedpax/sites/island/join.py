@@ -15,16 +15,11 @@ import jax
 
 from fedpax.algorithm import Metrics
 from fedpax.checkpoints.checkpoint import Checkpoints
-from fedpax.checkpoints.checkpoint_dir import refuse_checkpoint_dir
-from fedpax.checkpoints.saved_rounds import latest_round
 from fedpax.console import print_error
 from fedpax.processes.control_channel import ControlChannel
-from fedpax.run_files.configuration import (
-    resolve_job_log_dir,
-    to_json,
-    write_configuration,
-)
+from fedpax.run_files.configuration import to_json, write_configuration
 from fedpax.run_files.metrics import MetricsWriter
+from fedpax.run_files.paths import latest_round, refuse_checkpoint_dir, resolve_job_log_dir
 from fedpax.sites.data_identity import shorten
 from fedpax.sites.fragment_format import largest_message
 from fedpax.sites.identity import identify

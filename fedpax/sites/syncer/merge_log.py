@@ -7,8 +7,8 @@ from typing import Any
 
 from fedpax.console import print_error
 from fedpax.files import append_to
-from fedpax.run_files.configuration import write_atomically
 from fedpax.run_files.json_lines import name_lines, read_json_lines
+from fedpax.run_files.paths import write_atomically
 
 FILE = "merges.jsonl"
 

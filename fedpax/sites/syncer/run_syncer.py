@@ -12,16 +12,16 @@ import jax
 
 from fedpax.algorithm import Params
 from fedpax.checkpoints.checkpoint import Checkpoints
-from fedpax.checkpoints.checkpoint_dir import refuse_checkpoint_dir
-from fedpax.checkpoints.saved_rounds import FOLDER as CHECKPOINTS
-from fedpax.checkpoints.saved_rounds import latest_round, set_aside_after
+from fedpax.checkpoints.saved_rounds import set_aside_after
 from fedpax.parallel.mesh import SINGLE_DEVICE
-from fedpax.run_files.configuration import (
-    resolve_job_log_dir,
-    to_json,
-    write_configuration,
-)
+from fedpax.run_files.configuration import to_json, write_configuration
 from fedpax.run_files.metrics import MetricsWriter
+from fedpax.run_files.paths import (
+    CHECKPOINTS,
+    latest_round,
+    refuse_checkpoint_dir,
+    resolve_job_log_dir,
+)
 from fedpax.sites.fragment_format import largest_message
 from fedpax.sites.identity import identify
 from fedpax.sites.site_run import build_parts, tokens_per_step

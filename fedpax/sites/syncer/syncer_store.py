@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fedpax.checkpoints.saved_rounds import latest_round
 from fedpax.errors import ArgumentError, FedpaxError
 from fedpax.files import describe_no_permission, parse_json
+from fedpax.run_files.paths import latest_round
 from fedpax.sites.syncer.island_table import FILE as ISLANDS
 from fedpax.sites.syncer.island_table import read_islands
 from fedpax.sites.syncer.journal import Journal, flush_folder, read_journal

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedpax.commands.show import show
-from fedpax.run_files.configuration import ConfigurationError
+from fedpax.errors import ConfigurationError
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.sites.syncer.island_table import FILE, IslandWatch, format_islands, read_islands
 from fedpax.sites.syncer.members import IslandReport

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from fedpax.run_files.configuration import ConfigurationError
+from fedpax.errors import ConfigurationError
 from fedpax.sites import journal as journal_module
 from fedpax.sites.syncer import syncer_store
 from fedpax.sites.syncer.members import IslandReport

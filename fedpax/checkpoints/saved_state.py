@@ -1,21 +1,24 @@
-"""The server's model of a checkpoint, or another field of the state, read without the rest."""
+"""The saved state of a run: compared with that of an experiment, and read in parts."""
 
 import time
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
 from fedpax.algorithm import Params
-from fedpax.checkpoints.best_model import best_round
-from fedpax.checkpoints.checksums import find_damage
-from fedpax.checkpoints.open_checkpoints import open_checkpoints
-from fedpax.checkpoints.remote import resolve_folder
-from fedpax.checkpoints.saved_leaves import check_same_leaves, saved_struct
-from fedpax.checkpoints.saved_rounds import FOLDER, complete_rounds, damaged_checkpoint
+from fedpax.checkpoints.orbax_files import open_checkpoints
+from fedpax.checkpoints.participant_states import saved_placed_struct
+from fedpax.checkpoints.saved_rounds import damaged_checkpoint, find_damage
 from fedpax.errors import ArgumentError
+from fedpax.run_files.configuration import flatten, read_configuration_json
+from fedpax.run_files.evaluations import Evaluations
+from fedpax.run_files.metrics import read_metrics
+from fedpax.run_files.paths import CHECKPOINTS, complete_rounds, resolve_folder
 
 
 def load_params(
@@ -111,9 +114,141 @@ def load_field(job_log_dir: str | Path, field: str, round_number: int | None = N
         return _restore_field(manager, round_number, field, item, arguments)
 
 
+def best_round(job_log_dir: str | Path) -> int:
+    """Return the round of the best checkpoint of a run, by its `training.keep_best`.
+
+    Args:
+        job_log_dir: the run's folder or its `checkpoint_dir`, which can be in a bucket.
+
+    Raises:
+        ValueError: the run keeps no best model.
+        FileNotFoundError: there is no checkpoint of a round that was evaluated.
+    """
+    folder = resolve_folder(job_log_dir)
+    found = read_configuration_json(folder)
+    fields = dict(flatten(found[1])) if found else {}
+    keep_best = fields.get("training.keep_best")
+    if not isinstance(keep_best, str):
+        raise ArgumentError(
+            f"{folder} keeps no best model (training.keep_best={keep_best}), expected a metric "
+            "there. Load the newest model, or train with --training.keep_best=loss."
+        )
+    saved = among(read_metrics(folder), complete_rounds(folder / CHECKPOINTS), keep_best)
+    if not saved.best_round:
+        raise FileNotFoundError(
+            f"{folder} has no complete checkpoint of an evaluation with {keep_best}, expected at "
+            "least one. Train there first."
+        )
+    return saved.best_round
+
+
+def among(
+    lines: Iterable[Mapping[str, Any]], rounds: Collection[int], keep_best: str | None
+) -> Evaluations:
+    """Return the evaluations of some rounds, such as those that are saved."""
+    return Evaluations([line for line in lines if line["round"] in rounds], keep_best, 0)
+
+
+def saved_shapes(folder: Path, step: int) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """Return the shapes of a checkpoint's leaves by path, without reading the arrays.
+
+    Args:
+        folder: a run's `checkpoints` folder.
+        step: the checkpoint's round.
+    """
+    handlers = {"state": ocp.StandardCheckpointHandler(), "progress": ocp.JsonCheckpointHandler()}
+    options = ocp.CheckpointManagerOptions(create=False)
+    with open_checkpoints(folder, options=options, item_handlers=handlers) as manager:
+        saved = manager.item_metadata(step)["state"]
+        return {path: tuple(leaf.shape) for path, leaf in ocp.tree.to_flat_dict(saved).items()}
+
+
+def saved_struct(
+    leaf: jax.ShapeDtypeStruct,
+    saved: tuple[int, ...],
+    path: tuple[str, ...],
+    num_participants: int | None = None,
+    num_saved: int | None = None,
+) -> jax.ShapeDtypeStruct:
+    """Return a leaf's abstract value with the number of participants that was saved.
+
+    Args:
+        leaf: the leaf's abstract value in the experiment.
+        saved: the shape in the checkpoint.
+        path: the leaf's path in the state.
+        num_participants: the placement's size. Default None: all shapes must be equal.
+        num_saved: the size with which the state was saved. Default None: unknown.
+
+    Returns:
+        `leaf` itself if the shapes are equal; with the saved shape if it holds one entry per
+        participant.
+
+    Raises:
+        ValueError: the shapes differ otherwise.
+    """
+    if has_saved_shape(leaf, saved, path, num_participants, num_saved):
+        return leaf
+    return saved_placed_struct(leaf, saved[0])
+
+
+def has_saved_shape(
+    leaf: jax.ShapeDtypeStruct,
+    saved: tuple[int, ...],
+    path: tuple[str, ...],
+    num_participants: int | None = None,
+    num_saved: int | None = None,
+) -> bool:
+    """Return whether a leaf has the shape that was saved, and not another number of participants.
+
+    Args, Raises: as `saved_struct`.
+    """
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        saved = saved[: leaf.ndim]  # random keys are saved as numbers, with one more axis
+    if leaf.shape == saved:
+        return True
+    is_placed = (
+        path[0] != "params"
+        and leaf.shape[:1] == (num_participants,)
+        and saved != ()
+        and num_saved in (None, saved[0])
+        and leaf.shape[1:] == saved[1:]
+    )
+    if not is_placed:
+        raise ArgumentError(
+            f"The checkpoint's {'.'.join(path)} has shape {list(saved)}, expected "
+            f"{list(leaf.shape)} as in the experiment. Use the model that was saved, or another "
+            "--job_log_dir."
+        )
+    return False
+
+
+def check_same_leaves(
+    wanted: Mapping[tuple[str, ...], Any], saved: Mapping[tuple[str, ...], Any], step: int
+) -> None:
+    """Check that a checkpoint has the leaves that an experiment has.
+
+    Args:
+        wanted: the experiment's leaves by path.
+        saved: the checkpoint's leaves by path.
+        step: the checkpoint's round.
+
+    Raises:
+        ValueError: a leaf is in only one of them.
+    """
+    if wanted.keys() != saved.keys():
+        names = sorted(".".join(path) for path in wanted.keys() ^ saved.keys())
+        raise ArgumentError(
+            f"The checkpoint of round {step} and the experiment have different states: "
+            f"{', '.join(names[:5])} {'and others ' if len(names) > 5 else ''}in only one of "
+            "them, expected the same leaves. Use the model and the method that were saved, or "
+            "another --job_log_dir; `fedpax export` and --model.weights start a new run from this "
+            "model."
+        )
+
+
 def _find(job_log_dir: str | Path, round_number: int | None) -> tuple[Path, int]:
     """Return the folder of a run's checkpoints and the round to read, whose files are intact."""
-    folder = resolve_folder(job_log_dir) / FOLDER
+    folder = resolve_folder(job_log_dir) / CHECKPOINTS
     rounds = complete_rounds(folder)
     if not rounds or (round_number is not None and round_number not in rounds):
         wanted = "" if round_number is None else f" of round {round_number}"

@@ -1,15 +1,11 @@
-"""The best model of a run on held-out data, and the end of a run that no longer improves."""
+"""The evaluations of a run: the best one, and the end of a run that no longer improves."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from fedpax.checkpoints.remote import resolve_folder
-from fedpax.checkpoints.saved_rounds import FOLDER, complete_rounds
 from fedpax.errors import ArgumentError
-from fedpax.run_files.configuration import flatten, read_configuration_json
-from fedpax.run_files.metrics import read_metrics, select
+from fedpax.run_files.metrics import select
 
 STOP = "stop"
 """The kind of the line of `metrics.jsonl` of a run that stopped early."""
@@ -130,38 +126,3 @@ class Evaluations:
         best = f"{self.best:.4f}, of round {self.best_round}," if self.best_round else "NaN"
         count = f"{self.waited} evaluation{'s' * (self.waited > 1)}"
         return f"the held-out {self.metric.name} has not improved on {best} in {count}"
-
-
-def best_round(job_log_dir: str | Path) -> int:
-    """Return the round of the best checkpoint of a run, by its `training.keep_best`.
-
-    Args:
-        job_log_dir: the run's folder or its `checkpoint_dir`, which can be in a bucket.
-
-    Raises:
-        ValueError: the run keeps no best model.
-        FileNotFoundError: there is no checkpoint of a round that was evaluated.
-    """
-    folder = resolve_folder(job_log_dir)
-    found = read_configuration_json(folder)
-    fields = dict(flatten(found[1])) if found else {}
-    keep_best = fields.get("training.keep_best")
-    if not isinstance(keep_best, str):
-        raise ArgumentError(
-            f"{folder} keeps no best model (training.keep_best={keep_best}), expected a metric "
-            "there. Load the newest model, or train with --training.keep_best=loss."
-        )
-    saved = among(read_metrics(folder), complete_rounds(folder / FOLDER), keep_best)
-    if not saved.best_round:
-        raise FileNotFoundError(
-            f"{folder} has no complete checkpoint of an evaluation with {keep_best}, expected at "
-            "least one. Train there first."
-        )
-    return saved.best_round
-
-
-def among(
-    lines: Iterable[Mapping[str, Any]], rounds: Collection[int], keep_best: str | None
-) -> Evaluations:
-    """Return the evaluations of some rounds, such as those that are saved."""
-    return Evaluations([line for line in lines if line["round"] in rounds], keep_best, 0)

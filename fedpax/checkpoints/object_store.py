@@ -4,16 +4,20 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import orbax.checkpoint as ocp
-
-from fedpax.run_files.configuration import is_remote
+from fedpax.run_files.paths import is_remote
 
 MOUNTS = Path("/proc/self/mounts")
+
+
 OBJECT_STORES = frozenset(
     {"gcsfuse", "s3fs", "goofys", "geesefs", "rclone", "blobfuse", "blobfuse2"}
 )
 """Names of programs that mount an object store, as Linux lists them after `fuse.`."""
+
+
 COMMITTED = "commit_success.txt"
+
+
 CHUNK_BYTES = 1 << 24
 
 
@@ -48,21 +52,6 @@ def is_object_store(folder: Path) -> bool:
         types[Path(place.replace("\\040", " "))] = kind
     found = next((types[place] for place in (folder, *folder.parents) if place in types), "")
     return found.removeprefix("fuse.") in OBJECT_STORES
-
-
-def atomicity_of(folder: Path) -> ocp.options.AtomicityOptions:
-    """Return how Orbax completes a checkpoint: in an object store, it writes it in place.
-
-    A checkpoint in place is complete when it has `COMMITTED`. Checkpoints without this file, which
-    were copied into the store, can be read too.
-
-    Args:
-        folder: the folder of the checkpoint, which may not exist.
-    """
-    mode = ocp.options.AtomicityMode
-    if not is_object_store(folder):
-        return ocp.options.AtomicityOptions(mode.AUTO)
-    return ocp.options.AtomicityOptions(mode.COMMIT_FILE, allow_legacy_atomic_rename=True)
 
 
 def remove_folder(folder: Any) -> None:

@@ -1,0 +1,207 @@
+"""What a run's checkpoints need of Orbax: paths, options, the rule of those that are kept."""
+
+import dataclasses
+import glob
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, cast
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+from fedpax.checkpoints.object_store import is_object_store
+from fedpax.errors import ConfigurationError
+from fedpax.run_files.paths import complete_rounds
+
+_LocalPath: Any = type(epath.Path("/"))
+
+
+class _LiteralPath(_LocalPath):
+    """A path of a file system whose `glob` takes the path itself as it is written."""
+
+    def glob(self, pattern: str) -> Iterator["_LiteralPath"]:
+        """Yield the files and folders that match a pattern below this folder."""
+        for name in glob.glob(pattern, root_dir=os.fspath(self)):
+            yield self / name
+
+
+def literal_path(folder: Path) -> Path:
+    """Return a path under which Orbax finds its files.
+
+    Orbax lists the files of a checkpoint by patterns that begin with its folder. In a folder such
+    as `runs[1]` it would find none, and leave a part of the checkpoint out.
+
+    Args:
+        folder: a folder, or a folder in a bucket.
+
+    Returns:
+        The same path.
+
+    Example:
+        >>> print(literal_path(Path("/data/runs[1]")))
+        /data/runs[1]
+    """
+    if not isinstance(folder, Path) or glob.escape(str(folder)) == str(folder):
+        return folder
+    return cast(Path, _LiteralPath(folder))
+
+
+def open_checkpoints(folder: Path, **settings: Any) -> ocp.CheckpointManager:
+    """Open the folder of a run's checkpoints.
+
+    Orbax then reads the time of each checkpoint, from a file that has no checksum.
+
+    Args:
+        folder: the run's `checkpoints` folder.
+        **settings: the arguments of `ocp.CheckpointManager`.
+
+    Raises:
+        ConfigurationError: the time of a checkpoint is damaged.
+    """
+    try:
+        return ocp.CheckpointManager(literal_path(folder), **settings)
+    except ValueError as error:
+        names = ocp.path.step.standard_name_format()
+        for step in complete_rounds(folder):
+            try:
+                _ = names.find_step(folder, step).commit_timestamp
+            except ValueError as reason:
+                raise ConfigurationError(
+                    f"{folder / str(step) / '_CHECKPOINT_METADATA'} is damaged ({reason}), "
+                    "expected the file as it was saved. Restore it from a copy, or delete this "
+                    "file alone: it holds the time of the checkpoint, which can be read without it."
+                ) from error
+        raise
+
+
+def atomicity_of(folder: Path) -> ocp.options.AtomicityOptions:
+    """Return how Orbax completes a checkpoint: in an object store, it writes it in place.
+
+    A checkpoint in place is complete when it has `COMMITTED`. Checkpoints without this file, which
+    were copied into the store, can be read too.
+
+    Args:
+        folder: the folder of the checkpoint, which may not exist.
+    """
+    mode = ocp.options.AtomicityMode
+    if not is_object_store(folder):
+        return ocp.options.AtomicityOptions(mode.AUTO)
+    return ocp.options.AtomicityOptions(mode.COMMIT_FILE, allow_legacy_atomic_rename=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Retention(ocp.checkpoint_managers.PreservationPolicy):
+    """A rule that says which checkpoints are kept when a new one is saved.
+
+    Attributes:
+        newest: number of the newest checkpoints that are kept.
+        every: checkpoints of rounds that are a multiple of it are kept too. Default 0: none.
+        scheduled: for each of these numbers, the newest checkpoint of a round that is a multiple of
+            it is kept too, however many are saved after it: a roll back returns to it, or an export
+            reads it. 0 and the default (): none.
+        best: rounds whose checkpoints are kept too; the training changes the set.
+
+    Example:
+        >>> Retention(newest=2, scheduled=(4,)).keeps([4, 8, 9, 10, 11])
+        [False, True, False, True, True]
+        >>> Retention(newest=1, every=4).keeps([4, 8, 9, 10, 11])
+        [True, True, False, False, True]
+    """
+
+    newest: int
+    every: int = 0
+    scheduled: tuple[int, ...] = ()
+    best: set[int] = dataclasses.field(default_factory=set, hash=False)
+
+    def keeps(self, rounds: Sequence[int]) -> list[bool]:
+        """Return for each checkpoint whether it is kept.
+
+        Args:
+            rounds: the rounds of all checkpoints, in increasing order.
+        """
+        kept = {*rounds[-self.newest :], *self.best}
+        if self.every:
+            kept.update(number for number in rounds if number % self.every == 0)
+        for period in filter(None, self.scheduled):
+            kept.update([number for number in rounds if number % period == 0][-1:])
+        return [number in kept for number in rounds]
+
+    def should_preserve(
+        self,
+        checkpoints: Sequence[ocp.checkpoint_managers.PolicyCheckpointInfo],
+        *,
+        context: ocp.checkpoint_managers.PreservationContext,
+    ) -> list[bool]:
+        """Return for each checkpoint whether it is kept; Orbax calls this.
+
+        Args:
+            checkpoints: all checkpoints, in increasing order of their rounds.
+            context: not used.
+        """
+        return self.keeps([checkpoint.step for checkpoint in checkpoints])
+
+
+# A part of the path of every checkpoint that is not complete.
+DRAFT = "orbax-checkpoint-tmp"
+
+
+LOGGERS = ("absl", "asyncio")
+
+
+class QuietFailedSaves(AbstractContextManager["QuietFailedSaves"]):
+    """A context manager that hides the tracebacks which follow the first error of a save.
+
+    Orbax writes arrays concurrently. The first error is raised. The others appear as tracebacks:
+    in Orbax's log; as exceptions of asyncio that were not retrieved; and as callbacks of
+    TensorStore to an event loop that is closed by then. All other messages remain.
+
+    The last two can come late, so after an error this object stays in effect. Objects of several
+    threads share one hook, which the last one removes.
+    """
+
+    _lock = threading.Lock()
+    _in_effect = 0
+    _former_hook: Callable[[Any], object] = sys.__unraisablehook__
+
+    def __enter__(self) -> "QuietFailedSaves":
+        """Start to hide them."""
+        shared = QuietFailedSaves
+        with shared._lock:
+            shared._in_effect += 1
+            if sys.unraisablehook is not _hook:
+                shared._former_hook, sys.unraisablehook = sys.unraisablehook, _hook
+            for name in LOGGERS:
+                logging.getLogger(name).addFilter(_is_no_failed_save)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Stop to hide them, unless there was an error."""
+        if kind is not None:
+            return
+        shared = QuietFailedSaves
+        with shared._lock:
+            shared._in_effect -= 1
+            if shared._in_effect:
+                return
+            if sys.unraisablehook is _hook:
+                sys.unraisablehook = shared._former_hook
+            for name in LOGGERS:
+                logging.getLogger(name).removeFilter(_is_no_failed_save)
+
+
+def _hook(unraisable: Any) -> None:
+    error = unraisable.exc_value
+    if isinstance(error, RuntimeError) and str(error) == "Event loop is closed":
+        return
+    QuietFailedSaves._former_hook(unraisable)
+
+
+def _is_no_failed_save(record: logging.LogRecord) -> bool:
+    if record.exc_info is None:
+        return True
+    return "orbax" not in record.pathname and DRAFT not in f"{record.exc_info[1]}"

@@ -23,6 +23,7 @@ _CONVERSIONS = {
 
 # The usual dtypes that JAX holds as they are, in the machine's byte order.
 _SAME = frozenset(map(np.dtype, ("bool", "uint8", "int32", "uint32", "float16", "float32")))
+_NUMPY = np.ndarray, np.generic
 
 
 def checked_cast(
@@ -198,16 +199,25 @@ def checked_tree(tree: Any, name: str, remedy: str | None = None) -> Any:
         array = device_array(leaf, name + jax.tree_util.keystr(path), remedy)
         return leaf if leaf.dtype.isnative and leaf.dtype.char not in "gG" else array
 
-    if not any(map(needs_cast, jax.tree.leaves(tree))):
+    if not any_needs_cast(tree):
         return tree
     return jax.tree.map_with_path(check, tree)
 
 
+def any_needs_cast(tree: Any) -> bool:
+    """Return whether `needs_cast` is True for a leaf. Fast, because it runs for every cohort."""
+    for leaf in jax.tree.leaves(tree):
+        if type(leaf) is np.ndarray:
+            if leaf.dtype not in _SAME and needs_cast(leaf):
+                return True
+        elif isinstance(leaf, _NUMPY) and needs_cast(leaf):
+            return True
+    return False
+
+
 def needs_cast(value: Any) -> bool:
     """Return whether JAX would change a NumPy array's dtype, or not take it at all."""
-    if type(value) is np.ndarray and value.dtype in _SAME:  # fast: it runs for every round
-        return False
-    if not isinstance(value, np.ndarray | np.generic):
+    if not isinstance(value, _NUMPY):
         return False
     dtype = value.dtype
     is_same = _is_numeric(dtype) and dtype.isnative and not isinstance(value, np.ma.MaskedArray)

@@ -17,7 +17,6 @@ from fedpax.algorithms.parts.arrivals import (
     Combined,
     arrivals_aggregator,
     outer_gradients,
-    without_absent,
 )
 from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer
 from fedpax.algorithms.parts.delayed_nesterov import (
@@ -26,6 +25,7 @@ from fedpax.algorithms.parts.delayed_nesterov import (
     check_delayed_nesterov,
 )
 from fedpax.algorithms.parts.inner_steps import make_outer_gradient
+from fedpax.algorithms.parts.participation import without_absent
 from fedpax.clients import ArrivalOrder
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import (
@@ -159,6 +159,7 @@ def async_diloco(
         state: AsyncDiLoCoState, cohort: Cohort
     ) -> tuple[AsyncDiLoCoState, Metrics]:
         check_cohort("async_diloco", cohort, islands, ArrivalOrder, size_argument="islands")
+        cohort = without_absent(cohort, cohort.client_ids)
         if cohort.schedule is not None:
             cohort = without_absent(cohort, cohort.schedule.position)
 

@@ -14,7 +14,7 @@ from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.parts.local_steps import local_steps
 from fedpax.algorithms.parts.model_averaging import population_mean
-from fedpax.algorithms.parts.participation import participant_weights
+from fedpax.algorithms.parts.participation import participant_weights, without_absent
 from fedpax.checks import PROBABILITY
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.errors import ArgumentError
@@ -103,6 +103,7 @@ def branch_train_merge(
         state: BranchTrainMergeState, cohort: Cohort
     ) -> tuple[BranchTrainMergeState, Metrics]:
         check_cohort("branch_train_merge", cohort, islands, size_argument="islands")
+        cohort = without_absent(cohort, cohort.client_ids)
 
         def train(
             params: Params,

@@ -14,7 +14,7 @@ from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer
 from fedpax.algorithms.parts.inner_steps import make_outer_gradient
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
 from fedpax.algorithms.parts.optimizer_step import optimizer_step
-from fedpax.algorithms.parts.participation import participant_weights
+from fedpax.algorithms.parts.participation import participant_weights, without_absent
 from fedpax.algorithms.parts.server import as_floats, given_aggregator, unless_all_absent
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map
@@ -109,6 +109,7 @@ def diloco(
     @program(islands=islands)
     def diloco_round(state: DiLoCoState, cohort: Cohort) -> tuple[DiLoCoState, Metrics]:
         check_cohort("diloco", cohort, islands, size_argument="islands")
+        cohort = without_absent(cohort, cohort.client_ids)
 
         outer_gradients, inner_state, metrics = federated_map(
             functools.partial(outer_gradient, state.params),

@@ -16,7 +16,7 @@ from fedpax.algorithms.parts.inner_steps import make_outer_gradient
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
 from fedpax.algorithms.parts.model_averaging import population_mean
 from fedpax.algorithms.parts.optimizer_step import optimizer_step
-from fedpax.algorithms.parts.participation import participant_weights
+from fedpax.algorithms.parts.participation import participant_weights, without_absent
 from fedpax.algorithms.parts.server import given_aggregator
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map
@@ -67,6 +67,10 @@ def eager_diloco(
     islands, so that their models differ by less than one round's outer gradients, for an outer
     optimizer that is linear, such as SGD with Nesterov momentum. In the first round the Delta_j of
     the previous one are 0. With one island this is `diloco`.
+
+    A round in which every island is absent (no valid step) is a round of the algorithm: the outer
+    gradients of the round before arrive in it and move the models, and so does the momentum of the
+    outer optimizer. The metric `"loss"` of such a round is 0.
 
     `state.params` is the mean of the islands' models. It is a property, computed when it is read
     and when a checkpoint is saved.
@@ -130,6 +134,7 @@ def eager_diloco(
         state: EagerDiLoCoState, cohort: Cohort
     ) -> tuple[EagerDiLoCoState, Metrics]:
         check_cohort("eager_diloco", cohort, islands, size_argument="islands")
+        cohort = without_absent(cohort, cohort.client_ids)
         # The transfer starts here ...
         average, aggregator_state, reported = combine.aggregate(
             state.aggregator_state, state.outer_gradient, None

@@ -13,7 +13,7 @@ from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.parts.local_steps import local_steps
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
-from fedpax.algorithms.parts.participation import participant_weights
+from fedpax.algorithms.parts.participation import participant_weights, without_absent
 from fedpax.algorithms.parts.server import given_aggregator
 from fedpax.algorithms.parts.tree_arithmetic import subtract, weighted_sum
 from fedpax.checks import PROBABILITY
@@ -107,6 +107,7 @@ def easgd(
     @program(islands=islands)
     def easgd_round(state: EASGDState, cohort: Cohort) -> tuple[EASGDState, Metrics]:
         check_cohort("easgd", cohort, islands, size_argument="islands")
+        cohort = without_absent(cohort, cohort.client_ids)
         center, alpha = state.params, beta / islands
 
         def explore(

@@ -18,7 +18,6 @@ from fedpax.algorithms.parts.arrivals import (
     Combined,
     arrivals_aggregator,
     outer_gradients,
-    without_absent,
 )
 from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.parts.delayed_nesterov import (
@@ -27,6 +26,7 @@ from fedpax.algorithms.parts.delayed_nesterov import (
     check_delayed_nesterov,
 )
 from fedpax.algorithms.parts.inner_steps import make_outer_gradient
+from fedpax.algorithms.parts.participation import without_absent
 from fedpax.algorithms.parts.tree_arithmetic import subtract
 from fedpax.checks import FRACTION
 from fedpax.clients import RegionalOrder
@@ -241,6 +241,7 @@ def halos(
     @program(islands=islands)
     def halos_round(state: HALoSState, cohort: Cohort) -> tuple[HALoSState, Metrics]:
         check_cohort("halos", cohort, islands, RegionalOrder, size_argument=None)
+        cohort = without_absent(cohort, cohort.client_ids)
         order: Any = cohort.schedule
         if order is not None:
             cohort = without_absent(cohort, order.position)

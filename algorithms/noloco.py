@@ -15,7 +15,7 @@ from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.parts.local_steps import local_steps
 from fedpax.algorithms.parts.model_averaging import population_mean
-from fedpax.algorithms.parts.participation import participant_weights
+from fedpax.algorithms.parts.participation import participant_weights, without_absent
 from fedpax.algorithms.parts.permute_participants import exchange, perfect_matchings
 from fedpax.algorithms.parts.server import as_floats, unless_all_absent
 from fedpax.checks import FRACTION, NON_NEGATIVE
@@ -128,6 +128,7 @@ def noloco(
     @program(islands=islands)
     def noloco_round(state: NoLoCoState, cohort: Cohort) -> tuple[NoLoCoState, Metrics]:
         check_cohort("noloco", cohort, islands, size_argument="islands")
+        cohort = without_absent(cohort, cohort.client_ids)
 
         def inner_steps(
             phi: Params,

@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
+from fedpax.aggregators import mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.parts.local_steps import local_steps
 from fedpax.algorithms.parts.model_averaging import population_mean
-from fedpax.algorithms.parts.participation import participant_weights
+from fedpax.algorithms.parts.participation import participant_weights, without_absent
 from fedpax.algorithms.parts.permute_participants import exchange
+from fedpax.algorithms.parts.server import as_floats, unless_all_absent
 from fedpax.checks import FRACTION
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.errors import ArgumentError
@@ -80,8 +82,8 @@ def papa(
     Returns:
         `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
         `[islands, steps, batch, ...]`. All models have the same weight in the average, also those
-        without a valid step. Metrics, all float32 scalars: `"loss"` and the metrics of `loss_fn`,
-        averaged over steps and models.
+        without a valid step; in a round without any valid step, all models stay. Metrics, all
+        float32 scalars: `"loss"` and the metrics of `loss_fn`, averaged over steps and models.
 
     Raises:
         TypeError: `islands` is not an int, or an optimizer is not optax's; the argument of a round
@@ -298,6 +300,7 @@ def _population(
     @program(islands=islands)
     def papa_round(state: PapaState, cohort: Cohort) -> tuple[PapaState, Metrics]:
         check_cohort(name, cohort, islands, size_argument="islands")
+        cohort = without_absent(cohort, cohort.client_ids)
 
         def train(
             params: Params,
@@ -310,7 +313,10 @@ def _population(
         models, optimizer_state, metrics = federated_map(
             train, state.local_params, state.optimizer_state, cohort.batches, cohort.num_steps
         )
-        after = PapaState(combine(models, state.round), optimizer_state, state.round + 1)
-        return after, federated_mean(metrics, participant_weights(cohort))
+        weights = as_floats(participant_weights(cohort))
+        combined = combine(models, state.round)
+        models = unless_all_absent(weights, combined, state.local_params, mean())
+        after = PapaState(models, optimizer_state, state.round + 1)
+        return after, federated_mean(metrics, weights)
 
     return FederatedAlgorithm(init, papa_round)

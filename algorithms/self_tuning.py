@@ -10,7 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.checks import check_optimizer, check_setting
@@ -18,10 +18,11 @@ from fedpax.algorithms.parts.local_evaluation import accumulator, count_steps, m
 from fedpax.algorithms.parts.local_steps import fold_steps, gradient_and_metrics
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.rematerialized_map import map_clients
+from fedpax.algorithms.parts.server import as_floats
 from fedpax.checks import COUNT, POSITIVE, check_argument
 from fedpax.clients.cohort import Cohort
 from fedpax.errors import ArgumentError
-from fedpax.primitives import federated_mean
+from fedpax.primitives import federated_mean, federated_sum
 from fedpax.primitives.placement import ChunkSize
 from fedpax.transforms.program import program
 
@@ -82,10 +83,13 @@ def self_tuning(
     - Cohorts with `num_steps` work, because forward mode differentiates loops of variable length.
 
     If a derivative is NaN or infinite, its hyperparameter keeps its value in this round, and the
-    metric `"non_finite_hypergradients"` counts it. If a hyperparameter of the participants is tuned
-    and their optimizer is Adam or AdamW, one gradient entry of 0, as below a ReLU, makes the
-    derivatives of all hyperparameters NaN, because Adam takes the square root of 0. Give the
-    optimizer a small `eps_root`: `optax.adamw(rate, eps_root=1e-12)`.
+    metric `"non_finite_hypergradients"` counts it. In a round in which every participant is absent,
+    all hyperparameters and the optimizer's state keep their values.
+
+    If a hyperparameter of the participants is tuned and their optimizer is Adam or AdamW, one
+    gradient entry of 0, as below a ReLU, makes the derivatives of all hyperparameters NaN, because
+    Adam takes the square root of 0. Give the optimizer a small `eps_root`:
+    `optax.adamw(rate, eps_root=1e-12)`.
 
     Hyperparameters stay positive, because their logarithm is tuned. Express other settings by
     positive ones, such as a momentum: `optax.sgd(rate, momentum=1 - h["damping"])`.
@@ -162,7 +166,7 @@ def self_tuning(
         # The derivatives of the model have a last axis of hyperparameters.
         vector = jnp.stack(list(log.values()))
         derivatives, (after, metrics) = jax.jacfwd(model_after, has_aux=True)(vector)
-        loss, gradient = loss_and_gradient(after.params, cohort)
+        (loss, gradient), is_measured = evaluate(after.params, cohort)
         slopes = jax.tree.map(
             lambda g, d: jnp.tensordot(g, d.astype(jnp.float32), g.ndim), gradient, derivatives
         )
@@ -173,18 +177,31 @@ def self_tuning(
         reported = {f"hyperparameter/{name}": h for name, h in state.hyperparameters.items()}
         skipped = jnp.sum(~finite, dtype=jnp.float32)
         reported |= {"loss_after": loss, "non_finite_hypergradients": skipped}
-        # The optimizer's momentum moves a hyperparameter whose derivative is set to 0.
-        tuned = dict(zip(log, finite, strict=True))
+        # The optimizer's momentum moves a hyperparameter whose derivative is set to 0, and all of
+        # them in a round in which every participant is absent.
+        tuned = dict(zip(log, finite & is_measured, strict=True))
         moved = optax.apply_updates(log, updates)
         log = {name: jnp.where(tuned[name], moved[name], log[name]) for name in log}
+        optimizer_state = jax.tree.map(
+            lambda new, old: jnp.where(is_measured, new, old),
+            optimizer_state,
+            state.hyper_optimizer_state,
+        )
         return SelfTuningState(after, log, optimizer_state), metrics | reported
 
-    def loss_and_gradient(params: Params, cohort: Cohort) -> tuple[Float[Array, ""], Params]:
-        """Average loss and gradient over participants by weight, on their first batches."""
+    def evaluate(
+        params: Params, cohort: Cohort
+    ) -> tuple[tuple[Float[Array, ""], Params], Bool[Array, ""]]:
+        """Average loss and gradient over participants by weight, on their first batches.
+
+        Also return whether any participant takes part.
+        """
         num_participants = jax.tree.leaves(cohort.batches)[0].shape[0]
 
         @program(**{placement: num_participants}, chunk_size=chunk_size)
-        def evaluate(params: Params, cohort: Cohort) -> tuple[Float[Array, ""], Params]:
+        def average(
+            params: Params, cohort: Cohort
+        ) -> tuple[tuple[Float[Array, ""], Params], Bool[Array, ""]]:
             def local(
                 batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
             ) -> tuple[Float[Array, ""], Params]:
@@ -197,9 +214,11 @@ def self_tuning(
                 return metrics["loss"], mean_of(total, count_steps(first, num_steps), params)
 
             values = map_clients(local, cohort.batches, cohort.num_steps, chunk_size=chunk_size)
-            return federated_mean(values, participant_weights(cohort))
+            weights = as_floats(participant_weights(cohort))
+            total = jnp.float32(1) if weights is None else federated_sum(weights)
+            return federated_mean(values, weights), total != 0
 
-        return evaluate(params, cohort)
+        return average(params, cohort)
 
     return FederatedAlgorithm(init, self_tuning_round)
 

@@ -24,7 +24,7 @@ from fedpax.algorithms.parts.inner_steps import (
 )
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
 from fedpax.algorithms.parts.optimizer_step import optimizer_step
-from fedpax.algorithms.parts.participation import participant_weights
+from fedpax.algorithms.parts.participation import participant_weights, without_absent
 from fedpax.algorithms.parts.server import as_floats, given_aggregator, unless_all_absent
 from fedpax.algorithms.parts.tree_arithmetic import subtract
 from fedpax.checks import DECAY
@@ -265,6 +265,7 @@ def streaming_diloco(
         state: StreamingDiLoCoState, cohort: Cohort
     ) -> tuple[StreamingDiLoCoState, Metrics]:
         check_cohort("streaming_diloco", cohort, islands, size_argument="islands")
+        cohort = without_absent(cohort, cohort.client_ids)
         parts = make_fragments(fragments, state.params)
         num_steps = jax.tree.leaves(cohort.batches)[0].shape[1]
         num_blocks = _number_of_blocks(num_steps, len(parts), delay)

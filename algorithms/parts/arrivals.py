@@ -7,7 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import Metrics, Params
@@ -18,31 +18,6 @@ from fedpax.algorithms.parts.tree_arithmetic import scale
 from fedpax.clients.cohort import Cohort
 from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_map, federated_sum
-
-
-def without_absent(cohort: Cohort, position: Int[Array, " islands"]) -> Cohort:
-    """Give islands that do not arrive in this round no steps. Inside a program.
-
-    Args:
-        cohort: the cohort of the round.
-        position: each island's position in the order of arrivals; -1 where it does not arrive.
-
-    Returns:
-        The cohort with `num_steps`, 0 for an absent island.
-
-    Example:
-        >>> import fedpax
-        >>> cohort = Cohort(jnp.zeros((3, 4, 1)))  # three islands, four steps
-        >>> fedpax.program(islands=3)(lambda p: without_absent(cohort, p).num_steps)(
-        ...     jnp.array([1, -1, 0])).tolist()
-        [4, 0, 4]
-    """
-    most = jax.tree.leaves(cohort.batches)[0].shape[1]
-
-    def steps(position: Int[Array, ""], own: Int[Array, ""] | None) -> Int[Array, ""]:
-        return jnp.where(position >= 0, most if own is None else own, 0)
-
-    return cohort._replace(num_steps=federated_map(steps, position, cohort.num_steps))
 
 
 def outer_gradients(

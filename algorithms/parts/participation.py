@@ -78,6 +78,38 @@ def placed_valid_steps(cohort: Cohort) -> Bool[Array, "participants steps"] | No
     return federated_map(valid, marked, cohort.num_steps, client_ids)
 
 
+def without_absent(cohort: Cohort, index: Int[Array, " participants"] | None) -> Cohort:
+    """Give participants with a negative index no steps. Inside a program.
+
+    A method whose participants have states of their own needs it: a weight of 0 keeps a participant
+    out of means, but not out of its own state.
+
+    Args:
+        cohort: the cohort of the round.
+        index: each participant's client id, or its position in an order; negative where it is
+            absent. None: every participant is present.
+
+    Returns:
+        The cohort with `num_steps`, 0 for an absent participant; the cohort itself without `index`.
+
+    Example:
+        >>> import fedpax
+        >>> import jax.numpy as jnp
+        >>> cohort = Cohort(jnp.zeros((3, 4, 1)))  # three islands, four steps
+        >>> fedpax.program(islands=3)(lambda i: without_absent(cohort, i).num_steps)(
+        ...     jnp.array([1, -1, 0])).tolist()
+        [4, 0, 4]
+    """
+    if index is None:
+        return cohort
+    most = jax.tree.leaves(cohort.batches)[0].shape[1]
+
+    def steps(index: Int[Array, ""], own: Int[Array, ""] | None) -> Int[Array, ""]:
+        return jnp.where(index >= 0, most if own is None else own, 0)
+
+    return cohort._replace(num_steps=federated_map(steps, index, cohort.num_steps))
+
+
 def takes_part(cohort: Cohort) -> Bool[Array, " participants"]:
     """Return which participants have a valid step. Inside a program.
 

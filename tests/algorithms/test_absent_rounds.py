@@ -9,7 +9,19 @@ from test_any_aggregator import METHODS, SGD, STEPS, N, loss_fn
 
 from fedpax import Cohort
 from fedpax.aggregators import add_noise, chain, mean, private_mean
-from fedpax.algorithms import diloco, fedavg, fedbuff, noloco, server_adam
+from fedpax.algorithms import (
+    async_diloco,
+    branch_train_merge,
+    diloco,
+    eager_diloco,
+    fedavg,
+    fedbuff,
+    noloco,
+    papa,
+    papa_2,
+    papa_all,
+    server_adam,
+)
 
 CLIENTS = {"cohort_size": N, "client_optimizer": SGD}
 SERVERS = {
@@ -28,13 +40,30 @@ SERVERS = {
         **a,
     ),
     "noloco": lambda: noloco(loss_fn, islands=N, inner_optimizer=SGD),
+    "papa": lambda: papa(loss_fn, islands=N, optimizer=SGD),
+    "papa_2": lambda: papa_2(loss_fn, islands=N, optimizer=SGD),
+    "papa_all": lambda: papa_all(loss_fn, islands=N, optimizer=SGD),
+    "branch_train_merge": lambda: branch_train_merge(loss_fn, islands=N, optimizer=SGD),
+    "async_diloco": lambda: async_diloco(loss_fn, islands=N, inner_optimizer=SGD),
     **{
         name: METHODS[name]
-        for name in ("FedAdam", "mime", "fednova", "feddyn", "scaffold II", "diloco", "muloco")
+        for name in (
+            "FedAdam",
+            "self-tuning",
+            "mime",
+            "fednova",
+            "feddyn",
+            "scaffold II",
+            "diloco",
+            "muloco",
+        )
     },
     "streaming_diloco": METHODS["streaming_diloco"],
 }
-SLOW = ("muloco", "streaming_diloco", "feddyn", "scaffold II", "noloco", "fedbuff")
+SLOW = (
+    *("muloco", "streaming_diloco", "feddyn", "scaffold II", "noloco", "fedbuff", "papa_2"),
+    *("papa_all", "branch_train_merge", "async_diloco"),
+)
 
 
 def cohort(num_steps: int) -> Cohort:
@@ -59,8 +88,12 @@ def test_the_model_and_the_server_optimizer_stay(name):
     after, _ = step(state, cohort(0))
     later, _ = step(after, cohort(STEPS))
     same = lambda a, b: jax.tree.map(np.array_equal, a, b)
-    for field in ("params", "server_optimizer_state", "outer_optimizer_state", "momentum"):
-        if hasattr(state, field):
+    for field in (
+        *("params", "server_optimizer_state", "outer_optimizer_state", "momentum"),
+        *("local_params", "log_hyperparameters", "hyper_optimizer_state"),
+    ):
+        # Islands that share a model take it at the end of each round.
+        if hasattr(state, field) and not (field == "local_params" and "params" in state._fields):
             old, new = getattr(state, field), getattr(after, field)
             assert all(jax.tree.leaves(same(old, new))), field
     if name == "mime":
@@ -68,6 +101,60 @@ def test_the_model_and_the_server_optimizer_stay(name):
             jax.tree.leaves(same(state.client_optimizer_state, after.client_optimizer_state))
         )
     assert not all(jax.tree.leaves(same(later.params, after.params)))
+
+
+MOMENTUM = optax.sgd(0.05, momentum=0.9)
+ISLANDS = {"islands": N, "inner_optimizer": MOMENTUM}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: diloco(loss_fn, **ISLANDS),
+        *(
+            pytest.param(make, marks=pytest.mark.slow)
+            for make in (
+                lambda: async_diloco(loss_fn, **ISLANDS),
+                lambda: noloco(loss_fn, **ISLANDS),
+                lambda: papa(loss_fn, islands=N, optimizer=MOMENTUM),
+                lambda: branch_train_merge(loss_fn, islands=N, optimizer=MOMENTUM),
+            )
+        ),
+    ],
+)
+def test_islands_of_negative_ids_keep_their_own_states(make):
+    method = make()
+    step = jax.jit(method.round)
+    full = cohort(STEPS)
+    state, _ = step(start(method), full)
+    after, _ = step(state, full._replace(client_ids=-np.ones(N, np.int32)))
+    if hasattr(state, "round"):
+        after = after._replace(round=state.round)
+    assert all(map(np.array_equal, jax.tree.leaves(state), jax.tree.leaves(after)))
+    # Of an island alone: its optimizer, whatever the others do.
+    some, _ = step(state, full._replace(client_ids=np.where(np.arange(N) == 2, -1, 0)))
+    field = (
+        "inner_optimizer_state" if hasattr(state, "inner_optimizer_state") else "optimizer_state"
+    )
+    for old, new in zip(
+        jax.tree.leaves(getattr(state, field)), jax.tree.leaves(getattr(some, field)), strict=True
+    ):
+        assert np.array_equal(old[2], new[2]) and not np.array_equal(old[1], new[1])
+
+
+@pytest.mark.slow
+def test_the_last_outer_gradients_of_eager_diloco_arrive_in_a_round_without_islands():
+    method = eager_diloco(loss_fn, islands=N, inner_optimizer=SGD, outer_optimizer=optax.sgd(1.0))
+    step = jax.jit(method.round)
+    state, _ = step(start(method), cohort(STEPS))
+    for _ in range(2):
+        before, (state, _) = state, step(state, cohort(0))
+    # Each island has the progress of all now: the second of these rounds changes nothing.
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, before.local_params, state.local_params)
+    for leaf in jax.tree.leaves(state.local_params):
+        close(leaf, np.broadcast_to(np.mean(leaf, axis=0), leaf.shape))
+    assert not np.allclose(state.params["kernel"], 1)
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,10 @@ from fedpax.algorithms.parts.local_evaluation import accumulator, count_steps, m
 from fedpax.algorithms.parts.local_steps import fold_steps, gradient_and_metrics
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.rematerialized_map import map_clients
-from fedpax.algorithms.parts.server import as_floats
 from fedpax.checks import COUNT, POSITIVE, check_argument
 from fedpax.clients.cohort import Cohort
 from fedpax.errors import ArgumentError
-from fedpax.primitives import federated_mean, federated_sum
+from fedpax.primitives import federated_max, federated_mean
 from fedpax.primitives.placement import ChunkSize
 from fedpax.transforms.program import program
 
@@ -214,9 +213,9 @@ def self_tuning(
                 return metrics["loss"], mean_of(total, count_steps(first, num_steps), params)
 
             values = map_clients(local, cohort.batches, cohort.num_steps, chunk_size=chunk_size)
-            weights = as_floats(participant_weights(cohort))
-            total = jnp.float32(1) if weights is None else federated_sum(weights)
-            return federated_mean(values, weights), total != 0
+            weights = participant_weights(cohort)
+            is_measured = jnp.bool_(True) if weights is None else federated_max(weights) > 0
+            return federated_mean(values, weights), is_measured
 
         return average(params, cohort)
 

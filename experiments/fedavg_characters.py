@@ -1,10 +1,10 @@
 """FedAvg and FedOpt on texts of characters: next-character prediction by a recurrent network."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedpax.checks import COUNT, check_ranges
 from fedpax.data import Partition, Source
@@ -17,7 +17,7 @@ from fedpax.data.text.characters import (
 )
 from fedpax.errors import ArgumentError
 from fedpax.experiments.fedavg_clients import CohortConfig, ServerConfig
-from fedpax.experiments.fedavg_words import FedAvgTokens, pad_batches
+from fedpax.experiments.fedavg_words import FedAvgTokens
 from fedpax.experiments.populations import NaturalPopulation, check_has_fields
 from fedpax.models.lstm import LSTMConfig
 from fedpax.training.evaluation import Batch
@@ -89,9 +89,12 @@ class FedAvgCharacters(FedAvgTokens):
         """Make the function from rows to inputs and targets."""
         return character_batch
 
-    def read_heldout(self, heldout: Source, preprocess: Preprocess) -> Sequence[Batch]:
-        """Read the batches of the evaluation; the last one is padded."""
-        return pad_batches(preprocess({"rows": self._rows(heldout)[0]}), self.heldout_batch_size)
+    def read_heldout_rows(
+        self, heldout: Source, preprocess: Preprocess
+    ) -> tuple[Batch, NDArray[np.int64]]:
+        """Read the rows of the evaluation, and return them and the text of each row."""
+        rows, counts = self._rows(heldout)
+        return preprocess({"rows": rows}), np.repeat(np.arange(len(counts)), counts)
 
     def _rows(self, source: Source) -> tuple[Any, Any]:
         return character_rows([source[i]["text"] for i in range(len(source))], self.seq_len)

@@ -26,6 +26,7 @@ from fedpax.data.populations.partition import Examples
 from fedpax.data.rounds.preprocess import Arrays, Preprocess
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
+from fedpax.experiments.client_evaluation import EvaluateClients
 from fedpax.experiments.client_methods import ClientTraining, MethodConfig, method
 from fedpax.experiments.populations import PopulationConfig
 from fedpax.models.nnx_functional import FunctionalModel
@@ -189,6 +190,21 @@ class ClientExperiment(Experiment):
         """
         return evaluate(self.make_loss(model))
 
+    def make_client_evaluation(self, model: FunctionalModel) -> EvaluateClients:
+        """Read the held-out examples of each client, and make the evaluation by client.
+
+        Args:
+            model: the model.
+
+        Raises:
+            ValueError: the experiment does not define it.
+        """
+        del model
+        raise ArgumentError(
+            f"{type(self).__name__} defines no evaluation by client, expected a method "
+            "make_client_evaluation. Define it, or evaluate without --by_client."
+        )
+
     def make_sampler(self, population: Partition) -> ClientSampler:
         """Make the sampler of the clients of each round."""
         return ClientSampler(
@@ -263,6 +279,15 @@ class ClientExperiment(Experiment):
                 model,
             )
 
+        @functools.cache
+        def evaluate_clients() -> EvaluateClients:
+            if not self.method.has_shared_model:
+                raise ArgumentError(
+                    f"{type(self.method).__name__} has no single shared model, expected a method "
+                    "that has one. Evaluate without --by_client."
+                )
+            return self.make_client_evaluation(model)
+
         return Run(
             algorithm=self.make_algorithm(self.make_loss(model), sampler),
             init=model.init,
@@ -279,6 +304,7 @@ class ClientExperiment(Experiment):
             item_unit="examples",
             placement="clients",
             cohort_shapes=rounds.shapes,
+            evaluate_clients=lambda params: evaluate_clients()(params),
         )
 
 
@@ -304,8 +330,12 @@ class FedAvgExperiment(ClientExperiment):
 
     def open_heldout(self, preprocess: Preprocess) -> Callable[[], Sequence[Batch]]:
         """Open the held-out split, and return the function that reads its batches."""
-        heldout = load(self.dataset, self.heldout_split, data_dir=self.data_dir)
+        heldout = self.read_heldout_source()
         return lambda: self.read_heldout(heldout, preprocess)
+
+    def read_heldout_source(self) -> Source:
+        """Open the held-out split."""
+        return load(self.dataset, self.heldout_split, data_dir=self.data_dir)
 
     def read_training(self, source: Source) -> Examples | Arrays:
         """Return the training examples; by default each round reads those of its cohort."""

@@ -26,6 +26,11 @@ from fedpax.data.rounds.dropout_seeds import DROPOUT_SEED, add_dropout_seeds
 from fedpax.data.rounds.preprocess import Arrays, Preprocess, preprocess_images
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_aggregators import aggregator
+from fedpax.experiments.client_evaluation import (
+    EvaluateClients,
+    label_weights,
+    owners_by_field,
+)
 from fedpax.experiments.fedavg_clients import CohortConfig, FedAvgExperiment, ServerConfig
 from fedpax.experiments.populations import (
     DirichletPopulation,
@@ -37,7 +42,8 @@ from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
 from fedpax.models.losses import classification_loss, l2_regularized
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.models.resnet import ResNetConfig, resnet
-from fedpax.training.evaluation import Batch
+from fedpax.training.client_metrics import Clients, LabelWeights, classification_by_client
+from fedpax.training.evaluation import Batch, map_examples
 from fedpax.training.experiment import Run, TrainingConfig
 from fedpax.training.virtual_time import ScheduledRounds
 
@@ -120,6 +126,32 @@ class FedAvgImages(FedAvgExperiment):
         if self._has_dropout:
             stream = ScheduledRounds(stream, functools.partial(add_dropout_seeds, seed=seed))
         return stream
+
+    def make_client_evaluation(self, model: FunctionalModel) -> EvaluateClients:
+        """Make the evaluation by client, on the client's held-out images or weighted ones.
+
+        Clients that the data set names have their own images of the held-out split. Clients of
+        another population have none: the held-out images are weighted for each client, so that
+        every label has the share that it has among the client's training examples.
+        """
+        heldout = self.read_heldout_source()
+        batches = self.read_heldout(heldout, self.make_preprocess())
+        examples = jax.tree.map(lambda *leaves: np.concatenate(leaves)[: len(heldout)], *batches)
+        labels = examples["label"]
+        clients: Clients
+        if isinstance(self.population, NaturalPopulation):
+            check_has_fields(heldout, self.population.field)
+            clients = owners_by_field(heldout, self.population.field)
+        else:
+            population, of_training = self.read_population()
+            parts = [of_training[np.asarray(part)] for part in population]
+            names = [f"client {k}" for k in range(len(parts))]
+            clients = LabelWeights(names, labels, label_weights(parts, labels))
+        logits = map_examples(
+            lambda params, batch: model.apply(params, batch["image"])[0],
+            {"image": examples["image"]},
+        )
+        return lambda params: classification_by_client(logits(params), labels, clients)
 
     def build(self) -> Run:
         """Make the run, with the shapes of the crops and of the seeds."""

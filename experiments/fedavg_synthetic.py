@@ -13,11 +13,13 @@ from fedpax.data import Partition, example_batches
 from fedpax.data.populations.leaf_clients import leaf_clients
 from fedpax.data.populations.logistic_clients import logistic_clients
 from fedpax.data.rounds.preprocess import Arrays, Preprocess, preprocess_images
+from fedpax.experiments.client_evaluation import EvaluateClients
 from fedpax.experiments.fedavg_clients import ClientExperiment, CohortConfig
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.losses import classification_loss
 from fedpax.models.nnx_functional import FunctionalModel
-from fedpax.training.evaluation import Batch
+from fedpax.training.client_metrics import ExampleOwners, classification_by_client
+from fedpax.training.evaluation import Batch, map_examples
 from fedpax.training.experiment import TrainingConfig
 
 HELDOUT_EVERY = 10
@@ -131,6 +133,20 @@ class FedAvgSynthetic(ClientExperiment):
             return example_batches(heldout, self.heldout_batch_size)
 
         return read_heldout
+
+    def make_client_evaluation(self, model: FunctionalModel) -> EvaluateClients:
+        """Make the evaluation by client, on its held-out examples."""
+        examples, population = self.population.make(self.cohort.seed)
+        parts = [part[::HELDOUT_EVERY] for part in population]
+        chosen = np.concatenate(parts)
+        owners = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+        clients = ExampleOwners([f"client {k}" for k in range(len(parts))], owners)
+        logits = map_examples(
+            lambda params, batch: model.apply(params, batch["image"])[0],
+            {"image": np.float32(examples["image"][chosen])},
+        )
+        labels = examples["label"][chosen]
+        return lambda params: classification_by_client(logits(params), labels, clients)
 
     def make_preprocess(self) -> Preprocess:
         """Make the function from the fields of examples to those of batches."""

@@ -11,13 +11,28 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fedpax.algorithm import Params
+from fedpax.algorithm import LossFn, Params
 from fedpax.algorithms import fedavg
-from fedpax.data import ClientSampler, Partition, Source, Tokenizer, cohort_rounds
+from fedpax.data import (
+    ClientSampler,
+    Partition,
+    Source,
+    Tokenizer,
+    cohort_rounds,
+    load,
+    partition_natural,
+)
 from fedpax.data.rounds.client_rows import pack_clients, preprocess_rows
 from fedpax.data.rounds.preprocess import Arrays
+from fedpax.experiments.client_evaluation import (
+    EvaluateClients,
+    client_name,
+    masked_loss_by_client,
+    rows_by_client,
+)
 from fedpax.experiments.fedavg_clients import CohortConfig, ServerConfig, clients_mesh
 from fedpax.experiments.heldout import heldout_evaluator
 from fedpax.experiments.language_model import (
@@ -130,6 +145,13 @@ class FedAvgText(LanguageModelExperiment):
                 without_token_count(transformer_loss(self.model, load_balance_weight=0.0)),
             )
 
+        @functools.cache
+        def evaluate_clients() -> EvaluateClients:
+            return trainable.evaluate(
+                lambda loss_fn: self._evaluate_by_client(loss_fn, tokenizer),
+                without_token_count(transformer_loss(self.model, load_balance_weight=0.0)),
+            )
+
         return Run(
             algorithm=trainable.algorithm(
                 lambda loss_fn: fedavg(
@@ -155,6 +177,21 @@ class FedAvgText(LanguageModelExperiment):
             initial=trainable.initial,
             frozen=trainable.frozen,
             whole_model=trainable.whole_model,
+            evaluate_clients=lambda params: evaluate_clients()(params),
+        )
+
+    def _evaluate_by_client(self, loss_fn: LossFn, tokenizer: Tokenizer) -> EvaluateClients:
+        """Read the held-out rows of each client, and make the evaluation by client."""
+        data = self.data
+        heldout = load(data.dataset, data.heldout_split, data_dir=data.data_dir)
+        rows, population = self._pack(heldout, tokenizer)
+        names = [client_name(name) for name in partition_natural(heldout, data.client_field).names]
+
+        def finish(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            return {"loss": found["loss"], "perplexity": np.exp(found["loss"])}
+
+        return masked_loss_by_client(
+            loss_fn, rows_by_client(preprocess_rows(rows), population), names, finish
         )
 
 

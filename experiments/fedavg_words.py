@@ -8,17 +8,24 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from fedpax import Cohort
 from fedpax.algorithm import LossFn, Params
 from fedpax.checks import COUNT, check_ranges
 from fedpax.clients.cohort_stream import CohortStream
-from fedpax.data import ClientSampler, CohortRounds, Partition, Source
+from fedpax.data import ClientSampler, CohortRounds, Partition, Source, partition_natural
 from fedpax.data.rounds.preprocess import Preprocess
 from fedpax.data.rounds.stream import evenly_spaced
 from fedpax.data.sources.stackoverflow_words import stackoverflow_words
 from fedpax.data.text.words import NUM_SPECIAL, WordRows
 from fedpax.errors import ArgumentError
+from fedpax.experiments.client_evaluation import (
+    EvaluateClients,
+    masked_loss_by_client,
+    owners_by_field,
+    rows_by_client,
+)
 from fedpax.experiments.fedavg_clients import CohortConfig, FedAvgExperiment, ServerConfig
 from fedpax.experiments.populations import NaturalPopulation, check_has_fields
 from fedpax.models.losses import next_word_loss
@@ -78,6 +85,37 @@ class FedAvgTokens(FedAvgExperiment):
             }
 
         return evaluate_heldout
+
+    @abc.abstractmethod
+    def read_heldout_rows(
+        self, heldout: Source, preprocess: Preprocess
+    ) -> tuple[Batch, NDArray[np.int64]]:
+        """Read the rows of the evaluation, and return them and the example of each row."""
+
+    def read_heldout(self, heldout: Source, preprocess: Preprocess) -> Sequence[Batch]:
+        """Read the batches of the evaluation; the last one is padded with rows of zeros."""
+        return pad_batches(self.read_heldout_rows(heldout, preprocess)[0], self.heldout_batch_size)
+
+    def make_client_evaluation(self, model: FunctionalModel) -> EvaluateClients:
+        """Make the evaluation by client, on its rows of the held-out split."""
+        heldout = self.read_heldout_source()
+        field = getattr(self.population, "field", "client")
+        check_has_fields(heldout, field)
+        rows, examples = self.read_heldout_rows(heldout, self.make_preprocess())
+        clients = owners_by_field(heldout, field)
+        owners = clients.owners[examples]
+        parts = partition_natural(owners)
+
+        def finish(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            accuracy = found["known_correct"] / np.maximum(found["known"], 1e-9)
+            return {"loss": found["loss"], "accuracy": accuracy}
+
+        return masked_loss_by_client(
+            next_word_loss(model.apply, self.num_known),
+            rows_by_client(rows, parts),
+            [clients.names[k] for k in parts.names],
+            finish,
+        )
 
     def make_stream(self, rounds: CohortRounds, sampler: ClientSampler) -> CohortStream:
         """Weigh each client by its number of targets."""
@@ -140,12 +178,13 @@ class FedAvgWords(FedAvgTokens):
         """Read the vocabulary, and make the function from sentences to rows."""
         return WordRows(stackoverflow_words(self.vocab_size, data_dir=self.data_dir), self.seq_len)
 
-    def read_heldout(self, heldout: Source, preprocess: Preprocess) -> Sequence[Batch]:
-        """Read the batches of the evaluation; the last one is padded with empty sentences."""
+    def read_heldout_rows(
+        self, heldout: Source, preprocess: Preprocess
+    ) -> tuple[Batch, NDArray[np.int64]]:
+        """Read the sentences of the evaluation, a row each."""
         chosen = evenly_spaced(len(heldout), self.heldout_examples or len(heldout))
         sentences = np.array([heldout[int(index)]["text"] for index in chosen], object)
-        rows = preprocess({"text": sentences})
-        return pad_batches(rows, self.heldout_batch_size)
+        return preprocess({"text": sentences}), np.asarray(chosen, np.int64)
 
     @property
     def num_known(self) -> int:

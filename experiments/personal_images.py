@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import chex
@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from fedpax import Cohort
 from fedpax.algorithm import Params
 from fedpax.data import ClientSampler, Partition, cohort_rounds
+from fedpax.experiments.client_evaluation import label_weights
 from fedpax.experiments.fedavg_images import FedAvgImages
 from fedpax.models.losses import ModelLoss, classification_loss
 from fedpax.training.experiment import Run
@@ -106,28 +107,6 @@ class PersonalImages(FedAvgImages):
             preprocess=self.make_preprocess(),
         )
         return next(self.make_stream(rounds, sampler))
-
-
-def label_weights(
-    parts: Sequence[Int[np.ndarray, " examples"]], heldout: Int[np.ndarray, " heldout"]
-) -> Float[np.ndarray, "clients classes"]:
-    """Weigh held-out examples by label, so that they stand for the examples of each client.
-
-    Args:
-        parts: for each client, the labels of its examples.
-        heldout: the labels of the held-out examples.
-
-    Returns:
-        For each client and label, the weight of a held-out example with this label. The sum over
-        all held-out examples is the client's number of examples whose label is held out.
-
-    Example:
-        >>> label_weights([np.array([0, 0, 1]), np.array([1])], np.array([0, 1, 1, 1, 1])).tolist()
-        [[2.0, 0.25], [0.0, 0.25]]
-    """
-    classes = 1 + max(int(labels.max(initial=0)) for labels in (*parts, heldout))
-    counts = np.stack([np.bincount(part, minlength=classes) for part in parts])
-    return (counts / np.maximum(np.bincount(heldout, minlength=classes), 1)).astype(np.float32)
 
 
 def client_metrics(

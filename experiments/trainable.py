@@ -1,7 +1,7 @@
 """The parameters that an experiment trains: a whole transformer, or adapters of a frozen one."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -13,6 +13,8 @@ from fedpax.training.frozen_params import StoredParams, with_frozen_argument
 from fedpax.training.shardings import ShardingTree
 
 NO_ADAPTERS = LoRAConfig(rank=0)
+
+Evaluation = TypeVar("Evaluation")
 
 
 class Trainable(NamedTuple):
@@ -56,8 +58,8 @@ class Trainable(NamedTuple):
         )
 
     def evaluate(
-        self, make: Callable[[LossFn], Callable[[Params], dict[str, float]]], loss_fn: LossFn
-    ) -> Callable[[Params], dict[str, float]]:
+        self, make: Callable[[LossFn], Callable[[Params], Evaluation]], loss_fn: LossFn
+    ) -> Callable[[Params], Evaluation]:
         """Make a function that evaluates these parameters.
 
         Args:

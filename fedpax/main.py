@@ -43,8 +43,10 @@ fedpax: federated and multi-island training on JAX
   fedpax show --job_log_dir=DIR,DIR,... [--metric=NAME,...] [--picture=FILE.png]
       Show the progress and the metrics of runs, running or finished, and draw their losses over
       items, bytes and wall time.
-  fedpax evaluate --job_log_dir=DIR [--round=N] [--json=FILE] [--FIELD=VALUE ...]
-      Measure the model of a run on held-out data.
+  fedpax evaluate --job_log_dir=DIR [--by_client] [--picture=FILE.png] [--round=N] [--json=FILE]
+                  [--FIELD=VALUE ...]
+      Measure the model of a run on held-out data. With --by_client, print for each metric the
+      worst client, the 10th percentile, the mean and the best client, and draw all clients.
   fedpax generate --job_log_dir=DIR --prompt=TEXT [--num_tokens=100] [--temperature=1] [--top_p=1]
               [--seed=0] [--round=N] [--FIELD=VALUE ...]
       Continue a text with the model of a run on text.

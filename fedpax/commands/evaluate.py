@@ -1,12 +1,14 @@
-"""`fedpax evaluate`: measure a run's checkpoint on held-out data."""
+"""`fedpax evaluate`: measure a run's checkpoint on held-out data, of all clients or of each."""
 
 import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from absl import flags
 
+from fedpax.commands import UsageError
 from fedpax.commands.options import output_file, parse
 from fedpax.commands.saved_run import (
     build_run,
@@ -16,6 +18,7 @@ from fedpax.commands.saved_run import (
     read_saved_run,
 )
 from fedpax.console import print_error, print_line
+from fedpax.reports.client_report import clients_json, format_clients, plot_clients
 from fedpax.run_files.paths import write_atomically
 from fedpax.run_files.quantiles import with_quantiles
 from fedpax.training.progress import describe_devices, format_metrics
@@ -32,22 +35,43 @@ def evaluate(arguments: Sequence[str]) -> int:
     """
     options, fields = parse("evaluate", arguments, define_flags, needs_exp=False)
     report = output_file("json", options.json)
+    picture = output_file("picture", options.picture, ".png")
+    if picture and not options.by_client:
+        raise UsageError(
+            "--picture without --by_client, expected both: the picture is of the metrics by "
+            "client. Add --by_client, or draw the run with `fedpax show --picture`."
+        )
     saved = read_saved_run("evaluate", arguments, options, fields)
     number = checkpoint_round("evaluate", saved, options.round)
     run = build_run(saved.experiment)
     print_error(f"{saved.exp}: evaluating round {number} on {describe_devices(run.mesh)}")
+    if options.by_client and run.evaluate_clients is None:
+        raise UsageError(
+            f"--by_client: the held-out data of {saved.exp} have no clients, expected an "
+            "experiment with clients, such as fedavg_table. Leave out --by_client."
+        )
+    clients = None
     with jax.set_mesh(run.mesh):
-        evaluation = run.evaluate(load_saved_params(saved, run, number))
+        params = load_saved_params(saved, run, number)
+        evaluation = run.evaluate(params)
+        if options.by_client and run.evaluate_clients is not None:
+            clients = run.evaluate_clients(params)
     metrics = {name: float(value) for name, value in with_quantiles(evaluation).items()}
     print_line(f"{saved.exp} round {number}: held-out {format_metrics(metrics)}")
+    if clients is not None:
+        print_line(format_clients(clients))
+        if picture:
+            plot_clients(clients, picture)
     if report:
         finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
-        content = {
+        content: dict[str, Any] = {
             "exp": saved.exp,
             "job_log_dir": str(saved.folder),
             "round": number,
             "metrics": finite,
         }
+        if clients is not None:
+            content["clients"] = clients_json(clients)
         write_atomically(report, json.dumps(content, indent=2) + "\n")
     return 0
 
@@ -55,4 +79,6 @@ def evaluate(arguments: Sequence[str]) -> int:
 def define_flags(options: flags.FlagValues) -> None:
     """Define the flags of the command."""
     define_saved_run_flags(options)
+    flags.DEFINE_bool("by_client", False, "Measure each client.", flag_values=options)
+    flags.DEFINE_string("picture", None, "A PNG file for the clients.", flag_values=options)
     flags.DEFINE_string("json", None, "A file for the metrics.", flag_values=options)

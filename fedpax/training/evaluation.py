@@ -173,30 +173,20 @@ def evaluate_by_client(
     examples = jax.tree.map(
         lambda *xs: np.concatenate(xs), *[checked_tree(client, "client") for client in clients]
     )
-    batch_size = min(batch_size, sum(sizes))
     owners = np.repeat(np.arange(len(clients)), sizes)
     weights = np.ones(len(owners))
     if "mask" in examples:
         weights = np.sum(examples["mask"].reshape(len(owners), -1), axis=1, dtype=np.float64)
     present = np.bincount(owners, weights, len(clients))
 
-    @jax.jit
-    def evaluate_examples(params: Params, batch: chex.ArrayTree) -> dict[str, jax.Array]:
-        def one(example: chex.ArrayTree) -> dict[str, jax.Array]:
-            loss, aux = loss_fn(params, jax.tree.map(lambda x: x[None], example))
-            return {
-                name: jnp.float32(value) for name, value in {**(aux or {}), "loss": loss}.items()
-            }
+    def losses(params: Params, batch: chex.ArrayTree) -> dict[str, jax.Array]:
+        loss, aux = loss_fn(params, batch)
+        return {name: jnp.float32(value) for name, value in {**(aux or {}), "loss": loss}.items()}
 
-        return jax.vmap(one)(batch)
+    evaluate_examples = map_examples(losses, examples, batch_size=batch_size)
 
     def evaluate(params: Params) -> dict[str, np.ndarray]:
-        found: list[dict[str, np.ndarray]] = []
-        for start in range(0, len(owners), batch_size):
-            rows = np.minimum(np.arange(start, start + batch_size), len(owners) - 1)
-            batch = jax.tree.map(lambda x, rows=rows: x[rows], examples)
-            found.append(jax.device_get(evaluate_examples(params, batch)))
-        values = jax.tree.map(lambda *xs: np.concatenate(xs)[: len(owners)], *found)
+        values = evaluate_examples(params)
         with np.errstate(invalid="ignore"):  # 0 / 0 is NaN
             return {
                 name: np.bincount(owners, np.where(weights > 0, weights * value, 0), len(clients))
@@ -205,6 +195,44 @@ def evaluate_by_client(
             }
 
     return evaluate
+
+
+def map_examples(
+    function: Callable[[Params, Any], Any], examples: Batch, *, batch_size: int = 128
+) -> Callable[[Params], Any]:
+    """Make a function that applies a model to examples one by one, in batches of one size.
+
+    Args:
+        function: `(params, batch) -> tree of arrays`. It gets batches of one example.
+        examples: arrays `[examples, ...]`, at least one example.
+        batch_size: number of examples that are evaluated at once.
+
+    Returns:
+        A function `params -> tree of NumPy arrays [examples, ...]`.
+
+    Example:
+        >>> double = map_examples(lambda w, batch: w * batch["x"][0], {"x": np.arange(3.0)})
+        >>> double(jnp.float32(2.0)).tolist()
+        [0.0, 2.0, 4.0]
+    """
+    count = len(jax.tree.leaves(examples)[0])
+    batch_size = min(batch_size, count)
+
+    @jax.jit
+    def map_batch(params: Params, batch: chex.ArrayTree) -> Any:
+        return jax.vmap(lambda example: function(params, jax.tree.map(lambda x: x[None], example)))(
+            batch
+        )
+
+    def run(params: Params) -> Any:
+        found = []
+        for start in range(0, count, batch_size):
+            rows = np.minimum(np.arange(start, start + batch_size), count - 1)
+            batch = jax.tree.map(lambda x, rows=rows: x[rows], examples)
+            found.append(jax.device_get(map_batch(params, batch)))
+        return jax.tree.map(lambda *xs: np.concatenate(xs)[:count], *found)
+
+    return run
 
 
 def _weight(batch: Batch) -> float:

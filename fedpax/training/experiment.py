@@ -20,6 +20,7 @@ from fedpax.parallel.mesh_rule import ShardedSize, follow
 from fedpax.run_files.configuration import write_configuration
 from fedpax.run_files.evaluations import parse_best_metric
 from fedpax.run_files.integers import check_integers
+from fedpax.training.client_metrics import ClientMetrics
 from fedpax.training.frozen_params import StoredParams
 from fedpax.training.profile import parse_profile_at
 from fedpax.training.shardings import ShardingTree
@@ -86,6 +87,8 @@ class Run(NamedTuple):
             `fedpax.parallel.overlap_options(mesh)`. Default None: the compiler's defaults.
         evaluate_state: `state -> metrics`, further metrics of the evaluations in training, from the
             algorithm's state, such as those of the models that clients keep. Default None: none.
+        evaluate_clients: `params -> metrics of each client` on its held-out data, for
+            `fedpax evaluate --by_client`. Default None: the held-out data have no clients.
     """
 
     algorithm: FederatedAlgorithm
@@ -105,6 +108,7 @@ class Run(NamedTuple):
     whole_model: Callable[[Params], Params] | None = None
     compiler_options: Mapping[str, str] | None = None
     evaluate_state: Callable[[Any], HeldoutMetrics] | None = None
+    evaluate_clients: Callable[[Params], ClientMetrics] | None = None
 
     @property
     def resolved_shardings(self) -> Shardings:

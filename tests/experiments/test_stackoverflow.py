@@ -186,3 +186,14 @@ def test_a_damaged_archive_of_words_raises(tmp_path: Path, monkeypatch: pytest.M
 def test_a_network_with_another_vocabulary_raises() -> None:
     with pytest.raises(ValueError, match=r"model\.vocab_size=10004, expected vocab_size=500 and 4"):
         dataclasses.replace(fedadam_stackoverflow(), vocab_size=500)
+
+
+def test_metrics_by_user_are_those_of_all_targets(small: FedAvgWords) -> None:
+    run = small.build()
+    params = jax.jit(run.init)(jax.random.key(1))
+    with jax.set_mesh(run.mesh):
+        together, found = run.evaluate(params), run.evaluate_clients(params)
+    assert set(found.names) <= set(USERS) and len(found.names) == len(set(found.names))
+    mean = np.average(found.metrics["loss"], weights=found.num_examples)
+    assert mean == pytest.approx(together["loss"], rel=1e-5)
+    assert np.all((found.metrics["accuracy"] >= 0) & (found.metrics["accuracy"] <= 1))

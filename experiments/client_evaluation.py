@@ -1,0 +1,93 @@
+"""Evaluation by client: the held-out examples of each client, and a model's metrics on them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from fedpax.algorithm import LossFn, Params
+from fedpax.data import Partition, Source, partition_natural
+from fedpax.training.client_metrics import ClientMetrics, ExampleOwners
+from fedpax.training.evaluation import Batch, evaluate_by_client
+
+EvaluateClients = Callable[[Params], ClientMetrics]
+"""A function from a model's parameters to its metrics by client."""
+
+
+def client_name(value: Any) -> str:
+    """Return a client's name as text, from the value of a field of its examples.
+
+    Example:
+        >>> client_name("Århus".encode()), client_name(np.int64(7))
+        ('Århus', '7')
+    """
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def owners_by_field(source: Source, field: str) -> ExampleOwners:
+    """Return the clients that a field of held-out examples names.
+
+    Args:
+        source: the held-out examples.
+        field: the field.
+    """
+    parts = partition_natural(source, field)
+    owners = np.empty(len(source), np.int64)
+    for k, part in enumerate(parts):
+        owners[part] = k
+    return ExampleOwners([client_name(name) for name in parts.names], owners)
+
+
+def rows_by_client(rows: Mapping[str, np.ndarray], parts: Partition) -> list[Batch]:
+    """Return the rows of each client, for `fedpax.training.evaluation.evaluate_by_client`.
+
+    Args:
+        rows: arrays `[rows, ...]`.
+        parts: for each client the indices of its rows.
+    """
+    return [{name: values[np.asarray(part)] for name, values in rows.items()} for part in parts]
+
+
+def masked_loss_by_client(
+    loss_fn: LossFn,
+    clients: Sequence[Batch],
+    names: Sequence[str],
+    finish: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]],
+) -> EvaluateClients:
+    """Make the evaluation by client of a model of tokens.
+
+    Args:
+        loss_fn: `(params, batch) -> (loss, dict of scalars)`, means weighted by the `mask`.
+        clients: the rows of each client.
+        names: the clients' names.
+        finish: makes the metrics of the means of `loss_fn`, arrays `[clients]`.
+
+    Returns:
+        The evaluation. The number of a client's examples is its number of targets.
+    """
+    evaluate = evaluate_by_client(loss_fn, clients)
+    targets = np.array([np.sum(client["mask"], dtype=np.float64) for client in clients])
+    return lambda params: ClientMetrics(names, targets, finish(evaluate(params)))
+
+
+def label_weights(
+    parts: Sequence[Int[np.ndarray, " examples"]], heldout: Int[np.ndarray, " heldout"]
+) -> Float[np.ndarray, "clients classes"]:
+    """Weigh held-out examples by label, so that they stand for the examples of each client.
+
+    Args:
+        parts: for each client, the labels of its examples.
+        heldout: the labels of the held-out examples.
+
+    Returns:
+        For each client and label, the weight of a held-out example with this label. The sum over
+        all held-out examples is the client's number of examples whose label is held out.
+
+    Example:
+        >>> label_weights([np.array([0, 0, 1]), np.array([1])], np.array([0, 1, 1, 1, 1])).tolist()
+        [[2.0, 0.25], [0.0, 0.25]]
+    """
+    classes = 1 + max(int(labels.max(initial=0)) for labels in (*parts, heldout))
+    counts = np.stack([np.bincount(part, minlength=classes) for part in parts])
+    return np.asarray(counts / np.maximum(np.bincount(heldout, minlength=classes), 1), np.float64)

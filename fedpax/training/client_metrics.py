@@ -1,0 +1,251 @@
+"""Metrics of a model for each client, from its outputs for held-out examples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from jaxtyping import Float, Float64, Int, Num
+
+NUM_BINS = 10
+"""Bins of the calibration error, of equal width."""
+
+
+class ClientMetrics(NamedTuple):
+    """Metrics of a model on the held-out examples of each client.
+
+    Attributes:
+        names: the clients.
+        num_examples: number of held-out examples of each client; the sum of their weights, if
+            examples stand for those of a client by weight.
+        metrics: each metric by name, float64 `[clients]`; NaN where it is not defined.
+    """
+
+    names: Sequence[str]
+    num_examples: Num[np.ndarray, " clients"]
+    metrics: Mapping[str, Float64[np.ndarray, " clients"]]
+
+
+class Clients(Protocol):
+    """The clients of held-out examples."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The clients' names."""
+        ...
+
+    def sum(self, values: Float[np.ndarray, " examples"]) -> Float64[np.ndarray, " clients"]:
+        """Return the sum of a value over the examples of each client."""
+        ...
+
+
+class ExampleOwners(NamedTuple):
+    """Clients that have held-out examples of their own.
+
+    Attributes:
+        names: the clients' names.
+        owners: the client of each example, an index of `names`.
+
+    Example:
+        >>> ExampleOwners(["a", "b"], np.array([0, 0, 1])).sum(np.array([1.0, 2.0, 5.0])).tolist()
+        [3.0, 5.0]
+    """
+
+    names: Sequence[str]
+    owners: Int[np.ndarray, " examples"]
+
+    def sum(self, values: Float[np.ndarray, " examples"]) -> Float64[np.ndarray, " clients"]:
+        """Return the sum of a value over the examples of each client."""
+        return np.bincount(self.owners, np.asarray(values, np.float64), len(self.names))
+
+
+class LabelWeights(NamedTuple):
+    """Clients for which shared held-out examples stand, weighted by label.
+
+    Attributes:
+        names: the clients' names.
+        labels: the label of each example.
+        weights: the weight of an example with this label for a client.
+
+    Example:
+        >>> weights = np.array([[2.0, 0.0], [0.5, 0.5]])
+        >>> clients = LabelWeights(["a", "b"], np.array([0, 1, 1]), weights)
+        >>> clients.sum(np.array([1.0, 2.0, 4.0])).tolist()
+        [2.0, 3.5]
+    """
+
+    names: Sequence[str]
+    labels: Int[np.ndarray, " examples"]
+    weights: Float[np.ndarray, "clients labels"]
+
+    def sum(self, values: Float[np.ndarray, " examples"]) -> Float64[np.ndarray, " clients"]:
+        """Return the weighted sum of a value over the examples."""
+        by_label = np.bincount(self.labels, np.asarray(values, np.float64), self.weights.shape[1])
+        return np.asarray(self.weights @ by_label, np.float64)
+
+
+def classification_by_client(
+    logits: Float[np.ndarray, "examples classes"],
+    labels: Int[np.ndarray, " examples"],
+    clients: Clients,
+) -> ClientMetrics:
+    """Measure a classifier on the examples of each client.
+
+    - `loss`: the mean cross-entropy in nats, log loss.
+    - `accuracy`: the share of examples whose label has the largest logit.
+    - `auc`: the area under the ROC curve, the probability that an example of a class has a larger
+      probability of it than one of another class; ties count half. With two classes it is that of
+      the second class. With more, it is the mean over the classes that the client has, each
+      against all others. NaN for a client with one class. Only with `ExampleOwners`.
+    - `calibration_error`: the expected calibration error: the distance between accuracy and
+      confidence, the largest probability, in ten bins of the confidence, weighted by their numbers
+      of examples.
+
+    Args:
+        logits: the outputs of the model.
+        labels: integers from 0 to classes - 1.
+        clients: the clients of the examples.
+
+    Returns:
+        The metrics; NaN for a client without an example.
+
+    Example:
+        >>> logits = np.log([[0.9, 0.1], [0.6, 0.4], [0.2, 0.8]])
+        >>> clients = ExampleOwners(["a", "b"], np.array([0, 0, 1]))
+        >>> found = classification_by_client(logits, np.array([0, 1, 1]), clients).metrics
+        >>> found["accuracy"].tolist(), found["auc"].tolist()
+        ([0.5, 1.0], [1.0, nan])
+
+    Reference:
+        Guo et al., "On Calibration of Modern Neural Networks" (arXiv:1706.04599), section 2.
+    """
+    logits = np.asarray(logits, np.float64)
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    probabilities = np.exp(log_probabilities)
+    correct = (np.argmax(logits, axis=1) == labels).astype(np.float64)
+    count = clients.sum(np.ones(len(labels)))
+    chosen = np.take_along_axis(log_probabilities, np.asarray(labels)[:, None], axis=1)[:, 0]
+    metrics = {
+        "loss": _divide(clients.sum(-chosen), count),
+        "accuracy": _divide(clients.sum(correct), count),
+    }
+    if isinstance(clients, ExampleOwners):
+        metrics["auc"] = _classes_auc(probabilities, labels, clients)
+    confidence = probabilities.max(axis=1)
+    bins = np.minimum((confidence * NUM_BINS).astype(int), NUM_BINS - 1)
+    gaps = [clients.sum(np.where(bins == k, correct - confidence, 0)) for k in range(NUM_BINS)]
+    metrics["calibration_error"] = _divide(np.sum(np.abs(gaps), axis=0), count)
+    return ClientMetrics(clients.names, count, metrics)
+
+
+def regression_by_client(
+    predictions: Float[np.ndarray, " examples"],
+    labels: Float[np.ndarray, " examples"],
+    clients: Clients,
+) -> ClientMetrics:
+    """Measure predicted numbers on the examples of each client.
+
+    - `rmse`: the root of the mean squared error, in the unit of the labels.
+    - `mean_absolute_error`.
+    - `r2`: 1 minus the squared error divided by the squared deviation of the client's labels from
+      their mean; NaN for a client whose labels are equal.
+
+    Args:
+        predictions: the predicted numbers.
+        labels: the numbers to predict.
+        clients: the clients of the examples.
+
+    Returns:
+        The metrics; NaN for a client without an example.
+
+    Example:
+        >>> clients = ExampleOwners(["a"], np.array([0, 0, 0]))
+        >>> labels = np.array([1.0, 2.0, 6.0])
+        >>> found = regression_by_client(np.array([1.0, 2.0, 3.0]), labels, clients)
+        >>> round(float(found.metrics["r2"][0]), 4)
+        0.3571
+    """
+    labels = np.asarray(labels, np.float64)
+    errors = np.asarray(predictions, np.float64) - labels
+    count = clients.sum(np.ones(len(labels)))
+    squared = clients.sum(errors**2)
+    # Around the mean of all labels first: float64 then suffices for labels far from 0.
+    centered = labels - labels.mean() if len(labels) else labels
+    first, second = clients.sum(centered), clients.sum(centered**2)
+    deviation = second - _divide(first**2, count)
+    # Equal labels have a deviation of rounding errors alone.
+    deviation = np.where(deviation > 1e-12 * second, deviation, 0)
+    return ClientMetrics(
+        clients.names,
+        count,
+        {
+            "rmse": np.sqrt(_divide(squared, count)),
+            "mean_absolute_error": _divide(clients.sum(np.abs(errors)), count),
+            "r2": 1 - _divide(squared, deviation),
+        },
+    )
+
+
+def auc_by_client(
+    scores: Float[np.ndarray, " examples"],
+    positive: Num[np.ndarray, " examples"],
+    clients: ExampleOwners,
+) -> Float64[np.ndarray, " clients"]:
+    """Compute the area under the ROC curve of each client, exactly, with ties as one half.
+
+    It is the Mann-Whitney statistic: with the ranks of the scores within a client, and P positive
+    and N negative examples, (sum of the positive ranks - P (P + 1) / 2) / (P N).
+
+    Args:
+        scores: a score for each example, larger for positive ones.
+        positive: 1 or True for positive examples.
+        clients: the clients of the examples.
+
+    Returns:
+        The areas; NaN for a client without positive or without negative examples.
+
+    Example:
+        >>> clients = ExampleOwners(["a"], np.zeros(4, int))
+        >>> auc_by_client(np.array([0.1, 0.4, 0.4, 0.8]), np.array([0, 0, 1, 1]), clients).tolist()
+        [0.875]
+    """
+    owners, positive = np.asarray(clients.owners), np.asarray(positive, np.float64)
+    order = np.lexsort((scores, owners))
+    sorted_owners, sorted_scores = owners[order], np.asarray(scores)[order]
+    starts = np.searchsorted(sorted_owners, np.arange(len(clients.names)))
+    is_new = np.ones(len(order), np.bool_)
+    is_new[1:] = (np.diff(sorted_owners) != 0) | (np.diff(sorted_scores) != 0)
+    first = np.flatnonzero(is_new)  # the first example of each group of ties
+    size = np.diff(first, append=len(order))
+    middle = first + (size + 1) / 2  # the mean rank of a group, from 1, over all clients
+    ranks = np.empty(len(order))
+    ranks[order] = np.repeat(middle, size) - starts[sorted_owners]
+    num_positive = clients.sum(positive)
+    num_negative = clients.sum(1 - positive)
+    above = clients.sum(ranks * positive) - num_positive * (num_positive + 1) / 2
+    return _divide(above, num_positive * num_negative)
+
+
+def _classes_auc(
+    probabilities: Float64[np.ndarray, "examples classes"],
+    labels: Int[np.ndarray, " examples"],
+    clients: ExampleOwners,
+) -> Float64[np.ndarray, " clients"]:
+    """Return the AUC of the second of two classes, or the mean over the classes of each client."""
+    classes = probabilities.shape[1]
+    if classes == 2:
+        return auc_by_client(probabilities[:, 1], labels == 1, clients)
+    areas = np.stack(
+        [auc_by_client(probabilities[:, k], labels == k, clients) for k in range(classes)]
+    )
+    defined = np.isfinite(areas)
+    return _divide(np.where(defined, areas, 0).sum(axis=0), defined.sum(axis=0))
+
+
+def _divide(
+    x: Num[np.ndarray, " clients"], y: Num[np.ndarray, " clients"]
+) -> Float64[np.ndarray, " clients"]:
+    """Divide; NaN where the divisor is 0."""
+    return np.divide(x, y, out=np.full(np.shape(y), np.nan), where=np.asarray(y) != 0)

@@ -1,0 +1,120 @@
+"""Metrics by client equal those of scikit-learn and NumPy on each client's examples."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn import metrics as reference
+
+from fedpax.training.client_metrics import (
+    ExampleOwners,
+    LabelWeights,
+    auc_by_client,
+    classification_by_client,
+    regression_by_client,
+)
+
+SIZES = st.lists(st.integers(0, 12), min_size=1, max_size=5).filter(any)
+
+
+def owners_of(sizes, rng):
+    owners = rng.permutation(np.repeat(np.arange(len(sizes)), sizes))
+    return ExampleOwners([f"client {k}" for k in range(len(sizes))], owners)
+
+
+@settings(deadline=None)
+@given(SIZES, st.integers(0, 1000), st.sampled_from([2, 5, 1000]))
+def test_auc_with_ties(sizes, seed, levels):
+    rng = np.random.default_rng(seed)
+    clients = owners_of(sizes, rng)
+    scores = rng.integers(0, levels, len(clients.owners)) / levels
+    positive = rng.random(len(clients.owners)) < 0.4
+    found = auc_by_client(scores, positive, clients)
+    for k in range(len(sizes)):
+        own = clients.owners == k
+        if len(set(positive[own])) < 2:
+            assert np.isnan(found[k])
+        else:
+            assert found[k] == pytest.approx(reference.roc_auc_score(positive[own], scores[own]))
+
+
+def calibration_error(probabilities, labels):
+    confidence = probabilities.max(axis=1)
+    correct = probabilities.argmax(axis=1) == labels
+    total = 0.0
+    for k in range(10):
+        inside = (confidence >= k / 10) & ((confidence < (k + 1) / 10) | (k == 9))
+        if inside.any():
+            gap = abs(correct[inside].mean() - confidence[inside].mean())
+            total += inside.mean() * gap
+    return total
+
+
+@settings(deadline=None, max_examples=50)
+@given(SIZES, st.integers(0, 1000), st.sampled_from([2, 4]))
+def test_classification(sizes, seed, classes):
+    rng = np.random.default_rng(seed)
+    clients = owners_of(sizes, rng)
+    logits = rng.normal(0, 3, (len(clients.owners), classes))
+    labels = rng.integers(0, classes, len(logits))
+    found = classification_by_client(logits, labels, clients)
+    assert found.num_examples.tolist() == sizes
+    probabilities = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    for k, size in enumerate(sizes):
+        mine = {name: values[k] for name, values in found.metrics.items()}
+        if not size:
+            assert all(np.isnan(value) for value in mine.values())
+            continue
+        p, y = probabilities[clients.owners == k], labels[clients.owners == k]
+        assert mine["loss"] == pytest.approx(reference.log_loss(y, p, labels=range(classes)))
+        assert mine["accuracy"] == pytest.approx((p.argmax(axis=1) == y).mean())
+        assert mine["calibration_error"] == pytest.approx(calibration_error(p, y), abs=1e-12)
+        areas = [
+            reference.roc_auc_score(y == c, p[:, c])
+            for c in ([1] if classes == 2 else range(classes))
+            if 0 < (y == c).sum() < size
+        ]
+        assert mine["auc"] == pytest.approx(np.mean(areas) if areas else np.nan, nan_ok=True)
+
+
+@settings(deadline=None, max_examples=50)
+@given(SIZES, st.integers(0, 1000), st.sampled_from([0.0, 1e6]))
+def test_regression(sizes, seed, offset):
+    rng = np.random.default_rng(seed)
+    clients = owners_of(sizes, rng)
+    labels = offset + rng.normal(0, 2, len(clients.owners))
+    predictions = labels + rng.normal(0, 1, len(labels))
+    found = regression_by_client(predictions, labels, clients).metrics
+    for k, size in enumerate(sizes):
+        p, y = predictions[clients.owners == k], labels[clients.owners == k]
+        if not size:
+            assert np.isnan(found["rmse"][k])
+            continue
+        assert found["rmse"][k] == pytest.approx(reference.root_mean_squared_error(y, p))
+        mean_absolute = reference.mean_absolute_error(y, p)
+        assert found["mean_absolute_error"][k] == pytest.approx(mean_absolute)
+        expected = reference.r2_score(y, p) if size > 1 else np.nan
+        assert found["r2"][k] == pytest.approx(expected, rel=1e-6, nan_ok=True)
+
+
+def test_equal_labels_have_no_r2():
+    clients = ExampleOwners(["a"], np.zeros(3, int))
+    found = regression_by_client(np.array([1.0, 2.0, 4.0]), np.full(3, 0.1), clients)
+    assert np.isnan(found.metrics["r2"][0]) and found.metrics["rmse"][0] > 0
+
+
+def test_label_weights_equal_repeated_examples():
+    rng = np.random.default_rng(0)
+    logits, labels = rng.normal(0, 2, (30, 3)), rng.integers(0, 3, 30)
+    repeats = np.array([[2, 0, 1], [1, 3, 0]])
+    weighted = classification_by_client(
+        logits, labels, LabelWeights(["a", "b"], labels, repeats.astype(float))
+    )
+    assert "auc" not in weighted.metrics
+    for k in range(2):
+        rows = np.repeat(np.arange(30), repeats[k][labels])
+        alone = ExampleOwners(["a"], np.zeros(len(rows), int))
+        expected = classification_by_client(logits[rows], labels[rows], alone)
+        assert weighted.num_examples[k] == expected.num_examples[0]
+        for name, values in weighted.metrics.items():
+            assert values[k] == pytest.approx(expected.metrics[name][0])

@@ -97,30 +97,10 @@ def buffered_arrivals(
         algorithm 1; Xie et al., Asynchronous Federated Optimization, arXiv:1903.03934, algorithm 1.
     """
     population = trace.num_participants
-    for name, value, most in (
-        ("num_rounds", num_rounds, None),
-        ("buffer_size", buffer_size, None),
-        ("concurrency", concurrency, population),
-    ):
-        if value < 1 or (most is not None and value > most):
-            expected = "at least 1" if most is None else f"1 to {most}, the size of the population"
-            raise ArgumentError(f"buffered_arrivals(): {name} is {value}, expected {expected}.")
-    steps = checked_cast(num_steps, np.int32, "buffered_arrivals(): num_steps", "Round it.")
-    if steps.shape not in ((), (population,)) or np.any(steps < 0):
-        raise ArgumentError(
-            f"buffered_arrivals(): num_steps has shape {list(steps.shape)}, expected one number of "
-            f"at least 0, or {population} of them: one per participant."
-        )
-    durations = (
-        trace.seconds_to_receive + steps * trace.seconds_per_step + trace.seconds_to_send
-    ).tolist()
-    if not min(durations) > 0:
-        raise ArgumentError(
-            "buffered_arrivals(): a client takes 0 seconds, so time would stand still. Give all "
-            "clients at least one step, or transfers that take time."
-        )
+    _check_sizes(population, num_rounds, concurrency, buffer_size)
+    durations = _durations(trace, num_steps)
     limit = num_rounds if max_staleness is None else max_staleness
-    presence = UpTimes(trace)
+    up_times = UpTimes(trace)
     generator = np.random.default_rng(seed)
     uniforms: list[float] = []
     idle = list(range(population))
@@ -139,9 +119,9 @@ def buffered_arrivals(
             begun = next(numbers)
             if len(uniforms) < 2 * TRIES:
                 uniforms = generator.random(8192).tolist()
-            place = presence.draw(idle, now, uniforms)
+            place = up_times.draw(idle, now, uniforms)
             if place < 0:
-                back = min(presence.next_up(client, now) for client in idle)
+                back = min(up_times.next_up(client, now) for client in idle)
                 if back < np.inf:
                     push(events, (back, begun, -1, -1))
                 continue
@@ -149,7 +129,7 @@ def buffered_arrivals(
             idle[place] = idle[-1]
             idle.pop()
             end = now + durations[client]
-            failure = presence.next_failure(client, now) if presence.has_failures else end
+            failure = up_times.next_failure(client, now) if up_times.has_failures else end
             if failure < end:
                 push(events, (failure, begun, client, -1))
             else:
@@ -186,3 +166,34 @@ def buffered_arrivals(
         num_failed=failed,
         num_discarded=discarded,
     )
+
+
+def _check_sizes(population: int, num_rounds: int, concurrency: int, buffer_size: int) -> None:
+    for name, value, most in (
+        ("num_rounds", num_rounds, None),
+        ("buffer_size", buffer_size, None),
+        ("concurrency", concurrency, population),
+    ):
+        if value < 1 or (most is not None and value > most):
+            expected = "at least 1" if most is None else f"1 to {most}, the size of the population"
+            raise ArgumentError(f"buffered_arrivals(): {name} is {value}, expected {expected}.")
+
+
+def _durations(trace: Trace, num_steps: int | Int[np.ndarray, " participants"]) -> list[float]:
+    """Return the seconds of each client from its begin to its arrival."""
+    population = trace.num_participants
+    steps = checked_cast(num_steps, np.int32, "buffered_arrivals(): num_steps", "Round it.")
+    if steps.shape not in ((), (population,)) or np.any(steps < 0):
+        raise ArgumentError(
+            f"buffered_arrivals(): num_steps has shape {list(steps.shape)}, expected one number of "
+            f"at least 0, or {population} of them: one per participant."
+        )
+    durations: list[float] = (
+        trace.seconds_to_receive + steps * trace.seconds_per_step + trace.seconds_to_send
+    ).tolist()
+    if not min(durations) > 0:
+        raise ArgumentError(
+            "buffered_arrivals(): a client takes 0 seconds, so time would stand still. Give all "
+            "clients at least one step, or transfers that take time."
+        )
+    return durations

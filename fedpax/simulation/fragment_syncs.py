@@ -145,12 +145,12 @@ class _Island:
     """An island between two merges: when its next step ends, and whether it has come back."""
 
     def __init__(self, trace: Trace, island: int, steps: int, most: int) -> None:
-        self._presence, self._island = UpTimes(trace), island
+        self._up_times, self._island = UpTimes(trace), island
         self._steps, self._most = steps, most
         self._step = float(trace.seconds_per_step[island])
         self._receive = float(trace.seconds_to_receive[island])
         self._send = float(trace.seconds_to_send[island])
-        self._since = self._presence.next_up(island, 0.0)  # up since then, or from then on
+        self._since = self._up_times.next_up(island, 0.0)  # up since then, or from then on
         self._rejoins = self._since > 0
         self._next_end = self._first_end(self._since) if self._rejoins else self._step
 
@@ -163,20 +163,20 @@ class _Island:
         since, next_end = self._since, self._next_end
         while since < np.inf:
             end = next_end + (self._steps - 1) * self._step + self._send
-            failure = self._presence.next_failure(self._island, since)
+            failure = self._up_times.next_failure(self._island, since)
             if end <= failure:
                 return end
-            since = self._presence.next_up(self._island, failure)
+            since = self._up_times.next_up(self._island, failure)
             next_end = self._first_end(since)
         return np.inf
 
     def advance(self, now: float) -> tuple[bool, bool, int]:
         """Continue until a merge; return whether it came back, is up, and its steps since."""
         while self._since <= now:
-            failure = self._presence.next_failure(self._island, self._since)
+            failure = self._up_times.next_failure(self._island, self._since)
             if failure > now:
                 break
-            self._since = self._presence.next_up(self._island, failure)
+            self._since = self._up_times.next_up(self._island, failure)
             self._next_end, self._rejoins = self._first_end(self._since), True
         if self._since > now:
             return False, False, 0

@@ -120,21 +120,14 @@ def island_arrivals(
     durations = (
         trace.seconds_to_receive + np.array(steps) * trace.seconds_per_step + trace.seconds_to_send
     ).tolist()
-    presence = UpTimes(trace)
+    up_times = UpTimes(trace)
     events: list[tuple[float, int, bool]] = []  # (time, island, whether it sends an update)
 
     def begin(island: int, now: float) -> None:
         """Add the next event of an island that can begin now."""
-        end = now + durations[island]
-        up = presence.next_up(island, now)
-        if up > now:
-            event = (up, island, False)
-        elif (failure := presence.next_failure(island, now)) < end:
-            event = (presence.next_up(island, failure), island, False)
-        else:
-            event = (end, island, True)
-        if event[0] < np.inf:
-            heapq.heappush(events, event)
+        time, sends = up_times.next_event(island, now, durations[island])
+        if time < np.inf:
+            heapq.heappush(events, (time, island, sends))
 
     # Plain lists: with a few islands they are faster than arrays. A row is a round.
     position, taken, staleness, seconds = ([[empty] * islands] for empty in (-1, 0, -1, np.inf))

@@ -55,9 +55,9 @@ class RegionalArrivals(NamedTuple):
     @property
     def schedule(self) -> RegionalOrder:
         """The schedules of all rounds, for `Cohort.schedule`: leaves `[rounds, islands]`."""
-        own = np.array(self.regions)
+        region = np.array(self.regions)  # of each island
         return RegionalOrder(
-            self.position, self.sends[:, own], self.applies[:, own], self.merges[:, own]
+            self.position, self.sends[:, region], self.applies[:, region], self.merges[:, region]
         )
 
 
@@ -127,8 +127,7 @@ def regional_arrivals(
         Geo-Distributed Large Language Model Training, arXiv:2506.04531, algorithm 1.
     """
     islands = trace.num_participants
-    own, (up, down) = _check(trace, regions, seconds_to_global, seconds_from_global)
-    num_regions = len(up)
+    region_of, transfers = _check(trace, regions, seconds_to_global, seconds_from_global)
     whole = checked_cast(num_steps, np.int32, "regional_arrivals(): num_steps", "Round it.")
     steps = np.broadcast_to(whole, (islands,)).tolist()
     if num_rounds < 1 or min(steps) < 1 or updates_per_exchange < 1:
@@ -137,99 +136,17 @@ def regional_arrivals(
             f"{min(steps)} and updates_per_exchange {updates_per_exchange}, expected at least 1 "
             "of each. Raise the one below 1."
         )
-    durations = (
-        trace.seconds_to_receive + np.array(steps) * trace.seconds_per_step + trace.seconds_to_send
-    ).tolist()
-    presence = UpTimes(trace)
-    events: list[tuple[float, int, int]] = []  # (time, kind, island or region)
-
-    def begin(island: int, now: float) -> None:
-        """Add the next event of an island that can begin now."""
-        end = now + durations[island]
-        up_at = presence.next_up(island, now)
-        if up_at > now:
-            event = (up_at, _RETURNS, island)
-        elif (failure := presence.next_failure(island, now)) < end:
-            event = (presence.next_up(island, failure), _RETURNS, island)
-        else:
-            event = (end, _ARRIVES, island)
-        if event[0] < np.inf:
-            heapq.heappush(events, event)
-
-    # Plain lists: with a few participants they are faster than arrays.
-    began = [0] * islands  # number of updates in the model that an island has
-    applied = [0] * num_regions  # number of islands' updates
-    merged_at = [0] * num_regions  # this number at the last merge
-    exchanging = [False] * num_regions
-    # Regions' updates in the global model: on the way to a region, and when the region last merged.
-    on_the_way, merged, total = [0] * num_regions, [0] * num_regions, 0
-    # The last round in which an island arrives, and in which a region has each of its events.
-    last_arrival = [-1] * islands
-    last_send, last_apply, last_merge = ([-1] * num_regions for _ in range(3))
-    arrived: list[tuple[int, int, int, int, int]] = []  # (round, island, position, steps, stale)
-    sent: list[tuple[int, int, int]] = []  # (round, region, position)
-    reached: list[tuple[int, int, int, int]] = []  # (round, region, position, stale)
-    received: list[tuple[int, int, int]] = []  # (round, region, position)
+    simulation = _Simulation(trace, region_of, transfers, steps, updates_per_exchange)
     seconds, now = [], 0.0
     current, position = 0, 0
-    for island in range(islands):
-        begin(island, 0.0)
-    alive = len(events)  # islands that have an event; without one no update follows
-    while alive:
-        last, now = now, events[0][0]
-        due: tuple[list[int], ...] = ([], [], [], [])
-        while events and events[0][0] == now:
-            _, kind, index = heapq.heappop(events)
-            due[kind].append(index)
-        arriving, returning, applying, merging = due
-        members = arriving + returning
-        alive -= len(members)
-        stale = [applied[own[i]] - began[i] for i in arriving]
-        for i in arriving:
-            applied[own[i]] += 1
-        sending = [
-            r
-            for r in dict.fromkeys(own[i] for i in arriving)
-            if not exchanging[r] and applied[r] - merged_at[r] >= updates_per_exchange
-        ]
-        applying += [r for r in sending if up[r] == 0]
-        merging += [r for r in applying if down[r] == 0]
-        if (
-            any(last_arrival[i] == current for i in members)
-            or any(last_send[r] == current for r in sending)
-            or any(last_apply[r] == current for r in applying)
-            or any(last_merge[r] == current for r in merging)
-        ):
+    while simulation.alive:
+        last, now, events = now, *simulation.next_events()
+        if simulation.repeats(events, current):
             seconds.append(last)
             current, position = current + 1, 0
             if current == num_rounds:
                 break
-        for i, age in zip(arriving, stale, strict=True):
-            arrived.append((current, i, position, steps[i], age))
-        for i in returning:
-            arrived.append((current, i, position, 0, -1))
-        for i in members:
-            last_arrival[i] = current
-        for r in sending:
-            sent.append((current, r, position))
-            last_send[r], exchanging[r] = current, True
-            if up[r] > 0:
-                heapq.heappush(events, (now + up[r], _APPLIES, r))
-        for r in applying:
-            reached.append((current, r, position, total - merged[r]))
-            last_apply[r], on_the_way[r] = current, total + len(applying)
-            if down[r] > 0:
-                heapq.heappush(events, (now + down[r], _MERGES, r))
-        total += len(applying)
-        for r in merging:
-            received.append((current, r, position))
-            last_merge[r], exchanging[r] = current, False
-            merged[r], merged_at[r] = on_the_way[r], applied[r]
-        before = len(events)
-        for i in members:
-            began[i] = applied[own[i]]
-            begin(i, now)
-        alive += len(events) - before
+        simulation.run(events, now, current, position)
         position += 1
     if current < num_rounds:
         raise ArgumentError(
@@ -246,17 +163,137 @@ def regional_arrivals(
             entries[columns[:, 0], columns[:, 1]] = columns[:, column]
         return entries
 
+    num_regions = len(transfers[0])
     return RegionalArrivals(
-        position=table(arrived, 2, -1, islands),
-        num_steps=table(arrived, 3, 0, islands),
-        staleness=table(arrived, 4, -1, islands),
-        sends=table(sent, 2, -1, num_regions),
-        applies=table(reached, 2, -1, num_regions),
-        merges=table(received, 2, -1, num_regions),
-        global_staleness=table(reached, 3, -1, num_regions),
+        position=table(simulation.arrivals, 2, -1, islands),
+        num_steps=table(simulation.arrivals, 3, 0, islands),
+        staleness=table(simulation.arrivals, 4, -1, islands),
+        sends=table(simulation.sends, 2, -1, num_regions),
+        applies=table(simulation.applies, 2, -1, num_regions),
+        merges=table(simulation.merges, 2, -1, num_regions),
+        global_staleness=table(simulation.applies, 3, -1, num_regions),
         seconds=np.array(seconds),
-        regions=tuple(own),
+        regions=tuple(region_of),
     )
+
+
+class _Events(NamedTuple):
+    """The islands and regions that have an event at the same instant, by its kind."""
+
+    arriving: list[int]
+    returning: list[int]
+    staleness: list[int]  # of the arriving islands
+    sending: list[int]
+    applying: list[int]
+    merging: list[int]
+
+
+class _Simulation:
+    """Islands and regions at an instant, and the records of their events so far."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        region_of: list[int],
+        transfers: list[list[float]],
+        steps: list[int],
+        updates_per_exchange: int,
+    ) -> None:
+        islands, num_regions = trace.num_participants, len(transfers[0])
+        self._region_of, (self._up, self._down) = region_of, transfers
+        self._steps, self._per_exchange = steps, updates_per_exchange
+        self._durations = (
+            trace.seconds_to_receive
+            + np.array(steps) * trace.seconds_per_step
+            + trace.seconds_to_send
+        ).tolist()
+        self._up_times = UpTimes(trace)
+        self._queue: list[tuple[float, int, int]] = []  # (time, kind, island or region)
+        # Plain lists: with a few participants they are faster than arrays.
+        self._began = [0] * islands  # number of updates in the model that an island has
+        self._applied = [0] * num_regions  # number of islands' updates
+        self._merged_at = [0] * num_regions  # this number at the last merge
+        self._exchanging = [False] * num_regions
+        # Regions' updates in the global model, in the model on the way to a region, and in the
+        # model that the region merged last.
+        self._total, self._on_the_way, self._merged = 0, [0] * num_regions, [0] * num_regions
+        # The last round in which an island arrives, and in which a region has each of its events.
+        self._last_arrival = [-1] * islands
+        self._last_send, self._last_apply, self._last_merge = ([-1] * num_regions for _ in range(3))
+        self.arrivals: list[tuple[int, ...]] = []  # (round, island, position, steps, staleness)
+        self.sends: list[tuple[int, ...]] = []  # (round, region, position)
+        self.applies: list[tuple[int, ...]] = []  # (round, region, position, staleness)
+        self.merges: list[tuple[int, ...]] = []  # (round, region, position)
+        for island in range(islands):
+            self._begin(island, 0.0)
+        self.alive = len(self._queue)  # islands that have an event; without one no update follows
+
+    def _begin(self, island: int, now: float) -> None:
+        """Add the next event of an island that can begin now."""
+        time, arrives = self._up_times.next_event(island, now, self._durations[island])
+        if time < np.inf:
+            heapq.heappush(self._queue, (time, _ARRIVES if arrives else _RETURNS, island))
+
+    def next_events(self) -> tuple[float, _Events]:
+        """Return the next instant that has events, and these."""
+        now = self._queue[0][0]
+        due: tuple[list[int], ...] = ([], [], [], [])
+        while self._queue and self._queue[0][0] == now:
+            _, kind, index = heapq.heappop(self._queue)
+            due[kind].append(index)
+        arriving, returning, applying, merging = due
+        self.alive -= len(arriving) + len(returning)
+        own, applied = self._region_of, self._applied
+        staleness = [applied[own[i]] - self._began[i] for i in arriving]
+        for i in arriving:
+            applied[own[i]] += 1
+        sending = [
+            r
+            for r in dict.fromkeys(own[i] for i in arriving)
+            if not self._exchanging[r] and applied[r] - self._merged_at[r] >= self._per_exchange
+        ]
+        applying += [r for r in sending if self._up[r] == 0]
+        merging += [r for r in applying if self._down[r] == 0]
+        return now, _Events(arriving, returning, staleness, sending, applying, merging)
+
+    def repeats(self, events: _Events, current: int) -> bool:
+        """Return whether an event would be the second one of its kind in the current round."""
+        members = events.arriving + events.returning
+        return (
+            any(self._last_arrival[i] == current for i in members)
+            or any(self._last_send[r] == current for r in events.sending)
+            or any(self._last_apply[r] == current for r in events.applying)
+            or any(self._last_merge[r] == current for r in events.merging)
+        )
+
+    def run(self, events: _Events, now: float, current: int, position: int) -> None:
+        """Record the events of an instant, and add the events that follow from them."""
+        for i, age in zip(events.arriving, events.staleness, strict=True):
+            self.arrivals.append((current, i, position, self._steps[i], age))
+        for i in events.returning:
+            self.arrivals.append((current, i, position, 0, -1))
+        for r in events.sending:
+            self.sends.append((current, r, position))
+            self._last_send[r], self._exchanging[r] = current, True
+            if self._up[r] > 0:
+                heapq.heappush(self._queue, (now + self._up[r], _APPLIES, r))
+        for r in events.applying:
+            self.applies.append((current, r, position, self._total - self._merged[r]))
+            self._last_apply[r] = current
+            self._on_the_way[r] = self._total + len(events.applying)
+            if self._down[r] > 0:
+                heapq.heappush(self._queue, (now + self._down[r], _MERGES, r))
+        self._total += len(events.applying)
+        for r in events.merging:
+            self.merges.append((current, r, position))
+            self._last_merge[r], self._exchanging[r] = current, False
+            self._merged[r], self._merged_at[r] = self._on_the_way[r], self._applied[r]
+        before = len(self._queue)
+        for i in events.arriving + events.returning:
+            self._last_arrival[i] = current
+            self._began[i] = self._applied[self._region_of[i]]
+            self._begin(i, now)
+        self.alive += len(self._queue) - before
 
 
 def _check(

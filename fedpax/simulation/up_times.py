@@ -32,6 +32,14 @@ class UpTimes:
         after = bisect_right(failures, now)
         return failures[after] if after < len(failures) else np.inf
 
+    def next_event(self, client: int, now: float, duration: float) -> tuple[float, bool]:
+        """Return when work that begins now ends and True, or when the client returns and False."""
+        up = self.next_up(client, now)
+        if up > now:
+            return up, False
+        end, failure = now + duration, self.next_failure(client, now)
+        return (self.next_up(client, failure), False) if failure < end else (end, True)
+
     def draw(self, idle: list[int], now: float, uniforms: list[float]) -> int:
         """Draw the place in `idle` of a client that is up; -1 if there is none."""
         if not self.has_failures:

@@ -28,6 +28,12 @@ def build_parts(experiment: Experiment, mesh: MeshConfig, exp: str = "") -> Run:
     return begin_from(run, training.begin_from)
 
 
+def parts_of(run: Run) -> AlgorithmParts:
+    """Return the parts of a run of `build_parts`."""
+    assert run.algorithm.parts is not None
+    return run.algorithm.parts
+
+
 def tokens_per_step(run: Run, parts: AlgorithmParts, num_fragments: int) -> float:
     """Return the tokens of an inner step of one island."""
     return run.items_per_round / parts.islands / (parts.steps_per_sync * num_fragments)

@@ -289,30 +289,9 @@ def cohort_rounds(
         >>> cohort.client_ids.tolist(), cohort.num_steps.tolist(), cohort.num_examples.tolist()
         ([2, 1], [2, 1], [3, 1])
     """
-    if not hasattr(chunk_size, "__index__"):
-        raise ArgumentError(
-            f"chunk_size is {chunk_size!r}, expected an integer, because the order of clients "
-            "depends on it: give the same integer here and to the algorithm."
-        )
-    check_sizes(1, num_devices=num_devices, chunk_size=chunk_size, local_epochs=local_epochs)
-    check_sizes(1, batch_size=batch_size)
-    if not isinstance(sampler, ClientSampler):
-        raise ArgumentTypeError(
-            f"sampler is a {type(sampler).__name__}, expected a ClientSampler. For a sampler of "
-            "your own, subclass ClientSampler and override sample(round_number)."
-        )
-    check_sized(population, "population")
-    if len(population) != sampler.num_clients:
-        raise ArgumentError(
-            f"population has {len(population)} clients, but the sampler has {sampler.num_clients}: "
-            f"make ClientSampler with num_clients={len(population)}."
-        )
-    if sampler.cohort_size % num_devices:
-        divisible = sampler.cohort_size - sampler.cohort_size % num_devices or num_devices
-        raise ArgumentError(
-            f"num_devices={num_devices} does not divide cohort_size={sampler.cohort_size}: take "
-            f"{divisible} clients, or a mesh whose clients axis divides the cohort."
-        )
+    check_sizes(1, batch_size=batch_size, local_epochs=local_epochs)
+    _check_devices(num_devices, chunk_size)
+    _check_clients(population, sampler, num_devices)
     read, num_examples, name = _open(examples)
     if is_list := isinstance(population, list | tuple | np.ndarray):
         population = [
@@ -332,27 +311,17 @@ def cohort_rounds(
     )
     some = [population[k] for k in evenly_spaced(len(population))]
     seen = np.minimum([local_epochs * len(part) for part in some], max_steps * batch_size)
-    weights, available = sampler.weights, sampler.available
     settings: dict[str, int | str] = {
         "source": name,
         "num_examples": num_examples,
         "population": partition_checksum(population if is_list else some),
-        "num_clients": len(population),
-        "cohort_size": sampler.cohort_size,
-        "sampler_seed": sampler.seed,
-        "sampler_weights": (
-            "none" if weights is None else zlib.crc32(np.asarray(weights, "<f8").tobytes())
-        ),
-        "available": "all" if available is None else qualified_name(available),
+        **_sampler_settings(sampler),
         "max_steps": max_steps,
         "batch_size": batch_size,
         "local_epochs": local_epochs,
         "seed": seed,
         "preprocess": qualified_name(preprocess),
     }
-    if sampler.sampling_probability is not None:
-        settings["sampling_probability"] = str(sampler.sampling_probability)
-    items_per_round = max(1, round(sampler.expected_participants * float(seen.mean())))
     return CohortRounds(
         read,
         population,
@@ -360,11 +329,57 @@ def cohort_rounds(
         max_steps,
         preprocess,
         example,
-        items_per_round,
+        max(1, round(sampler.expected_participants * float(seen.mean()))),
         settings,
         num_devices=num_devices,
         chunk_size=chunk_size,
     )
+
+
+def _check_devices(num_devices: int, chunk_size: int) -> None:
+    if not hasattr(chunk_size, "__index__"):
+        raise ArgumentError(
+            f"chunk_size is {chunk_size!r}, expected an integer, because the order of clients "
+            "depends on it: give the same integer here and to the algorithm."
+        )
+    check_sizes(1, num_devices=num_devices, chunk_size=chunk_size)
+
+
+def _check_clients(population: Partition, sampler: ClientSampler, num_devices: int) -> None:
+    if not isinstance(sampler, ClientSampler):
+        raise ArgumentTypeError(
+            f"sampler is a {type(sampler).__name__}, expected a ClientSampler. For a sampler of "
+            "your own, subclass ClientSampler and override sample(round_number)."
+        )
+    check_sized(population, "population")
+    if len(population) != sampler.num_clients:
+        raise ArgumentError(
+            f"population has {len(population)} clients, but the sampler has {sampler.num_clients}: "
+            f"make ClientSampler with num_clients={len(population)}."
+        )
+    if sampler.cohort_size % num_devices:
+        divisible = sampler.cohort_size - sampler.cohort_size % num_devices or num_devices
+        raise ArgumentError(
+            f"num_devices={num_devices} does not divide cohort_size={sampler.cohort_size}: take "
+            f"{divisible} clients, or a mesh whose clients axis divides the cohort."
+        )
+
+
+def _sampler_settings(sampler: ClientSampler) -> dict[str, int | str]:
+    """Return the settings of a sampler that determine its cohorts."""
+    weights, available = sampler.weights, sampler.available
+    settings: dict[str, int | str] = {
+        "num_clients": sampler.num_clients,
+        "cohort_size": sampler.cohort_size,
+        "sampler_seed": sampler.seed,
+        "sampler_weights": (
+            "none" if weights is None else zlib.crc32(np.asarray(weights, "<f8").tobytes())
+        ),
+        "available": "all" if available is None else qualified_name(available),
+    }
+    if sampler.sampling_probability is not None:
+        settings["sampling_probability"] = str(sampler.sampling_probability)
+    return settings
 
 
 def _num_steps(

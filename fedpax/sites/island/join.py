@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fedpax.algorithm import Metrics
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.console import print_error
 from fedpax.processes.control_channel import ControlChannel
-from fedpax.run_files.configuration import to_json, write_configuration
+from fedpax.run_files.configuration import write_configuration
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.run_files.paths import latest_round, refuse_checkpoint_dir, resolve_job_log_dir
 from fedpax.sites.data_identity import shorten
@@ -30,17 +29,16 @@ from fedpax.sites.island.island_log import IslandLog
 from fedpax.sites.island.link import Link, WaitingError
 from fedpax.sites.island.local_model import LocalModel
 from fedpax.sites.island.shared_link import SharedLink
-from fedpax.sites.site_run import build_parts, tokens_per_step
+from fedpax.sites.island.training_rounds import SECONDS_BETWEEN_NOTES, TrainingRounds
+from fedpax.sites.site_run import build_parts, parts_of, tokens_per_step
 from fedpax.sites.transport.calls import Connection, DisconnectedError, connect
 from fedpax.training.agreement import check_agreement, check_same_data
-from fedpax.training.experiment import Experiment
+from fedpax.training.experiment import Experiment, Run
 from fedpax.training.job_dir import JobDirLock, check_configuration
 from fedpax.training.preemption import PreemptionGuard
 from fedpax.training.progress import Progress, describe_devices
 from fedpax.training.unused_devices import check_processes
 
-SECONDS_TO_FLUSH = 5.0
-SECONDS_BETWEEN_NOTES = 10.0
 SECONDS_TO_ASK_AGAIN = 15.0
 PROCESS_ENDED = 75  # EX_TEMPFAIL of sysexits.h: the same command can succeed later
 
@@ -161,157 +159,181 @@ def _join(
     syncer: str,
     give_up_after: float,
 ) -> JoinResult:
-    started = time.perf_counter()
-    training = experiment.training
-    first = done = saved = latest_round(folder) or 0
-    run = build_parts(experiment, island_of(experiment).mesh, exp)
+    started, first = time.perf_counter(), latest_round(folder) or 0
+    run = _build(experiment, exp)
     check_processes(island_of(experiment), run)
-    parts = run.algorithm.parts
-    assert parts is not None
     params = jax.eval_shape(run.init, jax.random.key(0))
     header["identity"] = identify(experiment, params)._asdict()
     header["data"] = shorten(check_same_data(run.cohorts))
     preemption = PreemptionGuard()
     with (
         jax.set_mesh(run.mesh),
-        Checkpoints(folder, keep=training.keep_checkpoints) as checkpoints,
+        Checkpoints(folder, keep=experiment.training.keep_checkpoints) as checkpoints,
         MetricsWriter(folder, after=first, enabled=channel.is_first) as metrics,
-        Progress(
-            f"{exp or type(experiment).__name__} {header['island']}",
-            rounds_done=first,
-            rounds=training.rounds,
-            item_unit=run.item_unit,
-            enabled=channel.is_first,
-        ) as progress,
+        _make_progress(experiment, exp, run, header, first, channel) as progress,
         contextlib.ExitStack() as stack,
     ):
         model = LocalModel(run)
         position: Any = checkpoints.restore_position().stream if first else {}
-        versions, epoch = [-1] * len(model.formats), None
-        if first:
-            versions = [fragment["version"] for fragment in position["ledger"]["fragments"]]
-            epoch = position["ledger"].get("epoch")
         link = None
         if connection is not None:
-            connection.max_message_bytes = largest_message(model.formats)
-
-            def record_end() -> None:
-                # Before the syncer is told, and exits: an island that is killed then would wait
-                # for it in vain. The answer to the first `join` is recorded below, with its run.
-                if header["run"] is not None:
-                    write_member(folder, Member(header["folder"], header["run"], finished=True))
-
-            link = Link(connection.call, header, model.formats, versions, record_end, epoch)
+            link = _make_link(folder, connection, header, model, position.get("ledger"))
         exchange = SharedLink(link, channel, preemption)
         stack.callback(exchange.close)
-        member = exchange.join(_patience(progress), give_up_after)
-        if member is None:
+        reply = exchange.join(_patience(progress), give_up_after)
+        if reply is None:
             stopped = preemption.signal
             finished = stopped is None and read_member(folder).finished
             return JoinResult(first, finished, stopped, gave_up=stopped is None)
-        if member.shard is not None:
-            progress.note(f"joined {syncer} with shard {member.shard} of {parts.islands}")
-        header["run"] = member.run
+        if reply.shard is not None:
+            progress.note(f"joined {syncer} with shard {reply.shard} of {parts_of(run).islands}")
+        header["run"] = reply.run
         if channel.is_first:  # before the threads start, which can record the end
-            write_member(folder, Member(header["folder"], member.run, member.finished))
-        if member.finished:
+            write_member(folder, Member(header["folder"], reply.run, reply.finished))
+        if reply.finished:
             return JoinResult(first, True, None)
         exchange.start()  # already now, because data and compilation take long
-        if member.rounds != training.rounds:
-            progress.note(f"the run has {member.rounds} rounds at the syncer")
-            progress.set_rounds(member.rounds)
-            training = dataclasses.replace(training, rounds=member.rounds)
-            experiment = dataclasses.replace(experiment, training=training)
-            run = build_parts(experiment, island_of(experiment).mesh, exp)
-            parts, model = run.algorithm.parts, LocalModel(run)
-            assert parts is not None
-        assert member.shard is not None
-        returns = first and position["shard"] == member.shard
-        rate = tokens_per_step(run, parts, len(model.formats))
-        island = Island(
-            parts,
-            model,
-            exchange,
-            shard=member.shard,
-            process=header["incarnation"],
-            tokens_per_step=rate,
-            on_discard=lambda steps: progress.note(
-                f"the syncer has restored an older state: discards {steps} unsent steps, and takes "
-                "its model"
-            ),
-        )
+        if reply.rounds != experiment.training.rounds:
+            progress.note(f"the run has {reply.rounds} rounds at the syncer")
+            progress.set_rounds(reply.rounds)
+            experiment = _with_rounds(experiment, reply.rounds)
+            run = _build(experiment, exp)
+            model = LocalModel(run)
+        island = _make_island(run, model, exchange, reply.shard, header["incarnation"], progress)
         if first:
             progress.note(f"resuming after its round {first}")
-            state = checkpoints.restore_state(model.shapes, parts.islands)
-            island.restore(state, position["ledger"], member.received)
-        phases = len(model.formats)
+            state = checkpoints.restore_state(model.shapes, parts_of(run).islands)
+            island.restore(state, position["ledger"], reply.received)
         if channel.is_first:
             write_configuration(folder, experiment, exp)
         size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-        log = IslandLog(
-            metrics,
-            progress,
-            transferred_bytes=lambda: exchange.transferred_bytes,
-            started=started,
-            items_per_round=run.items_per_round // parts.islands,
-            stop_on_non_finite=training.stop_on_non_finite,
-        )
-        log.write_sizes(size, run.item_unit)
+        log = _make_log(experiment, run, size, metrics, progress, exchange, started)
         progress.note(f"{size:,} parameters on {describe_devices(run.mesh)}; folder {folder}")
         frozen = () if run.frozen is None else (run.frozen.load(),)
-
-        def save(stream_state: Any) -> None:
-            log.flush()
-            metrics.sync()
-            position = {
-                "stream": stream_state,
-                "shard": data.shard,
-                "ledger": island.ledger.to_json(),
-            }
-            checkpoints.save(done, island.state, position, to_json(experiment))
-
-        with (
-            ShardPrefetch(
-                run.cohorts,
-                lambda: (
-                    build_parts(
-                        experiment, dataclasses.replace(experiment.mesh, islands=1), exp
-                    ).cohorts
-                ),
-                run.resolved_shardings.cohort,
-                member.shard,
-                position["stream"] if returns else None,
-            ) as data,
-            preemption,
-        ):
-            stream_state: Any = None
-            gave_up = False
-            while not island.must_stop():
-                if island.shard != data.shard:
-                    progress.note(f"has shard {island.shard} now, another island has {data.shard}")
-                cohort, stream_state = data.next(island.shard)
-                waited, reports = 0.0, []
-                for phase in range(phases):
-                    waited += _wait_for_merge(island, exchange, progress, give_up_after)
-                    gave_up = island.is_ahead or not island.has_model
-                    if island.must_stop() or gave_up:
-                        break
-                    start = phase * parts.steps_per_sync
-                    reports.append(island.train(cohort.batches, start, *frozen))
-                if len(reports) < phases:
-                    break
-                done += 1
-                log.add(done, _mean([report.metrics for report in reports]), waited)
-                if training.checkpoint_every and done % training.checkpoint_every == 0:
-                    save(stream_state)
-                    saved = done
-            island.finish(SECONDS_TO_FLUSH)
-            if done > saved:
-                save(stream_state)
+        rounds = TrainingRounds(
+            experiment,
+            parts_of(run),
+            island,
+            exchange,
+            checkpoints=checkpoints,
+            metrics=metrics,
+            progress=progress,
+            log=log,
+            done=first,
+            give_up_after=give_up_after,
+        )
+        with _open_data(experiment, exp, run, island.shard, position) as data, preemption:
+            rounds.train(data, *frozen)
         checkpoints.wait()
         finished = island.status.finished
-        gave_up = gave_up and not island.must_stop()
-    return JoinResult(done, finished, None if finished else preemption.signal, gave_up)
+        gave_up = rounds.gave_up and not island.must_stop()
+    return JoinResult(rounds.done, finished, None if finished else preemption.signal, gave_up)
+
+
+def _build(experiment: Experiment, exp: str) -> Run:
+    return build_parts(experiment, island_of(experiment).mesh, exp)
+
+
+def _with_rounds(experiment: Experiment, rounds: int) -> Experiment:
+    training = dataclasses.replace(experiment.training, rounds=rounds)
+    return dataclasses.replace(experiment, training=training)
+
+
+def _make_progress(
+    experiment: Experiment,
+    exp: str,
+    run: Run,
+    header: dict[str, Any],
+    first: int,
+    channel: ControlChannel,
+) -> Progress:
+    return Progress(
+        f"{exp or type(experiment).__name__} {header['island']}",
+        rounds_done=first,
+        rounds=experiment.training.rounds,
+        item_unit=run.item_unit,
+        enabled=channel.is_first,
+    )
+
+
+def _make_link(
+    folder: Path,
+    connection: Connection,
+    header: dict[str, Any],
+    model: LocalModel,
+    ledger: dict[str, Any] | None,
+) -> Link:
+    """Make the link of process 0, which knows the versions of a saved ledger."""
+    connection.max_message_bytes = largest_message(model.formats)
+    versions, epoch = [-1] * len(model.formats), None
+    if ledger is not None:
+        versions = [fragment["version"] for fragment in ledger["fragments"]]
+        epoch = ledger.get("epoch")
+
+    def record_end() -> None:
+        # Before the syncer is told, and exits: an island that is killed then would wait for it in
+        # vain. The answer to the first `join` is recorded later, with its run.
+        if header["run"] is not None:
+            write_member(folder, Member(header["folder"], header["run"], finished=True))
+
+    return Link(connection.call, header, model.formats, versions, record_end, epoch)
+
+
+def _make_island(
+    run: Run,
+    model: LocalModel,
+    exchange: SharedLink,
+    shard: int | None,
+    process: str,
+    progress: Progress,
+) -> Island:
+    assert shard is not None  # unless the run is finished
+    return Island(
+        parts_of(run),
+        model,
+        exchange,
+        shard=shard,
+        process=process,
+        tokens_per_step=tokens_per_step(run, parts_of(run), len(model.formats)),
+        on_discard=lambda steps: progress.note(
+            f"the syncer has restored an older state: discards {steps} unsent steps, and takes "
+            "its model"
+        ),
+    )
+
+
+def _make_log(
+    experiment: Experiment,
+    run: Run,
+    num_parameters: int,
+    metrics: MetricsWriter,
+    progress: Progress,
+    exchange: SharedLink,
+    started: float,
+) -> IslandLog:
+    log = IslandLog(
+        metrics,
+        progress,
+        transferred_bytes=lambda: exchange.transferred_bytes,
+        started=started,
+        items_per_round=run.items_per_round // parts_of(run).islands,
+        stop_on_non_finite=experiment.training.stop_on_non_finite,
+    )
+    log.write_sizes(num_parameters, run.item_unit)
+    return log
+
+
+def _open_data(
+    experiment: Experiment, exp: str, run: Run, shard: int, position: dict[str, Any]
+) -> ShardPrefetch:
+    """Open the data of a shard, at the saved position if the island returns with its shard."""
+    return ShardPrefetch(
+        run.cohorts,
+        lambda: _build(experiment, exp).cohorts,
+        run.resolved_shardings.cohort,
+        shard,
+        position["stream"] if position.get("shard") == shard else None,
+    )
 
 
 def island_of(experiment: Experiment) -> Experiment:
@@ -346,28 +368,3 @@ def _patience(progress: Progress) -> Callable[[DisconnectedError], None]:
             progress.note(f"waiting: {error}" if waits else f"waiting for the syncer at {error}")
 
     return note
-
-
-def _wait_for_merge(
-    island: Island, exchange: SharedLink, progress: Progress, give_up_after: float
-) -> float:
-    """Wait until the island may take its next steps, or must stop; return the seconds of it."""
-    began = noted = time.perf_counter()
-    while not island.has_model or island.is_ahead:
-        island.receive()
-        if island.must_stop() or island.status.silent_seconds >= give_up_after:
-            break
-        island.send()
-        exchange.wait(0.05)
-        if time.perf_counter() - noted > SECONDS_BETWEEN_NOTES:
-            noted = time.perf_counter()
-            reason = "a merge" if island.status.shard is not None else "a free shard"
-            if not island.status.connected:
-                reason = "the syncer, which does not answer"
-            progress.note(f"waiting for {reason}")
-    return time.perf_counter() - began
-
-
-@jax.jit
-def _mean(metrics: list[Metrics]) -> Metrics:
-    return jax.tree.map(lambda *values: sum(values) / len(values), *metrics)

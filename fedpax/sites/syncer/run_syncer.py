@@ -24,7 +24,7 @@ from fedpax.run_files.paths import (
 )
 from fedpax.sites.fragment_format import largest_message
 from fedpax.sites.identity import identify
-from fedpax.sites.site_run import build_parts, tokens_per_step
+from fedpax.sites.site_run import build_parts, parts_of, tokens_per_step
 from fedpax.sites.syncer.island_table import IslandWatch
 from fedpax.sites.syncer.members import FREE_SHARD_AFTER
 from fedpax.sites.syncer.merge_log import read_merges
@@ -32,14 +32,16 @@ from fedpax.sites.syncer.outer_model import FragmentState, OuterModel
 from fedpax.sites.syncer.round_log import RoundLog
 from fedpax.sites.syncer.syncer import Syncer
 from fedpax.sites.syncer.syncer_store import SyncerStore
-from fedpax.sites.syncer.updates import MergeReport
+from fedpax.sites.syncer.updates import MergeReport, Totals
 from fedpax.sites.transport.calls import serve
-from fedpax.training.experiment import Experiment
+from fedpax.training.experiment import Experiment, Run
 from fedpax.training.job_dir import JobDirLock, check_configuration
 from fedpax.training.preemption import PreemptionGuard
 from fedpax.training.progress import Progress
 
 SECONDS_BETWEEN_TICKS = 0.02
+
+_Reports = queue.SimpleQueue[tuple[MergeReport, Sequence[FragmentState]]]
 
 
 class SyncerState(NamedTuple):
@@ -123,18 +125,9 @@ def run_syncer(
         store = SyncerStore(folder, allow_older=allow_older_state)
         store.check_presence()
         run = build_parts(experiment, SINGLE_DEVICE, exp)
-        parts = run.algorithm.parts
-        assert parts is not None
-        with jax.set_mesh(run.mesh):
-            if run.initial is None:
-                params = jax.jit(run.init)(jax.random.key(experiment.training.seed))
-            else:
-                params = run.initial.load()
-            params = jax.device_get(params)
+        parts, params = parts_of(run), _initial_params(run, experiment)
         model = OuterModel(parts, params)
-        reports: queue.SimpleQueue[tuple[MergeReport, Sequence[FragmentState]]] = (
-            queue.SimpleQueue()
-        )
+        reports: _Reports = queue.SimpleQueue()
         phases = len(model.fragments)
         syncer = Syncer(
             parts,
@@ -152,7 +145,6 @@ def run_syncer(
         first = syncer.merges // phases
         # The user can have restored an older copy of the state.
         set_aside_after(folder / CHECKPOINTS, first)
-        checkpoint = min(checkpoint, first)
         with (
             MetricsWriter(folder, after=first) as metrics,
             Checkpoints(folder, keep=experiment.training.keep_checkpoints) as checkpoints,
@@ -176,48 +168,95 @@ def run_syncer(
             progress.note(f"listening at {address}; folder {folder}")
             if syncer.merges:
                 progress.note(f"resuming after merge {syncer.merges} of {rounds * phases}")
-            sizes = sum(leaf.size for leaf in jax.tree.leaves(params))
-            metrics.write_sizes(
-                {
-                    "num_parameters": sizes,
-                    "num_participants": parts.islands,
-                    "item_unit": run.item_unit,
-                    "items_per_round": run.items_per_round,
-                }
-            )
+            _write_sizes(metrics, run, params)
             log = RoundLog(metrics, progress, phases, syncer.totals)
             log.restore(read_merges(folder), syncer.totals)
+            merged = _MergedRounds(experiment, model, metrics, checkpoints, log, first)
+            if min(checkpoint, first) < first == rounds:
+                merged.save(model.fragments)  # it was killed after the last merge
             watch = IslandWatch(folder, progress)
-            every, done = experiment.training.checkpoint_every, first
-
-            def save(fragments: Sequence[FragmentState]) -> None:
-                metrics.sync()
-                state = SyncerState(model.params(fragments))
-                checkpoints.save(done, state, {}, to_json(experiment))
-
-            if checkpoint < done == rounds:
-                save(model.fragments)  # it was killed after the last merge
-            while preemption.signal is None:
-                syncer.advance()
-                while not reports.empty():
-                    report, fragments = reports.get()
-                    log.add(report, syncer.totals)
-                    if report.merge % phases:
-                        continue
-                    done = report.merge // phases
-                    if done >= rounds or (every and done % every == 0):
-                        save(fragments)
-                watch.update(syncer.islands())
-                if syncer.failure is not None:
-                    raise syncer.failure
-                if done >= rounds:
-                    break
-                time.sleep(SECONDS_BETWEEN_TICKS)
-            if done >= rounds:
+            _merge_rounds(syncer, reports, merged, watch, preemption)
+            if merged.finished:
                 checkpoints.wait()  # the outer model is there when islands learn the end
                 _say_goodbye(syncer, progress, preemption, goodbye_seconds)
             watch.update(syncer.islands(), force=True)
-        return SyncerResult(done, syncer.finished, None if syncer.finished else preemption.signal)
+        stopped = None if syncer.finished else preemption.signal
+        return SyncerResult(merged.done, syncer.finished, stopped)
+
+
+def _initial_params(run: Run, experiment: Experiment) -> Params:
+    """Return the parameters from which the run begins, in the host's memory."""
+    with jax.set_mesh(run.mesh):
+        if run.initial is not None:
+            return jax.device_get(run.initial.load())
+        return jax.device_get(jax.jit(run.init)(jax.random.key(experiment.training.seed)))
+
+
+def _write_sizes(metrics: MetricsWriter, run: Run, params: Params) -> None:
+    metrics.write_sizes(
+        {
+            "num_parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
+            "num_participants": parts_of(run).islands,
+            "item_unit": run.item_unit,
+            "items_per_round": run.items_per_round,
+        }
+    )
+
+
+class _MergedRounds:
+    """The rounds that are merged: their metrics, and the checkpoints of the outer model."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        model: OuterModel,
+        metrics: MetricsWriter,
+        checkpoints: Checkpoints,
+        log: RoundLog,
+        done: int,
+    ) -> None:
+        self._experiment, self._model = experiment, model
+        self._metrics, self._checkpoints, self._log = metrics, checkpoints, log
+        self.done = done
+
+    @property
+    def finished(self) -> bool:
+        return self.done >= self._experiment.training.rounds
+
+    def add(self, report: MergeReport, fragments: Sequence[FragmentState], totals: Totals) -> None:
+        """Log a merge, and save the model after the last one of a round, if it is due."""
+        self._log.add(report, totals)
+        if report.merge % len(fragments) == 0:
+            self.done = report.merge // len(fragments)
+            every = self._experiment.training.checkpoint_every
+            if self.finished or (every and self.done % every == 0):
+                self.save(fragments)
+
+    def save(self, fragments: Sequence[FragmentState]) -> None:
+        """Save the outer model."""
+        self._metrics.sync()
+        state = SyncerState(self._model.params(fragments))
+        self._checkpoints.save(self.done, state, {}, to_json(self._experiment))
+
+
+def _merge_rounds(
+    syncer: Syncer,
+    reports: _Reports,
+    merged: _MergedRounds,
+    watch: IslandWatch,
+    preemption: PreemptionGuard,
+) -> None:
+    """Merge until all rounds are done, or a signal asks to stop."""
+    while preemption.signal is None:
+        syncer.advance()
+        while not reports.empty():
+            merged.add(*reports.get(), syncer.totals)
+        watch.update(syncer.islands())
+        if syncer.failure is not None:
+            raise syncer.failure
+        if merged.finished:
+            break
+        time.sleep(SECONDS_BETWEEN_TICKS)
 
 
 def _say_goodbye(

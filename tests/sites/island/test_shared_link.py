@@ -9,9 +9,9 @@ import pytest
 
 from fedpax.sites.identity import WIRE_FORMAT
 from fedpax.sites.island.island import Island
-from fedpax.sites.island.join import _wait_for_merge
 from fedpax.sites.island.link import Link
 from fedpax.sites.island.shared_link import SharedLink
+from fedpax.sites.island.training_rounds import wait_for_merge
 from fedpax.sites.transport.calls import DisconnectedError, RefusedError
 from fedpax.sites.transport.message import Message
 
@@ -117,7 +117,7 @@ def run_process(
     island = Island(parts, model, exchange, shard=2, process="1", tokens_per_step=1.0)
     for _ in range(phases):
         quiet = SimpleNamespace(note=lambda text: None)
-        _wait_for_merge(island, exchange, quiet, 60.0)
+        wait_for_merge(island, exchange, quiet, 60.0)
         island.train(None)
         exchange.wait(0)
     return model, island

@@ -52,23 +52,11 @@ TICK = 0.1
 
 
 class ElasticCoordinator:
-    """The keeper, which runs in a thread until the job ends.
+    """The keeper, which runs in a thread until the job has an exit status."""
 
-    Args:
-        cluster: the processes of the job; the keeper listens at the coordinator's port.
-        join_timeout: seconds after which the first generation starts without missing supervisors.
-        heartbeat_timeout: seconds after which a silent supervisor counts as lost.
-        group: number of processes that only train together, such as those of an island. The
-            processes of a group have successive numbers.
-        alone: whether no process of the job is on the keeper's host.
-        tell: a function that prints a line.
-
-    Attributes:
-        status: the job's exit status, when it has ended.
-
-    Raises:
-        JobProcessesError: the port is in use.
-    """
+    # The first generation starts after `join_timeout` seconds without missing supervisors.
+    # Processes of a `group`, such as those of an island, have successive numbers and only train
+    # together. `alone`: no process of the job is on the keeper's host.
 
     def __init__(
         self,
@@ -112,19 +100,11 @@ class ElasticCoordinator:
         self._thread.start()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until the job has ended.
-
-        Args:
-            timeout: seconds to wait at most. Default None: without a limit.
-        """
+        """Wait until the job has ended, at most `timeout` seconds."""
         self._thread.join(timeout)
 
     def signal(self, status: int) -> None:
-        """Make all processes save and end.
-
-        Args:
-            status: the job's exit status, 143 or 130.
-        """
+        """Make all processes save and end; `status`, 143 or 130, is the exit status of the job."""
         self._signal, self._asked_to_stop = status, True
 
     def _run(self) -> None:

@@ -42,47 +42,26 @@ ALIGNMENT = 64
 
 
 class SavedShard(NamedTuple):
-    """A shard in a copy.
+    """A shard in a copy."""
 
-    Attributes:
-        region: its place in the whole array.
-        values: its values.
-    """
-
-    region: Region
+    region: Region  # its place in the whole array
     values: np.ndarray
 
 
 class HostCopy(NamedTuple):
-    """This process's copy of the state after a round.
-
-    Attributes:
-        round: the round.
-        participants: the numbers of the participants; None if they do not depend on the processes.
-        stream_state: the position of the data.
-        shapes: the shape of each whole array, by its path in the state.
-        blocks: this process's shards of each array.
-    """
+    """This process's copy of the state after a round."""
 
     round: int
+    # The numbers of the participants; None if they do not depend on the processes.
     participants: list[int] | None
-    stream_state: StreamState
-    shapes: Mapping[str, tuple[int, ...]]
-    blocks: Mapping[str, list[SavedShard]]
+    stream_state: StreamState  # the position of the data
+    shapes: Mapping[str, tuple[int, ...]]  # the shape of each whole array, by its path in the state
+    blocks: Mapping[str, list[SavedShard]]  # this process's shards of each array
 
     def restore(self, like: State, participants: Sequence[int] | None) -> State | None:
-        """Restore the state on the devices of another mesh; no process waits for another.
-
-        Args:
-            like: the state's abstract values, each with its sharding.
-            participants: the numbers of the participants now; None as in `participants`.
-
-        Returns:
-            The state; None if this copy does not have all values that this process needs.
-
-        Raises:
-            ValueError: the method does not allow another number of participants.
-        """
+        """Restore the state on the devices of another mesh; None if this copy lacks values."""
+        # No process waits for another. `like`: abstract values with their shardings. Raises a
+        # ValueError if the method does not allow another number of participants.
         before, now = self.participants, None if participants is None else list(participants)
         if (before is None) != (now is None):
             return None
@@ -100,13 +79,8 @@ class HostCopy(NamedTuple):
         return jax.tree.unflatten(tree, restored)
 
     def replace_rows(self, state: State, participants: Sequence[int], own: Sequence[int]) -> State:
-        """Replace the state of some participants by this copy's; no process waits for another.
-
-        Args:
-            state: a state on the devices.
-            participants: the numbers of its participants.
-            own: the numbers of those whose state is replaced, as far as this copy has it.
-        """
+        """Replace the state of the participants `own` by this copy's, as far as it has it."""
+        # No process waits for another.
         own = [number for number in own if number in (self.participants or ())]
         return jax.tree_util.tree_map_with_path(
             lambda path, leaf: self._with_rows(jax.tree_util.keystr(path), leaf, participants, own),
@@ -206,12 +180,8 @@ class HostCopy(NamedTuple):
 
 
 def rows_on_this_process(state: State, participants: Sequence[int]) -> set[int]:
-    """Return the numbers of the participants whose states this process's devices hold.
-
-    Args:
-        state: a state on the devices.
-        participants: the numbers of its participants, at least two.
-    """
+    """Return the numbers of the participants whose states this process's devices hold."""
+    # There are at least two participants.
     found: set[int] = set()
     for leaf in jax.tree.leaves(state):
         is_placed = tuple(leaf.sharding.spec)[:1] not in ((), (None,))
@@ -222,14 +192,10 @@ def rows_on_this_process(state: State, participants: Sequence[int]) -> set[int]:
 
 
 class HostCopies:
-    """This process's copies of the state, in a folder in the host's memory.
+    """This process's copies of the state, in a folder in the host's memory."""
 
-    Args:
-        folder: the folder; made when the first copy is written.
-        job: a text that identifies the job; copies of other jobs are not read.
-        keep: number of copies to keep, the newest ones. Processes are at most a round apart, so
-            that of two copies all processes have at least one round in common.
-    """
+    # Copies of other jobs are not read. Processes are at most a round apart, so that of two copies
+    # all processes have at least one round in common.
 
     def __init__(self, folder: Path, job: str, keep: int = 2) -> None:
         self._folder, self._job, self._keep = folder, job, keep
@@ -245,17 +211,7 @@ class HostCopies:
         stream_state: StreamState,
         participants: Sequence[int] | None = None,
     ) -> None:
-        """Copy this process's shards of the state.
-
-        Args:
-            round_number: the number of completed rounds.
-            state: the state after that round.
-            stream_state: the position of the data after that round, complete.
-            participants: the numbers of the participants, if they depend on the processes.
-
-        Raises:
-            OSError: the memory is full, or the folder cannot be written.
-        """
+        """Copy this process's shards of the state; raise an OSError if the memory is full."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not is_private(self._folder):
             raise PermissionError(f"{self._folder} is not a folder of this user alone")
@@ -286,14 +242,7 @@ class HostCopies:
 
 
 def memory_folder(base: str | Path | None, job_log_dir: str | Path, process: int) -> Path:
-    """Return the folder of a process's copies.
-
-    Args:
-        base: a folder in memory. Default None: `/dev/shm` if it can be written, else the folder of
-            temporary files.
-        job_log_dir: the run's folder.
-        process: the number of the process in the job.
-    """
+    """Return the folder of a process's copies, by default in `/dev/shm` if it can be written."""
     if not base:
         shared = Path("/dev/shm")
         base = shared if os.access(shared, os.W_OK) else tempfile.gettempdir()
@@ -310,23 +259,13 @@ def list_copies(folder: Path) -> list[str]:
 
 
 def rounds_of(names: Sequence[str], job: str) -> list[int]:
-    """Return the rounds of a job's copies in ascending order.
-
-    Example:
-        >>> rounds_of(["b7-12", "b7-9", "c1-30"], "b7")
-        [9, 12]
-    """
+    """Return the rounds of a job's copies in ascending order."""
     pairs = (name.rpartition("-") for name in names)
     return sorted(int(number) for owner, _, number in pairs if owner == job)
 
 
 def remove_copies(folder: Path, *, but: str = "") -> None:
-    """Remove the copies in a folder, and the folder if it is empty then.
-
-    Args:
-        folder: the folder.
-        but: a job whose copies are kept. Default "": none are kept.
-    """
+    """Remove the copies in a folder, except of the job `but`, and the folder if it is empty."""
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             if not but or name.rpartition("-")[0] != but:

@@ -29,26 +29,15 @@ MEMBERSHIP = "FEDPAX_MEMBERSHIP"
 
 @dataclasses.dataclass(frozen=True)
 class Membership:
-    """The part of a training process in an elastic job.
+    """The part of a training process in an elastic job."""
 
-    Attributes:
-        folder: the folder in the host's memory for this process's copies of the state.
-        job: a text that identifies the job.
-        copy_every: rounds between copies; 0: none.
-        round: the round whose copies the processes resume from. None: from the newest checkpoint.
-        participants: the numbers of the participants that train, such as islands 0, 1 and 3 of 4,
-            in ascending order. None: the participants do not depend on the processes.
-
-    Example:
-        >>> text = Membership("/dev/shm/run", "a1", 1, None, [0, 2]).to_json()
-        >>> Membership.from_json(text).participants
-        [0, 2]
-    """
-
-    folder: str
-    job: str
-    copy_every: int
+    folder: str  # the folder in the host's memory for this process's copies of the state
+    job: str  # a text that identifies the job
+    copy_every: int  # rounds between copies; 0: none
+    # The round whose copies the processes resume from. None: from the newest checkpoint.
     round: int | None
+    # The numbers of the participants that train, such as islands 0, 1 and 3 of 4, in ascending
+    # order. None: the participants do not depend on the processes.
     participants: list[int] | None
 
     def to_json(self) -> str:
@@ -73,26 +62,15 @@ class Membership:
         return copy if all_agree(copy is not None) else None
 
     def restore(self, copy: HostCopy, like: State) -> State | None:
-        """Restore a state; None unless every process has the values that it needs. A collective.
-
-        Args:
-            copy: this process's copy.
-            like: the state's abstract values, each with its sharding.
-        """
+        """Restore a state; None unless every process has the values that it needs. A collective."""
         state = copy.restore(like, self.participants)
         return state if all_agree(state is not None) else None
 
     def rejoin(self, state: State, saved: Sequence[int]) -> State:
-        """Give participants that were absent from a checkpoint the state of their newest copy.
-
-        The processes of a participant use the newest round of which all of them have a copy.
-        Without one, its state does not change. A collective.
-
-        Args:
-            state: the restored state, in which the states of these participants follow from the
-                states of the others.
-            saved: the numbers of the participants of the checkpoint.
-        """
+        """Give participants that were absent from a checkpoint the state of their newest copy."""
+        # The processes of a participant use the newest round of which all of them have a copy.
+        # Without one, its state, which follows from the states of the other participants, does not
+        # change. A collective.
         participants = self.participants or []
         absent = [number for number in participants if number not in saved]
         if not absent:
@@ -123,11 +101,7 @@ def find_membership() -> Membership | None:
 
 
 class CopiesOfRounds:
-    """The copies that a process makes while it trains.
-
-    Args:
-        membership: the process's membership. None: no copies are made.
-    """
+    """The copies that a process makes while it trains; none without a membership."""
 
     def __init__(self, membership: Membership | None) -> None:
         self._membership = membership
@@ -144,10 +118,8 @@ class CopiesOfRounds:
             remove_copies(Path(self._membership.folder))
 
     def save(self, round_number: int, state: State, stream_state: StreamState) -> None:
-        """Copy the state after a round. A collective.
-
-        If the memory is full, a message says so, and this process makes no more copies.
-        """
+        """Copy the state after a round. A collective."""
+        # If the memory is full, a message says so, and this process makes no more copies.
         assert self._membership is not None
         complete = gather_stream_state(stream_state)
         if self._full:

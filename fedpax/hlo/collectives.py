@@ -35,31 +35,21 @@ _TRANSFERS = {"ONE_TO_ONE": "collective-permute"} | {
 
 
 class Collective(NamedTuple):
-    """One collective of a compiled program.
+    """One collective of a compiled program."""
 
-    Attributes:
-        kind: "all-reduce", "all-gather", "reduce-scatter", "collective-permute", ...
-        axes: the mesh axes along which the devices of a group differ.
-        shapes: the operands on one device, as HLO writes them, such as "f32[64,512]".
-        bytes: size of these operands; not the bytes on the network, see `operand_bytes_along`.
-        executions: number of executions in one execution of the program; None if it is known only
-            at run time (a while loop that waits for a value, a branch of a conditional).
-        in_loop: whether the collective is inside a loop.
-        between_slices: whether it uses the network between TPU slices.
-        groups: the groups of devices, as positions in `mesh.devices.flat`; for a
-            collective-permute, the pairs (source, target).
-        name: name of the instruction in the text.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    shapes: tuple[str, ...]
-    bytes: int
+    kind: str  # "all-reduce", "all-gather", "reduce-scatter", "collective-permute",
+    axes: tuple[str, ...]  # the mesh axes along which the devices of a group differ
+    shapes: tuple[str, ...]  # the operands on one device, as HLO writes them, such as "f32[64,512]"
+    bytes: int  # size of these operands; not the bytes on the network, see `operand_bytes_along`
+    # Number of executions in one execution of the program; None if it is known only at run time (a
+    # while loop that waits for a value, a branch of a conditional).
     executions: int | None
-    in_loop: bool
-    between_slices: bool
+    in_loop: bool  # whether the collective is inside a loop
+    between_slices: bool  # whether it uses the network between TPU slices
+    # The groups of devices, as positions in `mesh.devices.flat`; for a collective-permute, the
+    # pairs (source, target).
     groups: tuple[tuple[int, ...], ...]
-    name: str
+    name: str  # name of the instruction in the text
 
     def __str__(self) -> str:
         times = "an unknown number of times" if self.executions is None else f"{self.executions}x"
@@ -72,32 +62,10 @@ class Collective(NamedTuple):
 
 
 def collectives(text: str, mesh: jax.sharding.Mesh) -> list[Collective]:
-    """List the collectives of a compiled program.
-
-    An asynchronous collective (a start and a done, or a TPU's chain of fusions) is listed once.
-    Collectives that move nothing are not listed: groups of one device, and permutations that send
-    every shard to its own device.
-
-    Args:
-        text: the compiled text, `jax.jit(f).lower(...).compile().as_text()`, for CPU, GPU or TPU.
-        mesh: the mesh that the program was compiled for.
-
-    Returns:
-        The collectives, in the order of the text.
-
-    Raises:
-        ValueError: if the text is not a compiled program, or was compiled for another number of
-            devices.
-
-    Example:
-        >>> from jax.sharding import NamedSharding, PartitionSpec
-        >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
-        >>> rows = NamedSharding(mesh, PartitionSpec("fsdp"))
-        >>> x = jax.ShapeDtypeStruct((jax.device_count(), 4), "float32", sharding=rows)
-        >>> text = jax.jit(lambda x: x.sum(0)).lower(x).compile().as_text()
-        >>> all(collective.axes == ("fsdp",) for collective in collectives(text, mesh))
-        True
-    """
+    """List the collectives of a compiled program, for CPU, GPU or TPU, in the order of its text."""
+    # An asynchronous collective (a start and a done, or a chain of fusions on a TPU) is listed
+    # once. Collectives that move nothing are not listed: groups of one device, and permutations
+    # that send every shard to its own device.
     module = parsing.parse(text)
     copies = replica_groups.program_positions(module, mesh)
     executions = trip_counts.executions(module)
@@ -128,36 +96,15 @@ def collectives(text: str, mesh: jax.sharding.Mesh) -> list[Collective]:
 
 
 def operand_bytes_along(text: str, mesh: jax.sharding.Mesh, axis: str) -> int:
-    """Sum the operand bytes that one device passes to collectives along a mesh axis.
-
-    For one execution of the program: the operand bytes of each collective whose groups span
-    `axis`, times its executions, on the device with the largest sum.
-
-    - These are operand bytes, not the bytes on the network, which depend on the algorithm. On a
-      ring of n devices, each device sends 2 (n - 1) / n times the operand in an all-reduce, and
-      n - 1 times in an all-gather.
-    - A collective over `axis` and another axis counts in full.
-    - Dtypes are those of the compiled program: a CPU sends bfloat16 as float32, and a TPU pads
-      small operands that it sends between slices.
-
-    Args:
-        text: the compiled text, `jax.jit(f).lower(...).compile().as_text()`, for CPU, GPU or TPU.
-        mesh: the mesh that the program was compiled for.
-        axis: name of a mesh axis, such as a placement's.
-
-    Returns:
-        Bytes; 0 if no collective runs along the axis, or if the mesh does not have it.
-
-    Raises:
-        ValueError: if the number of executions of a collective along the axis is unknown.
-
-    Example:
-        >>> from jax.sharding import NamedSharding, PartitionSpec
-        >>> mesh = jax.make_mesh((1,), ("islands",), devices=jax.devices()[:1])
-        >>> text = jax.jit(lambda x: x.sum(0)).lower(jax.numpy.ones((8, 4))).compile().as_text()
-        >>> operand_bytes_along(text, mesh, "islands")
-        0
-    """
+    """Sum the operand bytes that one device passes to collectives along a mesh axis."""
+    # The operand bytes of each collective whose groups span `axis`, times its executions, on the
+    # device with the largest sum.
+    # - These are not the bytes on the network, which depend on the algorithm. On a ring of n
+    # devices, each device sends 2 (n - 1) / n times the operand in an all-reduce, and n - 1 times
+    # in an all-gather.
+    # - A collective over `axis` and another axis counts in full.
+    # - Dtypes are those of the compiled program: a CPU sends bfloat16 as float32, and a TPU pads
+    # small operands that it sends between slices.
     totals = np.zeros(mesh.size, np.int64)
     for collective in collectives(text, mesh):
         if axis not in collective.axes:

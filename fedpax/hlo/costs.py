@@ -16,54 +16,29 @@ from fedpax.hlo.parsing import Instruction, Module
 
 
 class ProgramCosts(NamedTuple):
-    """The costs of one execution of a program on one device.
+    """The costs of one execution of a program on one device."""
 
-    Attributes:
-        matmul_flops: FLOPs of matmuls and convolutions, of any dtype.
-        int8_flops: the part of them with 8-bit integer operands.
-        fp8_flops: the part of them with 8-bit float operands.
-        memory_traffic: bytes read from and written to the device's main memory.
-        host_transfers: bytes moved between the memories of device and host, in either direction.
-        uncounted_kernels: names of kernels (custom calls) that do not state their FLOPs.
-        unknown_trip_counts: names of loops whose trip count is known only at run time; their bodies
-            count once.
-    """
-
-    matmul_flops: float
-    int8_flops: float
-    fp8_flops: float
-    memory_traffic: float
+    matmul_flops: float  # FLOPs of matmuls and convolutions, of any dtype
+    int8_flops: float  # the part of them with 8-bit integer operands
+    fp8_flops: float  # the part of them with 8-bit float operands
+    memory_traffic: float  # bytes read from and written to the device's main memory
+    # Bytes moved between the memories of device and host, in either direction.
     host_transfers: float
+    # Names of kernels (custom calls) that do not state their FLOPs.
     uncounted_kernels: tuple[str, ...]
+    # Names of loops whose trip count is known only at run time; their bodies count once.
     unknown_trip_counts: tuple[str, ...]
 
 
 def count_costs(module: Module) -> ProgramCosts:
-    """Count the matmul FLOPs and the memory traffic of a program.
-
-    - Every instruction reads its operands and writes its result. A fusion is one instruction.
-    - A slice, or an update in place, counts the bytes of the slice, not of the array.
-    - Values that a TPU keeps in its vector memory have no traffic.
-    - A conditional counts its costliest branch.
-    - A loop counts its body times its trip count; an unknown trip count is taken as 1.
-    - A kernel (custom call) counts if it states its FLOPs, or is a splash attention kernel or a
-      cuBLAS matmul.
-
-    Args:
-        module: the program.
-
-    Returns:
-        The counts.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from fedpax.hlo import parsing
-        >>> def squared(x):
-        ...     return jax.lax.scan(lambda x, _: (jnp.sin(x @ x), None), x, length=7)[0]
-        >>> text = jax.jit(squared).lower(jnp.ones((4, 4))).compile().as_text()
-        >>> int(count_costs(parsing.parse(text)).matmul_flops)  # 7 matmuls of 4 x 4 x 4
-        896
-    """
+    """Count the matmul FLOPs and the memory traffic of a program."""
+    # - Every instruction reads its operands and writes its result. A fusion is one instruction.
+    # - A slice, or an update in place, counts the bytes of the slice, not of the array.
+    # - Values that a TPU keeps in its vector memory have no traffic.
+    # - A conditional counts its costliest branch.
+    # - A loop counts its body times its trip count; an unknown trip count is taken as 1.
+    # - A kernel (custom call) counts if it states its FLOPs, or is a splash attention kernel or a
+    # cuBLAS matmul.
     trips = trip_counts.trip_counts(module)
     uncounted_kernels: list[str] = []
     unknown_trip_counts: list[str] = []

@@ -17,15 +17,9 @@ _SPLASH = {"": 2, "_dkv": 4, "_dq": 3}
 
 
 def matmul_flops(computation: Computation, instruction: Instruction) -> float | None:
-    """Return the FLOPs of an instruction if it is a matmul or a convolution, otherwise 0.
-
-    Args:
-        computation: the computation that has the instruction.
-        instruction: the instruction; the instructions that it calls are not counted.
-
-    Returns:
-        FLOPs, 2 per multiplication; None for a kernel that does not state its FLOPs.
-    """
+    """Return the FLOPs of a matmul, convolution or kernel, 2 per multiplication; else 0."""
+    # None for a kernel that does not state its FLOPs. The instructions that it calls are not
+    # counted.
     attributes = instruction.attributes
     if instruction.opcode == "dot":
         return _dot(computation, instruction, r"lhs_contracting_dims=\{([\d,]*)\}")
@@ -44,15 +38,7 @@ def matmul_flops(computation: Computation, instruction: Instruction) -> float | 
 
 
 def operand_dtype(computation: Computation, instruction: Instruction) -> str:
-    """Return the dtype of a matmul's operands, as HLO writes it.
-
-    Args:
-        computation: the computation that has the instruction.
-        instruction: the instruction.
-
-    Returns:
-        The dtype, such as "bf16"; "" if it is unknown, or if the instruction is not a matmul.
-    """
+    """Return the dtype of a matmul's operands as HLO writes it, such as "bf16"; "" if unknown."""
     cublas = 'custom_call_target="__cublas$' in instruction.attributes
     grouped = instruction.opcode == "custom-call" and instruction.name.startswith("ragged-dot")
     if instruction.opcode not in ("dot", "convolution") and not cublas and not grouped:
@@ -63,12 +49,10 @@ def operand_dtype(computation: Computation, instruction: Instruction) -> str:
 
 
 def _splash(computation: Computation, instruction: Instruction) -> float | None:
-    """Return the FLOPs of a splash attention kernel; None for any other kernel.
-
-    Queries are [..., heads, queries, features], computed in blocks. The first operand has an entry
-    for each pair of blocks that the kernel visits; the mask excludes the other pairs. A kernel
-    that visits all pairs is taken for causal attention: half of its blocks are empty.
-    """
+    """Return the FLOPs of a splash attention kernel; None for any other kernel."""
+    # Queries are [..., heads, queries, features], computed in blocks. The first operand has an
+    # entry for each pair of blocks that the kernel visits; the mask excludes the other pairs. A
+    # kernel that visits all pairs is taken for causal attention: half of its blocks are empty.
     blocks = {
         ending: [
             int(size)
@@ -99,11 +83,9 @@ def _dot(computation: Computation, instruction: Instruction, contracting: str) -
 
 
 def _convolution(computation: Computation, instruction: Instruction) -> float:
-    """Return the FLOPs of a convolution, without those on padding and on holes of the input.
-
-    A TPU writes matmuls as convolutions, and batched matmuls as convolutions over an input that is
-    mostly holes (dilation).
-    """
+    """Return the FLOPs of a convolution, without those on padding and on holes of the input."""
+    # A TPU writes matmuls as convolutions, and batched matmuls as convolutions over an input that
+    # is mostly holes (dilation).
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
     assert labels is not None, f"{instruction.name} has no dim_labels"
     left, right = (computation.instructions[name].shape for name in instruction.operands[:2])

@@ -29,16 +29,8 @@ _SLICES = ("dynamic-slice", "gather", "slice")
 
 
 def memory_traffic(module: Module, computation: Computation, instruction: Instruction) -> float:
-    """Return the bytes that an instruction reads from and writes to main memory.
-
-    Args:
-        module: the program.
-        computation: the computation that has the instruction.
-        instruction: the instruction.
-
-    Returns:
-        Bytes; 0 for instructions that call computations, whose instructions count themselves.
-    """
+    """Return the bytes that an instruction reads from and writes to main memory."""
+    # 0 for instructions that call computations, whose instructions count themselves.
     opcode = instruction.opcode
     if opcode in _NO_TRAFFIC or opcode.endswith("-done"):
         return 0.0
@@ -65,15 +57,7 @@ _HOST = "S(5)"  # the host's memory, in a layout
 
 
 def host_transfers(computation: Computation, instruction: Instruction) -> float:
-    """Return the bytes that an instruction moves between the memories of device and host.
-
-    Args:
-        computation: the computation that has the instruction.
-        instruction: the instruction.
-
-    Returns:
-        Bytes, in either direction.
-    """
+    """Return the bytes that an instruction moves between the memories of device and host."""
     opcode = instruction.opcode.removesuffix("-start")
     if opcode not in ("copy", "slice", "dynamic-slice", "dynamic-update-slice"):
         return 0.0

@@ -49,24 +49,7 @@ class Module(NamedTuple):
 
 
 def parse(text: str) -> Module:
-    """Parse the text of a compiled program.
-
-    Args:
-        text: the result of `jax.jit(f).lower(...).compile().as_text()`, for CPU, GPU or TPU.
-
-    Returns:
-        The program.
-
-    Raises:
-        ValueError: if the text is not a compiled program.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> compiled = jax.jit(lambda x: x + 1).lower(jnp.float32(0)).compile()
-        >>> module = parse(compiled.as_text())
-        >>> module.computations[module.entry].root.shape
-        'f32[]'
-    """
+    """Parse the compiled text of a program: `jax.jit(f).lower(...).compile().as_text()`."""
     computations: dict[str, Computation] = {}
     entry = ""
     header: re.Match[str] | None = None

@@ -17,21 +17,9 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def program_positions(module: parsing.Module, mesh: jax.sharding.Mesh) -> list[list[int]]:
-    """Return the positions in the mesh of the devices that a program numbers 0, 1, ...
-
-    With several TPU slices, the text is the program of one slice. Its devices are numbered in
-    mesh order, and every slice runs a copy of the program.
-
-    Args:
-        module: the program.
-        mesh: the mesh that the program was compiled for.
-
-    Returns:
-        For each copy of the program, the positions in `mesh.devices.flat` of its devices.
-
-    Raises:
-        ValueError: if the program was compiled for another number of devices.
-    """
+    """Return the positions in the mesh of the devices 0, 1, ... of each copy of a program."""
+    # With several TPU slices, the text is the program of one slice. Its devices are numbered in
+    # mesh order, and every slice runs a copy of the program.
     if module.num_devices in (1, mesh.size):
         return [list(range(mesh.size))]
     slices: dict[int, list[int]] = {}
@@ -48,16 +36,8 @@ def program_positions(module: parsing.Module, mesh: jax.sharding.Mesh) -> list[l
 def groups(
     instruction: parsing.Instruction, mesh: jax.sharding.Mesh, copies: list[list[int]]
 ) -> Groups:
-    """Return the groups of a collective, as positions in `mesh.devices.flat`.
-
-    Args:
-        instruction: the collective.
-        mesh: the mesh that the program was compiled for.
-        copies: the result of `program_positions` for the program.
-
-    Returns:
-        The groups of more than one device; for a collective-permute, the pairs (source, target).
-    """
+    """Return the groups of a collective of more than one device, as positions in the mesh."""
+    # For a collective-permute, the groups are the pairs (source, target).
     return tuple(
         group for group in _groups(instruction.attributes, mesh, copies) if len(set(group)) > 1
     )

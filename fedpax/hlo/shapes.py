@@ -7,33 +7,18 @@ import re
 
 
 def arrays(shape: str) -> list[str]:
-    """Split the shape of a tuple into its arrays, with their layouts.
-
-    Example:
-        >>> arrays("(f32[64,512]{1,0}, s32[])")
-        ['f32[64,512]{1,0}', 's32[]']
-    """
+    """Split the shape of a tuple into its arrays, with their layouts."""
     return re.findall(r"\w+\[[\d,<=]*\](?:\{[^}]*\})?", shape)
 
 
 def dimensions(shape: str) -> list[int]:
-    """Return the dimensions of the first array of a shape.
-
-    Example:
-        >>> dimensions("f32[64,512]{1,0}")
-        [64, 512]
-    """
+    """Return the dimensions of the first array of a shape."""
     found = re.search(r"\[([\d,<=]*)\]", shape)
     return integers(found.group(1)) if found else []
 
 
 def shape_bytes(shape: str) -> float:
-    """Return the bytes of all arrays of a shape, in any memory.
-
-    Example:
-        >>> shape_bytes("(bf16[64,512]{1,0}, s4[8], token[])")
-        65540.0
-    """
+    """Return the bytes of all arrays of a shape, in any memory."""
     total = 0.0
     for dtype, sizes in re.findall(r"(\w+)\[([\d,<=]*)\]", shape):
         width = re.search(r"\d+", dtype)  # bf16, f8e4m3fn, s4; pred and token have no digits
@@ -43,12 +28,7 @@ def shape_bytes(shape: str) -> float:
 
 
 def main_memory_bytes(shape: str) -> float:
-    """Return the bytes of the arrays in main memory; layouts S(1) and above are other memories.
-
-    Example:
-        >>> main_memory_bytes("(f32[8]{0}, f32[8]{0:S(1)})")
-        32.0
-    """
+    """Return the bytes of the arrays in main memory; layouts S(1) and above are other memories."""
     return sum(shape_bytes(array) for array in arrays(shape) if not re.search(r"S\([1-9]", array))
 
 

@@ -15,48 +15,31 @@ from fedpax.hlo.parsing import Computation, Instruction, Module
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Matmuls that a device runs.
+    """Matmuls that a device runs."""
 
-    Attributes:
-        flops: their FLOPs, convolutions included.
-    """
-
-    flops: float
+    flops: float  # their FLOPs, convolutions included
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """The start of a transfer: its last send or receive.
+    """The start of a transfer: its last send or receive."""
 
-    Attributes:
-        send: name of its `send` instruction.
-    """
-
-    send: str
+    send: str  # name of its `send` instruction
 
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """The completion of a transfer: the program waits for it.
+    """The completion of a transfer: the program waits for it."""
 
-    Attributes:
-        send: name of its `send` instruction.
-    """
-
-    send: str
+    send: str  # name of its `send` instruction
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A loop with transfers inside.
+    """A loop with transfers inside."""
 
-    Attributes:
-        times: its trip count; 1 if it is known only at run time.
-        events: the schedule of its body.
-    """
-
-    times: int
-    events: tuple[Event, ...]
+    times: int  # its trip count; 1 if it is known only at run time
+    events: tuple[Event, ...]  # the schedule of its body
 
     @property
     def flops(self) -> float:
@@ -68,30 +51,14 @@ Event: TypeAlias = Work | Start | Completion | Loop
 
 
 def schedule(module: Module) -> tuple[Event, ...]:
-    """List the transfers between slices and the matmuls of a program, in the order of its schedule.
-
-    A compiled text is a schedule: a device executes the instructions in their order. A transfer is
-    in flight from its last `send` or `recv` to its first `send-done` or `recv-done`. A transfer
-    that completes in another computation, such as in the next iteration of a loop, counts as
-    completed at the end of the computation that starts it.
-
-    Args:
-        module: the program, compiled for several TPU slices.
-
-    Returns:
-        The events of one execution. Matmuls between two other events are one `Work`, loops
-        without transfers included. Calls are inlined. One branch of a conditional is listed: if
-        branches have transfers, the one of these with the most FLOPs, otherwise the one of all.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from fedpax.hlo import parsing
-        >>> def squared(x):
-        ...     return jax.lax.scan(lambda x, _: (jnp.sin(x @ x), None), x, length=7)[0]
-        >>> text = jax.jit(squared).lower(jnp.ones((4, 4))).compile().as_text()
-        >>> schedule(parsing.parse(text))  # 7 matmuls of 4 x 4 x 4, and no transfer
-        (Work(flops=896.0),)
-    """
+    """List the transfers between slices and the matmuls of a program, in their scheduled order."""
+    # A compiled text is a schedule: a device executes the instructions in their order. A transfer
+    # is in flight from its last `send` or `recv` to its first `send-done` or `recv-done`. A
+    # transfer that completes in another computation, such as in the next iteration of a loop,
+    # counts as completed at the end of the computation that starts it. Matmuls between two other
+    # events are one `Work`, loops without transfers included. Calls are inlined. One branch of a
+    # conditional is listed: if branches have transfers, the one of these with the most FLOPs,
+    # otherwise the one of all.
     trips = trip_counts.trip_counts(module)
 
     @functools.cache
@@ -148,10 +115,8 @@ def _weight(events: Sequence[Event]) -> tuple[bool, float]:
 
 
 def _ends(computation: Computation) -> tuple[dict[str, str], dict[str, str]]:
-    """Map the instructions that start or complete a transfer to the name of its `send`.
-
-    The send and the receive of a transfer have the same rendezvous.
-    """
+    """Map the instructions that start or complete a transfer to the name of its `send`."""
+    # The send and the receive of a transfer have the same rendezvous.
     rendezvous: dict[str, str] = {}  # of a send or receive
     sends: dict[str, str] = {}  # the others are by rendezvous
     last: dict[str, str] = {}

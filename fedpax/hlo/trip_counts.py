@@ -12,38 +12,16 @@ from fedpax.hlo.parsing import Computation, Instruction, Module
 
 
 class Executions(NamedTuple):
-    """The executions of a computation in one execution of the program.
+    """The executions of a computation in one execution of the program."""
 
-    Attributes:
-        times: number of executions; None if it is known only at run time.
-        in_loop: whether the computation is inside a loop.
-    """
-
-    times: int | None
-    in_loop: bool
+    times: int | None  # number of executions; None if it is known only at run time
+    in_loop: bool  # whether the computation is inside a loop
 
 
 def executions(module: Module) -> dict[str, Executions]:
-    """Count the executions of each computation of a program.
-
-    The trip counts of nested loops multiply, and calls from several places add up. The number is
-    unknown for the body of a loop that waits for a value, and for branches of conditionals.
-
-    Args:
-        module: the program.
-
-    Returns:
-        The executions by the name of the computation, without computations that never run.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from fedpax.hlo import parsing
-        >>> def doubled(x):
-        ...     return jax.lax.scan(lambda x, _: (jnp.sin(x @ x), None), x, length=7)[0]
-        >>> text = jax.jit(doubled).lower(jnp.ones((4, 4))).compile().as_text()
-        >>> max(runs.times for runs in executions(parsing.parse(text)).values() if runs.times)
-        7
-    """
+    """Count the executions of each computation that runs in one execution of a program."""
+    # The trip counts of nested loops multiply, and calls from several places add up. The number is
+    # unknown for the body of a loop that waits for a value, and for branches of conditionals.
     sites = _call_sites(module)
 
     @functools.cache
@@ -67,23 +45,7 @@ def executions(module: Module) -> dict[str, Executions]:
 
 
 def trip_counts(module: Module) -> dict[str, int | None]:
-    """Find the trip count of each loop of a program: executions of its body each time it runs.
-
-    Args:
-        module: the program.
-
-    Returns:
-        Trip counts by the name of the `while` instruction; None if known only at run time.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> from fedpax.hlo import parsing
-        >>> def doubled(x):
-        ...     return jax.lax.scan(lambda x, _: (jnp.sin(x @ x), None), x, length=7)[0]
-        >>> text = jax.jit(doubled).lower(jnp.ones((4, 4))).compile().as_text()
-        >>> list(trip_counts(parsing.parse(text)).values())
-        [7]
-    """
+    """Find the trip count of each loop by its name; None if it is known only at run time."""
     sites = _call_sites(module)
     return {
         loop.name: _trip_count(module, sites, caller, loop)
@@ -153,11 +115,10 @@ class _Value(NamedTuple):
 def _trip_count(
     module: Module, sites: _CallSites, caller: Computation, loop: Instruction
 ) -> int | None:
-    """Return the trip count of a while loop; None if it is known only at run time.
-
-    CPU and GPU programs state it in the text. TPU programs do not: for them the loop's counter is
-    evaluated at the first, second and third test of the condition, and extrapolated linearly.
-    """
+    """Return the trip count of a while loop; None if it is known only at run time."""
+    # CPU and GPU programs state it in the text. TPU programs do not: for them the counter of the
+    # loop is evaluated at the first, second and third test of the condition, and extrapolated
+    # linearly.
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
     if known:
         return int(known.group(1))

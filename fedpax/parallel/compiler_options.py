@@ -36,18 +36,8 @@ def overlap_options(mesh: Mesh) -> dict[str, str]:
 
 
 def run_once_options(platform: str) -> dict[str, int]:
-    """Return compiler options for a program that runs seldom, such as that of the initial state.
-
-    Args:
-        platform: of the devices, such as `"cpu"`.
-
-    Returns:
-        Options for `jax.jit(fn, compiler_options=...)`. On a CPU, LLVM skips its expensive passes,
-        unless all programs of the process skip them already. Elsewhere: none.
-
-    Example:
-        >>> run_once_options("tpu")
-        {}
-    """
+    """Return compiler options for a program that runs seldom, such as an initialization."""
+    # On a CPU, LLVM skips its expensive passes, unless all programs of the process skip them
+    # already.
     is_fast = jax.config.values["jax_disable_most_optimizations"]
     return {"xla_backend_optimization_level": 1} if platform == "cpu" and not is_fast else {}

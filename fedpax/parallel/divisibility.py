@@ -12,29 +12,10 @@ from fedpax.errors import ArgumentError
 
 
 def check_divisible(name: str, shapes: PyTree[jax.Array], shardings: PyTree[NamedSharding]) -> None:
-    """Raise a ValueError if a mesh axis does not divide the array axis that it shards.
-
-    JAX's own errors name neither the array nor the mesh axis.
-
-    Args:
-        name: name of the tree in the error message, such as "params".
-        shapes: a tree of arrays, or of anything with a shape.
-        shardings: a `NamedSharding`, or a tree of them that is a prefix of `shapes`. Other
-            shardings are not checked.
-
-    Raises:
-        ValueError: if a spec has more entries than its array has axes, or its mesh axes do not
-            divide an axis of the array.
-
-    Example:
-        >>> from jax.sharding import AbstractMesh, PartitionSpec
-        >>> sharding = NamedSharding(AbstractMesh((4,), ("fsdp",)), PartitionSpec(None, "fsdp"))
-        >>> shapes = {"w": jax.ShapeDtypeStruct((3, 6), "float32")}
-        >>> check_divisible("params", shapes, sharding)  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ...
-        fedpax.errors.ArgumentError: The mesh axis fsdp=4 does not divide axis 1 of params['w'], ...
-    """
+    """Raise a ValueError if a mesh axis does not divide the array axis that it shards."""
+    # JAX's own errors name neither the array nor the mesh axis. `name` is the tree's in the
+    # message, such as "params". `shardings` may be a prefix of `shapes`; only instances of
+    # NamedSharding are checked.
 
     def check(prefix: tuple, sharding: Sharding, below: PyTree[jax.Array]) -> None:
         if not isinstance(sharding, NamedSharding):

@@ -84,23 +84,11 @@ def follow(
 
 
 def simulated_count(mesh: MeshConfig, sharded: Sequence[ShardedSize], cores: int) -> int:
-    """Return the number of devices for a CPU to simulate.
-
-    It is one device for each island where the mesh does not state their axis. A mesh that takes all
-    devices (-1), and a mesh of clients that does not state their axis, get one device per core, as
-    far as they can share them: clients that run one after another on a device occupy one core.
-
-    Args:
-        mesh: the stated sizes.
-        sharded: the sizes that the axes divide.
-        cores: number of cores.
-
-    Example:
-        >>> simulated_count(MeshConfig(), [ShardedSize("islands", 4, ("islands",))], cores=2)
-        4
-        >>> simulated_count(MeshConfig(), [ShardedSize("cohort.size", 10, ("clients",))], cores=8)
-        5
-    """
+    """Return the number of devices for a CPU to simulate."""
+    # It is one device for each island where the mesh does not state their axis. A mesh that takes
+    # all devices (-1), and a mesh of clients that does not state their axis, get one device per
+    # core, as far as they can share them: clients that run one after another on a device occupy one
+    # core.
     sizes = mesh.stated
     for item in sharded:
         if item.axes == ("islands",):

@@ -174,21 +174,8 @@ def _pipeline_on_device(
     buffer: jax.Array,
     side_inputs: PyTree[jax.Array],
 ) -> tuple[jax.Array, PyTree[jax.Array]]:
-    """Run the pipeline on one device.
-
-    Args:
-        layer_fn: one layer.
-        schedule: the schedule.
-        axis: the pipeline's mesh axis.
-        remat: as in `run_pipeline`.
-        unroll: as in `run_pipeline`.
-        own_params: parameters of the device's layers.
-        buffer: the device's microbatches [microbatches_per_stage, microbatch, ...].
-        side_inputs: the side inputs of all microbatches.
-
-    Returns:
-        The buffer with the features after the layers, and the auxiliary scalars.
-    """
+    """Run the pipeline on one device; return its microbatches and the auxiliary scalars."""
+    # `buffer` has the microbatches of the device, [microbatches_per_stage, microbatch, ...].
     stage = jax.lax.axis_index(axis)
     run_layers = _own_layers(layer_fn, schedule, remat, unroll, own_params, side_inputs)
     forward = [(s, (s + 1) % schedule.num_stages) for s in range(schedule.num_stages)]
@@ -275,12 +262,10 @@ def _slice(index: int | jax.Array, stack: jax.Array) -> jax.Array:
 
 
 def _split_microbatches(x: jax.Array, schedule: Schedule, axis: str) -> jax.Array:
-    """Reshape [batch, ...] to [num_microbatches, batch / num_microbatches, ...] without transfers.
-
-    Any assignment of examples to microbatches is valid. Here each device along the axes that shard
-    the batch contributes the next of its own examples to each microbatch: the batch axis is
-    sharded first over the other axes, then over the stages.
-    """
+    """Reshape [batch, ...] to [num_microbatches, microbatch, ...] without transfers."""
+    # Any assignment of examples to microbatches is valid. Here each device along the axes that
+    # shard the batch contributes the next of its own examples to each microbatch: the batch axis is
+    # sharded first over the other axes, then over the stages.
     shards = _batch_shards(x.shape[0] // schedule.num_microbatches, axis)
     x = x.reshape(shards, schedule.num_microbatches, -1, *x.shape[1:])
     return jnp.moveaxis(x, 1, 0).reshape(schedule.num_microbatches, -1, *x.shape[3:])

@@ -15,24 +15,17 @@ Tree = TypeVar("Tree", bound=PyTree)
 
 
 class Ring(NamedTuple):
-    """The devices along a mesh axis that shards a sequence, for causal computations over tokens.
+    """The devices along a mesh axis that shards a sequence, for causal computations over tokens."""
 
-    All methods except `run_on_devices` and the properties of sizes are called inside the function
-    that `run_on_devices` runs. Arrays are shards [batch, tokens_per_device, ...].
+    # All methods except `run_on_devices` and the properties of sizes are called inside the function
+    # that `run_on_devices` runs. Arrays are shards [batch, tokens_per_device, ...].
 
-    Attributes:
-        axis: name of the mesh axis; None for one device.
-        num_devices: devices along the axis.
-        tokens_per_device: tokens of a device's shard.
-        window: number of tokens that a token attends to: itself and the tokens just before it.
-        balanced: whether each device computes on an early and a late part of the sequence instead
-            of its own shard, so that all devices have the same number of visible keys.
-    """
-
-    axis: str | None
-    num_devices: int
-    tokens_per_device: int
-    window: int
+    axis: str | None  # name of the mesh axis; None for one device
+    num_devices: int  # devices along the axis
+    tokens_per_device: int  # tokens of a device's shard
+    window: int  # number of tokens that a token attends to: itself and the tokens just before it
+    # Whether each device computes on an early and a late part of the sequence instead of its own
+    # shard, so that all devices have the same number of visible keys.
     balanced: bool
 
     def run_on_devices(self, local_fn: Callable, num_outputs: int) -> Callable:
@@ -76,17 +69,9 @@ class Ring(NamedTuple):
         first: Callable[[PyTree[jax.Array]], State],
         later: Callable[[State, PyTree[jax.Array], int | jax.Array], State],
     ) -> State:
-        """Pass shards around the ring and fold a function over those that arrive.
-
-        Args:
-            shard: arrays of the device.
-            first: `first(shard) -> state`, for the device's own shard.
-            later: `later(state, shard, step) -> state`, for the shard of the device `step`
-                positions before this one.
-
-        Returns:
-            The final state.
-        """
+        """Pass shards around the ring and fold a function over those that arrive."""
+        # `first(shard) -> state` takes the shard of the device itself, and `later(state, shard,
+        # step) -> state` the shard of the device `step` positions before this one.
         if self.num_steps == 1:
             return first(shard)
 
@@ -104,11 +89,9 @@ class Ring(NamedTuple):
         return later(*carry, self.num_steps - 1)
 
     def balance(self, tree: PyTree[jax.Array]) -> PyTree[jax.Array]:
-        """Replace each device's shard by an early and a late part of the sequence, if `balanced`.
-
-        The sequence is 2 n parts on n devices. Device d holds parts 2 d and 2 d + 1, and computes
-        on parts d and 2 n - 1 - d.
-        """
+        """Replace the shard of each device by an early and a late part of the sequence."""
+        # The sequence is 2 n parts on n devices. Device d holds parts 2 d and 2 d + 1, and computes
+        # on parts d and 2 n - 1 - d.
         if not self.balanced:
             return tree
         even, odd = (

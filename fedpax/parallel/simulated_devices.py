@@ -37,17 +37,11 @@ def simulate_devices(count: int, *, subgroups: bool = True) -> None:
 
 
 def provide_worker_threads(num_devices: int) -> None:
-    """Request eight worker threads per simulated device from XLA, before JAX is first used.
-
-    A collective blocks its worker thread until the last device of its group arrives. XLA starts
-    as many threads as there are cores or devices. With few cores, all of them can wait in
-    different collectives for a device that has no thread left; after 40 seconds XLA then aborts
-    the process. If all collectives run over all devices, one thread per device is enough.
-
-    If the environment variable `PJRT_NPROC` or `NPROC` is set, its number of threads is kept.
-
-    Args:
-        num_devices: number of simulated devices.
-    """
+    """Request eight worker threads per simulated device from XLA, before JAX is first used."""
+    # A collective blocks its worker thread until the last device of its group arrives. XLA starts
+    # as many threads as there are cores or devices. With few cores, all of them can wait in
+    # different collectives for a device that has no thread left; after 40 seconds XLA then aborts
+    # the process. If all collectives run over all devices, one thread per device is enough. If the
+    # environment variable `PJRT_NPROC` or `NPROC` is set, its number of threads is kept.
     if not {"PJRT_NPROC", "NPROC"} & os.environ.keys():
         os.environ["PJRT_NPROC"] = str(8 * num_devices)

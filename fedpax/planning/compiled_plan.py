@@ -23,64 +23,37 @@ from fedpax.planning.topology import Topology
 
 
 class RoundWorkload(NamedTuple):
-    """The work of a round, independent of the devices.
+    """The work of a round, independent of the devices."""
 
-    Attributes:
-        experiment: name of the experiment.
-        placement: name of the placement and of its mesh axis.
-        num_participants: size of the placement.
-        local_steps: local steps of a participant in a round.
-        num_parameters: number of parameters of the model.
-        items_per_round: items (tokens or examples) in a round, summed over all participants.
-        item_unit: plural name of the items, "tokens" or "examples".
-        flops_per_item: model FLOPs per item; None if unknown.
-    """
-
-    experiment: str
-    placement: str
-    num_participants: int
-    local_steps: int
-    num_parameters: int
-    items_per_round: int
-    item_unit: str
-    flops_per_item: float | None
+    experiment: str  # name of the experiment
+    placement: str  # name of the placement and of its mesh axis
+    num_participants: int  # size of the placement
+    local_steps: int  # local steps of a participant in a round
+    num_parameters: int  # number of parameters of the model
+    items_per_round: int  # items (tokens or examples) in a round, summed over all participants
+    item_unit: str  # plural name of the items, "tokens" or "examples"
+    flops_per_item: float | None  # model FLOPs per item; None if unknown
 
 
 class MeshAxis(NamedTuple):
-    """An axis of the mesh and the networks that its collectives use.
+    """An axis of the mesh and the networks that its collectives use."""
 
-    Attributes:
-        name: name of the axis.
-        size: number of devices along the axis.
-        routes: the networks that join these devices, such as ICI within a slice and DCN between
-            slices.
-    """
-
-    name: str
-    size: int
+    name: str  # name of the axis
+    size: int  # number of devices along the axis
+    # The networks that join these devices, such as ICI within a slice and DCN between slices.
     routes: tuple[interconnect.Route, ...]
 
 
 class DeviceMemory(NamedTuple):
-    """The memory that a round needs on one device, in bytes.
+    """The memory that a round needs on one device, in bytes."""
 
-    Attributes:
-        arguments: the state and the cohort.
-        outputs: the new state and the metrics.
-        aliased: the part of the outputs that reuses the memory of donated arguments.
-        temporaries: peak of all intermediate values.
-        code: the compiled program.
-        host: memory of the host that the device uses; not part of `total`.
-        capacity: memory that a program can use on the device; None if unknown.
-    """
-
-    arguments: int
-    outputs: int
-    aliased: int
-    temporaries: int
+    arguments: int  # the state and the cohort
+    outputs: int  # the new state and the metrics
+    aliased: int  # the part of the outputs that reuses the memory of donated arguments
+    temporaries: int  # peak of all intermediate values
     code: int
-    host: int
-    capacity: float | None
+    host: int  # memory of the host that the device uses; not part of `total`
+    capacity: float | None  # memory that a program can use on the device; None if unknown
 
     @property
     def total(self) -> int:
@@ -89,25 +62,18 @@ class DeviceMemory(NamedTuple):
 
     @property
     def fits(self) -> bool | None:
-        """Compare `total` with `capacity`: True if it fits, None if the capacity is unknown.
-
-        A successful compilation does not imply it: ahead of time, the compiler of TPUs checks
-        the temporaries alone.
-        """
+        """Compare `total` with `capacity`; None if the capacity is unknown."""
+        # A successful compilation does not imply it: ahead of time, the compiler of TPUs checks the
+        # temporaries alone.
         return None if self.capacity is None else self.total <= self.capacity
 
 
 class TimedCollective(NamedTuple):
-    """A collective, its network, and a lower bound on its time.
+    """A collective, its network, and a lower bound on its time."""
 
-    Attributes:
-        collective: the collective of the compiled program.
-        network: "ICI", "DCN", "NVLink" or "host".
-        seconds: lower bound on the time of one execution; None if the bandwidth is unknown.
-    """
-
-    collective: Collective
-    network: str
+    collective: Collective  # the collective of the compiled program
+    network: str  # "ICI", "DCN", "NVLink" or "host"
+    # Lower bound on the time of one execution; None if the bandwidth is unknown.
     seconds: float | None
 
     @property
@@ -117,21 +83,14 @@ class TimedCollective(NamedTuple):
 
 
 class Roofline(NamedTuple):
-    """Lower bounds on the seconds of a round, one for each resource.
+    """Lower bounds on the seconds of a round, one for each resource."""
 
-    Attributes:
-        compute_seconds: all matmuls, at the chip's peak for their dtype.
-        memory_seconds: all reads and writes of device memory, at its bandwidth.
-        network_seconds: collectives by the links that they share: "DCN", "NVLink", and "ICI fsdp"
-            for all collectives along that mesh axis. A collective along several axes counts for
-            each.
-        collective_seconds: all collectives, one after another.
-    """
-
-    compute_seconds: float
-    memory_seconds: float
+    compute_seconds: float  # all matmuls, at the chip's peak for their dtype
+    memory_seconds: float  # all reads and writes of device memory, at its bandwidth
+    # Collectives by the links that they share: "DCN", "NVLink", and "ICI fsdp" for all collectives
+    # along that mesh axis. A collective along several axes counts for each.
     network_seconds: Mapping[str, float]
-    collective_seconds: float
+    collective_seconds: float  # all collectives, one after another
 
     @property
     def times(self) -> dict[str, float]:
@@ -260,15 +219,7 @@ class CompiledPlan(NamedTuple):
 
 
 def memory_of(compiled: jax.stages.Compiled, topology: Topology) -> DeviceMemory:
-    """Read the memory that a compiled program needs on a device.
-
-    Args:
-        compiled: the compiled program.
-        topology: the devices that it was compiled for.
-
-    Returns:
-        The memory, in bytes.
-    """
+    """Read the memory in bytes that a compiled program needs on a device."""
     found: Any = compiled.memory_analysis()
     chip = topology.chip
     return DeviceMemory(
@@ -290,24 +241,9 @@ def make_plan(
     memory: DeviceMemory,
     slice_bandwidth: float | None = None,
 ) -> CompiledPlan:
-    """Make the plan of a round from its compiled text.
-
-    Args:
-        text: the compiled text of the round.
-        mesh: the mesh that it was compiled for.
-        topology: the devices of the mesh.
-        workload: the work of the round.
-        memory: the memory that it needs on a device, from `memory_of`.
-        slice_bandwidth: bytes per second out of a slice. Default None: the published bandwidth of
-            its chips together.
-
-    Returns:
-        The plan.
-
-    Raises:
-        ValueError: if the text is not a compiled program, or was compiled for another number of
-            devices.
-    """
+    """Make the plan of a round from its compiled text."""
+    # `slice_bandwidth`: bytes per second out of a slice; None: the published bandwidth of its chips
+    # together.
     timed = []
     for collective in collectives(text, mesh):
         route = interconnect.find_route(collective.groups, mesh, topology)

@@ -19,20 +19,15 @@ HOST = "host"  # devices that one CPU simulates
 
 
 class Route(NamedTuple):
-    """The network that joins a group of devices, and the part of the torus that they span.
+    """The network that joins a group of devices, and the part of the torus that they span."""
 
-    Attributes:
-        network: ICI within a slice, DCN between slices, NVLink between the GPUs of a host, "host"
-            between simulated devices.
-        chips: number of chips in the group; number of slices if the network is DCN.
-        extents: chips along each dimension of the torus that the group spans; () without a torus.
-        rings: for each dimension, whether the group closes to a ring.
-    """
-
+    # ICI within a slice, DCN between slices, NVLink between the GPUs of a host, "host" between
+    # simulated devices.
     network: str
-    chips: int
+    chips: int  # number of chips in the group; number of slices if the network is DCN
+    # Chips along each dimension of the torus that the group spans; () without a torus.
     extents: tuple[int, ...] = ()
-    rings: tuple[bool, ...] = ()
+    rings: tuple[bool, ...] = ()  # for each dimension, whether the group closes to a ring
 
     def __str__(self) -> str:
         if self.network == DCN:
@@ -50,16 +45,7 @@ class Route(NamedTuple):
 
 
 def axis_routes(mesh: jax.sharding.Mesh, axis: str, topology: Topology) -> list[Route]:
-    """Find the networks along a mesh axis: one, or ICI within slices and DCN between them.
-
-    Args:
-        mesh: the mesh.
-        axis: name of a mesh axis.
-        topology: the devices of the mesh.
-
-    Returns:
-        The routes, DCN last; none for an axis of one device.
-    """
+    """Find the networks along a mesh axis: one, or ICI within slices and then DCN between them."""
     index = mesh.axis_names.index(axis)
     positions = np.moveaxis(np.arange(mesh.size).reshape(mesh.devices.shape), index, -1)
     lines = positions.reshape(-1, mesh.devices.shape[index]).tolist()
@@ -79,17 +65,7 @@ def axis_routes(mesh: jax.sharding.Mesh, axis: str, topology: Topology) -> list[
 def find_route(
     groups: Sequence[Sequence[int]], mesh: jax.sharding.Mesh, topology: Topology
 ) -> Route:
-    """Find the network that joins the devices of a collective.
-
-    Args:
-        groups: the groups of the collective as positions in `mesh.devices.flat`, such as
-            `Collective.groups`.
-        mesh: the mesh.
-        topology: the devices of the mesh.
-
-    Returns:
-        The route of the widest group.
-    """
+    """Find the route of the widest of the groups, which are positions in `mesh.devices.flat`."""
     devices = mesh.devices.flat
     parts = max(len({slice_or_host(devices[p]) for p in group}) for group in groups)
     if parts > 1:
@@ -111,32 +87,19 @@ def find_route(
 def min_seconds(
     collective: Collective, route: Route, mesh: jax.sharding.Mesh, topology: Topology
 ) -> float | None:
-    """Return a lower bound on the time of one execution of a collective.
-
-    The bound is its bytes divided by the bandwidth of the links that it can use. With n chips,
-    operands of b bytes on each, and w bytes per second out of a chip over all links along the
-    group's dimensions:
-
-    - an all-gather takes (n - 1) b / w;
-    - a reduce-scatter takes (n - 1) / n b / w;
-    - an all-reduce takes both, 2 (n - 1) / n b / w;
-    - a collective-permute takes b / w;
-    - an all-to-all is limited by the links in the middle of the longest dimension: n b / 8 over
-      one direction of a link on a ring, n b / 4 on a line.
-
-    A ring uses both directions of its links. On a line, everything that the last chip receives
-    arrives in one direction. Between slices, n is the number of slices, and the participating
-    chips of a slice each send a part. Latency is not counted.
-
-    Args:
-        collective: the collective.
-        route: its route, from `find_route`.
-        mesh: the mesh.
-        topology: the devices of the mesh.
-
-    Returns:
-        Seconds; None if the bandwidth of the network is unknown.
-    """
+    """Return a lower bound on the time of a collective; None if the bandwidth is unknown."""
+    # The bound is its bytes divided by the bandwidth of the links that it can use. With n chips,
+    # operands of b bytes on each, and w bytes per second out of a chip over all links along the
+    # group's dimensions:
+    # - an all-gather takes (n - 1) b / w;
+    # - a reduce-scatter takes (n - 1) / n b / w;
+    # - an all-reduce takes both, 2 (n - 1) / n b / w;
+    # - a collective-permute takes b / w;
+    # - an all-to-all is limited by the links in the middle of the longest dimension: n b / 8 over
+    # one direction of a link on a ring, n b / 4 on a line.
+    # A ring uses both directions of its links. On a line, everything that the last chip receives
+    # arrives in one direction. Between slices, n is the number of slices, and the participating
+    # chips of a slice each send a part. Latency is not counted.
     chip = topology.chip
     if chip is None or route.network == HOST:
         return None

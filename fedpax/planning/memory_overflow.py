@@ -42,18 +42,7 @@ _REMEDIES: dict[str, tuple[str, Any]] = {
 def overflow_report(
     name: str, topology: Topology, experiment: Experiment, run: Run, shortage: str
 ) -> str:
-    """Describe a round that does not fit: the memory of its arguments, and fields to change.
-
-    Args:
-        name: name of the experiment.
-        topology: the devices that it was compiled for.
-        experiment: the experiment.
-        run: the run that the experiment built.
-        shortage: the memory needed and available, such as "needs 20.31G of 15.75G".
-
-    Returns:
-        Lines of text.
-    """
+    """Describe a round that does not fit: the memory of its arguments, and fields to change."""
     lines = [f"{name} does not fit: a device of {topology.name} {shortage}. On each device:"]
     for part, size in _argument_bytes(run).items():
         lines.append(f"  {size / 2**30:8.2f} GiB  {part}")

@@ -10,25 +10,7 @@ from fedpax.planning.topology import Topology
 
 
 def describe_misfit(name: str, mesh: MeshConfig, topology: Topology) -> str | None:
-    """Describe a mesh that needs another number of devices than a topology has.
-
-    Args:
-        name: name of the experiment.
-        mesh: the sizes of the mesh's axes. If all are 1, one device of any number is enough.
-        topology: the devices.
-
-    Returns:
-        The numbers, sizes that take all devices, and a topology of the mesh's size. None if the
-        mesh has the topology's number of devices.
-
-    Example:
-        >>> from fedpax.planning.topology import find_topology
-        >>> print(describe_misfit("islands", MeshConfig(islands=2), find_topology("cpu:1")))
-        islands uses 2 devices (islands=2), cpu:1 has 1. Use all: --mesh.islands=1. Or plan for
-        --topology=cpu:2.
-        >>> print(describe_misfit("islands", MeshConfig(fsdp=-1), find_topology("cpu:1")))
-        None
-    """
+    """Describe a mesh that needs another number of devices than the topology's; else None."""
     sizes = {axis: size for axis, size in mesh.stated.items() if size != 1}
     total, needed = len(topology.devices), math.prod(size for size in sizes.values() if size != -1)
     takes_rest = -1 in sizes.values()
@@ -53,26 +35,10 @@ def describe_misfit(name: str, mesh: MeshConfig, topology: Topology) -> str | No
 
 
 def fitting_sizes(sizes: Mapping[str, int], total: int) -> dict[str, int] | None:
-    """Return sizes near the given ones that take all devices.
-
-    Additional devices go to the axis `clients` if the mesh has it, otherwise to `fsdp`. Other sizes
-    only become smaller, to divisors of the given ones, so that they still divide what they divided.
-
-    Args:
-        sizes: the sizes other than 1, by axis; -1: all remaining devices.
-        total: number of devices.
-
-    Returns:
-        The sizes, or None if none are near.
-
-    Example:
-        >>> fitting_sizes({"islands": 4}, 8)
-        {'islands': 4, 'fsdp': 2}
-        >>> fitting_sizes({"islands": 4, "fsdp": 2}, 4), fitting_sizes({"clients": 4}, 8)
-        ({'islands': 4, 'fsdp': 1}, {'clients': 8})
-        >>> fitting_sizes({"islands": 4, "fsdp": -1}, 6)
-        {'islands': 2, 'fsdp': -1}
-    """
+    """Return sizes near the given ones that take all devices; None if none are near."""
+    # Additional devices go to the axis `clients` if the mesh has it, otherwise to `fsdp`. Other
+    # sizes only become smaller, to divisors of the given ones, so that they still divide the same
+    # array dimensions.
     needed = math.prod(size for size in sizes.values() if size != -1)
     if -1 not in sizes.values() and total % needed == 0:
         axis = "clients" if "clients" in sizes else "fsdp"

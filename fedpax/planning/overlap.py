@@ -255,14 +255,7 @@ def _exposed(
 
 
 def grouped(transfers: Sequence[SliceTransfer]) -> list[list[SliceTransfer]]:
-    """Group transfers with the same start and the same local steps until completion.
-
-    Args:
-        transfers: the transfers of an `Overlap`.
-
-    Returns:
-        The groups, in the order of their starts.
-    """
+    """Group transfers with the same start and the same local steps until completion."""
 
     def key(one: SliceTransfer) -> tuple[float, bool, float]:
         return round(one.start, 2), one.in_loop, round(one.local_steps, 2)

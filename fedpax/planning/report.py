@@ -31,14 +31,7 @@ def to_text(plan: CompiledPlan) -> str:
 
 
 def assumptions(plan: CompiledPlan) -> list[str]:
-    """List the assumptions behind the roofline of a plan.
-
-    Args:
-        plan: the plan.
-
-    Returns:
-        Sentences; none if the chip's specifications are unknown.
-    """
+    """List the assumptions behind the roofline of a plan; none for an unknown chip."""
     chip = plan.topology.chip
     if chip is None:
         return []

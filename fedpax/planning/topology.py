@@ -121,13 +121,8 @@ def _known_topologies() -> str:
 
 
 def foreign_libtpu() -> str | None:
-    """Describe a libtpu of another version than the one that the installed JAX names.
-
-    With another version, the compiled program of some pods cannot be read back.
-
-    Returns:
-        Both versions and the remedy; None if the versions agree, or one of them is unknown.
-    """
+    """Describe a libtpu of another version than the one that the installed JAX names."""
+    # With another version, the compiled program of some pods cannot be read back.
     try:
         installed = importlib.metadata.version("libtpu")
         requirements = importlib.metadata.requires("jax") or []

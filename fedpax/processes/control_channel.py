@@ -32,31 +32,16 @@ SECONDS_TO_FAIL = 10.0
 
 
 class ControlChannel(AbstractContextManager["ControlChannel"]):
-    """A connection of process 0 with each other process, beside the devices; a context manager.
+    """A connection of process 0 with each other process, beside the devices; a context manager."""
 
-    A collective runs on the devices, after all programs that were dispatched before it. The channel
-    does not wait for them: processes can agree on their next programs while the devices compute.
-
-    If a process ends without closing its channel, or is silent, every process that is connected
-    with it calls `on_end`. If it closes its channel because of an error, they call it ten seconds
-    later, unless they have closed their channels by then.
-
-    All processes must make the channel at the same point of their programs. With one process there
-    is no connection.
-
-    Args:
-        on_end: called with a description such as "process 1 on host b has ended", in a thread.
-        silence: seconds without a message after which a process counts as silent. Default 40.0,
-            because `jax.distributed` aborts processes 50 to 100 seconds after one is silent.
-
-    Raises:
-        JobProcessesError: the processes cannot connect.
-
-    Example:
-        >>> with ControlChannel(print) as channel:
-        ...     channel.broadcast({"merges": 3})
-        {'merges': 3}
-    """
+    # A collective runs on the devices, after all programs that were dispatched before it. The
+    # channel does not wait for them: processes can agree on their next programs while the devices
+    # compute. If a process ends without closing its channel, or is silent, every process that is
+    # connected with it calls `on_end`, in a thread, with a description. If it closes its channel
+    # because of an error, they call it ten seconds later, unless they have closed their channels by
+    # then. All processes must make the channel at the same point of their programs. By default a
+    # process counts as silent after 40 seconds, because `jax.distributed` aborts processes 50 to
+    # 100 seconds after one is silent.
 
     def __init__(self, on_end: Callable[[str], None], silence: float = 40.0) -> None:
         self._on_end, self._silence = on_end, silence
@@ -87,13 +72,8 @@ class ControlChannel(AbstractContextManager["ControlChannel"]):
         threading.Thread(target=self._beat, daemon=True).start()
 
     def broadcast(self, value: Any) -> Any:
-        """Return the value of process 0 in all processes.
-
-        Process 0 does not wait for the others.
-
-        Args:
-            value: a tree of JSON types in process 0. The value of other processes is ignored.
-        """
+        """Return the value of process 0, a tree of JSON types, in all processes."""
+        # Process 0 does not wait for the other processes.
         if self.is_first:
             self._send({"value": value})
             return value

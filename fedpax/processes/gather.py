@@ -12,14 +12,9 @@ NUM_FIRST_BYTES = 4096
 
 
 def gather_json(value: Any) -> list[Any]:
-    """Return the values of all processes, in the order of the processes.
-
-    All processes must call this at the same point of their programs. Values of up to 4 KiB take one
-    collective, which is compiled once; if one is larger, a second collective has the rest.
-
-    Args:
-        value: this process's value, a tree of JSON types. Its size may differ between processes.
-    """
+    """Return the JSON values of all processes, in the order of the processes. A collective."""
+    # Values of up to 4 KiB take one collective, which is compiled once; if one is larger, a second
+    # collective has the rest.
     text = json.dumps(value).encode()
     length = len(text).to_bytes(NUM_LENGTH_BYTES, "little")
     firsts = _gather(length + text[:NUM_FIRST_BYTES], NUM_LENGTH_BYTES + NUM_FIRST_BYTES)
@@ -33,15 +28,7 @@ def gather_json(value: Any) -> list[Any]:
 
 
 def all_agree(value: bool) -> bool:
-    """Return whether a value is true in all processes. A collective.
-
-    Args:
-        value: this process's value.
-
-    Example:
-        >>> all_agree(True)
-        True
-    """
+    """Return whether a value is true in all processes. A collective."""
     return all(gather_json(value)) if jax.process_count() > 1 else value
 
 

@@ -9,23 +9,11 @@ from jaxtyping import Num
 
 
 class Broadcast:
-    """Brings an array in the memory of process 0's host to the devices of all processes.
+    """Brings an array in the memory of process 0's host to the devices of all processes."""
 
-    `lay_out` divides the array among the devices of process 0, and copies nothing in the other
-    processes. `read`, inside a compiled program, gathers it on every device with one all-reduce,
-    or an all-gather in a job of one process. Neither waits for the devices.
-
-    Args:
-        mesh: the mesh; process 0 has at least one of its devices.
-        like: shape and dtype of the array.
-
-    Example:
-        >>> mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
-        >>> broadcast = Broadcast(mesh, jax.ShapeDtypeStruct((2, 3), "float32"))
-        >>> rows = broadcast.lay_out(np.arange(6, dtype=np.float32).reshape(2, 3))
-        >>> jax.jit(broadcast.read)(rows).tolist()
-        [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
-    """
+    # `lay_out` divides the array among the devices of process 0, and copies nothing in the other
+    # processes. `read`, inside a compiled program, gathers it on every device with one all-reduce,
+    # or an all-gather in a job of one process. Neither waits for the devices.
 
     def __init__(self, mesh: Mesh, like: Any) -> None:
         devices = mesh.devices.ravel()
@@ -37,15 +25,7 @@ class Broadcast:
         self._replicated = NamedSharding(mesh, PartitionSpec())
 
     def lay_out(self, array: np.ndarray | None) -> jax.Array:
-        """Divide the array among the devices of process 0.
-
-        Args:
-            array: the array in process 0; None in other processes.
-
-        Returns:
-            An array `[devices, chunk]`, one row per device of the mesh; rows of the devices of
-            other processes are 0.
-        """
+        """Divide the array among the devices of process 0: `[devices, chunk]`, 0 elsewhere."""
         chunks = {} if array is None else self._divide(array)
 
         def row(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -65,10 +45,6 @@ class Broadcast:
         return dict(zip(self._sources.tolist(), rows, strict=True))
 
     def read(self, rows: jax.Array) -> Num[jax.Array, "..."]:
-        """Gather the array on every device; may be traced.
-
-        Args:
-            rows: the result of `lay_out`.
-        """
+        """Gather the array on every device; may be traced."""
         chunks = jax.lax.with_sharding_constraint(rows[self._sources], self._replicated)
         return chunks.ravel()[: self._like.size].reshape(self._like.shape)

@@ -14,19 +14,12 @@ class JobProcessesError(Exception):
 
 
 class JobProcesses(NamedTuple):
-    """The processes of a job, as one of them sees it.
+    """The processes of a job, as one of them sees it."""
 
-    Attributes:
-        coordinator: `HOST:PORT`; process 0 listens there.
-        num_processes: number of processes of the job.
-        process_id: this process's number, from 0.
-        source: the names of the variables that were read, for messages.
-    """
-
-    coordinator: str
-    num_processes: int
-    process_id: int
-    source: str
+    coordinator: str  # `HOST:PORT`; process 0 listens there
+    num_processes: int  # number of processes of the job
+    process_id: int  # this process's number, from 0
+    source: str  # the names of the variables that were read, for messages
 
     @property
     def host(self) -> str:

@@ -16,12 +16,7 @@ Message = dict[str, Any]
 
 
 def parse_line(line: bytes) -> Message | None:
-    """Parse a line; None if it holds no JSON object.
-
-    Example:
-        >>> parse_line(b'{"beat": true}'), parse_line(b"GET /"), parse_line(b"[" * 100_000)
-        ({'beat': True}, None, None)
-    """
+    """Parse a line; None if it holds no JSON object."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):  # RecursionError: deeply nested
@@ -30,25 +25,14 @@ def parse_line(line: bytes) -> Message | None:
 
 
 def printable(value: Any) -> str:
-    r"""Return a name from a message, short and without control characters.
-
-    Example:
-        >>> print(printable("host1\x1b[2J"))
-        host1\x1b[2J
-    """
+    """Return a name from a message, short and without control characters."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(value)[:100])
 
 
 class JsonLineSocket:
-    """A socket that carries a JSON value per line, in both directions.
+    """A socket that carries a JSON value per line, in both directions."""
 
-    Args:
-        connection: the socket.
-
-    Attributes:
-        began, heard: the time of the connection and of the newest bytes, of `time.monotonic`.
-        closed: whether the connection has ended, or the other side is a stranger.
-    """
+    # It is `closed` when the connection has ended, or the other side is a stranger.
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(5)
@@ -116,19 +100,9 @@ def read_line(connection: socket.socket, seconds: float) -> Message:
 def greetings(
     server: socket.socket, deadline: float, seconds: float
 ) -> Generator[tuple[socket.socket, Message], None, None]:
-    """Accept connections, and yield each with its first message.
-
-    All connections are read beside each other, so that a slow one delays no other. A connection
-    without a message within `seconds` is closed.
-
-    Args:
-        server: the listening socket.
-        deadline: the end, in seconds of `time.monotonic`.
-        seconds: seconds for a first message.
-
-    Yields:
-        A connection, which the caller closes, and its message; {} for a line of something else.
-    """
+    """Accept connections until `deadline`; yield each one, left open, with its message."""
+    # All connections are read beside each other, so that a slow one delays no other. A connection
+    # without a message within `seconds` is closed. The message is {} for a line of something else.
     waiting: dict[socket.socket, _FirstLine] = {}  # the oldest first
     server.setblocking(False)
     with contextlib.ExitStack() as stack:

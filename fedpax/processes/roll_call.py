@@ -87,14 +87,8 @@ def _answer_all(cluster: JobProcesses, deadline: float, timeout: float) -> None:
 
 
 def wait_for_coordinator(cluster: JobProcesses, timeout: float) -> None:
-    """Wait after the roll call until JAX's coordinator listens.
-
-    If its first attempt to connect fails, JAX waits for one second before the next one.
-
-    Args:
-        cluster: the processes.
-        timeout: seconds to wait. Then the function returns, and JAX reports what it finds.
-    """
+    """Wait after the roll call, at most `timeout` seconds, until JAX's coordinator listens."""
+    # If its first attempt to connect fails, JAX waits for one second before the next one.
     deadline = time.monotonic() + timeout
     while cluster.process_id and time.monotonic() < deadline:
         with contextlib.suppress(OSError):
@@ -104,18 +98,7 @@ def wait_for_coordinator(cluster: JobProcesses, timeout: float) -> None:
 
 
 def listen(cluster: JobProcesses, port: int | None = None) -> socket.socket:
-    """Listen on all addresses of this host, the host of process 0.
-
-    Args:
-        cluster: the processes.
-        port: the port. Default None: the coordinator's.
-
-    Returns:
-        The socket.
-
-    Raises:
-        JobProcessesError: the port is in use.
-    """
+    """Listen on all addresses of this host, by default on the coordinator's port."""
     port = cluster.port if port is None else port
     backlog = max(cluster.num_processes, MOST_STRANGERS)
     try:

@@ -8,6 +8,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fedpax.experiments.diloco_text import diloco_text
 from fedpax.experiments.streaming_diloco_text import streaming_diloco_text
 from fedpax.parallel import make_mesh, overlap_options
+from fedpax.parallel.compiler_options import run_once_options
 
 
 def test_several_slices_of_v5e_alone_need_an_option(two_slices):
@@ -34,3 +35,7 @@ def test_streaming_diloco_alone_uses_them(two_slices):
     mesh = two_slices(2, 4)
     assert streaming_diloco_text().compiler_options(mesh) == overlap_options(mesh)
     assert diloco_text().compiler_options(mesh) == {}
+
+
+def test_programs_that_run_once_compile_as_usual_on_a_tpu():
+    assert run_once_options("tpu") == {}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 
-from fedpax.processes.gather import gather_json
+from fedpax.processes.gather import all_agree, gather_json
 
 
 @pytest.mark.parametrize("size", [0, 1, 4094, 4095, 5000, 100_000])
@@ -47,3 +47,7 @@ def test_processes_get_the_values_of_all(
         found = list(threads.map(run, range(count)))
     assert found == [[{str(i): "x" * size} for i, size in enumerate(sizes)]] * count
     assert len(calls) == count * collectives
+
+
+def test_one_process_agrees_with_itself():
+    assert all_agree(True) and not all_agree(False)

@@ -16,6 +16,7 @@ from fedpax.algorithm import AlgorithmParts, most_phases_ahead
 from fedpax.sites.data_identity import MAX_DATA_SETS
 from fedpax.sites.identity import Identity, find_difference
 from fedpax.sites.syncer.epochs import Epochs
+from fedpax.sites.syncer.join_limit import JoinLimit
 from fedpax.sites.syncer.members import (
     FREE_SHARD_AFTER,
     IslandRecord,
@@ -88,6 +89,7 @@ class Syncer:
             quorum=parts.quorum,
         )
         self._credits: dict[str, StepCredit] = {}
+        self._joins = JoinLimit(islands_per_certificate)
         self.merges, self.run, self.totals = 0, secrets.token_hex(8), Totals()
         self.failure: Exception | None = None
         self._epochs = Epochs(len(model.fragments))
@@ -192,6 +194,10 @@ class Syncer:
                 f"({self.run}). Give `fedpax join` an empty --job_log_dir, or `fedpax syncer` the "
                 "folder of that run."
             )
+        if not self._joins.count(peer, self._clock()):
+            known = {"merges": self.merges, "finished": self.finished, "saved": {}}
+            reason = f"the certificate {peer!r} joins too often. Wait a second"
+            return Message({"status": "wait", "reason": reason} | known)
         # No merge may save its manifest between this one's making and its saving.
         with self._merging, self._lock:
             shard, before = request.optional_count("shard"), self._members.to_json()

@@ -9,7 +9,10 @@ from site_problem import FRAGMENT, TOKENS_PER_STEP, Sites, make_parts, random_pa
 from syncer_methods import parts
 
 from fedpax.aggregators import coordinate_median
+from fedpax.sites.island.link import Link
+from fedpax.sites.syncer.join_limit import JOINS_AT_ONCE, SECONDS_PER_JOIN
 from fedpax.sites.syncer.step_credit import StepCredit
+from fedpax.sites.syncer.syncer_store import SyncerStore
 from fedpax.sites.syncer.votes import limit_weights
 from fedpax.sites.transport.calls import RefusedError
 from fedpax.sites.transport.message import Message
@@ -60,6 +63,36 @@ def test_a_certificate_is_one_island() -> None:
     for name in ("b", "c"):
         with pytest.raises(RefusedError, match="'oslo' has joined as a"):
             join(sites, name, "oslo")
+
+
+def test_a_flood_of_joins_of_a_certificate_waits_without_a_merge_or_a_file(tmp_path) -> None:
+    sites = Sites(median_parts(), quorum=1, store=SyncerStore(tmp_path))
+    join(sites, "a", "oslo")
+    answers = [
+        sites.call(
+            Message(sites.header("m", f"process {k}", kind="join", steps=0)), peer="mallory"
+        ).header
+        for k in range(1000)
+    ]
+    accepted = [answer["status"] for answer in answers].count("ok")
+    assert accepted == JOINS_AT_ONCE and answers[-1]["status"] == "wait"
+    assert "'mallory' joins too often" in answers[-1]["reason"]
+    with sites.syncer._merging:  # a merge is running: the flood does not wait for it
+        message = Message(sites.header("m", "process", kind="join", steps=0))
+        assert sites.call(message, peer="mallory").header["status"] == "wait"
+    join(sites, "a", "oslo")  # the limit is each certificate's own
+    sites.now += 1.0
+    link = Link(
+        functools.partial(sites.call, peer="mallory"),
+        sites.header("m", "process 1001"),
+        sites.model.formats,
+        [-1] * len(sites.model.formats),
+    )
+    assert link.join().shard == 1
+    for k in range(100):
+        sites.now += SECONDS_PER_JOIN
+        message = Message(sites.header("m", f"later {k}", kind="join", steps=0))
+        assert sites.call(message, peer="mallory").header["status"] == "ok"
 
 
 def test_islands_of_a_certificate_have_one_vote() -> None:

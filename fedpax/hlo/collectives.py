@@ -100,11 +100,11 @@ def operand_bytes_along(text: str, mesh: jax.sharding.Mesh, axis: str) -> int:
     # The operand bytes of each collective whose groups span `axis`, times its executions, on the
     # device with the largest sum.
     # - These are not the bytes on the network, which depend on the algorithm. On a ring of n
-    # devices, each device sends 2 (n - 1) / n times the operand in an all-reduce, and n - 1 times
-    # in an all-gather.
+    #   devices, each device sends 2 (n - 1) / n times the operand in an all-reduce, and n - 1 times
+    #   in an all-gather.
     # - A collective over `axis` and another axis counts in full.
     # - Dtypes are those of the compiled program: a CPU sends bfloat16 as float32, and a TPU pads
-    # small operands that it sends between slices.
+    #   small operands that it sends between slices.
     totals = np.zeros(mesh.size, np.int64)
     for collective in collectives(text, mesh):
         if axis not in collective.axes:

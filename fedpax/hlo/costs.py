@@ -38,7 +38,7 @@ def count_costs(module: Module) -> ProgramCosts:
     # - A conditional counts its costliest branch.
     # - A loop counts its body times its trip count; an unknown trip count is taken as 1.
     # - A kernel (custom call) counts if it states its FLOPs, or is a splash attention kernel or a
-    # cuBLAS matmul.
+    #   cuBLAS matmul.
     trips = trip_counts.trip_counts(module)
     uncounted_kernels: list[str] = []
     unknown_trip_counts: list[str] = []

@@ -11,39 +11,19 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AdaptedWeight:
-    """A weight W with an adapter of rank r: W + scale A B, of which no matrix is computed.
+    """A weight W with an adapter of rank r: W + scale A B, of which no matrix is computed."""
 
-    `fedpax.models.parameters.project` computes x W + scale (x A) B. It is a pytree, so stacked
-    layers can be scanned.
+    # `fedpax.models.parameters.project` computes x W + scale (x A) B. It is a pytree, so stacked
+    # layers can be scanned.
 
-    Attributes:
-        weight: W, `[..., *inputs, *outputs]`, where `...` are the axes of stacked layers.
-        a: A, `[..., *inputs, rank]`.
-        b: B, `[..., rank, *outputs]`.
-        scale: a number; alpha / rank in LoRA.
-    """
-
-    weight: jax.Array
-    a: jax.Array
-    b: jax.Array
-    scale: float = dataclasses.field(metadata={"static": True})
+    weight: jax.Array  # W, `[..., *inputs, *outputs]`, where `...` are the axes of stacked layers
+    a: jax.Array  # A, `[..., *inputs, rank]`
+    b: jax.Array  # B, `[..., rank, *outputs]`
+    scale: float = dataclasses.field(metadata={"static": True})  # a number; alpha / rank in LoRA
 
 
 def merge_weight(adapted: AdaptedWeight, num_inputs: int) -> jax.Array:
-    """Compute W + scale A B, in float32 at least.
-
-    Args:
-        adapted: the weight with its adapter.
-        num_inputs: number of the weight's input axes.
-
-    Returns:
-        The shape and dtype of W.
-
-    Example:
-        >>> weight, a, b = jnp.eye(3), jnp.ones((3, 1)), jnp.array([[0.0, 1.0, 2.0]])
-        >>> merge_weight(AdaptedWeight(weight, a, b, 0.5), num_inputs=1).tolist()
-        [[1.0, 0.5, 1.0], [0.0, 1.5, 1.0], [0.0, 0.5, 2.0]]
-    """
+    """Compute W + scale A B, in float32 at least, in the shape and dtype of W."""
     weight, a, b = adapted.weight, adapted.a, adapted.b
     num_stacked = a.ndim - num_inputs - 1
     letters = "ijklmnopq"[: weight.ndim]

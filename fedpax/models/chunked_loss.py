@@ -188,21 +188,13 @@ def _chunk_loss(
 
 
 class _Chunking(NamedTuple):
-    """The split of tokens [batch, seq_len] into chunks [chunks, *shards, tokens] on their devices.
-
-    Attributes:
-        batch: rows.
-        seq_len: tokens in a row.
-        shards: number of shards of the rows, and of the sequence.
-        num_chunks: number of chunks that run one after another.
-        size: tokens of a shard in a chunk. The last chunk is padded with tokens of weight 0.
-    """
+    """The split of tokens [batch, seq_len] into chunks [chunks, *shards, tokens]."""
 
     batch: int
-    seq_len: int
-    shards: tuple[int, int]
-    num_chunks: int
-    size: int
+    seq_len: int  # tokens in a row
+    shards: tuple[int, int]  # number of shards of the rows, and of the sequence
+    num_chunks: int  # number of chunks that run one after another
+    size: int  # tokens of a shard in a chunk. The last chunk is padded with tokens of weight 0
 
     @classmethod
     def of(cls, shape: tuple[int, ...], tokens_per_chunk: int) -> _Chunking:

@@ -188,27 +188,11 @@ class Convolution(nnx.Module):
 def convolve(
     x: Float[Array, "*batch height width inputs"], kernel: Float[Array, "3 3 inputs outputs"]
 ) -> Float[Array, "*batch height-2 width-2 outputs"]:
-    """Convolve images with a 3 x 3 kernel, without padding.
-
-    One matmul multiplies each pixel and its two right neighbors with all three rows of the
-    kernel. The results of the three kernel rows are then shifted and added.
-
-    XLA's convolution is not used because `vmap` over clients with kernels of their own makes it a
-    grouped convolution, which inside a loop (local steps) is many times slower on a CPU.
-
-    Args:
-        x: `[..., height, width, inputs]`.
-        kernel: `[3, 3, inputs, outputs]`.
-
-    Returns:
-        `[..., height - 2, width - 2, outputs]`.
-
-    Example:
-        >>> x = jax.random.normal(jax.random.key(0), (2, 5, 6, 3))
-        >>> kernel = jnp.zeros((3, 3, 3, 4)).at[1, 1, 0].set(1.0)
-        >>> bool(jnp.allclose(convolve(x, kernel), x[:, 1:-1, 1:-1, :1]))
-        True
-    """
+    """Convolve images with a 3 x 3 kernel, without padding."""
+    # One matmul multiplies each pixel and its two right neighbors with all three rows of the
+    # kernel. The results of the three kernel rows are then shifted and added. XLA's convolution is
+    # not used because `vmap` over clients with kernels of their own makes it a grouped convolution,
+    # which inside a loop (local steps) is many times slower on a CPU.
     *batch, height, width, inputs = x.shape
     outputs, width = kernel.shape[-1], width - 2
     neighbors = jnp.concatenate([x[..., i : i + width, :] for i in range(3)], axis=-1)
@@ -226,21 +210,8 @@ def convolve(
 def max_pool(
     x: Float[Array, "*batch height width channels"],
 ) -> Float[Array, "*batch height/2 width/2 channels"]:
-    """Take the maximum of each 2 x 2 window; drop an odd last row or column.
-
-    The derivative is that of the largest pixel. Of equal pixels, the first in row-major order
-    gets it.
-
-    Args:
-        x: `[..., height, width, channels]`.
-
-    Returns:
-        `[..., height // 2, width // 2, channels]`.
-
-    Example:
-        >>> max_pool(jnp.arange(12.0).reshape(3, 4, 1)).tolist()
-        [[[5.0], [7.0]]]
-    """
+    """Take the maximum of each 2 x 2 window; drop an odd last row or column."""
+    # The derivative is the one of the largest pixel; of equal pixels, the first in row-major order.
     return jnp.max(_windows(x), axis=(-4, -2))
 
 
@@ -248,11 +219,9 @@ def max_pool(
 def _max_pool_jvp(
     primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Take the tangents of the pixels that are the maxima.
-
-    JAX's own gradients of a maximum or of a windowed reduction are slow on a CPU and store a
-    number for each pixel. This one stores a byte for each window: the position of its maximum.
-    """
+    """Take the tangents of the pixels that are the maxima."""
+    # JAX's own gradients of a maximum or of a windowed reduction are slow on a CPU and store a
+    # number for each pixel. This one stores a byte for each window: the position of its maximum.
     windows = _windows(*primals)
     largest = jnp.max(windows, axis=(-4, -2))
     pixels = [windows[..., i, :, j, :] for i in range(2) for j in range(2)]

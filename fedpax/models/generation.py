@@ -124,22 +124,9 @@ def generate(
 def nucleus_filter(
     logits: Float[Array, "*batch vocab"], top_p: jax.Array | float
 ) -> Float[Array, "*batch vocab"]:
-    """Set the logits outside the nucleus to -inf.
-
-    The nucleus is the smallest set of most likely tokens whose probabilities add up to at least
-    `top_p`.
-
-    Args:
-        logits: `[..., vocab_size]`.
-        top_p: a probability above 0.
-
-    Returns:
-        The logits, with -inf for the tokens outside the nucleus.
-
-    Example:
-        >>> nucleus_filter(jnp.log(jnp.array([0.2, 0.5, 0.3])), 0.6) > -jnp.inf
-        Array([False,  True,  True], dtype=bool)
-    """
+    """Set the logits outside the nucleus to -inf."""
+    # The nucleus is the smallest set of most likely tokens whose probabilities add up to at least
+    # `top_p`.
     probabilities = jax.nn.softmax(logits, axis=-1)
     descending = jnp.sort(probabilities, axis=-1, descending=True)
     before = jnp.cumsum(descending, axis=-1) - descending

@@ -22,31 +22,13 @@ def grouped_matmul(
     kernels: Float[Array, "groups inputs outputs"],
     group_sizes: Int[Array, " groups"],
 ) -> Float[Array, "rows outputs"]:
-    """Multiply the rows of each group by its kernel: out[r] = rows[r] @ kernels[group of r].
-
-    On TPU the forward pass is `jax.lax.ragged_dot_general`. On other platforms, and for the
-    gradient with respect to the kernels on TPU too, XLA would compute every row with every group
-    and mask the rest. There, a loop multiplies one block of rows after another instead. Rows after
-    the last group cost memory and no time.
-
-    It can be differentiated and vmapped. The gradient has a forward-mode derivative; the matmul
-    itself has none.
-
-    Args:
-        rows: `[rows, inputs]`, those of group 0 first.
-        kernels: `[groups, inputs, outputs]`, of the rows' dtype.
-        group_sizes: int32 `[groups]`, the number of rows of each group. Their sum may be less than
-            the number of rows.
-
-    Returns:
-        `[rows, outputs]`, of the rows' dtype, summed in float32. Rows after the last group hold
-        arbitrary values, NaN included, and so do these rows of the gradient.
-
-    Example:
-        >>> kernels = jnp.stack([jnp.eye(2), 10 * jnp.eye(2)])
-        >>> grouped_matmul(jnp.ones((3, 2)), kernels, jnp.array([1, 2])).tolist()
-        [[1.0, 1.0], [10.0, 10.0], [10.0, 10.0]]
-    """
+    """Multiply the rows of each group by its kernel: out[r] = rows[r] @ kernels[group of r]."""
+    # On TPU the forward pass is `jax.lax.ragged_dot_general`. On other platforms, and for the
+    # gradient with respect to the kernels on TPU too, XLA would compute every row with every group
+    # and mask the rest. There, a loop multiplies one block of rows after another instead. Rows
+    # after the last group cost memory and no time; they hold arbitrary values, NaN included, and so
+    # do these rows of the gradient. Sums are float32. It can be differentiated and vmapped. The
+    # gradient has a forward-mode derivative; the matmul itself has none.
     return raw_grouped_matmul(rows, kernels, group_sizes)
 
 
@@ -79,19 +61,7 @@ def raw_grouped_matmul(
     transposed: bool = False,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """Multiply the rows of each group by its kernel, without a derivative rule.
-
-    Args:
-        rows: as in `grouped_matmul`, of any dtype.
-        kernels: as in `grouped_matmul`.
-        group_sizes: as in `grouped_matmul`.
-        transposed: multiply by the transposed kernels: out[r] = rows[r] @ kernels[group of r].T,
-            the gradient with respect to the rows.
-        dtype: dtype of the sums and of the result. Default None: the rows' dtype.
-
-    Returns:
-        `[rows, outputs]`.
-    """
+    """Multiply the rows of each group by its (transposed) kernel, without a derivative rule."""
     out = jnp.dtype(rows.dtype if dtype is None else dtype)
 
     # vmap runs the elements of a batch one after another: TPUs have no batched ragged matmul, and

@@ -17,16 +17,9 @@ from fedpax.parallel.axes import constrain, explicit_spec
 
 
 class FeedForward(nnx.Module):
-    """Feed-forward network: SwiGLU, down (silu(gate x) * (up x)), or GELU, down gelu(up x).
+    """Feed-forward network: SwiGLU, down (silu(gate x) * (up x)), or GELU, down gelu(up x)."""
 
-    Attributes:
-        gate: `[embed_dim, mlp_dim]`, only with SwiGLU.
-        up: `[embed_dim, mlp_dim]`.
-        down: `[mlp_dim, embed_dim]`.
-
-    Reference:
-        Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202), equation 6.
-    """
+    # Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202), equation 6.
 
     def __init__(
         self,
@@ -59,15 +52,7 @@ class FeedForward(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """A pre-norm transformer layer: x + attention(norm(x)), then x + feed_forward(norm(x)).
-
-    Attributes:
-        attention_norm: normalizes the input of attention.
-        attention: see `fedpax.models.attention.layer.Attention`.
-        feed_forward_norm: normalizes the input of the feed-forward network.
-        feed_forward: the feed-forward network, or a mixture of experts if `config.num_experts` is
-            above 0.
-    """
+    """A pre-norm transformer layer: x + attention(norm(x)), then x + feed_forward(norm(x))."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         # 2 * num_layers branches add to the residual stream; this keeps the scale of their sum.
@@ -111,17 +96,7 @@ class Layer(nnx.Module):
         rotation: tuple[jax.Array, jax.Array],
         attend: AttentionFn,
     ) -> tuple[Float[Array, "batch seq embed"], dict[str, jax.Array], chex.ArrayTree]:
-        """Apply the layer.
-
-        Args:
-            x: `[batch, seq_len, embed_dim]`.
-            rotation: cosines and sines from `fedpax.models.attention.layer.rotary`.
-            attend: computes attention from queries, keys and values; see `AttentionFn`.
-
-        Returns:
-            The output, of x's shape; auxiliary losses, float32 scalars by name (none without a
-            mixture of experts); and the cache entry that `attend` returned.
-        """
+        """Apply the layer; return its output, auxiliary losses, and the cache entry of `attend`."""
         attended, cache = self.attention(self.attention_norm(x), rotation, attend)
         x = x + attended
         y = self.feed_forward(self.feed_forward_norm(x))

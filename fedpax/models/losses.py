@@ -194,23 +194,9 @@ def classification_loss(apply: Callable[..., jax.Array]) -> ModelLoss:
 
 
 def l2_regularized(loss_fn: ModelLoss, factor: float) -> ModelLoss:
-    """Add `factor` times the sum of the squared weights of matmuls and convolutions to a loss.
-
-    Their biases are added too. Scales and biases of normalization are not.
-
-    Args:
-        loss_fn: `(params, batch) -> (loss, aux)`. Weights have the key `"kernel"`.
-        factor: the factor, at least 0.
-
-    Returns:
-        The regularized loss, of the same form. The aux are those of `loss_fn`.
-
-    Example:
-        >>> params = {"dense": {"kernel": jnp.array([3.0]), "bias": jnp.array([1.0])}}
-        >>> regularized = l2_regularized(lambda params, batch: (jnp.float32(0.5), {}), 0.25)
-        >>> regularized(params, {})[0].item()
-        3.0
-    """
+    """Add `factor` times the sum of the squared weights of matmuls and convolutions to a loss."""
+    # These weights have the key `"kernel"`. Their biases are added too; scales and biases of
+    # normalization are not.
 
     def regularized(params: chex.ArrayTree, batch: Batch) -> tuple[jax.Array, Metrics]:
         loss, aux = loss_fn(params, batch)
@@ -230,29 +216,12 @@ def l2_regularized(loss_fn: ModelLoss, factor: float) -> ModelLoss:
 def next_word_loss(
     apply: Callable[[chex.ArrayTree, jax.Array], jax.Array], words: int
 ) -> ModelLoss:
-    """Make the loss of a language model of words, with the parts of its accuracy on known words.
-
-    Args:
-        apply: `apply(params, inputs)` returns logits `[batch, seq, vocab_size]`.
-        words: V, number of words in the vocabulary, the targets 1 to V. The others are padding, the
-            unknown word, and begin and end of a sentence.
-
-    Returns:
-        `loss_fn(params, batch) -> (loss, aux)`. The loss is the mean cross-entropy of all targets
-        that the mask marks, in nats. `aux` has the shares of these targets that are words of the
-        vocabulary, `known`, and that are such words and have the largest logit, `known_correct`.
-        The accuracy without padding, unknown words and ends of sentences is the quotient of their
-        means, `known_correct / known`. A batch has `inputs` and `targets`, int32 `[batch, seq]`,
-        and `mask`, bool or float32.
-
-    Example:
-        >>> bigrams = lambda params, inputs: params[inputs]
-        >>> batch = {"inputs": jnp.array([[4, 1, 2]]), "targets": jnp.array([[1, 2, 5]])}
-        >>> loss_fn = next_word_loss(bigrams, words=2)
-        >>> loss, aux = loss_fn(jnp.eye(6, k=1), batch | {"mask": jnp.ones((1, 3), bool)})
-        >>> round(aux["known"].item(), 2), round(aux["known_correct"].item(), 2)
-        (0.67, 0.33)
-    """
+    """Make the loss of a language model of words, with the parts of its accuracy on known words."""
+    # The targets 1 to `words` are words of the vocabulary; the other ones are padding, the unknown
+    # word, and begin and end of a sentence. The loss is the mean cross-entropy, in nats, of all
+    # targets that the mask marks. `aux` has the shares of these targets that are words of the
+    # vocabulary, `known`, and that are such words and have the largest logit, `known_correct`. The
+    # accuracy without padding, unknown words and ends of sentences is the quotient of their means.
 
     def loss_fn(params: chex.ArrayTree, batch: Batch) -> tuple[jax.Array, Metrics]:
         logits = apply(params, batch["inputs"])

@@ -21,52 +21,27 @@ from fedpax.parallel.axes import RULES, constrain, partition_spec
 
 
 class MixtureOfExperts(nnx.Module):
-    """SwiGLU experts with a top-k router and no dropped tokens.
+    """SwiGLU experts with a top-k router and no dropped tokens."""
 
-    y = sum of w_e expert_e(x) over the k chosen experts e, where w is the softmax over the k chosen
-    logits alone, logits = x router, and expert_e(x) = down_e (silu(gate_e x) * (up_e x)).
-
-    Tokens are sorted by expert, and one grouped matmul multiplies each expert with its own tokens
-    (`fedpax.models.grouped_matmul`). An expert without tokens costs no time. There is no capacity:
-    one expert may get all tokens.
-
-    On a mesh each device routes and sorts its own tokens.
-
-    - The axis `expert` shards the experts and the batch. A device all-gathers the tokens of the
-      other devices along it, computes its own experts, and the outputs are reduce-scattered. With n
-      tokens on each of D devices, a device sends and receives (D - 1) n vectors each. An
-      all-to-all of the chosen tokens alone would move k (D - 1) n / D vectors each way, which is
-      less if D > k. Either way a device allocates D n min(k, experts per device) rows, because all
-      tokens may choose its experts; it computes only the rows in use. The axis should be as small
-      as memory allows, beside `fsdp`.
-    - The axis `fsdp` shards the experts' parameters like those of other layers. They are
-      all-gathered before a matmul and again in the backward pass, and their gradients are
-      reduce-scattered.
-    - The axis `tensor` shards the hidden features of each expert.
-
-    Attributes:
-        router: `[embed_dim, num_experts]`, replicated on all devices.
-        gate: `[num_experts, embed_dim, mlp_dim]`.
-        up: `[num_experts, embed_dim, mlp_dim]`.
-        down: `[num_experts, mlp_dim, embed_dim]`.
-        num_experts_per_token: k, the number of experts that a token goes through.
-        quantization: number format of the experts' matmuls in the forward pass.
-
-    Raises:
-        ValueError: `num_experts` is below 1, or `num_experts_per_token` is not between 1 and
-            `num_experts`.
-
-    Example:
-        >>> mixture = MixtureOfExperts(16, 32, 4, 2, output_scale=1.0, rngs=nnx.Rngs(0))
-        >>> x = jax.random.normal(jax.random.key(1), (2, 8, 16))
-        >>> y, losses = jax.jit(lambda x: mixture(x))(x)
-        >>> y.shape, sorted(losses)
-        ((2, 8, 16), ['load_balance', 'router_z'])
-
-    Reference:
-        Jiang et al., "Mixtral of Experts" (arXiv:2401.04088), section 2.1; Gale et al.,
-        "MegaBlocks" (arXiv:2211.15841), on computing without dropped tokens.
-    """
+    # y = sum of w_e expert_e(x) over the k chosen experts e, where w is the softmax over the k
+    # chosen logits alone, logits = x router, and expert_e(x) = down_e (silu(gate_e x) * (up_e x)).
+    # Tokens are sorted by expert, and one grouped matmul multiplies each expert with its own tokens
+    # (`fedpax.models.grouped_matmul`). An expert without tokens costs no time. There is no
+    # capacity: one expert may get all tokens.
+    # On a mesh each device routes and sorts its own tokens.
+    # - The axis `expert` shards the experts and the batch. A device all-gathers the tokens of the
+    #   other devices along it, computes its own experts, and the outputs are reduce-scattered. With
+    #   n tokens on each of D devices, a device sends and receives (D - 1) n vectors each. An
+    #   all-to-all of the chosen tokens alone would move k (D - 1) n / D vectors each way, which is
+    #   less if D > k. Either way a device allocates D n min(k, experts per device) rows, because
+    #   all tokens may choose its experts; it computes only the rows in use. The axis should be as
+    #   small as memory allows, beside `fsdp`.
+    # - The axis `fsdp` shards the experts' parameters like those of other layers. They are
+    #   all-gathered before a matmul and again in the backward pass, and their gradients are
+    #   reduce-scattered.
+    # - The axis `tensor` shards the hidden features of each expert.
+    # Jiang et al., "Mixtral of Experts" (arXiv:2401.04088), section 2.1; Gale et al., "MegaBlocks"
+    # (arXiv:2211.15841), on computing without dropped tokens.
 
     def __init__(
         self,
@@ -108,16 +83,9 @@ class MixtureOfExperts(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch seq embed"]
     ) -> tuple[Float[Array, "batch seq embed"], dict[str, Float[Array, ""]]]:
-        """Route the tokens and apply the experts.
-
-        Args:
-            x: `[batch, seq_len, embed_dim]`. The experts compute in x's dtype; the router and the
-                sum over a token's experts are in float32.
-
-        Returns:
-            The output, of x's shape and dtype, and the losses of the routing over all tokens of
-            the batch, float32 scalars: `load_balance` and `router_z`, see `routing_losses`.
-        """
+        """Route the tokens and apply the experts; return the output and the `routing_losses`."""
+        # The experts compute in the dtype of x; the router and the sum over a token's experts are
+        # in float32.
         names = ("batch", "sequence", None)
         tokens = partition_spec(names, shape=x.shape)
         # Where fsdp shards the tokens, each device gathers the parameters for its own tokens inside
@@ -161,46 +129,25 @@ def routing_losses(
     chosen: Int[Array, "tokens k"],
     axes: Iterable[str] = (),
 ) -> dict[str, Float[Array, ""]]:
-    """Compute the load-balancing loss and the router z-loss of one layer.
-
-    With E experts, T tokens and k experts per token, over all tokens, padding included,
-
-        load_balance = E sum over e of f_e P_e,
-        f_e = number of choices that fell on expert e / (k T),
-        P_e = mean over tokens of softmax(logits)_e,
-        router_z = mean over tokens of logsumexp(logits)^2.
-
-    f has no gradient. `load_balance` is 1 if all experts are chosen equally often, for every k. It
-    is E / k if every token chooses the same k experts and softmax puts all probability on them.
-
-    Relation to other definitions:
-
-    - Switch Transformers, equations 4 to 6, define alpha E sum f_e P_e with k = 1 and add it for
-      every layer: alpha times this value. `transformer_loss` averages over layers, so Switch's
-      alpha = 0.01 is `load_balance_weight=0.01 * num_layers`.
-    - Mixtral in Hugging Face Transformers (`load_balancing_loss_func`) divides the number of
-      choices by T and not by k T. For one layer it is k times this value, so its factor
-      `router_aux_loss_coef=c` is `load_balance_weight=k * c` here. For several layers it averages f
-      and P over all layers before it multiplies them, so layers that prefer different experts
-      cancel. Here each layer is balanced by itself.
-
-    Args:
-        logits: `[tokens, experts]`, float32.
-        chosen: integers `[tokens, k]`, the experts of each token.
-        axes: manual mesh axes that shard the tokens. Default: none.
-
-    Returns:
-        `load_balance` and `router_z`, scalars of the logits' dtype.
-
-    Reference:
-        Fedus et al., "Switch Transformers" (arXiv:2101.03961), equations 4 to 6; Zoph et al.,
-        "ST-MoE" (arXiv:2202.08906), equation 5, for router_z.
-
-    Example:
-        >>> losses = routing_losses(jnp.zeros((4, 2)), jnp.array([[0], [1], [0], [1]]))
-        >>> float(losses["load_balance"]), round(float(losses["router_z"]), 4)  # log(2)^2
-        (1.0, 0.4805)
-    """
+    """Compute the load-balancing loss and the router z-loss of one layer."""
+    # With E experts, T tokens and k experts per token, over all tokens, padding included,
+    #     load_balance = E sum over e of f_e P_e,
+    #     f_e = number of choices that fell on expert e / (k T),
+    #     P_e = mean over tokens of softmax(logits)_e,
+    #     router_z = mean over tokens of logsumexp(logits)^2.
+    # f has no gradient. `load_balance` is 1 if all experts are chosen equally often, for every k.
+    # It is E / k if every token chooses the same k experts and softmax puts all probability on
+    # them. `axes`: manual mesh axes that shard the tokens.
+    # Relation to other definitions:
+    # - Switch Transformers (arXiv:2101.03961), equations 4 to 6, define alpha E sum f_e P_e with k
+    #   = 1 and add it for every layer: alpha times this value. `transformer_loss` averages over
+    #   layers, so Switch's alpha = 0.01 is `load_balance_weight=0.01 * num_layers`.
+    # - Mixtral in Hugging Face Transformers (`load_balancing_loss_func`) divides the number of
+    #   choices by T and not by k T. For one layer it is k times this value, so its factor
+    #   `router_aux_loss_coef=c` is `load_balance_weight=k * c` here. For several layers it averages
+    #   f and P over all layers before it multiplies them, so layers that prefer different experts
+    #   cancel. Here each layer is balanced by itself.
+    # router_z: Zoph et al., "ST-MoE" (arXiv:2202.08906), equation 5.
     num_experts = logits.shape[-1]
     is_chosen = chosen[..., None] == jnp.arange(num_experts)
     means = (
@@ -214,17 +161,11 @@ def routing_losses(
 
 
 class _Shardings(NamedTuple):
-    """Shardings of tokens and experts over the mesh axes that are not manual already.
+    """Shardings of tokens and experts over the mesh axes that are not manual already."""
 
-    Attributes:
-        tokens: of x `[batch, seq_len, embed_dim]`.
-        wide: of gate and up `[num_experts, embed_dim, mlp_dim]`.
-        narrow: of down `[num_experts, mlp_dim, embed_dim]`.
-    """
-
-    tokens: PartitionSpec
-    wide: PartitionSpec
-    narrow: PartitionSpec
+    tokens: PartitionSpec  # of x `[batch, seq_len, embed_dim]`
+    wide: PartitionSpec  # of gate and up `[num_experts, embed_dim, mlp_dim]`
+    narrow: PartitionSpec  # of down `[num_experts, mlp_dim, embed_dim]`
 
     @property
     def axes(self) -> set[str]:

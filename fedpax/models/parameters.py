@@ -17,43 +17,14 @@ from fedpax.parallel.axes import constrain, explicit_spec
 def normal_param(
     rngs: nnx.Rngs, shape: tuple[int, ...], stddev: float, logical_axes: tuple[str, ...]
 ) -> nnx.Param:
-    """Initialize a parameter from a normal distribution with mean 0.
-
-    Args:
-        rngs: the module's random keys.
-        shape: the parameter's shape.
-        stddev: the standard deviation.
-        logical_axes: the names of the axes, as in `fedpax.parallel.axes.RULES`.
-
-    Returns:
-        The parameter, float32.
-
-    Example:
-        >>> kernel = normal_param(nnx.Rngs(0), (3, 2), 0.1, ("embed", "mlp"))
-        >>> kernel.shape, kernel.logical_axes
-        ((3, 2), ('embed', 'mlp'))
-    """
+    """Initialize a float32 parameter from a normal distribution with mean 0."""
     return nnx.Param(stddev * jax.random.normal(rngs.params(), shape), logical_axes=logical_axes)
 
 
 def gather_weight(parameter: nnx.Param, dtype: DTypeLike) -> jax.Array:
-    """Cast a parameter to the compute dtype and all-gather its embed axis.
-
-    The all-gather happens where fsdp shards the embed axis, after the cast. Shards of tensor
-    parallelism stay where they are.
-
-    Args:
-        parameter: a parameter with logical axes, or one layer of stacked parameters.
-        dtype: the layer's compute dtype.
-
-    Returns:
-        The value.
-
-    Example:
-        >>> kernel = normal_param(nnx.Rngs(0), (3, 2), 0.1, ("embed", "mlp"))
-        >>> gather_weight(kernel, "bfloat16").dtype
-        dtype(bfloat16)
-    """
+    """Cast a parameter to the compute dtype and all-gather its embed axis."""
+    # The all-gather happens where fsdp shards the embed axis, after the cast. Shards of tensor
+    # parallelism stay where they are.
     return _gathered(parameter[...], parameter.logical_axes, dtype)
 
 
@@ -64,27 +35,11 @@ def project(
     out_sharding: jax.sharding.PartitionSpec | None = None,
     quantization: Quantization = "none",
 ) -> jax.Array:
-    """Contract features with a parameter; repeat the all-gather in the backward pass.
-
-    Gathered weights are not stored for the backward pass, because those of all layers would take
-    the memory that fsdp saves.
-
-    Args:
-        subscripts: as in `jnp.einsum`, for x and the parameter.
-        x: features.
-        parameter: a parameter with logical axes, or one layer of stacked parameters; its value may
-            be an `AdaptedWeight`.
-        out_sharding: sharding of the result, needed where a contracted axis is sharded explicitly.
-        quantization: number format of the matmul in the forward pass.
-
-    Returns:
-        The result, in x's dtype.
-
-    Example:
-        >>> kernel = normal_param(nnx.Rngs(0), (3, 2), 0.1, ("embed", "mlp"))
-        >>> project("btw,wm->btm", jnp.ones((1, 4, 3)), kernel).shape
-        (1, 4, 2)
-    """
+    """Contract features with a parameter; repeat the all-gather in the backward pass."""
+    # Gathered weights are not stored for the backward pass, because the weights of all layers would
+    # take the memory that fsdp saves. `parameter` may be one layer of stacked parameters, and its
+    # value an `AdaptedWeight`. `out_sharding` is needed where a contracted axis is sharded
+    # explicitly.
 
     def compute(x: jax.Array, value: jax.Array | AdaptedWeight) -> jax.Array:
         if isinstance(value, AdaptedWeight):

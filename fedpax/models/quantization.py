@@ -24,41 +24,14 @@ def quantized_einsum(
     weight: jax.Array,
     quantization: Quantization,
 ) -> jax.Array:
-    """Contract features and weights rounded to 8 bits, with the gradient of the exact einsum.
-
-    Each operand is divided by a scale that maps the largest absolute value along the contracted
-    axes to the largest number of the format; then it is rounded. The matmul runs in the format and
-    sums in int32 or float32. The gradient is that of the einsum without rounding: the
-    straight-through estimator.
-
-    Args:
-        subscripts: as in `jnp.einsum`, for x and the weight.
-        x: features, floating.
-        weight: weights, floating.
-        quantization: "int8", or "fp8" (float8_e4m3fn: 4 bits of exponent, 3 of mantissa).
-
-    Returns:
-        The result, in x's dtype.
-
-    Raises:
-        ImportError: the package qwix, which does the rounding, is not installed.
-        ValueError: the mesh has explicit axes, which qwix does not support.
-
-    Example:
-        >>> x, w = jax.random.normal(jax.random.key(0), (2, 64, 64))
-        >>> try:
-        ...     y = quantized_einsum("ab,bc->ac", x, w, "int8")
-        ... except ImportError:  # fedpax was installed without fedpax[quantization]
-        ...     y = x @ w
-        >>> bool(jnp.linalg.norm(y - x @ w) < 0.02 * jnp.linalg.norm(x @ w))
-        True
-
-    Reference:
-        Jacob et al., "Quantization and Training of Neural Networks for Efficient
-        Integer-Arithmetic-Only Inference" (arXiv:1712.05877), section 3; Bengio et al.,
-        "Estimating or Propagating Gradients Through Stochastic Neurons" (arXiv:1308.3432), for the
-        estimator.
-    """
+    """Contract features and weights rounded to 8 bits, with the gradient of the exact einsum."""
+    # Each operand is divided by a scale that maps the largest absolute value along the contracted
+    # axes to the largest number of the format; then it is rounded. The matmul runs in the format
+    # and sums in int32 or float32. The gradient is the one of the einsum without rounding: the
+    # straight-through estimator. "fp8" is float8_e4m3fn: 4 bits of exponent, 3 of mantissa.
+    # Jacob et al., "Quantization and Training of Neural Networks for Efficient
+    # Integer-Arithmetic-Only Inference" (arXiv:1712.05877), section 3; Bengio et al., "Estimating
+    # or Propagating Gradients Through Stochastic Neurons" (arXiv:1308.3432), for the estimator.
     _check_mesh(quantization)
     return _einsum(x, weight, subscripts, quantization)
 
@@ -69,33 +42,8 @@ def quantized_grouped_matmul(
     group_sizes: Int[Array, " groups"],
     quantization: Quantization,
 ) -> Float[Array, "rows outputs"]:
-    """Apply `grouped_matmul` to rows and kernels rounded to 8 bits.
-
-    Rounding and gradient are those of `quantized_einsum`. Each row has a scale of its own, and so
-    has each output of each kernel.
-
-    Args:
-        rows: `[rows, inputs]`, those of group 0 first.
-        kernels: `[groups, inputs, outputs]`.
-        group_sizes: int32 `[groups]`, the number of rows of each group.
-        quantization: "int8" or "fp8".
-
-    Returns:
-        `[rows, outputs]`, of the rows' dtype. Rows after the last group hold arbitrary values.
-
-    Raises:
-        ImportError: the package qwix, which does the rounding, is not installed.
-        ValueError: the mesh has explicit axes, which qwix does not support.
-
-    Example:
-        >>> rows, kernels = jnp.ones((3, 2)), jnp.stack([jnp.eye(2), 10 * jnp.eye(2)])
-        >>> try:
-        ...     y = quantized_grouped_matmul(rows, kernels, jnp.array([1, 2]), "int8")
-        ... except ImportError:  # fedpax was installed without fedpax[quantization]
-        ...     y = jnp.array([[1.0, 1.0], [9.9, 9.9], [9.9, 9.9]])
-        >>> [[f"{x:.1f}" for x in row] for row in y]
-        [['1.0', '1.0'], ['9.9', '9.9'], ['9.9', '9.9']]
-    """
+    """Apply `grouped_matmul` to rows and kernels rounded to 8 bits, as in `quantized_einsum`."""
+    # Each row has a scale of its own, and so has each output of each kernel.
     _check_mesh(quantization)
     return _grouped(rows, kernels, group_sizes, quantization)
 

@@ -59,23 +59,7 @@ No policy stores gathered weights: `fedpax.models.parameters.project` gathers th
 
 
 def rematerialize(step: Callable[..., Any], policy: str) -> Callable[..., Any]:
-    """Apply a rematerialization policy to the body of a scan over layers.
-
-    Args:
-        step: the body of a scan.
-        policy: a key of `POLICIES`, or "none": store all values that the backward pass needs.
-
-    Returns:
-        The body, with the same results.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> step = rematerialize(lambda x, w: (jnp.sin(x @ w), None), "full")
-        >>> jax.grad(lambda x: jax.lax.scan(step, x, jnp.ones((3, 1, 1)))[0].sum())(
-        ...     jnp.ones((1, 1))
-        ... ).shape
-        (1, 1)
-    """
+    """Apply a policy of `POLICIES` to the body of a scan over layers; "none": store all values."""
     if policy == "none":
         return step
     # prevent_cse is not needed: the scan already separates the two passes.

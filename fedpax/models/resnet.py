@@ -85,16 +85,10 @@ class ResNetConfig:
 
 
 class ResidualBlock(nnx.Module):
-    """Two 3 x 3 convolutions, each after normalization and ReLU, added to the input.
+    """Two 3 x 3 convolutions, each after normalization and ReLU, added to the input."""
 
-    Attributes:
-        norm_0: normalizes the input; None in the network's first block, whose input is normalized.
-        convolution_0: the first convolution, with the block's stride.
-        norm_1: normalizes between the convolutions.
-        convolution_1: the second convolution.
-        shortcut: a 1 x 1 convolution of the input to the output's shape; None if they are equal.
-        shortcut_norm: normalizes the shortcut.
-    """
+    # The first block of a network has no `norm_0`: its input is normalized. `shortcut` is a 1 x 1
+    # convolution of the input to the shape of the output, or None if they are equal.
 
     def __init__(
         self,

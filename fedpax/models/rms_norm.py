@@ -9,19 +9,9 @@ from jaxtyping import Array, Float
 
 
 class RMSNorm(nnx.Module):
-    """Root mean square normalization: x / sqrt(mean(x^2) + epsilon) * scale.
+    """Root mean square normalization: x / sqrt(mean(x^2) + epsilon) * scale."""
 
-    Attributes:
-        epsilon: added to the mean square.
-        scale: `[features]`, 1 at first.
-
-    Example:
-        >>> RMSNorm(2, epsilon=0.0)(jnp.array([[1.0, 7.0]]))  # mean square 25
-        Array([[0.2, 1.4]], dtype=float32)
-
-    Reference:
-        Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467).
-    """
+    # Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467).
 
     def __init__(self, features: int, *, epsilon: float):
         self.epsilon = epsilon

@@ -32,21 +32,11 @@ AttendLayer: TypeAlias = Callable[
 
 
 class Transformer(nnx.Module):
-    """A decoder-only transformer that predicts the next token.
+    """A decoder-only transformer that predicts the next token."""
 
-    The parameters of the layers are stacked and the layers run in a scan, so compile time does not
-    grow with depth.
-
-    Attributes:
-        embedding: `[vocab_size, embed_dim]`, the embedding table.
-        layers: all layers as one module with stacked parameters: `[num_layers, ...]`, or for a
-            pipeline with repeats `[repeats, num_layers / repeats, ...]`, in the same order.
-        final_norm: normalizes the output of the last layer.
-        output: `[vocab_size, embed_dim]`, the output projection; absent with tied embeddings.
-
-    Raises:
-        ValueError: `config.dtype` needs JAX's 64-bit mode, which is off.
-    """
+    # The parameters of the layers are stacked and the layers run in a scan, so compile time does
+    # not grow with depth: `[num_layers, ...]`, or for a pipeline with repeats `[repeats, num_layers
+    # / repeats, ...]`, in the same order.
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         _check_dtype(config)
@@ -70,18 +60,10 @@ class Transformer(nnx.Module):
         segments: Int[Array, "batch seq"] | None = None,
         positions: Int[Array, "batch seq"] | None = None,
     ) -> Float[Array, "batch seq vocab"]:
-        """Compute the logits of each next token.
-
-        Args:
-            tokens: int32 `[batch, seq_len]`.
-            segments: int32 `[batch, seq_len]`, the document of each token in a packed sequence. A
-                token attends to its own document alone. Default None: one document per row.
-            positions: int32 `[batch, seq_len]`, the position of each token in its document.
-                Default None: the position in the row.
-
-        Returns:
-            Logits, float32 `[batch, seq_len, vocab_size]`.
-        """
+        """Compute the logits of each next token, float32 `[batch, seq_len, vocab_size]`."""
+        # `segments` has the document of each token in a packed sequence: a token attends to its own
+        # document alone. Default None: one document per row. `positions` are positions in the
+        # documents. Default None: positions in the row.
         features, _ = self.hidden(tokens, segments, positions)
         return self.logits(features)
 
@@ -91,17 +73,8 @@ class Transformer(nnx.Module):
         segments: Int[Array, "batch seq"] | None = None,
         positions: Int[Array, "batch seq"] | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], dict[str, Float[Array, ""]]]:
-        """Compute the features before the output projection; logits are much larger.
-
-        Args:
-            tokens: as in `__call__`.
-            segments: as in `__call__`.
-            positions: as in `__call__`.
-
-        Returns:
-            Normalized features `[batch, seq_len, embed_dim]` in the layers' dtype, and the
-            auxiliary losses, float32 scalars by name, summed over layers.
-        """
+        """Compute normalized features before the output projection; logits are much larger."""
+        # Auxiliary losses are float32 scalars by name, summed over layers.
         config = self.config
         graph, stacked = nnx.split(self.layers)
 
@@ -168,19 +141,9 @@ class Transformer(nnx.Module):
         attend: AttendLayer,
         caches: chex.ArrayTree = None,
     ) -> tuple[Float[Array, "batch seq embed"], chex.ArrayTree]:
-        """Run the layers one after another, each with a key-value cache of its own.
-
-        Args:
-            x: `[batch, seq_len, embed_dim]`.
-            rotation: the result of `rotation`.
-            attend: `attend(cache, query, key, value)` returns the result of attention and the
-                cache entry of the layer.
-            caches: a pytree with a leading axis of layers. Default None: no cache.
-
-        Returns:
-            x after all layers, not normalized, and the cache entries, with a leading axis of
-            layers.
-        """
+        """Run the layers one after another, each with a key-value cache of its own."""
+        # `caches` and the entries that are returned have a leading axis of layers. Features are not
+        # normalized.
         graph, stacked = nnx.split(self.layers)
         if self.config.num_pipeline_repeats > 1:
             stacked = jax.tree.map(lambda p: p.reshape(-1, *p.shape[2:]), stacked)

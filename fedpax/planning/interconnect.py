@@ -96,7 +96,7 @@ def min_seconds(
     # - an all-reduce takes both, 2 (n - 1) / n b / w;
     # - a collective-permute takes b / w;
     # - an all-to-all is limited by the links in the middle of the longest dimension: n b / 8 over
-    # one direction of a link on a ring, n b / 4 on a line.
+    #   one direction of a link on a ring, n b / 4 on a line.
     # A ring uses both directions of its links. On a line, everything that the last chip receives
     # arrives in one direction. Between slices, n is the number of slices, and the participating
     # chips of a slice each send a part. Latency is not counted.

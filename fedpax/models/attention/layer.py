@@ -50,10 +50,7 @@ class Attention(nnx.Module):
         quantization: Quantization = "none",
         rngs: nnx.Rngs,
     ):
-        """Initialize with variance 1 / fan-in; multiply the output projection by `output_scale`.
-
-        `qk_norm_eps` is the epsilon of QK-Norm. Default None: no QK-Norm.
-        """
+        """Initialize with variance 1 / fan-in; multiply the output projection by `output_scale`."""
         self.quantization, self.qk_norm = quantization, qk_norm_eps is not None
         if qk_norm_eps is not None:
             self.query_norm = RMSNorm(head_dim, epsilon=qk_norm_eps)
@@ -79,18 +76,7 @@ class Attention(nnx.Module):
         rotation: tuple[jax.Array, jax.Array],
         attend: AttentionFn,
     ) -> tuple[Float[Array, "batch seq embed"], chex.ArrayTree]:
-        """Attend within each row of x.
-
-        Args:
-            x: `[batch, seq_len, embed_dim]`.
-            rotation: cosines and sines from `rotary`.
-            attend: `attend(query, key, value)`, called with the rotated queries
-                `[batch, seq_len, num_heads, head_dim]` and keys, and the values, both
-                `[batch, seq_len, num_kv_heads, head_dim]`.
-
-        Returns:
-            The output, of x's shape, and the cache entry that `attend` returned.
-        """
+        """Attend within each row of x."""
         query = project("btw,whd->bthd", x, self.query, quantization=self.quantization)
         key = project("btw,whd->bthd", x, self.key, quantization=self.quantization)
         value = project("btw,whd->bthd", x, self.value, quantization=self.quantization)

@@ -164,47 +164,28 @@ _attention.defvjp(_forward, _backward)
 
 
 class _Queries(NamedTuple):
-    """Queries of a device; they stay there.
+    """Queries of a device; they stay there."""
 
-    Attributes:
-        query: `[batch, tokens, groups, heads per group, head_dim]`.
-        segments: `[batch, tokens]`, or None.
-        positions: positions in the sequence, `[1, tokens]`.
-    """
-
-    query: jax.Array
-    segments: jax.Array | None
-    positions: jax.Array
+    query: jax.Array  # `[batch, tokens, groups, heads per group, head_dim]`
+    segments: jax.Array | None  # `[batch, tokens]`, or None
+    positions: jax.Array  # positions in the sequence, `[1, tokens]`
 
 
 class _Keys(NamedTuple):
-    """Keys and values, which go around the ring; each device computes their positions.
+    """Keys and values, which go around the ring; each device computes their positions."""
 
-    Attributes:
-        key: `[batch, tokens, groups, head_dim]`.
-        value: `[batch, tokens, groups, head_dim]`.
-        segments: `[batch, tokens]`, or None.
-        positions: positions in the sequence, `[1, tokens]`.
-    """
-
-    key: jax.Array
-    value: jax.Array
-    segments: jax.Array | None
-    positions: jax.Array
+    key: jax.Array  # `[batch, tokens, groups, head_dim]`
+    value: jax.Array  # `[batch, tokens, groups, head_dim]`
+    segments: jax.Array | None  # `[batch, tokens]`, or None
+    positions: jax.Array  # positions in the sequence, `[1, tokens]`
 
 
 class _Softmax(NamedTuple):
-    """Running softmax over the keys seen so far, times their values.
+    """Running softmax over the keys seen so far, times their values."""
 
-    Attributes:
-        largest: largest score of each query, `[batch, groups, heads per group, tokens]`.
-        total: sum of exp(score - largest), same shape.
-        out: sum of exp(score - largest) value, same shape with head_dim behind.
-    """
-
-    largest: jax.Array
-    total: jax.Array
-    out: jax.Array
+    largest: jax.Array  # largest score of each query, `[batch, groups, heads per group, tokens]`
+    total: jax.Array  # sum of exp(score - largest), same shape
+    out: jax.Array  # sum of exp(score - largest) value, same shape with head_dim behind
 
 
 def _forward_on_device(
@@ -273,19 +254,13 @@ def _forward_on_device(
 
 
 class _Rows(NamedTuple):
-    """Queries and the values that their derivatives need.
-
-    Attributes:
-        queries: the queries.
-        gradient: gradient with respect to their outputs, of the shape of `queries.query`.
-        logarithm: log of the softmax denominator, `[batch, tokens, groups, heads per group]`.
-        mean: weighted mean of the weights' cotangents, same shape.
-    """
+    """Queries and the values that their derivatives need."""
 
     queries: _Queries
-    gradient: jax.Array
+    gradient: jax.Array  # gradient with respect to their outputs, of the shape of `queries.query`
+    # Log of the softmax denominator, `[batch, tokens, groups, heads per group]`.
     logarithm: jax.Array
-    mean: jax.Array
+    mean: jax.Array  # weighted mean of the weights' cotangents, same shape
 
 
 def _backward_on_device(ring: Ring, block: int, *shards: jax.Array | None) -> tuple[jax.Array, ...]:

@@ -144,10 +144,8 @@ def _local_attention(
 
 
 def _model_axes() -> set[str]:
-    """Return the mesh axes that shard a model, or have size 1, and are not manual already.
-
-    A kernel compiles only where all mesh axes are manual.
-    """
+    """Return the mesh axes that shard a model, or have size 1, and are not manual already."""
+    # A kernel compiles only where all mesh axes are manual.
     mesh = jax.sharding.get_abstract_mesh()
     ruled = {axis for axes in RULES.values() for axis in _names(axes)}
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)

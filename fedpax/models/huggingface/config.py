@@ -14,22 +14,13 @@ Entries: TypeAlias = Mapping[str, Any]
 
 
 class Family(NamedTuple):
-    """A model family of transformers.
+    """A model family of transformers."""
 
-    Attributes:
-        architecture: name of the class in transformers.
-        num_kv_heads: default of num_key_value_heads. None: num_attention_heads.
-        norm_eps: default of rms_norm_eps.
-        rope_base: default of rope_theta.
-        head_dim: default of head_dim. None: hidden_size / num_attention_heads.
-        sliding_window: default of sliding_window.
-    """
-
-    architecture: str
-    num_kv_heads: int | None
+    architecture: str  # name of the class in transformers
+    num_kv_heads: int | None  # default of num_key_value_heads. None: num_attention_heads
     norm_eps: float = 1e-6
     rope_base: float = 10_000.0
-    head_dim: int | None = None
+    head_dim: int | None = None  # default of head_dim. None: hidden_size / num_attention_heads
     sliding_window: int | None = None
 
 
@@ -78,24 +69,7 @@ LLAMA3_ROPE: Mapping[str, float] = {"low_freq_factor": 1.0, "high_freq_factor": 
 
 
 def from_entries(entries: Entries, source: str) -> TransformerConfig:
-    """Convert the entries of config.json.
-
-    Args:
-        entries: the entries.
-        source: name of the file, for messages.
-
-    Returns:
-        The configuration. `dtype` is the dtype of the entries, float32 in place of float16.
-
-    Raises:
-        ValueError: an entry is missing or malformed, or needs a feature that the transformer does
-            not have.
-
-    Example:
-        >>> config = TransformerConfig(scale_embeddings=False, qk_norm=True)
-        >>> from_entries(to_entries(config, "float32"), "config.json") == config
-        True
-    """
+    """Convert the entries of config.json; `dtype` is theirs, float32 in place of float16."""
     read = _Reader(entries, source)
     model_type = entries.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -140,24 +114,9 @@ def from_entries(entries: Entries, source: str) -> TransformerConfig:
 
 
 def to_entries(config: TransformerConfig, dtype: str) -> dict[str, Any]:
-    """Convert a configuration to the entries of config.json.
-
-    Args:
-        config: the configuration.
-        dtype: dtype of the weights in the folder.
-
-    Returns:
-        The entries. The model type is the family that has the configuration's features: mixtral
-        with experts, qwen3 with QK-Norm, mistral with a sliding window, else llama.
-
-    Raises:
-        ValueError: no family has the features.
-
-    Example:
-        >>> config = TransformerConfig(scale_embeddings=False, sliding_window=16)
-        >>> to_entries(config, "float32")["architectures"]
-        ['MistralForCausalLM']
-    """
+    """Convert a configuration to the entries of config.json."""
+    # The model type is the family that has the configuration's features: mixtral with experts,
+    # qwen3 with QK-Norm, mistral with a sliding window, else llama.
     for name, value in SUPPORTED_FIELDS.items():
         if getattr(config, name) != value:
             raise ArgumentError(
@@ -224,12 +183,7 @@ def dtype_entries(dtype: str) -> dict[str, str]:
 
 
 def differing_fields(first: TransformerConfig, second: TransformerConfig) -> list[str]:
-    """Name the fields in which two configurations describe different models.
-
-    Example:
-        >>> differing_fields(TransformerConfig(remat="full"), TransformerConfig(vocab_size=300))
-        ['vocab_size']
-    """
+    """Name the fields in which two configurations describe different models."""
     first, second = (_without_ineffective(config) for config in (first, second))
     return [
         field.name

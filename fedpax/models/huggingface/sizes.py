@@ -29,16 +29,7 @@ _MOST_HEADER_BYTES = 100_000_000  # as safetensors has it
 
 
 def check_entries(entries: Mapping[str, Any], source: str, folder: Path) -> None:
-    """Compare the sizes in config.json with the folder's tensors, as far as it has both.
-
-    Args:
-        entries: the entries.
-        source: the name of their file, for the message.
-        folder: the folder. Without safetensors files, nothing is compared.
-
-    Raises:
-        ValueError: a size differs. The message names the entry, its value and the tensors' size.
-    """
+    """Compare the sizes in config.json with the folder's tensors, as far as it has both."""
     if not any((folder / name).is_file() for name in (SINGLE_FILE, INDEX)):
         return
     names, shapes = _stored_tensors(folder)

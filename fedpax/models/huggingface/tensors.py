@@ -18,37 +18,26 @@ Bounds: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class TensorLayout(NamedTuple):
-    """The place of one layer (of one expert) of a parameter in a tensor.
+    """The place of one layer (of one expert) of a parameter in a tensor."""
 
-    A linear layer's tensor in PyTorch is `[outputs, inputs]`, and its heads are merged with their
-    features.
+    # A linear layer's tensor in PyTorch is `[outputs, inputs]`, and its heads are merged with their
+    # features.
 
-    Attributes:
-        name: name of the tensor, with {layer} and {expert}.
-        axes: the parameter's axes in the order of the tensor.
-        num_row_axes: number of these axes that the tensor merges to its first axis; it merges the
-            rest to its second.
-    """
-
-    name: str
-    axes: Index
+    name: str  # name of the tensor, with {layer} and {expert}
+    axes: Index  # the parameter's axes in the order of the tensor
+    # Number of these axes that the tensor merges to its first axis; it merges the rest to its
+    # second.
     num_row_axes: int = 1
 
 
 class StoredParameter(NamedTuple):
-    """A parameter of the transformer and the tensors that hold it.
+    """A parameter of the transformer and the tensors that hold it."""
 
-    Attributes:
-        layout: layout of each tensor.
-        shape: shape of the parameter, with the stacked axes.
-        num_layer_axes: leading axes of layers: 0 outside of the layers, 2 with pipeline repeats.
-        num_expert_axes: 1 for the experts of a mixture, behind the axes of layers.
-    """
-
-    layout: TensorLayout
-    shape: tuple[int, ...]
+    layout: TensorLayout  # layout of each tensor
+    shape: tuple[int, ...]  # shape of the parameter, with the stacked axes
+    # Leading axes of layers: 0 outside of the layers, 2 with pipeline repeats.
     num_layer_axes: int = 0
-    num_expert_axes: int = 0
+    num_expert_axes: int = 0  # 1 for the experts of a mixture, behind the axes of layers
 
     @property
     def stack_shape(self) -> tuple[int, ...]:
@@ -93,15 +82,7 @@ class StoredParameter(NamedTuple):
         return np.ascontiguousarray(transposed.reshape(self.tensor_shape))
 
     def from_tensor(self, tensor: Any, index: tuple[slice, ...]) -> np.ndarray:
-        """Read a part of one layer.
-
-        Args:
-            tensor: the tensor, or a safetensors slice; only the rows and columns in use are read.
-            index: the part, a slice with start and stop for each axis of `sizes`.
-
-        Returns:
-            The part of the parameter.
-        """
+        """Read a part of one layer; of a safetensors slice only the rows and columns in use."""
         ranges, shape, rest = [], [], []
         for first, *others in self.axis_groups:
             # A merged axis is read along its first axis; the others are selected in memory.
@@ -144,15 +125,7 @@ MIXTURE_LAYOUTS = {
 
 
 def stored_parameters(config: TransformerConfig) -> dict[str, StoredParameter]:
-    """Describe each parameter of a transformer by its path, such as "layers.attention.query".
-
-    Example:
-        >>> query = stored_parameters(TransformerConfig())["layers.attention.query"]
-        >>> query.shape, query.tensor_shape  # layers, embed_dim, heads, head_dim
-        ((4, 192, 3, 64), (192, 192))
-        >>> query.name((3,))
-        'model.layers.3.self_attn.q_proj.weight'
-    """
+    """Describe each parameter of a transformer by its path, such as "layers.attention.query"."""
     stored = {}
     for path, leaf in flatten(jax.eval_shape(transformer(config).init, jax.random.key(0))).items():
         if not path.startswith("layers."):
@@ -168,22 +141,12 @@ def stored_parameters(config: TransformerConfig) -> dict[str, StoredParameter]:
 
 
 def bounds_of(index: Sequence[slice] | None, shape: Sequence[int]) -> Bounds:
-    """Return the bounds of a shard from its index; None is the whole array.
-
-    Example:
-        >>> bounds_of((slice(None), slice(2, 4)), (3, 8))
-        ((0, 3), (2, 4))
-    """
+    """Return the bounds of a shard from its index; None is the whole array."""
     index = (slice(None),) * len(shape) if index is None else index
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """Return the leaves of nested dicts by their dotted paths.
-
-    Example:
-        >>> flatten({"final_norm": {"scale": 1}, "embedding": 2})
-        {'embedding': 2, 'final_norm.scale': 1}
-    """
+    """Return the leaves of nested dicts by their dotted paths."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

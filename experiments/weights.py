@@ -17,7 +17,7 @@ from fedpax.models.huggingface.config import differing_fields, to_entries
 from fedpax.models.huggingface.reading import CONFIG
 from fedpax.models.transformer import TransformerConfig
 from fedpax.paths import expand_home
-from fedpax.training.frozen_params import StoredParams
+from fedpax.training.stored_params import StoredParams
 
 TOKENIZER, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
 # Files that transformers reads beside the tokenizer's.

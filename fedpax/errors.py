@@ -36,3 +36,7 @@ class MissingPackageError(FedpaxError, ImportError):
 
 class ConfigurationError(FedpaxError):
     """A configuration that cannot be written, read or resumed; the message names the remedy."""
+
+
+class UsageError(FedpaxError):
+    """A command line that cannot be executed; the message names the remedy."""

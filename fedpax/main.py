@@ -18,7 +18,7 @@ from fedpax.console import (
 )
 from fedpax.errors import ArgumentError, ArgumentTypeError, FedpaxError, MissingPackageError
 from fedpax.files import describe_no_permission
-from fedpax.training.preemption import delay_interrupts, exit_on_signals
+from fedpax.preemption import delay_interrupts, exit_on_signals
 
 USAGE = """\
 fedpax: federated and multi-island training on JAX
@@ -245,7 +245,7 @@ def _check_words(argv: Sequence[str]) -> list[str]:
     wrong = [word for word in argv if not isinstance(word, str)] if is_list else [argv]
     if not wrong:
         return list(argv)
-    from fedpax.commands import UsageError
+    from fedpax.errors import UsageError
 
     shown = repr(argv) if isinstance(argv, str) else f"a {type(wrong[0]).__name__}"
     raise UsageError(
@@ -276,7 +276,7 @@ def _run(arguments: list[str]) -> int:
         return 0
     # Here, because the command's imports take seconds: signals are handled by now.
     if command not in COMMANDS:
-        from fedpax.commands import UsageError
+        from fedpax.errors import UsageError
         from fedpax.experiments.catalog import did_you_mean
 
         raise UsageError(

@@ -21,7 +21,7 @@ import pytest
 import fedpax
 import fedpax.algorithms
 import fedpax.experiments
-from fedpax.commands.options import override
+from fedpax.commands.parts.options import override
 from fedpax.experiments.catalog import experiments
 from fedpax.parallel.mesh import default_devices
 

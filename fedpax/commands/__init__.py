@@ -3,8 +3,6 @@
 A module has a function that executes its command, and, if the command has flags, `define_flags`.
 """
 
-from fedpax.errors import FedpaxError
-
 COMMANDS = {
     "list": "fedpax.commands.list_experiments:list_experiments",
     "train": "fedpax.commands.train:train",
@@ -22,7 +20,3 @@ COMMANDS = {
     "completion": "fedpax.commands.completion:completion",
 }
 """The function that executes each command: its module, which is imported when it runs, and name."""
-
-
-class UsageError(FedpaxError):
-    """A command line that cannot be executed; the message names the remedy."""

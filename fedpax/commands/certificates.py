@@ -5,8 +5,8 @@ from pathlib import Path
 
 from absl import flags
 
-from fedpax.commands import UsageError
-from fedpax.commands.options import did_you_mean_flag, parse
+from fedpax.commands.parts.options import did_you_mean_flag, parse
+from fedpax.errors import UsageError
 
 
 def certificates(arguments: Sequence[str]) -> int:

@@ -11,8 +11,8 @@ from absl import flags
 
 from fedpax.algorithm import RESERVED_METRICS
 from fedpax.checkpoints.saved_rounds import check_latest_round
-from fedpax.commands.devices import num_cores
-from fedpax.commands.options import (
+from fedpax.commands.parts.devices import num_cores
+from fedpax.commands.parts.options import (
     UsageError,
     allowed_changes,
     check_job_log_dir,
@@ -22,12 +22,13 @@ from fedpax.commands.options import (
     metric_names_of,
     parse,
 )
-from fedpax.commands.saved_run import build_run
+from fedpax.commands.parts.saved_run import build_run
 from fedpax.console import print_error, print_line
 from fedpax.errors import ConfigurationError
 from fedpax.experiments.catalog import expand_groups, group_or_none
 from fedpax.parallel.mesh_rule import simulated_count
 from fedpax.paths import split_list
+from fedpax.preemption import run_subprocess
 from fedpax.reports.comparison import write_comparison
 from fedpax.reports.target import (
     Course,
@@ -39,8 +40,7 @@ from fedpax.reports.target import (
 from fedpax.run_files.metrics import describe_damage, read_metrics, select
 from fedpax.run_files.paths import latest_round, refuse_checkpoint_dir, resolve_job_log_dir
 from fedpax.training.experiment import Experiment
-from fedpax.training.job_dir import check_configuration, check_field_names
-from fedpax.training.preemption import run_subprocess
+from fedpax.training.resume_checks import check_configuration, check_field_names
 
 
 def compare(arguments: Sequence[str]) -> int:

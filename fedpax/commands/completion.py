@@ -14,7 +14,8 @@ from typing import Any
 
 from absl import flags
 
-from fedpax.commands import COMMANDS, UsageError
+from fedpax.commands import COMMANDS
+from fedpax.errors import UsageError
 from fedpax.experiments.catalog import experiments
 from fedpax.experiments.listing import GROUPS
 from fedpax.experiments.settings import Settings

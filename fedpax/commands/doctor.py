@@ -75,7 +75,7 @@ def doctor(arguments: Sequence[str]) -> int:
         UsageError: there is an argument.
     """
     if arguments:
-        from fedpax.commands import UsageError
+        from fedpax.errors import UsageError
 
         raise UsageError(
             f"`fedpax doctor` got {arguments[0]!r}, expected no arguments. Leave it out."
@@ -158,7 +158,7 @@ def _numbers(version: str) -> list[int]:
 def _devices() -> str:
     import jax
 
-    from fedpax.commands.devices import skip_absent_tpus
+    from fedpax.commands.parts.devices import skip_absent_tpus
 
     skip_absent_tpus()
     kinds = [device.device_kind for device in jax.devices()]
@@ -167,7 +167,7 @@ def _devices() -> str:
 
 
 def _cores() -> str:
-    from fedpax.commands.devices import num_cores
+    from fedpax.commands.parts.devices import num_cores
 
     return str(num_cores())
 
@@ -175,7 +175,7 @@ def _cores() -> str:
 def _cache() -> str:
     import jax
 
-    from fedpax.commands.compilation_cache import enable_compilation_cache
+    from fedpax.commands.parts.compilation_cache import enable_compilation_cache
 
     enable_compilation_cache()
     if not jax.config.values["jax_enable_compilation_cache"]:

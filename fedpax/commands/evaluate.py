@@ -8,9 +8,8 @@ from typing import Any
 import jax
 from absl import flags
 
-from fedpax.commands import UsageError
-from fedpax.commands.options import output_file, parse
-from fedpax.commands.saved_run import (
+from fedpax.commands.parts.options import output_file, parse
+from fedpax.commands.parts.saved_run import (
     build_run,
     checkpoint_round,
     define_saved_run_flags,
@@ -18,6 +17,7 @@ from fedpax.commands.saved_run import (
     read_saved_run,
 )
 from fedpax.console import print_error, print_line
+from fedpax.errors import UsageError
 from fedpax.reports.client_report import clients_json, format_clients, plot_clients
 from fedpax.run_files.paths import write_atomically
 from fedpax.run_files.quantiles import with_quantiles

@@ -11,9 +11,8 @@ from absl import flags
 from fedpax.algorithm import Params
 from fedpax.checkpoints.exports import FILE_WRITERS, LAST_FILE, write_orbax
 from fedpax.checkpoints.object_store import rename_folder
-from fedpax.commands import UsageError
-from fedpax.commands.options import parse
-from fedpax.commands.saved_run import (
+from fedpax.commands.parts.options import parse
+from fedpax.commands.parts.saved_run import (
     SavedRun,
     build_run,
     checkpoint_round,
@@ -22,6 +21,7 @@ from fedpax.commands.saved_run import (
     read_saved_run,
 )
 from fedpax.console import print_error, print_line
+from fedpax.errors import UsageError
 from fedpax.experiments.language_model import LanguageModelExperiment
 from fedpax.experiments.weights import huggingface_obstacle
 from fedpax.run_files.configuration import write_configuration

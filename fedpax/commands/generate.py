@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from fedpax.commands import UsageError
-from fedpax.commands.options import parse
-from fedpax.commands.saved_run import (
+from fedpax.commands.parts.options import parse
+from fedpax.commands.parts.saved_run import (
     build_run,
     checkpoint_round,
     define_saved_run_flags,
@@ -19,6 +18,7 @@ from fedpax.commands.saved_run import (
     read_saved_run,
 )
 from fedpax.console import print_error, print_line
+from fedpax.errors import UsageError
 from fedpax.experiments.language_model import LanguageModelExperiment
 from fedpax.models.generation import generate as generate_tokens
 from fedpax.run_files.integers import LARGEST_ROUND as LARGEST

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import jax
 from absl import flags
 
-from fedpax.commands.compilation_cache import enable_compilation_cache
-from fedpax.commands.options import (
+from fedpax.commands.parts.compilation_cache import enable_compilation_cache
+from fedpax.commands.parts.options import (
     UsageError,
     allowed_changes,
     define_training_flags,
     parse_run,
 )
-from fedpax.commands.processes import (
+from fedpax.commands.parts.processes import (
     define_process_flags,
     leave_on_failure,
     provide_processes,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from fedpax.commands import UsageError
+from fedpax.errors import UsageError
 from fedpax.experiments.catalog import expand_groups, group_or_none
 from fedpax.experiments.listing import EXPERIMENTS, GROUPS
 

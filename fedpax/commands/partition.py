@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from fedpax.commands import UsageError
-from fedpax.commands.options import configure, output_file, parse
+from fedpax.commands.parts.options import configure, output_file, parse
 from fedpax.console import print_line
 from fedpax.data import partition_statistics, plot_partition
+from fedpax.errors import UsageError
 
 
 def partition(arguments: Sequence[str]) -> int:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from fedpax.commands import UsageError
-from fedpax.commands.options import configure, output_file, parse
+from fedpax.commands.parts.options import configure, output_file, parse
 from fedpax.console import print_error
+from fedpax.errors import UsageError
 from fedpax.planning import (
     MemoryOverflowError,
     find_topology,

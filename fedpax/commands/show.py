@@ -7,17 +7,16 @@ from typing import Any
 
 from absl import flags
 
-from fedpax.commands import UsageError
-from fedpax.commands.options import (
+from fedpax.commands.parts.options import (
     define_metric_flag,
     did_you_mean_flag,
     metric_names_of,
     output_file,
     parse,
 )
-from fedpax.commands.saved_run import existing_folder
+from fedpax.commands.parts.saved_run import existing_folder
 from fedpax.console import print_error, print_line
-from fedpax.errors import ConfigurationError
+from fedpax.errors import ConfigurationError, UsageError
 from fedpax.paths import split_list
 from fedpax.reports.metric_table import check_metrics, format_metrics
 from fedpax.reports.plot import Axis, plot_losses
@@ -25,7 +24,7 @@ from fedpax.reports.run_report import format_goodput, format_reports, holds_run,
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.run_files.paths import is_remote, resolve_job_log_dir
 from fedpax.sites.syncer.island_table import format_islands, read_islands
-from fedpax.training.job_dir import is_in_use
+from fedpax.training.job_dir_lock import is_in_use
 
 
 def show(arguments: Sequence[str]) -> int:

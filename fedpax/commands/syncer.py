@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from fedpax.commands.options import (
+from fedpax.commands.parts.options import (
     UsageError,
     allowed_changes,
     define_training_flags,
@@ -31,7 +31,7 @@ def syncer(arguments: Sequence[str]) -> int:
         )
     # The outer model is in the host's memory: leave accelerators to other programs.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from fedpax.commands.compilation_cache import enable_compilation_cache
+    from fedpax.commands.parts.compilation_cache import enable_compilation_cache
     from fedpax.sites.syncer.run_syncer import run_syncer
 
     enable_compilation_cache()

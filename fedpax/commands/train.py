@@ -1,26 +1,27 @@
 """`fedpax train`: train an experiment in a folder, or resume the run that the folder holds."""
 
+import functools
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 from absl import flags
 
-from fedpax.commands.compilation_cache import enable_compilation_cache
-from fedpax.commands.elastic import define_elastic_flags, train_elastically
-from fedpax.commands.options import (
-    allowed_changes,
-    define_training_flags,
-    parse_run,
-)
-from fedpax.commands.processes import (
+from fedpax.commands.parts.compilation_cache import enable_compilation_cache
+from fedpax.commands.parts.fitting_mesh import fit_mesh, island_numbers, processes_per_island
+from fedpax.commands.parts.options import allowed_changes, define_training_flags, parse_run
+from fedpax.commands.parts.processes import (
     define_process_flags,
     leave_on_failure,
     provide_processes,
 )
-from fedpax.commands.training_process import end_with_supervisor
 from fedpax.console import print_line
 from fedpax.elastic.membership import find_membership
+from fedpax.elastic.supervisor import ElasticOptions, supervise
+from fedpax.elastic.training_process import end_with_supervisor
+from fedpax.run_files.paths import folder_of_checkpoints
+from fedpax.training.experiment import Experiment
 from fedpax.training.trainer import TrainingResult
 from fedpax.training.trainer import train as train_experiment
 
@@ -36,7 +37,7 @@ def train(arguments: Sequence[str]) -> int:
     """
     options, experiment, folder = parse_run("train", arguments, define_flags)
     if options.elastic:
-        return train_elastically(options, experiment, folder, arguments)
+        return _train_elastically(options, experiment, folder, arguments)
     membership = find_membership()
     if membership is not None:
         end_with_supervisor()
@@ -68,6 +69,49 @@ def define_flags(options: flags.FlagValues) -> None:
     )
     define_process_flags(options)
     define_elastic_flags(options)
+
+
+def define_elastic_flags(options: flags.FlagValues) -> None:
+    """Define the flags of elastic training."""
+    flags.DEFINE_bool(
+        "elastic", False, "Train with the processes that are left.", flag_values=options
+    )
+    flags.DEFINE_enum(
+        "keeper",
+        "first",
+        ("first", "alone", "elsewhere"),
+        "The command that runs the keeper.",
+        flag_values=options,
+    )
+    flags.DEFINE_integer(
+        "copy_every", 1, "Rounds between copies in the host's memory.", 0, flag_values=options
+    )
+    flags.DEFINE_string("copy_dir", None, "A folder in the host's memory.", flag_values=options)
+
+
+def _train_elastically(
+    options: flags.FlagValues, experiment: Experiment, folder: Path, arguments: Sequence[str]
+) -> int:
+    """Supervise a training process of an experiment, configured for all processes."""
+    allowed = "mesh,islands" if hasattr(experiment, "islands") else "mesh"
+
+    def fit(
+        members: Sequence[int], num_processes: int
+    ) -> tuple[list[str], list[int] | None] | None:
+        settings = fit_mesh(experiment, len(members), num_processes)
+        if settings is None:
+            return None
+        numbers = island_numbers(experiment, members, num_processes)
+        return [*settings, f"--allow_config_change={allowed}"], numbers
+
+    return supervise(
+        folder,
+        folder_of_checkpoints(folder, experiment.training.checkpoint_dir),
+        arguments,
+        ElasticOptions(**{name: options[name].value for name in ElasticOptions._fields}),
+        fit=fit,
+        processes_per_island=functools.partial(processes_per_island, experiment),
+    )
 
 
 def describe(result: TrainingResult, rounds: int, folder: str) -> str:

@@ -13,8 +13,8 @@ import orbax.checkpoint as ocp
 
 from fedpax.algorithm import RESERVED_METRICS, Params
 from fedpax.checkpoints.saved_state import load_params
-from fedpax.commands.compilation_cache import enable_compilation_cache
-from fedpax.commands.devices import provide_devices
+from fedpax.commands.parts.compilation_cache import enable_compilation_cache
+from fedpax.commands.parts.devices import provide_devices
 from fedpax.errors import ArgumentTypeError
 from fedpax.reports.table import number_or_nan
 from fedpax.run_files.configuration import check_is_dataclass

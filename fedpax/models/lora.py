@@ -16,7 +16,7 @@ the weights.
     huggingface.save(folder, model_config, lora.merge(params, state.params, config))
 
 Under `jax.jit`, pass `params` as an argument: arrays that a jitted function closes over can become
-constants of the compiled program. `fedpax.training.frozen_params` does this in experiments.
+constants of the compiled program. `fedpax.training.stored_params` does this in experiments.
 
 Reference:
     Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685), section 4.1.

@@ -14,7 +14,7 @@ from fedpax.processes.gather import gather_json
 from fedpax.run_files.configuration import flatten, to_json
 from fedpax.run_files.paths import latest_round
 from fedpax.training.experiment import Experiment
-from fedpax.training.job_dir import LOCK
+from fedpax.training.job_dir_lock import LOCK
 
 SAME_COMMAND = (
     "Start every process with the same command and the same installation.",

@@ -7,7 +7,7 @@ from fedpax.checkpoints.saved_state import load_params
 from fedpax.errors import ConfigurationError
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.experiment import Run
-from fedpax.training.frozen_params import StoredParams
+from fedpax.training.stored_params import StoredParams
 
 
 def begin_from(run: Run, job_log_dir: str | None) -> Run:

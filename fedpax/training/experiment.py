@@ -21,10 +21,10 @@ from fedpax.run_files.configuration import write_configuration
 from fedpax.run_files.evaluations import parse_best_metric
 from fedpax.run_files.integers import check_integers
 from fedpax.training.client_metrics import ClientMetrics
-from fedpax.training.frozen_params import StoredParams
 from fedpax.training.profile import parse_profile_at
 from fedpax.training.shardings import ShardingTree
 from fedpax.training.spikes import OnSpike
+from fedpax.training.stored_params import StoredParams
 from fedpax.training.watchdog import OnHang
 
 HeldoutMetrics: TypeAlias = Mapping[str, float | jax.Array]
@@ -80,7 +80,7 @@ class Run(NamedTuple):
             read them again. Default None: make them by `init`.
         frozen: values that the round reads and does not change, such as the model below adapters.
             The round is then `(state, cohort, frozen)`, see
-            `fedpax.training.frozen_params.with_frozen_argument`. Default None: there are none.
+            `fedpax.training.stored_params.with_frozen_argument`. Default None: there are none.
         whole_model: `params -> parameters of the whole model`, where `params` are a part of them,
             such as adapters. Default None: `params` are the whole model.
         compiler_options: options of the compiler for the round, by name, such as

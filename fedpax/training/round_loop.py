@@ -9,12 +9,13 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fedpax.algorithm import State
+from fedpax.algorithm import Params, State
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.checkpoints.participant_states import ParticipantRule
 from fedpax.checkpoints.run_position import gather_stream_state, restore_stream
 from fedpax.elastic.host_copies import HostCopy
 from fedpax.elastic.membership import CopiesOfRounds, Membership
+from fedpax.preemption import PreemptionGuard
 from fedpax.processes.gather import gather_json
 from fedpax.run_files.configuration import to_json, write_configuration
 from fedpax.run_files.goodput import GoodputClock, line_values
@@ -25,12 +26,10 @@ from fedpax.training.compiled_round import (
     compile_round,
     init_state,
 )
-from fedpax.training.due_rounds import is_due, last_due_before
 from fedpax.training.early_stop import EarlyStop
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.logging import RoundLogger
 from fedpax.training.norms import FiniteCheck
-from fedpax.training.preemption import PreemptionGuard
 from fedpax.training.prefetch import Prefetch, put_on_mesh
 from fedpax.training.profile import Profile
 from fedpax.training.progress import Progress
@@ -39,7 +38,7 @@ from fedpax.training.startup_report import announce
 from fedpax.training.utilization import utilization_of
 
 
-class Changes(NamedTuple):
+class ResumeOptions(NamedTuple):
     """Allowed changes since the folder's checkpoint was saved.
 
     Attributes:
@@ -67,7 +66,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         checkpoints: the checkpoints in the folder.
         progress: the progress that the user sees.
         clock: the clock that counts the run's time.
-        changes: the allowed changes since the checkpoint was saved.
+        options: the allowed changes since the checkpoint was saved.
         early_stop: decides after evaluations what to save, and when to stop.
         copy: this process's copy of the state, to begin from. Default None: the checkpoint.
 
@@ -86,14 +85,14 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         checkpoints: Checkpoints,
         progress: Progress,
         clock: GoodputClock,
-        changes: Changes,
+        options: ResumeOptions,
         early_stop: EarlyStop,
         copy: HostCopy | None = None,
     ) -> None:
         self._experiment, self._training = experiment, experiment.training
         self._run, self._folder, self._exp = run, folder, exp
         self._checkpoints, self._progress, self._clock = checkpoints, progress, clock
-        self._changes, self._early_stop = changes, early_stop
+        self._options, self._early_stop = options, early_stop
         self._configuration = to_json(experiment)
         training = self._training
         self._saving_periods = (
@@ -103,7 +102,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         )
         self._skips = self._training.on_spike == "skip"
         self._replicated = NamedSharding(run.mesh, PartitionSpec())
-        self._copy, self._copies = copy, CopiesOfRounds(changes.membership)
+        self._copy, self._copies = copy, CopiesOfRounds(options.membership)
         self.done = self._first = (checkpoints.latest_round() or 0) if copy is None else copy.round
         self._current = self._first + 1
         self._dispatched = self._first  # unlike `done`, it never decreases
@@ -113,6 +112,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         # Taken before any cohort is drawn: the position of round 0, for a roll back to it.
         rolls_back = self._training.on_spike == "roll_back" or copy is not None
         self._beginning = gather_stream_state(run.cohorts.get_state()) if rolls_back else None
+        self._utilization = utilization_of(run)
         self._resources = ExitStack()
 
     @property
@@ -135,12 +135,24 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
 
         Raises:
             DamagedCheckpointError: the checkpoint is damaged.
-            ValueError: the algorithm breaks its contract.
+            ArgumentError: the algorithm breaks its contract.
         """
-        run, training = self._run, self._training
-        primary = jax.process_index() == 0
         self._resources = ExitStack()
-        enter = self._resources.enter_context
+        self._read_metrics()
+        self._open_data()
+        # Before the compilation, which takes long: these folders can be missing or damaged.
+        initial = None if self.done or self._run.initial is None else self._run.initial.load()
+        if self._compiled is None:
+            self._compile()
+        state = self._restore(self._compiled_round, initial)
+        if state is None:
+            self._restart_from_checkpoint()
+        else:
+            self._open(state)
+
+    def _read_metrics(self) -> None:
+        """Read the metrics that are kept, and the spikes and evaluations among them."""
+        training, primary = self._training, jax.process_index() == 0
         self._metrics = MetricsWriter(self._folder, after=self.done, enabled=primary)
         if jax.process_count() > 1:  # hosts need not share the folder
             self._metrics.kept = gather_json(self._metrics.kept if primary else [])[0]
@@ -152,51 +164,52 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
             deviations=training.spike_deviations,
             limit=training.spike_limit,
         )
+
+    def _open_data(self) -> None:
+        """Move the data to round `done`, and start to draw the cohorts that are left."""
         self._move_stream()
-        rounds_left = training.rounds - self.done
-        self._prefetch = enter(Prefetch(run.cohorts, run.resolved_shardings.cohort, rounds_left))
-        cohort = self._prefetch.peek()
-        is_first = self._compiled is None
-        utilization = utilization_of(run)
-        if is_first:
-            participants = jax.tree.leaves(cohort)[0].shape[0]
-            announce(
-                self._progress,
-                self._experiment,
-                run,
-                participants,
-                self._folder,
-                self.done,
-                utilization,
-            )
-            # Before the compilation, which takes long: these folders can be missing or damaged.
-            self._frozen = () if run.frozen is None else (run.frozen.load(),)
-        initial = None if self.done or run.initial is None else run.initial.load()
-        if is_first:
-            self._progress.note("compiling")
-            self._first_cohort = jax.tree.map(jax.typeof, cohort)
-            self._compiled = compile_round(
-                run,
-                cohort,
-                skip_spikes=self._skips,
-                update_norm=training.update_norm,
-            )
-        compiled = self._compiled
-        assert compiled is not None
+        rounds_left = self._training.rounds - self.done
+        prefetch = Prefetch(self._run.cohorts, self._run.resolved_shardings.cohort, rounds_left)
+        self._prefetch = self._resources.enter_context(prefetch)
+
+    def _compile(self) -> None:
+        """Announce the run, load its frozen values, and compile its round for the next cohort."""
+        run, cohort = self._run, self._prefetch.peek()
+        announce(
+            self._progress,
+            self._experiment,
+            run,
+            jax.tree.leaves(cohort)[0].shape[0],
+            self._folder,
+            self.done,
+            self._utilization,
+        )
+        self._frozen = () if run.frozen is None else (run.frozen.load(),)
+        self._progress.note("compiling")
+        self._first_cohort = jax.tree.map(jax.typeof, cohort)
+        self._compiled = compile_round(
+            run, cohort, skip_spikes=self._skips, update_norm=self._training.update_norm
+        )
+
+    @property
+    def _compiled_round(self) -> CompiledRound:
+        assert self._compiled is not None
+        return self._compiled
+
+    def _restore(self, compiled: CompiledRound, initial: Params | None) -> State | None:
+        """Restore or make the state of round `done`; None if copies lack a part of it."""
         if self._copy is not None:
-            assert self._changes.membership is not None
-            state = self._changes.membership.restore(self._copy, compiled.state)
-            if state is None:
-                self._restart_from_checkpoint()
-                return
-            self._state = state
-        elif self.done:
-            self._state = self._restore_state(compiled)
-        else:
-            self._state = init_state(run, compiled, training.seed, initial)
-        self._finite = FiniteCheck(self._state)
-        # Only now, because a run that cannot train must not write into the folder.
-        enter(self._metrics)
+            assert self._options.membership is not None
+            return self._options.membership.restore(self._copy, compiled.state)
+        if self.done:
+            return self._restore_checkpoint(compiled)
+        return init_state(self._run, compiled, self._training.seed, initial)
+
+    def _open(self, state: State) -> None:
+        """Open the run's folder, which a run that cannot train does not change."""
+        compiled, run = self._compiled_round, self._run
+        self._state, self._finite = state, FiniteCheck(state)
+        self._resources.enter_context(self._metrics)
         self._logger = RoundLogger(
             self._metrics,
             self._progress,
@@ -204,10 +217,10 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
             history=self._history,
             items_per_round=run.items_per_round,
             bytes_across_placement=compiled.bytes_across_placement,
-            stop_on_non_finite=training.stop_on_non_finite,
-            utilization=utilization,
+            stop_on_non_finite=self._training.stop_on_non_finite,
+            utilization=self._utilization,
         )
-        if primary:
+        if jax.process_index() == 0:
             write_configuration(self._folder, self._experiment, self._exp)
         self._logger.log_run(compiled.num_parameters, compiled.num_participants, run.item_unit)
         self._saved = self.done
@@ -238,12 +251,12 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         now = self._configuration
         fields = (saved.keys() | now.keys()) - {"training"}
         differs = any(saved.get(field) != now.get(field) for field in fields)
-        return differs or bool(self._changes.allow_config_change)
+        return differs or bool(self._options.allow_config_change)
 
-    def _restore_state(self, compiled: CompiledRound) -> State:
-        participants, rule = compiled.num_participants, self._changes.participant_states
+    def _restore_checkpoint(self, compiled: CompiledRound) -> State:
+        participants, rule = compiled.num_participants, self._options.participant_states
         state = self._checkpoints.restore_state(compiled.state, participants, rule, self._numbers)
-        saved, membership = self._checkpoints.restore_position(), self._changes.membership
+        saved, membership = self._checkpoints.restore_position(), self._options.membership
         if membership is not None and saved.numbers is not None:
             state = membership.rejoin(state, list(saved.numbers))
         if saved.participants not in (None, participants):
@@ -255,7 +268,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
 
     @property
     def _numbers(self) -> list[int] | None:
-        membership = self._changes.membership
+        membership = self._options.membership
         return None if membership is None else membership.participants
 
     def train(self, preemption: PreemptionGuard) -> None:
@@ -286,7 +299,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
 
     def _train_rounds(self, preemption: PreemptionGuard, profile: Profile) -> None:
         training, logger, clock = self._training, self._logger, self._clock
-        assert self._compiled is not None
+        compiled = self._compiled_round
         logger.restart_clock()
         while not self._is_finished and not preemption.should_stop(self._dispatched):
             number = self._current = self.done + 1
@@ -300,9 +313,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
             check_same_types(number, cohort, self._first_cohort)
             threshold = (self._spike_threshold(number),) if self._skips else ()
             with jax.profiler.StepTraceAnnotation("round", step_num=number):
-                self._state, values = self._compiled.round(
-                    self._state, *threshold, cohort, *self._frozen
-                )
+                self._state, values = compiled.round(self._state, *threshold, cohort, *self._frozen)
             self.done = number
             self._dispatched += 1
             logger.log_round(number, values, idle_seconds=0.0 if busy else waited)
@@ -355,7 +366,6 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         return is_best
 
     def _save(self) -> None:
-        assert self._compiled is not None
         self._logger.flush()
         self._clock.enter("save")
         self._logger.check_state(self.done, self._state, self._finite)
@@ -366,7 +376,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
             self._state,
             self._stream_state,
             self._configuration,
-            self._compiled.num_participants,
+            self._compiled_round.num_participants,
             self._numbers,
         )
         self._saved = self.done
@@ -407,3 +417,37 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
     def __exit__(self, *error: Any) -> None:
         """Close the metrics and stop drawing cohorts."""
         self._resources.__exit__(*error)
+
+
+def is_due(round_number: int, rounds: int, *periods: int) -> bool:
+    """Return whether to evaluate, or to save, after a round.
+
+    Args:
+        round_number: the round.
+        rounds: the last round of the run, which is always due.
+        *periods: every multiple of a period is due. A period of 0 has none.
+
+    Example:
+        >>> [number for number in range(1, 12) if is_due(number, 11, 5, 4)]
+        [4, 5, 8, 10, 11]
+    """
+    periods = tuple(period for period in periods if period > 0)
+    return round_number == rounds or any(round_number % period == 0 for period in periods)
+
+
+def last_due_before(round_number: int, *periods: int) -> int:
+    """Return the last round before a given one that is a multiple of a period.
+
+    Args:
+        round_number: the given round.
+        *periods: the periods, in rounds. A period of 0 has no multiples.
+
+    Returns:
+        The round; 0 if there is none.
+
+    Example:
+        >>> last_due_before(10, 5, 4), last_due_before(4, 5, 4)
+        (8, 0)
+    """
+    before = range(round_number - 1, 0, -1)
+    return next((number for number in before if is_due(number, 0, *periods)), 0)

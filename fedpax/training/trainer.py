@@ -19,6 +19,7 @@ from fedpax.checkpoints.participant_states import ParticipantRule, check_rule
 from fedpax.checkpoints.saved_rounds import check_latest_round
 from fedpax.elastic.membership import Membership
 from fedpax.errors import FedpaxError
+from fedpax.preemption import PreemptionGuard
 from fedpax.run_files.configuration import read_configuration_json, write_configuration
 from fedpax.run_files.evaluations import Evaluations
 from fedpax.run_files.goodput import GoodputClock, describe_goodput
@@ -33,15 +34,15 @@ from fedpax.run_files.paths import (
 from fedpax.training.agreement import check_agreement, check_same_data
 from fedpax.training.begin_from import begin_from
 from fedpax.training.early_stop import EarlyStop
-from fedpax.training.experiment import Experiment, check_run
-from fedpax.training.job_dir import JobDirLock, check_configuration
+from fedpax.training.experiment import Experiment, Run, check_run
+from fedpax.training.job_dir_lock import JobDirLock
 from fedpax.training.logging import NonFiniteError
-from fedpax.training.preemption import PreemptionGuard
 from fedpax.training.profile import check_profile_at
 from fedpax.training.progress import Progress
-from fedpax.training.round_loop import Changes, RoundLoop
+from fedpax.training.resume_checks import check_configuration
+from fedpax.training.round_loop import ResumeOptions, RoundLoop
 from fedpax.training.spikes import RepeatedSpikesError
-from fedpax.training.unused_devices import check_processes
+from fedpax.training.startup_report import check_processes
 from fedpax.training.watchdog import Watchdog
 
 
@@ -155,91 +156,31 @@ def train(
         if (stopped := _stopped_early(experiment, folder, done)) is not None:
             check_latest_round(saved_in)
             return TrainingResult(done, True, 0, None, None, stopped)
+        options = ResumeOptions(allow_config_change, participant_states, membership)
+        job = _Job(experiment, folder, saved_in, checkpoint_dir, exp, options)
         try:
-            changes = Changes(allow_config_change, participant_states, membership)
-            return _train(experiment, folder, saved_in, checkpoint_dir, exp, changes)
+            return _train(job)
         except Exception as error:
             if (reason := _storage_failure(error, saved_in)) is None:
                 raise
             raise StorageError(_stopped(exp, experiment, saved_in, *reason)) from error
 
 
-def _train(
-    experiment: Experiment,
-    folder: Path,
-    saved_in: Path,
-    checkpoint_dir: CheckpointDir | None,
-    exp: str,
-    changes: Changes,
-) -> TrainingResult:
-    training = experiment.training
-    primary = jax.process_index() == 0
-    copy = None if changes.membership is None else changes.membership.find_copy()
-    first = (latest_round(saved_in) or 0) if copy is None else copy.round
-    lines = read_metrics(folder)
-    kept = [line for line in lines if line["round"] <= first]
-    name = exp or type(experiment).__name__
+class _Job(NamedTuple):
+    """A run to train, and where."""
+
+    experiment: Experiment
+    folder: Path
+    saved_in: Path
+    checkpoint_dir: CheckpointDir | None
+    exp: str
+    options: ResumeOptions
+
+
+def _train(job: _Job) -> TrainingResult:
+    training = job.experiment.training
     with ExitStack() as resources:
-        enter = resources.enter_context
-        clock = enter(GoodputClock(folder, after=first, lines=kept, enabled=primary))
-        run = experiment.build()
-        check_run(run, type(experiment).__name__)
-        check_processes(experiment, run)
-        run = begin_from(run, training.begin_from)
-        enter(jax.set_mesh(run.mesh))
-        if jax.process_count() > 1:  # else the data are opened while the round is compiled
-            check_same_data(run.cohorts)
-        retention = Retention(
-            training.keep_checkpoints,
-            every=training.keep_every,
-            scheduled=(
-                training.checkpoint_every if training.on_spike == "roll_back" else 0,
-                training.export_every,
-            ),
-        )
-        exports = enter(_exports(experiment, folder, saved_in, exp))
-        checkpoints = enter(
-            Checkpoints(
-                saved_in,
-                keep=retention,
-                exports=exports,
-                before_complete=None if checkpoint_dir is None else checkpoint_dir.before_complete,
-            )
-        )
-        progress = enter(
-            Progress(
-                name,
-                rounds_done=first,
-                rounds=training.rounds,
-                item_unit=run.item_unit,
-                enabled=primary,
-            )
-        )
-        if not first and (logged := max((line["round"] for line in lines), default=0)):
-            progress.note(f"no checkpoint of the {logged} logged rounds: starting from round 0")
-        loop = enter(
-            RoundLoop(
-                experiment,
-                run,
-                folder,
-                exp,
-                checkpoints=checkpoints,
-                progress=progress,
-                clock=clock,
-                changes=changes,
-                early_stop=EarlyStop(training, saved_in, retention, exports),
-                copy=copy,
-            )
-        )
-        enter(
-            Watchdog(
-                clock,
-                folder,
-                round_number=lambda: loop.current_round,
-                hang_after=training.hang_after,
-                on_hang=training.on_hang,
-            )
-        )
+        loop, checkpoints, progress, clock = _open_loop(job, resources)
         loop.start()
         # Until here there is nothing to save, and a signal stops the process immediately.
         with PreemptionGuard() as preemption:
@@ -247,7 +188,8 @@ def _train(
                 loop.train(preemption)
             except (NonFiniteError, RepeatedSpikesError) as error:
                 checkpoints.wait()
-                message = _stopped(exp, experiment, saved_in, *_reason_and_remedy(error))
+                reason = _reason_and_remedy(error)
+                message = _stopped(job.exp, job.experiment, job.saved_in, *reason)
                 raise type(error)(message) from None
         progress.note(describe_goodput(clock.seconds()))
     finished = loop.done == training.rounds or loop.stopped_early is not None
@@ -259,6 +201,84 @@ def _train(
         evaluation=loop.evaluation,
         stopped_early=loop.stopped_early,
     )
+
+
+def _open_loop(
+    job: _Job, resources: ExitStack
+) -> tuple[RoundLoop, Checkpoints, Progress, GoodputClock]:
+    """Build the run, and open what it needs from its start to its end."""
+    experiment, folder, training = job.experiment, job.folder, job.experiment.training
+    enter, primary = resources.enter_context, jax.process_index() == 0
+    membership = job.options.membership
+    copy = None if membership is None else membership.find_copy()
+    first = (latest_round(job.saved_in) or 0) if copy is None else copy.round
+    lines = read_metrics(folder)
+    kept = [line for line in lines if line["round"] <= first]
+    clock = enter(GoodputClock(folder, after=first, lines=kept, enabled=primary))
+    run = _build(experiment)
+    enter(jax.set_mesh(run.mesh))
+    if jax.process_count() > 1:  # else the data are opened while the round is compiled
+        check_same_data(run.cohorts)
+    retention = Retention(
+        training.keep_checkpoints,
+        every=training.keep_every,
+        scheduled=(
+            training.checkpoint_every if training.on_spike == "roll_back" else 0,
+            training.export_every,
+        ),
+    )
+    exports = enter(_exports(experiment, folder, job.saved_in, job.exp))
+    checkpoint_dir = job.checkpoint_dir
+    checkpoints = enter(
+        Checkpoints(
+            job.saved_in,
+            keep=retention,
+            exports=exports,
+            before_complete=None if checkpoint_dir is None else checkpoint_dir.before_complete,
+        )
+    )
+    progress = enter(
+        Progress(
+            job.exp or type(experiment).__name__,
+            rounds_done=first,
+            rounds=training.rounds,
+            item_unit=run.item_unit,
+            enabled=primary,
+        )
+    )
+    if not first and (logged := max((line["round"] for line in lines), default=0)):
+        progress.note(f"no checkpoint of the {logged} logged rounds: starting from round 0")
+    loop = enter(
+        RoundLoop(
+            experiment,
+            run,
+            folder,
+            job.exp,
+            checkpoints=checkpoints,
+            progress=progress,
+            clock=clock,
+            options=job.options,
+            early_stop=EarlyStop(training, job.saved_in, retention, exports),
+            copy=copy,
+        )
+    )
+    enter(
+        Watchdog(
+            clock,
+            folder,
+            round_number=lambda: loop.current_round,
+            hang_after=training.hang_after,
+            on_hang=training.on_hang,
+        )
+    )
+    return loop, checkpoints, progress, clock
+
+
+def _build(experiment: Experiment) -> Run:
+    run = experiment.build()
+    check_run(run, type(experiment).__name__)
+    check_processes(experiment, run)
+    return begin_from(run, experiment.training.begin_from)
 
 
 def _stopped_early(experiment: Experiment, folder: Path, done: int) -> str | None:
@@ -308,7 +328,7 @@ def _storage_failure(error: BaseException, saved_in: Path) -> tuple[str, str] | 
     if is_remote(saved_in) and isinstance(error, CheckpointWriteError):
         return f"{error}".removesuffix("."), "Run the same command again to resume."
     if isinstance(error, FileNotFoundError) and str(error.filename).startswith(str(saved_in)):
-        remedy = "Run the same command again: it trains on from what is left."
+        remedy = "Run the same command again: it resumes from the remaining checkpoints."
         return f"{error.filename} was removed while the run trained", remedy
     remedy = "Make room on the disk, then run the same command again to resume."
     numbers = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from small_runs import Command
 
-from fedpax.commands.options import configure
+from fedpax.commands.parts.options import configure
 from fedpax.experiments.catalog import ExperimentGroup, UnknownExperimentError, expand_groups
 from fedpax.main import main
 from fedpax.run_files.metrics import read_metrics, select

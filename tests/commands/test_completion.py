@@ -15,7 +15,7 @@ from small_runs import Command
 
 from fedpax.commands import COMMANDS
 from fedpax.commands.completion import script
-from fedpax.commands.options import configure
+from fedpax.commands.parts.options import configure
 from fedpax.experiments.catalog import experiments
 from fedpax.run_files.configuration import flatten, to_json
 

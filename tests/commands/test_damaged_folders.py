@@ -11,7 +11,7 @@ import pytest
 from small_runs import Command
 
 from fedpax.checkpoints.saved_rounds import find_damage, write_checksums
-from fedpax.commands.options import configure
+from fedpax.commands.parts.options import configure
 from fedpax.errors import ConfigurationError
 from fedpax.files import parse_json
 from fedpax.run_files.configuration import read_configuration, write_configuration

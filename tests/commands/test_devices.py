@@ -6,7 +6,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from fedpax.commands import UsageError, devices
+from fedpax.commands.parts import devices
+from fedpax.errors import UsageError
 from fedpax.parallel.mesh import MeshConfig
 
 

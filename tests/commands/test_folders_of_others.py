@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from small_runs import EXPERIMENTS, NAMED, REGRESSION, Command
 
-from fedpax.commands.options import configure
+from fedpax.commands.parts.options import configure
 from fedpax.errors import ConfigurationError
 from fedpax.experiments.catalog import is_shipped
 from fedpax.run_files.configuration import from_json, read_configuration, write_configuration
@@ -29,7 +29,7 @@ def run():
 """
 CALLS = [  # callables that take keyword arguments
     "os:makedirs",
-    "fedpax.commands.elastic:subprocess.run",
+    "fedpax.elastic.training_process:subprocess.run",
     "fedpax.checkpoints.exports:shutil.rmtree",
     "fedpax.training.trainer:train",
     "fedpax.training.trainer:TrainingConfig",  # imported there, defined elsewhere

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from fedpax.commands.options import override
+from fedpax.commands.parts.options import override
 from fedpax.training.experiment import Experiment, Run, TrainingConfig
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fedpax.commands.options import parse
+from fedpax.commands.parts.options import parse
 from fedpax.commands.train import define_flags
 from fedpax.processes.job_processes import find_job_processes
 

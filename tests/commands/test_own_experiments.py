@@ -13,7 +13,7 @@ import pytest
 import fedpax
 import fedpax.data
 import fedpax.experiments
-from fedpax.commands.options import configure
+from fedpax.commands.parts.options import configure
 from fedpax.experiments.catalog import ExperimentGroup, experiments, find_experiment
 from fedpax.experiments.listing import EXPERIMENTS, GROUPS, Entry
 from fedpax.training.experiment import Experiment

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from small_runs import REGRESSION, Command
 
-from fedpax.commands.options import configure
+from fedpax.commands.parts.options import configure
 from fedpax.data import partition_statistics
 
 

@@ -13,10 +13,10 @@ import pytest
 from small_runs import EXPERIMENTS, NAMED, TINY_TRANSFORMER, Command
 
 from fedpax.checkpoints.saved_state import load_params
-from fedpax.commands import saved_run
+from fedpax.commands.parts import saved_run
 from fedpax.models import huggingface
 from fedpax.run_files.paths import complete_rounds, latest_round
-from fedpax.training.job_dir import JobDirLock
+from fedpax.training.job_dir_lock import JobDirLock
 
 TRAIN = (sys.executable, "-m", "fedpax", "train", "--exp=diloco_text")
 

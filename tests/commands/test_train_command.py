@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from small_runs import EVERY, Command
 
-from fedpax.commands.options import configure
+from fedpax.commands.parts.options import configure
 from fedpax.experiments.catalog import find_experiment
 from fedpax.run_files.configuration import read_configuration
 from fedpax.run_files.metrics import read_metrics

@@ -15,8 +15,8 @@ from small_runs import Command
 import fedpax
 from fedpax.errors import ConfigurationError
 from fedpax.main import main
+from fedpax.preemption import PreemptionGuard
 from fedpax.training import trainer
-from fedpax.training.preemption import PreemptionGuard
 
 CELL = """\
 import dataclasses

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from fedpax.commands.options import configure
+from fedpax.commands.parts.options import configure
 from fedpax.data import Source, load
 from fedpax.experiments import fedavg_clients, fedavg_text, language_model
 from fedpax.experiments.catalog import find_experiment

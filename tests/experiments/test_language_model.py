@@ -12,7 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from fedpax.commands.options import configure
+from fedpax.commands.parts.options import configure
 from fedpax.data import train_tokenizer
 from fedpax.experiments import language_model
 from fedpax.experiments.fedavg_text import ClientTextConfig, FedAvgText, fedavg_lora_text

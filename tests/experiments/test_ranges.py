@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from fedpax.checks import COUNT, check_ranges
-from fedpax.commands.options import configure
+from fedpax.commands.parts.options import configure
 from fedpax.experiments.catalog import experiments, find_group
 from fedpax.experiments.decoupled_diloco_text import decoupled_diloco_text
 from fedpax.experiments.diloco_text import OuterConfig

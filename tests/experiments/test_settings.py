@@ -15,7 +15,7 @@ from fedpax import Cohort, aggregators, algorithms
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Scalar
 from fedpax.algorithms import fedavg
-from fedpax.commands.options import configure
+from fedpax.commands.parts.options import configure
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
 from fedpax.experiments.client_methods import ClientTraining, MethodConfig, method

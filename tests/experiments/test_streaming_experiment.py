@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from fedpax.commands.options import configure
+from fedpax.commands.parts.options import configure
 from fedpax.experiments import streaming_diloco_text as module
 from fedpax.experiments.pretrain import diloco_c4_1b
 from fedpax.models.transformer import TransformerConfig

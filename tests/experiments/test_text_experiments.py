@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from fedpax.commands.options import configure
+from fedpax.commands.parts.options import configure
 from fedpax.experiments import diloco_text as module
 from fedpax.experiments.text import TextConfig
 from fedpax.models.transformer import TransformerConfig

@@ -14,7 +14,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from numpy.typing import NDArray
 from pyarrow import parquet
 
-from fedpax.commands.options import configure
+from fedpax.commands.parts.options import configure
 from fedpax.experiments.heldout import parse_heldout_sets
 from fedpax.experiments.mixtures import parse_mixture
 from fedpax.experiments.pretrain import Pretraining, pretrain_text

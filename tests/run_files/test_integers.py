@@ -10,7 +10,7 @@ import pytest
 from small_regression import regression
 
 from fedpax.aggregators import private_mean
-from fedpax.commands.options import configure
+from fedpax.commands.parts.options import configure
 from fedpax.errors import ConfigurationError
 from fedpax.experiments.catalog import find_experiment
 from fedpax.main import main

@@ -18,11 +18,11 @@ from fedpax.checkpoints.saved_state import load_params
 from fedpax.commands.train import describe
 from fedpax.data import FunctionRounds
 from fedpax.errors import ConfigurationError
+from fedpax.preemption import PreemptionGuard
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.run_files.paths import complete_rounds, latest_round
 from fedpax.training import trainer
 from fedpax.training.experiment import Experiment, Run, TrainingConfig
-from fedpax.training.preemption import PreemptionGuard
 from fedpax.training.trainer import train
 
 NAN = math.nan

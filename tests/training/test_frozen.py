@@ -20,7 +20,7 @@ from fedpax.parallel.mesh import MeshConfig
 from fedpax.planning.memory_overflow import _argument_bytes
 from fedpax.training.compiled_round import compile_round, init_state, with_shardings
 from fedpax.training.experiment import Experiment, Run, Shardings, TrainingConfig
-from fedpax.training.frozen_params import StoredParams, with_frozen_argument
+from fedpax.training.stored_params import StoredParams, with_frozen_argument
 from fedpax.training.trainer import train
 
 FEATURES, HIDDEN = 96, 128

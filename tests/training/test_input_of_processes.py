@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from several_processes import environment, finish, free_port, start, start_one
 
 from fedpax.checkpoints import load_params
-from fedpax.commands.options import configure
+from fedpax.commands.parts.options import configure
 from fedpax.parallel.mesh import default_devices
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.trainer import train

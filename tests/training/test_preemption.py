@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from fedpax.training.preemption import PreemptionGuard, run_subprocess
+from fedpax.preemption import PreemptionGuard, run_subprocess
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -76,7 +76,7 @@ time.sleep(0.1)
 sys.exit(143 if count == 1 else 1)
 """
     parent = (
-        "import sys; from fedpax.training.preemption import run_subprocess;"
+        "import sys; from fedpax.preemption import run_subprocess;"
         f"sys.exit(run_subprocess([sys.executable, '-uc', {child!r}]))"
     )
     with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE) as process:
@@ -103,7 +103,7 @@ def test_a_signal_is_acknowledged_while_compiled_code_runs(number: signal.Signal
     child = """
 import sys, time
 import numpy as np
-from fedpax.training.preemption import exit_on_signals
+from fedpax.preemption import exit_on_signals
 x = np.ones((3000, 3000))
 with exit_on_signals():
     print("ready", flush=True)

@@ -10,7 +10,7 @@ from small_regression import regression
 
 from fedpax.experiments.catalog import find_experiment
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.training.unused_devices import check_processes, describe_unused
+from fedpax.training.startup_report import check_processes, describe_unused
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import jax
 
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.console import print_error
+from fedpax.preemption import PreemptionGuard
 from fedpax.processes.control_channel import ControlChannel
 from fedpax.run_files.configuration import write_configuration
 from fedpax.run_files.metrics import MetricsWriter
@@ -34,10 +35,10 @@ from fedpax.sites.site_run import build_parts, parts_of, tokens_per_step
 from fedpax.sites.transport.calls import Connection, DisconnectedError, connect
 from fedpax.training.agreement import check_agreement, check_same_data
 from fedpax.training.experiment import Experiment, Run
-from fedpax.training.job_dir import JobDirLock, check_configuration
-from fedpax.training.preemption import PreemptionGuard
+from fedpax.training.job_dir_lock import JobDirLock
 from fedpax.training.progress import Progress, describe_devices
-from fedpax.training.unused_devices import check_processes
+from fedpax.training.resume_checks import check_configuration
+from fedpax.training.startup_report import check_processes
 
 SECONDS_TO_ASK_AGAIN = 15.0
 PROCESS_ENDED = 75  # EX_TEMPFAIL of sysexits.h: the same command can succeed later

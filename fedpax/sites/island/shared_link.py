@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
+from fedpax.preemption import PreemptionGuard
 from fedpax.processes.control_channel import ControlChannel
 from fedpax.sites.island.link import JoinReply, Link, ReceivedFragment, SyncerStatus
 from fedpax.sites.transport.calls import DisconnectedError, RefusedError
-from fedpax.training.preemption import PreemptionGuard
 
 SECONDS_BETWEEN_JOINS = 0.2
 

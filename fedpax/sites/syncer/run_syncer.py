@@ -14,6 +14,7 @@ from fedpax.algorithm import Params
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.checkpoints.saved_rounds import set_aside_after
 from fedpax.parallel.mesh import SINGLE_DEVICE
+from fedpax.preemption import PreemptionGuard
 from fedpax.run_files.configuration import to_json, write_configuration
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.run_files.paths import (
@@ -35,9 +36,9 @@ from fedpax.sites.syncer.syncer_store import SyncerStore
 from fedpax.sites.syncer.updates import MergeReport, Totals
 from fedpax.sites.transport.calls import serve
 from fedpax.training.experiment import Experiment, Run
-from fedpax.training.job_dir import JobDirLock, check_configuration
-from fedpax.training.preemption import PreemptionGuard
+from fedpax.training.job_dir_lock import JobDirLock
 from fedpax.training.progress import Progress
+from fedpax.training.resume_checks import check_configuration
 
 SECONDS_BETWEEN_TICKS = 0.02
 

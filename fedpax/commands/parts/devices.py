@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-from fedpax.commands import UsageError
+from fedpax.errors import UsageError
 from fedpax.parallel.mesh import MeshConfig, MeshSizeError
 from fedpax.parallel.mesh_rule import ShardedSize, follow, simulated_count
 from fedpax.parallel.simulated_devices import (

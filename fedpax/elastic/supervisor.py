@@ -1,6 +1,6 @@
 """`fedpax train --elastic`: supervise a training process, and restart it when processes change.
 
-The supervisor uses no device. It starts a training process (`fedpax.commands.training_process`)
+The supervisor uses no device. It starts a training process (`fedpax.elastic.training_process`)
 when the keeper (`fedpax.elastic.coordinator`) requests it, reports its exit status, and ends it
 when the set of training processes changes. The supervisor of process 0 runs the keeper, unless
 `--keeper=alone` runs it on a host of its own.
@@ -11,18 +11,10 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal, NamedTuple, TypeAlias
 
-from absl import flags
-
-from fedpax.commands import UsageError
-from fedpax.commands.fitting_mesh import (
-    fit_mesh,
-    island_numbers,
-    processes_per_island,
-)
-from fedpax.commands.training_process import TrainingProcess
 from fedpax.console import print_error
 from fedpax.elastic.coordinator import CANNOT_RUN, ElasticCoordinator
 from fedpax.elastic.host_copies import (
@@ -31,51 +23,69 @@ from fedpax.elastic.host_copies import (
     remove_copies,
 )
 from fedpax.elastic.membership import MEMBERSHIP, Membership
+from fedpax.elastic.training_process import TrainingProcess
+from fedpax.errors import UsageError
+from fedpax.preemption import PreemptionGuard
 from fedpax.processes.job_processes import JobProcesses, JobProcessesError, find_job_processes
 from fedpax.processes.json_line_socket import JsonLineSocket
-from fedpax.run_files.paths import folder_of_checkpoints, latest_round
-from fedpax.training.experiment import Experiment
-from fedpax.training.preemption import PreemptionGuard
+from fedpax.run_files.paths import latest_round
 
 KEEPER_IS_GONE = 75  # EX_TEMPFAIL of sysexits.h: the same command can succeed later
 TICK = 0.05
 
 
-def define_elastic_flags(options: flags.FlagValues) -> None:
-    """Define the flags of elastic training."""
-    flags.DEFINE_bool(
-        "elastic", False, "Train with the processes that are left.", flag_values=options
-    )
-    flags.DEFINE_enum(
-        "keeper",
-        "first",
-        ("first", "alone", "elsewhere"),
-        "The command that runs the keeper.",
-        flag_values=options,
-    )
-    flags.DEFINE_integer(
-        "copy_every", 1, "Rounds between copies in the host's memory.", 0, flag_values=options
-    )
-    flags.DEFINE_string("copy_dir", None, "A folder in the host's memory.", flag_values=options)
+class ElasticOptions(NamedTuple):
+    """The options of an elastic job, the same in the command of each host.
+
+    Attributes:
+        keeper: the command that runs the keeper: that of process 0 ("first"), this one, which does
+            not train ("alone"), or one with `--keeper=alone` ("elsewhere").
+        join_timeout: seconds to wait for the keeper.
+        heartbeat_timeout: seconds until a silent process is lost.
+        copy_every: rounds between copies of the state in the host's memory; 0: none.
+        copy_dir: the folder in the host's memory. None: `/dev/shm`.
+    """
+
+    keeper: Literal["first", "alone", "elsewhere"]
+    join_timeout: float
+    heartbeat_timeout: float
+    copy_every: int
+    copy_dir: str | None
 
 
-def train_elastically(
-    options: flags.FlagValues, experiment: Experiment, folder: Path, arguments: Sequence[str]
+FitJob: TypeAlias = Callable[[Sequence[int], int], tuple[list[str], list[int] | None] | None]
+"""Fits a job to some of its processes: (members, number of all processes) -> (arguments, numbers).
+
+The arguments change the mesh. The numbers are those of the participants that train; None if they do
+not depend on the processes. The result is None if the job cannot run with these processes.
+"""
+
+
+def supervise(
+    folder: Path,
+    saved_in: Path,
+    arguments: Sequence[str],
+    options: ElasticOptions,
+    *,
+    fit: FitJob,
+    processes_per_island: Callable[[int], int],
 ) -> int:
     """Supervise a training process on this host until the job ends.
 
     Args:
-        options: the command's flags.
-        experiment: the experiment, configured for all processes.
         folder: the run's folder.
-        arguments: the arguments of `fedpax train` that gave them.
+        saved_in: the folder of its checkpoints.
+        arguments: the arguments of `fedpax train`.
+        options: the options of the job.
+        fit: fits the job to the processes that remain.
+        processes_per_island: number of all processes -> number that train an island together.
 
     Returns:
         The exit status.
 
     Raises:
         UsageError: the variables of the launcher are wrong, the keeper's port is in use, or no
-            keeper answers within `--join_timeout`.
+            keeper answers within `join_timeout`.
     """
     try:
         cluster = find_job_processes() or JobProcesses(
@@ -87,7 +97,7 @@ def train_elastically(
                 cluster,
                 join_timeout=options.join_timeout,
                 heartbeat_timeout=options.heartbeat_timeout,
-                group=processes_per_island(experiment, cluster.num_processes),
+                group=processes_per_island(cluster.num_processes),
                 alone=options.keeper == "alone",
                 tell=lambda line: print_error(f"fedpax: elastic: {line}."),
             )
@@ -97,7 +107,7 @@ def train_elastically(
         if options.keeper == "alone":
             assert keeper is not None
             return _wait_for(keeper, preemption)
-        supervisor = Supervisor(options, experiment, folder, cluster, arguments)
+        supervisor = Supervisor(folder, saved_in, arguments, options, cluster, fit)
         with contextlib.closing(supervisor):
             supervisor.connect()
             status = supervisor.run(preemption)
@@ -121,24 +131,25 @@ class Supervisor:
     """The supervisor of one training process.
 
     Args:
-        options: the command's flags.
-        experiment: the experiment, configured for all processes.
         folder: the run's folder.
-        cluster: the processes of the job; process 0 runs the keeper.
+        saved_in: the folder of its checkpoints.
         arguments: the arguments of `fedpax train`.
+        options: the options of the job.
+        cluster: the processes of the job; process 0 runs the keeper.
+        fit: fits the job to the processes that remain.
     """
 
     def __init__(
         self,
-        options: flags.FlagValues,
-        experiment: Experiment,
         folder: Path,
-        cluster: JobProcesses,
+        saved_in: Path,
         arguments: Sequence[str],
+        options: ElasticOptions,
+        cluster: JobProcesses,
+        fit: FitJob,
     ) -> None:
         self._options, self._arguments = options, arguments
-        self._experiment, self._cluster = experiment, cluster
-        self._saved_in = folder_of_checkpoints(folder, experiment.training.checkpoint_dir)
+        self._cluster, self._fit, self._saved_in = cluster, fit, saved_in
         self._memory = memory_folder(options.copy_dir, folder, cluster.process_id)
         self._generation = 0
         self._training: TrainingProcess | None = None
@@ -235,20 +246,20 @@ class Supervisor:
     def _start(self, message: dict) -> None:
         self._generation, members = message["start"], message["members"]
         count = self._cluster.num_processes
-        settings = fit_mesh(self._experiment, len(members), count)
-        if settings is None:
+        fitted = self._fit(members, count)
+        if fitted is None:
             self._send_end(CANNOT_RUN)
             return
+        arguments, participants = fitted
         remove_copies(self._memory, but=message["job"])
         membership = Membership(
             folder=str(self._memory),
             job=message["job"],
             copy_every=self._options.copy_every,
             round=message["round"],
-            participants=island_numbers(self._experiment, members, count),
+            participants=participants,
         )
-        allowed = ["mesh", "islands"] if hasattr(self._experiment, "islands") else ["mesh"]
-        arguments = ["--noelastic", *settings, f"--allow_config_change={','.join(allowed)}"]
+        arguments = ["--noelastic", *arguments]
         environment = {MEMBERSHIP: membership.to_json()}
         if count > 1:
             arguments.append("--multihost")

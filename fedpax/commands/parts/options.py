@@ -16,9 +16,9 @@ from typing import Any
 import tyro
 from absl import flags
 
-from fedpax.commands import UsageError
-from fedpax.commands.descriptions import whole_sentences
+from fedpax.commands.parts.descriptions import whole_sentences
 from fedpax.console import escape_controls, print_error
+from fedpax.errors import UsageError
 from fedpax.experiments.catalog import ExperimentGroup, find_experiment
 from fedpax.experiments.catalog import describe_group as describe_experiments
 from fedpax.experiments.settings import Settings

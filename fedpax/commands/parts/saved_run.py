@@ -12,12 +12,11 @@ from absl import flags
 from fedpax.algorithm import Params
 from fedpax.checkpoints.saved_rounds import DamagedCheckpointError, find_damage
 from fedpax.checkpoints.saved_state import best_round, load_params
-from fedpax.commands import UsageError
-from fedpax.commands.compilation_cache import enable_compilation_cache
-from fedpax.commands.devices import provide_devices
-from fedpax.commands.options import check_job_log_dir, override
+from fedpax.commands.parts.compilation_cache import enable_compilation_cache
+from fedpax.commands.parts.devices import provide_devices
+from fedpax.commands.parts.options import check_job_log_dir, override
 from fedpax.console import print_error
-from fedpax.errors import ArgumentError
+from fedpax.errors import ArgumentError, UsageError
 from fedpax.experiments.catalog import find_experiment, is_shipped
 from fedpax.run_files.configuration import (
     class_name,
@@ -36,7 +35,7 @@ from fedpax.run_files.paths import (
 )
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.experiment import Experiment, Run
-from fedpax.training.job_dir import is_in_use
+from fedpax.training.job_dir_lock import is_in_use
 
 
 class SavedRun(NamedTuple):
@@ -109,7 +108,7 @@ def read_saved_run(
         UsageError: the folder is missing, holds no run, holds that of another experiment, or holds
             an experiment outside of fedpax and there is no `--exp`.
         ConfigurationError: `config.json` is damaged.
-        SystemExit: as in `fedpax.commands.options.configure`.
+        SystemExit: as in `fedpax.commands.parts.options.configure`.
     """
     check_job_log_dir(options)
     folder = existing_folder(options.job_log_dir)

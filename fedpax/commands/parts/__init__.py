@@ -1,0 +1,1 @@
+"""Steps that several commands share: flags, devices, processes, saved runs."""

@@ -11,8 +11,8 @@ class JoinLimit:
     # that waits for a shard asks half as often.
 
     def __init__(self, islands_per_certificate: int = 1) -> None:
-        self._most = JOINS_AT_ONCE * SECONDS_PER_JOIN
         self._seconds = SECONDS_PER_JOIN / islands_per_certificate
+        self._most = JOINS_AT_ONCE * SECONDS_PER_JOIN + self._seconds / 2  # against rounding
         self._until: dict[str, float] = {}  # by certificate: when its joins so far are paid off
 
     def count(self, peer: str, now: float) -> bool:

@@ -1,0 +1,123 @@
+"""select_files: what a user asks to be read, checked and in groups that are read at once."""
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from fedpax.data.files.finding import DataFile, find_files, is_url
+from fedpax.data.files.folders import find_in_folder
+from fedpax.data.files.formats import ReadOptions, is_image
+from fedpax.errors import ArgumentError
+from fedpax.paths import expand_home
+
+HELD_OUT_SPLITS = ("heldout", "test", "validation")
+"""Names of the split that `heldout_fraction` makes."""
+
+_IMAGES_AT_ONCE = 1024
+
+
+class Selection(NamedTuple):
+    """Files to read.
+
+    Attributes:
+        name: the patterns, for messages.
+        groups: the files that are read at once: several images, or one file of another format.
+        options: how they are read.
+        names_split: paths or folders name the split, so no share of the examples is held out.
+    """
+
+    name: str
+    groups: list[list[DataFile]]
+    options: ReadOptions
+    names_split: bool
+
+
+def select_files(
+    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    split: str | None,
+    client: str | None,
+    label: str | None,
+    columns: Sequence[str],
+    types: Mapping[str, str] | None,
+    delimiter: str | None,
+    image_size: tuple[int, int] | None,
+    heldout_fraction: float,
+) -> Selection:
+    """Find the files, and check the options; the arguments are those of `fedpax.data.load`."""
+    if isinstance(files, str | os.PathLike):
+        files = [files]
+    patterns = [os.fspath(file) for file in files]
+    name = ",".join(patterns)
+    if not 0 <= heldout_fraction < 1:
+        raise ArgumentError(
+            f"heldout_fraction is {heldout_fraction}, expected a share from 0 to below 1, such as "
+            "0.1."
+        )
+    found, names_split = _find(patterns, split, heldout_fraction)
+    if not names_split and split not in (None, "train"):
+        if not heldout_fraction:
+            raise ArgumentError(
+                f"{name} has no split {split!r}. Write {{split}} in the path, such as "
+                "'data/{split}/*.csv', or hold out a share of the examples with "
+                "heldout_fraction=0.1."
+            )
+        if split not in HELD_OUT_SPLITS:
+            raise ArgumentError(
+                f"split is {split!r}, expected 'train', or one of {', '.join(HELD_OUT_SPLITS)} for "
+                "the examples that heldout_fraction holds out."
+            )
+    in_path = {field for file in found for field in file.fields}
+    kept = [c for c in (client, label) if c is not None and c not in in_path]
+    options = ReadOptions(
+        tuple(dict.fromkeys([*columns, *kept])) if columns else (),
+        _arrow_types(types),
+        delimiter,
+        image_size,
+    )
+    return Selection(name, _group(found), options, names_split)
+
+
+def _arrow_types(types: Mapping[str, str] | None) -> dict[str, pa.DataType]:
+    found = {}
+    for column, text in (types or {}).items():
+        try:
+            found[column] = pa.type_for_alias(text)
+        except ValueError:
+            raise ArgumentError(
+                f"types: {text!r} of column {column!r} is no type of Arrow, expected one such as "
+                "string, int64, float32, bool, date32 or timestamp[s]."
+            ) from None
+    return found
+
+
+def _find(
+    patterns: Sequence[str], split: str | None, heldout_fraction: float
+) -> tuple[list[DataFile], bool]:
+    """Return the files of a split, and whether paths or folders name the splits."""
+    folders = [p for p in patterns if not is_url(p) and expand_home(p).is_dir()]
+    if not folders:
+        names_split = any("{split}" in pattern for pattern in patterns)
+        return find_files(patterns, split), names_split
+    if len(patterns) > 1:
+        raise ArgumentError(
+            f"{folders[0]} is a folder, expected one folder or several files. Name its files, such "
+            f"as '{folders[0]}/*.parquet'."
+        )
+    folder = expand_home(folders[0])
+    if heldout_fraction and split in HELD_OUT_SPLITS:
+        with contextlib.suppress(ValueError):  # the folder has no such split
+            return find_in_folder(folder, split)
+        split = "train"
+    found, names_split = find_in_folder(folder, split)
+    return found, names_split and not heldout_fraction
+
+
+def _group(files: Sequence[DataFile]) -> list[list[DataFile]]:
+    """Put images together, which are read in parallel; every other file is alone."""
+    if all(is_image(file) for file in files):
+        return [list(files[k : k + _IMAGES_AT_ONCE]) for k in range(0, len(files), _IMAGES_AT_ONCE)]
+    return [[file] for file in files]

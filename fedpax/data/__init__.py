@@ -1,8 +1,8 @@
 """Data: sources by name or from files, populations, endless streams of cohorts, and text.
 
 - Sources: `load(name, split)` opens any TFDS data set, two embedded ones and the standard federated
-  ones, and `load(files, client=...)` opens a user's files. A source is a sequence of dicts; a list
-  of dicts can be used in its place.
+  ones, and `load(files, client=...)` opens a user's files, which `prepare` sorts once if they
+  exceed the memory. A source is a sequence of dicts; a list of dicts can be used in its place.
 - Populations: the `partition_...` functions divide a source's examples among participants,
   `concatenate_clients` takes a list of clients' arrays, `DirichletClients` generates clients, and
   `ClientSampler` samples the clients of each round: a fixed number of them, or each with a
@@ -47,7 +47,7 @@ from fedpax.data.rounds.stream import FunctionRounds, LazyStream
 from fedpax.data.rounds.token_rounds import token_round_shapes, token_rounds
 from fedpax.data.rounds.token_stream import TokenRounds
 from fedpax.data.rounds.unreliable import RoundOutcome, UnreliableRounds, unreliable_rounds
-from fedpax.data.sources.loading import load
+from fedpax.data.sources.loading import load, prepare
 from fedpax.data.sources.source import Source
 from fedpax.data.text.byte_tokenizer import SEPARATOR, VOCAB_SIZE, decode, encode
 from fedpax.data.text.packing import pack
@@ -102,6 +102,7 @@ __all__ = [
     "partition_statistics",
     "plot_partition",
     "poisson_cohort_size",
+    "prepare",
     "read_examples",
     "token_round_shapes",
     "token_rounds",

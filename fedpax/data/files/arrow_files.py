@@ -1,4 +1,6 @@
-"""read_arrow: Arrow IPC files and streams, and Feather; local files are memory-mapped."""
+"""read_arrow and stream_arrow: Arrow IPC and Feather; local files are memory-mapped."""
+
+from collections.abc import Iterator
 
 import pyarrow as pa
 from pyarrow import feather, ipc
@@ -18,3 +20,9 @@ def read_arrow(file: DataFile, options: ReadOptions) -> pa.Table:
     if start[:4] == b"FEA1":
         return feather.read_table(source)
     return ipc.open_stream(source).read_all()
+
+
+def stream_arrow(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
+    """Read the batches of a file one after another."""
+    for batch in read_arrow(file, options).to_batches():
+        yield pa.Table.from_batches([batch])

@@ -45,6 +45,11 @@ class DataFile(NamedTuple):
         path = PurePosixPath(self.path.replace("\\", "/").lower())
         return (path.with_suffix("") if path.suffix in COMPRESSIONS else path).suffix
 
+    @property
+    def is_compressed(self) -> bool:
+        """Whether `open` decompresses the file."""
+        return self.path.lower().endswith(COMPRESSIONS)
+
     def open(self) -> Any:
         """Open the file for reading bytes, decompressed, as a `pyarrow.NativeFile`."""
         import pyarrow

@@ -8,6 +8,7 @@ from fedpax.data.files.finding import DataFile
 from fedpax.errors import ArgumentError
 from fedpax.files import check_fetched, read_json
 
+PREPARED = "prepared.json"  # of `fedpax.data.prepare`
 STATE, SPLITS = "state.json", "dataset_dict.json"  # of Hugging Face's save_to_disk
 _SUFFIXES = (".parquet", ".arrow", ".jsonl", ".csv")  # the first that a folder has is read
 _SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}$")
@@ -22,6 +23,8 @@ def is_data_folder(folder: Path) -> bool:
     """Return whether a folder has the layout of a data set."""
     if not folder.is_dir():
         return False
+    if (folder / PREPARED).is_file():
+        return True
     return (folder / STATE).is_file() or (folder / SPLITS).is_file() or bool(_data_files(folder))
 
 

@@ -33,12 +33,58 @@ FORMATS = {
 """For each suffix the function that reads a file as a table."""
 
 
+STREAMS = {
+    "read_csv": "csv_files:stream_csv",
+    "read_parquet": "parquet_files:stream_parquet",
+    "read_json_lines": "json_files:stream_json_lines",
+    "read_arrow": "arrow_files:stream_arrow",
+}
+"""For each reader the function that reads a file in parts; files of other formats fit in memory."""
+
 FILE_NAME = (
     r".+\.(?:array_record|(?:"
     + "|".join(suffix[1:] for suffix in FORMATS)
     + r")(?:\.(?:gz|zst|bz2))?)"
 )
 """A regular expression for the names of files, which may have characters that others have not."""
+
+
+class TypeChangedError(Exception):
+    """A part of a file has another type in a column than the parts before.
+
+    Attributes:
+        path: the file.
+        column: the column.
+        type: the `pyarrow.DataType` of the whole column.
+    """
+
+    def __init__(self, path: str, column: str, type: Any) -> None:
+        super().__init__(path, column, type)
+        self.path, self.column, self.type = path, column, type
+
+
+class BadRows:
+    """Count the rows that are skipped because they are damaged, and keep the first of each file.
+
+    Attributes:
+        count: the number of rows, by file.
+        first: the beginning of the first row, by file.
+    """
+
+    def __init__(self) -> None:
+        self.count: dict[str, int] = {}
+        self.first: dict[str, str] = {}
+
+    def clear(self) -> None:
+        """Begin again."""
+        self.count.clear()
+        self.first.clear()
+
+    def skip(self, path: str, text: str) -> str:
+        """Count a row, and return pyarrow's word for skipping it."""
+        self.count[path] = self.count.get(path, 0) + 1
+        self.first.setdefault(path, text[:80])
+        return "skip"
 
 
 class ReadOptions(NamedTuple):
@@ -49,12 +95,14 @@ class ReadOptions(NamedTuple):
         types: for a column the Arrow type that replaces the one found in the file.
         delimiter: the character between the columns of CSV. None: a comma, in TSV a tab.
         image_size: the height and width to which images are resized. None: images have one size.
+        bad_rows: counts damaged rows, which are skipped. None: they are errors.
     """
 
     columns: tuple[str, ...]
     types: "Mapping[str, pyarrow.DataType]"
     delimiter: str | None
     image_size: tuple[int, int] | None = None
+    bad_rows: BadRows | None = None
 
 
 Reader = Callable[[Any, ReadOptions], Any]
@@ -92,6 +140,16 @@ def find_reader(file: DataFile) -> Reader:
             f"{file.path} has the suffix {file.suffix!r}, expected one of {', '.join(FORMATS)}, "
             "alone or before .gz, .zst or .bz2. Rename the file, or name others."
         )
-    module, _, function = FORMATS[file.suffix].partition(":")
+    return _import(FORMATS[file.suffix])
+
+
+def find_stream(file: DataFile) -> Reader | None:
+    """Return the function that reads a file in parts, or None if its format is read at once."""
+    name = FORMATS.get(file.suffix, "").partition(":")[2]
+    return _import(STREAMS[name]) if name in STREAMS else None
+
+
+def _import(place: str) -> Reader:
+    module, _, function = place.partition(":")
     reader: Reader = getattr(importlib.import_module(f"fedpax.data.files.{module}"), function)
     return reader

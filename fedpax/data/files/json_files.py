@@ -1,7 +1,8 @@
-"""read_json_lines and read_json: JSON lines, a JSON list of objects, and LEAF's JSON."""
+"""JSON lines, whole or in blocks, a JSON list of objects, and LEAF's JSON."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -9,30 +10,81 @@ from pyarrow import json as arrow_json
 
 from fedpax.data.files.columns import concatenate_values
 from fedpax.data.files.finding import DataFile
-from fedpax.data.files.formats import ReadOptions
+from fedpax.data.files.formats import ReadOptions, TypeChangedError
 from fedpax.data.files.own_clients import add_clients
 from fedpax.errors import ArgumentError
 
 _BLOCK = 1 << 26  # the longest line that is read, in bytes
+_STREAM_BLOCK = 1 << 24
 _LARGEST_BLOCK = (1 << 31) - 1
 
 
 def read_json_lines(file: DataFile, options: ReadOptions) -> pa.Table:
     """Read one JSON object a line."""
-    del options
-    try:
-        return _read_lines(file, _BLOCK)
-    except pa.ArrowInvalid:
-        return _read_lines(file, _LARGEST_BLOCK)  # one block: the message counts its rows
-
-
-def _read_lines(file: DataFile, block_size: int) -> pa.Table:
     with file.open() as opened:
-        return arrow_json.read_json(
-            opened,
-            arrow_json.ReadOptions(block_size=block_size),
-            arrow_json.ParseOptions(newlines_in_values=False),
-        )
+        try:
+            return _parse_lines(opened, _BLOCK, options)
+        except pa.ArrowInvalid:
+            pass
+    with file.open() as opened:  # in one block, whose rows the message counts
+        return _parse_lines(opened, _LARGEST_BLOCK, options)
+
+
+def stream_json_lines(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
+    """Read one JSON object a line, in blocks; a block has the types of its own values.
+
+    Lines that are not objects are skipped and counted if the options say so.
+    """
+    kinds: dict[str, pa.DataType] = {}
+    for block, number in _blocks_of_lines(file):
+        table = _parse_block(block, file, number, options)
+        for name, kind in zip(table.column_names, table.schema.types, strict=True):
+            known = kinds.setdefault(name, kind)
+            if {pa.types.is_timestamp(known), pa.types.is_timestamp(kind)} == {True, False}:
+                raise TypeChangedError(file.path, name, pa.string())  # not all texts are dates
+        yield table
+
+
+def _blocks_of_lines(file: DataFile) -> Iterator[tuple[bytes, int]]:
+    """Yield whole lines, and the number of lines before them."""
+    with file.open() as opened:
+        rest, number = b"", 0
+        while content := opened.read(_STREAM_BLOCK):
+            block, newline, rest = (rest + content).rpartition(b"\n")
+            if newline:
+                yield block, number
+                number += block.count(b"\n") + 1
+        if rest.strip():
+            yield rest, number
+
+
+def _parse_block(block: bytes, file: DataFile, number: int, options: ReadOptions) -> pa.Table:
+    """Parse lines; `number` lines of the file are before them."""
+    try:
+        return _parse_lines(pa.BufferReader(block), _LARGEST_BLOCK, options)
+    except pa.ArrowInvalid as error:
+        if options.bad_rows is None or "changed from" in str(error):
+            row = re.search(r" in row (\d+)", str(error))
+            where = "" if row is None else f" (line {number + int(row[1]) + 1})"
+            raise ArgumentError(f"{error}{where}") from error
+    kept = []
+    for line in block.splitlines():
+        try:
+            if line.strip() and not isinstance(json.loads(line), dict):
+                raise ValueError("it is not an object")
+            kept.append(line)
+        except ValueError:
+            options.bad_rows.skip(file.path, line.decode(errors="replace"))
+    return _parse_lines(pa.BufferReader(b"\n".join(kept)), _LARGEST_BLOCK, options)
+
+
+def _parse_lines(opened: Any, block_size: int, options: ReadOptions) -> pa.Table:
+    types = pa.schema(list(options.types.items())) if options.types else None
+    return arrow_json.read_json(
+        opened,
+        arrow_json.ReadOptions(block_size=block_size),
+        arrow_json.ParseOptions(newlines_in_values=False, explicit_schema=types),
+    )
 
 
 def read_json(file: DataFile, options: ReadOptions) -> pa.Table:

@@ -11,6 +11,7 @@ from jaxtyping import Bool
 
 from fedpax.data.files.held_out import held_out
 from fedpax.data.files.path_columns import add_path_columns, path_fields
+from fedpax.data.files.prepared import open_prepared, prepared_folder
 from fedpax.data.files.read_table import read_table
 from fedpax.data.files.schemas import conform, unify
 from fedpax.data.files.selection import select_files
@@ -32,6 +33,8 @@ def open_files(
     heldout_by: str = "example",
 ) -> TableSource:
     """Open files as a source; see `fedpax.data.load`, which passes its arguments."""
+    if isinstance(files, str | os.PathLike) and (folder := prepared_folder(files, split)):
+        return _open_prepared(folder, client, label, columns)
     selected = select_files(
         files,
         split=split,
@@ -61,6 +64,19 @@ def open_files(
                 f"{heldout_fraction}, expected at least one. Set another fraction."
             )
     return sort_by_client(name, Path(groups[0][0].path).parent, table, client, label)
+
+
+def _open_prepared(
+    folder: Path, client: str | None, label: str | None, columns: Sequence[str]
+) -> TableSource:
+    source = open_prepared(folder, label)
+    check_columns(source.fields, {"client": client, "label": label}, str(folder))
+    if client not in (None, source.client):
+        raise ArgumentError(
+            f"{folder} is sorted by the client {source.client!r}, and client is {client!r}. Leave "
+            f"client out, or prepare the files again with client={client!r}."
+        )
+    return source.select(columns) if columns else source
 
 
 def _held_out(

@@ -1,4 +1,6 @@
-"""read_parquet: Parquet, parsed by pyarrow."""
+"""read_parquet and stream_parquet: Parquet, parsed by pyarrow."""
+
+from collections.abc import Iterator
 
 import pyarrow as pa
 from pyarrow import parquet
@@ -6,8 +8,19 @@ from pyarrow import parquet
 from fedpax.data.files.finding import DataFile
 from fedpax.data.files.formats import ReadOptions
 
+_ROWS_AT_ONCE = 1 << 16
+
 
 def read_parquet(file: DataFile, options: ReadOptions) -> pa.Table:
     """Read Parquet."""
     with file.open_seekable() as opened:
         return parquet.ParquetFile(opened).read(columns=list(options.columns) or None)
+
+
+def stream_parquet(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
+    """Read Parquet in batches of rows."""
+    with file.open_seekable() as opened:
+        content = parquet.ParquetFile(opened)
+        columns = list(options.columns) or None
+        for batch in content.iter_batches(_ROWS_AT_ONCE, columns=columns):
+            yield pa.Table.from_batches([batch])

@@ -1,11 +1,12 @@
-"""read_table: one file as an Arrow table, with checked columns."""
+"""read_table and stream_tables: a file as Arrow tables, with checked columns."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
 from fedpax.data.files.finding import CLIENT, DataFile
-from fedpax.data.files.formats import ReadOptions, find_reader, is_image
+from fedpax.data.files.formats import ReadOptions, find_reader, find_stream, is_image
 from fedpax.data.files.hugging_face import decode_features
 from fedpax.data.files.own_clients import has_own_clients
 from fedpax.errors import ArgumentError
@@ -17,20 +18,44 @@ def read_table(files: Sequence[DataFile], options: ReadOptions) -> pa.Table:
     Raises:
         ValueError: the format is unknown, a file is damaged, or columns are missing or named twice.
     """
-    file = files[0]
-    reader = find_reader(file)
+    reader = find_reader(files[0])
+    with _named(files[0]):
+        table = reader(files if is_image(files[0]) else files[0], options)
+        table = decode_features(table, options)
+    return _check_columns(files[0], table, options)
+
+
+def stream_tables(files: Sequence[DataFile], options: ReadOptions) -> Iterator[pa.Table]:
+    """Read one file in parts, or several images.
+
+    Raises:
+        ValueError: as in `read_table`.
+    """
+    stream = find_stream(files[0])
+    if stream is None:
+        yield read_table(files, options)
+        return
+    parts = iter(stream(files[0], options))
+    while True:
+        with _named(files[0]):
+            table = next(parts, None)
+            if table is None:
+                return
+            table = decode_features(table, options)
+        yield _check_columns(files[0], table, options)
+
+
+@contextlib.contextmanager
+def _named(file: DataFile) -> Iterator[None]:
+    """Name the file in errors of the libraries that parse it."""
     try:
-        if is_image(file):
-            table = reader(files, options)
-        else:
-            table = decode_features(reader(file, options), options)
+        yield
     except (pa.ArrowException, OSError, ValueError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
         text = " ".join(str(error).split()).rstrip(".")
         what = "" if is_image(file) else f"{file.path} cannot be read as {file.suffix[1:]}: "
         raise ArgumentError(f"{what}{text}.") from error
-    return _check_columns(file, table, options)
 
 
 def _check_columns(file: DataFile, table: pa.Table, options: ReadOptions) -> pa.Table:

@@ -47,6 +47,25 @@ def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
     return pa.table(columns, schema=schema)
 
 
+def fits(schema: pa.Schema, together: pa.Schema) -> bool:
+    """Return whether `conform` gives a table of a schema another one without a change of a value.
+
+    Args:
+        schema: the schema of a part.
+        together: the schema of all parts that were seen before.
+    """
+    if any(name not in together.names for name in schema.names):
+        return False
+    try:
+        fields = [together.field(field.name) for field in schema]
+        joined = pa.unify_schemas(
+            [pa.schema(fields), schema.remove_metadata()], promote_options="permissive"
+        )
+    except pa.ArrowException:
+        return False
+    return all(joined.field(field.name).type == field.type for field in fields)
+
+
 def _check_optional(
     column: str, file: DataFile, first: DataFile, together: pa.Schema, schema: pa.Schema
 ) -> None:

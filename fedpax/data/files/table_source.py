@@ -101,6 +101,24 @@ class TableSource(Source):
             for name, column in self._gather(positions)
         }
 
+    def select(self, columns: Sequence[str]) -> "TableSource":
+        """Return the source with some of its columns, and the same clients.
+
+        Args:
+            columns: their names; those of the client and the label stay.
+        """
+        check_columns(self.fields, {f"columns[{k}]": c for k, c in enumerate(columns)}, self.name)
+        kept = [*dict.fromkeys([*columns, self.client, self.label])]
+        return TableSource(
+            self.name,
+            self.folder,
+            self.table.select([name for name in kept if name is not None]),
+            client=self.client,
+            client_starts=self.client_starts,
+            client_names=self.client_names,
+            label=self.label,
+        )
+
     def client_table(self, client: int) -> pa.Table:
         """Return the examples of a client, a slice of `table` without a copy.
 

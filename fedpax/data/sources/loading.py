@@ -1,8 +1,9 @@
-"""load: the one door to data sets by name and to users' files."""
+"""load and prepare: the doors to data sets by name and to users' files."""
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from fedpax.data.files.formats import is_files
 from fedpax.data.sources.source import (
@@ -14,6 +15,9 @@ from fedpax.data.sources.source import (
 )
 from fedpax.data.sources.text_records import SUFFIX
 from fedpax.errors import ArgumentError, MissingPackageError
+
+if TYPE_CHECKING:
+    from fedpax.data.files.preparing import Prepared
 
 
 def load(
@@ -47,6 +51,7 @@ def load(
               `"federated_emnist/digits"`, `"federated_shakespeare"` or
               `"federated_stackoverflow"`;
             - any name in TFDS's catalog, such as `"mnist"` or `"wikipedia/20230601.en"`;
+            - a folder that `prepare` wrote;
             - files, as a path, a pattern, a URL in a bucket, or a list of these: CSV and TSV (.gz,
               .zst and .bz2 too), Parquet, JSON lines, Arrow and Feather, LEAF's JSON, .npz, HDF5
               (a group is a client, as in TensorFlow Federated), images, and folders of Hugging
@@ -118,9 +123,11 @@ def load(
     }
     if isinstance(name, str) and name.endswith(SUFFIX):
         return open_records(name.replace("{split}", split or "train"))
-    is_embedded = name in EMBEDDED or name in FEDERATED
-    if not isinstance(name, str) or (not is_embedded and is_files(name)):
-        return _open_files(name, split=split, heldout_by=heldout_by, **of_files)
+    if not isinstance(name, str) or (name not in {*EMBEDDED, *FEDERATED} and is_files(name)):
+        with _needs_extra(name):
+            from fedpax.data.files.open_files import open_files
+
+            return open_files(name, split=split, heldout_by=heldout_by, **of_files)
     if given := [argument for argument, value in of_files.items() if value]:
         raise ArgumentError(
             f"{given[0]}={of_files[given[0]]!r} is for files, but {name!r} is the name of a data "
@@ -134,13 +141,80 @@ def load(
     return open_data_set(name, split, data_dir)
 
 
-def _open_files(files: Any, **options: Any) -> Source:
-    try:
-        from fedpax.data.files.open_files import open_files
+def prepare(
+    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    client: str | None = None,
+    label: str | None = None,
+    split: str | None = None,
+    columns: Sequence[str] = (),
+    types: Mapping[str, str] | None = None,
+    delimiter: str | None = None,
+    image_size: tuple[int, int] | None = None,
+    on_bad_row: Literal["error", "skip"] = "error",
+    memory: str | None = None,
+) -> "Prepared":
+    r"""Sort files by client into a folder that `fedpax.data.load` opens without reading it.
 
-        return open_files(files, **options)
+    The examples equal those of `load(files, client=...)`, in the same order. Files are read in
+    parts, and DuckDB sorts them on the disk where they exceed the memory. The folder appears at the
+    end, by one rename: after an interruption, prepare again.
+
+    Args:
+        files: as for `load`.
+        out: the folder to write, which must not exist.
+        client: as for `load`.
+        label: as for `load`; kept in the folder.
+        split: as for `load`, the text for `{split}`.
+        columns: as for `load`.
+        types: as for `load`.
+        delimiter: as for `load`.
+        image_size: as for `load`.
+        on_bad_row: `"error"`, or `"skip"` to leave out and count rows of CSV with another number of
+            columns, lines of JSON lines that are not objects, and examples without a client.
+        memory: the memory for sorting, such as `"4GB"`. Default None: half of the machine's.
+
+    Returns:
+        The source, and the number of skipped rows by file.
+
+    Raises:
+        ValueError: as for `load`; or `out` exists, or a client is missing.
+        OSError: the disk has not enough space.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> _ = (folder / "a.csv").write_text("user,x\nbo,1\nann,2\nbo,3\n")
+        >>> prepared = prepare(folder / "a.csv", folder / "out", client="user")
+        >>> prepared.source.client_names, prepared.source.column("x")
+        (ClientNames(['ann', 'bo']), array([2, 1, 3]))
+    """
+    with _needs_extra(files):
+        from fedpax.data.files.preparing import prepare_files
+
+        return prepare_files(
+            files,
+            out,
+            client=client,
+            label=label,
+            split=split,
+            columns=columns,
+            types=types,
+            delimiter=delimiter,
+            image_size=image_size,
+            on_bad_row=on_bad_row,
+            memory=memory,
+        )
+
+
+@contextlib.contextmanager
+def _needs_extra(files: Any) -> Iterator[None]:
+    try:
+        yield
     except ModuleNotFoundError as error:
-        if error.name not in ("pyarrow", "h5py", "PIL"):
+        if error.name not in ("pyarrow", "h5py", "PIL", "duckdb"):
             raise
         raise MissingPackageError(
             f"Reading {files!r} needs the package {error.name}, which is not installed. Install "

@@ -1,0 +1,253 @@
+"""prepare_files: sort files by client, larger than memory, into a folder that is memory-mapped."""
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from fedpax.data.files.finding import DataFile, is_url
+from fedpax.data.files.formats import BadRows, ReadOptions, TypeChangedError
+from fedpax.data.files.path_columns import Fields, add_path_columns, path_fields
+from fedpax.data.files.prepared import open_prepared, write_prepared
+from fedpax.data.files.read_table import stream_tables
+from fedpax.data.files.schemas import conform, fits, unify
+from fedpax.data.files.selection import select_files
+from fedpax.data.files.sorting import sort_tables
+from fedpax.data.files.table_source import TableSource, check_columns
+from fedpax.errors import ArgumentError
+from fedpax.paths import expand_home
+
+_EXPANSION = 4  # bytes of a column for one byte of a compressed file
+
+
+class Prepared(NamedTuple):
+    """What `prepare` has written.
+
+    Attributes:
+        source: the examples, as `fedpax.data.load` opens the folder.
+        skipped: the number of rows that were skipped, by file.
+        first_skipped: the beginning of the first of them, by file.
+    """
+
+    source: TableSource
+    skipped: dict[str, int]
+    first_skipped: dict[str, str]
+
+
+def prepare_files(
+    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    client: str | None,
+    label: str | None,
+    split: str | None,
+    columns: Sequence[str],
+    types: Mapping[str, str] | None,
+    delimiter: str | None,
+    image_size: tuple[int, int] | None,
+    on_bad_row: str,
+    memory: str | None,
+) -> Prepared:
+    """Prepare files; see `fedpax.data.prepare`, which passes its arguments."""
+    if on_bad_row not in ("error", "skip"):
+        raise ArgumentError(f"on_bad_row is {on_bad_row!r}, expected 'error' or 'skip'.")
+    if memory is not None and not re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]i?B", memory):
+        raise ArgumentError(f"memory is {memory!r}, expected an amount such as '4GB'.")
+    out = expand_home(Path(out)).absolute()
+    if out.exists():
+        raise ArgumentError(f"out={str(out)!r} exists, expected a new folder. Give another one.")
+    selected = select_files(
+        files,
+        split=split,
+        client=client,
+        label=label,
+        columns=columns,
+        types=types,
+        delimiter=delimiter,
+        image_size=image_size,
+        heldout_fraction=0.0,
+    )
+    bad_rows = BadRows() if on_bad_row == "skip" else None
+    reading = _Reading(selected.groups, selected.options, client, bad_rows)
+    reading.read_schema(first_part=True)
+    check_columns(reading.schema.names, {"client": reading.client, "label": label}, selected.name)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    needed = _needed_bytes(selected.groups)
+    _check_space(out.parent, needed)
+    draft = Path(tempfile.mkdtemp(prefix=f".{out.name}.draft-", dir=out.parent))
+    try:
+        about = {"client": reading.client, "label": label, "files": selected.name}
+        written = _write(reading, draft, about, memory or _half_of_memory())
+        written.rename(out)
+    except OSError as error:
+        if error.errno != errno.ENOSPC and "No space left" not in str(error):
+            raise
+        raise _no_space(out.parent, needed) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    bad = bad_rows or BadRows()
+    return Prepared(open_prepared(out), bad.count, bad.first)
+
+
+def _write(reading: "_Reading", draft: Path, about: dict[str, Any], memory: str) -> Path:
+    """Write the folder within the draft; again if a later part of a file changes a type."""
+    for attempt in range(3 + len(reading.schema) * len(reading.groups)):
+        folder, spill = draft / f"data-{attempt}", draft / f"spill-{attempt}"
+        folder.mkdir()
+        keys = [about["client"]] if about["client"] is not None else []
+        try:
+            tables: Iterator[pa.Table] = reading.tables()
+            if keys:
+                tables = sort_tables(tables, reading.schema, keys, spill, memory)
+            write_prepared(folder, tables, reading.schema, about)
+            return folder
+        except TypeChangedError as changed:
+            reading.change_type(changed)
+        shutil.rmtree(spill, ignore_errors=True)
+        shutil.rmtree(folder)
+    raise AssertionError("every attempt settles the type of a column of a file")
+
+
+class _Reading:
+    """The parts of files as tables of one schema, which later parts can change.
+
+    Attributes:
+        groups: the files that are read at once.
+        schema: the schema of all files, with the columns that paths name.
+        client: the column of clients, or None.
+    """
+
+    def __init__(
+        self,
+        groups: list[list[DataFile]],
+        options: ReadOptions,
+        client: str | None,
+        bad_rows: BadRows | None,
+    ) -> None:
+        self.groups = groups
+        self.client = client
+        self.schema = pa.schema([])
+        self._named_client = client
+        self._options = options._replace(bad_rows=bad_rows)
+        self._bad_rows = bad_rows
+        self._types: dict[str, dict[str, pa.DataType]] = {}
+        self._fields: list[Fields] = []
+
+    def read_schema(self, *, first_part: bool) -> None:
+        """Read the schema from the first part of each file, or from all parts."""
+        schemas = []
+        for group in self.groups:
+            parts = stream_tables(group, self._options_of(group[0]))
+            own = [table.schema for table in ([next(parts)] if first_part else parts)]
+            schemas.append(unify([group[0]] * len(own), own))
+        self._fields, self.client = path_fields(self.groups, schemas, self._named_client)
+        schemas = [
+            _decode(add_path_columns(schema.empty_table(), fields[:1])).schema
+            for schema, fields in zip(schemas, self._fields, strict=True)
+        ]
+        known = self.schema.names  # whose order stays when types of columns change
+        together = unify([group[0] for group in self.groups], schemas)
+        names = [*known, *(name for name in together.names if name not in known)]
+        self.schema = pa.schema([together.field(name) for name in names])
+
+    def change_type(self, changed: TypeChangedError) -> None:
+        """Read the schema again, with the type of a column that a later part has."""
+        while True:
+            if changed.column:
+                self._types.setdefault(changed.path, {})[changed.column] = changed.type
+            try:
+                return self.read_schema(first_part=bool(changed.column))
+            except TypeChangedError as further:
+                changed = further
+
+    def tables(self) -> Iterator[pa.Table]:
+        """Yield all parts.
+
+        Raises:
+            TypeChangedError: a part does not fit the schema.
+            ValueError: a file is damaged, or a client is missing.
+        """
+        if self._bad_rows is not None:
+            self._bad_rows.clear()
+        for group, fields in zip(self.groups, self._fields, strict=True):
+            row = 0
+            for part in stream_tables(group, self._options_of(group[0])):
+                table = _decode(add_path_columns(part, fields))
+                if not fits(table.schema, self.schema):
+                    raise TypeChangedError(group[0].path, "", None)
+                table = conform(table, self.schema)
+                if self.client is not None:
+                    table = self._with_clients(table, group[0], row)
+                row += part.num_rows
+                if table.num_rows:
+                    yield table
+
+    def _with_clients(self, table: pa.Table, file: DataFile, row: int) -> pa.Table:
+        """Leave out the examples without a client, or raise an error."""
+        column = table.column(self.client)
+        if not column.null_count:
+            return table
+        missing = np.asarray(column.is_null())
+        if self._bad_rows is None:
+            raise ArgumentError(
+                f"{file.path} has no client in the column {self.client!r} of example "
+                f"{row + int(np.argmax(missing))}, counted from 0. Fill it in, or leave such "
+                "examples out with on_bad_row='skip'."
+            )
+        for example in table.filter(pa.array(missing)).slice(0, int(missing.sum())).to_batches():
+            for k in range(len(example)):
+                self._bad_rows.skip(file.path, str(example.slice(k, 1).to_pylist()[0]))
+        return table.filter(pa.array(~missing))
+
+    def _options_of(self, file: DataFile) -> ReadOptions:
+        types = {**self._options.types, **self._types.get(file.path, {})}
+        return self._options._replace(types=types)
+
+
+def _decode(table: pa.Table) -> pa.Table:
+    """Decode categories: the batches of a file have no common dictionary."""
+    kinds = [
+        field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
+        for field in table.schema
+    ]
+    return table.cast(pa.schema(kinds, table.schema.metadata))
+
+
+def _needed_bytes(groups: Sequence[Sequence[DataFile]]) -> int:
+    """Estimate the bytes of the columns, and of what the sort writes beside them."""
+    total = 0
+    for file in (file for group in groups for file in group if not is_url(file.path)):
+        size = os.path.getsize(file.path)
+        compressed = file.is_compressed or file.suffix in (".parquet", ".pq", ".npz")
+        total += size * (_EXPANSION if compressed else 1)
+    return total
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    if shutil.disk_usage(folder).free < needed:
+        raise _no_space(folder, needed)
+
+
+def _no_space(folder: Path, needed: int) -> OSError:
+    free = shutil.disk_usage(folder).free
+    return OSError(
+        errno.ENOSPC,
+        f"{folder} has {free / 1e9:.1f} GB free, and the prepared files take about "
+        f"{needed / 1e9:.1f} GB, and as much again while they are sorted if they exceed the "
+        "memory. Free some space, or give out= on another disk. Nothing was written",
+    )
+
+
+def _half_of_memory() -> str:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # no POSIX system
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return f"{total // 2 // 2**20}MiB"
+    return "4GiB"

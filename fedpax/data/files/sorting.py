@@ -1,0 +1,167 @@
+"""sort_tables: sort tables by client with DuckDB, on the disk where they exceed the memory."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+_ROW = "__fedpax_row"  # keeps the order of a client's examples
+_ROWS_AT_ONCE = 1 << 17
+
+
+def sort_tables(
+    tables: Iterator[pa.Table], schema: pa.Schema, keys: list[str], spill: Path, memory: str
+) -> Iterator[pa.Table]:
+    """Yield the rows of tables sorted by columns; rows that are equal in them keep their order.
+
+    Args:
+        tables: the tables, of this schema.
+        schema: their schema.
+        keys: the names of the columns.
+        spill: a folder for what does not fit in memory.
+        memory: the memory that the sort may use, such as `"4GB"`.
+    """
+    import duckdb
+
+    stored = pa.schema([pa.field(field.name, _stored_type(field.type)) for field in schema])
+    failed: list[BaseException] = []
+
+    def numbered() -> Iterator[pa.RecordBatch]:
+        start = 0
+        try:
+            for table in tables:
+                numbers = pa.array(np.arange(start, start + table.num_rows))
+                start += table.num_rows
+                with_rows = _store(table, stored).append_column(_ROW, numbers)
+                yield from with_rows.combine_chunks().to_batches()
+        except BaseException as error:
+            failed.append(error)  # DuckDB raises another one
+            raise
+
+    reader = pa.RecordBatchReader.from_batches(
+        stored.append(pa.field(_ROW, pa.int64())), numbered()
+    )
+    settings = {
+        "temp_directory": str(spill),
+        "memory_limit": memory,
+        "preserve_insertion_order": False,
+        "autoinstall_known_extensions": False,
+        "autoload_known_extensions": False,
+    }
+    with duckdb.connect(config=settings) as connection:
+        connection.register("examples", reader)
+        names = ", ".join(map(_quote, schema.names))
+        order = ", ".join(map(_quote, [*keys, _ROW]))
+        try:
+            result = connection.sql(f"SELECT {names} FROM examples ORDER BY {order}")
+            for batch in result.to_arrow_reader(_ROWS_AT_ONCE):
+                yield _restore(pa.Table.from_batches([batch]), schema, stored)
+        except duckdb.Error:
+            if failed:
+                raise failed[0] from None
+            raise
+
+
+def _quote(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _stored_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type that DuckDB holds without a change for each type of Arrow."""
+    if isinstance(kind, pa.FixedShapeTensorType):
+        kind = kind.storage_type
+    if pa.types.is_dictionary(kind):
+        return _stored_type(kind.value_type)
+    if pa.types.is_fixed_size_list(kind) and pa.types.is_primitive(kind.value_type):
+        if kind.value_type.bit_width >= 8:
+            return pa.binary(kind.list_size * kind.value_type.bit_width // 8)
+    if pa.types.is_float16(kind):
+        return pa.uint16()
+    if pa.types.is_temporal(kind):  # nanoseconds and time zones too
+        return pa.int64() if kind.bit_width == 64 else pa.int32()
+    if pa.types.is_null(kind):
+        return pa.int8()
+    return kind
+
+
+def _store(table: pa.Table, stored: pa.Schema) -> pa.Table:
+    columns = []
+    for column, field in zip(table.columns, stored, strict=True):
+        chunks = [_store_array(chunk, field.type) for chunk in column.chunks]
+        columns.append(pa.chunked_array(chunks, field.type))
+    return pa.table(columns, schema=stored)
+
+
+def _store_array(array: pa.Array, kind: pa.DataType) -> pa.Array:
+    if isinstance(array, pa.ExtensionArray):
+        array = array.storage
+    if pa.types.is_fixed_size_list(array.type) and pa.types.is_fixed_size_binary(kind):
+        return _reinterpret(array, kind)
+    if pa.types.is_float16(array.type) or (
+        pa.types.is_temporal(array.type) and array.type.bit_width == kind.bit_width
+    ):
+        return array.view(kind)
+    return array.cast(kind)
+
+
+def _reinterpret(array: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Return fixed-size lists as fixed-size bytes."""
+    if array.null_count or array.flatten().null_count:
+        rows = [None if row is None else bytes(row) for row in _row_bytes(array)]
+        return pa.array(rows, kind)
+    values = array.flatten()
+    start = values.offset * values.type.bit_width // 8
+    return pa.Array.from_buffers(
+        kind, len(array), [None, values.buffers()[1].slice(start, len(array) * kind.byte_width)]
+    )
+
+
+def _row_bytes(array: pa.Array) -> Iterator[bytes | None]:
+    for row in array:
+        if not row.is_valid:
+            yield None
+            continue
+        values = row.values
+        if values.null_count:
+            raise ValueError("a list of numbers has a missing one")
+        yield np.asarray(values).tobytes()
+
+
+def _restore(table: pa.Table, schema: pa.Schema, stored: pa.Schema) -> pa.Table:
+    columns = []
+    for column, field, held in zip(table.columns, schema, stored, strict=True):
+        chunks = [_restore_array(chunk, field.type, held.type) for chunk in column.chunks]
+        columns.append(pa.chunked_array(chunks, field.type))
+    return pa.table(columns, schema=schema)
+
+
+def _restore_array(array: pa.Array, kind: pa.DataType, held: pa.DataType) -> pa.Array:
+    if isinstance(kind, pa.FixedShapeTensorType):
+        storage = _restore_array(array, kind.storage_type, held)
+        return pa.ExtensionArray.from_storage(kind, storage)
+    if pa.types.is_fixed_size_list(kind) and pa.types.is_fixed_size_binary(held):
+        return _restore_lists(array, kind, held)
+    array = array.cast(held)
+    if pa.types.is_null(kind):
+        return pa.nulls(len(array))
+    if pa.types.is_float16(kind) or (
+        pa.types.is_temporal(kind) and kind.bit_width == held.bit_width
+    ):
+        return array.view(kind)
+    return array.cast(kind)
+
+
+def _restore_lists(array: pa.Array, kind: pa.DataType, held: pa.DataType) -> pa.Array:
+    width = held.byte_width
+    validity = None
+    if array.null_count:
+        valid = array.is_valid()
+        validity = valid.buffers()[1]
+        array = array.fill_null(b"\0" * width)
+    offsets = np.frombuffer(array.buffers()[1], np.int32)[array.offset :][: len(array) + 1]
+    assert (np.diff(offsets) == width).all()
+    data = array.buffers()[2]
+    data = pa.py_buffer(b"") if data is None else data.slice(int(offsets[0]), len(array) * width)
+    values = pa.Array.from_buffers(kind.value_type, len(array) * kind.list_size, [None, data])
+    return pa.Array.from_buffers(kind, len(array), [validity], children=[values])

@@ -108,7 +108,7 @@ def compare(arguments: Sequence[str]) -> int:
             "\n`communicated` is the size of the operands of collectives on this mesh. The bytes "
             "below are those that all participants receive and send."
         )
-        print_line(f"\n{_compare_to_target(experiments, folders, target, destination)}")
+        print_line(f"\n{_compare_to_target(runs, folders, target, destination)}")
     print_line(f"\nSee {destination / 'comparison.png'} and {destination / 'comparison.json'}.")
     if target is not None:
         print_line(f"See {destination / 'target.png'} and {destination / 'target.json'}.")
@@ -195,7 +195,7 @@ def _find_target(text: str | None, chosen: Sequence[str]) -> Target | None:
 
 
 def _compare_to_target(
-    experiments: Mapping[str, Experiment],
+    runs: Sequence[PlannedRun],
     folders: Mapping[str, Path],
     target: Target,
     destination: Path,
@@ -212,6 +212,7 @@ def _compare_to_target(
             f"{target.metric!r}, expected one of {', '.join(metrics)}. Set for example "
             f"--target={metrics[0]}={target.value:g}; the runs are kept."
         )
+    experiments = {run.label: run.experiment for run in runs}
     courses: dict[str, Course] = {}
 
     def simulated(name: str) -> int:
@@ -223,8 +224,9 @@ def _compare_to_target(
         run = build_run(experiments[name])
         with jax.set_mesh(run.mesh):
             courses[name] = course_of(run, evaluations[name], target.metric)
-    in_order = {name: courses[name] for name in experiments}
-    return write_target_comparison(in_order, target, destination)
+    in_order = {run.label: courses[run.label] for run in runs}
+    titles = {run.label: run.title for run in runs}
+    return write_target_comparison(in_order, target, destination, titles)
 
 
 def _allowed_by_experiment(

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -179,11 +180,16 @@ def cost_to_target(course: Course, target: Target) -> CostToTarget:
     return CostToTarget(course.rounds[index], course.num_bytes[index], course.flops[index], best)
 
 
-def format_target_table(costs: Mapping[str, CostToTarget], target: Target) -> str:
-    """Format the costs as a Markdown table, the run with the fewest rounds first.
+def format_target_table(costs: Mapping[str, Sequence[CostToTarget]], target: Target) -> str:
+    """Format the costs as a Markdown table, the experiment with the fewest rounds first.
+
+    Args:
+        costs: for each experiment the costs of its runs, one for each seed. Means are over the
+            runs that reach the target, with sample standard deviations.
+        target: the target.
 
     Example:
-        >>> costs = {"fedavg": CostToTarget(29, 11.2e6, 1.2e8, 0.946)}
+        >>> costs = {"fedavg": [CostToTarget(29, 11.2e6, 1.2e8, 0.946)]}
         >>> print(format_target_table(costs, Target("accuracy", 0.85)))
         | experiment | rounds to accuracy 0.85 | bytes   | FLOPs   | best accuracy |
         |------------|-------------------------|---------|---------|---------------|
@@ -191,9 +197,11 @@ def format_target_table(costs: Mapping[str, CostToTarget], target: Target) -> st
     """
     sign = 1 if target.is_loss else -1
 
-    def order(name: str) -> tuple[float, float]:
-        found = costs[name]
-        return (math.inf if found.rounds is None else found.rounds, sign * found.best)
+    def order(name: str) -> tuple[int, float, float]:
+        rounds = [cost.rounds for cost in costs[name] if cost.rounds is not None]
+        missed = len(costs[name]) - len(rounds)
+        best = statistics.fmean(cost.best for cost in costs[name])
+        return missed, statistics.fmean(rounds or [math.inf]), sign * best
 
     head = [
         "experiment",
@@ -205,17 +213,24 @@ def format_target_table(costs: Mapping[str, CostToTarget], target: Target) -> st
     rows = []
     for name in sorted(costs, key=order):
         found = costs[name]
-        reached = found.rounds is not None
-        rows.append(
-            [
-                name,
-                f"{found.rounds:,}" if reached else "not reached",
-                format_bytes(found.num_bytes) if reached else "-",
-                _format_flops(found.flops) if reached else "-",
-                f"{found.best:.4f}",
-            ]
-        )
+        best = _format_mean([cost.best for cost in found], ".4f")
+        rounds = [cost.rounds for cost in found if cost.rounds is not None]
+        if not rounds:
+            rows.append([name, "not reached", "-", "-", best])
+            continue
+        text = _format_mean(rounds, ",.1f" if len(rounds) > 1 else ",.0f")
+        if len(rounds) < len(found):
+            text += f" ({len(rounds)} of {len(found)})"
+        reached = [cost for cost in found if cost.rounds is not None]
+        num_bytes = statistics.fmean(cost.num_bytes for cost in reached)
+        flops = statistics.fmean(cost.flops for cost in reached)
+        rows.append([name, text, format_bytes(num_bytes), _format_flops(flops), best])
     return markdown_table(head, rows)
+
+
+def _format_mean(numbers: Sequence[float], digits: str) -> str:
+    mean = f"{statistics.fmean(numbers):{digits}}"
+    return mean if len(numbers) == 1 else f"{mean} ± {statistics.stdev(numbers):{digits}}"
 
 
 def _format_flops(flops: float) -> str:
@@ -223,7 +238,10 @@ def _format_flops(flops: float) -> str:
 
 
 def write_target_comparison(
-    courses: Mapping[str, Course], target: Target, destination: str | Path
+    courses: Mapping[str, Course],
+    target: Target,
+    destination: str | Path,
+    titles: Mapping[str, str] | None = None,
 ) -> str:
     """Write `target.png` and `target.json`.
 
@@ -231,25 +249,32 @@ def write_target_comparison(
         courses: the courses by the runs' names.
         target: the target.
         destination: the folder for the two files.
+        titles: the experiment of each run. Default None: each run is an experiment of its own.
 
     Returns:
-        The table.
+        The table, with a row for each experiment.
     """
+    titles = titles or {name: name for name in courses}
     costs = {name: cost_to_target(course, target) for name, course in courses.items()}
-    save_picture(draw_courses(courses, target), Path(destination) / "target.png")
+    save_picture(draw_courses(courses, target, titles), Path(destination) / "target.png")
     content = {
         "target": target._asdict(),
         "runs": [
-            {"name": name}
+            {"name": name, "experiment": titles[name]}
             | {key: None if value != value else value for key, value in found._asdict().items()}
             for name, found in costs.items()
         ],
     }
     write_atomically(Path(destination) / "target.json", json.dumps(content, indent=2) + "\n")
-    return format_target_table(costs, target)
+    by_title: dict[str, list[CostToTarget]] = {}
+    for name, found in costs.items():
+        by_title.setdefault(titles[name], []).append(found)
+    return format_target_table(by_title, target)
 
 
-def draw_courses(courses: Mapping[str, Course], target: Target) -> Figure:
+def draw_courses(
+    courses: Mapping[str, Course], target: Target, titles: Mapping[str, str] | None = None
+) -> Figure:
     """Draw the metric of each run over rounds and over bytes, with the target.
 
     If no run has a known number of bytes above zero, there is no panel over bytes.
@@ -257,7 +282,14 @@ def draw_courses(courses: Mapping[str, Course], target: Target) -> Figure:
     Args:
         courses: the courses by the runs' names.
         target: the target.
+        titles: the experiment of each run, whose runs have one style. Default None: each run is an
+            experiment of its own.
     """
+    titles = titles or {name: name for name in courses}
+    styles = {
+        title: line_style(number) | {"linewidth": 1.2}
+        for number, title in enumerate(dict.fromkeys(titles[name] for name in courses))
+    }
     num_bytes = [x for course in courses.values() for x in course.num_bytes if x > 0]
     columns = 2 if num_bytes else 1
     figure = Figure(figsize=(5.5 * columns, 4.5), dpi=110, layout="constrained")
@@ -269,16 +301,15 @@ def draw_courses(courses: Mapping[str, Course], target: Target) -> Figure:
     count_ticks(panels[0].xaxis)
     if num_bytes:
         byte_axis(panels[1], num_bytes)
-    handles = []
-    for number, course in enumerate(courses.values()):
-        style = line_style(number) | {"linewidth": 1.2}
-        handles.append(Line2D([], [], **style))
+    handles = [Line2D([], [], **style) for style in styles.values()]
+    for name, course in courses.items():
+        style = styles[titles[name]]
         if len(course.rounds) == 1:  # a single point has no line
-            style["marker"] = "o"
+            style = style | {"marker": "o"}
         for axes, positions in zip(panels, (course.rounds, course.num_bytes), strict=False):
             axes.plot(positions, course.values, **style)
     if not any(math.isfinite(x) for course in courses.values() for x in course.values):
         note_no_values(panels[0], target.metric)
     panels[0].set_ylabel(f"held-out {short_text(target.metric)}")
-    add_legend(figure, handles, list(courses))
+    add_legend(figure, handles, list(styles))
     return figure

@@ -19,6 +19,7 @@ from fedpax.reports.target import (
     Target,
     cost_to_target,
     course_of,
+    draw_courses,
     format_target_table,
     parse_target,
     write_target_comparison,
@@ -81,13 +82,40 @@ def test_the_table_begins_with_the_fastest_run(tmp_path) -> None:
     text = write_target_comparison(courses, target, tmp_path)
     rows = [line.split("|")[1].strip() for line in text.splitlines()[2:]]
     assert rows == ["fast", "slow", "never"] and "not reached" in text
-    costs = {name: cost_to_target(course, target) for name, course in courses.items()}
+    costs = {name: [cost_to_target(course, target)] for name, course in courses.items()}
     assert text == format_target_table(costs, target)
     content = json.loads((tmp_path / "target.json").read_text())
-    assert content["runs"][0] | {"best": 0} == {
-        "name": "never", "rounds": None, "num_bytes": None, "flops": None, "best": 0,
-    }  # fmt: skip
+    never = {"name": "never", "experiment": "never", "best": 0.7}
+    assert content["runs"][0] == never | {"rounds": None, "num_bytes": None, "flops": None}
     assert (tmp_path / "target.png").stat().st_size > 5_000
+
+
+def test_an_experiment_with_several_seeds_is_one_row_of_means(tmp_path) -> None:
+    random = np.random.default_rng(0)
+    target, rounds = Target("loss", 0.5), np.arange(1, 9)
+    courses, titles = {}, {}
+    for title, reach in {"a": (3, 5, 8), "b": (2, 4, 9), "c": (9, 9, 9)}.items():
+        for seed, first in enumerate(reach):
+            values = np.where(rounds < first, 0.9, 0.4) + random.uniform(0, 0.1, 8)
+            courses[f"{title}_seed_{seed}"] = Course(
+                *(x.tolist() for x in (values, rounds, rounds, 10 * rounds))
+            )
+            titles[f"{title}_seed_{seed}"] = title
+    table = write_target_comparison(courses, target, tmp_path, titles)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    best = {title: [min(courses[f"{title}_seed_{k}"].values) for k in range(3)] for title in "abc"}
+    means = {t: f"{np.mean(x):.4f} ± {np.std(x, ddof=1):.4f}" for t, x in best.items()}
+    assert rows == [  # an experiment that always reaches the target comes first
+        ["a", f"5.3 ± {np.std((3, 5, 8), ddof=1):.1f}", "5.3 B", "53.3", means["a"]],
+        ["b", "3.0 ± 1.4 (2 of 3)", "3.0 B", "30", means["b"]],
+        ["c", "not reached", "-", "-", means["c"]],
+    ]
+    names = [run["name"] for run in json.loads((tmp_path / "target.json").read_text())["runs"]]
+    assert names == list(courses)
+    figure = draw_courses(courses, target, titles)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b", "c"]
+    colors = [line.get_color() for line in figure.axes[0].lines[1:]]
+    assert len(colors) == 9 and len(set(colors)) == 3
 
 
 @pytest.mark.parametrize("text", ["accuracy", "=0.5", "accuracy=high", "accuracy=nan"])

@@ -17,21 +17,7 @@ ACCEPTED = (
 
 
 class Columns(Sequence[dict[str, Any]]):
-    """Columns of equal length as a sequence of examples.
-
-    Args:
-        columns: for each field its values, which can be indexed by an example's number.
-        name: the argument's name, for the message.
-
-    Raises:
-        TypeError: a column is not a sequence of values.
-        ValueError: there is no column, or their lengths differ or are 0.
-
-    Example:
-        >>> examples = Columns({"label": np.array([3, 4]), "text": ["to be", "or not"]})
-        >>> len(examples), examples[1]["text"], list(examples.column("text"))
-        (2, 'or not', ['to be', 'or not'])
-    """
+    """Columns of equal length, by field, as a sequence of examples."""
 
     def __init__(self, columns: Mapping[str, Any], name: str = "columns") -> None:
         for field, values in columns.items():
@@ -63,28 +49,10 @@ class Columns(Sequence[dict[str, Any]]):
 
 
 def as_examples(source: Any, name: str = "source") -> Sequence[Mapping[str, Any]]:
-    """Return a user's data as a sequence of examples, each a dict of its fields.
-
-    Args:
-        source: a sequence of dicts, such as a source from `load`; a dict of columns; a data frame
-            of pandas or Polars; a table of pyarrow; or a NumPy array with named fields.
-        name: the argument's name, for messages.
-
-    Returns:
-        A sequence of dicts; `source` itself if it is one.
-
-    Raises:
-        TypeError: `source` is something else, such as a generator or a list of texts.
-        ValueError: columns have different lengths, or are empty.
-
-    Example:
-        >>> as_examples({"label": [3, 4]})[1]
-        {'label': 4}
-        >>> as_examples(["to be", "or not"])
-        Traceback (most recent call last):
-            ...
-        fedpax.errors.ArgumentTypeError: source is a list of str, expected a source from ...
-    """
+    """Return a user's data as a sequence of examples, each a dict of its fields."""
+    # `source`: a sequence of dicts, such as a source from `load`, which is returned itself; a dict
+    # of columns; a data frame of pandas or Polars; a table of pyarrow; or a NumPy array with named
+    # fields.
     if (columns := _columns(source)) is not None:
         return Columns(columns, name)
     found = f"a {type(source).__name__}"

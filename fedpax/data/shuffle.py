@@ -19,21 +19,7 @@ _FEISTEL_ROUNDS = 8
 
 
 def hash_key(*numbers: ArrayLike) -> NDArray[np.uint64]:
-    """Hash integers to 64-bit keys for `shuffled_index`.
-
-    Args:
-        *numbers: integers, each taken modulo 2**64; broadcast against each other.
-
-    Returns:
-        uint64 of the broadcast shape.
-
-    Raises:
-        TypeError: a number is not an integer of at most 64 bits.
-
-    Example:
-        >>> int(hash_key(1, 2)) == int(hash_key(1, 2)), int(hash_key(1, 2)) == int(hash_key(2, 1))
-        (True, False)
-    """
+    """Hash integers, modulo 2**64 and broadcast, to uint64 keys for `shuffled_index`."""
     # At least one axis: NumPy warns of overflow in scalars, but wrapping around is intended.
     arrays = [np.atleast_1d(np.asarray(number)) for number in numbers]
     for array in arrays:
@@ -50,23 +36,9 @@ def hash_key(*numbers: ArrayLike) -> NDArray[np.uint64]:
 
 
 def shuffled_index(index: ArrayLike, size: ArrayLike, key: ArrayLike) -> NDArray[np.int64]:
-    """Return the elements at given positions of a shuffled sequence 0, ..., size - 1.
-
-    For each size and key, `i -> shuffled_index(i, size, key)` is a permutation.
-
-    Args:
-        index: integers from 0 to `size` - 1, the positions.
-        size: integers of at least 1, the length of the sequence; broadcast against `index`.
-        key: uint64 from `hash_key`, which selects the permutation; broadcast against `index`.
-
-    Returns:
-        int64 of the broadcast shape.
-
-    Example:
-        >>> order = shuffled_index(np.arange(10), 10, hash_key(0))
-        >>> sorted(order.tolist()) == list(range(10)), order.tolist() == list(range(10))
-        (True, False)
-    """
+    """Return the elements at given positions of a shuffled sequence 0, ..., size - 1."""
+    # For each size and key, `i -> shuffled_index(i, size, key)` is a permutation. All three are
+    # broadcast.
     arrays = (np.asarray(argument, np.uint64) for argument in (index, size, key))
     value, sizes, keys = (np.array(array) for array in np.broadcast_arrays(*arrays))
     shape = value.shape

@@ -37,11 +37,9 @@ def even_sizes(total: int, parts: int) -> Int64[np.ndarray, " parts"]:
 def log_gamma(
     random: np.random.RandomState, shape: Float64[np.ndarray, " n"]
 ) -> Float64[np.ndarray, " n"]:
-    """Draw the logarithms of gamma variates; normalized variates are Dirichlet distributed.
-
-    With a small shape nearly all variates underflow, but a Gamma(a) variate equals a Gamma(a + 1)
-    variate times the power 1 / a of a uniform one, and the logarithms of these do not.
-    """
+    """Draw the logarithms of gamma variates; normalized variates are Dirichlet distributed."""
+    # With a small shape nearly all variates underflow, but a Gamma(a) variate equals a Gamma(a + 1)
+    # variate times the power 1 / a of a uniform one, and the logarithms of these do not.
     powers = random.standard_exponential(shape.shape) / shape
     return np.log(random.standard_gamma(shape + 1)) - powers
 
@@ -51,34 +49,18 @@ def assign_by_shares(
     num_examples: int,
     log_shares: Float64[np.ndarray, " participants"],
 ) -> Int64[np.ndarray, " examples"]:
-    """Assign examples to participants in given shares, rounded up or down.
-
-    Uses systematic sampling: evenly spaced points with a random offset. Shares below one example
-    are therefore met in expectation, and by different participants for each label.
-
-    Args:
-        random: the generator.
-        num_examples: the number of examples to assign.
-        log_shares: float64 `[participants]`, logarithms of unnormalized shares.
-
-    Returns:
-        int64 `[num_examples]`, the participant of each example.
-    """
+    """Assign examples to participants in given shares, rounded up or down."""
+    # Uses systematic sampling: evenly spaced points with a random offset. Shares below one example
+    # are therefore met in expectation, and by different participants for each label. `log_shares`
+    # are logarithms of unnormalized shares.
     ends = np.cumsum(np.exp(log_shares - log_shares.max()))
     points = (np.arange(num_examples) + random.random_sample()) / num_examples
     return np.searchsorted(ends / ends[-1], points)
 
 
 def top_up(owner: Int64[np.ndarray, " examples"], num_participants: int, min_examples: int) -> None:
-    """Move examples, in place, to participants with fewer than `min_examples`.
-
-    Equivalent to moving one example at a time from the participant that has most at that moment.
-
-    Args:
-        owner: int64 `[examples]`, the participant of each example; modified.
-        num_participants: the number of participants.
-        min_examples: the smallest number of examples per participant.
-    """
+    """Move examples, in place, to participants with fewer than `min_examples`."""
+    # Equivalent to moving one example at a time from the participant that has most at that moment.
     sizes = np.bincount(owner, minlength=num_participants)
     missing = np.maximum(min_examples - sizes, 0)
     if not missing.any():
@@ -97,16 +79,7 @@ def to_partition(
     owner: Int64[np.ndarray, " examples"],
     num_participants: int,
 ) -> list[Int64[np.ndarray, " part"]]:
-    """Make a partition from the participant of each example of a shuffled order.
-
-    Args:
-        order: int64 `[examples]`, a permutation of the examples.
-        owner: int64 `[examples]`, the participant of example `order[i]`.
-        num_participants: the number of participants.
-
-    Returns:
-        For each participant the sorted indices of its examples, int64.
-    """
+    """Make a partition from the participant of each example of a shuffled order."""
     owner_of_example = np.empty_like(owner)
     owner_of_example[order] = owner
     ends = np.cumsum(np.bincount(owner, minlength=num_participants))

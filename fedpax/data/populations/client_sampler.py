@@ -126,11 +126,7 @@ class ClientSampler:
             )
 
     def _larger_cohort(self, probability: float) -> str:
-        """Return sentences with a `cohort_size` that is large enough, for errors.
-
-        Raises:
-            ValueError: the probability is out of range.
-        """
+        """Return sentences with a `cohort_size` that is large enough, for errors."""
         suggested = poisson_cohort_size(self.num_clients, probability)
         if suggested == self.num_clients:
             sizes = f"cohort_size={suggested}, all clients."
@@ -222,11 +218,9 @@ class ClientSampler:
     def _poisson_sample(
         self, round_number: int, probability: float
     ) -> Int64[np.ndarray, " cohort"]:
-        """Draw each available client with a probability, in time proportional to the draws.
-
-        The gaps between the drawn clients are independent and geometric:
-        `P(gap = g) = (1 - q)^g q`.
-        """
+        """Draw each available client with a probability, in time proportional to the draws."""
+        # The gaps between the drawn clients are independent and geometric: `P(gap = g) = (1 - q)^g
+        # q`.
         mean = self.num_clients * probability
         count = math.ceil(mean + 6 * math.sqrt(mean) + 6)  # almost always enough gaps
         log_miss = math.log1p(-probability) if probability < 1 else -math.inf

@@ -248,21 +248,11 @@ def draw_labels(
     starts: Int64[np.ndarray, " groups"],
     remaining: Int64[np.ndarray, " labels"],
 ) -> Int64[np.ndarray, " labels"]:
-    """Draw labels from groups of labels by weight, each at most as often as it has examples.
-
-    Draws beyond a label's remaining examples are repeated among the other labels of its group. This
-    has the distribution of drawing labels one at a time and removing each label that is used up.
-
-    Args:
-        random: the generator.
-        group_counts: int64 `[groups]`, how many labels to draw from each group.
-        log_weights: float64 `[labels]`, logarithms of unnormalized weights.
-        starts: int64 `[groups]`, each group's first label; a group's labels are contiguous.
-        remaining: int64 `[labels]`, the unassigned examples of each label.
-
-    Returns:
-        int64 `[labels]`, how often each label was drawn.
-    """
+    """Draw labels from groups of labels by weight, each at most as often as it has examples."""
+    # Draws beyond a label's remaining examples are repeated among the other labels of its group.
+    # This has the distribution of drawing labels one at a time and removing each label that is used
+    # up. The labels of a group are contiguous: `starts` has the first label of each. `log_weights`
+    # are logarithms of unnormalized weights.
     ends = np.append(starts[1:], len(remaining))
     counts = np.zeros_like(remaining)
     while group_counts.any():

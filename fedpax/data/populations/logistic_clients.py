@@ -75,15 +75,7 @@ def logistic_clients(
 def gather_examples(
     images: Sequence[NDArray[Any]], labels: Sequence[NDArray[Any]]
 ) -> tuple[dict[str, NDArray[Any]], list[NDArray[np.int64]]]:
-    """Concatenate the clients' examples.
-
-    Args:
-        images: for each client its inputs.
-        labels: for each client its labels.
-
-    Returns:
-        All examples, and for each client the indices of its examples.
-    """
+    """Concatenate the clients' examples, and return the indices of each client's ones."""
     sizes = np.array([len(own) for own in labels], np.int64)
     starts = np.cumsum(sizes) - sizes
     examples = {"image": np.concatenate(images), "label": np.concatenate(labels)}
@@ -91,11 +83,7 @@ def gather_examples(
 
 
 def check_logistic_sizes(num_clients: int, num_features: int, num_classes: int) -> None:
-    """Check the sizes of a population with logistic models.
-
-    Raises:
-        ValueError: a size is below 1.
-    """
+    """Check the sizes of a population with logistic models."""
     check_integers(num_clients=num_clients, num_features=num_features, num_classes=num_classes)
     if min(num_clients, num_features, num_classes) < 1:
         raise ArgumentError(

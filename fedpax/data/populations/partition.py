@@ -101,11 +101,7 @@ def partition_by_field(
 
 
 class NaturalPartition(list[Indices]):
-    """A partition by the values of a field, as `partition_natural` returns it.
-
-    Attributes:
-        names: for each participant its value of the field.
-    """
+    """A partition by the values of a field, as `partition_natural` returns it."""
 
     def __init__(self, parts: Iterable[Indices], names: Sequence[Any]) -> None:
         super().__init__(parts)
@@ -164,15 +160,7 @@ def _as_column(source: Any) -> Any:
 
 
 def check_sized(partition: Any, name: str) -> None:
-    """Check that a partition is a sequence, which has a length and an order.
-
-    Args:
-        partition: the partition.
-        name: the argument's name, for the message.
-
-    Raises:
-        TypeError: it is a generator, a dict or another type without these.
-    """
+    """Check that a partition is a sequence, which has a length and an order."""
     if isinstance(partition, Mapping) or not hasattr(partition, "__len__"):
         remedy = f"list({name}{'.values()' if isinstance(partition, Mapping) else ''})"
         raise ArgumentTypeError(
@@ -185,22 +173,7 @@ def check_sized(partition: Any, name: str) -> None:
 def check_partition(
     partition: Partition, num_participants: int, num_examples: int, placement: str
 ) -> list[Indices]:
-    """Check that a partition fits a source and a number of participants.
-
-    Args:
-        partition: the partition.
-        num_participants: the expected number of participants.
-        num_examples: the number of examples in the source.
-        placement: the placement's name, for the messages.
-
-    Returns:
-        The partition, as int64 arrays.
-
-    Raises:
-        TypeError: the partition is a generator or a dict.
-        ValueError: the number of participants is wrong, a participant has no examples, an index is
-            out of range, or an example is assigned twice.
-    """
+    """Check that a partition fits a source and a number of participants; return int64 arrays."""
     check_sized(partition, "partition")
     if len(partition) != num_participants:
         raise ArgumentError(
@@ -228,19 +201,7 @@ def check_partition(
 
 
 def check_indices(indices: ArrayLike, num_examples: int, participant: str) -> Indices:
-    """Check that a participant's indices are integers within the source.
-
-    Args:
-        indices: integers `[examples of the participant]`; an empty array may have any dtype.
-        num_examples: the number of examples in the source.
-        participant: the participant's name, for the messages.
-
-    Returns:
-        The indices, int64.
-
-    Raises:
-        ValueError: `indices` is not integers of one axis, or an index is out of range.
-    """
+    """Check that a participant's indices are integers within the source; return them as int64."""
     array = host_array(indices, f"The part of {participant}")
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ArgumentError(
@@ -278,24 +239,7 @@ def get_field(example: Mapping[str, Any], field: str) -> Any:
 def index_labels(
     labels: ArrayLike, name: str = "labels"
 ) -> tuple[Int64[np.ndarray, " classes"], Int64[np.ndarray, " examples"]]:
-    """Map labels to consecutive indices from 0.
-
-    Args:
-        labels: integers `[examples]`.
-        name: the argument's name, for the message.
-
-    Returns:
-        A pair: the distinct labels, ascending, int64 `[classes]`; and for each example the index of
-        its label among them, int64 `[examples]`.
-
-    Raises:
-        ValueError: `labels` is not integers `[examples]`.
-
-    Example:
-        >>> classes, class_index = index_labels([7, 3, 7])
-        >>> classes.tolist(), class_index.tolist()
-        ([3, 7], [1, 0, 1])
-    """
+    """Map labels to indices of the distinct labels; return these, ascending, and the indices."""
     array = host_array(labels, name)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ArgumentError(

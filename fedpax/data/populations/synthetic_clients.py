@@ -93,10 +93,7 @@ class DirichletClients(Sequence[Indices]):
         return self._num_clients
 
     def __getitem__(self, client):  # type: ignore[no-untyped-def]
-        """Return the indices of a client's examples, int64 `[examples]`, which may repeat.
-
-        For a slice, return a list with the indices of each of its clients.
-        """
+        """Return the indices of a client's examples, which may repeat; for a slice, a list."""
         position = range(self._num_clients)[client]
         if isinstance(position, range):
             return [self[k] for k in position]

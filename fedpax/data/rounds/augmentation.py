@@ -8,30 +8,9 @@ from fedpax.errors import ArgumentError
 
 
 def augment_cohort(cohort: Cohort, round_number: int, *, size: int, seed: int) -> Cohort:
-    """Crop each image of a cohort at random, flip it with probability 1/2, and standardize it.
-
-    The random numbers depend on the seed, the round and the client alone, so that a run can resume
-    on other devices.
-
-    Args:
-        cohort: the cohort; `batches["image"]` is float `[clients, steps, batch, height, width,
-            channels]`, and `client_ids` are set.
-        round_number: the round, from 0.
-        size: height and width of the crops.
-        seed: the random seed.
-
-    Returns:
-        The cohort with images `[clients, steps, batch, size, size, channels]`.
-
-    Raises:
-        ValueError: the images are smaller than the crops.
-
-    Example:
-        >>> batches = {"image": np.random.default_rng(0).normal(size=(2, 3, 4, 8, 8, 1))}
-        >>> cohort = Cohort(batches, client_ids=np.array([7, 1]))
-        >>> augment_cohort(cohort, 0, size=6, seed=0).batches["image"].shape
-        (2, 3, 4, 6, 6, 1)
-    """
+    """Crop each image of a cohort at random, flip it with probability 1/2, and standardize it."""
+    # The random numbers depend on the seed, the round and the client alone, so that a run can
+    # resume on other devices. Images are float `[clients, steps, batch, height, width, channels]`.
     images = cohort.batches["image"]
     _check(images.shape, size)
     crops = np.empty((*images.shape[:-3], size, size, images.shape[-1]), images.dtype)
@@ -51,19 +30,7 @@ def augment_cohort(cohort: Cohort, round_number: int, *, size: int, seed: int) -
 def central_crop(
     images: Num[np.ndarray, "*batch height width channels"], size: int
 ) -> Num[np.ndarray, "*batch size size channels"]:
-    """Crop images to their centers.
-
-    Args:
-        images: `[..., height, width, channels]`.
-        size: height and width of the crops.
-
-    Raises:
-        ValueError: the images are smaller than the crops.
-
-    Example:
-        >>> central_crop(np.arange(16).reshape(4, 4, 1), 2)[..., 0].tolist()
-        [[5, 6], [9, 10]]
-    """
+    """Crop images to their centers."""
     _check(images.shape, size)
     top, left = ((side - size) // 2 for side in images.shape[-3:-1])
     return images[..., top : top + size, left : left + size, :]
@@ -72,19 +39,10 @@ def central_crop(
 def standardize(
     images: Float[np.ndarray, "*batch height width channels"],
 ) -> Float[np.ndarray, "*batch height width channels"]:
-    """Shift and scale each image to mean 0 and standard deviation 1.
-
-    The standard deviation counts as at least 1 / (255 sqrt(number of values)), so that an image of
-    one color becomes 0. This is TensorFlow's `per_image_standardization` of pixels from 0 to 255.
-
-    Args:
-        images: `[..., height, width, channels]`, pixels from 0 to 1.
-
-    Example:
-        >>> out = standardize(np.array([0.0, 0.5, 0.5, 1.0]).reshape(2, 2, 1))
-        >>> round(float(out.std()), 4), round(float(out.mean()), 4)
-        (1.0, 0.0)
-    """
+    """Shift and scale each image, pixels from 0 to 1, to mean 0 and standard deviation 1."""
+    # The standard deviation counts as at least 1 / (255 sqrt(number of values)), so that an image
+    # of one color becomes 0. This is TensorFlow's `per_image_standardization` of pixels from 0 to
+    # 255.
     axes = (-3, -2, -1)
     least = 1 / (255 * np.sqrt(np.prod(images.shape[-3:])))
     mean, deviation = images.mean(axes, keepdims=True), images.std(axes, keepdims=True)

@@ -20,37 +20,9 @@ def pack_clients(
     client_field: str = "client",
     tokenizer: Tokenizer = BYTE_TOKENIZER,
 ) -> tuple[Arrays, list[NDArray[np.int64]]]:
-    """Pack the documents of each client into rows, for `cohort_rounds`.
-
-    No row has tokens of two clients.
-
-    Args:
-        source: the documents: a source from `load`, a list of dicts, a dict of columns, or a data
-            frame.
-        seq_len: tokens per row.
-        field: the field of an example with its text, a string or UTF-8 bytes.
-        client_field: the field of an example that names its client.
-        tokenizer: the tokenizer.
-
-    Returns:
-        The rows, arrays `[rows, seq_len]`, and for each client the indices of its rows. The clients
-        are in the order of their names. `preprocess_rows` makes batches of the rows.
-
-    Raises:
-        TypeError: `source` is something else, such as a generator.
-        ValueError: the source has no examples, or `seq_len` is below 1.
-
-    Example:
-        >>> from fedpax.data import ClientSampler, cohort_rounds
-        >>> source = [{"client": name, "text": 3 * name} for name in ("to be", "or", "to be")]
-        >>> rows, population = pack_clients(source, seq_len=8)
-        >>> [part.tolist() for part in population]  # or; to be
-        [[0], [1, 2, 3, 4]]
-        >>> rounds = cohort_rounds(
-        ...     rows, population, ClientSampler(2, 2), batch_size=2, preprocess=preprocess_rows)
-        >>> next(rounds).batches["inputs"].shape  # clients, steps, batch, seq_len
-        (2, 2, 2, 8)
-    """
+    """Pack the documents of each client into rows `[rows, seq_len]`, for `cohort_rounds`."""
+    # No row has tokens of two clients. The population has the indices of the rows of each client;
+    # clients are in the order of their names. `preprocess_rows` makes batches of the rows.
     source = as_examples(source)
     if not len(source):
         raise ArgumentError("The source has no examples to train on: load another split.")
@@ -76,12 +48,5 @@ def pack_clients(
 
 
 def preprocess_rows(fields: Arrays) -> Batch:
-    """Make a language model's batch of rows from `pack_clients`.
-
-    Args:
-        fields: arrays `[rows, seq_len]`.
-
-    Returns:
-        The fields of `fedpax.data.pack`: `inputs`, `targets`, `segments`, `positions`, `mask`.
-    """
+    """Make a language model's batch, as `fedpax.data.pack` does, of rows from `pack_clients`."""
     return to_batch(TokenPairs(*(fields[name] for name in TokenPairs._fields)), fields["valid"])

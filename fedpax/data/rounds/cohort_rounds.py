@@ -111,14 +111,7 @@ class CohortRounds:
         return {str(self.settings["source"]): f"{number} examples, {sample}, {clients}"}
 
     def __next__(self) -> Cohort:
-        """Return the cohort of the next round, in new arrays.
-
-        Raises:
-            ValueError: no client is available, or more than `cohort_size` clients join the round; a
-                lazily generated client has an index that is out of range; or `preprocess` raises or
-                returns arrays of other shapes than before.
-            OSError: a record of the source cannot be read.
-        """
+        """Return the cohort of the next round, in new arrays."""
         batch_size, epochs, seed, num_examples = (
             int(self.settings[name])
             for name in ("batch_size", "local_epochs", "seed", "num_examples")

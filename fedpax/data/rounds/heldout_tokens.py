@@ -22,37 +22,13 @@ _DOCUMENTS_AT_ONCE = 256  # that a tokenizer encodes on several cores
 
 
 class HeldoutRows:
-    """The packed rows of a split of text, in the source's order, tokenized when they are read.
+    """The packed rows of a split of text, in the source's order, tokenized when they are read."""
 
-    The first use counts the tokens of each document. Afterwards only the documents of the rows that
-    are read are tokenized again, so memory holds these rows alone.
-
-    Args:
-        source: the documents: a source from `load`, a list of dicts, a dict of columns, or a data
-            frame.
-        seq_len: tokens per row.
-        max_tokens: use only this many tokens, in rows evenly spaced over the split, so that they
-            come from many documents. Default None: use all rows.
-        field: the field of an example with its text, a string or UTF-8 bytes.
-        tokenizer: the tokenizer.
-        divide: divide the counting among the processes of the job. All processes must then use the
-            rows for the first time at the same point of their programs. Default False: this process
-            counts all documents.
-
-    Raises:
-        KeyError: the examples have no such field.
-        TypeError: `source` is something else, such as a generator.
-        ValueError: a size is below 1, the source has no examples, or `max_tokens` is below
-            `seq_len`.
-
-    Example:
-        >>> rows = HeldoutRows([{"text": "to be"}, {"text": "or not to be"}], seq_len=8)
-        >>> len(rows), rows.num_targets.tolist()  # 5 + 1 + 12 + 1 targets
-        (3, [8, 8, 3])
-        >>> batch = rows.read(np.array([2, -1]))
-        >>> bytes(batch["targets"][0, :2].astype(np.uint8)), batch["mask"].sum(axis=1).tolist()
-        (b'be', [3.0, 0.0])
-    """
+    # The first use counts the tokens of each document. Afterwards only the documents of the rows
+    # that are read are tokenized again, so memory holds these rows alone. `max_tokens` uses only
+    # this many tokens, in rows evenly spaced over the split, so that they come from many documents.
+    # With `divide`, the processes of the job divide the counting: all of them must use the rows for
+    # the first time at the same point of their programs.
 
     def __init__(
         self,
@@ -118,15 +94,7 @@ class HeldoutRows:
         return np.minimum(self.seq_len, self._starts[-1] - self.seq_len * self._chosen)
 
     def read(self, rows: Int64[np.ndarray, " n"]) -> Batch:
-        """Tokenize rows.
-
-        Args:
-            rows: their numbers from 0, in any order; -1 is a row of padding.
-
-        Returns:
-            A dict of arrays `[n, seq_len]`, as `fedpax.data.pack` returns them: `inputs`,
-            `targets`, `segments`, `positions` (int32) and `mask` (float32), 0 at padding.
-        """
+        """Tokenize rows as `fedpax.data.pack` does; row -1 is padding."""
         shape = (len(rows), self.seq_len)
         pairs = TokenPairs(np.zeros(shape, "i4"), np.zeros(shape, "i4"), np.zeros(shape, "?"))
         valid = np.zeros(shape, np.bool_)

@@ -87,15 +87,7 @@ class Mixture:
 
 
 def check_weights(weights: Mapping[str, Weight]) -> None:
-    """Check that weights are finite, not negative, in order, and never all 0.
-
-    Args:
-        weights: weights by name.
-
-    Raises:
-        TypeError: a weight is neither a number nor points.
-        ValueError: they are not.
-    """
+    """Check that weights are finite, not negative, in order, and never all 0."""
     rounds = {0}
     for name, weight in weights.items():
         try:
@@ -129,17 +121,7 @@ def check_weights(weights: Mapping[str, Weight]) -> None:
 
 
 def weight_at(weight: Weight, round_number: int) -> float:
-    """Return a weight in a round.
-
-    Args:
-        weight: a number or points.
-        round_number: the round, counted from 0.
-
-    Example:
-        >>> jump = [(0, 1.0), (100, 1.0), (100, 0.25)]
-        >>> weight_at(jump, 99), weight_at(jump, 100)
-        (1.0, 0.25)
-    """
+    """Return a weight, a number or points, in a round counted from 0."""
     points = _points(weight)
     later = sum(number <= round_number for number, _ in points)  # the first point after the round
     if later == 0 or later == len(points):
@@ -157,29 +139,13 @@ def _points(weight: Any) -> Sequence[tuple[int, float]]:
 def apportion(
     credits: list[float], shares: Sequence[float], count: int
 ) -> tuple[Int64[np.ndarray, " count"], list[float]]:
-    """Choose a data set for each of the next rows, such that the counts follow the shares.
-
-    After n rows, data set k was chosen c_k times and its quota q_k is the sum of its shares. If
-    shares are constant, |q_k - c_k| <= 1 - 1 / (2 K - 2) for K data sets after every row. Data set
-    k may be chosen once its credit q_k - c_k reaches 1 / (2 K - 2); of these, the one whose credit
-    would exceed the bound first, at its current share, is chosen. A share of 0 is never chosen.
-
-    Args:
-        credits: q_k - c_k of each data set before the first row.
-        shares: the share of each data set, with sum 1.
-        count: the number of rows.
-
-    Returns:
-        The data set of each row, and the credits after the last row.
-
-    Example:
-        >>> chosen, credits = apportion([0.0, 0.0], [0.75, 0.25], 8)
-        >>> chosen.tolist(), credits
-        ([0, 0, 1, 0, 0, 0, 1, 0], [0.0, 0.0])
-
-    Reference:
-        Tijdeman. The Chairman Assignment Problem. Discrete Mathematics 32, 1980, section 2.
-    """
+    """Choose a data set for each of the next rows, such that the counts follow the shares."""
+    # After n rows, data set k was chosen c_k times and its quota q_k is the sum of its shares. If
+    # shares are constant, |q_k - c_k| <= 1 - 1 / (2 K - 2) for K data sets after every row. Data
+    # set k may be chosen once its credit q_k - c_k reaches 1 / (2 K - 2); of these, the one whose
+    # credit would exceed the bound first, at its current share, is chosen. A share of 0 is never
+    # chosen. `credits` are before the first row; the credits after the last row are returned too.
+    # Tijdeman. The Chairman Assignment Problem. Discrete Mathematics 32, 1980, section 2.
     credits = list(credits)
     positive = [k for k, share in enumerate(shares) if share > 0]
     least = 1 / (2 * len(positive) - 2) if len(positive) > 1 else 0.0

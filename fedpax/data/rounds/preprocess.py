@@ -18,20 +18,7 @@ Preprocess = Callable[[Arrays], dict[str, NDArray[Any]]]
 
 
 def preprocess_images(fields: Arrays) -> dict[str, NDArray[Any]]:
-    """Convert images to float32 and labels to int32, for a classifier.
-
-    Args:
-        fields: `image`, `[..., height, width, channels]`, and `label`, integers `[...]`.
-
-    Returns:
-        `image`, float32: integers are scaled from 0 to 255 to 0 to 1. `label`, int32.
-
-    Raises:
-        KeyError: a field is missing.
-        TypeError: a field is not numbers.
-        ValueError: the images' shapes differ, an image of integers has a value outside 0 to 255, or
-            a label is not an integer within int32.
-    """
+    """Convert images to float32, integers scaled from 255 to 1, and labels to int32."""
     if not {"image", "label"} <= fields.keys():
         raise KeyError(
             f"The examples have the fields {', '.join(map(repr, fields))}, expected 'image' and "

@@ -22,38 +22,18 @@ _MOST_AHEAD = 128  # documents that are read and tokenized at once
 
 
 class Position(NamedTuple):
-    """A shard's position: the next row of a window, and the pair at which the window starts.
+    """A shard's position: the next row of a window, and the pair at which the window starts."""
 
-    Attributes:
-        document: the window's first document; numbers continue over epochs.
-        offset: the window's first pair within that document.
-        row: the next row of the window.
-    """
-
-    document: int = 0
-    offset: int = 0
-    row: int = 0
+    document: int = 0  # the window's first document; numbers continue over epochs
+    offset: int = 0  # the window's first pair within that document
+    row: int = 0  # the next row of the window
 
 
 class DocumentOrder:
-    """The order in which one of several shards reads its documents, computed and not stored.
+    """The order in which one of several shards reads its documents, computed and not stored."""
 
-    The documents are shuffled once and dealt out, document n to shard n mod `num_shards`. Each
-    shard has a new order in every epoch.
-
-    Args:
-        documents: the documents' indices in their source, or their number if they are 0, 1, ...
-        shard: the shard's number.
-        num_shards: the number of shards, at most the number of documents.
-        key: selects the orders; equal for all shards.
-
-    Example:
-        >>> orders = [DocumentOrder(5, shard, 2, hash_key(0)) for shard in range(2)]
-        >>> [len(order) for order in orders]
-        [3, 2]
-        >>> sorted(order[n] for order in orders for n in range(len(order)))
-        [0, 1, 2, 3, 4]
-    """
+    # The documents are shuffled once and dealt out, document n to shard n mod `num_shards`. Each
+    # shard has a new order in every epoch. `key`, equal for all shards, selects the orders.
 
     def __init__(
         self, documents: Indices | int, shard: int, num_shards: int, key: UInt64[np.ndarray, ""]
@@ -96,17 +76,10 @@ class _Window(NamedTuple):
 
 
 class Shard:
-    """The endless sequence of rows of one shard.
+    """The endless sequence of rows of one shard."""
 
-    Args:
-        source: the examples.
-        order: the order of the shard's documents.
-        key: selects the order of rows within windows.
-        field: the field of an example with its text.
-        tokenizer: the tokenizer.
-        seq_len: tokens per row.
-        window_tokens: the window within which rows are shuffled, in tokens; at most one epoch.
-    """
+    # Rows are shuffled within windows of `window_tokens`, at most one epoch; `key` selects their
+    # order.
 
     def __init__(
         self,
@@ -199,10 +172,8 @@ class Shard:
         return self._cache[example]
 
     def _forget_before(self, document: int) -> None:
-        """Forget documents that were read to their end, unless an epoch fits in a window.
-
-        A shard that fits in a window is then read only once.
-        """
+        """Forget documents that were read to their end, unless an epoch fits in a window."""
+        # A shard that fits in a window is then read only once.
         if self._cached_tokens <= self._window_tokens:
             return
         kept = {self._order[number] for number in range(document, max(self._ahead, document + 1))}
@@ -219,14 +190,8 @@ def get_text(example: Mapping[str, Any], field: str) -> Any:
 
 
 def read(source: Examples, indices: Sequence[int]) -> Sequence[Any]:
-    """Read examples, in one call if the source has `__getitems__`.
-
-    Sources of array_record files have it, and read in parallel.
-
-    Args:
-        source: the examples.
-        indices: their indices.
-    """
+    """Read examples, in one call if the source has `__getitems__`."""
+    # Sources of array_record files have it, and read in parallel.
     together: Callable[[Sequence[int]], Sequence[Any]] | None
     together = getattr(source, "__getitems__", None)
     return [source[index] for index in indices] if together is None else together(indices)

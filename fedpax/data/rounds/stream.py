@@ -126,16 +126,8 @@ class LazyStream:
 
 
 def check_sizes(bytes_per_item: int, **sizes: int) -> None:
-    """Check that the sizes of a round are positive and that the round fits this machine's memory.
-
-    Args:
-        bytes_per_item: bytes per item; a round has `prod(sizes)` items.
-        **sizes: the round's sizes by name.
-
-    Raises:
-        TypeError: a size is not an integer.
-        ValueError: a size is below 1, or the round does not fit.
-    """
+    """Check that a round's sizes are positive, and that it fits the memory of this machine."""
+    # A round has `prod(sizes)` items of `bytes_per_item`.
     total = bytes_per_item
     check_integers(**sizes)
     for name, size in sizes.items():
@@ -159,20 +151,9 @@ def source_name(source: Examples) -> str:
 
 
 def arrays_fingerprint(arrays: Mapping[str, NDArray[Any]]) -> str:
-    """Return a text that identifies arrays in memory: their fields and a checksum.
-
-    Args:
-        arrays: arrays `[examples, ...]` by field.
-
-    Returns:
-        The same text for the same fields, shapes, dtypes and contents. Of the contents, at most
-        1,000 evenly spaced examples are read, so large arrays take no longer.
-
-    Example:
-        >>> ascending, descending = {"label": np.arange(3)}, {"label": np.arange(3)[::-1]}
-        >>> arrays_fingerprint(ascending) == arrays_fingerprint(descending)
-        False
-    """
+    """Return a text that identifies arrays in memory: their fields and a checksum."""
+    # Of the contents, at most 1,000 evenly spaced examples are read, so large arrays take no
+    # longer.
     value = 0
     for name, values in sorted(arrays.items()):
         value = zlib.crc32(f"{name}{values.dtype}{values.shape}".encode(), value)
@@ -182,21 +163,9 @@ def arrays_fingerprint(arrays: Mapping[str, NDArray[Any]]) -> str:
 
 
 def texts_fingerprint(source: Examples, field: str) -> str:
-    """Return a text that identifies the documents of a source: their number and a checksum.
-
-    Args:
-        source: the examples.
-        field: the field with the text.
-
-    Returns:
-        The same text for the same documents. At most 256 evenly spaced documents are read, so large
-        data sets take no longer; the length and the first 64 KiB of each count.
-
-    Example:
-        >>> corpus = [{"text": "to be"}, {"text": b"or not"}]
-        >>> texts_fingerprint(corpus, "text") == texts_fingerprint(corpus[::-1], "text")
-        False
-    """
+    """Return a text that identifies the documents of a source: their number and a checksum."""
+    # At most 256 evenly spaced documents are read, so large data sets take no longer; the length
+    # and the first 64 KiB of each count.
     indices = evenly_spaced(len(source), SAMPLED_DOCUMENTS).tolist()
     checksum = hashlib.sha256()
     for example in read(source, indices):
@@ -220,20 +189,7 @@ def evenly_spaced(length: int, max_count: int = 1000) -> NDArray[np.int64]:
 
 
 def check_state(state: Any, settings: Settings, position: str) -> Any:
-    """Check that a state was saved by a stream with equal settings, and return its position.
-
-    Args:
-        state: a state from a stream's `get_state`, also after a round trip through JSON.
-        settings: the settings of the stream to restore.
-        position: the state's key for the position.
-
-    Returns:
-        The value of `state[position]`.
-
-    Raises:
-        ValueError: `state` is not the state of a stream, or settings differ; the message lists the
-            differences.
-    """
+    """Check that a state was saved by a stream with equal settings, and return its position."""
     if not isinstance(state, Mapping) or not {"settings", position} <= state.keys():
         raise ArgumentError(
             f"A stream's state is a dict with 'settings' and {position!r}, as get_state returns "

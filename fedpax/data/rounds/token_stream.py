@@ -30,21 +30,14 @@ IN_MIXTURE = "mixture: "
 
 
 class DataSet(NamedTuple):
-    """A part of the data with its own shards: a data set, or the documents of an island.
+    """A part of the data with its own shards: a data set, or the documents of an island."""
 
-    Attributes:
-        name: its name in the state.
-        source: the examples.
-        field: the field with the text.
-        documents: the documents' indices in the source; for all documents, their number.
-        key: selects the order of documents and rows.
-    """
-
-    name: str
+    name: str  # its name in the state
     source: Examples
-    field: str
+    field: str  # the field with the text
+    # The documents' indices in the source; for all documents, their number.
     documents: Indices | int
-    key: UInt64[np.ndarray, ""]
+    key: UInt64[np.ndarray, ""]  # selects the order of documents and rows
 
     def num_shards(self, most: int) -> int:
         """Return the largest divisor of `most` that leaves each shard enough documents."""
@@ -54,19 +47,12 @@ class DataSet(NamedTuple):
 
 
 class _Progress(NamedTuple):
-    """The position of a stream, but for its shards.
-
-    Attributes:
-        rounds: rounds so far.
-        steps: steps so far.
-        rows: rows so far, over all islands.
-        credits: rows that each data set is owed, see `apportion`.
-    """
+    """The position of a stream, but for its shards."""
 
     rounds: int
     steps: int
-    rows: int
-    credits: list[float]
+    rows: int  # rows so far, over all islands
+    credits: list[float]  # rows that each data set is owed, see `apportion`
 
 
 class TokenRounds:

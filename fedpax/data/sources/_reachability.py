@@ -9,18 +9,9 @@ from collections.abc import Iterable
 
 
 def unreachable_hosts(urls: Iterable[str], *, timeout: float = 8.0) -> list[str]:
-    """Return the hosts of some URLs if none of them answers.
-
-    Sends HEAD requests to at most three hosts at the same time, through the proxies that the
-    environment names, as a download would. An answer with an HTTP error counts as an answer.
-
-    Args:
-        urls: addresses; those with a scheme other than http and https are not checked.
-        timeout: seconds to wait for all hosts together.
-
-    Returns:
-        The hosts' names; empty if any host answered, or if there was none to check.
-    """
+    """Return the hosts of some URLs if none of them answers within `timeout` seconds."""
+    # Sends HEAD requests to at most three hosts at the same time, through the proxies that the
+    # environment names, as a download would. An answer with an HTTP error counts as an answer.
     parts = (urllib.parse.urlsplit(url) for url in urls)
     addresses = sorted({f"{p.scheme}://{p.netloc}/" for p in parts if p.scheme.startswith("http")})
     answered: list[str] = []

@@ -14,34 +14,15 @@ Starts = Int64[np.ndarray, " clients_and_1"]
 
 
 def write_client_starts(folder: Path, starts: Mapping[str, Sequence[int]]) -> None:
-    """Write where each client's examples begin.
-
-    Args:
-        folder: the folder of the data set.
-        starts: for each split the index of each client's first example, ascending.
-    """
+    """Write the index of each client's first example, ascending, for each split."""
     arrays: dict[str, Any] = {split: np.array(own, np.int64) for split, own in starts.items()}
     np.savez(folder / _FILE, **arrays)
 
 
 def read_client_starts(folder: Path, parts: Sequence[tuple[str, int, int]]) -> Starts | None:
-    """Read where each client's examples begin in parts of splits.
-
-    Args:
-        folder: the folder of the data set.
-        parts: for each part its split, its first example and the example after its last one.
-
-    Returns:
-        The starts, counted over all parts. A client whose examples are in two parts, or in two
-        splits, is two clients. None if the data set has no such file.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write_client_starts(Path(folder), {"train": [0, 3, 4]})
-        ...     read_client_starts(Path(folder), [("train", 2, 6)]).tolist()
-        [0, 1, 2, 4]
-    """
+    """Read where each client's examples begin in parts of splits, counted over all parts."""
+    # A client whose examples are in two parts, or in two splits, is two clients. None if the data
+    # set has no such file.
     path = folder / _FILE
     if not path.exists():
         return None

@@ -13,16 +13,7 @@ _NAMES = ("type", "pythonClassName", "python_class_name")
 
 
 def check_feature_classes(folder: Path) -> None:
-    """Check that opening a prepared data set imports no module that its files name.
-
-    Args:
-        folder: the folder of the data set, with those of its configurations and versions; it may be
-            missing.
-
-    Raises:
-        ValueError: `features.json` names a class outside of TFDS whose module is not imported yet.
-        OSError: the file cannot be read.
-    """
+    """Check that opening a prepared data set imports no module that its files name."""
     for pattern in (FILE, f"*/{FILE}", f"*/*/{FILE}"):
         for path in sorted(folder.glob(pattern)):
             for name in _class_names(read_json(path)):

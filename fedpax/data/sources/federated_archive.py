@@ -35,21 +35,11 @@ class ArchiveError(FedpaxError, OSError):
 
 
 class Archive(NamedTuple):
-    """Address, size and checksum of an archive.
+    """Address, size and checksum of an archive."""
 
-    Attributes:
-        url: where to download it.
-        size: in bytes; None if no size is published.
-        sha256: in hexadecimal digits; None if no checksum is published.
-
-    Example:
-        >>> Archive("https://host/folder/shakespeare.sqlite.lzma").filename
-        'shakespeare.sqlite.lzma'
-    """
-
-    url: str
-    size: int | None = None
-    sha256: str | None = None
+    url: str  # where to download it
+    size: int | None = None  # in bytes; None if no size is published
+    sha256: str | None = None  # in hexadecimal digits; None if no checksum is published
 
     @property
     def filename(self) -> str:
@@ -58,27 +48,15 @@ class Archive(NamedTuple):
 
 
 class Feature(NamedTuple):
-    """The expected type of an example's feature.
+    """The expected type of an example's feature."""
 
-    Attributes:
-        kind: the name of the list in `tf.train.Feature`.
-        size: the number of values.
-    """
-
+    # The name of the list in `tf.train.Feature`.
     kind: Literal["bytes_list", "float_list", "int64_list"]
-    size: int = 1
+    size: int = 1  # the number of values
 
 
 def check(path: Path, archive: Archive) -> None:
-    """Check a file's size and SHA-256 against those published.
-
-    Args:
-        path: the file.
-        archive: the expected archive; a size or checksum of None is not checked.
-
-    Raises:
-        ArchiveError: the size or the SHA-256 differs.
-    """
+    """Check a file's size and SHA-256 against the published ones; None is not checked."""
     size = path.stat().st_size
     if archive.size not in (None, size):
         raise ArchiveError(f"has {size} bytes, not {archive.size}")
@@ -90,16 +68,7 @@ def check(path: Path, archive: Archive) -> None:
 
 
 def decompress(path: Path, database: Path) -> None:
-    """Decompress an archive's database, one block at a time.
-
-    Args:
-        path: the archive, in either of lzma's formats.
-        database: the file to write.
-
-    Raises:
-        ArchiveError: the archive is damaged or truncated.
-        OSError: the disk is full.
-    """
+    """Decompress an archive's database, in either of lzma's formats, one block at a time."""
     with lzma.open(path) as source, database.open("wb") as target:
         try:
             shutil.copyfileobj(source, target, _BLOCK_BYTES)
@@ -109,17 +78,7 @@ def decompress(path: Path, database: Path) -> None:
 
 @contextlib.contextmanager
 def open_database(database: Path) -> Iterator[sqlite3.Connection]:
-    """Open a database for reading, and check the columns of its table `examples`.
-
-    Args:
-        database: the file.
-
-    Yields:
-        The connection.
-
-    Raises:
-        ArchiveError: the file is not an SQLite database, or has no such table.
-    """
+    """Open a database for reading, and check the columns of its table `examples`."""
     with contextlib.closing(
         sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)
     ) as connection:
@@ -134,18 +93,7 @@ def open_database(database: Path) -> Iterator[sqlite3.Connection]:
 
 
 def count_examples(connection: sqlite3.Connection, split: str) -> int:
-    """Return the number of examples in a split.
-
-    Args:
-        connection: to the database.
-        split: the archive's own name of it, such as `"digits_only_train"`.
-
-    Returns:
-        The number, at least 1.
-
-    Raises:
-        ArchiveError: there is no such split; the message lists the existing ones.
-    """
+    """Return the number of examples, at least 1, in a split; raise if there is no such split."""
     with _sqlite_errors():
         query = "SELECT COUNT(*) FROM examples WHERE split_name = ?"
         ((count,),) = connection.execute(query, [split])
@@ -159,21 +107,10 @@ def count_examples(connection: sqlite3.Connection, split: str) -> int:
 def read_examples(
     connection: sqlite3.Connection, split: str, features: Mapping[str, Feature]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Read a split client by client, one example at a time.
-
-    Args:
-        connection: to the database.
-        split: the archive's own name of it.
-        features: the features to read from each example, by name.
-
-    Yields:
-        A client's name and one example, a dict by feature: bytes for a `bytes_list`, which must
-        hold one value; float32 or int64 [size] for the other kinds. Clients are sorted by the code
-        points of their names; a client's examples keep the archive's order.
-
-    Raises:
-        ArchiveError: the database is damaged, or an example does not match `features`.
-    """
+    """Yield a client's name and an example of a split, client by client."""
+    # An example is a dict by feature: bytes for a `bytes_list`, which must hold one value; float32
+    # or int64 [size] for the other kinds. Clients are sorted by the code points of their names; the
+    # examples of a client keep the order of the archive.
     from tensorflow_datasets.proto import tf_example_pb2
 
     with _sqlite_errors():

@@ -48,11 +48,10 @@ from fedpax.data.sources.federated_archive import (
 
 
 class FederatedSource(tfds.core.ShardBasedBuilder):
-    """A data set prepared from an archive of TensorFlow Federated, client by client.
+    """A data set prepared from an archive of TensorFlow Federated, client by client."""
 
-    The base class is TFDS's builder by shards because it writes examples as they are generated.
-    TFDS's builder by examples would sort all of them, in memory if their order must be kept.
-    """
+    # The base class is TFDS's builder by shards because it writes examples as they are generated.
+    # TFDS's builder by examples would sort all of them, in memory if their order must be kept.
 
     VERSION = tfds.core.Version("1.0.0")
     ARCHIVE: ClassVar[Archive]

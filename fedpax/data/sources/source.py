@@ -145,10 +145,7 @@ class Source(Sequence[dict[str, Any]]):
 
 
 def open_data_set(name: str, split: str, data_dir: str | os.PathLike[str] | None) -> Source:
-    """Open a split of a data set of TFDS, and prepare the data set first if necessary.
-
-    See `fedpax.data.load`, which passes its arguments.
-    """
+    """Open a split of a data set of TFDS, and prepare the data set first if necessary."""
     root = data_folder(data_dir)
     builder = _builder(name, root)
     if not builder.data_path.exists():
@@ -212,11 +209,9 @@ def _builder(name: str, root: Path) -> Any:
 
 
 def _import_all_builders() -> None:
-    """Import TFDS's groups of builders one by one.
-
-    TFDS itself stops at the first group that fails. Some groups need a library (h5py) that TFDS
-    does not require, so later groups, such as text with C4 and Wikipedia, would be missing.
-    """
+    """Import TFDS's groups of builders one by one."""
+    # TFDS itself stops at the first group that fails. Some groups need a library (h5py) that TFDS
+    # does not require, so later groups, such as text with C4 and Wikipedia, would be missing.
     for group in ("question_answering", "summarization", "text", "translate", "video"):
         with contextlib.suppress(ImportError):
             importlib.import_module(f"tensorflow_datasets.{group}")
@@ -302,11 +297,9 @@ def _parts(builder: Any, split: str) -> list[tuple[str, int, int]]:
 
 @contextlib.contextmanager
 def _lock(path: Path, name: str) -> Iterator[bool]:
-    """Hold a lock between processes, which the system releases if the process is killed.
-
-    Yields True if the lock is held, and False if the system or file system has no locks. Then only
-    TFDS's renaming of finished folders protects data sets.
-    """
+    """Hold a lock between processes, which the system releases if the process is killed."""
+    # Yields True if the lock is held, and False if the system or file system has no locks. Then
+    # only TFDS's renaming of finished folders protects data sets.
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         import fcntl

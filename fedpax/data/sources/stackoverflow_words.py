@@ -22,28 +22,11 @@ _MEMBER = "stackoverflow.word_count"
 def stackoverflow_words(
     count: int, *, data_dir: str | os.PathLike[str] | None = None
 ) -> list[bytes]:
-    """Return the most frequent words in the training split of Stack Overflow.
-
-    The frequency of a word is the number of users who have used it. The archive is downloaded once.
-    On a machine without a network, put it into `<data_dir>/downloads/manual`.
-
-    Args:
-        count: number of words.
-        data_dir: as in `fedpax.data.load`.
-
-    Returns:
-        The words, the most frequent one first.
-
-    Raises:
-        ConnectionError: the archive must be downloaded and there is no network; the message names
-            the archive and its folder.
-        OSError: the archive is damaged.
-        ValueError: `count` is below 1, or the archive has fewer words.
-
-    Reference:
-        TensorFlow Federated, tensorflow_federated/python/simulation/datasets/stackoverflow.py,
-        `load_word_counts`: address, SHA-256 and format, a word and its count per line.
-    """
+    """Return the most frequent words in the training split of Stack Overflow, in their order."""
+    # The frequency of a word is the number of users who have used it. The archive is downloaded
+    # once. On a machine without a network, put it into `<data_dir>/downloads/manual`. Address,
+    # SHA-256 and format, a word and its count per line: TensorFlow Federated,
+    # tensorflow_federated/python/simulation/datasets/stackoverflow.py, `load_word_counts`.
     if count < 1:
         raise ArgumentError(f"count is {count}, expected at least 1.")
     path = _find(data_folder(data_dir))

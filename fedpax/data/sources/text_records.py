@@ -10,21 +10,12 @@ SUFFIX = ".array_record"
 
 
 class TextRecords(Sequence[dict[str, Any]]):
-    """The records of array_record files, in the order of the files' names, as dicts.
+    """The records of array_record files, in the order of the files' names, as dicts."""
 
-    A record is a text in UTF-8, which becomes the field `"text"` (as bytes), or a serialized
-    `tf.train.Example`, whose features become fields. A feature of one value becomes this value, a
-    text as bytes and a number as Python's; any other feature becomes a list. The first record
-    decides for all.
-
-    Args:
-        pattern: the path of a file, or a pattern such as `"corpus/train-*.array_record"`. A folder
-            or file that exists as it is written is itself.
-
-    Raises:
-        FileNotFoundError: no file matches.
-        ValueError: a file is a Git LFS pointer.
-    """
+    # A record is a text in UTF-8, which becomes the field `"text"` (as bytes), or a serialized
+    # `tf.train.Example`, whose features become fields. A feature of one value becomes this value, a
+    # text as bytes and a number as Python's; any other feature becomes a list. The first record
+    # decides for all. A folder or file that exists as the pattern is written is itself.
 
     def __init__(self, pattern: str) -> None:
         from grain.sources import ArrayRecordDataSource  # here because it is slow to import

@@ -17,17 +17,7 @@ _REMEDY = "Name the token with data.end_of_document, in Python with end_of_docum
 
 
 def end_of_document(path: Path, vocabulary: Vocabulary, given: str | None) -> int:
-    """Return the token that ends a document.
-
-    Args:
-        path: the tokenizer's file. The files of `SOURCES` beside it name the token.
-        vocabulary: its vocabulary.
-        given: the token's name, in place of these files.
-
-    Raises:
-        ValueError: no file names the token, a file that does is damaged, or the vocabulary does
-            not have the token.
-    """
+    """Return the token that ends a document: `given`, or as the files beside `path` name it."""
     if given is not None:
         return _token(vocabulary, given, f"end_of_document={given!r}")
     if (named := named_end(path)) is not None:
@@ -44,14 +34,7 @@ def end_of_document(path: Path, vocabulary: Vocabulary, given: str | None) -> in
 
 
 def named_end(path: Path) -> tuple[Path, str | int] | None:
-    """Return the file beside a tokenizer that names the token that ends a document, and the token.
-
-    Args:
-        path: the tokenizer's file.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
+    """Return the file beside a tokenizer that names the token that ends a document; its name."""
     for name, entry in SOURCES.items():
         if (file := path.with_name(name)).is_file():
             value = _first(_entries(file).get(entry))

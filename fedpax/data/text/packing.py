@@ -25,17 +25,11 @@ Batch = dict[str, Num[np.ndarray, "*rows seq_len"]]
 
 
 class TokenPairs(NamedTuple):
-    """Pairs of input and target tokens of concatenated documents.
+    """Pairs of input and target tokens of concatenated documents."""
 
-    Attributes:
-        inputs: integers `[...]`, uint8 for bytes.
-        targets: of the same dtype and shape.
-        starts: bool `[...]`, True at the first pair of each document.
-    """
-
-    inputs: Integer[np.ndarray, "*shape"]
-    targets: Integer[np.ndarray, "*shape"]
-    starts: Bool[np.ndarray, "*shape"]
+    inputs: Integer[np.ndarray, "*shape"]  # integers `[...]`, uint8 for bytes
+    targets: Integer[np.ndarray, "*shape"]  # of the same dtype and shape
+    starts: Bool[np.ndarray, "*shape"]  # bool `[...]`, True at the first pair of each document
 
     def map(self, function: Callable[[NDArray[Any]], NDArray[Any]]) -> "TokenPairs":
         """Apply a function that keeps the dtype to each of the arrays."""
@@ -47,24 +41,7 @@ class TokenPairs(NamedTuple):
 
 
 def concatenate(documents: Iterable[Tokens], separator: int = SEPARATOR) -> TokenPairs:
-    """Concatenate documents.
-
-    Args:
-        documents: integer arrays `[tokens]` of one dtype, within int32, without separators.
-        separator: the token before and after every document.
-
-    Returns:
-        The pairs; each array has shape `[sum of (tokens + 1)]`. Dtypes wider than int32 become
-        int32.
-
-    Raises:
-        ValueError: a token is beyond int32.
-
-    Example:
-        >>> pairs = concatenate([np.array([1, 2], np.uint8), np.array([3], np.uint8)])
-        >>> pairs.inputs.tolist(), pairs.targets.tolist(), pairs.starts.astype(int).tolist()
-        ([255, 1, 2, 255, 3], [1, 2, 255, 3, 255], [1, 0, 0, 1, 0])
-    """
+    """Concatenate documents, the separator before and after each: `[sum of (tokens + 1)]`."""
     documents = list(documents)
     between = np.array([separator], documents[0].dtype if documents else np.uint8)
     tokens = np.concatenate(
@@ -79,20 +56,10 @@ def concatenate(documents: Iterable[Tokens], separator: int = SEPARATOR) -> Toke
 
 
 def to_batch(pairs: TokenPairs, valid: Bool[np.ndarray, "*rows seq_len"] | None = None) -> Batch:
-    """Make a language model's batch from rows of pairs.
-
-    Args:
-        pairs: arrays `[..., seq_len]`.
-        valid: bool `[..., seq_len]`, False for padding. Default None: there is no padding.
-
-    Returns:
-        A dict of arrays `[..., seq_len]`, all 0 at padding:
-
-        - `inputs`, `targets`: int32, tokens;
-        - `segments`: int32, 1 for the row's first document, 2 for the next, and so on;
-        - `positions`: int32, a token's offset from its document's first token in this row;
-        - `mask`: float32, 1 if the target counts in the loss, 0 at padding.
-    """
+    """Make a language model's batch from rows of pairs, 0 where `valid` is False."""
+    # `inputs` and `targets`: int32 tokens; `segments`: int32, 1 for the row's first document, 2 for
+    # the next, and so on; `positions`: int32, a token's offset from its document's first token in
+    # this row; `mask`: float32, 1 if the target counts in the loss.
     column = np.arange(pairs.inputs.shape[-1], dtype=np.int32)
     begins = pairs.starts & (column > 0)  # the document that reaches into the row is segment 1
     batch: Batch = {
@@ -154,18 +121,7 @@ def pack(documents: Iterable[Tokens], seq_len: int) -> Batch:
 def split_rows(
     pairs: TokenPairs, seq_len: int
 ) -> tuple[TokenPairs, Bool[np.ndarray, "rows seq_len"]]:
-    """Split pairs into rows, with padding at the end of the last row.
-
-    Args:
-        pairs: arrays `[tokens]`.
-        seq_len: tokens per row.
-
-    Returns:
-        The pairs as arrays `[rows, seq_len]`, and bool `[rows, seq_len]`, False for padding.
-
-    Raises:
-        ValueError: `seq_len` is below 1.
-    """
+    """Split pairs into rows, padded at the end; return a mask that is False at padding too."""
     check_integers(seq_len=seq_len)
     if seq_len < 1:
         raise ArgumentError(f"seq_len is {seq_len}, expected at least 1.")

@@ -8,18 +8,9 @@ from fedpax.errors import ArgumentError
 
 
 def read_sentencepiece(content: bytes) -> Vocabulary:
-    """Make the vocabulary of a SentencePiece model.
-
-    No space is added before a text, and no spaces are removed. Texts are normalized only if the
-    pieces do not spell every text without it.
-
-    Args:
-        content: the content of the file.
-
-    Raises:
-        ImportError: the extra `tokenizers` is not installed.
-        Exception: the content is not a model; of any type, as the library raises it.
-    """
+    """Make the vocabulary of a SentencePiece model; errors have any type."""
+    # No space is added before a text, and no spaces are removed. Texts are normalized only if the
+    # pieces do not spell every text without it.
     from sentencepiece import sentencepiece_model_pb2 as messages
 
     if not content:

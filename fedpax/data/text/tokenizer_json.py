@@ -15,18 +15,9 @@ _OTHER_PURPOSE = re.compile("(?<![a-z])(pad|padding|mask|unk|unknown|cls)(?![a-z
 
 
 def read_tokenizer_json(content: str) -> Vocabulary:
-    """Make the vocabulary of a `tokenizer.json`.
-
-    Truncation, padding, dropout, and added tokens and characters are left out. So is the normalizer
-    where the tokens spell every text without it.
-
-    Args:
-        content: the content of the file.
-
-    Raises:
-        ImportError: the extra `tokenizers` is not installed.
-        Exception: the content is not a `tokenizer.json`; of any type, as the library raises it.
-    """
+    """Make the vocabulary of a `tokenizer.json`; errors have any type."""
+    # Truncation, padding, dropout, and added tokens and characters are left out. So is the
+    # normalizer where the tokens spell every text without it.
     entries = parse_json(content)
     for name in ("truncation", "padding", "post_processor"):
         entries[name] = None

@@ -16,25 +16,19 @@ SPACE = "\u2581"
 
 
 class Vocabulary(NamedTuple):
-    """The tokens of a file, and functions between texts and tokens.
+    """The tokens of a file, and functions between texts and tokens."""
 
-    Attributes:
-        size: the largest token + 1.
-        encode: encodes several texts, on several cores, and adds no token and no character.
-        decode: returns the text of tokens below `size`.
-        token: returns the number of a token by its name; None if there is no such token.
-        name: returns the name of a token by its number; None if there is no such token.
-        special: tokens that stand for no text, by name, such as the one that ends a document.
-        end: the token that ends a document, if the file itself says so.
-    """
-
-    size: int
+    size: int  # the largest token + 1
+    # Encodes several texts, on several cores, and adds no token and no character.
     encode: Callable[[Sequence[str]], list[list[int]]]
-    decode: Callable[[list[int]], str]
+    decode: Callable[[list[int]], str]  # returns the text of tokens below `size`
+    # Returns the number of a token by its name; None if there is no such token.
     token: Callable[[str], int | None]
+    # Returns the name of a token by its number; None if there is no such token.
     name: Callable[[int], str | None]
+    # Tokens that stand for no text, by name, such as the one that ends a document.
     special: Mapping[str, int]
-    end: int | None
+    end: int | None  # the token that ends a document, if the file itself says so
 
 
 def changed_text(vocabulary: Vocabulary, texts: Sequence[str] = _TEXTS) -> tuple[str, str] | None:

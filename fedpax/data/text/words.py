@@ -14,33 +14,14 @@ NUM_SPECIAL = 4
 
 
 class WordRows:
-    """A function from sentences to the batches of a language model of words, one row a sentence.
+    """A function from sentences to the batches of a language model of words, one row a sentence."""
 
-    It is a `preprocess` of `cohort_rounds`. A word is a number: 0 is padding, 1 to V are the
-    vocabulary from its first word on, V + 1 is a word outside it, V + 2 the begin and V + 3 the end
-    of a sentence. Row: begin, up to `seq_len` words, and the end if the sentence is shorter.
-
-    Args:
-        words: the vocabulary, V different words, UTF-8 bytes.
-        seq_len: targets per row.
-        field: the field of an example with its sentence, words separated by spaces.
-
-    Raises:
-        ValueError: a word occurs twice, or `seq_len` is below 1.
-
-    Example:
-        >>> rows = WordRows([b"be", b"to"], seq_len=4)
-        >>> batch = rows({"text": np.array([b"to be", b"to be or not to be"])})
-        >>> batch["inputs"].tolist()  # 4: begin, 3: outside the vocabulary
-        [[4, 2, 1, 5], [4, 2, 1, 3]]
-        >>> batch["targets"].tolist(), batch["mask"].sum(axis=1).tolist()  # 5: end
-        ([[2, 1, 5, 0], [2, 1, 3, 3]], [3, 4])
-
-    Reference:
-        Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, appendix C; the numbers are
-        those of the authors' code, google-research/federated,
-        utils/datasets/stackoverflow_word_prediction.py.
-    """
+    # It is a `preprocess` of `cohort_rounds`. A word is a number: 0 is padding, 1 to V are the
+    # vocabulary from its first word on, V + 1 is a word outside it, V + 2 the begin and V + 3 the
+    # end of a sentence. Row: begin, up to `seq_len` words, and the end if the sentence is shorter.
+    # Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, appendix C; the numbers are
+    # those of the authors' code, google-research/federated,
+    # utils/datasets/stackoverflow_word_prediction.py.
 
     def __init__(self, words: Sequence[bytes], seq_len: int, *, field: str = "text") -> None:
         if seq_len < 1:
@@ -54,14 +35,7 @@ class WordRows:
         self._seq_len, self._field = seq_len, field
 
     def __call__(self, fields: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """Encode sentences.
-
-        Args:
-            fields: the field of the sentences, bytes `[examples]`; others are left out.
-
-        Returns:
-            `inputs` and `targets`, int32 `[examples, seq_len]`; `mask`, bool, False at padding.
-        """
+        """Encode sentences as `inputs`, `targets` and `mask`, `[examples, seq_len]`."""
         sentences = get_field(fields, self._field)
         unknown, begin, end = (len(self._numbers) + k for k in range(1, NUM_SPECIAL))
         rows = np.zeros((len(sentences), self._seq_len + 1), np.int32)

@@ -23,7 +23,12 @@ from fedpax.data import (
 )
 from fedpax.data.populations._assignment import top_up
 from fedpax.data.populations.logistic_clients import logistic_clients
-from fedpax.data.populations.partition import Partition, check_partition, partition_checksum
+from fedpax.data.populations.partition import (
+    Partition,
+    check_partition,
+    index_labels,
+    partition_checksum,
+)
 from fedpax.data.populations.synthetic_clients import DirichletClients
 
 Labels = NDArray[np.int64]
@@ -374,3 +379,8 @@ def test_a_partition_without_an_order_raises(name: str, make: Any, words: str) -
             check_partition(make(), 2, 3, "clients")
         else:
             cohort_rounds({"x": np.ones(3)}, make(), ClientSampler(2, 2), batch_size=1)
+
+
+def test_labels_have_indices_from_0():
+    classes, indices = index_labels([7, 3, 7], "labels")
+    assert classes.tolist() == [3, 7] and indices.tolist() == [1, 0, 1]

@@ -23,6 +23,7 @@ from fedpax.data import (
     token_rounds,
     unreliable_rounds,
 )
+from fedpax.data.rounds.stream import arrays_fingerprint, texts_fingerprint
 from fedpax.training.virtual_time import ScheduledRounds
 
 SIZES = {"islands": 2, "local_steps": 1, "batch_size": 1, "seq_len": 4}
@@ -124,3 +125,10 @@ def test_text_and_bytes_are_the_same_document() -> None:
 
 def test_a_stream_of_ones_own_has_no_fingerprint() -> None:
     assert fingerprint(FunctionRounds(lambda r: None)) == {}  # type: ignore[arg-type, return-value]
+
+
+def test_the_order_of_examples_changes_a_fingerprint():
+    labels = np.arange(3)
+    assert arrays_fingerprint({"label": labels}) != arrays_fingerprint({"label": labels[::-1]})
+    corpus = [{"text": "to be"}, {"text": b"or not"}]
+    assert texts_fingerprint(corpus, "text") != texts_fingerprint(corpus[::-1], "text")

@@ -57,6 +57,16 @@ fedpax: federated and multi-island training on JAX
       the parameters of any model, by name. Adapters are merged into their model.
   fedpax partition --exp=NAME [--picture=FILE.png] [--FIELD=VALUE ...]
       Show how the clients of an experiment differ in the amounts and labels of their examples.
+  fedpax data FILES [--client=COLUMN] [--label=COLUMN] [--split=NAME] [--columns=NAME,...]
+              [--types=COLUMN=TYPE,...] [--delimiter=';'] [--image_size=32x32]
+              [--picture=FILE.png]
+      Show the columns, types, missing values, clients and label skew of files, such as
+      'hospitals/*.csv' or 'photos/{client}/{label}/*.jpg'.
+  fedpax prepare FILES --out=DIR [--client=COLUMN] [--label=COLUMN] [--split=NAME]
+                 [--columns=NAME,...] [--types=COLUMN=TYPE,...] [--delimiter=';']
+                 [--image_size=32x32] [--on_bad_row=skip] [--memory=4GB]
+      Sort files by client once, larger than memory, into a folder of memory-mapped columns, which
+      takes the place of the files.
   fedpax syncer --exp=NAME --listen=HOST:PORT --job_log_dir=DIR [--certificates=DIR]
                 [--heartbeat_seconds=1] [--free_shard_after=1800] [--islands_per_certificate=1]
                 [--goodbye_seconds=15] [--allow_older_state] [--FIELD=VALUE ...]
@@ -136,8 +146,19 @@ fedpax: federated and multi-island training on JAX
   --bandwidth       Gbit/s out of a slice, in each direction; default: the published bandwidth of
                     its chips together
   --json            the file for the report or the metrics
-  --picture         the PNG for the mesh (plan), the losses (show) or the clients (partition)
+  --picture         the PNG for the mesh (plan), the losses (show) or the clients (partition, data)
   --hlo             the file for the compiled text (HLO) of the round
+  --client          the column of files that names clients; default: {client} in the path, else each
+                    of several files is a client
+  --label           the column of files with the label
+  --split           the text for {split} in the path of files
+  --columns         the columns of files to read; default: all
+  --types           types of Arrow for columns of files, such as zip=string
+  --delimiter       the character between the columns of CSV
+  --image_size      the height and width to which images are resized
+  --on_bad_row      error (default), or skip to leave out and count damaged rows and those without
+                    a client
+  --memory          the memory for sorting; default: half of the machine's
   --round           the checkpoint's round, or best: that of the best held-out metric
                     (--training.keep_best); default: the newest
   --format          huggingface, orbax, npz or safetensors; default: by the suffix of --out, else

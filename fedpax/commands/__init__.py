@@ -15,6 +15,8 @@ COMMANDS = {
     "generate": "fedpax.commands.generate:generate",
     "export": "fedpax.commands.export:export",
     "partition": "fedpax.commands.partition:partition",
+    "data": "fedpax.commands.data:data",
+    "prepare": "fedpax.commands.prepare:prepare",
     "certificates": "fedpax.commands.certificates:certificates",
     "doctor": "fedpax.commands.doctor:doctor",
     "completion": "fedpax.commands.completion:completion",

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -10,17 +11,18 @@ import pyarrow.compute as pc
 from jaxtyping import Bool
 
 from fedpax.data.files.held_out import held_out
+from fedpax.data.files.memory import memory_table
 from fedpax.data.files.path_columns import add_path_columns, path_fields
 from fedpax.data.files.prepared import open_prepared, prepared_folder
 from fedpax.data.files.read_table import read_table
 from fedpax.data.files.schemas import conform, unify
-from fedpax.data.files.selection import select_files
+from fedpax.data.files.selection import check_split, select_files
 from fedpax.data.files.table_source import ClientNames, TableSource, check_columns
 from fedpax.errors import ArgumentError
 
 
 def open_files(
-    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    files: Any,
     *,
     split: str | None = None,
     client: str | None = None,
@@ -35,6 +37,11 @@ def open_files(
     """Open files as a source; see `fedpax.data.load`, which passes its arguments."""
     if isinstance(files, str | os.PathLike) and (folder := prepared_folder(files, split)):
         return _open_prepared(folder, client, label, columns)
+    if (table := memory_table(files, columns)) is not None:
+        check_columns(table.column_names, {"client": client, "label": label}, "the table")
+        check_split("the table", split, heldout_fraction)
+        table = _held_out_part("the table", table, split, heldout_fraction, heldout_by, client)
+        return sort_by_client("the table", Path(), table, client, label)
     selected = select_files(
         files,
         split=split,
@@ -55,14 +62,8 @@ def open_files(
     if not table.num_rows:
         raise ArgumentError(f"{name} has no examples, expected at least one. Name other files.")
     check_columns(table.column_names, {"client": client, "label": label}, name)
-    if heldout_fraction and split is not None and not selected.names_split:
-        is_held_out = _held_out(name, table, heldout_fraction, heldout_by, client)
-        table = table.filter(pa.array(is_held_out == (split != "train")))
-        if not table.num_rows:
-            raise ArgumentError(
-                f"The split {split!r} of {name} has no examples with heldout_fraction="
-                f"{heldout_fraction}, expected at least one. Set another fraction."
-            )
+    if not selected.names_split:
+        table = _held_out_part(name, table, split, heldout_fraction, heldout_by, client)
     return sort_by_client(name, Path(groups[0][0].path).parent, table, client, label)
 
 
@@ -77,6 +78,22 @@ def _open_prepared(
             f"client out, or prepare the files again with client={client!r}."
         )
     return source.select(columns) if columns else source
+
+
+def _held_out_part(
+    name: str, table: pa.Table, split: str | None, fraction: float, by: str, client: str | None
+) -> pa.Table:
+    """Return the examples of a split that a share of the examples makes."""
+    if not fraction or split is None:
+        return table
+    is_held_out = _held_out(name, table, fraction, by, client)
+    part = table.filter(pa.array(is_held_out == (split != "train")))
+    if not part.num_rows:
+        raise ArgumentError(
+            f"The split {split!r} of {name} has no examples with heldout_fraction={fraction}, "
+            "expected at least one. Set another fraction."
+        )
+    return part
 
 
 def _held_out(

@@ -52,24 +52,8 @@ def select_files(
         files = [files]
     patterns = [os.fspath(file) for file in files]
     name = ",".join(patterns)
-    if not 0 <= heldout_fraction < 1:
-        raise ArgumentError(
-            f"heldout_fraction is {heldout_fraction}, expected a share from 0 to below 1, such as "
-            "0.1."
-        )
     found, names_split = _find(patterns, split, heldout_fraction)
-    if not names_split and split not in (None, "train"):
-        if not heldout_fraction:
-            raise ArgumentError(
-                f"{name} has no split {split!r}. Write {{split}} in the path, such as "
-                "'data/{split}/*.csv', or hold out a share of the examples with "
-                "heldout_fraction=0.1."
-            )
-        if split not in HELD_OUT_SPLITS:
-            raise ArgumentError(
-                f"split is {split!r}, expected 'train', or one of {', '.join(HELD_OUT_SPLITS)} for "
-                "the examples that heldout_fraction holds out."
-            )
+    check_split(name, "train" if names_split else split, heldout_fraction)
     in_path = {field for file in found for field in file.fields}
     kept = [c for c in (client, label) if c is not None and c not in in_path]
     options = ReadOptions(
@@ -79,6 +63,31 @@ def select_files(
         image_size,
     )
     return Selection(name, _group(found), options, names_split)
+
+
+def check_split(name: str, split: str | None, heldout_fraction: float) -> None:
+    """Check the name of a split that a share of the examples makes.
+
+    Raises:
+        ValueError: the share is out of range, or the split has another name.
+    """
+    if not 0 <= heldout_fraction < 1:
+        raise ArgumentError(
+            f"heldout_fraction is {heldout_fraction}, expected a share from 0 to below 1, such as "
+            "0.1."
+        )
+    if split in (None, "train"):
+        return
+    if not heldout_fraction:
+        raise ArgumentError(
+            f"{name} has no split {split!r}. Write {{split}} in the path, such as "
+            "'data/{split}/*.csv', or hold out a share of the examples with heldout_fraction=0.1."
+        )
+    if split not in HELD_OUT_SPLITS:
+        raise ArgumentError(
+            f"split is {split!r}, expected 'train', or one of {', '.join(HELD_OUT_SPLITS)} for the "
+            "examples that heldout_fraction holds out."
+        )
 
 
 def _arrow_types(types: Mapping[str, str] | None) -> dict[str, pa.DataType]:

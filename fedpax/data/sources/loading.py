@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def load(
-    name: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    name: Any,
     split: str | None = None,
     *,
     client: str | None = None,
@@ -57,6 +57,8 @@ def load(
               (a group is a client, as in TensorFlow Federated), images, and folders of Hugging
               Face's `save_to_disk` or downloaded from its hub. `{client}`, `{label}` and `{split}`
               stand for a part of a path: `"photos/{client}/{label}/*.jpg"`;
+            - a table in memory: pandas, Polars, pyarrow, a `Dataset` of Hugging Face, or a dict of
+              arrays `[examples, ...]`;
             - the path of array_record files, with patterns and with `{split}`:
               `"corpus/{split}-*.array_record"`. A record is a text in UTF-8 (the field `"text"`)
               or a `tf.train.Example`.

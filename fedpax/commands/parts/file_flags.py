@@ -1,0 +1,85 @@
+"""The flags of the commands that read files: which files, and how."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+from fedpax.commands.parts.options import did_you_mean_flag, parse
+from fedpax.errors import UsageError
+
+
+def parse_files(
+    command: str, arguments: Sequence[str], define: Any
+) -> tuple[flags.FlagValues, list[str], dict[str, Any]]:
+    """Parse the arguments of a command that reads files.
+
+    Args:
+        command: the command's name.
+        arguments: the arguments after the name.
+        define: adds the command's flags, with those of `define_file_flags`.
+
+    Returns:
+        The flags, the files, and the options for `fedpax.data.load`.
+
+    Raises:
+        UsageError: a flag is unknown or has a wrong value, or no file is named.
+    """
+    options, files = parse(command, arguments, define, needs_exp=False)
+    unknown = [word for word in files if word.startswith("--")]
+    if unknown or options.exp:
+        raise UsageError(
+            f"`fedpax {command}` got {' '.join(unknown) or '--exp'!r}, which it does not have."
+            f"{did_you_mean_flag(options, unknown[:1])} Run `fedpax {command} --help` to see all "
+            "flags."
+        )
+    if not files:
+        raise UsageError(
+            f"`fedpax {command}` names no files. Run for example `fedpax {command} "
+            "'hospitals/*.csv'`."
+        )
+    reading = {
+        "client": options.client,
+        "label": options.label,
+        "split": options.split,
+        "columns": [name for name in (options.columns or "").split(",") if name],
+        "types": dict(_pair(text) for text in (options.types or "").split(",") if text),
+        "delimiter": options.delimiter,
+        "image_size": _size(options.image_size),
+    }
+    return options, files, reading
+
+
+def define_file_flags(options: flags.FlagValues) -> None:
+    """Define the flags of the commands that read files."""
+    for name, text in {
+        "client": "The column that names clients.",
+        "label": "The column with the label.",
+        "split": "The split.",
+        "columns": "The columns to read.",
+        "types": "Types of columns.",
+        "delimiter": "The character between columns of CSV.",
+        "image_size": "The size of images.",
+    }.items():
+        flags.DEFINE_string(name, None, text, flag_values=options)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, kind = text.rpartition("=")
+    if not equals:
+        raise UsageError(
+            f"--types has {text!r}, expected COLUMN=TYPE. Set for example --types=zip=string."
+        )
+    return name, kind
+
+
+def _size(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if found is None:
+        raise UsageError(
+            f"--image_size={text}, expected HEIGHTxWIDTH. Set for example --image_size=32x32."
+        )
+    return int(found[1]), int(found[2])

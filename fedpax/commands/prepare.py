@@ -1,0 +1,54 @@
+"""`fedpax prepare`: sort files by client once, into a folder that opens without being read."""
+
+from collections.abc import Sequence
+
+from absl import flags
+
+from fedpax.commands.parts.file_flags import define_file_flags, parse_files
+from fedpax.console import print_error, print_line
+from fedpax.data import prepare as prepare_files
+from fedpax.errors import UsageError
+
+
+def prepare(arguments: Sequence[str]) -> int:
+    """Prepare files, and print what was written and which rows were skipped.
+
+    Args:
+        arguments: the arguments after `prepare`.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        UsageError: a flag is unknown or `--out` is missing.
+        ValueError: as in `fedpax.data.prepare`.
+        OSError: the disk has not enough space.
+    """
+    options, files, reading = parse_files("prepare", arguments, define_flags)
+    if not options.out:
+        raise UsageError(
+            "`fedpax prepare` has no --out, expected a new folder. Set for example "
+            "--out=data/events."
+        )
+    prepared = prepare_files(
+        files if len(files) > 1 else files[0],
+        options.out,
+        on_bad_row=options.on_bad_row,
+        memory=options.memory,
+        **reading,
+    )
+    for path, count in prepared.skipped.items():
+        first = prepared.first_skipped[path]
+        print_error(f"Skipped {count:,} rows of {path}, the first of them {first!r}.")
+    source = prepared.source
+    clients = "" if source.client_names is None else f" of {len(source.client_names):,} clients"
+    print_line(f"Wrote {len(source):,} examples{clients} to {options.out}.")
+    return 0
+
+
+def define_flags(options: flags.FlagValues) -> None:
+    """Define the flags of the command."""
+    define_file_flags(options)
+    flags.DEFINE_string("out", None, "The folder to make.", flag_values=options)
+    flags.DEFINE_enum("on_bad_row", "error", ["error", "skip"], "Bad rows.", flag_values=options)
+    flags.DEFINE_string("memory", None, "The memory for sorting.", flag_values=options)

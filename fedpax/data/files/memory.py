@@ -1,0 +1,52 @@
+"""memory_table: tables and arrays in Python as Arrow tables; their libraries are not imported."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from fedpax.data.files.columns import array_to_arrow
+from fedpax.data.files.formats import ReadOptions
+from fedpax.data.files.hugging_face import decode_features
+from fedpax.errors import ArgumentError
+
+_VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
+
+
+def memory_table(data: Any, columns: Sequence[str]) -> pa.Table | None:
+    """Return a table that is in memory, or None if `data` is something else, such as paths.
+
+    Args:
+        data: a table or data frame of pandas, Polars, DuckDB or pyarrow (all that exports Arrow
+            streams), a `Dataset` of Hugging Face, or a dict of arrays `[examples, ...]`.
+        columns: the columns to keep. Empty: all.
+
+    Raises:
+        ValueError: the table has no examples, or no column of a name.
+    """
+    if isinstance(data, Mapping):
+        table = pa.table({name: _to_arrow(values) for name, values in data.items()})
+    elif hasattr(data, "with_format") and hasattr(data, "features"):  # Hugging Face
+        table = pa.table(data.with_format("arrow")[:])
+    elif hasattr(data, "__arrow_c_stream__"):
+        table = pa.table(data)
+    else:
+        return None
+    if missing := [name for name in columns if name not in table.column_names]:
+        raise ArgumentError(
+            f"columns has {missing[0]!r}, expected names among "
+            f"{', '.join(map(repr, table.column_names))}."
+        )
+    if not table.num_rows:
+        raise ArgumentError("The table has no examples, expected at least one. Pass another one.")
+    table = decode_features(table, ReadOptions(tuple(columns), {}, None))
+    table = table.select(list(columns) or table.column_names)
+    kinds = [field.with_type(_VIEWS.get(field.type, field.type)) for field in table.schema]
+    return table.cast(pa.schema(kinds))
+
+
+def _to_arrow(values: Any) -> Any:
+    if isinstance(values, np.ma.MaskedArray):
+        return pa.array(values.data, mask=np.ma.getmaskarray(values))
+    return array_to_arrow(values) if isinstance(values, np.ndarray) else pa.array(values)

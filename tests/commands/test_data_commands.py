@@ -1,0 +1,98 @@
+"""Tests of `fedpax data` and `fedpax prepare`."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_runs import Command
+
+from fedpax.data import load, partition_natural, partition_statistics
+
+
+@pytest.fixture
+def hospitals(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    for name, size in [("north", 30), ("Åre", 50), ("south", 5)]:
+        ages = [f"{a}" if a > 30 else "" for a in rng.integers(20, 90, size)]
+        rows = [f"{a},{rng.choice(['f', 'm'])},{k % 3 == 0}\n" for k, a in enumerate(ages)]
+        (tmp_path / f"{name}.csv").write_text("age,sex,outcome\n" + "".join(rows))
+    return tmp_path
+
+
+def test_columns_and_clients_of_files_are_shown(command: Command, hospitals: Path) -> None:
+    picture = hospitals / "new" / "clients.png"
+    status, output, errors = command(
+        "data", f"{hospitals}/*.csv", "--label=outcome", f"--picture={picture}"
+    )
+    assert (status, errors) == (0, "")
+    source = load(hospitals / "*.csv")
+    assert output.startswith(f"{hospitals}/*.csv: 85 examples of 3 clients\n")
+    missing = np.ma.getmaskarray(source.column("age")).sum()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in output.splitlines()]
+    (age,) = [row for row in cells if row[:1] == ["age"]]
+    assert (
+        age[1:3] == ["int64", str(missing)]
+        and age[4] == f"{source.column('age').min()} to {source.column('age').max()}"
+    )
+    assert ["Åre", "50", "False (66%)"] in cells and ["south", "5", "False (60%)"] in cells
+    labels = source.column("outcome").astype(np.int64)
+    statistics = partition_statistics(partition_natural(source, "client"), labels)
+    assert output.endswith(f"{statistics}\n")
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_many_clients_and_numbers_as_labels(command: Command, tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    rows = [f"{u},{x}\n" for u, x in zip(rng.integers(0, 99, 999), rng.random(999), strict=True)]
+    (tmp_path / "a.csv").write_text("user,x\n" + "".join(rows))
+    status, output, _ = command("data", f"{tmp_path}/a.csv", "--client=user", "--label=x")
+    assert status == 0 and "| ..." in output and "most frequent" not in output
+    status, output, _ = command("data", f"{tmp_path}/a.csv")
+    assert status == 0 and "999 examples\n" in output and "participants" not in output
+
+
+def test_prepared_files_are_those_of_load(command: Command, hospitals: Path) -> None:
+    (hospitals / "north.csv").write_text("age,sex,outcome\n70,f,True,9\n60,m,False\n")
+    arguments = ("prepare", f"{hospitals}/*.csv", "--types=age=float64", "--on_bad_row=skip")
+    status, output, errors = command(*arguments, f"--out={hospitals}/out")
+    assert status == 0 and output == f"Wrote 56 examples of 3 clients to {hospitals}/out.\n"
+    assert "Skipped 1 rows of" in errors and "north.csv, the first of them '70,f,True,9'" in errors
+    found = load(hospitals / "out")
+    assert found.column("age").dtype == np.float64 and found.client_names == [
+        "north",
+        "south",
+        "Åre",
+    ]
+    status, output, _ = command("data", f"{hospitals}/out", "--label=sex")
+    assert status == 0 and "56 examples of 3 clients" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ("data",),
+            "`fedpax data` names no files. Run for example `fedpax data 'hospitals/*.csv'`",
+        ),
+        (
+            ("data", "a.csv", "--clint=x"),
+            "got '--clint=x', which it does not have. Did you mean --client",
+        ),
+        (("data", "no.csv"), "No file matches 'no.csv'"),
+        (("data", "{}/north.csv", "--client=x"), "client='x' is no column of"),
+        (("data", "{}/north.csv", "--picture=x.png"), "the files have none. Set --client"),
+        (("data", "{}/north.csv", "--types=string"), "--types has 'string', expected COLUMN=TYPE"),
+        (("data", "{}/north.csv", "--image_size=3"), "--image_size=3, expected HEIGHTxWIDTH"),
+        (("prepare", "{}/north.csv"), "`fedpax prepare` has no --out"),
+        (("prepare", "{}/north.csv", "--out={}"), "exists, expected a new folder"),
+        (
+            ("prepare", "{}/north.csv", "--out={}/new", "--memory=much"),
+            "memory is 'much', expected",
+        ),
+    ],
+)
+def test_arguments_that_are_refused(
+    command: Command, hospitals: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    status, _, errors = command(*(word.replace("{}", str(hospitals)) for word in arguments))
+    assert status and words in errors and "Traceback" not in errors

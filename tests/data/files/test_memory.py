@@ -1,0 +1,76 @@
+"""Tables in memory give the source of the same table in a file."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from fedpax.data import load
+
+
+class Frame:
+    """A data frame of another library, known by Arrow's stream alone."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self._table = table
+
+    def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
+        return self._table.__arrow_c_stream__(requested_schema)
+
+
+class Dataset:
+    """A data set of Hugging Face, whose rows are chosen by indices beside its table."""
+
+    features: Any = None
+
+    def __init__(self, table: pa.Table, indices: Any) -> None:
+        self._table, self._indices = table, indices
+
+    def with_format(self, kind: str) -> "Dataset":
+        assert kind == "arrow"
+        return self
+
+    def __getitem__(self, rows: slice) -> pa.Table:
+        return self._table.take(self._indices)[rows]
+
+
+def test_tables_of_all_kinds(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    owner, x = rng.choice(["bö", "a"], 30), rng.normal(size=(30, 2, 3))
+    table = pa.table({"user": owner, "x": pa.FixedShapeTensorArray.from_numpy_ndarray(x)})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    expected = load(tmp_path / "a.parquet", client="user")
+    views = table.set_column(0, "user", table["user"].cast(pa.string_view()))
+    order = pa.array(rng.permutation(30))
+    shuffled = table.take(pa.array(np.argsort(order)))
+    for data in (
+        table,
+        Frame(table),
+        Frame(views),
+        Dataset(shuffled, order),
+        {"user": owner, "x": x},
+    ):
+        source = load(data, client="user")
+        assert source.client_names == expected.client_names
+        np.testing.assert_array_equal(source.client_starts, expected.client_starts)
+        np.testing.assert_array_equal(source.column("x"), expected.column("x"))
+        assert source.column("user").tolist() == expected.column("user").tolist()
+    train, held = (
+        load(table, split, client="user", heldout_fraction=0.4) for split in ("train", "heldout")
+    )
+    assert len(train) + len(held) == 30 and 0 < len(held) < 25
+
+
+def test_missing_values_and_what_is_refused() -> None:
+    masked = np.ma.MaskedArray([1, 2, 3], mask=[0, 1, 0])
+    source = load({"x": masked, "y": ["a", None, "b"]}, columns=["x"])
+    assert source.fields == ("x",) and source[1] == {"x": None}
+    with pytest.raises(ValueError, match=r"columns has 'z', expected names among 'x'"):
+        load({"x": [1]}, columns=["z"])
+    with pytest.raises(ValueError, match="no examples"):
+        load({"x": []})
+    with pytest.raises(ValueError, match=r"client='u' is no column of the table"):
+        load({"x": [1]}, client="u")

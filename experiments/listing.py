@@ -75,6 +75,10 @@ EXPERIMENTS: Mapping[str, Entry] = {
         "fedavg_synthetic",
         "FedAvg on FedProx's synthetic(1, 1), logistic regression of 30 clients. Takes seconds.",
     ),
+    "fedavg_table": Entry(
+        "fedavg_table",
+        "FedAvg on tables of your own, such as CSV files: regression or classes. Needs files.",
+    ),
     "fedbuff_digits": Entry(
         "fedbuff_images",
         "FedBuff on the digits of fedavg_digits: 20 of 30 clients train at a time, in "

@@ -3,13 +3,12 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from fedpax import Cohort
@@ -17,18 +16,9 @@ from fedpax.algorithm import Params
 from fedpax.data import ClientSampler, Partition, cohort_rounds
 from fedpax.experiments.client_evaluation import label_weights
 from fedpax.experiments.fedavg_images import FedAvgImages
+from fedpax.experiments.personal_evaluation import with_own_models
 from fedpax.models.losses import ModelLoss, classification_loss
 from fedpax.training.experiment import Run
-
-
-class ServerState(NamedTuple):
-    """The part of an algorithm's state that an evaluation in training reads.
-
-    Attributes:
-        params: the parameters.
-    """
-
-    params: Params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,26 +32,8 @@ class PersonalImages(FedAvgImages):
 
     def build(self) -> Run:
         """Make the run, with a model for each cluster if the method has clusters."""
-        run = super().build()
-        # Made at the first evaluation: `fedpax plan` compiles for devices that cannot hold data.
         evaluate = functools.cache(self.evaluate_clients)
-
-        def evaluate_state(state: Any) -> dict[str, float]:
-            return {f"personal_{name}": value for name, value in evaluate()(state).items()}
-
-        run = run._replace(evaluate_state=evaluate_state)
-        if self.method.has_shared_model:
-            return run
-        assert run.shardings is not None
-        stacked = jax.tree.map(
-            lambda one: NamedSharding(one.mesh, PartitionSpec(None, *one.spec)),
-            run.shardings.params,
-        )
-        return run._replace(
-            init=self.method.make_init(run.init),
-            shardings=run.shardings._replace(params=stacked),
-            evaluate=lambda params: evaluate()(ServerState(params)),
-        )
+        return with_own_models(super().build(), self.method, evaluate)
 
     def evaluate_clients(self) -> Callable[[Any], dict[str, float]]:
         """Make the evaluation of the clients' own models, on held-out examples of their labels.

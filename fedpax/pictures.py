@@ -3,6 +3,7 @@
 import io
 import math
 import textwrap
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -168,5 +169,7 @@ def save_picture(figure: Figure, path: str | Path) -> None:
         if isinstance(text, Text) and text not in numbers:
             text.set_parse_math(False)
     content = io.BytesIO()
-    figure.savefig(content, format=Path(path).suffix.removeprefix(".") or "png")
+    with warnings.catch_warnings():  # a script that the font lacks has boxes for its letters
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
+        figure.savefig(content, format=Path(path).suffix.removeprefix(".") or "png")
     replace_file(Path(path), content.getvalue(), sync=False)

@@ -16,6 +16,7 @@ from fedpax.models.losses import (
     classification_loss,
     cross_entropy,
     next_token_loss,
+    squared_error_loss,
     transformer_loss,
 )
 from fedpax.models.model_flops import flops_per_token, model_flops_utilization
@@ -42,6 +43,7 @@ __all__ = [
     "model_flops_utilization",
     "next_token_loss",
     "resnet",
+    "squared_error_loss",
     "to_functional",
     "transformer",
     "transformer_loss",

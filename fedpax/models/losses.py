@@ -160,15 +160,16 @@ def transformer_loss(
     return loss_fn
 
 
-def classification_loss(apply: Callable[..., jax.Array]) -> ModelLoss:
+def classification_loss(apply: Callable[..., jax.Array], *, field: str = "image") -> ModelLoss:
     """Make the loss of a classifier: the mean cross-entropy of the labels, in nats.
 
     Args:
         apply: `apply(params, images)` returns logits `[batch, classes]`.
+        field: the field of a batch that `apply` takes.
 
     Returns:
         `loss_fn(params, batch) -> (loss, {"accuracy": fraction of labels with the largest
-        logit})`. A batch has `image`, `[batch, ...]`, and `label`, integers `[batch]`. It may have
+        logit})`. A batch has `field`, `[batch, ...]`, and `label`, integers `[batch]`. It may have
         `mask`, float32 `[batch]`, which is 0 where an example does not count. It may have
         `dropout_seed`, uint32 `[batch]`, which `apply` then takes as its third argument.
 
@@ -185,10 +186,36 @@ def classification_loss(apply: Callable[..., jax.Array]) -> ModelLoss:
 
     def loss_fn(params: chex.ArrayTree, batch: Batch) -> tuple[jax.Array, Metrics]:
         seeds = [batch["dropout_seed"]] if "dropout_seed" in batch else []
-        logits = apply(params, batch["image"], *seeds)
+        logits = apply(params, batch[field], *seeds)
         label, mask = batch["label"], batch.get("mask")
         correct = (jnp.argmax(logits, axis=-1) == label).astype(jnp.float32)
         return cross_entropy(logits, label, mask), {"accuracy": _mean(correct, mask)}
+
+    return loss_fn
+
+
+def squared_error_loss(apply: Callable[..., jax.Array], *, field: str = "features") -> ModelLoss:
+    """Make the loss of a regression: the mean squared error.
+
+    Args:
+        apply: `apply(params, features)` returns numbers `[batch, 1]`.
+        field: the field of a batch that `apply` takes.
+
+    Returns:
+        `loss_fn(params, batch) -> (loss, {})`. A batch has `field`, `[batch, ...]`, and `label`,
+        floats `[batch]`. It may have `mask`, float32 `[batch]`, which is 0 where an example does
+        not count.
+
+    Example:
+        >>> loss_fn = squared_error_loss(lambda w, x: x @ w)
+        >>> batch = {"features": jnp.eye(2), "label": jnp.array([1.0, 5.0])}
+        >>> loss_fn(jnp.array([[2.0], [3.0]]), batch)[0].item()
+        2.5
+    """
+
+    def loss_fn(params: chex.ArrayTree, batch: Batch) -> tuple[jax.Array, Metrics]:
+        error = apply(params, batch[field])[..., 0] - batch["label"]
+        return _mean(jnp.square(error).astype(jnp.float32), batch.get("mask")), {}
 
     return loss_fn
 

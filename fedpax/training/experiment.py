@@ -89,6 +89,7 @@ class Run(NamedTuple):
             algorithm's state, such as those of the models that clients keep. Default None: none.
         evaluate_clients: `params -> metrics of each client` on its held-out data, for
             `fedpax evaluate --by_client`. Default None: the held-out data have no clients.
+        notes: lines on the data that are printed when the run starts.
     """
 
     algorithm: FederatedAlgorithm
@@ -109,6 +110,7 @@ class Run(NamedTuple):
     compiler_options: Mapping[str, str] | None = None
     evaluate_state: Callable[[Any], HeldoutMetrics] | None = None
     evaluate_clients: Callable[[Params], ClientMetrics] | None = None
+    notes: Sequence[str] = ()
 
     @property
     def resolved_shardings(self) -> Shardings:

@@ -39,6 +39,8 @@ def announce(
     params = jax.eval_shape(lambda: run.init(jax.random.key(0)))
     num_parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
     progress.note(f"{num_parameters:,} parameters on {describe_devices(run.mesh)}")
+    for line in run.notes:
+        progress.note(line)
     if unused := describe_unused(experiment, run, participants):
         progress.note(unused)
     scalars = shlex.quote(str(folder / SCALARS))

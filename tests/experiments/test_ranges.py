@@ -25,7 +25,7 @@ MAY_BE_ZERO = {
     *("z_loss_weight", "load_balance_weight", "delay", "mixing", "grace_seconds", "max_staleness"),
     *("evaluate_every", "checkpoint_every", "keep_every", "export_every", "stop_after"),
     *("decay_fraction", "num_experts", "rank"),
-    "l2_factor",
+    *("l2_factor", "heldout_fraction", "heldout_clients"),
     *("seconds_to_global", "seconds_from_global", "local_momentum", "global_momentum"),
     "merge_weight",
     *("mu", "lam", "mixing", "mixing_learning_rate", "adaptation_learning_rate"),

@@ -149,6 +149,7 @@ def fit_features(
     *,
     aggregator: Aggregator | None = None,
     limit: Callable[[int], float] | None = None,
+    least_deviation: float = 0.0,
     standardize: Literal["federated", "range"] = "federated",
     min_clients: int = 1,
 ) -> TableFeatures:
@@ -169,6 +170,7 @@ def fit_features(
         num_clients: number of clients.
         aggregator: combines the clients' averages. Default None: the weighted mean.
         limit: as in `federated_moments`. Numbers and dates then need bounds.
+        least_deviation: as in `federated_moments`.
         standardize: "range" scales numbers and dates from their bounds to -1 and 1 instead, so that
             clients send no averages.
         min_clients: number of clients that must have a value for it to be a category. Others share
@@ -213,7 +215,13 @@ def fit_features(
         moments = Moments(bounds.mean(axis=1), (np.diff(bounds, axis=1)[:, 0] / 2) ** 2)
     else:
         moments = federated_moments(
-            together, clients, num_clients, aggregator, bounds=bounds, limit=limit
+            together,
+            clients,
+            num_clients,
+            aggregator,
+            bounds=bounds,
+            limit=limit,
+            least_deviation=least_deviation,
         )
     deviations = np.sqrt(moments.variance)
     places = {treatment.name: place for place, treatment in enumerate(numeric)}

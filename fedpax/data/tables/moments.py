@@ -49,6 +49,7 @@ def federated_moments(
     *,
     bounds: Float64[np.ndarray, "columns 2"] | None = None,
     limit: Callable[[int], float] | None = None,
+    least_deviation: float = 0.0,
 ) -> Moments:
     """Compute the mean and variance of columns as averages over clients.
 
@@ -75,6 +76,9 @@ def federated_moments(
         limit: with `bounds`, `number of entries of an update -> largest absolute value of an
             entry`, such as `lambda n: max_norm / n**0.5`. The averages are scaled to it, so that
             the aggregator clips nothing. Default None: 1.
+        least_deviation: with `bounds`, the least deviation of a column as a share of half its
+            range. The noise of a private mean can make a small deviation much too small, and
+            standardized values then too large.
 
     Returns:
         The moments.
@@ -94,7 +98,10 @@ def federated_moments(
         scaled = (np.clip(values, bounds[:, 0], bounds[:, 1]) - center) / half
         factor = 1.0 if limit is None else limit(3 * values.shape[1])
         found = _moments(_averages(scaled, clients, counts), counts, aggregator, factor)
-        return Moments(center + half * found.mean, half**2 * found.variance)
+        # Noise can move them out of the values that they can have.
+        average = np.clip(found.mean, -1, 1)
+        variance = np.clip(found.variance, least_deviation**2, 1)
+        return Moments(center + half * average, half**2 * variance)
     rough = _moments(_averages(values, clients, counts), counts, aggregator).mean
     exact = _moments(_averages(values - rough, clients, counts), counts, aggregator)
     return Moments(rough + exact.mean, exact.variance)

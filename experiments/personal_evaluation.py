@@ -1,0 +1,84 @@
+"""Runs of methods for personal models: models for clusters, and the evaluation of own models."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from numpy.typing import NDArray
+
+from fedpax.algorithm import Params
+from fedpax.clients.cohort import Cohort
+from fedpax.experiments.client_methods import MethodConfig
+from fedpax.experiments.personal_models import MODELS
+from fedpax.training.experiment import Run
+
+
+class ServerState(NamedTuple):
+    """The part of an algorithm's state that an evaluation in training reads.
+
+    Attributes:
+        params: the parameters.
+    """
+
+    params: Params
+
+
+def own_models(method: MethodConfig) -> bool:
+    """Return whether a method makes a model for each client."""
+    return method.function.__name__ in MODELS
+
+
+def pad_cohort(cohort: Cohort, multiple: int) -> Cohort:
+    """Pad a cohort with absent clients, whose id is -1, to a multiple of a number.
+
+    Args:
+        cohort: the cohort.
+        multiple: the number, such as the devices of the mesh axis of clients.
+
+    Example:
+        >>> cohort = Cohort({"x": np.ones((3, 2))}, client_ids=np.arange(3))
+        >>> pad_cohort(cohort, 2).client_ids.tolist()
+        [0, 1, 2, -1]
+    """
+
+    def pad(leaf: Any, value: int = 0) -> NDArray[Any]:
+        absent = -len(leaf) % multiple
+        return np.pad(leaf, [(0, absent), *[(0, 0)] * (np.ndim(leaf) - 1)], constant_values=value)
+
+    padded = jax.tree.map(pad, cohort._replace(client_ids=None))
+    return padded._replace(client_ids=pad(np.asarray(cohort.client_ids), -1))
+
+
+def with_own_models(
+    run: Run, method: MethodConfig, evaluate: Callable[[], Callable[[Any], dict[str, float]]]
+) -> Run:
+    """Evaluate clients' own models in a run, and make a model for each cluster if there are any.
+
+    Args:
+        run: the run of one model.
+        method: the method.
+        evaluate: makes the evaluation of the own models, `state -> metrics`, at its first use:
+            `fedpax plan` compiles for devices that cannot hold data.
+
+    Returns:
+        The run. Its further metrics have the prefix `personal_`. A method with clusters has no
+        single shared model: all of its metrics are those of the own models.
+    """
+
+    def evaluate_state(state: Any) -> dict[str, float]:
+        return {f"personal_{name}": value for name, value in evaluate()(state).items()}
+
+    run = run._replace(evaluate_state=evaluate_state)
+    if method.has_shared_model:
+        return run
+    assert run.shardings is not None
+    stacked = jax.tree.map(
+        lambda one: NamedSharding(one.mesh, PartitionSpec(None, *one.spec)), run.shardings.params
+    )
+    return run._replace(
+        init=method.make_init(run.init),
+        shardings=run.shardings._replace(params=stacked),
+        evaluate=lambda params: evaluate()(ServerState(params)),
+    )

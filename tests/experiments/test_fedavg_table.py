@@ -1,0 +1,324 @@
+"""fedavg_table: files become the arrays, and the model, that one would make by hand."""
+
+import csv
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from fedpax.algorithms import fedavg
+from fedpax.commands.options import configure
+from fedpax.data import ClientSampler, cohort_rounds
+from fedpax.data.tables import Label, TableFeatures
+from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
+from fedpax.experiments.client_methods import method
+from fedpax.experiments.fedavg_table import FedAvgTable, fedavg_table
+from fedpax.experiments.table_data import TableConfig, statistics_aggregator
+from fedpax.models.losses import classification_loss, squared_error_loss
+from fedpax.training.experiment import TrainingConfig
+
+SIZES = {
+    "Århus": 31, "Łódź": 18, "Zürich": 40, "東京": 9, "Oslo": 25, "Ávila": 3,
+    "Bonn": 12, "Cork": 22, "Graz": 17, "Lund": 8, "Nice": 1, "Paris": 28,
+}  # fmt: skip
+
+
+def make_rows(rng: np.random.Generator, client: int, size: int) -> list[dict[str, Any]]:
+    """Rows of a hospital. At the hospital of number 3 all have one outcome."""
+    rows = []
+    for _ in range(size):
+        age, lab = rng.normal(55 + client, 12), rng.normal(1e4, 3.0)
+        ill = 1 / (1 + np.exp(-0.1 * (age - 60) - 0.5 * (lab - 1e4))) > rng.random()
+        rows.append(
+            {
+                "age": "" if rng.random() < 0.1 else f"{age:.2f}",
+                "lab_värde": f"{lab:.3f}",
+                "kön": rng.choice(["kvinna", "man", ""], p=[0.45, 0.45, 0.1]),
+                "note": f"patient {rng.integers(10**9)}",
+                "score": f"{0.2 * age + 0.1 * (lab - 1e4) + rng.normal():.4f}",
+                "outcome": "sjuk" if ill and client != 3 else "frisk",
+            }
+        )
+    return rows
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, rng = tmp_path_factory.mktemp("hospitals"), np.random.default_rng(0)
+    for client, (name, size) in enumerate(SIZES.items()):
+        rows = make_rows(rng, client, size)
+        with (path / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    return path
+
+
+def make(folder: Path, label: str, **fields: Any) -> FedAvgTable:
+    base = fedavg_table()
+    data = {k: fields.pop(k) for k in list(fields) if hasattr(TableConfig(), k)}
+    other = "score" if label == "outcome" else "outcome"
+    data.setdefault("columns", (f"{other}=left_out",))
+    training = TrainingConfig(rounds=3, evaluate_every=0, checkpoint_every=0)
+    cohort = dataclasses.replace(base.cohort, batch_size=8, size=fields.pop("size", 100))
+    return dataclasses.replace(
+        base,
+        data=TableConfig(files=(str(folder / "*.csv"),), label=label, **data),
+        training=training,
+        cohort=cohort,
+        **fields,
+    )
+
+
+def read_by_hand(folder: Path) -> tuple[list[str], dict[str, np.ndarray]]:
+    """The rows of all files, by hospital in the order of names, in plain Python."""
+    rows, owners = [], []
+    names = sorted(SIZES)
+    for name in names:
+        with (folder / f"{name}.csv").open(newline="", encoding="utf-8") as file:
+            own = list(csv.DictReader(file))
+        rows += own
+        owners += [name] * len(own)
+    columns = {key: np.array([row[key] for row in rows]) for key in rows[0]}
+    return names, columns | {"client": np.array(owners)}
+
+
+def features_by_hand(columns: dict[str, np.ndarray], training: np.ndarray) -> np.ndarray:
+    def standardized(texts: np.ndarray) -> np.ndarray:
+        x = np.array([float(text) if text else np.nan for text in texts])
+        known = x[training & ~np.isnan(x)]
+        return np.nan_to_num((x - known.mean()) / known.std())
+
+    sex = columns["kön"]
+    parts = [
+        standardized(columns["age"]), columns["age"] == "", standardized(columns["lab_värde"]),
+        sex == "kvinna", sex == "man", sex == "",
+    ]  # fmt: skip
+    return np.stack(parts, axis=1).astype(np.float32)
+
+
+@pytest.mark.parametrize("label", ["outcome", "score"])
+def test_equals_the_same_arrays_passed_in_python(folder: Path, label: str) -> None:
+    experiment = make(folder, label)
+    run = experiment.build()
+    names, columns = read_by_hand(folder)
+    table = experiment.table
+    assert list(table.names) == names
+    training = table.training
+    assert 0.6 < training.mean() < 0.95
+    features = features_by_hand(columns, training)
+    np.testing.assert_allclose(experiment.prepared.examples["features"], features, atol=3e-4)
+
+    if label == "outcome":
+        labels = (columns["outcome"] == "sjuk").astype(np.int32)
+        np.testing.assert_array_equal(experiment.prepared.examples["label"], labels)
+    else:
+        score = columns["score"].astype(float)
+        labels = ((score - score[training].mean()) / score[training].std()).astype(np.float32)
+        np.testing.assert_allclose(experiment.prepared.examples["label"], labels, atol=3e-5)
+
+    # The model by hand: a matrix and a bias from 0, and FedAvg of all hospitals.
+    def apply(params: Any, x: Any) -> Any:
+        return x @ params["w"] + params["b"]
+
+    outputs = 2 if label == "outcome" else 1
+    loss_fn = (
+        classification_loss(apply, field="features") if outputs == 2 else squared_error_loss(apply)
+    )
+    parts = [np.flatnonzero(training & (columns["client"] == name)) for name in names]
+    parts = [part for part in parts if len(part)]
+    rounds = cohort_rounds(
+        {"features": features, "label": labels},
+        parts,
+        ClientSampler(len(parts), len(parts), 0),
+        batch_size=8,
+        preprocess=dict,
+    )
+    algorithm = fedavg(loss_fn, cohort_size=len(parts), client_optimizer=optax.sgd(0.1))
+    state = algorithm.init({"w": np.zeros((6, outputs), np.float32), "b": np.zeros(outputs)})
+    run_state = run.algorithm.init(jax.jit(run.init)(jax.random.key(0)))
+    step, own_step = jax.jit(algorithm.round), jax.jit(run.algorithm.round)
+    with jax.set_mesh(run.mesh):
+        for _ in range(3):
+            run_state, _ = own_step(run_state, next(run.cohorts))
+    for _ in range(3):
+        state, _ = step(state, next(rounds))
+    found = run_state.params["layers"]["dense_0"]
+    np.testing.assert_allclose(found["kernel"], state.params["w"], atol=2e-4)
+    np.testing.assert_allclose(found["bias"], state.params["b"], atol=2e-4)
+
+
+def test_metrics_of_clients_are_those_of_all_examples(folder: Path) -> None:
+    experiment = make(folder, "outcome", heldout_clients=0.3)
+    run = experiment.build()
+    rng = np.random.default_rng(1)
+    shapes = jax.eval_shape(run.init, jax.random.key(0))
+    params = jax.tree.map(lambda x: rng.normal(0, 1, x.shape).astype(x.dtype), shapes)
+    with jax.set_mesh(run.mesh):
+        together, found = run.evaluate(params), run.evaluate_clients(params)
+    is_new = np.array([name.endswith(" (new)") for name in found.names])
+    assert 1 <= is_new.sum() < 8 and len(found.names) <= 12
+    assert set(together) == {"loss", "accuracy", "new_clients/loss", "new_clients/accuracy"}
+    for name in ("loss", "accuracy"):
+        for chosen, key in ((~is_new, name), (is_new, f"new_clients/{name}")):
+            values, weights = found.metrics[name][chosen], found.num_examples[chosen]
+            assert np.average(values, weights=weights) == pytest.approx(together[key], rel=1e-4)
+    # No example of a new client is trained on.
+    owners = np.concatenate(list(experiment.training_parts.values()))
+    assert not experiment.table.is_new[experiment.table.owners[owners]].any()
+    only_one_class = list(found.names).index("東京") if "東京" in found.names else None
+    if only_one_class is not None:
+        assert np.isnan(found.metrics["auc"][only_one_class])
+
+
+def test_numbers_are_measured_in_their_own_unit(folder: Path) -> None:
+    experiment = make(folder, "score")
+    run = experiment.build()
+    params = jax.tree.map(
+        lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(run.init, jax.random.key(0))
+    )
+    with jax.set_mesh(run.mesh):
+        together, found = run.evaluate(params), run.evaluate_clients(params)
+    _, columns = read_by_hand(folder)
+    score = columns["score"].astype(float)
+    table = experiment.table
+    errors = score[table.heldout] - score[table.training].mean()
+    assert together["rmse"] == pytest.approx(np.sqrt(np.mean(errors**2)), rel=1e-4)
+    explained = 1 - np.mean(errors**2) / np.var(score[table.heldout])
+    assert together["r2"] == pytest.approx(explained, abs=1e-3)
+    total = np.sum(found.metrics["rmse"] ** 2 * found.num_examples)
+    assert total == pytest.approx(np.sum(errors**2), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("mean", "private_mean", "secure_mean", "krum", "coordinate_median", "compressed_mean"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("clipped_mean", "private_secure_mean", "trimmed_mean", "bulyan",
+                         "geometric_median", "quantized_mean")
+        ),
+    ],
+)  # fmt: skip
+def test_every_aggregator_standardizes(folder: Path, name: str) -> None:
+    assert name in AggregatorConfig.functions()
+    settings = {"noise_multiplier": 0.01} if "private" in name else {}
+    columns = ("age=number(0..120)", "lab_värde=number(9950..10050)", "score=left_out")
+    experiment = make(folder, "outcome", columns=columns, aggregator=aggregator(name, **settings))
+    assert {c.treatment.name for c in experiment.prepared.features.columns} == {
+        "age", "lab_värde", "kön",
+    }  # fmt: skip
+    exact = make(folder, "outcome", columns=columns).prepared.features
+    for found, expected in zip(experiment.prepared.features.columns, exact.columns, strict=True):
+        if expected.treatment.kind == "number":
+            assert abs(found.mean - expected.mean) < expected.scale
+            assert 0.3 * expected.scale < found.scale < 4 * expected.scale
+
+
+def test_private_statistics_need_ranges_and_noise_of_their_own(folder: Path) -> None:
+    private = aggregator("private_mean", noise_multiplier=0.5)
+    with pytest.raises(ValueError, match=r"2 columns of numbers or dates have no range, such as"):
+        _ = make(folder, "outcome", aggregator=private).prepared
+    first = statistics_aggregator(private, 0, 12).aggregator
+    again = statistics_aggregator(private, 0, 12).aggregator
+    assert first is not again
+    ranged = make(
+        folder, "outcome", aggregator=private, standardize="range",
+        columns=("age=number(0..120)", "lab_värde=number(9000..11000)", "score=left_out"),
+    )  # fmt: skip
+    column = ranged.prepared.features.columns[0]
+    assert (column.mean, column.scale) == (60, 60)
+
+
+@pytest.mark.parametrize("name", ["ditto", "hypcluster"])
+def test_personal_models_are_evaluated_on_their_own_examples(folder: Path, name: str) -> None:
+    experiment = make(folder, "outcome", method=method(name), size=5)
+    run = experiment.build()
+    with jax.set_mesh(run.mesh):
+        state = run.algorithm.init(jax.jit(run.init)(jax.random.key(0)))
+        state, _ = jax.jit(run.algorithm.round)(state, next(run.cohorts))
+        found = run.evaluate_state(state)
+    assert set(found) == {"personal_loss", "personal_accuracy"}
+    if name == "ditto":  # models that stayed at 0 predict both classes alike
+        assert 0 < found["personal_loss"] < 0.8
+    else:
+        with pytest.raises(ValueError, match="has no single shared model"):
+            run.evaluate_clients(state.params)
+
+
+def test_the_exported_model_has_its_columns(folder: Path, tmp_path: Path) -> None:
+    experiment = make(folder, "score", hidden_sizes=(4,))
+    run = experiment.build()
+    params = jax.jit(run.init)(jax.random.key(0))
+    assert {leaf.shape for leaf in jax.tree.leaves(params)} == {(6, 4), (4,), (4, 1), (1,)}
+    experiment.write_model(tmp_path / "model", params, "fedavg_table")
+    content = json.loads((tmp_path / "model" / "table.json").read_text("utf-8"))
+    features = TableFeatures.from_json(content["columns"])
+    assert features == experiment.prepared.features
+    assert Label.from_json(content["label"]) == experiment.prepared.label
+    inputs = features({"age": [None], "kön": ["man"], "lab_värde": [1e4]})
+    assert model_output(run, params, inputs).shape == (1, 1)
+
+
+def model_output(run: Any, params: Any, inputs: np.ndarray) -> Any:
+    hidden = np.maximum(inputs @ params["layers"]["dense_0"]["kernel"], 0)
+    return hidden @ params["layers"]["dense_1"]["kernel"]
+
+
+def test_the_start_tells_what_is_left_out(folder: Path) -> None:
+    run = make(folder, "outcome").build()
+    text = "\n".join(run.notes)
+    assert "12 clients, 214 examples: " in text and "cohort.size=100: a round has all" in text
+    assert "label 'outcome': classification, frisk, sjuk; text" in text
+    assert "left out: 'note' (text of " in text and "'score' (stated)" in text
+    assert "with missing values: 'age' (mean), 'kön' (category)" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], r"data.files=\(\) and data.label=None, expected files"),
+        (["--data.files={}/Oslo.csv", "--data.label=outcome"], "is one file without clients"),
+        (["--data.files={}/*.csv", "--data.label=kön"], "The label 'kön' has no value in"),
+        (
+            ["--data.files={}/*.csv", "--data.label=outcome", "--data.heldout_fraction=0"],
+            "holds out none of 214 examples",
+        ),
+        (
+            ["--data.files={}/*.csv", "--data.label=outcome", "--data.columns", "agee=number"],
+            "states 'agee', expected one of the columns 'age'",
+        ),
+    ],
+)
+def test_what_is_missing_is_told(folder: Path, flags: list[str], message: str) -> None:
+    experiment = configure("fedavg_table", [flag.format(folder) for flag in flags])
+    with pytest.raises(ValueError, match=message):
+        experiment.build()
+
+
+def test_examples_without_a_label_can_be_left_out(folder: Path) -> None:
+    experiment = make(folder, "kön", missing_label="skip", columns=("outcome=category",))
+    _, columns = read_by_hand(folder)
+    missing = int((columns["kön"] == "").sum())
+    assert missing and f"left out: {missing} examples without 'kön'" in experiment.table.notes
+    assert len(experiment.prepared.examples["label"]) == 214 - missing
+    assert experiment.prepared.label.classes == ("kvinna", "man")
+
+
+def test_splits_in_paths(folder: Path, tmp_path: Path) -> None:
+    for split, names in {"train": ("Oslo", "Lund"), "test": ("Oslo",)}.items():
+        (tmp_path / split).mkdir()
+        for name in names:
+            (tmp_path / split / f"{name}.csv").write_bytes((folder / f"{name}.csv").read_bytes())
+    experiment = make(tmp_path, "outcome")
+    data = dataclasses.replace(experiment.data, files=(f"{tmp_path}/{{split}}/{{client}}.csv",))
+    experiment = dataclasses.replace(experiment, data=data)
+    assert experiment.table.heldout.sum() == 25 and experiment.table.training.sum() == 33
+    found = {name: len(rows) for name, rows in experiment.training_parts.items()}
+    assert found == {"Oslo": 25, "Lund": 8} or found == {"Lund": 8, "Oslo": 25}

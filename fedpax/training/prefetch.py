@@ -11,6 +11,7 @@ from fedpax.clients.cohort import Cohort
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.errors import ArgumentError
 from fedpax.parallel.divisibility import check_divisible
+from fedpax.primitives.casts import checked_tree
 from fedpax.training.shardings import ShardingTree
 
 Tree = TypeVar("Tree")
@@ -97,7 +98,8 @@ class Prefetch(AbstractContextManager["Prefetch"]):
         self._rounds_left -= 1
 
     def _draw(self) -> tuple[Cohort, StreamState]:
-        cohort = next(self._stream)
+        # A Cohort has checked its arrays itself; an algorithm of one's own can take other trees.
+        cohort = checked_tree(next(self._stream), "cohort")
         return put_on_mesh(cohort, self._sharding), self._stream.get_state()
 
     def __exit__(self, *error: object) -> None:

@@ -101,6 +101,35 @@ def test_errors_of_the_stream_reach_the_training_loop(sharding: NamedSharding) -
         prefetch.next()
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (
+            np.array([2**33, 1]),
+            r"cohort\['n'\] has the value 8589934592 \(int64\)",
+        ),
+        (
+            np.array([1.0, 1e300]),
+            r"cohort\['n'\] has the value 1e\+300 \(float64\)",
+        ),
+        (np.array([1, 2], object), r"cohort\['n'\] has dtype object .*astype\(np\.float32\)"),
+        (np.ma.masked_array([1, 2], [0, 1]), r"cohort\['n'\] is an array with masked values"),
+        (np.array(["2020", "2021"], "M8[D]"), r"cohort\['n'\] has dtype datetime64"),
+    ],
+)
+def test_values_that_jax_would_change_are_named(values: Any, words: str) -> None:
+    """Also where the stream yields another tree than a `Cohort`."""
+
+    class Rounds(RandomRounds):
+        def __next__(self) -> Any:
+            return {"n": values}
+
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    with Prefetch(Rounds((8, 2, 4), features=3, seed=5), device, num_rounds=1) as prefetch:
+        with pytest.raises((TypeError, ValueError), match=words):
+            prefetch.next()
+
+
 def test_a_cohort_that_its_sharding_does_not_divide_is_named() -> None:
     mesh = make_mesh(clients=-1)
     sharding = NamedSharding(mesh, PartitionSpec("clients"))

@@ -17,6 +17,7 @@ __all__ = [
     "make_mesh",
     "out_of_core",
     "program",
+    "stages",
     "train",
 ]
 
@@ -29,6 +30,7 @@ _MODULES = {
     "make_mesh": "fedpax.parallel.mesh",
     "out_of_core": "fedpax.transforms",
     "program": "fedpax.transforms",
+    "stages": "fedpax.transforms",
     "train": "fedpax.commands.train_in_python:train",
 }
 

@@ -6,6 +6,7 @@ from fedpax import checkpoints as checkpoints
 from fedpax import clients as clients
 from fedpax import commands as commands
 from fedpax import data as data
+from fedpax import deploy as deploy
 from fedpax import elastic as elastic
 from fedpax import experiments as experiments
 from fedpax import hlo as hlo
@@ -36,5 +37,6 @@ from fedpax.primitives import federated_min as federated_min
 from fedpax.primitives import federated_sum as federated_sum
 from fedpax.transforms import out_of_core as out_of_core
 from fedpax.transforms import program as program
+from fedpax.transforms import stages as stages
 
 __version__: str

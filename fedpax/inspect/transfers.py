@@ -7,11 +7,11 @@ from collections.abc import Hashable, Iterator
 import jax
 
 from fedpax.inspect.cost_table import Transfer
-from fedpax.inspect.equal_values import EqualValues
 from fedpax.inspect.sent_marks import Sent, kept_values, sent_by_results, server_work
 from fedpax.primitives._jax import JaxprEqn, Var, aval_of, inner_jaxprs
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.peak_memory import num_bytes
+from fedpax.transforms.equal_values import EqualValues
 from fedpax.transforms.inlining import is_federated
 from fedpax.transforms.loop_reductions import LoopReduction
 from fedpax.transforms.placed_values import Kind, PlacedValues, bodies_of, collectives_of

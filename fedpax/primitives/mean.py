@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedpax.errors import ArgumentError, ArgumentTypeError
-from fedpax.primitives._jax import Primitive, Zero, is_zero, zero_tangent
+from fedpax.primitives._jax import Primitive, Zero, define, is_zero, zero_tangent
 from fedpax.primitives.broadcast import broadcast
 from fedpax.primitives.casts import device_weights, is_host_number
 from fedpax.primitives.integer_sums import check_weights, collect_weights
@@ -35,6 +35,15 @@ from fedpax.primitives.reduction import (
 from fedpax.primitives.sum import federated_sum_p
 
 federated_mean_p = Primitive("federated_mean")
+
+participant_count_p = Primitive("participant_count")
+"""float32: the number of participants, a constant unless some of them can be absent."""
+
+define(
+    participant_count_p,
+    abstract=lambda *, placement: (jax.core.ShapedArray((), jnp.dtype(jnp.float32)), set()),
+    implementation=lambda *, placement: jnp.float32(placement.size),
+)
 
 
 @overload
@@ -201,7 +210,8 @@ def _transpose(cotangent, x, *weights, placement):
         return [Zero(x.aval), *none]
     wide = cotangent.astype(accumulation_dtype(cotangent.dtype))
     if not weights:
-        return [broadcast((wide / placement.size).astype(cotangent.dtype), placement)]
+        count = participant_count_p.bind(placement=placement).astype(wide.dtype)
+        return [broadcast((wide / count).astype(cotangent.dtype), placement)]
     w = weights[0].astype(wide.dtype)
     weight = federated_sum_p.bind(w, placement=placement)
     share = broadcast(_divide(wide, append_axes(weight, wide)), placement)

@@ -3,5 +3,6 @@
 from fedpax.transforms.out_of_core import out_of_core
 from fedpax.transforms.placed_closures import PlacedClosureWarning
 from fedpax.transforms.program import program
+from fedpax.transforms.stages import stages
 
-__all__ = ["PlacedClosureWarning", "out_of_core", "program"]
+__all__ = ["PlacedClosureWarning", "out_of_core", "program", "stages"]

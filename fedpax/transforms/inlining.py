@@ -80,7 +80,7 @@ def inline(closed: ClosedJaxpr, inside: Callable[[ClosedJaxpr], ClosedJaxpr]) ->
 
 def _is_call_or_nested(eqn: JaxprEqn) -> bool:
     """Return whether inlining can change an equation."""
-    if _called_jaxpr(eqn) is not None:
+    if called_jaxpr(eqn) is not None:
         return True
     return eqn.primitive is not federated_map_p and any(map(is_federated, inner_jaxprs(eqn)))
 
@@ -103,7 +103,7 @@ def _run_inlined(
             uses_placed = any(id(x) in placed for x in inputs)
             contains_map = any(map(is_federated, inner_jaxprs(eqn)))
             broadcasts = any(aval_of(v).shape[:1] in sizes for v in eqn.outvars)
-            body = _called_jaxpr(eqn)
+            body = called_jaxpr(eqn)
             if body is not None and (contains_map or uses_placed or broadcasts):
                 outputs = run(body.jaxpr, body.consts, inputs)
             elif contains_map and eqn.primitive is not federated_map_p:
@@ -130,7 +130,7 @@ def _sizes(jaxpr: Jaxpr) -> Iterator[tuple[int]]:
             yield from _sizes(inner)
 
 
-def _called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr | None:
+def called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """Return the jaxpr of an equation that is a call without shardings of its own."""
     if eqn.primitive.name not in CALLS or has_own_shardings(eqn):
         return None

@@ -196,7 +196,11 @@ class StreamingPlan:
                 (placed if self.is_placed_input(v, axis) else shared)[v] = None
         # In the order of the arguments, so that results are written into the right ones.
         order = {v: i for i, v in enumerate(self.jaxpr.invars)}
-        return list(shared), sorted(placed, key=lambda v: order.get(v, len(order)))
+
+        def in_order(values: dict[Var, None]) -> list[Var]:
+            return sorted(values, key=lambda v: order.get(v, len(order)))
+
+        return in_order(shared), in_order(placed)
 
 
 def is_map(eqn: JaxprEqn, placement: Placement) -> bool:

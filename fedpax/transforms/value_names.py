@@ -20,6 +20,9 @@ SAME_VALUE = frozenset(
 )
 CONSTANT = "constant"
 
+SAME = "fedpax_same"
+"""The name of the result of a map that returns its argument."""
+
 
 class Names:
     """Names of the values of a jaxpr.
@@ -46,8 +49,11 @@ class Names:
     def _name_results(self, eqn: JaxprEqn) -> None:
         name = eqn.primitive.name
         if eqn.primitive is federated_map_p:
-            for v, path in zip(eqn.outvars, result_names(eqn.params["jaxpr"]), strict=True):
-                self._set(v, path)
+            for i, path in enumerate(result_names(eqn.params["jaxpr"])):
+                if path == SAME:
+                    self._copy(eqn.outvars[i], eqn.invars[i])
+                else:
+                    self._set(eqn.outvars[i], path)
         elif eqn.primitive in REDUCTIONS:
             for v, operand in zip(eqn.outvars, eqn.invars, strict=False):
                 self._set(v, f"{operation_of(eqn)} of {self.of_placed(operand)}")

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Sequence
 
 from fedpax.primitives._jax import Jaxpr, JaxprEqn, Literal, Var, aval_of, inner_jaxprs
 from fedpax.primitives.map import federated_map_p
+from fedpax.transforms.inlining import called_jaxpr
 from fedpax.transforms.streaming_plan import Atom
 
 
@@ -50,12 +51,20 @@ class EqualValues:
             results = [self._read(v, values) for v in inner.outvars]
             own = eqn.params["placement"]
             return [slices.get(n, self._intern(("placed", own, n))) for n in results]
+        call = called_jaxpr(eqn)
+        if call is not None:
+            values = dict(zip(call.jaxpr.invars, operands, strict=True))
+            self._visit(call.jaxpr, values)
+            return [self._read(v, values) for v in call.jaxpr.outvars]
         if eqn.primitive.name == "and":
             rest = [n for v, n in zip(eqn.invars, operands, strict=True) if not _is_true(v)]
             if len(rest) == 1:
                 return rest
-        if eqn.effects or inner_jaxprs(eqn):
-            return [self._intern(("result", v)) for v in eqn.outvars]
+        if eqn.effects:
+            return [self._intern(("result", len(self._numbers))) for _ in eqn.outvars]
+        if inner_jaxprs(eqn):
+            # Two equations can share a jaxpr, so its results depend on the operands too.
+            return [self._intern(("result", v, *operands)) for v in eqn.outvars]
         params = tuple(sorted((name, str(value)) for name, value in eqn.params.items()))
         key = (eqn.primitive.name, params, tuple(operands))
         return [self._intern((*key, i)) for i in range(len(eqn.outvars))]

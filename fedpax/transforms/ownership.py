@@ -1,0 +1,337 @@
+"""The division of a program's values between the server and the participants.
+
+A participant *owns* arguments that are read row by row, and its state in a client store. A *kept*
+value replaces an own value. The division rewrites a program such that
+
+- own values are arguments and kept values are results, also those that a store reads and writes;
+- own values, and values that a participant receives by a broadcast, are results of a map, so that
+  no later pass computes with them on the server;
+- a mean divides by the sum of the weights of the participants that answer, also without weights.
+"""
+
+import functools
+from collections.abc import Container, Iterable, Sequence, Set
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from fedpax.primitives._jax import (
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    aval_of,
+    eliminate_dead_code,
+    inner_jaxprs,
+    name_results,
+    rebind,
+)
+from fedpax.primitives.broadcast import broadcast, federated_broadcast_p
+from fedpax.primitives.layout import unplaced_aval
+from fedpax.primitives.map import federated_map_p
+from fedpax.primitives.mean import federated_mean_p, participant_count_p
+from fedpax.primitives.placement import Placement
+from fedpax.primitives.reduction import REDUCTIONS
+from fedpax.primitives.sum import federated_sum_p
+from fedpax.transforms.inlining import inline, is_federated
+from fedpax.transforms.marks import KEPT, SERVER, has_mark, is_mark
+from fedpax.transforms.streaming import stream
+from fedpax.transforms.streaming_plan import Atom
+from fedpax.transforms.value_names import SAME
+
+
+class Signature(NamedTuple):
+    """The flat arguments and results of a program.
+
+    Attributes:
+        names: name of each argument, such as `cohort.batches['x']`.
+        replaced: for each result the position of the argument that it replaces if participants own
+            that argument; None if it replaces none.
+    """
+
+    names: tuple[str, ...]
+    replaced: tuple[int | None, ...]
+
+
+class Division(NamedTuple):
+    """A program whose values are divided between the server and the participants.
+
+    Attributes:
+        core: the rewritten program: `(*server's arguments, *own values) -> (*server's results,
+            *kept values)`. Own and kept values are placed.
+        server_arguments: positions of the server's arguments among those of the program.
+        server_results: positions of the server's results among those of the program.
+        own: the names of the own values.
+        own_arguments: for each own value, the position of the argument that it is read from.
+        kept: for each kept value, the name of the own value that it replaces.
+        read: `(*arguments) -> own values`.
+        write: `(*arguments, *kept values) -> results` that are not the server's, in order.
+    """
+
+    core: ClosedJaxpr
+    server_arguments: tuple[int, ...]
+    server_results: tuple[int, ...]
+    own: tuple[str, ...]
+    own_arguments: tuple[int, ...]
+    kept: tuple[str, ...]
+    read: ClosedJaxpr
+    write: ClosedJaxpr
+
+
+def one_placement(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, Placement]:
+    """Inline the calls of a program, and return it with the placement of its maps.
+
+    Raises:
+        ValueError: the maps at its top level are not of one placement, or some are in loops, or
+            some do the server's work.
+    """
+    closed = eliminate_dead_code(inline(closed, inside=lambda inner: inner))
+    for eqn in closed.jaxpr.eqns:
+        inner = inner_jaxprs(eqn)
+        if eqn.primitive is not federated_map_p and any(map(is_federated, inner)):
+            raise ValueError(
+                f"stages() found a federated_map() inside {eqn.primitive.name!r}, expected all "
+                "maps outside of loops and conditionals: the server's loop would wait for the "
+                "participants. Pass one iteration as the program, and loop over its stages."
+            )
+        if eqn.primitive is federated_map_p and any(has_mark(j, SERVER) for j in inner):
+            raise ValueError(
+                "stages() found a federated_map() that does the server's work (mark_server), as "
+                "the simulated masks of secure_mean() do. Pass an aggregator without it, such as "
+                "mean(), and let the engine mask the sums."
+            )
+    federated = (e for e in closed.jaxpr.eqns if _is_map(e) or e.primitive in REDUCTIONS)
+    placements = list(dict.fromkeys(eqn.params["placement"] for eqn in federated))
+    if len(placements) != 1:
+        found = " and ".join(map(str, placements)) or "none"
+        raise ValueError(
+            f"stages() needs a program with maps of one placement at its top level, but this one "
+            f"has {found}. Pass a round with a federated_map()."
+        )
+    return closed, placements[0]
+
+
+def store_reads(closed: ClosedJaxpr) -> dict[Var, int]:
+    """Return the values that participants read from a client store, and the store's argument."""
+    position = {v: i for i, v in enumerate(closed.jaxpr.invars)}
+    found: dict[Var, int] = {}
+    for eqn in closed.jaxpr.eqns:
+        if not is_mark(eqn, KEPT):
+            continue
+        eqns, sources = _needed(closed, eqn.outvars, ())
+        if any(e.primitive is federated_map_p for e in eqns):
+            continue  # a new state, which is written
+        (state,) = eqn.outvars
+        aval = aval_of(state)
+        stores = [
+            v
+            for v in sources
+            if aval_of(v).dtype == aval.dtype and aval_of(v).shape[1:] == aval.shape[1:]
+        ]
+        # The clients' indices have no more axes than the rows of a store of integers.
+        stores.sort(key=lambda v: aval_of(v).shape[0] == aval.shape[0])
+        if stores:
+            found[state] = position[stores[0]]
+    return found
+
+
+def divide(
+    closed: ClosedJaxpr, placement: Placement, signature: Signature, owned: Set[int]
+) -> Division:
+    """Divide the values of a program between the server and the participants.
+
+    Args:
+        closed: the jaxpr of the program, as `one_placement` returns it.
+        placement: its placement.
+        signature: its arguments and results.
+        owned: the positions of the arguments that participants own: placed arguments, and stores.
+    """
+    jaxpr = closed.jaxpr
+    reads = {v: i for v, i in store_reads(closed).items() if i in owned}
+    own = reads | {v: i for i, v in enumerate(jaxpr.invars) if i in owned - set(reads.values())}
+    kept: list[tuple[Var, int]] = []
+    written: dict[int, int | None] = {}  # a result -> the kept value that it is, or None: a store
+    for result, (v, i) in enumerate(zip(jaxpr.outvars, signature.replaced, strict=True)):
+        if i is None or i not in owned or isinstance(v, Literal):
+            continue
+        if i in reads.values():
+            eqns, _ = _needed(closed, [v], own)
+            kept += [(e.outvars[0], i) for e in eqns if is_mark(e, KEPT)]
+            written[result] = None
+        elif v is jaxpr.invars[i]:
+            written[result] = None
+        else:
+            written[result] = len(kept)
+            kept.append((v, i))
+    servers = {i: v for i, v in enumerate(jaxpr.invars) if i not in owned}
+    results = [i for i in range(len(jaxpr.outvars)) if i not in written]
+    missing = _missing(closed, [*(jaxpr.outvars[i] for i in results), *(v for v, _ in kept)], own)
+    for i in sorted(owned.intersection(missing)):
+        raise ValueError(
+            f"stages(): the program reads the store {signature.names[i]} in other ways than by "
+            "gather_clients() and scatter_clients(). Pass own= without it: the server then keeps "
+            "the states, and sends them."
+        )
+
+    def write(*flat: jax.Array) -> list[Any]:
+        arguments, new = flat[: len(jaxpr.invars)], flat[len(jaxpr.invars) :]
+        values = dict(zip(jaxpr.invars, arguments, strict=True))
+        values |= {v: x for (v, i), x in zip(kept, new, strict=True) if i in reads.values()}
+        whole = [jaxpr.outvars[result] for result, k in written.items() if k is None]
+        rest = iter(_evaluate(closed, values, whole))
+        return [next(rest) if k is None else new[k] for k in written.values()]
+
+    names = _unique([signature.names[i] for i in own.values()])
+    by_argument = dict(zip(own.values(), names, strict=True))
+    core = _rewrite(
+        closed,
+        placement,
+        list(servers.values()),
+        list(own),
+        [jaxpr.outvars[i] for i in results],
+        [v for v, _ in kept],
+    )
+    avals = list(map(aval_of, jaxpr.invars))
+    return Division(
+        eliminate_dead_code(inline(core, stream)),
+        tuple(servers),
+        tuple(results),
+        names,
+        tuple(own.values()),
+        tuple(by_argument[i] for _, i in kept),
+        jax.make_jaxpr(
+            lambda *flat: _evaluate(closed, dict(zip(jaxpr.invars, flat, strict=True)), own)
+        )(*avals),
+        jax.make_jaxpr(write)(*avals, *(aval_of(v) for v, _ in kept)),
+    )
+
+
+def _unique(names: Sequence[str]) -> tuple[str, ...]:
+    """Add a number to names that occur before."""
+    found: dict[str, int] = {}
+    numbered = []
+    for name in names:
+        found[name] = found.get(name, 0) + 1
+        numbered.append(name if found[name] == 1 else f"{name} ({found[name]})")
+    return tuple(numbered)
+
+
+# ---- parts of a jaxpr
+
+
+def _needed(
+    closed: ClosedJaxpr, outputs: Iterable[Atom], known: Container[Var]
+) -> tuple[list[JaxprEqn], set[Var]]:
+    """Return the equations that compute values from known ones, and the arguments they need."""
+    wanted = {v for v in outputs if isinstance(v, Var) and v not in known}
+    eqns = []
+    for eqn in reversed(closed.jaxpr.eqns):
+        if wanted.isdisjoint(eqn.outvars):
+            continue
+        eqns.append(eqn)
+        wanted.update(v for v in eqn.invars if isinstance(v, Var) and v not in known)
+    return eqns[::-1], wanted.intersection(closed.jaxpr.invars)
+
+
+def _missing(closed: ClosedJaxpr, outputs: Iterable[Atom], own: Container[Var]) -> set[int]:
+    """Return the positions of the arguments that the rewritten program would need."""
+    _, arguments = _needed(closed, outputs, own)
+    return {i for i, v in enumerate(closed.jaxpr.invars) if v in arguments}
+
+
+def _evaluate(closed: ClosedJaxpr, values: dict[Var, Any], outputs: Iterable[Atom]) -> list[Any]:
+    """Compute values of a jaxpr from some that are known."""
+    outputs = list(outputs)
+    eqns, _ = _needed(closed, outputs, values)
+    values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)) | values
+    for eqn in eqns:
+        results = rebind(eqn, [_read(v, values) for v in eqn.invars])
+        values |= {v: x for v, x in zip(eqn.outvars, results, strict=True) if v not in values}
+    return [_read(v, values) for v in outputs]
+
+
+def _read(v: Atom, values: dict[Var, Any]) -> Any:
+    return v.val if isinstance(v, Literal) else values[v]
+
+
+# ---- the rewritten program
+
+
+def _rewrite(
+    closed: ClosedJaxpr,
+    placement: Placement,
+    servers: Sequence[Var],
+    own: Sequence[Var],
+    results: Sequence[Atom],
+    kept: Sequence[Var],
+) -> ClosedJaxpr:
+    """Rewrite a program such that participants compute with what they own and receive."""
+    eqns, _ = _needed(closed, [*results, *kept], own)
+    readers: dict[Var, list[JaxprEqn]] = {}
+    for eqn in eqns:
+        for v in eqn.invars:
+            if isinstance(v, Var):
+                readers.setdefault(v, []).append(eqn)
+
+    def by_participants(x: jax.Array) -> jax.Array:
+        """Return a placed value as the result of a map that returns its argument."""
+        (same,) = federated_map_p.bind(
+            x, jaxpr=_same(unplaced_aval(jax.typeof(x))), placement=placement, chunk_size=None
+        )
+        return same
+
+    def ones() -> jax.Array:
+        return by_participants(broadcast(jnp.float32(1), placement))
+
+    def run(*arguments: jax.Array) -> list[Any]:
+        values: dict[Var, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        values.update(zip(servers, arguments, strict=False))
+        values.update(zip(own, map(by_participants, arguments[len(servers) :]), strict=True))
+        computed = set(own)  # the values that participants compute, and all that depend on them
+        for eqn in eqns:
+            inputs = [_read(v, values) for v in eqn.invars]
+            federated = eqn.params.get("placement") == placement
+            is_reduction = federated and eqn.primitive in REDUCTIONS
+            if is_reduction:
+                inputs = [
+                    x if v in computed else by_participants(x)
+                    for v, x in zip(eqn.invars, inputs, strict=True)
+                ]
+                if eqn.primitive is federated_mean_p and len(inputs) == 1:
+                    inputs.append(ones())
+            if federated and eqn.primitive is participant_count_p:
+                outputs = [federated_sum_p.bind(ones(), placement=placement)]
+            else:
+                outputs = rebind(eqn, inputs)
+            by_map = federated and eqn.primitive is federated_map_p
+            if federated and eqn.primitive is federated_broadcast_p:
+                # What only maps read is broadcast in front of them.
+                others = [e for e in readers.get(eqn.outvars[0], ()) if not _is_map(e)]
+                if others or eqn.outvars[0] in results:
+                    outputs, by_map = list(map(by_participants, outputs)), True
+            if by_map or (not is_reduction and not computed.isdisjoint(_variables(eqn))):
+                computed.update(eqn.outvars)
+            for v, x in zip(eqn.outvars, outputs, strict=True):
+                values.setdefault(v, x)
+        new = [by_participants(values[v]) for v in kept]
+        return [*(_read(v, values) for v in results), *new]
+
+    avals = [aval_of(v) for v in (*servers, *own)]
+    return jax.make_jaxpr(run)(*avals)
+
+
+def _is_map(eqn: JaxprEqn) -> bool:
+    return eqn.primitive is federated_map_p
+
+
+def _variables(eqn: JaxprEqn) -> list[Var]:
+    return [v for v in eqn.invars if isinstance(v, Var)]
+
+
+@functools.cache
+def _same(aval: Any) -> ClosedJaxpr:
+    """Return the function `x -> x`, which a later phase may run again instead of storing `x`."""
+    jaxpr = jax.make_jaxpr(jax.checkpoint(lambda x: checkpoint_name(x, SAME)))(aval)
+    return name_results(jaxpr, [SAME])

@@ -1,0 +1,268 @@
+"""Stages: each participant run by itself gives the program's result, also without some of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from program_table import PROGRAMS, WEIGHTS, N, W, X, federated, gradient_of, normal, slow
+
+import fedpax
+from fedpax import aggregators, federated_map, federated_mean, federated_sum
+from fedpax.algorithms import fedavg, scaffold
+from fedpax.deploy import run_local
+
+REFUSED = {
+    "nothing_of_the_map": "has none",
+    "reductions_of_numpy": "a sum over the clients divided by 12",
+    **dict.fromkeys(["rounds_in_a_scan", "rematerialized_rounds"], "inside 'scan'"),
+    "under_a_condition": "inside 'cond'",
+}
+FAST = {"average", "two_phases", "weights_of_a_later_phase", "variance"}
+PRESENT = [0, 2, 3, 7, 10, 11]
+
+
+def agree(found, expected, present=None):
+    """Compare with the program's result; of values per participant those that answered."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert jnp.result_type(a) == jnp.result_type(b)
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.all(np.isfinite(b))
+        a = a if a.shape == b.shape else a[present]
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else slow(n) for n in sorted(PROGRAMS.keys() - REFUSED)]
+)
+@pytest.mark.parametrize("wanted", ["value", "gradient"])
+def test_stages_equal_the_program(name, wanted):
+    def program(size):
+        whole = federated(name, size=size)
+        return gradient_of(whole) if wanted == "gradient" else whole
+
+    stages = fedpax.stages(program(N), W, X, WEIGHTS)
+    agree(run_local(stages, W, X, WEIGHTS), jax.jit(program(N))(W, X, WEIGHTS))
+    if name == "values_per_participant" and wanted == "value":
+        return  # it returns the index of a participant
+    few = jax.jit(program(len(PRESENT)))(W, X[jnp.array(PRESENT)], WEIGHTS[jnp.array(PRESENT)])
+    agree(run_local(stages, W, X, WEIGHTS, participants=PRESENT), few, PRESENT)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_programs_that_cannot_be_divided_are_refused(name):
+    with pytest.raises(ValueError, match=REFUSED[name]):
+        fedpax.stages(federated(name), W, X, WEIGHTS)
+
+
+ROWS = normal(N, 3, seed=5)
+
+
+@fedpax.program(clients=N)
+def three_stages(w, personal, x, key):
+    """Read keys, a constant of all participants and a state; return a new state."""
+    keys = jax.random.split(key, N)
+
+    def draw(personal, x, key, row):
+        noise = jax.random.normal(key, (3,))
+        return personal + noise * row, jnp.sum(x, 0) + noise
+
+    personal, sums = federated_map(draw, personal, x, keys, jnp.asarray(ROWS))
+    largest = fedpax.federated_max(federated_map(jnp.max, sums))
+    scaled = federated_map(lambda s: jnp.tanh(s / largest), sums)
+    mean = federated_mean(scaled)
+    spread = federated_sum(federated_map(lambda s: jnp.sum((s - mean) ** 2), scaled))
+    return w + mean, personal, spread
+
+
+def three_stage_arguments():
+    return normal(3), normal(N, 3, seed=1), X, jax.random.key(3)
+
+
+def test_three_stages_with_keys_rows_and_a_state():
+    args = three_stage_arguments()
+    stages = fedpax.stages(three_stages, *args)
+    assert len(stages) == 3
+    agree(run_local(stages, *args), jax.jit(three_stages)(*args))
+    names = {kind: [v.name for v in getattr(stages[0], kind)] for kind in ("own", "kept", "shown")}
+    assert names["own"] == ["personal", "x"]
+    assert not names["shown"]
+    assert len(stages[0].rows) == 2  # keys, and rows of the constant
+    # A participant that does not answer the last stage keeps its old state.
+    assert "personal" not in names["kept"]
+    assert "personal" in [v.name for v in stages[2].kept]
+
+
+def test_a_participant_that_does_not_answer_keeps_its_state():
+    w, personal, x, key = three_stage_arguments()
+    stages = fedpax.stages(three_stages, w, personal, x, key)
+    _, after, _ = run_local(stages, w, personal, x, key, participants=PRESENT)
+    whole = jax.jit(three_stages)(w, personal, x, key)[1]
+    absent = [i for i in range(N) if i not in PRESENT]
+    agree(after[jnp.array(PRESENT)], whole[jnp.array(PRESENT)])
+    np.testing.assert_array_equal(after[jnp.array(absent)], personal[jnp.array(absent)])
+
+
+def test_the_server_runs_without_what_participants_own():
+    """As in a deployment: the server has types, and a participant its own values alone."""
+    w, personal, x, key = args = three_stage_arguments()
+    stages = fedpax.stages(three_stages, *args)
+    types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (personal, x)]
+    server = stages.run(w, *types, key)
+    own = [{"personal": personal[i], "x": x[i]} for i in range(N)]
+    reply = None
+    with pytest.raises(StopIteration) as stop:
+        while True:
+            request = server.send(reply)
+            client, merged, shown = stages.client(request.stage), None, []
+            for i in range(N):
+                rows = [row[i] for row in request.rows]
+                terms, seen, kept = client(i, request.shared, rows, own[i])
+                own[i] |= kept
+                merged = stages.merge(request.stage)(merged, terms) if merged else terms
+                shown.append(seen)
+            reply = merged, [jnp.stack(s) for s in zip(*shown, strict=True)], range(N)
+    w, personal, spread = stop.value.value
+    assert personal == types[0]  # it stays with the participants
+    expected = jax.jit(three_stages)(*args)
+    agree((w, spread), (expected[0], expected[2]))
+    agree(jnp.stack([o["personal"] for o in own]), expected[1])
+
+
+def test_the_fold_of_many_terms_equals_their_merge():
+    stages = fedpax.stages(federated("extremes"), W, X, WEIGHTS)
+    request = next(stages.run(W, X, WEIGHTS))
+    own = stages.own(W, X, WEIGHTS)
+    terms = [
+        stages.client(0)(i, request.shared, (), {k: v[i] for k, v in own.items()})[0]
+        for i in range(3)
+    ]
+    merge = stages.merge(0)
+    folded = stages.fold(0)([jnp.stack(t) for t in zip(*terms, strict=True)])
+    agree(merge(merge(terms[0], terms[1]), terms[2]), folded)
+
+
+def linear_loss(params, batch):
+    return jnp.mean((batch @ params["w"] - params["b"]) ** 2), {}
+
+
+def linear_round(**settings):
+    method = fedavg(linear_loss, cohort_size=N, client_optimizer=optax.sgd(0.1), **settings)
+    state = method.init({"w": jnp.ones(3), "b": jnp.zeros(())})
+    return method.round, state, fedpax.Cohort(X[:, :, None], np.arange(1, N + 1))
+
+
+def test_equal_terms_are_sent_once():
+    """A weighted mean of four leaves has four sums of the weights."""
+    step, state, cohort = linear_round()
+    (stage,) = fedpax.stages(step, state, cohort)
+    assert sorted(v.shape for v in stage.terms) == [(), (), (), (3,)]  # loss, b, weights and w
+
+
+def test_the_report_of_a_round():
+    step, state, cohort = linear_round()
+    assert fedpax.stages(step, state, cohort).explain().splitlines()[:7] == [
+        "fedavg_round: 1 stage for each of 12 clients",
+        "stage 0: receives 16 B, sends 24 B",
+        "  receives state.params['b']: float32[], 4 B",
+        "  receives state.params['w']: float32[3], 12 B",
+        "  has      cohort.batches: float32[5, 1, 3], 60 B",
+        "  has      cohort.num_examples: int32[], 4 B",
+        "  sends    mean of local_update[0]['b']: float32[], 4 B",
+    ]
+
+
+def test_controls_in_a_store_are_own_values_that_are_kept():
+    method = scaffold(linear_loss, cohort_size=N, num_clients=20, client_optimizer=optax.sgd(0.1))
+    state = method.init({"w": jnp.ones(3), "b": jnp.zeros(())})
+    cohort = fedpax.Cohort(X[:, :, None], client_ids=np.arange(N) + 5)
+    (stage,) = fedpax.stages(method.round, state, cohort)
+    controls = ["state.client_controls.rows['b']", "state.client_controls.rows['w']"]
+    assert sorted(v.name for v in stage.kept) == controls
+    assert set(controls) < {v.name for v in stage.own}
+    assert not {v.name for v in stage.shared} & set(controls)
+
+
+def test_own_values_can_be_named():
+    step, state, cohort = linear_round()
+    (stage,) = fedpax.stages(step, state, cohort, own=["cohort.batches"])
+    assert [v.name for v in stage.own] == ["cohort.batches"]
+    assert [v.name for v in stage.rows] == ["cohort.num_examples"]
+    stages = fedpax.stages(step, state, cohort, own=["cohort.batches"])
+    agree(run_local(stages, state, cohort), jax.jit(step)(state, cohort))
+
+
+@fedpax.program(clients=N)
+def sorts_and_maps(x):
+    return federated_mean(federated_map(jnp.sum, x)), jnp.sort(x, axis=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda: fedpax.stages(sorts_and_maps, X),
+            ValueError,
+            r"the server reads x, .* return it from a federated_map\(\)",
+        ),
+        (
+            lambda: fedpax.stages(federated("average"), W, X, WEIGHTS, own=["batches"]),
+            ValueError,
+            "own names 'batches', which is no argument. The nearest names are",
+        ),
+        (
+            lambda: fedpax.stages(three_stages, *three_stage_arguments(), own=["w"]),
+            ValueError,
+            "own names 'w', expected an argument with one row for each of the 12 clients",
+        ),
+        (
+            lambda: fedpax.stages(three_stages, *three_stage_arguments(), own="x"),
+            TypeError,
+            "expected a list of names",
+        ),
+        (
+            lambda: fedpax.stages(*linear_round(aggregator=aggregators.secure_mean(max_value=1.0))),
+            ValueError,
+            "does the server's work.*let the engine mask the sums",
+        ),
+        (
+            lambda: next(
+                fedpax.stages(federated("average"), W, X, WEIGHTS).run(
+                    jax.ShapeDtypeStruct(W.shape, W.dtype), X, WEIGHTS
+                )
+            ),
+            TypeError,
+            "is a type, expected an array",
+        ),
+        (
+            lambda: fedpax.stages(three_stages, *three_stage_arguments()).client(0)(0, (), (), {}),
+            ValueError,
+            r"own has no 'personal', expected \['personal', 'x'\]",
+        ),
+    ],
+)
+def test_errors_name_the_remedy(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_reply_that_does_not_fit_is_named():
+    stages = fedpax.stages(federated("average"), W, X, WEIGHTS)
+
+    def send(*reply):
+        server = stages.run(W, X, WEIGHTS)
+        next(server)
+        server.send(reply)
+
+    with pytest.raises(ValueError, match="counts a participant twice"):
+        send((), (), [3, 3])
+    with pytest.raises(ValueError, match=r"has 0 terms, expected \d"):
+        send((), (), [3])
+
+
+def test_a_round_without_an_answer_changes_nothing():
+    step, state, cohort = linear_round()
+    after, metrics = run_local(fedpax.stages(step, state, cohort), state, cohort, participants=[])
+    agree(after, state)
+    agree(metrics["loss"], jnp.float32(0))

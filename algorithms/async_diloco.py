@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import chex
-import jax
-import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
@@ -16,7 +14,9 @@ from fedpax.algorithms.parts.arrivals import (
     ArrivingUpdates,
     Combined,
     arrivals_aggregator,
+    is_at,
     outer_gradients,
+    process_in_order,
 )
 from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer
 from fedpax.algorithms.parts.delayed_nesterov import (
@@ -26,6 +26,7 @@ from fedpax.algorithms.parts.delayed_nesterov import (
 )
 from fedpax.algorithms.parts.inner_steps import make_outer_gradient
 from fedpax.algorithms.parts.participation import without_absent
+from fedpax.algorithms.parts.tree_arithmetic import select
 from fedpax.clients import ArrivalOrder
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import (
@@ -172,43 +173,36 @@ def async_diloco(
         )
 
         arrivals = ArrivingUpdates(gradients, combine)
+        positions = None if cohort.schedule is None else cohort.schedule.position
 
         def apply(
-            position: Int[Array, ""] | None,
+            k: Int[Array, ""] | None,
             params: Params,
             outer_state: DelayedNesterovState,
             local_params: Params,
             combined: Combined,
         ) -> tuple[Params, DelayedNesterovState, Params, Combined]:
-            """Apply the gradients that arrive at a position; None: all of them."""
-
-            def is_here(own: Int[Array, ""] | None) -> Bool[Array, ""]:
-                return jnp.asarray(True if own is None else own == position)
-
-            arriving = federated_map(lambda s, own: s & is_here(own), sends, positions)
+            """Apply the gradients that arrive at position k; None: all of them."""
+            arriving = federated_map(lambda s, position: s & is_at(position, k), sends, positions)
             total, count, combined = arrivals.combine(arriving, combined)
             params, outer_state = outer.update(total, count, outer_state, params)
-
-            def receive(held: Params, own: Int[Array, ""] | None) -> Params:
-                return jax.tree.map(lambda h, x: jnp.where(is_here(own), x, h), held, params)
-
-            local_params = federated_map(receive, local_params, positions)
+            local_params = federated_map(
+                lambda held, position: select(is_at(position, k), params, held),
+                local_params,
+                positions,
+            )
             return params, outer_state, local_params, combined
 
-        positions = None if cohort.schedule is None else cohort.schedule.position
-        start = (
-            state.params,
-            state.outer_optimizer_state,
-            state.local_params,
-            arrivals.start(state.aggregator_state),
+        params, outer_state, local_params, combined = process_in_order(
+            apply,
+            (
+                state.params,
+                state.outer_optimizer_state,
+                state.local_params,
+                arrivals.start(state.aggregator_state),
+            ),
+            None if positions is None else federated_max(positions),
         )
-        if positions is None:
-            ended = apply(None, *start)
-        else:
-            ended = jax.lax.fori_loop(
-                0, federated_max(positions) + 1, lambda k, carry: apply(k, *carry), start
-            )
-        params, outer_state, local_params, combined = ended
         after = AsyncDiLoCoState(params, outer_state, local_params, inner_state, combined.state)
         return after, metrics | combined.mean_metrics()
 

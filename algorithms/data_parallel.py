@@ -15,6 +15,7 @@ from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer
 from fedpax.algorithms.parts.local_steps import gradient_and_metrics
 from fedpax.algorithms.parts.optimizer_step import optimizer_step
 from fedpax.algorithms.parts.participation import counted_examples, placed_valid_steps
+from fedpax.algorithms.parts.tree_arithmetic import select
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_map, federated_max, federated_mean
 from fedpax.transforms.program import program
@@ -116,7 +117,7 @@ def data_parallel(
                 *optimizer_step(optimizer, gradient, state.optimizer_state, state.params)
             )
             if taken is not None:
-                after = jax.tree.map(lambda new, old: jnp.where(taken[i], new, old), after, state)
+                after = select(taken[i], after, state)
             return after, metrics
 
         steps = jax.tree.leaves(batches)[0].shape[1]

@@ -10,16 +10,21 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from fedpax.aggregators import Aggregator, random_stream
+from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.checks import check_optimizer
 from fedpax.algorithms.parts.directional_mean import directional_mean
+from fedpax.algorithms.parts.fragment_server import FragmentServer, with_entry
 from fedpax.algorithms.parts.fragments import Fragment, FragmentFn, make_fragments
-from fedpax.algorithms.parts.inner_steps import InnerReport, average_reports, make_inner_steps
+from fedpax.algorithms.parts.inner_steps import (
+    InnerReport,
+    InnerSteps,
+    average_reports,
+    make_inner_steps,
+)
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
-from fedpax.algorithms.parts.optimizer_step import optimizer_step
-from fedpax.algorithms.parts.server import given_aggregator
-from fedpax.algorithms.parts.tree_arithmetic import subtract
+from fedpax.algorithms.parts.server import given_aggregator, outer_sgd
+from fedpax.algorithms.parts.tree_arithmetic import select
 from fedpax.algorithms.streaming_diloco import StreamingDiLoCoState, streaming_diloco
 from fedpax.clients import Syncs
 from fedpax.clients.cohort import Cohort, check_cohort
@@ -114,69 +119,19 @@ def decoupled_diloco(
     """
     check_optimizer("decoupled_diloco", "inner_optimizer", inner_optimizer)
     check_optimizer("decoupled_diloco", "outer_optimizer", outer_optimizer, optional=True)
-    outer = (
-        optax.sgd(0.4, momentum=0.9, nesterov=True) if outer_optimizer is None else outer_optimizer
+    server = FragmentServer(
+        outer_sgd(outer_optimizer, 0.4), given_aggregator(aggregator, directional_mean())
     )
-    merge = given_aggregator(aggregator, directional_mean())
+    inner_steps = make_inner_steps(loss_fn, inner_optimizer)
     synchronous = streaming_diloco(
         loss_fn,
         islands=islands,
         inner_optimizer=inner_optimizer,
-        outer_optimizer=outer,
+        outer_optimizer=server.optimizer,
         fragments=fragments,
         delay=delay,
-        aggregator=merge,
+        aggregator=server.aggregator,
     )
-
-    def take_inner_steps(
-        state: StreamingDiLoCoState, batches: chex.ArrayTree, num_steps: Int[Array, " islands"]
-    ) -> tuple[StreamingDiLoCoState, InnerReport]:
-        params, inner_state, report = federated_map(
-            make_inner_steps(loss_fn, inner_optimizer),
-            state.local_params,
-            state.inner_optimizer_state,
-            batches,
-            num_steps,
-        )
-        return state._replace(local_params=params, inner_optimizer_state=inner_state), report
-
-    def send(
-        state: StreamingDiLoCoState, p: int, fragment: Fragment, weights: Float[Array, " islands"]
-    ) -> tuple[Params, StreamingDiLoCoState, Metrics]:
-        """Merge fragment p of the islands' outer gradients."""
-        x = fragment.take(state.params)
-        gradients = federated_map(lambda y: subtract(x, fragment.take(y)), state.local_params)
-        with random_stream(p):  # noise of its own for each fragment
-            delta, own, metrics = merge.aggregate(state.aggregator_state[p], gradients, weights)
-        states = _with_entry(state.aggregator_state, p, own)
-        return delta, state._replace(aggregator_state=states), metrics
-
-    def receive(
-        state: StreamingDiLoCoState,
-        p: int,
-        fragment: Fragment,
-        delta: Params,
-        participants: Float[Array, ""],
-        receives: Bool[Array, " islands"],
-    ) -> StreamingDiLoCoState:
-        """Step fragment p of the outer model, and give it to the islands that are up."""
-        x, outer_state = fragment.take(state.params), state.outer_optimizer_state[p]
-        stepped, stepped_state = optimizer_step(outer, delta, outer_state, x)
-        # Without a participant nothing moves, not even by momentum.
-        x, outer_state = jax.tree.map(
-            lambda new, old: jnp.where(participants > 0, new, old),
-            (stepped, stepped_state),
-            (x, outer_state),
-        )
-
-        def take(y: Params, takes: Bool[Array, ""]) -> Params:
-            return _select(takes, fragment.put(y, x), y)
-
-        return state._replace(
-            params=fragment.put(state.params, x),
-            outer_optimizer_state=_with_entry(state.outer_optimizer_state, p, outer_state),
-            local_params=federated_map(take, state.local_params, receives),
-        )
 
     @program(islands=islands)
     def scheduled_round(
@@ -191,30 +146,30 @@ def decoupled_diloco(
         reports: list[Metrics] = []
         for p, fragment in enumerate(parts):
             num_steps, weights, receives, rejoins = _merge_of(schedule, p)
-            x = state.params
-            local_params = federated_map(
-                lambda y, back, x=x: _select(back, x, y), state.local_params, rejoins
-            )
-            state = state._replace(local_params=local_params)
+            state = _rejoin(state, rejoins)
 
             begin, pause, end = p * most, (p + 1) * most - delay, (p + 1) * most
-            state, inner = take_inner_steps(state, _steps(cohort, begin, pause), num_steps)
+            state, inner = _train(inner_steps, state, _steps(cohort, begin, pause), num_steps)
             inner_reports.append(inner)
-            delta, state, report = send(state, p, fragment, weights)
+            delta, aggregator_state, report = server.average(state, p, fragment, weights)
             reports.append(report)
+            states = with_entry(state.aggregator_state, p, aggregator_state)
+            state = state._replace(aggregator_state=states)
             participants = federated_sum(
                 federated_map(lambda w: (w > 0).astype(jnp.float32), weights)
             )
             present.append(participants)
             if delay:  # nothing here needs delta
                 rest = federated_map(lambda n: jnp.maximum(n - (most - delay), 0), num_steps)
-                state, inner = take_inner_steps(state, _steps(cohort, pause, end), rest)
+                state, inner = _train(inner_steps, state, _steps(cohort, pause, end), rest)
                 inner_reports.append(inner)
-            state = receive(state, p, fragment, delta, participants, receives)
+            # Without a participant nothing moves, not even by momentum.
+            after = select(participants > 0, *server.step(state, p, fragment, delta))
+            state = _receive(state, p, fragment, after, receives)
 
         # Reduced once, after the last transfer, as in streaming_diloco.
         state, inner_reports = jax.lax.optimization_barrier((state, inner_reports))
-        metrics = mean_metrics(*federated_map(average_reports, inner_reports), merge)
+        metrics = mean_metrics(*federated_map(average_reports, inner_reports), server.aggregator)
         metrics["participants"] = sum(present[1:], start=present[0]) / len(present)
         return state, metrics | jax.tree.map(lambda *m: sum(m) / len(m), *reports)
 
@@ -226,6 +181,47 @@ def decoupled_diloco(
         return synchronous.round(state, cohort)
 
     return FederatedAlgorithm(synchronous.init, decoupled_diloco_round)
+
+
+def _rejoin(state: StreamingDiLoCoState, rejoins: Bool[Array, " islands"]) -> StreamingDiLoCoState:
+    """Give the outer model to the islands that return."""
+    local_params = federated_map(
+        lambda y, back: select(back, state.params, y), state.local_params, rejoins
+    )
+    return state._replace(local_params=local_params)
+
+
+def _train(
+    inner_steps: InnerSteps,
+    state: StreamingDiLoCoState,
+    batches: chex.ArrayTree,
+    num_steps: Int[Array, " islands"],
+) -> tuple[StreamingDiLoCoState, InnerReport]:
+    """Take inner steps on all islands."""
+    params, inner_state, report = federated_map(
+        inner_steps, state.local_params, state.inner_optimizer_state, batches, num_steps
+    )
+    return state._replace(local_params=params, inner_optimizer_state=inner_state), report
+
+
+def _receive(
+    state: StreamingDiLoCoState,
+    p: int,
+    fragment: Fragment,
+    after: tuple[Params, optax.OptState],
+    receives: Bool[Array, " islands"],
+) -> StreamingDiLoCoState:
+    """Replace fragment p of the outer model, and give it to the islands that are up."""
+    x, outer_state = after
+
+    def take(y: Params, takes: Bool[Array, ""]) -> Params:
+        return select(takes, fragment.put(y, x), y)
+
+    return state._replace(
+        params=fragment.put(state.params, x),
+        outer_optimizer_state=with_entry(state.outer_optimizer_state, p, outer_state),
+        local_params=federated_map(take, state.local_params, receives),
+    )
 
 
 def _steps_per_merge(
@@ -260,11 +256,3 @@ def _steps(cohort: Cohort, start: int, stop: int) -> chex.ArrayTree:
     return federated_map(
         lambda batches: jax.tree.map(lambda batch: batch[start:stop], batches), cohort.batches
     )
-
-
-def _select(condition: Bool[Array, ""], new: Params, old: Params) -> Params:
-    return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
-
-
-def _with_entry(entries: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
-    return (*entries[:index], value, *entries[index + 1 :])

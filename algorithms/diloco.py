@@ -15,7 +15,7 @@ from fedpax.algorithms.parts.inner_steps import make_outer_gradient
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
 from fedpax.algorithms.parts.optimizer_step import optimizer_step
 from fedpax.algorithms.parts.participation import participant_weights, without_absent
-from fedpax.algorithms.parts.server import as_floats, given_aggregator, unless_all_absent
+from fedpax.algorithms.parts.server import as_floats, given_aggregator, outer_sgd, unless_all_absent
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map
 from fedpax.transforms.program import program
@@ -94,9 +94,7 @@ def diloco(
     """
     check_optimizer("diloco", "inner_optimizer", inner_optimizer)
     check_optimizer("diloco", "outer_optimizer", outer_optimizer, optional=True)
-    outer = (
-        optax.sgd(0.7, momentum=0.9, nesterov=True) if outer_optimizer is None else outer_optimizer
-    )
+    outer = outer_sgd(outer_optimizer, 0.7)
     combine = given_aggregator(aggregator, mean(), inner_optimizer)
     outer_gradient = make_outer_gradient(loss_fn, inner_optimizer)
 

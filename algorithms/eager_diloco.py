@@ -17,7 +17,7 @@ from fedpax.algorithms.parts.mean_metrics import mean_metrics
 from fedpax.algorithms.parts.model_averaging import population_mean
 from fedpax.algorithms.parts.optimizer_step import optimizer_step
 from fedpax.algorithms.parts.participation import participant_weights, without_absent
-from fedpax.algorithms.parts.server import given_aggregator
+from fedpax.algorithms.parts.server import given_aggregator, outer_sgd
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map
 from fedpax.transforms.program import program
@@ -112,9 +112,7 @@ def eager_diloco(
     """
     check_optimizer("eager_diloco", "inner_optimizer", inner_optimizer)
     check_optimizer("eager_diloco", "outer_optimizer", outer_optimizer, optional=True)
-    outer = (
-        optax.sgd(0.4, momentum=0.9, nesterov=True) if outer_optimizer is None else outer_optimizer
-    )
+    outer = outer_sgd(outer_optimizer, 0.4)
     combine = given_aggregator(aggregator, mean(), inner_optimizer)
 
     @program(islands=islands)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,9 @@ from fedpax.algorithms.parts.arrivals import (
     ArrivingUpdates,
     Combined,
     arrivals_aggregator,
+    is_at,
     outer_gradients,
+    process_in_order,
 )
 from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.parts.delayed_nesterov import (
@@ -27,7 +30,7 @@ from fedpax.algorithms.parts.delayed_nesterov import (
 )
 from fedpax.algorithms.parts.inner_steps import make_outer_gradient
 from fedpax.algorithms.parts.participation import without_absent
-from fedpax.algorithms.parts.tree_arithmetic import subtract
+from fedpax.algorithms.parts.tree_arithmetic import select, subtract, weighted_sum
 from fedpax.checks import FRACTION
 from fedpax.clients import RegionalOrder
 from fedpax.clients.cohort import Cohort, check_cohort
@@ -194,36 +197,7 @@ def halos(
     check_setting("halos", "merge_weight", merge_weight, FRACTION, remedy=remedy)
     combine = arrivals_aggregator("halos", aggregator, inner_optimizer)
 
-    def exchange(
-        params: Params,
-        global_state: DelayedNesterovState,
-        regions: tuple[Region, ...],
-        now: Sequence[tuple[Bool[Array, ""], ...]],
-    ) -> tuple[Params, DelayedNesterovState, tuple[Region, ...]]:
-        """Send, apply and merge in the regions that `now` marks."""
-        zeros = optax.tree.zeros_like(params)
-        updates, arriving, merged = [], [], []
-        for region, (sends, applies, _) in zip(regions, now, strict=True):
-            updates.append(
-                _select(sends, subtract(region.exchanged, region.params), region.exchanged)
-            )
-            arriving.append(_select(applies, updates[-1], zeros))
-        params, global_state = global_server.update(
-            jax.tree.map(lambda *leaves: sum(leaves), *arriving),
-            sum((applies.astype(jnp.float32) for _, applies, _ in now), start=jnp.float32(0)),
-            global_state,
-            params,
-        )
-        for region, update, (_, applies, merges) in zip(regions, updates, now, strict=True):
-            sent_back = _select(applies, params, update)
-            mixed = jax.tree.map(
-                lambda x, g: ((1 - merge_weight) * x + merge_weight * g).astype(x.dtype),
-                region.params,
-                sent_back,
-            )
-            x = _select(merges, mixed, region.params)
-            merged.append(Region(x, region.optimizer_state, _select(merges, mixed, sent_back)))
-        return params, global_state, tuple(merged)
+    servers = _Servers(local_server, global_server, merge_weight)
 
     @program(islands=islands)
     def init(params: Params) -> HALoSState:
@@ -253,78 +227,150 @@ def halos(
             combine,
         )
         arrivals = ArrivingUpdates(gradients, combine)
-        own_regions = jnp.array(region_of)
-        events = None if order is None else _events_by_region(order, own_regions, num_regions)
-
-        def process(
-            k: Int[Array, ""] | None,
-            params: Params,
-            global_state: DelayedNesterovState,
-            regions: tuple[Region, ...],
-            local_params: Params,
-            combined: Combined,
-        ) -> tuple[Params, DelayedNesterovState, tuple[Region, ...], Params, Combined]:
-            """Process the events at position k; None: those of all islands and regions."""
-
-            def is_here(position: Int[Array, ""] | None) -> Bool[Array, ""]:
-                return jnp.asarray(True if position is None else position == k)
-
-            position = None if order is None else order.position
-            sent: list[Region] = []
-            counts: list[Float[Array, ""]] = []
-            for r, region in enumerate(regions):
-                arriving = federated_map(
-                    lambda s, own, at, r=r: s & (own == r) & is_here(at),
-                    sends,
-                    own_regions,
-                    position,
-                )
-                total, count, combined = arrivals.combine(arriving, combined)
-                x, optimizer_state = local_server.update(
-                    total, count, region.optimizer_state, region.params
-                )
-                sent.append(Region(x, optimizer_state, region.exchanged))
-                counts.append(count)
-            now: list[tuple[Bool[Array, ""], ...]]
-            if events is None:  # a region without an update takes no part
-                now = [(count > 0,) * 3 for count in counts]
-            else:
-                now = [tuple(is_here(event) for event in own) for own in events]
-            params, global_state, exchanged = exchange(params, global_state, tuple(sent), now)
-
-            def receive(
-                held: Params, region: Int[Array, ""], position: Int[Array, ""] | None
-            ) -> Params:
-                for r in range(num_regions):
-                    held = _select(is_here(position) & (region == r), exchanged[r].params, held)
-                return held
-
-            local_params = federated_map(receive, local_params, own_regions, position)
-            return params, global_state, exchanged, local_params, combined
-
-        start = (
-            state.params,
-            state.global_optimizer_state,
-            state.regions,
-            state.local_params,
-            arrivals.start(state.aggregator_state),
-        )
-        if events is None:
-            ended = process(None, *start)
-        else:
-            last = jnp.stack([federated_max(order.position), *(e for own in events for e in own)])
-            ended = jax.lax.fori_loop(
-                0, jnp.max(last) + 1, lambda k, carry: process(k, *carry), start
-            )
-            applied = [(at_apply >= 0).astype(jnp.float32) for _, at_apply, _ in events]
+        schedule = _make_schedule(order, jnp.array(region_of), num_regions)
+        if schedule.exchanges is not None:
+            applied = [
+                (exchange.applies >= 0).astype(jnp.float32) for exchange in schedule.exchanges
+            ]
             metrics |= {"exchanges": sum(applied, start=jnp.float32(0))}
-        x, global_state, region_states, local_params, combined = ended
+        x, global_state, region_states, local_params, combined = process_in_order(
+            functools.partial(servers.process, schedule, arrivals, sends),
+            (
+                state.params,
+                state.global_optimizer_state,
+                state.regions,
+                state.local_params,
+                arrivals.start(state.aggregator_state),
+            ),
+            schedule.last(),
+        )
         after = HALoSState(
             x, global_state, region_states, local_params, inner_state, combined.state
         )
         return after, metrics | combined.mean_metrics()
 
     return FederatedAlgorithm(init, halos_round)
+
+
+class _Exchange(NamedTuple):
+    """When a region sends, is applied and merges: positions, or whether it does now."""
+
+    sends: Any
+    applies: Any
+    merges: Any
+
+
+class _Schedule(NamedTuple):
+    """The events of a round. Inside a program.
+
+    Attributes:
+        region: the region of each island, placed.
+        position: the position at which each island arrives, placed. None: all arrive together.
+        exchanges: the positions of each region's exchange, server values. None without a schedule.
+    """
+
+    region: Int[Array, " islands"]
+    position: Int[Array, " islands"] | None
+    exchanges: list[_Exchange] | None
+
+    def last(self) -> Int[Array, ""] | None:
+        """Return the last position; None without a schedule."""
+        if self.position is None or self.exchanges is None:
+            return None
+        positions = [position for exchange in self.exchanges for position in exchange]
+        return jnp.max(jnp.stack([federated_max(self.position), *positions]))
+
+    def exchanges_at(
+        self, k: Int[Array, ""] | None, counts: Sequence[Float[Array, ""]]
+    ) -> list[_Exchange]:
+        """Return what each region does at position k, after the arrival of `counts` islands."""
+        if self.exchanges is None:  # a region without an update takes no part
+            return [_Exchange(*(count > 0,) * 3) for count in counts]
+        return [_Exchange(*(is_at(event, k) for event in exchange)) for exchange in self.exchanges]
+
+
+class _Servers(NamedTuple):
+    """The servers of the regions, and the global one. Inside a program."""
+
+    local_server: DelayedNesterov
+    global_server: DelayedNesterov
+    merge_weight: float
+
+    def process(
+        self,
+        schedule: _Schedule,
+        arrivals: ArrivingUpdates,
+        sends: Bool[Array, " islands"],
+        k: Int[Array, ""] | None,
+        params: Params,
+        global_state: DelayedNesterovState,
+        regions: tuple[Region, ...],
+        local_params: Params,
+        combined: Combined,
+    ) -> tuple[Params, DelayedNesterovState, tuple[Region, ...], Params, Combined]:
+        """Process the events at position k; None: those of all islands and regions."""
+        arriving = federated_map(lambda s, at: s & is_at(at, k), sends, schedule.position)
+        regions, counts, combined = self.arrive(
+            regions, arrivals, arriving, schedule.region, combined
+        )
+        now = schedule.exchanges_at(k, counts)
+        params, global_state, regions = self.exchange(params, global_state, regions, now)
+
+        def receive(held: Params, own: Int[Array, ""], at: Int[Array, ""] | None) -> Params:
+            for r, region in enumerate(regions):
+                held = select(is_at(at, k) & (own == r), region.params, held)
+            return held
+
+        local_params = federated_map(receive, local_params, schedule.region, schedule.position)
+        return params, global_state, regions, local_params, combined
+
+    def arrive(
+        self,
+        regions: Sequence[Region],
+        arrivals: ArrivingUpdates,
+        arriving: Bool[Array, " islands"],
+        own_regions: Int[Array, " islands"],
+        combined: Combined,
+    ) -> tuple[tuple[Region, ...], list[Float[Array, ""]], Combined]:
+        """Update the model of each region by the islands that arrive; count them."""
+        updated: list[Region] = []
+        counts: list[Float[Array, ""]] = []
+        for r, region in enumerate(regions):
+            here = federated_map(lambda a, own, r=r: a & (own == r), arriving, own_regions)
+            total, count, combined = arrivals.combine(here, combined)
+            x, optimizer_state = self.local_server.update(
+                total, count, region.optimizer_state, region.params
+            )
+            updated.append(Region(x, optimizer_state, region.exchanged))
+            counts.append(count)
+        return tuple(updated), counts, combined
+
+    def exchange(
+        self,
+        params: Params,
+        global_state: DelayedNesterovState,
+        regions: Sequence[Region],
+        now: Sequence[_Exchange],
+    ) -> tuple[Params, DelayedNesterovState, tuple[Region, ...]]:
+        """Send, apply and merge in the regions that `now` marks."""
+        zeros = optax.tree.zeros_like(params)
+        updates, arriving, merged = [], [], []
+        for region, event in zip(regions, now, strict=True):
+            update = subtract(region.exchanged, region.params)
+            updates.append(select(event.sends, update, region.exchanged))
+            arriving.append(select(event.applies, updates[-1], zeros))
+        params, global_state = self.global_server.update(
+            jax.tree.map(lambda *leaves: sum(leaves), *arriving),
+            sum((event.applies.astype(jnp.float32) for event in now), start=jnp.float32(0)),
+            global_state,
+            params,
+        )
+        for region, update, event in zip(regions, updates, now, strict=True):
+            sent_back = select(event.applies, params, update)
+            mixed = weighted_sum(1 - self.merge_weight, region.params, self.merge_weight, sent_back)
+            x = select(event.merges, mixed, region.params)
+            merged.append(Region(x, region.optimizer_state, select(event.merges, mixed, sent_back)))
+        return params, global_state, tuple(merged)
 
 
 def check_regions(function: str, regions: Sequence[int]) -> tuple[int, ...]:
@@ -350,18 +396,20 @@ def check_regions(function: str, regions: Sequence[int]) -> tuple[int, ...]:
     return found
 
 
-def _events_by_region(
-    order: RegionalOrder, own_regions: Int[Array, " islands"], num_regions: int
-) -> list[tuple[Int[Array, ""], ...]]:
-    """Return the positions at which each region sends, is applied, and merges: server values."""
+def _make_schedule(
+    order: RegionalOrder | None, region_of: Int[Array, " islands"], num_regions: int
+) -> _Schedule:
+    """Compute the events of a round."""
+    if order is None:
+        return _Schedule(region_of, None, None)
 
-    def positions(region: Int[Array, ""], *own: Int[Array, ""]) -> list[tuple[Int[Array, ""], ...]]:
-        return [tuple(jnp.where(region == r, p, -1) for p in own) for r in range(num_regions)]
+    def positions(region: Int[Array, ""], *events: Int[Array, ""]) -> list[_Exchange]:
+        return [
+            _Exchange(*(jnp.where(region == r, event, -1) for event in events))
+            for r in range(num_regions)
+        ]
 
-    return federated_max(
-        federated_map(positions, own_regions, order.sends, order.applies, order.merges)
+    exchanges = federated_max(
+        federated_map(positions, region_of, order.sends, order.applies, order.merges)
     )
-
-
-def _select(condition: Bool[Array, ""], new: Params, old: Params) -> Params:
-    return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
+    return _Schedule(region_of, jnp.asarray(order.position), exchanges)

@@ -20,6 +20,7 @@ from fedpax.algorithms.parts.optimizer_step import optimizer_step
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.rematerialized_map import map_clients
 from fedpax.algorithms.parts.server import make_server
+from fedpax.algorithms.parts.tree_arithmetic import select
 from fedpax.checks import COUNT, check_argument
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.errors import ArgumentError
@@ -122,9 +123,7 @@ def hypcluster(
     ) -> tuple[Params, optax.OptState]:
         """Step one model, if a client chose it: momentum does not move it by itself."""
         stepped = optimizer_step(server.optimizer, direction, optimizer_state, params)
-        return jax.tree.map(
-            lambda new, old: jnp.where(weight > 0, new, old), stepped, (params, optimizer_state)
-        )
+        return select(weight > 0, stepped, (params, optimizer_state))
 
     @program(clients=cohort_size, chunk_size=chunk_size)
     def hypcluster_round(state: HypClusterState, cohort: Cohort) -> tuple[HypClusterState, Metrics]:

@@ -12,6 +12,7 @@ from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.algorithms.diloco import DiLoCoState, diloco
 from fedpax.algorithms.parts.checks import check_optimizer, check_setting
+from fedpax.algorithms.parts.server import outer_sgd
 from fedpax.checks import NON_NEGATIVE
 
 
@@ -74,13 +75,11 @@ def muloco(
     inner = _on_automatic_axes(
         optax.contrib.muon(learning_rate, muon_weight_dimension_numbers=weight_dimension_numbers)
     )
-    if outer_optimizer is None:
-        outer_optimizer = optax.sgd(0.7, momentum=0.6, nesterov=True)
     return diloco(
         loss_fn,
         islands=islands,
         inner_optimizer=inner,
-        outer_optimizer=outer_optimizer,
+        outer_optimizer=outer_sgd(outer_optimizer, 0.7, momentum=0.6),
         aggregator=aggregator,
     )
 

@@ -29,7 +29,7 @@ from fedpax.algorithms.parts.local_steps import local_steps
 from fedpax.algorithms.parts.participation import participant_weights, takes_part
 from fedpax.algorithms.parts.rematerialized_map import map_clients
 from fedpax.algorithms.parts.server import make_server
-from fedpax.algorithms.parts.tree_arithmetic import scale, subtract
+from fedpax.algorithms.parts.tree_arithmetic import scale, select, subtract
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.errors import ArgumentError
@@ -153,30 +153,13 @@ def scaffold(
             num_steps: Int[Array, ""] | None,
         ) -> tuple[Params, Metrics, Params, Params]:
             correction = subtract(c, own)
-            terms = [added_term(correction), client_optimizer]
-            if option == "II" and rate is None:
-                terms = [_gradient_sum(), *terms]
-            optimizer = optax.chain(*terms)
-            y, optimizer_state, metrics = local_steps(
-                loss_fn, optimizer, x, optimizer.init(x), batches, num_steps
+            moved, metrics, gradient, corrected = _train(
+                loss_fn, client_optimizer, x, correction, batches, num_steps, option, rate
             )
-            steps = count_steps(batches, num_steps)
-            moved = subtract(x, y)
-            if option == "II" and rate is not None:
-                corrected = scale(1 / (rate * jnp.maximum(steps, 1)), moved)
-                gradient = subtract(corrected, correction)
-            else:
-                if option == "I":
-                    gradient = full_gradient(loss_fn, x, batches, num_steps)
-                else:
-                    gradient = mean_of(optimizer_state[0], steps, x)
-                corrected = optax.tree.add(gradient, correction)
             # new c_i - old c_i, without the old one: the new one is written over it, and XLA for
             # CPU copies all clients' controls at each client if both are read.
-            change = subtract(corrected, c)
-            change = jax.tree.map(lambda d: jnp.where(is_present, d, 0), change)
-            new = jax.tree.map(lambda g, c: jnp.where(is_present, g, c), gradient, own)
-            return moved, metrics, change, new
+            change = jax.tree.map(lambda new, c: jnp.where(is_present, new - c, 0), corrected, c)
+            return moved, metrics, change, select(is_present, gradient, own)
 
         own = gather_clients(state.client_controls, client_ids)
         pseudo_gradients, metrics, changes, new = map_clients(
@@ -195,6 +178,39 @@ def scaffold(
         ), metrics
 
     return FederatedAlgorithm(init, scaffold_round)
+
+
+def _train(
+    loss_fn: LossFn,
+    client_optimizer: optax.GradientTransformation,
+    x: Params,
+    correction: Params,
+    batches: chex.ArrayTree,
+    num_steps: Int[Array, ""] | None,
+    option: Literal["I", "II"],
+    rate: Any,
+) -> tuple[Params, Metrics, Params, Params]:
+    """Take a client's local steps.
+
+    Returns:
+        x - y_i; the metrics; the gradient that is the new c_i; and the gradient plus `correction`.
+    """
+    terms = [added_term(correction), client_optimizer]
+    if option == "II" and rate is None:
+        terms = [_gradient_sum(), *terms]
+    optimizer = optax.chain(*terms)
+    y, optimizer_state, metrics = local_steps(
+        loss_fn, optimizer, x, optimizer.init(x), batches, num_steps
+    )
+    steps, moved = count_steps(batches, num_steps), subtract(x, y)
+    if option == "II" and rate is not None:
+        corrected = scale(1 / (rate * jnp.maximum(steps, 1)), moved)
+        return moved, metrics, subtract(corrected, correction), corrected
+    if option == "I":
+        gradient = full_gradient(loss_fn, x, batches, num_steps)
+    else:
+        gradient = mean_of(optimizer_state[0], steps, x)
+    return moved, metrics, gradient, optax.tree.add(gradient, correction)
 
 
 def _gradient_sum() -> optax.GradientTransformation:

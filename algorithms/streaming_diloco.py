@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import chex
 import jax
@@ -11,22 +11,28 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, Num
 
-from fedpax.aggregators import Aggregator, mean, random_stream
+from fedpax.aggregators import Aggregator, mean
 from fedpax.aggregators.transfer_work import under_transfers
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer, check_setting
+from fedpax.algorithms.parts.fragment_server import FragmentServer, with_entry
 from fedpax.algorithms.parts.fragments import Fragment, FragmentFn, layer_fragments, make_fragments
 from fedpax.algorithms.parts.inner_steps import (
     InnerReport,
+    InnerSteps,
     average_reports,
     keep_step_together,
     make_inner_steps,
 )
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
-from fedpax.algorithms.parts.optimizer_step import optimizer_step
 from fedpax.algorithms.parts.participation import participant_weights, without_absent
-from fedpax.algorithms.parts.server import as_floats, given_aggregator, unless_all_absent
-from fedpax.algorithms.parts.tree_arithmetic import subtract
+from fedpax.algorithms.parts.server import (
+    as_floats,
+    given_aggregator,
+    outer_sgd,
+    unless_all_absent,
+)
+from fedpax.algorithms.parts.tree_arithmetic import weighted_sum
 from fedpax.checks import DECAY
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.errors import ArgumentError, ArgumentTypeError
@@ -152,112 +158,18 @@ def streaming_diloco(
     check_optimizer("streaming_diloco", "inner_optimizer", inner_optimizer)
     check_optimizer("streaming_diloco", "outer_optimizer", outer_optimizer, optional=True)
     _check_settings(fragments, delay, mixing)
-    outer = (
-        optax.sgd(0.4, momentum=0.9, nesterov=True) if outer_optimizer is None else outer_optimizer
-    )
-    combine = given_aggregator(aggregator, mean())
-    inner_steps = make_inner_steps(loss_fn, inner_optimizer)
-    one_step = keep_step_together(inner_steps)
+    server = FragmentServer(outer_sgd(outer_optimizer, 0.4), given_aggregator(aggregator, mean()))
+    phases = _Phases(make_inner_steps(loss_fn, inner_optimizer), server, mixing)
 
     @program(islands=islands)
     def init(params: Params) -> StreamingDiLoCoState:
         check_no_keys(params)
         parts = [fragment.take(params) for fragment in make_fragments(fragments, params)]
         local_params = federated_broadcast(params)
+        outer_states, aggregator_states = server.init(parts)
+        inner_state = federated_map(inner_optimizer.init, local_params)
         return StreamingDiLoCoState(
-            params=params,
-            outer_optimizer_state=tuple(map(outer.init, parts)),
-            local_params=local_params,
-            inner_optimizer_state=federated_map(inner_optimizer.init, local_params),
-            aggregator_state=tuple(map(combine.init, parts)),
-        )
-
-    def take_inner_steps(
-        state: StreamingDiLoCoState, cohort: Cohort, start: int, stop: int
-    ) -> tuple[StreamingDiLoCoState, InnerReport]:
-        """Take the inner steps `start` to `stop` of a round on all islands."""
-
-        def some_inner_steps(
-            params: Params,
-            inner_state: optax.OptState,
-            batches: chex.ArrayTree,
-            num_steps: Int[Array, ""] | None,
-        ) -> tuple[Params, optax.OptState, InnerReport]:
-            batches = jax.tree.map(lambda batch: batch[start:stop], batches)
-            if num_steps is None:
-                take = one_step if stop - start == 1 else inner_steps
-                return take(params, inner_state, batches, None)
-            return inner_steps(params, inner_state, batches, num_steps - start)
-
-        params, inner_state, report = federated_map(
-            some_inner_steps,
-            state.local_params,
-            state.inner_optimizer_state,
-            cohort.batches,
-            cohort.num_steps,
-        )
-        return state._replace(local_params=params, inner_optimizer_state=inner_state), report
-
-    def average_while_training(
-        state: StreamingDiLoCoState,
-        cohort: Cohort,
-        p: int,
-        fragment: Fragment,
-        start: int,
-        stop: int,
-    ) -> tuple[Params, StreamingDiLoCoState, list[InnerReport], Metrics]:
-        """Average fragment p of the islands' outer gradients; take the steps `start` to `stop`."""
-        reports: list[InnerReport] = []
-        begin = start
-
-        def train(until: int) -> None:
-            nonlocal state, start
-            if start < until:
-                state, report = take_inner_steps(state, cohort, start, until)
-                reports.append(report)
-                start = until
-
-        def train_and_receive(received: chex.ArrayTree, fraction: float) -> chex.ArrayTree:
-            nonlocal state
-            train(begin + int(fraction * (stop - begin)))
-            models, received = jax.lax.optimization_barrier((state.local_params, received))
-            state = state._replace(local_params=models)
-            return received
-
-        x = fragment.take(state.params)
-        outer_gradients = federated_map(lambda y: subtract(x, fragment.take(y)), state.local_params)
-        with under_transfers(train_and_receive), random_stream(p):
-            delta, aggregator_state, metrics = combine.aggregate(
-                state.aggregator_state[p], outer_gradients, as_floats(participant_weights(cohort))
-            )
-        train(stop)  # no step needs delta
-        states = _with_entry(state.aggregator_state, p, aggregator_state)
-        return delta, state._replace(aggregator_state=states), reports, metrics
-
-    def complete_transfer(
-        state: StreamingDiLoCoState,
-        p: int,
-        fragment: Fragment,
-        delta: Params,
-        weights: Num[Array, " islands"] | None,
-    ) -> StreamingDiLoCoState:
-        """Step fragment p of the outer model, and mix it into the islands' models."""
-        before = fragment.take(state.params), state.outer_optimizer_state[p]
-        stepped = optimizer_step(outer, delta, before[1], before[0])
-        x, outer_state = unless_all_absent(weights, stepped, before, combine)
-
-        def mix(own: jax.Array, outer: jax.Array) -> jax.Array:
-            return (mixing * own + (1 - mixing) * outer).astype(own.dtype)
-
-        def receive(y: Params) -> Params:
-            if not mixing:
-                return fragment.put(y, x)
-            return fragment.put(y, jax.tree.map(mix, fragment.take(y), x))
-
-        return state._replace(
-            params=fragment.put(state.params, x),
-            outer_optimizer_state=_with_entry(state.outer_optimizer_state, p, outer_state),
-            local_params=federated_map(receive, state.local_params),
+            params, outer_states, local_params, inner_state, aggregator_states
         )
 
     @program(islands=islands)
@@ -276,36 +188,125 @@ def streaming_diloco(
 
         for block in range(num_blocks):
             start, stop = block * steps_per_block, (block + 1) * steps_per_block
-            state, report = take_inner_steps(state, cohort, start, stop - delay)
+            state, report = phases.train(state, cohort, start, stop - delay)
             reports.append(report)
 
             deltas = {}
             for p in range(block * per_block, (block + 1) * per_block):  # several without delay
-                deltas[p], state, own_reports, metrics = average_while_training(
+                deltas[p], state, during, metrics = phases.average_while_training(
                     state, cohort, p, parts[p], stop - delay, stop
                 )
-                reports += own_reports
+                reports += during
                 aggregator_reports.append(metrics)
             for p, delta in deltas.items():
-                state = complete_transfer(state, p, parts[p], delta, weights)
+                state = phases.complete_transfer(state, p, parts[p], delta, weights)
 
         # Reduced once, and after the last transfer: the compiler combines reductions that do not
         # depend on each other, and a transfer combined with the metrics would wait for the steps.
         state, reports = jax.lax.optimization_barrier((state, reports))
-        metrics = mean_metrics(
-            federated_map(lambda own: average_reports(own).metrics, reports), weights, combine
-        )
+        averages = federated_map(lambda island: average_reports(island).metrics, reports)
+        metrics = mean_metrics(averages, weights, server.aggregator)
         return state, metrics | jax.tree.map(_mean, *aggregator_reports)
 
     return FederatedAlgorithm(init, streaming_diloco_round)
 
 
+class _Phases(NamedTuple):
+    """The phases of a round. Inside a program."""
+
+    inner_steps: InnerSteps
+    server: FragmentServer
+    mixing: float
+
+    def train(
+        self, state: StreamingDiLoCoState, cohort: Cohort, start: int, stop: int
+    ) -> tuple[StreamingDiLoCoState, InnerReport]:
+        """Take the inner steps `start` to `stop` of a round on all islands."""
+
+        def some_inner_steps(
+            params: Params,
+            inner_state: optax.OptState,
+            batches: chex.ArrayTree,
+            num_steps: Int[Array, ""] | None,
+        ) -> tuple[Params, optax.OptState, InnerReport]:
+            batches = jax.tree.map(lambda batch: batch[start:stop], batches)
+            take = self.inner_steps
+            if num_steps is not None:
+                return take(params, inner_state, batches, num_steps - start)
+            if stop - start == 1:
+                take = keep_step_together(take)
+            return take(params, inner_state, batches, None)
+
+        params, inner_state, report = federated_map(
+            some_inner_steps,
+            state.local_params,
+            state.inner_optimizer_state,
+            cohort.batches,
+            cohort.num_steps,
+        )
+        return state._replace(local_params=params, inner_optimizer_state=inner_state), report
+
+    def average_while_training(
+        self,
+        state: StreamingDiLoCoState,
+        cohort: Cohort,
+        p: int,
+        fragment: Fragment,
+        start: int,
+        stop: int,
+    ) -> tuple[Params, StreamingDiLoCoState, list[InnerReport], Metrics]:
+        """Average fragment p of the islands' outer gradients; take the steps `start` to `stop`."""
+        reports: list[InnerReport] = []
+        begin, before = start, state
+
+        def train(until: int) -> None:
+            nonlocal state, start
+            if start < until:
+                state, report = self.train(state, cohort, start, until)
+                reports.append(report)
+                start = until
+
+        def train_and_receive(received: chex.ArrayTree, fraction: float) -> chex.ArrayTree:
+            nonlocal state
+            train(begin + int(fraction * (stop - begin)))
+            models, received = jax.lax.optimization_barrier((state.local_params, received))
+            state = state._replace(local_params=models)
+            return received
+
+        weights = as_floats(participant_weights(cohort))
+        with under_transfers(train_and_receive):
+            delta, aggregator_state, metrics = self.server.average(before, p, fragment, weights)
+        train(stop)  # no step needs delta
+        states = with_entry(state.aggregator_state, p, aggregator_state)
+        return delta, state._replace(aggregator_state=states), reports, metrics
+
+    def complete_transfer(
+        self,
+        state: StreamingDiLoCoState,
+        p: int,
+        fragment: Fragment,
+        delta: Params,
+        weights: Num[Array, " islands"] | None,
+    ) -> StreamingDiLoCoState:
+        """Step fragment p of the outer model, and mix it into the islands' models."""
+        stepped, before = self.server.step(state, p, fragment, delta)
+        x, outer_state = unless_all_absent(weights, stepped, before, self.server.aggregator)
+
+        def receive(y: Params) -> Params:
+            if not self.mixing:
+                return fragment.put(y, x)
+            mixed = weighted_sum(self.mixing, fragment.take(y), 1 - self.mixing, x)
+            return fragment.put(y, mixed)
+
+        return state._replace(
+            params=fragment.put(state.params, x),
+            outer_optimizer_state=with_entry(state.outer_optimizer_state, p, outer_state),
+            local_params=federated_map(receive, state.local_params),
+        )
+
+
 def _mean(*values: jax.Array) -> jax.Array:
     return functools.reduce(jnp.add, values) / len(values)
-
-
-def _with_entry(entries: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
-    return (*entries[:index], value, *entries[index + 1 :])
 
 
 def _number_of_blocks(num_steps: int, num_fragments: int, delay: int) -> int:

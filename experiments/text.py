@@ -15,6 +15,7 @@ from fedpax.checks import COUNT, NON_NEGATIVE, check_ranges
 from fedpax.data import (
     LazyStream,
     Mixture,
+    Tokenizer,
     TokenRounds,
     addressable_rows,
     token_round_shapes,
@@ -29,6 +30,7 @@ from fedpax.experiments.language_model import (
 )
 from fedpax.experiments.mixtures import parse_mixture
 from fedpax.experiments.optimizers import OptimizerConfig
+from fedpax.experiments.trainable import Trainable
 from fedpax.models.accumulation import accumulate_gradients
 from fedpax.models.losses import transformer_loss
 from fedpax.parallel.axes import partition_spec
@@ -139,7 +141,91 @@ class TextExperiment(LanguageModelExperiment):
         """Make the model, algorithm and mesh. The text is read when the first round needs it."""
         data, mesh = self.data, self.make_mesh()
         self._check_divisibility(mesh.shape)
-        loss, trainable = self.loss, self.trainable(mesh)
+        trainable = self.trainable(mesh)
+
+        @functools.cache
+        def read() -> tuple[TokenRounds, HeldoutSets]:
+            tokenizer = self.read_tokenizer()
+            return self._open_rounds(tokenizer, mesh), self.read_heldout(tokenizer)
+
+        @functools.cache
+        def evaluate_heldout() -> Callable[[Params], dict[str, float]]:
+            return self._make_evaluation(trainable, read()[1], mesh)
+
+        return Run(
+            algorithm=self._make_trained_algorithm(trainable),
+            init=trainable.init,
+            cohorts=LazyStream(lambda: read()[0]),
+            evaluate=lambda params: evaluate_heldout()(params),
+            mesh=mesh,
+            shardings=Shardings(
+                params=trainable.shardings, cohort=self._batch_sharding(mesh, data.batch_size)
+            ),
+            items_per_round=math.prod(self._round_sizes.values()),
+            item_unit="tokens",
+            placement="islands",
+            cohort_shapes=token_round_shapes(**self._round_sizes),
+            flops_per_item=trainable.flops_per_token,
+            flops_convention=trainable.flops_convention,
+            initial=trainable.initial,
+            frozen=trainable.frozen,
+            whole_model=trainable.whole_model,
+            compiler_options=self.compiler_options(mesh),
+        )
+
+    @property
+    def _round_sizes(self) -> dict[str, Any]:
+        """The sizes of a round, in the order of the axes of its tokens."""
+        data = self.data
+        return {
+            "islands": self.islands,
+            "local_steps": data.local_steps,
+            "batch_size": data.batch_size,
+            "seq_len": data.seq_len,
+        }
+
+    def _batch_sharding(self, mesh: Mesh, batch_size: int) -> NamedSharding:
+        """Return the sharding of arrays [islands, steps, batch, sequence]."""
+        island_axis = "islands" if "islands" in mesh.axis_names else None
+        rows = partition_spec(("batch", "sequence"), mesh, shape=(batch_size, self.data.seq_len))
+        return NamedSharding(mesh, PartitionSpec(island_axis, None, *rows))
+
+    def _open_rounds(self, tokenizer: Tokenizer, mesh: Mesh) -> TokenRounds:
+        """Open the training text."""
+        data, sizes = self.data, self._round_sizes
+        sharding = self._batch_sharding(mesh, data.batch_size)
+        return token_rounds(
+            self.read_mixture() if data.mixture else self.read_training(),
+            seed=data.seed,
+            field=data.field,
+            tokenizer=tokenizer,
+            shuffle_tokens=data.shuffle_tokens,
+            num_shards=data.num_shards,
+            rows=addressable_rows(sharding, tuple(sizes.values())),
+            **sizes,
+        )
+
+    def _make_evaluation(
+        self, trainable: Trainable, heldout: HeldoutSets, mesh: Mesh
+    ) -> Callable[[Params], dict[str, float]]:
+        """Make the evaluation on the held-out sets."""
+        batch_size = self.data.heldout_batch_size
+        return trainable.evaluate(
+            lambda loss_fn: heldout_evaluator(
+                loss_fn,
+                heldout,
+                batch_size=batch_size,
+                placement="islands",
+                num_participants=self.islands,
+                sharding=self._batch_sharding(mesh, batch_size),
+            ),
+            without_token_count(transformer_loss(self.model, load_balance_weight=0.0)),
+        )
+
+    def _make_trained_algorithm(self, trainable: Trainable) -> FederatedAlgorithm:
+        """Make the algorithm that trains the parameters, with the training loss."""
+        loss, num_steps = self.loss, self.training.rounds * self.data.local_steps
+        optimizer = self.optimizer.make(num_steps, trainable.logical_axes)
         training_loss = accumulate_gradients(
             transformer_loss(
                 self.model,
@@ -148,75 +234,11 @@ class TextExperiment(LanguageModelExperiment):
             ),
             loss.grad_accum_steps,
         )
-        heldout_loss = transformer_loss(self.model, load_balance_weight=0.0)
-
-        def batch_sharding(batch_size: int) -> NamedSharding:
-            """Return the sharding of arrays [islands, steps, batch, sequence]."""
-            island_axis = "islands" if "islands" in mesh.axis_names else None
-            rows = partition_spec(("batch", "sequence"), mesh, shape=(batch_size, data.seq_len))
-            return NamedSharding(mesh, PartitionSpec(island_axis, None, *rows))
-
-        sizes: dict[str, Any] = {
-            "islands": self.islands,
-            "local_steps": data.local_steps,
-            "batch_size": data.batch_size,
-            "seq_len": data.seq_len,
-        }
-
-        @functools.cache
-        def read() -> tuple[TokenRounds, HeldoutSets]:
-            tokenizer = self.read_tokenizer()
-            rounds = token_rounds(
-                self.read_mixture() if data.mixture else self.read_training(),
-                seed=data.seed,
-                field=data.field,
-                tokenizer=tokenizer,
-                shuffle_tokens=data.shuffle_tokens,
-                num_shards=data.num_shards,
-                rows=addressable_rows(batch_sharding(data.batch_size), tuple(sizes.values())),
-                **sizes,
-            )
-            return rounds, self.read_heldout(tokenizer)
-
-        @functools.cache
-        def evaluate_heldout() -> Callable[[Params], dict[str, float]]:
-            return trainable.evaluate(
-                lambda loss_fn: heldout_evaluator(
-                    loss_fn,
-                    read()[1],
-                    batch_size=data.heldout_batch_size,
-                    placement="islands",
-                    num_participants=self.islands,
-                    sharding=batch_sharding(data.heldout_batch_size),
-                ),
-                without_token_count(heldout_loss),
-            )
-
-        optimizer = self.optimizer.make(
-            self.training.rounds * data.local_steps, trainable.logical_axes
-        )
-        return Run(
-            algorithm=trainable.algorithm(
-                lambda loss_fn: self.make_algorithm(
-                    WithGradientNorm(loss_fn) if loss.gradient_norm else loss_fn, optimizer
-                ),
-                without_token_count(training_loss),
+        return trainable.algorithm(
+            lambda loss_fn: self.make_algorithm(
+                WithGradientNorm(loss_fn) if loss.gradient_norm else loss_fn, optimizer
             ),
-            init=trainable.init,
-            cohorts=LazyStream(lambda: read()[0]),
-            evaluate=lambda params: evaluate_heldout()(params),
-            mesh=mesh,
-            shardings=Shardings(params=trainable.shardings, cohort=batch_sharding(data.batch_size)),
-            items_per_round=math.prod(sizes.values()),
-            item_unit="tokens",
-            placement="islands",
-            cohort_shapes=token_round_shapes(**sizes),
-            flops_per_item=trainable.flops_per_token,
-            flops_convention=trainable.flops_convention,
-            initial=trainable.initial,
-            frozen=trainable.frozen,
-            whole_model=trainable.whole_model,
-            compiler_options=self.compiler_options(mesh),
+            without_token_count(training_loss),
         )
 
     def compiler_options(self, mesh: Mesh) -> dict[str, str]:

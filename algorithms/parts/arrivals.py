@@ -1,23 +1,25 @@
 """Arrivals: which islands of a round arrive at a server, and how their updates are combined."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import Metrics, Params
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
 from fedpax.algorithms.parts.participation import takes_part
 from fedpax.algorithms.parts.server import given_aggregator
-from fedpax.algorithms.parts.tree_arithmetic import scale
+from fedpax.algorithms.parts.tree_arithmetic import scale, select
 from fedpax.clients.cohort import Cohort
 from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_map, federated_sum
+
+Carry = TypeVar("Carry", bound=tuple[Any, ...])
 
 
 def outer_gradients(
@@ -116,7 +118,7 @@ class ArrivingUpdates(NamedTuple):
         weights = federated_map(lambda here: here.astype(jnp.float32), arriving)
         count = federated_sum(weights)
         average, state, metrics = self._aggregate(before.state, weights)
-        state = jax.tree.map(lambda new, old: jnp.where(count > 0, new, old), state, before.state)
+        state = select(count > 0, state, before.state)
         metrics = jax.tree.map(
             lambda total, new: total + jnp.where(count > 0, new, 0), before.metrics, metrics
         )
@@ -129,6 +131,20 @@ class ArrivingUpdates(NamedTuple):
         if self.aggregator is None:
             return self.updates, None, {}
         return self.aggregator.aggregate(state, self.updates, weights)
+
+
+def is_at(position: Int[Array, ""] | None, k: Int[Array, ""] | None) -> Bool[Array, ""]:
+    """Return whether an event is at position k; without a schedule, all events are."""
+    return jnp.asarray(True if position is None else position == k)
+
+
+def process_in_order(
+    process: Callable[..., Carry], start: Carry, last: Int[Array, ""] | None
+) -> Carry:
+    """Call `process(k, *carry)` for the positions 0 to `last`; `process(None, *start)` for None."""
+    if last is None:
+        return process(None, *start)
+    return jax.lax.fori_loop(0, last + 1, lambda k, carry: process(k, *carry), start)
 
 
 def arrivals_aggregator(

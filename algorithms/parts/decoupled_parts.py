@@ -13,7 +13,7 @@ from fedpax.algorithms.parts.checks import check_optimizer, check_setting
 from fedpax.algorithms.parts.directional_mean import directional_mean
 from fedpax.algorithms.parts.fragments import FragmentFn, make_fragments
 from fedpax.algorithms.parts.inner_steps import make_inner_steps
-from fedpax.algorithms.parts.server import given_aggregator
+from fedpax.algorithms.parts.server import given_aggregator, outer_sgd
 from fedpax.checks import COUNT, NON_NEGATIVE_OR_INFINITE, Range, check_argument
 from fedpax.errors import ArgumentError
 
@@ -120,13 +120,12 @@ def decoupled_diloco_parts(
             f"{name}(): error_feedback with a codec that is not contractive, whose residual could "
             "grow without bound. Use its biased form, or error_feedback=False."
         )
-    default = optax.sgd(0.4, momentum=0.9, nesterov=True)
     return AlgorithmParts(
         islands=islands,
         init_inner=inner_optimizer.init,
         inner_steps=make_inner_steps(loss_fn, inner_optimizer),
         make_fragments=lambda params: make_fragments(fragments, params),
-        outer_optimizer=default if outer_optimizer is None else outer_optimizer,
+        outer_optimizer=outer_sgd(outer_optimizer, 0.4),
         aggregator=given_aggregator(aggregator, directional_mean()),
         steps_per_sync=steps_per_sync,
         codec=codec,

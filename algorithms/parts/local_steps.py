@@ -16,7 +16,7 @@ from fedpax.algorithm import LossFn, Metrics, Params, WithGradientNorm
 from fedpax.algorithms.parts.checks import check_float_params, describe_value, is_scalar
 from fedpax.algorithms.parts.optimizer_step import optimizer_step
 from fedpax.algorithms.parts.participation import valid_steps
-from fedpax.algorithms.parts.tree_arithmetic import subtract
+from fedpax.algorithms.parts.tree_arithmetic import select, subtract
 from fedpax.errors import ArgumentError, ArgumentTypeError
 
 Carry = TypeVar("Carry", bound=chex.ArrayTree)
@@ -162,7 +162,7 @@ def fold_steps(
 
     def add_step_if_valid(carry: tuple[Carry, Metrics], i: Int[Array, ""]) -> tuple[Any, None]:
         after = add_step(i, carry)
-        return jax.tree.map(lambda new, old: jnp.where(i < taken, new, old), after, carry), None
+        return select(i < taken, after, carry), None
 
     metrics = jax.eval_shape(lambda: step(start, batch_at(jnp.int32(0)))[1])
     totals = jax.tree.map(lambda m: jnp.zeros(m.shape, jnp.float32), metrics)

@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple, TypeVar
 
 import chex
-import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Num
@@ -14,6 +13,7 @@ from fedpax.algorithms.parts.checked_aggregator import checked_aggregator
 from fedpax.algorithms.parts.frozen_leaves import without_frozen_leaves
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
 from fedpax.algorithms.parts.optimizer_step import optimizer_step
+from fedpax.algorithms.parts.tree_arithmetic import select
 from fedpax.errors import ArgumentTypeError
 from fedpax.primitives import federated_sum
 
@@ -111,7 +111,7 @@ def unless_all_absent(
     if weights is None or aggregator.acts_when_all_absent:
         return stepped
     total = federated_sum(as_floats(weights))  # the mean's own sum: nothing more is sent
-    return jax.tree.map(lambda new, old: jnp.where(total != 0, new, old), stepped, before)
+    return select(total != 0, stepped, before)
 
 
 def as_floats(
@@ -151,6 +151,14 @@ def make_server(
         optax.sgd(1.0) if optimizer is None else optimizer,
         given_aggregator(aggregator, mean(), client_optimizer),
     )
+
+
+def outer_sgd(
+    optimizer: optax.GradientTransformation | None, learning_rate: float, momentum: float = 0.9
+) -> optax.GradientTransformation:
+    """Return the given outer optimizer; for None, SGD with Nesterov momentum."""
+    default = optax.sgd(learning_rate, momentum=momentum, nesterov=True)
+    return default if optimizer is None else optimizer
 
 
 def given_aggregator(

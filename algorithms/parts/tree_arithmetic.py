@@ -20,3 +20,8 @@ def scale(factor: Any, x: chex.ArrayTree) -> chex.ArrayTree:
 def weighted_sum(a: Any, x: chex.ArrayTree, b: Any, y: chex.ArrayTree) -> chex.ArrayTree:
     """Compute `a x + b y` of two pytrees, leaf by leaf, in the dtypes of x."""
     return jax.tree.map(lambda x, y: (a * x + b * y).astype(x.dtype), x, y)
+
+
+def select(condition: Any, x: chex.ArrayTree, y: chex.ArrayTree) -> chex.ArrayTree:
+    """Select x where a scalar condition holds and y elsewhere, leaf by leaf."""
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), x, y)

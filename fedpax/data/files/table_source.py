@@ -1,7 +1,7 @@
 """TableSource: an Arrow table as a source of examples, indexed by client."""
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from jaxtyping import Int64
 from numpy.typing import ArrayLike, NDArray
 
 from fedpax.data.files.columns import to_numpy
+from fedpax.data.files.gathering import ColumnGatherer, Rows
 from fedpax.data.sources.client_starts import Starts
 from fedpax.data.sources.source import Source
 from fedpax.errors import ArgumentError
@@ -48,9 +49,9 @@ class TableSource(Source):
         self.client = client
         self.client_names = client_names
         self.label = label
-        sizes = [len(batch) for batch in table.to_batches()]
         self._batches = [batch for batch in table.to_batches() if len(batch)]
-        self._ends = np.cumsum([size for size in sizes if size])
+        self._ends = np.cumsum([len(batch) for batch in self._batches])
+        self._gatherers: dict[str, ColumnGatherer] = {}
 
     def __len__(self) -> int:
         return self.table.num_rows
@@ -83,8 +84,8 @@ class TableSource(Source):
             )
         return to_numpy(self.table.column(field))
 
-    def take(self, indices: ArrayLike) -> dict[str, NDArray[Any]]:
-        """Return some examples, by column.
+    def take(self, indices: ArrayLike) -> Mapping[str, NDArray[Any]]:
+        """Return some examples, by column; a column is read when it is indexed.
 
         Args:
             indices: integers `[n]`; negative ones count from the end.
@@ -95,11 +96,8 @@ class TableSource(Source):
         Raises:
             IndexError: an index is out of range.
         """
-        positions = self._check(indices)
-        return {
-            name: to_numpy(column, masked=self.table.column(name).null_count > 0)
-            for name, column in self._gather(positions)
-        }
+        rows = Rows(self._check(indices), self._ends)
+        return _Taken(self.fields, lambda field: self._gatherer(field).gather(rows))
 
     def select(self, columns: Sequence[str]) -> "TableSource":
         """Return the source with some of its columns, and the same clients.
@@ -146,26 +144,37 @@ class TableSource(Source):
             )
         return np.where(positions < 0, positions + len(self), positions)
 
-    def _gather(self, positions: Int64[np.ndarray, " n"]) -> Iterator[tuple[str, Any]]:
-        """Yield columns of some rows, read batch by batch: Arrow would join all batches first."""
-        batch = np.searchsorted(self._ends, positions, side="right")
-        order = np.argsort(batch, kind="stable")
-        parts = []
-        for number in np.unique(batch):
-            start = self._ends[number] - len(self._batches[number])
-            parts.append(
-                self._batches[number].take(positions[order[batch[order] == number]] - start)
-            )
-        together = pa.Table.from_batches(parts, self.table.schema)
-        if len(parts) > 1:
-            back = np.empty(len(order), np.int64)
-            back[order] = np.arange(len(order))
-            together = together.combine_chunks().take(back)
-        yield from zip(self.fields, together.columns, strict=True)
+    def _gatherer(self, field: str) -> ColumnGatherer:
+        if field not in self._gatherers:
+            chunks = [batch.column(field) for batch in self._batches]
+            masked = self.table.column(field).null_count > 0
+            self._gatherers[field] = ColumnGatherer(chunks, masked)
+        return self._gatherers[field]
 
     def __repr__(self) -> str:
         clients = "" if self.client_starts is None else f", {len(self.client_starts) - 1} clients"
         return f"TableSource({self.name!r}, {len(self)} examples{clients})"
+
+
+class _Taken(Mapping[str, NDArray[Any]]):
+    """The columns of some examples, each gathered when it is indexed for the first time."""
+
+    def __init__(self, fields: Sequence[str], gather: Callable[[str], NDArray[Any]]) -> None:
+        self._fields, self._gather = fields, gather
+        self._columns: dict[str, NDArray[Any]] = {}
+
+    def __getitem__(self, field: str) -> NDArray[Any]:
+        if field not in self._columns:
+            if field not in self._fields:
+                raise KeyError(field)
+            self._columns[field] = self._gather(field)
+        return self._columns[field]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
 
 
 class ClientNames(Sequence[Any]):

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Int64
 from numpy.typing import ArrayLike
 
 from fedpax.data.populations.partition import Indices
@@ -35,6 +36,25 @@ class ContiguousClients(Sequence[Indices]):
 
     def __len__(self) -> int:
         return len(self._starts) - 1
+
+    @property
+    def num_examples(self) -> int:
+        """The number of examples of all clients, those above `max_examples` included."""
+        return int(self._starts[-1])
+
+    def sizes(self, clients: Int64[np.ndarray, " n"] | None = None) -> Int64[np.ndarray, " n"]:
+        """Return the number of examples of each client.
+
+        Args:
+            clients: their numbers. Default None: all clients.
+        """
+        starts = self._starts
+        sizes = np.diff(starts) if clients is None else starts[clients + 1] - starts[clients]
+        return sizes if self._max_examples is None else np.minimum(sizes, self._max_examples)
+
+    def first_examples(self, clients: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+        """Return the index of the first example of each of some clients."""
+        return self._starts[clients]
 
     def __getitem__(self, client):  # type: ignore[no-untyped-def]
         """Return the indices of a client's examples, int64; for a slice, a list of them."""

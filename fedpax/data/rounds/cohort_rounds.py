@@ -6,7 +6,7 @@ the examples of the cohort are read, so a population can be larger than memory.
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from fedpax.clients.cohort import MASK, Cohort
 from fedpax.data.examples import Columns, as_examples, column_array, stack_values
 from fedpax.data.populations.client_sampler import ClientSampler
+from fedpax.data.populations.contiguous_clients import ContiguousClients
 from fedpax.data.populations.partition import (
     Examples,
     Partition,
@@ -119,18 +120,13 @@ class CohortRounds:
         sampled = self._sample()
         absent = self._sampler.cohort_size - len(sampled)
         client_ids = np.concatenate([sampled, np.full(absent, -1, np.int64)])
-        parts = [check_indices(self._population[k], num_examples, f"client {k}") for k in sampled]
-        parts += [np.zeros(0, np.int64)] * absent
-        num_steps = _num_steps([len(part) for part in parts], batch_size, epochs, self.max_steps)
+        examples = _locate_examples(self._population, sampled, num_examples)
+        sizes = np.concatenate([examples.sizes, np.zeros(absent, np.int64)])
+        num_steps = _num_steps(sizes, batch_size, epochs, self.max_steps)
         order = balanced_order(num_steps, self._num_devices, chunk_size=self._chunk_size)
-        client_ids, num_steps, parts = (
-            client_ids[order],
-            num_steps[order],
-            [parts[k] for k in order],
-        )
+        client_ids, num_steps, sizes = client_ids[order], num_steps[order], sizes[order]
 
         # For each example of the round: its client's row, and its slot among the row's batches.
-        sizes = np.array([len(part) for part in parts])
         epoch_slots = -(-sizes // batch_size) * batch_size  # the last batch may not be full
         row_slots = num_steps * batch_size
         row = np.repeat(np.arange(len(client_ids)), row_slots)
@@ -140,7 +136,7 @@ class CohortRounds:
         # The keys do not depend on the row: a client has the same batches on any number of devices.
         keys = hash_key(seed, self._round, client_ids[row], slot // epoch_slots[row])
         offset = shuffled_index(slot % epoch_slots[row], sizes[row], keys)
-        chosen = np.concatenate(parts)[(np.cumsum(sizes) - sizes)[row] + offset]
+        chosen = examples.indices(order[row], offset)
 
         mask = np.zeros((len(client_ids), self.max_steps * batch_size), np.bool_)
         mask[row, slot] = True
@@ -291,7 +287,8 @@ def cohort_rounds(
             check_indices(part, num_examples, f"client {k}") for k, part in enumerate(population)
         ]
     if max_steps is None:
-        largest = max(len(part) for part in population)
+        contiguous = isinstance(population, ContiguousClients)
+        largest = int(population.sizes().max()) if contiguous else max(map(len, population))
         max_steps = int(_num_steps([largest], batch_size, local_epochs, None)[0])
         if not max_steps:
             raise ArgumentError("No client of the population has an example.")
@@ -375,6 +372,32 @@ def _sampler_settings(sampler: ClientSampler) -> dict[str, int | str]:
     return settings
 
 
+class _Located(NamedTuple):
+    """Where the examples of sampled clients are.
+
+    Attributes:
+        sizes: the number of examples of each sampled client, int64 `[sampled]`.
+        indices: `(position of the client among the sampled, example of the client) -> index`.
+    """
+
+    sizes: NDArray[np.int64]
+    indices: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]
+
+
+def _locate_examples(
+    population: Partition, sampled: NDArray[np.int64], num_examples: int
+) -> _Located:
+    """Locate the examples of sampled clients; contiguous ones without a list of their indices."""
+    if isinstance(population, ContiguousClients) and population.num_examples <= num_examples:
+        first = population.first_examples(sampled)
+        return _Located(population.sizes(sampled), lambda client, k: first[client] + k)
+    parts = [check_indices(population[k], num_examples, f"client {k}") for k in sampled]
+    sizes = np.array([len(part) for part in parts], np.int64)
+    together = np.concatenate([*parts, np.zeros(0, np.int64)])
+    starts = np.cumsum(sizes) - sizes
+    return _Located(sizes, lambda client, k: together[starts[client] + k])
+
+
 def _num_steps(
     sizes: Sequence[int], batch_size: int, local_epochs: int, max_steps: int | None
 ) -> NDArray[np.int64]:
@@ -397,9 +420,7 @@ def _open(examples: Examples | Arrays) -> tuple[Read, int, str]:
     if not len(examples):
         raise ArgumentError("The source has no examples: load another split.")
 
-    if isinstance(examples, Source) and hasattr(
-        examples, "take"
-    ):  # a TableSource, whose columns are arrays
+    if isinstance(examples, Source) and hasattr(examples, "take"):  # from files: columns at once
         return examples.take, len(examples), source_name(examples)
 
     def read_stacked(indices: NDArray[np.int64]) -> dict[str, NDArray[Any]]:

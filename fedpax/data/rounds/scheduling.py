@@ -50,6 +50,8 @@ def balanced_order(
     chunk = min(chunk_size, max(per_device, 1))
     num_chunks, remainder = divmod(per_device, chunk)
     ranked = np.argsort(-work, kind="stable")
+    if num_devices == 1:
+        return ranked
     assigned: list[list[Int64[np.ndarray, " chunk"]]] = [[] for _ in range(num_devices)]
     load = np.zeros(num_devices)
 

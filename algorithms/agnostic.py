@@ -170,17 +170,8 @@ def agnostic(
 
 
 def project_to_simplex(v: Float[Array, " n"]) -> Float[Array, " n"]:
-    """Return the nearest point, in Euclidean distance, with nonnegative entries of sum 1.
-
-    The point is `max(v - t, 0)` for the threshold t that gives the sum 1.
-
-    Args:
-        v: any vector.
-
-    Example:
-        >>> project_to_simplex(jnp.array([0.75, 0.75, -1.0])).tolist()
-        [0.5, 0.5, 0.0]
-    """
+    """Return the nearest point, in Euclidean distance, with nonnegative entries of sum 1."""
+    # The point is `max(v - t, 0)` for the threshold t that gives the sum 1.
     descending = jnp.sort(v, descending=True)
     counts = jnp.arange(1, len(v) + 1)
     thresholds = (jnp.cumsum(descending) - 1) / counts  # if the `count` largest are positive

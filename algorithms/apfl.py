@@ -33,15 +33,10 @@ from fedpax.transforms.program import program
 
 
 class Personal(NamedTuple):
-    """State that a client of APFL keeps.
+    """State that a client of APFL keeps."""
 
-    Attributes:
-        params: v_i, its local model.
-        mixing: alpha_i, float32, the share of v_i in its personal model.
-    """
-
-    params: Params
-    mixing: Float[Array, ""]
+    params: Params  # v_i, its local model
+    mixing: Float[Array, ""]  # alpha_i, float32, the share of v_i in its personal model
 
 
 class APFLState(NamedTuple):

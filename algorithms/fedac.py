@@ -221,16 +221,14 @@ def _gamma(method: str, eta: float, mu: float, steps: int) -> float:
 
 
 def _accelerated(rates: FedAcRates) -> optax.GradientTransformation:
-    """Step w_md, the parameters, and u = w - w_ag, the state.
-
-    By the equations of `fedac`,
-
-        u    <- (1 - 1 / alpha) (1 - 1 / beta) u - (gamma - eta) g
-        w_md <- w_md - eta g + u / beta.
-
-    A step then reads and writes one model more than SGD, as with momentum. With w and w_ag it
-    would read and write two.
-    """
+    """Step w_md, the parameters, and u = w - w_ag, the state."""
+    # By the equations of `fedac`,
+    #
+    #     u    <- (1 - 1 / alpha) (1 - 1 / beta) u - (gamma - eta) g
+    #     w_md <- w_md - eta g + u / beta.
+    #
+    # A step then reads and writes one model more than SGD, as with momentum. With w and w_ag it
+    # would read and write two.
     kept = (1 - 1 / rates.alpha) * (1 - 1 / rates.beta)
 
     def update(gradient: Params, u: Params, middle: Any = None) -> tuple[Params, Params]:

@@ -50,17 +50,12 @@ GLOBAL_SERVER = DelayedNesterov(learning_rate=0.3, momentum=0.5, period=2)
 
 
 class Region(NamedTuple):
-    """The state of a region's server.
+    """The state of a region's server."""
 
-    Attributes:
-        params: the region's model.
-        optimizer_state: momentum and accumulated updates of its islands.
-        exchanged: the model that the region's update is measured from, until the region sends it;
-            then the update on its way; then the global model on its way back.
-    """
-
-    params: Params
-    optimizer_state: DelayedNesterovState
+    params: Params  # the region's model
+    optimizer_state: DelayedNesterovState  # momentum and accumulated updates of its islands
+    # the model that the region's update is measured from, until the region sends it; then the
+    # update on its way; then the global model on its way back.
     exchanged: Params
 
 
@@ -261,16 +256,12 @@ class _Exchange(NamedTuple):
 
 
 class _Schedule(NamedTuple):
-    """The events of a round. Inside a program.
+    """The events of a round. Inside a program."""
 
-    Attributes:
-        region: the region of each island, placed.
-        position: the position at which each island arrives, placed. None: all arrive together.
-        exchanges: the positions of each region's exchange, server values. None without a schedule.
-    """
-
-    region: Int[Array, " islands"]
+    region: Int[Array, " islands"]  # the region of each island, placed
+    # the position at which each island arrives, placed. None: all arrive together.
     position: Int[Array, " islands"] | None
+    # the positions of each region's exchange, server values. None without a schedule.
     exchanges: list[_Exchange] | None
 
     def last(self) -> Int[Array, ""] | None:
@@ -374,19 +365,7 @@ class _Servers(NamedTuple):
 
 
 def check_regions(function: str, regions: Sequence[int]) -> tuple[int, ...]:
-    """Check the regions of islands, and return them as integers.
-
-    Args:
-        function: name of the function that takes the regions, for the message.
-        regions: the region of each island.
-
-    Raises:
-        ValueError: there is no island, or a number between 0 and the last region's is missing.
-
-    Example:
-        >>> check_regions("halos", [0, 1, 1])
-        (0, 1, 1)
-    """
+    """Check the regions of islands, and return them as integers."""
     found = tuple(int(region) for region in regions)
     if not found or set(found) != set(range(max(found) + 1)) or found != tuple(regions):
         raise ArgumentError(

@@ -85,11 +85,9 @@ def muloco(
 
 
 def _on_automatic_axes(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Let the compiler shard an optimizer's matmuls. Results are sharded as their arguments.
-
-    On explicit mesh axes, a matmul of a sharded matrix with its transpose has no sharding: JAX
-    raises.
-    """
+    """Let the compiler shard an optimizer's matmuls. Results are sharded as their arguments."""
+    # On explicit mesh axes, a matmul of a sharded matrix with its transpose has no sharding: JAX
+    # raises.
 
     def update(
         gradient: Params, state: optax.OptState, params: Params | None = None

@@ -233,16 +233,7 @@ def papa_2(
 
 
 def random_pairs(key: jax.Array, islands: int) -> Int[Array, "islands 2"]:
-    """Draw a pair of models for each island: different pairs, where there are enough of them.
-
-    Args:
-        key: a random key.
-        islands: number of models, at least 2.
-
-    Example:
-        >>> sorted(random_pairs(jax.random.key(0), 3).tolist())
-        [[0, 1], [0, 2], [1, 2]]
-    """
+    """Draw a pair of models for each island: different pairs, where there are enough of them."""
     every = jnp.array(list(itertools.combinations(range(islands), 2)), jnp.int32)
     return every[jax.random.choice(key, len(every), (islands,), replace=islands > len(every))]
 

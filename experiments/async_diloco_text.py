@@ -45,11 +45,7 @@ class AsyncConfig:
     compression: Literal["float32", "e3m0", "sign"] = "float32"
 
     def __post_init__(self) -> None:
-        """Check the ranges.
-
-        Raises:
-            ValueError: a number is NaN or out of range.
-        """
+        """Check the ranges."""
         check_ranges(self, "asynchronous", learning_rate=POSITIVE, momentum=DECAY, period=COUNT)
         if self.grace_seconds != np.inf:
             check_ranges(self, "asynchronous", grace_seconds=NON_NEGATIVE)
@@ -66,11 +62,7 @@ class AsyncDiLoCoText(AsynchronousText):
     asynchronous: AsyncConfig = AsyncConfig()
 
     def order(self) -> IslandArrivals:
-        """Compute the order of all arrivals of the run.
-
-        Raises:
-            ValueError: the islands fail for good before the last round, or the trace is too short.
-        """
+        """Compute the order of all arrivals of the run."""
         trace = self.trace.make(self.islands)
         settings, local_steps = self.asynchronous, self.data.local_steps
         order = island_arrivals(

@@ -68,22 +68,7 @@ def find_group(name: str) -> ExperimentGroup:
 
 
 def group_or_none(name: str) -> ExperimentGroup | None:
-    """Return the group of experiments that a name on the command line names, if it names one.
-
-    Args:
-        name: a name in `GROUPS`, or a function as in `find_experiment`, which is called.
-
-    Returns:
-        The group. None: the name is that of an experiment, or of one in a group.
-
-    Raises:
-        UnknownExperimentError: there is no such function, or the group's experiments cannot be
-            used.
-
-    Example:
-        >>> group_or_none("methods_digits:fedavg") is None
-        True
-    """
+    """Return the group of experiments that a name on the command line names, if it names one."""
     if name in GROUPS:
         made = _import_shipped(name)()
     elif ":" not in name or _is_group_name(name.rpartition(":")[0]):
@@ -133,12 +118,7 @@ def describe_group(exp: str, group: ExperimentGroup) -> str:
 
 
 def expand_groups(names: Iterable[str]) -> list[str]:
-    """Replace the name of each group by the names of its experiments.
-
-    Example:
-        >>> expand_groups(["fedavg_digits", "personal_digits"])[:2]
-        ['fedavg_digits', 'personal_digits:ditto']
-    """
+    """Replace the name of each group by the names of its experiments."""
     expanded: list[str] = []
     for name in names:
         group = group_or_none(name)
@@ -147,15 +127,7 @@ def expand_groups(names: Iterable[str]) -> list[str]:
 
 
 def is_shipped(exp: str) -> bool:
-    """Return whether an experiment's name is one that comes with fedpax, or is empty.
-
-    Args:
-        exp: a name, such as a folder's `config.json` has it. Its code is not imported.
-
-    Example:
-        >>> is_shipped("diloco_text"), is_shipped("methods_digits:scaffold"), is_shipped("./a.py:f")
-        (True, True, False)
-    """
+    """Return whether an experiment's name is one that comes with fedpax, or is empty."""
     module = exp.rpartition(":")[0]
     is_module = module.startswith("fedpax.") and not module.endswith(".py")
     return not exp or exp in EXPERIMENTS or module in GROUPS or is_module
@@ -274,10 +246,8 @@ def _import_module(exp: str, module_name: str) -> ModuleType:
 
 
 def _import_file(exp: str, path: Path) -> ModuleType:
-    """Import a file as the module of its name, with its folder on the path as for a script.
-
-    A file that was edited since is imported again (`fedpax.experiments.edited_modules`).
-    """
+    """Import a file as the module of its name, with its folder on the path as for a script."""
+    # A file that was edited since is imported again (`fedpax.experiments.edited_modules`).
     path = path.expanduser().resolve()
     if not path.is_file():
         raise UnknownExperimentError(
@@ -309,11 +279,6 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return a sentence with the names similar to an unknown one, or an empty string.
-
-    Example:
-        >>> did_you_mean("diloco_test", ["diloco_text", "fedavg_digits"])
-        ' Did you mean diloco_text?'
-    """
+    """Return a sentence with the names similar to an unknown one, or an empty string."""
     close = difflib.get_close_matches(name, list(names), n=3)
     return f" Did you mean {' or '.join(close)}?" if close else ""

@@ -85,14 +85,7 @@ class AggregatorConfig(Settings):
         return {}
 
     def check_cohort(self, cohort_size: int) -> None:
-        """Check that the settings fit the size of a cohort.
-
-        Args:
-            cohort_size: number of clients in a round; the largest number with Poisson sampling.
-
-        Raises:
-            ValueError: a setting is too large.
-        """
+        """Check that the settings fit the size of a cohort."""
         for name, most in self.limits(cohort_size).items():
             value = getattr(self, name)
             if value is None or value <= most:

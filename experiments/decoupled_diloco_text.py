@@ -59,11 +59,7 @@ class DecoupledConfig:
     max_norm: float | None = None
 
     def __post_init__(self) -> None:
-        """Check the ranges.
-
-        Raises:
-            ValueError: a number is NaN or out of range.
-        """
+        """Check the ranges."""
         check_ranges(
             self,
             "decoupled",

@@ -31,11 +31,7 @@ class OuterConfig:
     num_levels: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the ranges.
-
-        Raises:
-            ValueError: a number is NaN or out of range.
-        """
+        """Check the ranges."""
         check_ranges(self, "outer", learning_rate=POSITIVE, momentum=DECAY)
         if self.num_levels is not None:
             check_num_levels(self.num_levels)

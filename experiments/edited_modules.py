@@ -34,18 +34,9 @@ _LOCK = threading.RLock()  # threads can run commands, and see no half of an imp
 
 
 def import_newest(name: str, folder: Path) -> ModuleType:
-    """Import a module; if it or a module beside it was edited since, import all of them again.
-
-    Modules beside it are those in and below its folder that it has imported. Modules that other
-    code had imported before, installed ones and those of fedpax stay as they are.
-
-    Args:
-        name: the module's name.
-        folder: the folder on the path in which it is found.
-
-    Raises:
-        ImportError: there is no such module, or it imports one that is missing.
-    """
+    """Import a module; if it or a module beside it was edited since, import all of them again."""
+    # Modules beside it are those in and below its folder that it has imported. Modules that other
+    # code had imported before, installed ones and those of fedpax stay as they are.
     with _LOCK:
         seen = _IMPORTS.get(folder)
         if seen is None:
@@ -68,11 +59,7 @@ def import_newest(name: str, folder: Path) -> ModuleType:
 
 
 def folder_of_module(name: str) -> Path | None:
-    """Return the folder on the path in which a module is found; None if it is installed.
-
-    Args:
-        name: such as `my_package.my_module`. No code is run.
-    """
+    """Return the folder on the path in which a module is found; None if it is installed."""
     with contextlib.suppress(ValueError):  # a module without a specification, such as __main__
         if (spec := importlib.util.find_spec(name.partition(".")[0])) is not None:
             folders = spec.submodule_search_locations
@@ -118,10 +105,8 @@ def _digest(file: str) -> bytes:
 
 
 def _process_start() -> float:
-    """Return when this process started: a file that is older was imported as it is.
-
-    Where this is unknown, return 0: then a module that other code has imported is imported again.
-    """
+    """Return when this process started: a file that is older was imported as it is."""
+    # Where this is unknown, return 0: then a module that other code has imported is imported again.
     try:
         status = Path("/proc/self/stat").read_text(encoding="utf-8")
         ticks = int(status.rpartition(")")[2].split()[19])

@@ -45,11 +45,7 @@ class FedAvgCharacters(FedAvgTokens):
     model: LSTMConfig = dataclasses.field(default_factory=_published_model)
 
     def __post_init__(self) -> None:
-        """Check the ranges, and that the network has an output for each character.
-
-        Raises:
-            ValueError: a number is out of range, or the vocabularies have different sizes.
-        """
+        """Check the ranges, and that the network has an output for each character."""
         super().__post_init__()
         check_ranges(self, "", seq_len=COUNT)
         if self.model.vocab_size != (size := len(SHAKESPEARE_CHARACTERS) + NUM_SPECIAL):

@@ -135,13 +135,7 @@ class ClientExperiment(Experiment):
     mesh: MeshConfig = dataclasses.field(default_factory=lambda: MeshConfig(clients=-1))
 
     def __post_init__(self) -> None:
-        """Check the ranges, the method's server optimizer, and the aggregator's cohorts.
-
-        Raises:
-            ValueError: a number is out of range, a method without a server optimizer has one, the
-                cohort is too small for the aggregator, or `aggregator.min_participants` is missing
-                with `cohort.sampling_probability`.
-        """
+        """Check the ranges, the method's server optimizer, and the aggregator's cohorts."""
         check_ranges(self, "", heldout_batch_size=COUNT, client_learning_rate=POSITIVE)
         if not self.method.has_server_optimizer and self.server != ServerConfig():
             raise ArgumentError(
@@ -182,23 +176,11 @@ class ClientExperiment(Experiment):
     def make_evaluation(
         self, evaluate: Callable[..., Callable[[Params], dict[str, float]]], model: FunctionalModel
     ) -> Callable[[Params], dict[str, float]]:
-        """Make the evaluation of a model, by default the training loss and its metrics.
-
-        Args:
-            evaluate: `loss_fn -> (params -> metrics)`, on the held-out batches.
-            model: the model.
-        """
+        """Make the evaluation of a model, by default the training loss and its metrics."""
         return evaluate(self.make_loss(model))
 
     def make_client_evaluation(self, model: FunctionalModel) -> EvaluateClients:
-        """Read the held-out examples of each client, and make the evaluation by client.
-
-        Args:
-            model: the model.
-
-        Raises:
-            ValueError: the experiment does not define it.
-        """
+        """Read the held-out examples of each client, and make the evaluation by client."""
         del model
         raise ArgumentError(
             f"{type(self).__name__} defines no evaluation by client, expected a method "
@@ -352,20 +334,7 @@ class FedAvgExperiment(ClientExperiment):
 
 
 def clients_mesh(mesh: MeshConfig, cohort_size: int) -> Mesh:
-    """Make a mesh whose axis of clients divides the cohort, with equal parts of all processes.
-
-    Args:
-        mesh: the sizes of the mesh; `clients` as in `resolve_clients_axis`.
-        cohort_size: number of clients in a round.
-
-    Raises:
-        ValueError: `clients` is a number that does not divide the cohort.
-        MeshSizeError: no number of devices divides the cohort and has devices of every process.
-
-    Example:
-        >>> clients_mesh(MeshConfig(clients=1), cohort_size=10).size
-        1
-    """
+    """Make a mesh whose axis of clients divides the cohort, with equal parts of all processes."""
     devices = available_devices()
     processes = sorted({device.process_index for device in devices})
     sizes = resolve_clients_axis(mesh, cohort_size, len(processes))
@@ -386,20 +355,7 @@ def clients_mesh(mesh: MeshConfig, cohort_size: int) -> Mesh:
 
 
 def resolve_clients_axis(mesh: MeshConfig, cohort_size: int, processes: int = 1) -> MeshConfig:
-    """Replace `clients=-1`, or no size, by the largest one that divides cohort and fits devices.
-
-    Args:
-        mesh: the sizes of the mesh.
-        cohort_size: number of clients in a round.
-        processes: number of processes that have equal parts of the mesh, if the cohort allows it.
-
-    Raises:
-        ValueError: `clients` is a number that does not divide the cohort.
-
-    Example:
-        >>> resolve_clients_axis(MeshConfig(clients=2), cohort_size=10).clients
-        2
-    """
+    """Replace `clients=-1`, or no size, by the largest one that divides cohort and fits devices."""
     if mesh.clients not in (None, -1):
         if cohort_size % mesh.clients:
             raise ArgumentError(

@@ -70,12 +70,7 @@ class FedAvgImages(FedAvgExperiment):
     model: CNNConfig | ResNetConfig | MLPConfig
 
     def __post_init__(self) -> None:
-        """Check the ranges, and that the network takes images of the crops' size.
-
-        Raises:
-            ValueError: a number is out of range, or the crops have another size than the network's
-                images.
-        """
+        """Check the ranges, and that the network takes images of the crops' size."""
         super().__post_init__()
         check_ranges(self, "", crop_size=COUNT, l2_factor=NON_NEGATIVE)
         if self.crop_size is None or not isinstance(self.model, CNNConfig):
@@ -128,12 +123,10 @@ class FedAvgImages(FedAvgExperiment):
         return stream
 
     def make_client_evaluation(self, model: FunctionalModel) -> EvaluateClients:
-        """Make the evaluation by client, on the client's held-out images or weighted ones.
-
-        Clients that the data set names have their own images of the held-out split. Clients of
-        another population have none: the held-out images are weighted for each client, so that
-        every label has the share that it has among the client's training examples.
-        """
+        """Make the evaluation by client, on the client's held-out images or weighted ones."""
+        # Clients that the data set names have their own images of the held-out split. Clients of
+        # another population have none: the held-out images are weighted for each client, so that
+        # every label has the share that it has among the client's training examples.
         heldout = self.read_heldout_source()
         batches = self.read_heldout(heldout, self.make_preprocess())
         examples = jax.tree.map(lambda *leaves: np.concatenate(leaves)[: len(heldout)], *batches)

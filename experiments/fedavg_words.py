@@ -151,11 +151,7 @@ class FedAvgWords(FedAvgTokens):
     model: LSTMConfig = dataclasses.field(default_factory=LSTMConfig)
 
     def __post_init__(self) -> None:
-        """Check the ranges, and that the network has an output for each word.
-
-        Raises:
-            ValueError: a number is out of range, or the vocabularies have different sizes.
-        """
+        """Check the ranges, and that the network has an output for each word."""
         super().__post_init__()
         check_ranges(self, "", vocab_size=COUNT, seq_len=COUNT, heldout_examples=COUNT)
         if self.model.vocab_size != (size := self.vocab_size + NUM_SPECIAL):

@@ -62,12 +62,7 @@ class FedBuffImages(FedAvgImages):
     trace: TraceConfig = dataclasses.field(default_factory=TraceConfig)
 
     def __post_init__(self) -> None:
-        """Check the ranges, that the method is FedBuff, and that no clients are sampled.
-
-        Raises:
-            ValueError: a number is out of range, `method` is another method, or
-                `cohort.sampling_probability` is given.
-        """
+        """Check the ranges, that the method is FedBuff, and that no clients are sampled."""
         super().__post_init__()
         if self.cohort.sampling_probability is not None:
             raise ArgumentError(
@@ -81,15 +76,7 @@ class FedBuffImages(FedAvgImages):
             )
 
     def order(self, population: Partition) -> BufferedArrivals:
-        """Compute the order of all arrivals of the run.
-
-        Args:
-            population: the indices of each client's examples.
-
-        Raises:
-            ValueError: the clients fail for good before the last round, the trace is too short, or
-                more clients should train at a time than there are.
-        """
+        """Compute the order of all arrivals of the run."""
         cohort = self.cohort
         sizes = np.array([len(population[k]) for k in range(len(population))])
         steps = cohort.local_epochs * -(-sizes // cohort.batch_size)

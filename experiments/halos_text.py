@@ -51,11 +51,7 @@ class RegionsConfig:
     merge_weight: float = 0.5
 
     def __post_init__(self) -> None:
-        """Check the ranges.
-
-        Raises:
-            ValueError: a number is NaN or out of range.
-        """
+        """Check the ranges."""
         check_ranges(
             self,
             "regions",
@@ -91,11 +87,7 @@ class HALoSText(AsynchronousText):
     regions: RegionsConfig = RegionsConfig()
 
     def __post_init__(self) -> None:
-        """Check that each island has a region.
-
-        Raises:
-            ValueError: the regions have another number of islands than the experiment.
-        """
+        """Check that each island has a region."""
         super().__post_init__()
         if sum(self.regions.islands) != self.islands:
             raise ArgumentError(
@@ -109,11 +101,7 @@ class HALoSText(AsynchronousText):
         return tuple(r for r, count in enumerate(self.regions.islands) for _ in range(count))
 
     def order(self) -> RegionalArrivals:
-        """Compute the order of all events of the run.
-
-        Raises:
-            ValueError: the islands fail for good before the last round, or the trace is too short.
-        """
+        """Compute the order of all events of the run."""
         trace, settings = self.trace.make(self.islands), self.regions
         order = regional_arrivals(
             trace,
@@ -152,11 +140,7 @@ class HALoSText(AsynchronousText):
 
 
 def with_regional_bytes(algorithm: FederatedAlgorithm) -> FederatedAlgorithm:
-    """Report the bytes of a round of HALoS within regions, and between regions.
-
-    Args:
-        algorithm: HALoS.
-    """
+    """Report the bytes of a round of HALoS within regions, and between regions."""
     counted = with_exchanged_bytes(
         algorithm,
         lambda schedule, metrics: (metrics["arrivals"], jnp.sum(schedule.position >= 0)),

@@ -69,22 +69,8 @@ _FORM = re.compile(
 
 
 def parse_heldout_sets(texts: Sequence[str]) -> tuple[HeldoutSet, ...]:
-    """Parse data sets to evaluate on, as `data.heldout_sets` has them.
-
-    Args:
-        texts: for each set "NAME=DATASET", "NAME=DATASET@SPLIT", "NAME=DATASET#FIELD" or
-            "NAME=DATASET#FIELD@SPLIT". NAME consists of letters, digits and "_.+-".
-
-    Returns:
-        The sets.
-
-    Raises:
-        ValueError: a text has another form, or two have the same name.
-
-    Example:
-        >>> parse_heldout_sets(["web=c4/en:3.1.0@validation", "code=stdlib_text"])[0]
-        HeldoutSet(name='web', dataset='c4/en:3.1.0', field=None, split='validation')
-    """
+    """Parse data sets to evaluate on, as `data.heldout_sets` has them."""
+    # Returns the sets.
     sets = []
     for text in texts:
         found = _FORM.fullmatch(text)
@@ -114,36 +100,10 @@ def heldout_evaluator(
     num_participants: int,
     sharding: NamedSharding | None = None,
 ) -> Callable[[Params], dict[str, float]]:
-    """Make a function that evaluates a language model on every held-out set.
-
-    The perplexity of a set is `exp(loss)`, where the loss is the mean cross-entropy of its target
-    tokens in nats. Perplexities of models with different tokenizers are not comparable. A process
-    reads only the rows of its own devices.
-
-    Args:
-        loss_fn: `(params, batch) -> (cross-entropy, dict of scalars, or None)`.
-        sets: the rows of each set.
-        batch_size: rows that a participant evaluates at once.
-        placement: the placement's name.
-        num_participants: the placement's size.
-        sharding: the sharding of the rows as arrays `[participants, steps, batch, ...]`. Default
-            None: JAX's default device.
-
-    Returns:
-        A function `params -> metrics`: `"loss"`, `"perplexity"` and the metrics of `loss_fn` on the
-        run's own split; the same on each further set, as `"heldout/NAME/loss"` and so on.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from fedpax.data.rounds.heldout_tokens import HeldoutRows
-        >>> uniform = lambda params, batch: (jnp.log(params), None)
-        >>> rows = HeldoutRows([{"text": "import jax"}], seq_len=4)
-        >>> sizes = dict(batch_size=2, placement="islands", num_participants=1)
-        >>> evaluate = heldout_evaluator(uniform, HeldoutSets(rows, {"code": rows}), **sizes)
-        >>> metrics = evaluate(jnp.float32(256.0))
-        >>> sorted(metrics), round(metrics["heldout/code/perplexity"])
-        (['heldout/code/loss', 'heldout/code/perplexity', 'loss', 'perplexity'], 256)
-    """
+    """Make a function that evaluates a language model on every held-out set."""
+    # The perplexity of a set is `exp(loss)`, where the loss is the mean cross-entropy of its target
+    # tokens in nats. Perplexities of models with different tokenizers are not comparable. A process
+    # reads only the rows of its own devices.
 
     def make(rows: Rows) -> Callable[[Params], dict[str, float]]:
         return placed_evaluator(
@@ -168,19 +128,10 @@ def heldout_evaluator(
 def place_rows(
     rows: Rows, batch_size: int, num_participants: int, sharding: NamedSharding | None
 ) -> tuple[Any, Float[np.ndarray, "participants steps"]]:
-    """Read the rows of this process's devices, as arrays over all participants.
-
-    Args:
-        rows: the rows.
-        batch_size: rows in a batch.
-        num_participants: number of participants; each gets consecutive batches.
-        sharding: the sharding of the arrays. None: this process needs all rows.
-
-    Returns:
-        Arrays `[participants, steps, batch, ...]`, which are
-        `fedpax.data.rounds.local_rows.LocalRows` if the process does not need all rows, and the
-        number of targets in each batch.
-    """
+    """Read the rows of this process's devices, as arrays over all participants."""
+    # Returns arrays `[participants, steps, batch, ...]`, which are
+    # `fedpax.data.rounds.local_rows.LocalRows` if the process does not need all rows, and the
+    # number of targets in each batch.
     num_steps = -(-len(rows) // (batch_size * num_participants))
     shape = (num_participants, num_steps, batch_size)
     numbers = np.full(math.prod(shape), -1)

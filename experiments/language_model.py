@@ -76,11 +76,7 @@ class TextDataConfig:
     data_dir: str | None = None
 
     def __post_init__(self) -> None:
-        """Check the ranges and the held-out sets.
-
-        Raises:
-            ValueError: a size is below 1, or a held-out set has another form.
-        """
+        """Check the ranges and the held-out sets."""
         parse_heldout_sets(self.heldout_sets)
         sizes = ("seq_len", "heldout_batch_size", "heldout_tokens")
         check_ranges(self, "data", **dict.fromkeys(sizes, COUNT))
@@ -91,13 +87,7 @@ class TextDataConfig:
             )
 
     def load(self, dataset: str, split: str, field: str | None = None) -> Source:
-        """Open a split of a data set by name, or of files.
-
-        Args:
-            dataset: a name for `fedpax.data.load`.
-            split: the split.
-            field: the field with the text. Default None: `field`.
-        """
+        """Open a split of a data set by name, or of files."""
         if not self.heldout_fraction or not is_files(dataset):
             return load(dataset, split, data_dir=self.data_dir)
         return load(
@@ -171,19 +161,8 @@ class LanguageModelExperiment(Experiment):
     def resolve(
         self, default: Experiment, parse: Callable[[Any], Any], job_log_dir: str | Path | None
     ) -> Self:
-        """Take the architecture from the folder that `--model.weights` names.
-
-        A run that resumes takes it from its own folder, and does not read the other one.
-
-        Args:
-            default: the experiment before the command line changed it.
-            parse: parses the command line with other defaults.
-            job_log_dir: the run's folder, if there is one.
-
-        Raises:
-            FileNotFoundError: there is no such folder, or no config.json in it.
-            ValueError: a flag contradicts the folder's config.json.
-        """
+        """Take the architecture from the folder that `--model.weights` names."""
+        # A run that resumes takes it from its own folder, and does not read the other one.
         assert isinstance(default, type(self))
         if self.model.weights is None or self.model.weights == default.model.weights:
             return self
@@ -199,11 +178,7 @@ class LanguageModelExperiment(Experiment):
         return dataclasses.replace(parsed, model=model)
 
     def trainable(self, mesh: Mesh) -> Trainable:
-        """Return the parameters that the run trains, and what it reads for them.
-
-        Args:
-            mesh: the run's mesh.
-        """
+        """Return the parameters that the run trains, and what it reads for them."""
         model, config = transformer(self.model), self.model
         shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
         sharded = shardings(model.logical_axes, shapes, mesh)
@@ -238,15 +213,8 @@ class LanguageModelExperiment(Experiment):
         )
 
     def write_model(self, folder: Path, params: Params, exp: str) -> None:
-        """Write the model as a Hugging Face folder, or with Orbax if no family has its features.
-
-        Adapters are merged into the model that they adapt, on the CPU.
-
-        Args:
-            folder: the folder, which does not exist.
-            params: the server's model, JAX arrays of this process or NumPy arrays.
-            exp: the experiment's name on the command line.
-        """
+        """Write the model as a Hugging Face folder, or with Orbax if no family has its features."""
+        # Adapters are merged into the model that they adapt, on the CPU.
         config = self.model
         if self.lora.rank:
             assert config.weights is not None
@@ -259,12 +227,7 @@ class LanguageModelExperiment(Experiment):
             super().write_model(folder, params, exp)
 
     def write_huggingface(self, folder: Path, params: Params) -> None:
-        """Write a whole model of this architecture, with its tokenizer, as a Hugging Face folder.
-
-        Args:
-            folder: the folder; created.
-            params: the parameters.
-        """
+        """Write a whole model with its tokenizer as a Hugging Face folder."""
         data = self.data
         write_huggingface(
             folder,
@@ -275,12 +238,7 @@ class LanguageModelExperiment(Experiment):
         )
 
     def read_tokenizer(self) -> Tokenizer:
-        """Load the tokenizer, and check that the model has its tokens.
-
-        Raises:
-            ValueError: the tokenizer has more tokens than the model, or less than half of those of
-                weights that were trained before.
-        """
+        """Load the tokenizer, and check that the model has its tokens."""
         data, config = self.data, self.model
         tokenizer = load_tokenizer(data.tokenizer, end_of_document=data.end_of_document)
         if tokenizer.vocab_size > config.vocab_size:
@@ -307,13 +265,8 @@ class LanguageModelExperiment(Experiment):
         return self.data.load(self.data.dataset, "train")
 
     def read_heldout(self, tokenizer: Tokenizer) -> HeldoutSets:
-        """Open the splits to evaluate on; their rows are tokenized at the first evaluation.
-
-        Call it before training, so that a missing set raises early.
-
-        Args:
-            tokenizer: the tokenizer.
-        """
+        """Open the splits to evaluate on; their rows are tokenized at the first evaluation."""
+        # Call it before training, so that a missing set raises early.
         data = self.data
 
         def read(dataset: str, split: str | None, field: str | None) -> HeldoutRows:

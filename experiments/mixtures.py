@@ -27,23 +27,7 @@ class MixtureItem(NamedTuple):
 
 
 def parse_mixture(items: Sequence[str]) -> list[MixtureItem]:
-    """Parse the data sets of a mixture.
-
-    Args:
-        items: for each data set `"NAME=WEIGHT"`, with `"NAME#FIELD"` if its text is in another
-            field. Weights that change are points `"NAME=WEIGHT@ROUND,WEIGHT@ROUND"`, as in
-            `fedpax.data.Mixture`.
-
-    Raises:
-        ValueError: an item is malformed or names no data set, two items name the same data set, or
-            weights are negative, not in order, or sum to 0.
-
-    Example:
-        >>> for item in parse_mixture(["c4/en:3.1.0=3", "gsm8k#question=0@900,1@1000"]):
-        ...     print(item)
-        MixtureItem(name='c4/en:3.1.0', weight=3.0, field=None)
-        MixtureItem(name='gsm8k', weight=((900, 0.0), (1000, 1.0)), field='question')
-    """
+    """Parse the data sets of a mixture."""
     parsed: dict[str, MixtureItem] = {}
     for text in items:
         found = _ITEM.fullmatch(text.strip())

@@ -81,19 +81,7 @@ class OptimizerConfig:
     def make(
         self, num_steps: int, logical_axes: chex.ArrayTree | None = None
     ) -> optax.GradientTransformation:
-        """Make the optimizer of a run.
-
-        Args:
-            num_steps: optimizer steps of the whole run.
-            logical_axes: for each parameter, the tuple of its logical axes. Muon needs them to
-                find the matrices. Default None: for the other optimizers.
-
-        Returns:
-            The optimizer, preceded by clipping of the gradient's global norm.
-
-        Raises:
-            ValueError: the optimizer is Muon and `logical_axes` is None.
-        """
+        """Make the optimizer of a run."""
         rate = self.learning_rate_schedule(num_steps)
         decay = optax.add_decayed_weights(self.weight_decay)
         match self.name:
@@ -177,27 +165,10 @@ class OptimizerConfig:
 
 
 def muon_dimension_numbers(logical_axes: chex.ArrayTree | None) -> chex.ArrayTree:
-    """Find the input and output axes of each parameter that is a matrix, for Muon.
-
-    The axis "embed" is one side of the matrix, all other axes together are the other side. Axes
-    along which matrices are stacked belong to neither. Embeddings and norms are not matrices in
-    this sense; Muon updates them by Adam.
-
-    Args:
-        logical_axes: for each parameter, the tuple of its logical axes.
-
-    Returns:
-        The same structure of `optax.contrib.MuonDimensionNumbers`, or None for Adam.
-
-    Raises:
-        ValueError: `logical_axes` is None.
-
-    Example:
-        >>> axes = {"query": ("layers", "embed", "heads", "head_dim")}
-        >>> dimensions = muon_dimension_numbers(axes)["query"]
-        >>> dimensions.reduction_axis, dimensions.output_axis
-        ((1,), (2, 3))
-    """
+    """Find the input and output axes of each parameter that is a matrix, for Muon."""
+    # The axis "embed" is one side of the matrix, all other axes together are the other side. Axes
+    # along which matrices are stacked belong to neither. Embeddings and norms are not matrices in
+    # this sense; Muon updates them by Adam.
     if logical_axes is None:
         raise ArgumentError(
             "optimizer.name='muon' needs the logical axes of the parameters to find the matrices, "

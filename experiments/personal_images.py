@@ -36,15 +36,10 @@ class PersonalImages(FedAvgImages):
         return with_own_models(super().build(), self.method, evaluate)
 
     def evaluate_clients(self) -> Callable[[Any], dict[str, float]]:
-        """Make the evaluation of the clients' own models, on held-out examples of their labels.
-
-        The held-out examples are weighted for each client, so that every label has the share that
-        it has among the client's training examples. A client counts by the number of these. The
-        training batches of all clients are in memory.
-
-        Returns:
-            `state -> {"loss": ..., "accuracy": ...}`, floats; `state` is that of the algorithm.
-        """
+        """Make the evaluation of the clients' own models, on held-out examples of their labels."""
+        # The held-out examples are weighted for each client, so that every label has the share that
+        # it has among the client's training examples. A client counts by the number of these. The
+        # training batches of all clients are in memory.
         population, labels = self.read_population()
         cohort = self._read_cohort(population)
         heldout = self.open_heldout(self.make_preprocess())()
@@ -87,24 +82,7 @@ def client_metrics(
     batches: Mapping[str, jax.Array],
     weights: Float[Array, "clients classes"],
 ) -> dict[str, jax.Array]:
-    """Average the metrics of each client's model over examples that are weighted by label.
-
-    Args:
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`, means weighted by the `mask`.
-        models: the clients' models, a pytree of arrays `[clients, ...]`.
-        batches: arrays `[batches, batch, ...]`, with `label` and `mask`.
-        weights: for each client and label, the weight of an example.
-
-    Returns:
-        `"loss"` and the metrics of `loss_fn`, weighted means over clients and examples.
-
-    Example:
-        >>> loss_fn = lambda w, batch: (jnp.sum(batch["mask"] * w) / jnp.sum(batch["mask"]), {})
-        >>> batches = {"label": jnp.array([[0, 1]]), "mask": jnp.ones((1, 2))}
-        >>> models, weights = jnp.array([3.0, 6.0]), jnp.array([[2.0, 0.0], [0.5, 0.5]])
-        >>> client_metrics(loss_fn, models, batches, weights)["loss"].item()
-        4.0
-    """
+    """Average the metrics of each client's model over examples that are weighted by label."""
 
     def one(client: tuple[Params, Float[Array, " classes"]]) -> tuple[Any, jax.Array]:
         model, weights = client

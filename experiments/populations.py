@@ -22,12 +22,7 @@ class PopulationConfig(abc.ABC):
 
     @abc.abstractmethod
     def make(self, source: Source, seed: int) -> Partition:
-        """Return the indices of each client's examples.
-
-        Args:
-            source: the training split.
-            seed: the random seed.
-        """
+        """Return the indices of each client's examples."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,10 +109,8 @@ class NaturalPopulation(PopulationConfig):
         check_ranges(self, "population", max_examples=COUNT)
 
     def make(self, source: Source, seed: int) -> Partition:
-        """Group the examples by client.
-
-        A source without `client_starts`, or another field, takes one pass over the source.
-        """
+        """Group the examples by client."""
+        # A source without `client_starts`, or another field, takes one pass over the source.
         del seed
         check_has_fields(
             source,
@@ -133,16 +126,7 @@ class NaturalPopulation(PopulationConfig):
 def check_has_fields(
     source: Source, *fields: str, remedy: str = "Rename its fields when it is prepared"
 ) -> None:
-    """Check that the examples of a source have the fields that an experiment reads.
-
-    Args:
-        source: the examples.
-        *fields: names of fields.
-        remedy: the message's advice, a sentence that continues with "or choose another --dataset".
-
-    Raises:
-        ValueError: a field is missing.
-    """
+    """Check that the examples of a source have the fields that an experiment reads."""
     found = source[0]
     if missing := [field for field in fields if field not in found]:
         raise ArgumentError(

@@ -48,12 +48,7 @@ class Settings:
 
     @classmethod
     def of(cls, function: str | Callable[..., Any]) -> type[Self]:
-        """Return the class of a function, or of one in `functions` by its name.
-
-        Raises:
-            ValueError: there is no function of this name.
-            TypeError: a required argument is neither plain nor given by the experiment.
-        """
+        """Return the class of a function, or of one in `functions` by its name."""
         if isinstance(function, str):
             if function not in (functions := cls.functions()):
                 raise ArgumentError(
@@ -79,22 +74,14 @@ class Settings:
 
     @classmethod
     def named(cls, name: str) -> type[Self]:
-        """Return the class of this name in any case, for configurations of older versions.
-
-        Raises:
-            AttributeError: there is none.
-        """
+        """Return the class of this name in any case, for configurations of older versions."""
         for function in () if name.startswith("_") else cls.functions():
             if function.replace("_", "") == name.lower():
                 return cls.of(function)
         raise AttributeError(f"there is no {cls.group} {name}")
 
     def __post_init__(self) -> None:
-        """Check the settings.
-
-        Raises:
-            ValueError: the function does not take a value.
-        """
+        """Check the settings."""
         check_ranges(self, self.group)
         try:
             self.call(self.given)
@@ -102,11 +89,7 @@ class Settings:
             raise self._naming_flags(error) from None
 
     def call(self, given: Mapping[str, Any]) -> Any:
-        """Call the function with its settings.
-
-        Args:
-            given: values of `given`; the function gets those that it has.
-        """
+        """Call the function with its settings."""
         parameters = inspect.signature(self.function).parameters
         arguments = {name: value for name, value in given.items() if name in parameters}
         return type(self).function(**arguments, **vars(self))

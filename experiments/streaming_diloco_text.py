@@ -40,11 +40,7 @@ class StreamingConfig:
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        """Check the ranges.
-
-        Raises:
-            ValueError: a number is NaN or out of range.
-        """
+        """Check the ranges."""
         check_ranges(
             self,
             "streaming",

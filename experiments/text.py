@@ -62,11 +62,7 @@ class TextConfig(TextDataConfig):
     num_shards: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the ranges and the mixture.
-
-        Raises:
-            ValueError: a size is below 1, or the mixture is malformed.
-        """
+        """Check the ranges and the mixture."""
         super().__post_init__()
         sizes = ("local_steps", "batch_size", "shuffle_tokens", "num_shards")
         check_ranges(self, "data", **dict.fromkeys(sizes, COUNT))
@@ -91,11 +87,7 @@ class LossConfig:
     gradient_norm: bool = False
 
     def __post_init__(self) -> None:
-        """Check the ranges.
-
-        Raises:
-            ValueError: a number is NaN or out of range.
-        """
+        """Check the ranges."""
         check_ranges(
             self,
             "loss",
@@ -130,12 +122,7 @@ class TextExperiment(LanguageModelExperiment):
     def make_algorithm(
         self, loss_fn: LossFn, optimizer: optax.GradientTransformation
     ) -> FederatedAlgorithm:
-        """Make the federated algorithm.
-
-        Args:
-            loss_fn: the training loss.
-            optimizer: the optimizer of the local steps.
-        """
+        """Make the federated algorithm."""
 
     def build(self) -> Run:
         """Make the model, algorithm and mesh. The text is read when the first round needs it."""

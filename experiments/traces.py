@@ -53,11 +53,7 @@ class TraceConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the ranges.
-
-        Raises:
-            ValueError: a number is NaN or out of range, or there are returns without failures.
-        """
+        """Check the ranges."""
         check_ranges(
             self,
             "trace",
@@ -79,20 +75,7 @@ class TraceConfig:
             )
 
     def make(self, num_participants: int) -> Trace:
-        """Read or draw the trace.
-
-        Args:
-            num_participants: size of the population.
-
-        Raises:
-            ValueError: there is no such file, it is malformed, or it has another number of
-                participants.
-
-        Example:
-            >>> trace = TraceConfig(seconds_per_step=2.0, sigma=0.0).make(3)
-            >>> trace.seconds_per_step.tolist()
-            [2.0, 2.0, 2.0]
-        """
+        """Read or draw the trace."""
         if self.file is not None:
             try:
                 trace = load_trace(self.file)
@@ -133,14 +116,7 @@ class TraceConfig:
         )
 
     def check_horizon(self, last_second: float) -> None:
-        """Check that failures were drawn up to the end of a run.
-
-        Args:
-            last_second: when the run ends.
-
-        Raises:
-            ValueError: it ends later.
-        """
+        """Check that failures were drawn up to the end of a run."""
         drawn = self.file is None and self.seconds_to_failure is not None
         if drawn and last_second > self.horizon:
             raise ArgumentError(

@@ -45,12 +45,7 @@ class Trainable(NamedTuple):
     def algorithm(
         self, make: Callable[[LossFn], FederatedAlgorithm], loss_fn: LossFn
     ) -> FederatedAlgorithm:
-        """Make an algorithm that trains these parameters.
-
-        Args:
-            make: makes the algorithm from a loss of the parameters.
-            loss_fn: the loss of the transformer's parameters.
-        """
+        """Make an algorithm that trains these parameters."""
         if self.frozen is None:
             return make(loss_fn)
         return with_frozen_argument(
@@ -60,12 +55,7 @@ class Trainable(NamedTuple):
     def evaluate(
         self, make: Callable[[LossFn], Callable[[Params], Evaluation]], loss_fn: LossFn
     ) -> Callable[[Params], Evaluation]:
-        """Make a function that evaluates these parameters.
-
-        Args:
-            make: makes such a function from a loss of its argument.
-            loss_fn: the loss of the transformer's parameters.
-        """
+        """Make a function that evaluates these parameters."""
         frozen = self.frozen
         if frozen is None:
             return make(loss_fn)
@@ -79,21 +69,7 @@ class Trainable(NamedTuple):
 
 
 def describe_flops(config: TransformerConfig, seq_len: int, adapters: LoRAConfig) -> str:
-    """Describe the floating-point operations of a token that MFU counts.
-
-    Args:
-        config: the transformer.
-        seq_len: tokens in a row.
-        adapters: the adapters that are trained in its place; of rank 0 if there are none.
-
-    Example:
-        >>> print(describe_flops(TransformerConfig(), 1024, NO_ADAPTERS))
-        6 N + 12 L H d T for N parameters in matmuls and all T = 1024 keys; no recomputation
-        >>> config = TransformerConfig(sliding_window=256)
-        >>> print(describe_flops(config, 1024, LoRAConfig(8)))  # doctest: +NORMALIZE_WHITESPACE
-        4 N + 6 A + 12 L H d T for N frozen parameters in matmuls, A parameters of adapters and the
-        T = 256 keys of the sliding window; no recomputation
-    """
+    """Describe the floating-point operations of a token that MFU counts."""
     active = "active " if config.num_experts else ""
     if adapters.rank:
         terms = "4 N + 6 A", f"N frozen {active}parameters in matmuls, A parameters of adapters"

@@ -25,16 +25,7 @@ _TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generat
 
 
 def stored_weights(config: TransformerConfig, shapes: Params) -> StoredParams:
-    """Describe the parameters in the folder `config.weights`.
-
-    Args:
-        config: the transformer.
-        shapes: the parameters' shapes, dtypes and shardings. Stored weights of another dtype are
-            cast.
-
-    Returns:
-        The parameters. `load` raises a ValueError if the folder has another model.
-    """
+    """Describe the parameters in the folder `config.weights`."""
 
     def read() -> Params:
         if config.weights is None:
@@ -67,20 +58,7 @@ def check_architecture(config: TransformerConfig, stored: TransformerConfig) -> 
 
 
 def huggingface_obstacle(config: TransformerConfig) -> str | None:
-    """Return why a transformer cannot be written as a Hugging Face folder.
-
-    Args:
-        config: the transformer.
-
-    Returns:
-        The reason and its remedy in words; None if a family has the transformer's features.
-
-    Example:
-        >>> huggingface_obstacle(TransformerConfig()) is None
-        True
-        >>> print(huggingface_obstacle(TransformerConfig(logit_softcap=30.0))[:36])
-        TransformerConfig.logit_softcap=30.0
-    """
+    """Return why a transformer cannot be written as a Hugging Face folder."""
     try:
         to_entries(without_scale(config), "float32")
     except ValueError as error:
@@ -89,16 +67,9 @@ def huggingface_obstacle(config: TransformerConfig) -> str | None:
 
 
 def without_scale(config: TransformerConfig) -> TransformerConfig:
-    """Describe the same transformer with the scale of its embeddings in the embedding table.
-
-    No Hugging Face family of `fedpax.models.huggingface` scales embeddings. A table that is scaled
-    is no longer the output projection too.
-
-    Example:
-        >>> config = without_scale(TransformerConfig(scale_embeddings=True))
-        >>> config.scale_embeddings, config.tied_embeddings
-        (False, False)
-    """
+    """Describe the same transformer with the scale of its embeddings in the embedding table."""
+    # No Hugging Face family of `fedpax.models.huggingface` scales embeddings. A table that is
+    # scaled is no longer the output projection too.
     if not config.scale_embeddings:
         return config
     return dataclasses.replace(config, scale_embeddings=False, tied_embeddings=False)
@@ -121,18 +92,9 @@ def write_huggingface(
     tokenizer: str,
     end_of_document: str | None,
 ) -> None:
-    """Write config.json, safetensors and the tokenizer's files.
-
-    If the transformer scales its embeddings, the embedding table is written with the scale, and the
-    output projection by itself.
-
-    Args:
-        folder: the folder; created.
-        config: the transformer. The other entries of the config.json in `config.weights` are kept.
-        params: the parameters.
-        tokenizer: "bytes", for which no file is written, or the path of the tokenizer's file.
-        end_of_document: the token that ends a document. None: the files beside the tokenizer's say.
-    """
+    """Write config.json, safetensors and the tokenizer's files."""
+    # If the transformer scales its embeddings, the embedding table is written with the scale, and
+    # the output projection by itself.
     weights = config.weights
     original = weights if weights is not None and Path(weights).is_dir() else None
     huggingface.save(

@@ -29,20 +29,10 @@ def outer_gradients(
     cohort: Cohort,
     aggregator: Aggregator | None,
 ) -> tuple[Params, optax.OptState, Bool[Array, " islands"], Metrics]:
-    """Train each island from its own model. Inside a program.
-
-    Args:
-        outer_gradient: the result of `make_outer_gradient`.
-        local_params: the islands' models, placed.
-        inner_state: the states of their inner optimizers, placed.
-        cohort: the cohort of the round, in which absent islands have no steps.
-        aggregator: combines the updates; None: they are added up.
-
-    Returns:
-        The outer gradients and the inner states, placed; which islands have a valid step, and so
-        an update to send; the mean metrics of those islands, with a schedule also their number,
-        `arrivals`.
-    """
+    """Train each island from its own model. Inside a program."""
+    # Returns the outer gradients and the inner states, placed; which islands have a valid step, and
+    # so an update to send; the mean metrics of those islands, with a schedule also their number,
+    # `arrivals`.
     gradients, inner_state, metrics = federated_map(
         outer_gradient, local_params, inner_state, cohort.batches, cohort.num_steps
     )
@@ -55,17 +45,11 @@ def outer_gradients(
 
 
 class Combined(NamedTuple):
-    """The carry from one combination of a round to the next.
+    """The carry from one combination of a round to the next."""
 
-    Attributes:
-        state: the state of the aggregator; None without one.
-        metrics: sums of the aggregator's metrics.
-        instants: float32 scalar, number of combinations with an update.
-    """
-
-    state: chex.ArrayTree | None
-    metrics: Metrics
-    instants: Float[Array, ""]
+    state: chex.ArrayTree | None  # the state of the aggregator; None without one
+    metrics: Metrics  # sums of the aggregator's metrics
+    instants: Float[Array, ""]  # float32 scalar, number of combinations with an update
 
     def mean_metrics(self) -> Metrics:
         """Average the aggregator's metrics over the combinations with an update."""
@@ -73,22 +57,13 @@ class Combined(NamedTuple):
 
 
 class ArrivingUpdates(NamedTuple):
-    """The updates of a round's islands, combined a few at a time.
+    """The updates of a round's islands, combined a few at a time."""
 
-    Attributes:
-        updates: placed, of the structure of the parameters.
-        aggregator: combines those that arrive together; None: they are added up.
-    """
-
-    updates: Params
-    aggregator: Aggregator | None
+    updates: Params  # placed, of the structure of the parameters
+    aggregator: Aggregator | None  # combines those that arrive together; None: they are added up
 
     def start(self, state: chex.ArrayTree | None) -> Combined:
-        """Return the carry before the first combination. Inside a program.
-
-        Args:
-            state: the aggregator's state; None without one.
-        """
+        """Return the carry before the first combination. Inside a program."""
         placed = jax.tree.leaves(self.updates)[0].shape[0]
         types = jax.eval_shape(lambda: self._aggregate(state, jnp.ones(placed))[2])
         zeros = jax.tree.map(lambda value: jnp.zeros(value.shape, value.dtype), types)
@@ -97,16 +72,9 @@ class ArrivingUpdates(NamedTuple):
     def combine(
         self, arriving: Bool[Array, " islands"], before: Combined
     ) -> tuple[Params, Float[Array, ""], Combined]:
-        """Combine the updates of the islands that arrive together. Inside a program.
-
-        Args:
-            arriving: which islands do.
-            before: the carry of the last combination.
-
-        Returns:
-            The sum of their updates: their number times the aggregate; their number, float32; the
-            carry. If no island arrives, the sum is 0 and the aggregator's state does not change.
-        """
+        """Combine the updates of the islands that arrive together. Inside a program."""
+        # Returns the sum of their updates: their number times the aggregate; their number, float32;
+        # the carry. If no island arrives, the sum is 0 and the aggregator's state does not change.
         if self.aggregator is None:
 
             def send(update: Params, here: Bool[Array, ""]) -> tuple[Params, jax.Array]:
@@ -150,20 +118,7 @@ def process_in_order(
 def arrivals_aggregator(
     method: str, aggregator: Aggregator | None, optimizer: optax.GradientTransformation
 ) -> Aggregator | None:
-    """Return an aggregator that can combine the updates of a few islands at a time.
-
-    Args:
-        method: the method's name, for the message.
-        aggregator: the aggregator, or None.
-        optimizer: the islands' optimizer; the aggregator leaves out parameters that it freezes.
-
-    Returns:
-        None, or the aggregator with its result checked.
-
-    Raises:
-        TypeError: it is not an `Aggregator`.
-        ValueError: it needs the updates of all islands at once.
-    """
+    """Return an aggregator that can combine the updates of a few islands at a time."""
     if aggregator is None:
         return None
     checked = given_aggregator(aggregator, aggregator, optimizer)

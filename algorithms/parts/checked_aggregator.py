@@ -17,23 +17,7 @@ from fedpax.errors import ArgumentError, ArgumentTypeError
 
 
 def checked_aggregator(aggregator: Aggregator) -> Aggregator:
-    """Return an aggregator that checks what `aggregate` returns, by types and shapes alone.
-
-    Args:
-        aggregator: any aggregator.
-
-    Returns:
-        The same aggregator. Its `aggregate` raises a `TypeError` or a `ValueError` if the result is
-        not `(aggregated, state, metrics)` as in `fedpax.aggregators.Aggregator`.
-
-    Example:
-        >>> import fedpax
-        >>> keep = checked_aggregator(Aggregator(lambda params: (), lambda s, u, w: (u, s, {})))
-        >>> fedpax.program(clients=2)(lambda u: keep.aggregate((), u, None))(jnp.ones((2, 3)))
-        Traceback (most recent call last):
-            ...
-        fedpax.errors.ArgumentError: aggregator.aggregate returned an aggregate of shape [2, 3], ...
-    """
+    """Return an aggregator that checks what `aggregate` returns, by types and shapes alone."""
 
     def aggregate(
         state: chex.ArrayTree, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None

@@ -14,37 +14,13 @@ from fedpax.errors import ArgumentError, ArgumentTypeError
 
 
 def check_setting(method: str, name: str, value: Any, expected: Range, *, remedy: str) -> None:
-    """Check a setting as `check_argument`; a traced one, as of a derivative, is not checked.
-
-    Example:
-        >>> from fedpax.checks import NON_NEGATIVE
-        >>> check_setting("fedprox", "mu", -1.0, NON_NEGATIVE, remedy="Pass 0.0 for fedavg.")
-        Traceback (most recent call last):
-            ...
-        fedpax.errors.ArgumentError: fedprox(): mu is -1.0, expected a finite number of at least ...
-    """
+    """Check a setting as `check_argument`; a traced one, as of a derivative, is not checked."""
     if not isinstance(value, jax.core.Tracer):
         check_argument(method, name, value, expected, remedy=remedy)
 
 
 def check_optimizer(method: str, name: str, value: Any, *, optional: bool = False) -> None:
-    """Check that an argument is an optax optimizer.
-
-    Args:
-        method: the method's name, for the message.
-        name: the argument's name.
-        value: an `optax.GradientTransformation`, or an object with the same methods.
-        optional: None is allowed too. Default False.
-
-    Raises:
-        TypeError: the value lacks `init` or `update`.
-
-    Example:
-        >>> check_optimizer("fedavg", "client_optimizer", 0.1)
-        Traceback (most recent call last):
-            ...
-        fedpax.errors.ArgumentTypeError: fedavg(): client_optimizer is 0.1, expected an ...
-    """
+    """Check that an argument is an optax optimizer."""
     if optional and value is None:
         return
     if all(callable(getattr(value, part, None)) for part in ("init", "update")):
@@ -57,23 +33,7 @@ def check_optimizer(method: str, name: str, value: Any, *, optional: bool = Fals
 
 
 def check_population(method: str, cohort_size: Any, num_clients: Any) -> None:
-    """Check that a cohort is not larger than the population that it is drawn from.
-
-    Args:
-        method: the method's name, for the message.
-        cohort_size: number of clients in a round.
-        num_clients: number of clients in the population.
-
-    Raises:
-        TypeError: `num_clients` is not an integer.
-        ValueError: `num_clients` is below 1 or below `cohort_size`.
-
-    Example:
-        >>> check_population("scaffold", 10, 6)
-        Traceback (most recent call last):
-            ...
-        fedpax.errors.ArgumentError: scaffold(): cohort_size is 10, expected at most ...
-    """
+    """Check that a cohort is not larger than the population that it is drawn from."""
     remedy = "Pass the size of the population."
     check_argument(method, "num_clients", num_clients, COUNT, remedy=remedy)
     if isinstance(cohort_size, numbers.Integral) and cohort_size > num_clients:
@@ -91,20 +51,7 @@ _SPLIT = (
 
 
 def check_no_keys(params: chex.ArrayTree) -> None:
-    """Check that no leaf of the parameters is a random key, as of `nnx.Dropout`.
-
-    Args:
-        params: a pytree of arrays.
-
-    Raises:
-        TypeError: a leaf is a random key; the message names it.
-
-    Example:
-        >>> check_no_keys({"w": jnp.zeros(3), "rngs": jax.random.key(0)})
-        Traceback (most recent call last):
-            ...
-        fedpax.errors.ArgumentTypeError: params['rngs'] is a random key (key<fry>), expected ...
-    """
+    """Check that no leaf of the parameters is a random key, as of `nnx.Dropout`."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
             raise ArgumentTypeError(
@@ -114,20 +61,7 @@ def check_no_keys(params: chex.ArrayTree) -> None:
 
 
 def check_float_params(params: chex.ArrayTree) -> None:
-    """Check that parameters can be differentiated.
-
-    Args:
-        params: a pytree of arrays.
-
-    Raises:
-        TypeError: a leaf is an integer, a boolean or a random key; the message names it.
-
-    Example:
-        >>> check_float_params({"w": jnp.zeros(3, int)})
-        Traceback (most recent call last):
-            ...
-        fedpax.errors.ArgumentTypeError: params['w'] has dtype int32, expected floats. Cast it ...
-    """
+    """Check that parameters can be differentiated."""
     check_no_keys(params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
@@ -140,25 +74,9 @@ def check_float_params(params: chex.ArrayTree) -> None:
 def cohort_of_population(
     method: str, cohort: Cohort, num_clients: int
 ) -> tuple[Cohort, Int[Array, " participants"]]:
-    """Return the cohort of a method with client state, absent where the population has no client.
-
-    Args:
-        method: the method's name, for the message.
-        cohort: the cohort of the round.
-        num_clients: number of clients in the population.
-
-    Returns:
-        The cohort with -1 as the id of each slot whose id is not below `num_clients`: the store
-        has no state for it. And its client ids.
-
-    Raises:
-        ValueError: `cohort.client_ids` is None.
-
-    Example:
-        >>> cohort = Cohort(jnp.zeros((3, 1, 1)), client_ids=jnp.array([4, 5, -1]))
-        >>> cohort_of_population("scaffold", cohort, num_clients=5)[1].tolist()
-        [4, -1, -1]
-    """
+    """Return the cohort of a method with client state, and its ids; -1 beyond the population."""
+    # Returns the cohort with -1 as the id of each slot whose id is not below `num_clients`: the
+    # store has no state for it. And its client ids.
     if cohort.client_ids is None:
         raise ArgumentError(
             f"{method}(): cohort.client_ids is None, but {method} keeps state for each client. Set "
@@ -171,22 +89,12 @@ def cohort_of_population(
 
 
 def is_scalar(value: Any) -> bool:
-    """Return whether a value is a number or an array without axes, which can be traced.
-
-    Example:
-        >>> is_scalar(0.5), is_scalar(jnp.ones(3)), is_scalar("0.5")
-        (True, False, False)
-    """
+    """Return whether a value is a number or an array without axes, which can be traced."""
     return isinstance(value, int | float) or (hasattr(value, "dtype") and value.ndim == 0)
 
 
 def describe_value(value: Any) -> str:
-    """Name a value's type for a message, with its shape if it is an array.
-
-    Example:
-        >>> describe_value(jnp.ones(3)), describe_value((1, 2)), describe_value({})
-        ('an array float32[3]', 'a tuple of 2', 'a dict')
-    """
+    """Name a value's type for a message, with its shape if it is an array."""
     if hasattr(value, "dtype"):
         return f"an array {value.dtype}{list(value.shape)}"
     if isinstance(value, tuple):

@@ -112,20 +112,7 @@ class DelayedNesterov(NamedTuple):
 
 
 def check_delayed_nesterov(method: str, name: str, server: DelayedNesterov) -> None:
-    """Check that an argument is a `DelayedNesterov` with settings in range.
-
-    Args:
-        method: the method's name, for the message.
-        name: the argument's name; "" if the settings are arguments of the method themselves.
-        server: the argument.
-
-    Raises:
-        TypeError: it is of another type.
-        ValueError: a setting is out of range.
-
-    Example:
-        >>> check_delayed_nesterov("halos", "local_server", DelayedNesterov(0.7, 0.9, 16))
-    """
+    """Check that an argument is a `DelayedNesterov` with settings in range."""
     if not isinstance(server, DelayedNesterov):
         raise ArgumentTypeError(
             f"{method}(): {name} is a {type(server).__name__}, expected a DelayedNesterov. Pass "

@@ -17,18 +17,13 @@ State = TypeVar("State", bound=Any)
 
 
 class FragmentServer(NamedTuple):
-    """The outer model of islands, with states for each fragment. Inside a program.
+    """The outer model of islands, with states for each fragment. Inside a program."""
 
-    It reads and replaces fields of a method's state, a NamedTuple: `params`, `local_params`,
-    `outer_optimizer_state` and `aggregator_state`. The last two have an entry for each fragment.
+    # It reads and replaces fields of a method's state, a NamedTuple: `params`, `local_params`,
+    # `outer_optimizer_state` and `aggregator_state`. The last two have an entry for each fragment.
 
-    Attributes:
-        optimizer: steps each fragment of the outer model.
-        aggregator: combines the islands' outer gradients of a fragment.
-    """
-
-    optimizer: optax.GradientTransformation
-    aggregator: Aggregator
+    optimizer: optax.GradientTransformation  # steps each fragment of the outer model
+    aggregator: Aggregator  # combines the islands' outer gradients of a fragment
 
     def init(self, parts: list[Params]) -> tuple[tuple[optax.OptState, ...], tuple[Any, ...]]:
         """Return the states of the optimizer and of the aggregator for each fragment."""

@@ -23,30 +23,14 @@ rows of one fragment are equally spaced.
 
 
 class Fragment(NamedTuple):
-    """A part of a pytree: some leaves, and of some leaves equally spaced rows of the first axis.
+    """A part of a pytree: some leaves, and of some leaves equally spaced rows of the first axis."""
 
-    Attributes:
-        rows: for each leaf, in the order of `jax.tree.leaves`: its rows, or None where the leaf has
-            no part in the fragment. `slice(None)` is the whole leaf.
-    """
-
+    # for each leaf, in the order of `jax.tree.leaves`: its rows, or None where the leaf has no part
+    # in the fragment. `slice(None)` is the whole leaf.
     rows: tuple[slice | None, ...]
 
     def take(self, tree: chex.ArrayTree) -> chex.ArrayTree:
-        """Cut the fragment from a pytree.
-
-        Args:
-            tree: a pytree of arrays of the structure of the parameters.
-
-        Returns:
-            The same structure, with None for leaves that have no part in the fragment. Rows are
-            static slices, which the compiler fuses into what reads them.
-
-        Example:
-            >>> fragment = Fragment((None, slice(0, 4, 2)))
-            >>> fragment.take({"bias": jnp.zeros(2), "layers": jnp.arange(4)})
-            {'bias': None, 'layers': Array([0, 2], dtype=int32)}
-        """
+        """Cut the fragment from a pytree."""
         leaves, structure = jax.tree.flatten(tree)
         parts = [
             None if rows is None else _slice(leaf, rows)
@@ -55,21 +39,7 @@ class Fragment(NamedTuple):
         return jax.tree.unflatten(structure, parts)
 
     def put(self, tree: chex.ArrayTree, part: chex.ArrayTree) -> chex.ArrayTree:
-        """Replace the fragment in a pytree.
-
-        Args:
-            tree: a pytree of arrays of the structure of the parameters.
-            part: the result of `take`, with other values.
-
-        Returns:
-            The pytree with these values. Rows are written by one elementwise operation on their
-            leaf, which the compiler does in place where the old leaf is not needed any more.
-
-        Example:
-            >>> fragment = Fragment((slice(1, 4, 2),))
-            >>> fragment.put([jnp.arange(4)], [jnp.array([10, 30])])[0].tolist()
-            [0, 10, 2, 30]
-        """
+        """Replace the fragment in a pytree."""
         leaves, structure = jax.tree.flatten(tree)
         parts = jax.tree.leaves(part, is_leaf=lambda x: x is None)
         replaced = [
@@ -158,27 +128,8 @@ def layer_fragments(
 
 
 def make_fragments(fragments: int | FragmentFn, params: Params) -> tuple[Fragment, ...]:
-    """Divide parameters into fragments.
-
-    Args:
-        fragments: the number of fragments, assigned by `layer_fragments`; or a function.
-        params: the parameters; only their structure and shapes are read.
-
-    Returns:
-        The fragments. Each part of each parameter belongs to exactly one of them.
-
-    Raises:
-        TypeError: `fragments` is neither an int nor a function, or the function does not return
-            integers.
-        ValueError: a fragment is empty, a fragment's number is negative, a sequence does not have
-            one number for each row, or the rows of a fragment are not equally spaced.
-
-    Example:
-        >>> params = {"embedding": jnp.zeros((8, 2)), "layers": jnp.zeros((4, 2, 2))}
-        >>> [jax.tree.map(jnp.shape, f.take(params)) for f in make_fragments(3, params)]
-        [{'embedding': None, 'layers': (2, 2, 2)}, {'embedding': None, 'layers': (2, 2, 2)}, \
-{'embedding': (8, 2), 'layers': None}]
-    """
+    """Divide parameters into fragments."""
+    # Returns the fragments. Each part of each parameter belongs to exactly one of them.
     fragment_of = fragments if callable(fragments) else layer_fragments(fragments)
     parts = [
         _rows_by_fragment(jax.tree_util.keystr(path, simple=True, separator="/"), leaf, fragment_of)

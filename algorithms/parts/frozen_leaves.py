@@ -17,22 +17,9 @@ from fedpax.primitives.zeros import zero_results
 
 
 def frozen_leaves(optimizer: optax.GradientTransformation, params: Params) -> list[bool]:
-    """Return for each parameter whether an optimizer leaves it as it is, whatever the gradient.
-
-    This is read from the graph of `optimizer.update`: an update is 0 if it is computed from zeros
-    alone, as by `optax.set_to_zero`.
-
-    Args:
-        optimizer: any optax optimizer.
-        params: arrays, or their abstract values.
-
-    Example:
-        >>> labels = {"body": "freeze", "head": "train"}
-        >>> optimizer = optax.multi_transform(
-        ...     {"freeze": optax.set_to_zero(), "train": optax.sgd(0.1)}, labels)
-        >>> frozen_leaves(optimizer, {"body": jnp.ones(3), "head": jnp.ones(2)})
-        [True, False]
-    """
+    """Return for each parameter whether an optimizer leaves it as it is, whatever the gradient."""
+    # This is read from the graph of `optimizer.update`: an update is 0 if it is computed from zeros
+    # alone, as by `optax.set_to_zero`.
     types = jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p), jnp.result_type(p)), params)
     count = len(jax.tree.leaves(types))
 
@@ -57,24 +44,9 @@ def frozen_leaves(optimizer: optax.GradientTransformation, params: Params) -> li
 def without_frozen_leaves(
     aggregator: Aggregator, optimizer: optax.GradientTransformation
 ) -> Aggregator:
-    """Aggregate only the parameters that the participants' optimizer moves.
-
-    The others are not sent. Their aggregate is 0: an aggregator that adds noise or rounds would
-    move them.
-
-    Args:
-        aggregator: any aggregator.
-        optimizer: the participants' optimizer.
-
-    Example:
-        >>> import fedpax
-        >>> from fedpax.aggregators import private_mean
-        >>> noisy = private_mean(max_norm=1.0, noise_multiplier=1.0, seed=0)
-        >>> still = without_frozen_leaves(noisy, optax.set_to_zero())
-        >>> step = fedpax.program(clients=2)(lambda u: still.aggregate(still.init(0.0), u, None)[0])
-        >>> step(jnp.zeros(2)).item()
-        0.0
-    """
+    """Aggregate only the parameters that the participants' optimizer moves."""
+    # The others are not sent. Their aggregate is 0: an aggregator that adds noise or rounds would
+    # move them.
 
     def split(tree: Params, types: Params) -> tuple[list[Any], list[bool]]:
         frozen = frozen_leaves(optimizer, types)

@@ -13,32 +13,12 @@ from fedpax.algorithms.parts.tree_arithmetic import scale, subtract
 
 
 def added_term(term: Params) -> optax.GradientTransformation:
-    """Add a constant to each gradient: `g + term`.
-
-    Args:
-        term: of the structure of the parameters.
-
-    Example:
-        >>> correction = added_term(2.0)
-        >>> correction.update(1.0, correction.init(0.0), 0.0)[0]
-        3.0
-    """
+    """Add a constant to each gradient: `g + term`."""
     return optax.stateless(lambda gradient, params: optax.tree.add(gradient, term))
 
 
 def proximal_term(mu: Any, x: Params) -> optax.GradientTransformation:
-    """Add the gradient of `mu / 2 |y - x|^2` to that of the loss at y: `g + mu (y - x)`.
-
-    Args:
-        mu: a number.
-        x: the point that steps are drawn to, of the structure of the parameters.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> proximal = proximal_term(0.5, jnp.float32(2.0))
-        >>> proximal.update(jnp.float32(1.0), proximal.init(0.0), jnp.float32(6.0))[0].item()
-        3.0
-    """
+    """Add the gradient of `mu / 2 |y - x|^2` to that of the loss at y: `g + mu (y - x)`."""
 
     def add(gradient: Params, y: Params | None) -> Params:
         return jax.tree.map(
@@ -49,26 +29,9 @@ def proximal_term(mu: Any, x: Params) -> optax.GradientTransformation:
 
 
 def constant_learning_rate(optimizer: optax.GradientTransformation, params: Params) -> float | None:
-    """Return eta if each update of an optimizer is `-eta` times the gradient, as of `optax.sgd`.
-
-    Then the sum of K gradients is the distance that K steps cover, divided by eta. In a dtype
-    narrower than float32, rounding would spoil this quotient.
-
-    Args:
-        optimizer: any optax optimizer. It is traced and not run.
-        params: of float32 or float64, or with their types.
-
-    Returns:
-        eta, the same for all leaves. None for any other optimizer, one with state included, and for
-        parameters of other dtypes.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> params = {"w": jnp.zeros(3), "b": jnp.zeros(())}
-        >>> round(constant_learning_rate(optax.sgd(0.5), params), 3)
-        0.5
-        >>> constant_learning_rate(optax.sgd(0.5, momentum=0.9), params)
-    """
+    """Return eta if each update of an optimizer is `-eta` times the gradient, as of `optax.sgd`."""
+    # Then the sum of K gradients is the distance that K steps cover, divided by eta. In a dtype
+    # narrower than float32, rounding would spoil this quotient.
     dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(params)}
     has_state = bool(jax.tree.leaves(jax.eval_shape(optimizer.init, params)))
     if has_state or not dtypes <= {"float32", "float64"}:

@@ -11,23 +11,13 @@ from fedpax.algorithm import Params
 
 
 class History(NamedTuple):
-    """The last versions of a model, in a ring buffer.
+    """The last versions of a model, in a ring buffer."""
 
-    Attributes:
-        versions: the model's pytree with leaves `[length, ...]`; version v is at v mod length.
-        current: int32 scalar, the number of the latest version, from 0.
-    """
-
-    versions: Params
-    current: Int[Array, ""]
+    versions: Params  # the model's pytree with leaves `[length, ...]`; version v is at v mod length
+    current: Int[Array, ""]  # int32 scalar, the number of the latest version, from 0
 
     def read(self, staleness: Int[Array, ""]) -> Params:
-        """Return the version that was the latest `staleness` versions ago.
-
-        Args:
-            staleness: integer scalar, from 0 to length - 1. A version before the first reads the
-                first.
-        """
+        """Return the version that was the latest `staleness` versions ago."""
         version = jnp.maximum(self.current - staleness, 0)
         return jax.tree.map(
             lambda leaf: jax.lax.dynamic_index_in_dim(
@@ -50,19 +40,7 @@ class History(NamedTuple):
 
 
 def start_history(params: Params, length: int) -> History:
-    """Make a history whose only version, number 0, is `params`.
-
-    Args:
-        params: the model.
-        length: number of versions to keep, at least 1: the largest staleness + 1. Memory: `length`
-            models.
-
-    Example:
-        >>> history = start_history(jnp.float32(1.0), length=3)
-        >>> history = history.append(jnp.float32(2.0)).append(jnp.float32(3.0))
-        >>> [history.read(jnp.int32(staleness)).item() for staleness in (0, 1, 2)]
-        [3.0, 2.0, 1.0]
-    """
+    """Make a history whose only version, number 0, is `params`."""
 
     def fill(leaf: chex.Array) -> Any:
         return jnp.broadcast_to(leaf, (length, *jnp.shape(leaf)))

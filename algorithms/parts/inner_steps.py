@@ -36,28 +36,9 @@ OuterGradient: TypeAlias = Callable[
 
 
 def make_inner_steps(loss_fn: LossFn, inner_optimizer: optax.GradientTransformation) -> InnerSteps:
-    """Make the function that takes an island's inner steps, one per batch.
-
-    The methods of the DiLoCo family map it over their islands. An island with a runtime of its own
-    (`fedpax.sites`) compiles it without a map. Both take the same steps.
-
-    Args:
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
-        inner_optimizer: any optax optimizer.
-
-    Returns:
-        `(params, inner_state, batches, num_steps) -> (params, inner_state, report)`, with the
-        arguments of `local_steps`.
-
-    Example:
-        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
-        >>> descent = optax.sgd(0.25)
-        >>> steps = make_inner_steps(loss_fn, descent)
-        >>> w = jnp.float32(0.0)
-        >>> w, _, report = steps(w, descent.init(w), jnp.array([[1.0], [3.0]]), None)
-        >>> w.item(), report.num_steps.item()
-        (1.75, 2.0)
-    """
+    """Make the function that takes an island's inner steps, one per batch."""
+    # The methods of the DiLoCo family map it over their islands. An island with a runtime of its
+    # own (`fedpax.sites`) compiles it without a map. Both take the same steps.
 
     def inner_steps(
         params: Params,
@@ -77,27 +58,10 @@ def make_inner_steps(loss_fn: LossFn, inner_optimizer: optax.GradientTransformat
 
 
 def keep_step_together(inner_steps: InnerSteps) -> InnerSteps:
-    """Keep the operations of a phase of one step together in a program for a TPU.
-
-    XLA inlines the loop of such a phase. A transfer between slices that should be in flight during
-    the step can then start after it, or complete before it. XLA inlines no conditional whose
-    predicate it does not know.
-
-    Args:
-        inner_steps: from `make_inner_steps`.
-
-    Returns:
-        The same function, for batches of one step and without `num_steps`.
-
-    Example:
-        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
-        >>> descent = optax.sgd(0.25)
-        >>> step = keep_step_together(make_inner_steps(loss_fn, descent))
-        >>> w = jnp.float32(0.0)
-        >>> w, _, report = step(w, descent.init(w), jnp.array([[1.0]]), None)
-        >>> w.item(), report.num_steps.item()
-        (0.5, 1.0)
-    """
+    """Keep the operations of a phase of one step together in a program for a TPU."""
+    # XLA inlines the loop of such a phase. A transfer between slices that should be in flight
+    # during the step can then start after it, or complete before it. XLA inlines no conditional
+    # whose predicate it does not know.
 
     def one_step(
         params: Params,
@@ -123,26 +87,7 @@ def keep_step_together(inner_steps: InnerSteps) -> InnerSteps:
 def make_outer_gradient(
     loss_fn: LossFn, inner_optimizer: optax.GradientTransformation
 ) -> OuterGradient:
-    """Make the function that takes an island's inner steps and returns its outer gradient.
-
-    Args:
-        loss_fn: as in `make_inner_steps`.
-        inner_optimizer: any optax optimizer.
-
-    Returns:
-        `(params, inner_state, batches, num_steps) -> (outer gradient, inner_state, metrics)`. The
-        outer gradient is `params` minus the trained parameters.
-
-    Example:
-        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
-        >>> descent = optax.sgd(0.25)
-        >>> w = jnp.float32(0.0)
-        >>> batches = jnp.array([[1.0], [3.0]])
-        >>> gradient, _, _ = make_outer_gradient(loss_fn, descent)(
-        ...     w, descent.init(w), batches, None)
-        >>> gradient.item()
-        -1.75
-    """
+    """Make the function that takes an island's inner steps and returns its outer gradient."""
     inner_steps = make_inner_steps(loss_fn, inner_optimizer)
 
     def outer_gradient(
@@ -158,21 +103,7 @@ def make_outer_gradient(
 
 
 def average_reports(reports: Sequence[InnerReport]) -> InnerReport:
-    """Average an island's metrics over its steps, and count these steps.
-
-    Args:
-        reports: the reports of consecutive phases; at least one.
-
-    Returns:
-        The report of all phases. With several reports and no step, the metrics are 0.
-
-    Example:
-        >>> one, three = jnp.float32(1.0), jnp.float32(3.0)
-        >>> report = average_reports(
-        ...     [InnerReport({"loss": one}, three), InnerReport({"loss": 5 * one}, one)])
-        >>> report.metrics["loss"].item(), report.num_steps.item()
-        (2.0, 4.0)
-    """
+    """Average an island's metrics over its steps, and count these steps."""
     if len(reports) == 1:
         return reports[0]
     steps = sum((report.num_steps for report in reports), start=jnp.float32(0))

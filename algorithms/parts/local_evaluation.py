@@ -16,23 +16,7 @@ def local_metrics(
     batches: chex.ArrayTree,
     num_steps: Int[Array, ""] | int | None = None,
 ) -> Metrics:
-    """Average the loss and the metrics of a model over a participant's valid batches.
-
-    Args:
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars, or None)`.
-        params: the model.
-        batches: a pytree of arrays `[steps, batch, ...]`.
-        num_steps: how many of the first batches are valid, as in `local_steps`.
-
-    Returns:
-        `"loss"` and the metrics of `loss_fn`, float32, each batch weighted the same; 0 without a
-        valid batch.
-
-    Example:
-        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
-        >>> local_metrics(loss_fn, jnp.float32(0.0), jnp.array([[1.0], [3.0]]))["loss"].item()
-        5.0
-    """
+    """Average the loss and the metrics of a model over a participant's valid batches."""
 
     def evaluate(carry: None, batch: chex.ArrayTree) -> tuple[None, Metrics]:
         return None, loss_and_metrics(loss_fn, params, batch)[1]
@@ -46,23 +30,7 @@ def full_gradient(
     batches: chex.ArrayTree,
     num_steps: Int[Array, ""] | int | None = None,
 ) -> Params:
-    """Average the gradient at one model over a participant's valid batches.
-
-    Args:
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars, or None)`.
-        params: the model.
-        batches: a pytree of arrays `[steps, batch, ...]`.
-        num_steps: how many of the first batches are valid, as in `local_steps`.
-
-    Returns:
-        The gradient, accumulated in at least float32, in the dtypes of `params`; each batch
-        weighted the same; 0 without a valid batch.
-
-    Example:
-        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
-        >>> full_gradient(loss_fn, jnp.float32(0.0), jnp.array([[1.0], [3.0]])).item()
-        -4.0
-    """
+    """Average the gradient at one model over a participant's valid batches."""
 
     def add(total: Params, batch: chex.ArrayTree) -> tuple[Params, Metrics]:
         gradient, _ = gradient_and_metrics(loss_fn, params, batch)
@@ -75,16 +43,7 @@ def full_gradient(
 def count_steps(
     batches: chex.ArrayTree, num_steps: Int[Array, ""] | int | None = None
 ) -> Int[Array, ""]:
-    """Count a participant's valid steps: those that `local_steps` takes.
-
-    Args:
-        batches: a pytree of arrays `[steps, batch, ...]`.
-        num_steps: how many of the first batches are valid, as in `local_steps`.
-
-    Example:
-        >>> count_steps({"mask": jnp.array([[1, 1], [0, 0], [1, 0]])}).item()
-        2
-    """
+    """Count a participant's valid steps: those that `local_steps` takes."""
     valid = valid_steps(batches, num_steps)
     if valid is None:
         return jnp.int32(jax.tree.leaves(batches)[0].shape[0])

@@ -88,25 +88,8 @@ def local_update(
     batches: chex.ArrayTree,
     num_steps: Int[Array, ""] | int | None = None,
 ) -> tuple[Params, Metrics]:
-    """Train from `params` x with a new optimizer state to y: a participant's pseudo-gradient.
-
-    Args:
-        loss_fn: as in `local_steps`.
-        optimizer: any optax optimizer.
-        params: x, a pytree of float arrays.
-        batches: a pytree of arrays `[steps, batch, ...]`.
-        num_steps: as in `local_steps`.
-
-    Returns:
-        The pseudo-gradient x - y, and the metrics of `local_steps`.
-
-    Example:
-        >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
-        >>> pseudo_gradient, _ = local_update(
-        ...     loss_fn, optax.sgd(0.25), jnp.float32(0.0), jnp.ones((2, 1)))
-        >>> pseudo_gradient.item()
-        -0.75
-    """
+    """Train from `params` x with a new optimizer state to y: a participant's pseudo-gradient."""
+    # Returns the pseudo-gradient x - y, and the metrics of `local_steps`.
     trained, _, metrics = local_steps(
         loss_fn, optimizer, params, optimizer.init(params), batches, num_steps
     )
@@ -119,26 +102,10 @@ def fold_steps(
     batches: chex.ArrayTree,
     num_steps: Int[Array, ""] | int | None = None,
 ) -> tuple[Carry, Metrics]:
-    """Fold a function over a participant's batches, and average its metrics.
-
-    Padding is skipped as `local_steps` skips it.
-
-    Args:
-        step: `(carry, batch) -> (carry, metrics)`; metrics are scalars.
-        start: the first carry.
-        batches: a pytree of arrays `[steps, batch, ...]`.
-        num_steps: as in `local_steps`.
-
-    Returns:
-        The last carry, and the metrics averaged in float32 over the steps that were taken; 0 if
-        there were none.
-
-    Example:
-        >>> add = lambda total, x: (total + x[0], {"input": x[0]})
-        >>> total, metrics = fold_steps(add, 0.0, jnp.array([[1.0], [3.0], [jnp.nan]]), 2)
-        >>> total.item(), metrics["input"].item()
-        (4.0, 2.0)
-    """
+    """Fold a function over a participant's batches, and average its metrics."""
+    # Padding is skipped as `local_steps` skips it.
+    # Returns the last carry, and the metrics averaged in float32 over the steps that were taken; 0
+    # if there were none.
     valid = valid_steps(batches, num_steps)
     if valid is None:
         end, metrics = jax.lax.scan(step, start, batches)
@@ -222,25 +189,8 @@ def gradient_and_metrics(
 def loss_and_metrics(
     loss_fn: LossFn, params: Params, batch: chex.ArrayTree
 ) -> tuple[jax.Array, Metrics]:
-    """Call a loss function, check what it returns, and collect its metrics.
-
-    Args:
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars, or None)`.
-        params: a pytree of arrays.
-        batch: the second argument of `loss_fn`.
-
-    Returns:
-        The loss, and a dict of the metrics with `"loss"`.
-
-    Raises:
-        TypeError: `loss_fn` does not return a pair, its loss or a metric is not a scalar, or its
-            metrics are not a dict.
-        ValueError: a metric is called `"loss"`.
-
-    Example:
-        >>> loss_and_metrics(lambda w, x: (w * x, None), 2.0, 3.0)
-        (6.0, {'loss': 6.0})
-    """
+    """Call a loss function, check what it returns, and collect its metrics."""
+    # Returns the loss, and a dict of the metrics with `"loss"`.
     returned = loss_fn(params, batch)
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise ArgumentTypeError(
@@ -257,23 +207,7 @@ def loss_and_metrics(
 
 
 def as_metrics(loss: jax.Array, aux: Mapping[str, jax.Array] | None) -> Metrics:
-    """Add the loss to the metrics that a loss function returns beside it.
-
-    Args:
-        loss: the loss.
-        aux: a dict of scalars, or None for no further metrics.
-
-    Returns:
-        The dict with `"loss"`.
-
-    Raises:
-        TypeError: `aux` is not a dict, or a metric is not a scalar.
-        ValueError: `aux` has a `"loss"` of its own.
-
-    Example:
-        >>> as_metrics(0.5, {"accuracy": 0.75})
-        {'accuracy': 0.75, 'loss': 0.5}
-    """
+    """Add the loss to the metrics that a loss function returns beside it."""
     if aux is None:
         return {"loss": loss}
     if not isinstance(aux, Mapping):

@@ -17,52 +17,23 @@ NON_FINITE_PARTICIPANTS = "non_finite_participants"
 
 
 class _Terms(NamedTuple):
-    """A participant's terms of the sums over participants.
+    """A participant's terms of the sums over participants."""
 
-    Attributes:
-        totals: weight times value of each metric; 0 where the value is not finite.
-        weights: the weight of each metric; 0 where the value is not finite.
-        is_left_out: whether the participant takes part and a value of it is not finite.
-    """
-
-    totals: Metrics
-    weights: Metrics
+    totals: Metrics  # weight times value of each metric; 0 where the value is not finite
+    weights: Metrics  # the weight of each metric; 0 where the value is not finite
+    # whether the participant takes part and a value of it is not finite.
     is_left_out: Bool[Array, ""]
 
 
 def mean_metrics(
     metrics: Metrics, weights: Num[Array, " participants"] | None, aggregator: Aggregator
 ) -> Metrics:
-    """Average the participants' metrics by weight. Inside a program.
-
-    One participant with a NaN makes the plain mean of the updates NaN, and so the model: the
-    metrics are averaged like the updates, so that the loss is NaN too. A robust aggregator keeps
-    the model finite. Each metric is then the mean over the participants whose value is finite, and
-    a further metric, `"non_finite_participants"`, is the number of present participants with a
-    value that is not.
-
-    Args:
-        metrics: placed scalars.
-        weights: `[participants]`; None: equal weights. A participant of weight 0 is absent.
-        aggregator: combines the same participants' updates.
-
-    Returns:
-        The means in float32; 0 if no participant is present, NaN if the values of all present
-        participants are not finite.
-
-    Raises:
-        ValueError: a metric is called `"non_finite_participants"`.
-
-    Example:
-        >>> import fedpax
-        >>> from fedpax.aggregators import coordinate_median, mean
-        >>> loss = {"loss": jnp.array([1.0, jnp.nan, 3.0])}
-        >>> for aggregator in (coordinate_median(), mean()):
-        ...     average = fedpax.program(clients=3)(lambda m: mean_metrics(m, None, aggregator))
-        ...     {name: value.item() for name, value in average(loss).items()}
-        {'loss': 2.0, 'non_finite_participants': 1}
-        {'loss': nan}
-    """
+    """Average the participants' metrics by weight. Inside a program."""
+    # One participant with a NaN makes the plain mean of the updates NaN, and so the model: the
+    # metrics are averaged like the updates, so that the loss is NaN too. A robust aggregator keeps
+    # the model finite. Each metric is then the mean over the participants whose value is finite,
+    # and a further metric, `"non_finite_participants"`, is the number of present participants with
+    # a value that is not.
     if not aggregator.tolerates_non_finite:
         return federated_mean(metrics, weights)
     if NON_FINITE_PARTICIPANTS in metrics:

@@ -14,18 +14,7 @@ from fedpax.errors import ArgumentError
 
 
 def population_mean(models: chex.ArrayTree) -> chex.ArrayTree:
-    """Average models that are stacked along the first axis. Outside a round too.
-
-    Args:
-        models: a pytree of arrays or abstract arrays `[n, ...]`.
-
-    Returns:
-        The same pytree with leaves `[...]`, in their own dtype.
-
-    Example:
-        >>> population_mean({"w": jnp.array([[1.0, 2.0], [3.0, 6.0]])})["w"].tolist()
-        [2.0, 4.0]
-    """
+    """Average models that are stacked along the first axis. Outside a round too."""
 
     def average(leaf: Any) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):

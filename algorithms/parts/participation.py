@@ -53,15 +53,7 @@ def valid_steps(
 
 
 def placed_valid_steps(cohort: Cohort) -> Bool[Array, "participants steps"] | None:
-    """Return a mask of the valid steps of every participant. Inside a program.
-
-    Args:
-        cohort: the cohort of the round.
-
-    Returns:
-        bool `[participants, steps]`, False for a participant with a negative client id; None where
-        nothing marks padding: no `num_steps`, no mask and no `client_ids`.
-    """
+    """Return a mask of the valid steps of every participant. Inside a program."""
     batches, client_ids = cohort.batches, cohort.client_ids
     has_mask = isinstance(batches, Mapping) and MASK in batches
     if not has_mask and cohort.num_steps is None and client_ids is None:
@@ -79,27 +71,9 @@ def placed_valid_steps(cohort: Cohort) -> Bool[Array, "participants steps"] | No
 
 
 def without_absent(cohort: Cohort, index: Int[Array, " participants"] | None) -> Cohort:
-    """Give participants with a negative index no steps. Inside a program.
-
-    A method whose participants have states of their own needs it: a weight of 0 keeps a participant
-    out of means, but not out of its own state.
-
-    Args:
-        cohort: the cohort of the round.
-        index: each participant's client id, or its position in an order; negative where it is
-            absent. None: every participant is present.
-
-    Returns:
-        The cohort with `num_steps`, 0 for an absent participant; the cohort itself without `index`.
-
-    Example:
-        >>> import fedpax
-        >>> import jax.numpy as jnp
-        >>> cohort = Cohort(jnp.zeros((3, 4, 1)))  # three islands, four steps
-        >>> fedpax.program(islands=3)(lambda i: without_absent(cohort, i).num_steps)(
-        ...     jnp.array([1, -1, 0])).tolist()
-        [4, 0, 4]
-    """
+    """Give participants with a negative index no steps. Inside a program."""
+    # A method whose participants have states of their own needs it: a weight of 0 keeps a
+    # participant out of means, but not out of its own state.
     if index is None:
         return cohort
     most = jax.tree.leaves(cohort.batches)[0].shape[1]
@@ -111,11 +85,7 @@ def without_absent(cohort: Cohort, index: Int[Array, " participants"] | None) ->
 
 
 def takes_part(cohort: Cohort) -> Bool[Array, " participants"]:
-    """Return which participants have a valid step. Inside a program.
-
-    Args:
-        cohort: the cohort of the round.
-    """
+    """Return which participants have a valid step. Inside a program."""
     valid = placed_valid_steps(cohort)
     if valid is None:
         return jnp.ones(jax.tree.leaves(cohort.batches)[0].shape[0], bool)
@@ -123,11 +93,7 @@ def takes_part(cohort: Cohort) -> Bool[Array, " participants"]:
 
 
 def counted_examples(cohort: Cohort) -> Num[Array, " participants"] | None:
-    """Return `cohort.num_examples` with 0 for negative numbers. Inside a program.
-
-    Args:
-        cohort: the cohort of the round.
-    """
+    """Return `cohort.num_examples` with 0 for negative numbers. Inside a program."""
     if cohort.num_examples is None:
         return None
     return federated_map(lambda n: jnp.maximum(n, jnp.zeros_like(n)), cohort.num_examples)

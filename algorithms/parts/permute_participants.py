@@ -16,28 +16,10 @@ def exchange(
     *,
     placement: str,
 ) -> chex.ArrayTree:
-    """Give each participant the value of another one: `out[i] = x[choices[choice][i]]`.
-
-    Inside a program. Where the placement's mesh axis holds one participant per device group, this
-    is one `collective-permute` per leaf, and each participant sends its value once. The choices
-    are known to the compiler, and one of them is taken at run time.
-
-    Args:
-        values: placed, a pytree of arrays `[n, ...]`.
-        choices: permutations of `range(n)`: for each participant, the one that it receives from.
-        choice: int32 scalar, index of the permutation that is taken; a server value.
-        placement: name of the placement.
-
-    Returns:
-        The exchanged values, placed.
-
-    Example:
-        >>> import fedpax
-        >>> rotate = fedpax.program(islands=3)(
-        ...     lambda x: exchange(x, [(1, 2, 0)], jnp.int32(0), placement="islands"))
-        >>> rotate(jnp.array([10.0, 20.0, 30.0])).tolist()
-        [20.0, 30.0, 10.0]
-    """
+    """Give each participant the value of another one: `out[i] = x[choices[choice][i]]`."""
+    # Inside a program. Where the placement's mesh axis holds one participant per device group, this
+    # is one `collective-permute` per leaf, and each participant sends its value once. The choices
+    # are known to the compiler, and one of them is taken at run time.
     branches = [lambda x, sources=sources: _permute(x, sources, placement) for sources in choices]
     if len(branches) == 1:
         return branches[0](values)
@@ -45,21 +27,10 @@ def exchange(
 
 
 def perfect_matchings(n: int) -> list[tuple[int, ...]]:
-    """Divide n participants into pairs, in all ways of a round-robin tournament.
-
-    In the result every two participants are partners exactly once. If n is odd, one participant of
-    each matching is its own partner.
-
-    Args:
-        n: number of participants.
-
-    Returns:
-        For each matching the partner of each participant; one matching of singles for n = 1.
-
-    Example:
-        >>> perfect_matchings(4)
-        [(3, 2, 1, 0), (1, 0, 3, 2), (2, 3, 0, 1)]
-    """
+    """Divide n participants into pairs, in all ways of a round-robin tournament."""
+    # In the result every two participants are partners exactly once. If n is odd, one participant
+    # of each matching is its own partner.
+    # Returns for each matching the partner of each participant; one matching of singles for n = 1.
     players = n + n % 2  # with n odd, one participant is paired with itself
     last = players - 1
     matchings = []

@@ -22,18 +22,13 @@ Tree = TypeVar("Tree", bound=chex.ArrayTree)
 
 
 class Server(NamedTuple):
-    """The server of a method that averages: an aggregator, then an optimizer.
+    """The server of a method that averages: an aggregator, then an optimizer."""
 
-    It reads and replaces three fields of a method's state, a NamedTuple: `params`,
-    `server_optimizer_state` and `aggregator_state`.
+    # It reads and replaces three fields of a method's state, a NamedTuple: `params`,
+    # `server_optimizer_state` and `aggregator_state`.
 
-    Attributes:
-        optimizer: steps along the aggregated pseudo-gradient.
-        aggregator: combines the participants' pseudo-gradients x - y_i.
-    """
-
-    optimizer: optax.GradientTransformation
-    aggregator: Aggregator
+    optimizer: optax.GradientTransformation  # steps along the aggregated pseudo-gradient
+    aggregator: Aggregator  # combines the participants' pseudo-gradients x - y_i
 
     def init(self, params: Params) -> tuple[optax.OptState, chex.ArrayTree]:
         """Return the initial `server_optimizer_state` and `aggregator_state`. Inside a program."""
@@ -67,18 +62,9 @@ class Server(NamedTuple):
         metrics: Metrics,
         weights: Num[Array, " participants"] | None,
     ) -> tuple[State, Metrics]:
-        """End a round: aggregate, step, and average the participants' metrics by weight.
-
-        Args:
-            state: the method's state.
-            pseudo_gradients: placed, of the structure of `state.params`.
-            metrics: placed scalars.
-            weights: `[participants]`; None: equal weights.
-
-        Returns:
-            The state with the server's three fields replaced, and metrics: the averages, and those
-            of the aggregator.
-        """
+        """End a round: aggregate, step, and average the participants' metrics by weight."""
+        # Returns the state with the server's three fields replaced, and metrics: the averages, and
+        # those of the aggregator.
         weights = as_floats(weights)
         pseudo_gradient, state, reported = self.aggregate(state, pseudo_gradients, weights)
         metrics = mean_metrics(metrics, weights, self.aggregator) | reported
@@ -91,23 +77,9 @@ def unless_all_absent(
     before: Tree,
     aggregator: Aggregator,
 ) -> Tree:
-    """Return the result of a server's step; the state before it if no participant takes part.
-
-    The momentum of a server optimizer would otherwise move the model in a round in which every
-    weight is 0. Inside a program. Without weights, each participant takes part.
-
-    Args:
-        weights: `[participants]`; None: equal weights.
-        stepped: a server value, after the step.
-        before: the same before the step.
-        aggregator: one that acts when all participants are absent makes the step in each round.
-
-    Example:
-        >>> import fedpax, jax.numpy as jnp
-        >>> step = fedpax.program(clients=2)(lambda w: unless_all_absent(w, 1.0, 0.0, mean()))
-        >>> step(jnp.array([0, 3])).item(), step(jnp.array([0, 0])).item()
-        (1.0, 0.0)
-    """
+    """Return the result of a server's step; the state before it if no participant takes part."""
+    # The momentum of a server optimizer would otherwise move the model in a round in which every
+    # weight is 0. Inside a program. Without weights, each participant takes part.
     if weights is None or aggregator.acts_when_all_absent:
         return stepped
     total = federated_sum(as_floats(weights))  # the mean's own sum: nothing more is sent
@@ -128,25 +100,7 @@ def make_server(
     aggregator: Aggregator | None,
     client_optimizer: optax.GradientTransformation | None = None,
 ) -> Server:
-    """Make a server; by default it sets the model to the participants' weighted mean.
-
-    Args:
-        optimizer: any optax optimizer. Default None: `optax.sgd(1.0)`.
-        aggregator: any aggregator. Default None: the weighted mean.
-        client_optimizer: the participants' optimizer; the aggregator leaves out the parameters that
-            it freezes. Default None: it freezes none.
-
-    Raises:
-        TypeError: `aggregator` is not an `Aggregator`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from fedpax.algorithms.fedavg import FedAvgState
-        >>> server = make_server(None, None)
-        >>> state = FedAvgState(jnp.float32(3.0), *server.init(jnp.float32(3.0)))
-        >>> server.descend(state, jnp.float32(2.0), None).params.item()
-        1.0
-    """
+    """Make a server; by default it sets the model to the participants' weighted mean."""
     return Server(
         optax.sgd(1.0) if optimizer is None else optimizer,
         given_aggregator(aggregator, mean(), client_optimizer),
@@ -166,28 +120,7 @@ def given_aggregator(
     default: Aggregator,
     optimizer: optax.GradientTransformation | None = None,
 ) -> Aggregator:
-    """Return the aggregator that a method was given, with its result checked, or its default.
-
-    Args:
-        aggregator: the method's argument. None: the default.
-        default: the method's default.
-        optimizer: the participants' optimizer, or None.
-
-    Returns:
-        The default, or `checked_aggregator(aggregator)`, which leaves out the parameters that the
-        optimizer freezes.
-
-    Raises:
-        TypeError: the argument is not an `Aggregator`.
-
-    Example:
-        >>> from fedpax.aggregators import clip_by_norm, coordinate_median
-        >>> given_aggregator(coordinate_median, mean())
-        Traceback (most recent call last):
-            ...
-        fedpax.errors.ArgumentTypeError: aggregator is the function coordinate_median, expected a \
-fedpax.aggregators.Aggregator. ...
-    """
+    """Return the aggregator that a method was given, with its result checked, or its default."""
     if aggregator is None:
         return default
     if not isinstance(aggregator, Aggregator):

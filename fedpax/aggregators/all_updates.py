@@ -25,15 +25,7 @@ _BLOCK_SIZE = 2**18  # 1 MB of float32
 def reduce_coordinates(
     fn: Callable[[jax.Array], jax.Array], updates: chex.ArrayTree
 ) -> chex.ArrayTree:
-    """Reduce each coordinate over all participants at once. Inside a program.
-
-    Args:
-        fn: `[participants, ...] -> [...]`, float32, elementwise in all axes but the first.
-        updates: placed pytree of arrays `[participants, ...]`.
-
-    Returns:
-        A server value of the structure and dtypes of `updates`, float32 for integers.
-    """
+    """Reduce each coordinate over all participants at once. Inside a program."""
 
     def reduce_leaf(leaf: jax.Array) -> jax.Array:
         x = _transpose(leaf.astype(jnp.float32))
@@ -48,19 +40,10 @@ def reduce_coordinates(
 
 
 def squared_distances(updates: chex.ArrayTree) -> Float[Array, "participants participants"]:
-    """Compute the squared distances between all pairs of updates. Inside a program.
-
-    They follow from the inner products of all pairs: one matmul per leaf, and one all-reduce of
-    participants x participants numbers. In float32 they resolve distances above about 0.001 of the
-    updates' norms.
-
-    Args:
-        updates: placed pytree of arrays `[participants, ...]`.
-
-    Returns:
-        float32, a server value. Infinity for an update with a NaN or an infinity, or whose squared
-        norm overflows.
-    """
+    """Compute the squared distances between all pairs of updates. Inside a program."""
+    # They follow from the inner products of all pairs: one matmul per leaf, and one all-reduce of
+    # participants x participants numbers. In float32 they resolve distances above about 0.001 of
+    # the updates' norms.
     first, *rest = [_inner_products(_transpose(x)) for x in jax.tree.leaves(updates)]
     inner_products = sum(rest, first)
     squares = jnp.diagonal(inner_products)
@@ -104,12 +87,10 @@ def _inner_products(x: jax.Array) -> Float[Array, "participants participants"]:
 
 
 def _transpose(leaf: jax.Array) -> jax.Array:
-    """Move the placement's mesh axis from the participants to the coordinates.
-
-    One axis of the leaf, of length l, is padded with zeros and split in two: `[ceil(l / d), d]` for
-    d devices, which then shard the second one. The entries of the axis are so dealt to the devices
-    in turn. If the axis is sharded over a model axis of the mesh, it keeps this sharding.
-    """
+    """Move the placement's mesh axis from the participants to the coordinates."""
+    # One axis of the leaf, of length l, is padded with zeros and split in two: `[ceil(l / d), d]`
+    # for d devices, which then shard the second one. The entries of the axis are so dealt to the
+    # devices in turn. If the axis is sharded over a model axis of the mesh, it keeps this sharding.
     placement = resolve_placement("aggregate", None).placement
     name = mesh_axis(placement)
     if name is None:
@@ -163,10 +144,8 @@ def _restore(reduced: jax.Array, leaf: jax.Array) -> jax.Array:
 
 
 def _split(leaf: jax.Array, name: str) -> tuple[int, int]:
-    """Choose the axis to split, and return it with the number of devices.
-
-    The best axis needs no padding; then one that is not sharded; then the longest one.
-    """
+    """Choose the axis to split, and return it with the number of devices."""
+    # The best axis needs no padding; then one that is not sharded; then the longest one.
     devices = jax.sharding.get_abstract_mesh().shape[name]
     spec = jax.typeof(leaf).sharding.spec
 

@@ -101,15 +101,7 @@ def trimmed_mean(trim_fraction: float) -> Aggregator:
 def sort_participants(
     x: Float[Array, "participants ..."], here: Bool[Array, " participants"]
 ) -> Float[Array, "participants ..."]:
-    """Sort each coordinate: first numbers, then infinities, NaNs and absent ones as infinity.
-
-    Args:
-        x: the values.
-        here: which participants to sort.
-
-    Returns:
-        The sorted values.
-    """
+    """Sort each coordinate: first numbers, then infinities, NaNs and absent ones as infinity."""
     known = here.reshape(-1, *[1] * (x.ndim - 1)) & ~jnp.isnan(x)
     return sort_rows(jnp.where(known, x, jnp.inf))
 

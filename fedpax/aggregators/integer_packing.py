@@ -15,17 +15,11 @@ WORD = 2**32
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """The layout of a leaf's codes in words: adjacent entries of one axis are digits of a word.
+    """The layout of a leaf's codes in words: adjacent entries of one axis are digits of a word."""
 
-    Attributes:
-        base: base of the digits, one more than the largest possible sum of codes.
-        axis: the axis of the leaf that is packed; None for a scalar.
-        entries_per_word: number of adjacent entries that share a word.
-    """
-
-    base: int
-    axis: int | None
-    entries_per_word: int
+    base: int  # base of the digits, one more than the largest possible sum of codes
+    axis: int | None  # the axis of the leaf that is packed; None for a scalar
+    entries_per_word: int  # number of adjacent entries that share a word
 
 
 def choose_packing(
@@ -34,28 +28,10 @@ def choose_packing(
     num_levels: int,
     shards: tuple[int, ...] | None = None,
 ) -> Packing:
-    """Choose the packing with the fewest words.
-
-    Among equal packings, the number of words with more factors of 2 is preferred, because the words
-    can then stay sharded. A word never spans two shards. The shards are known for explicit mesh
-    axes only.
-
-    Args:
-        shape: shape of the leaf, without the participants' axis.
-        participants: number of participants whose codes are summed.
-        num_levels: codes are 0 to `num_levels - 1`.
-        shards: number of devices along each axis. Default None: not sharded.
-
-    Returns:
-        The packing.
-
-    Raises:
-        ValueError: a word cannot hold the sum of even one code per participant.
-
-    Example:
-        >>> choose_packing((4, 16), participants=4, num_levels=2)
-        Packing(base=5, axis=1, entries_per_word=8)
-    """
+    """Choose the packing with the fewest words."""
+    # Among equal packings, the number of words with more factors of 2 is preferred, because the
+    # words can then stay sharded. A word never spans two shards. The shards are known for explicit
+    # mesh axes only.
     base = participants * (num_levels - 1) + 1
     most = next((d for d in range(32, 0, -1) if base**d <= WORD), 0)
     if not most:

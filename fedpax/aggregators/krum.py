@@ -96,22 +96,9 @@ def distances_of_present(
     num_byzantine: int,
     factor: int,
 ) -> tuple[Float[Array, "participants participants"], Bool[Array, " participants"]]:
-    """Compute the squared distances of all pairs of updates, and who is present. Inside a program.
-
-    Args:
-        function: name of the aggregator, for errors.
-        updates: placed pytree of arrays `[participants, ...]`.
-        weights: one per participant; a participant of weight 0 is absent. None: all are present.
-        num_byzantine: f.
-        factor: the aggregator's bound is `n >= factor * f + 3`.
-
-    Returns:
-        The distances, and which participants are present, none if too few are. Both are server
-        values.
-
-    Raises:
-        ValueError: too few participants for f.
-    """
+    """Compute the squared distances of all pairs of updates, and which participants are present."""
+    # Returns the distances, and which participants are present, none if too few are. Both are
+    # server values.
     n = num_participants()
     if n < factor * num_byzantine + 3:
         most = (n - 3) // factor
@@ -130,19 +117,9 @@ def krum_order(
     here: Bool[Array, " participants"],
     num_byzantine: int,
 ) -> Int[Array, " participants"]:
-    """Order participants by the sum of squared distances to their nearest neighbours.
-
-    The neighbours are the `m - f - 2` nearest, at least one. If scores are equal, as those of two
-    participants that are each other's single neighbour, the next neighbour decides.
-
-    Args:
-        distances: the squared distances of all pairs.
-        here: which participants to consider.
-        num_byzantine: f.
-
-    Returns:
-        The indices of the participants; those that are not considered come last.
-    """
+    """Order participants by the sum of squared distances to their nearest neighbours."""
+    # The neighbours are the `m - f - 2` nearest, at least one. If scores are equal, as those of two
+    # participants that are each other's single neighbour, the next neighbour decides.
     n = distances.shape[0]
     neighbour = here[None, :] & ~jnp.eye(n, dtype=bool)
     nearest = jnp.sort(jnp.where(neighbour, distances, jnp.nan), axis=1)  # NaN last

@@ -15,33 +15,17 @@ Leaves = Sequence[UInt32[Array, "..."]]
 
 
 class MaskGraph(NamedTuple):
-    """The pairs of participants that share a mask in a round: a ring with chords.
+    """The pairs of participants that share a mask in a round: a ring with chords."""
 
-    Attributes:
-        key: PRNG key of the round.
-        order: int `[n]`, the participants in their order on the ring.
-        position: int `[n]`, each participant's place on the ring; inverse of `order`.
-        num_neighbors: number of neighbours of each participant.
-    """
-
-    key: jax.Array
-    order: Int[Array, " n"]
+    key: jax.Array  # PRNG key of the round
+    order: Int[Array, " n"]  # int `[n]`, the participants in their order on the ring
+    # int `[n]`, each participant's place on the ring; inverse of `order`.
     position: Int[Array, " n"]
-    num_neighbors: int
+    num_neighbors: int  # number of neighbours of each participant
 
 
 def make_graph(key: jax.Array, participants: int, num_neighbors: int | None) -> MaskGraph:
-    """Draw the graph of a round.
-
-    Args:
-        key: PRNG key of the round.
-        participants: number of participants, n.
-        num_neighbors: even number of neighbours on a random ring, half on either side. Default
-            None: all others.
-
-    Returns:
-        The graph.
-    """
+    """Draw the graph of a round."""
     if num_neighbors is None:
         order = jnp.arange(participants)
         return MaskGraph(key, order, order, participants - 1)
@@ -51,23 +35,13 @@ def make_graph(key: jax.Array, participants: int, num_neighbors: int | None) -> 
 
 
 def mask(codes: Leaves, index: Int[Array, ""], graph: MaskGraph) -> Leaves:
-    """Mask the codes of one participant. Inside a mapped function.
-
-    With neighbours A(i), a pseudo-random vector p_ij that i and j share, and a vector p_ii of its
-    own, participant i sends modulo 2^32
-
-        y_i = k_i + p_ii + sum_{j in A(i), j > i} p_ij - sum_{j in A(i), j < i} p_ij.
-
-    In a sum over present participants, the vectors of two present neighbours cancel.
-
-    Args:
-        codes: uint32 arrays, k_i.
-        index: i.
-        graph: the pairs.
-
-    Returns:
-        The masked codes y_i.
-    """
+    """Mask the codes of one participant. Inside a mapped function."""
+    # With neighbours A(i), a pseudo-random vector p_ij that i and j share, and a vector p_ii of its
+    # own, participant i sends modulo 2^32
+    #
+    #     y_i = k_i + p_ii + sum_{j in A(i), j > i} p_ij - sum_{j in A(i), j < i} p_ij.
+    #
+    # In a sum over present participants, the vectors of two present neighbours cancel.
     draw = _vectors(index, graph, [(code.shape, known_sharding(code)) for code in codes])
 
     def add_neighbor(t: Int[Array, ""], masked: list[jax.Array]) -> list[jax.Array]:
@@ -83,20 +57,9 @@ def left_over(
     graph: MaskGraph,
     here: Bool[Array, " n"],
 ) -> Leaves:
-    """Recompute the part of a present participant's masks that does not cancel.
-
-    The server does this after it knows which participants are present, from the seeds that the
-    participants have shared secretly: p_ii, and the p_ij of absent neighbours.
-
-    Args:
-        shapes: shape and partition spec (None: not sharded) of each array of codes.
-        index: i.
-        graph: the pairs.
-        here: the participants that are present.
-
-    Returns:
-        uint32 arrays.
-    """
+    """Recompute the part of a present participant's masks that does not cancel."""
+    # The server does this after it knows which participants are present, from the seeds that the
+    # participants have shared secretly: p_ii, and the p_ij of absent neighbours.
     draw = _vectors(index, graph, shapes)
     if not graph.num_neighbors:  # a single participant
         return draw(index)

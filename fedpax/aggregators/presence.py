@@ -19,14 +19,7 @@ def mean_dtype(leaf: jax.Array) -> jnp.dtype:
 
 
 def present(weights: Num[Array, " participants"] | None) -> Bool[Array, " participants"]:
-    """Return which participants take part: those of another weight than 0. Inside a program.
-
-    Args:
-        weights: the weights. None: all participants take part.
-
-    Returns:
-        bool `[participants]`.
-    """
+    """Return which participants take part: those of another weight than 0. Inside a program."""
     if weights is None:
         return jnp.ones(num_participants(), bool)
     return jnp.asarray(weights) != 0
@@ -35,16 +28,7 @@ def present(weights: Num[Array, " participants"] | None) -> Bool[Array, " partic
 def select(
     taken: Bool[Array, ""], update: chex.ArrayTree, dtype: jax.typing.DTypeLike | None = None
 ) -> chex.ArrayTree:
-    """Return one participant's update, or zeros where it is not taken, even for NaN and infinity.
-
-    Args:
-        taken: whether to take the update.
-        update: the update of one participant.
-        dtype: dtype of the result. Default None: that of the update.
-
-    Returns:
-        A pytree of the structure of `update`.
-    """
+    """Return an update, or zeros where it is not taken, even for NaN and infinity."""
     return jax.tree.map(
         lambda u: jnp.where(taken, u, jnp.zeros_like(u)).astype(dtype or u.dtype), update
     )

@@ -177,29 +177,11 @@ def private_mean(
 
 
 def split_noise(noise_multiplier: float, count_stddev: float) -> float:
-    """Return the noise multiplier of the updates that leaves room for the noisy count.
-
-    The count has sensitivity 1/2, so that `1 / z^2 = 1 / z'^2 + 1 / (2 s)^2` for the noise
-    multiplier z of both sums together.
-
-    Args:
-        noise_multiplier: z.
-        count_stddev: s.
-
-    Returns:
-        z'.
-
-    Raises:
-        ValueError: `2 s <= z`: the count alone needs more noise.
-
-    Example:
-        >>> round(split_noise(noise_multiplier=1.0, count_stddev=5.0), 4)
-        1.005
-
-    Reference:
-        Andrew et al., Differentially Private Learning with Adaptive Clipping, arXiv:1905.03871,
-        theorem 1.
-    """
+    """Return the noise multiplier of the updates that leaves room for the noisy count."""
+    # The count has sensitivity 1/2, so that `1 / z^2 = 1 / z'^2 + 1 / (2 s)^2` for the noise
+    # multiplier z of both sums together.
+    # Reference: Andrew et al., Differentially Private Learning with Adaptive Clipping,
+    # arXiv:1905.03871, theorem 1.
     if noise_multiplier == 0:
         return 0.0
     if 2 * count_stddev <= noise_multiplier:

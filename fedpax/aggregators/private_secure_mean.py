@@ -178,30 +178,15 @@ def _resolution(n: int, noise_multiplier: float, num_entries: int, least: int) -
 
 
 def discrete_gaussian(key: jax.Array, like: jax.Array, stddev: float) -> Int[Array, "..."]:
-    """Draw integers k with probabilities proportional to `exp(-k^2 / (2 stddev^2))`.
-
-    Below a `stddev` of 1,000, a normal number t is rounded to an integer k = t - u, which is
-    accepted with a probability proportional to
-    `exp((t^2 - k^2) / (2 stddev^2)) = exp(u (2 k + u) / (2 stddev^2))`.
-
-    From there on, k is `floor(t)` plus a uniform integer, because the 24 random bits behind t leave
-    gaps between large integers. The integer has `stddev / 16` to `stddev / 8` values. Its variance
-    and that of rounding are left out of t. With the float32 numbers drawn here, the total variation
-    distance from the discrete Gaussian distribution is below 4e-6.
-
-    Args:
-        key: PRNG key.
-        like: array of the shape and sharding of the result.
-        stddev: the parameter of the distribution, at least 3.
-
-    Returns:
-        int32 array.
-
-    Example:
-        >>> k = discrete_gaussian(jax.random.key(0), jnp.zeros(10_000), stddev=5.0)
-        >>> k.dtype.name, round(k.std().item())
-        ('int32', 5)
-    """
+    """Draw integers k with probabilities proportional to `exp(-k^2 / (2 stddev^2))`."""
+    # Below a `stddev` of 1,000, a normal number t is rounded to an integer k = t - u, which is
+    # accepted with a probability proportional to `exp((t^2 - k^2) / (2 stddev^2)) = exp(u (2 k + u)
+    # / (2 stddev^2))`.
+    #
+    # From there on, k is `floor(t)` plus a uniform integer, because the 24 random bits behind t
+    # leave gaps between large integers. The integer has `stddev / 16` to `stddev / 8` values. Its
+    # variance and that of rounding are left out of t. With the float32 numbers drawn here, the
+    # total variation distance from the discrete Gaussian distribution is below 4e-6.
     sharding = known_sharding(like)
     if stddev >= DITHERED_STDDEV:
         first, second, third = jax.random.bits(key, (3,), jnp.uint32)

@@ -122,12 +122,7 @@ def quantized_mean(num_levels: int) -> Aggregator:
 
 
 def check_num_levels(num_levels: int) -> int:
-    """Return a number of quantization levels, from 2 to 256.
-
-    Raises:
-        TypeError: it is not an int.
-        ValueError: it is below 2 or above 256.
-    """
+    """Return a number of quantization levels, from 2 to 256."""
     remedy = "Use 2 to send signs, and compressed_mean(codecs.float32()) for exact values."
     return check_argument(
         "quantized_mean", "num_levels", num_levels, IntRange(least=2, most=256), remedy=remedy

@@ -11,25 +11,10 @@ from jaxtyping import Array, Float, Key, UInt32
 def random_words(
     key: Key[Array, ""], shape: tuple[int, ...], sharding: P | None = None
 ) -> UInt32[Array, "..."]:
-    """Draw random words: a hash of their indices and the key, the same on any mesh.
-
-    Unlike those of `jax.random`, they need no loop over arrays: the compiler fuses them into what
-    reads them. They pass for random in a simulation, and hide nothing from an adversary. With one
-    key, no word repeats within 2^32 indices.
-
-    Args:
-        key: a random key.
-        shape: shape of the result.
-        sharding: partition spec of the result over explicit mesh axes. Default None: not sharded.
-
-    Returns:
-        uint32 words, uniform over all 2^32 values.
-
-    Example:
-        >>> words = random_words(jax.random.key(0), (1001, 3))
-        >>> words.shape, words.dtype, round(words.astype(float).mean().item() / 2**32, 2)
-        ((1001, 3), dtype('uint32'), 0.5)
-    """
+    """Draw random words: a hash of their indices and the key, the same on any mesh."""
+    # Unlike those of `jax.random`, they need no loop over arrays: the compiler fuses them into what
+    # reads them. They pass for random in a simulation, and hide nothing from an adversary. With one
+    # key, no word repeats within 2^32 indices.
     first, second = jax.random.bits(key, (2,), jnp.uint32)
     return rehash(hashed_indices(first, shape, sharding), second)
 
@@ -37,18 +22,8 @@ def random_words(
 def hashed_indices(
     seed: UInt32[Array, ""], shape: tuple[int, ...], sharding: P | None = None
 ) -> UInt32[Array, "..."]:
-    """Hash the indices of an array once: half of `random_words`.
-
-    Several calls of `rehash` can share it, each with a seed of its own.
-
-    Args:
-        seed: a random word.
-        shape: shape of the result.
-        sharding: as in `random_words`.
-
-    Returns:
-        uint32 words, all different within 2^32 indices.
-    """
+    """Hash the indices of an array once: half of `random_words`."""
+    # Several calls of `rehash` can share it, each with a seed of its own.
     indices = jnp.zeros((), jnp.uint32)
     for axis in range(len(shape)):
         stride = jnp.uint32(math.prod(shape[axis + 1 :]) % 2**32)
@@ -58,14 +33,7 @@ def hashed_indices(
 
 
 def rehash(hashed: UInt32[Array, "..."], seed: UInt32[Array, ""]) -> UInt32[Array, "..."]:
-    """Draw random words from `hashed_indices` with a second seed: one hash for each word.
-
-    Example:
-        >>> first, second, third = jax.random.bits(jax.random.key(0), (3,), jnp.uint32)
-        >>> hashed = hashed_indices(first, (1000,))
-        >>> int((rehash(hashed, second) == rehash(hashed, third)).sum())
-        0
-    """
+    """Draw random words from `hashed_indices` with a second seed: one hash for each word."""
     return _hash(hashed ^ seed)
 
 
@@ -76,22 +44,7 @@ def random_normal(
     stddev: float = 1.0,
     sharding: P | None = None,
 ) -> Float[Array, "..."]:
-    """Draw normal numbers, each from a word of `random_words`, the same on any mesh.
-
-    Args:
-        key: a random key.
-        shape: shape of the result.
-        stddev: the standard deviation, at least 0.
-        sharding: partition spec of the result over explicit mesh axes. Default None: not sharded.
-
-    Returns:
-        float32 numbers of mean 0, from 24 random bits each; below `5.5 stddev` in magnitude.
-
-    Example:
-        >>> normal = random_normal(jax.random.key(0), (1000, 3))
-        >>> normal.shape, normal.dtype, round(normal.std().item(), 1)
-        ((1000, 3), dtype('float32'), 1.0)
-    """
+    """Draw normal numbers, each from a word of `random_words`, the same on any mesh."""
     return normal_from_words(random_words(key, shape, sharding), stddev)
 
 

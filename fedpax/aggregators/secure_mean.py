@@ -146,23 +146,7 @@ def secure_sum(
     key: jax.Array,
     num_neighbors: int | None,
 ) -> chex.ArrayTree:
-    """Sum integers over present participants under masks: exactly, modulo 2^32.
-
-    Args:
-        function: name of the aggregator, for errors.
-        encode: `(update, index) -> pytree of int32 arrays` of the same structure, the integers of a
-            participant. Runs on the participant.
-        updates: placed pytree.
-        here: which participants are present.
-        key: PRNG key of the round.
-        num_neighbors: number of participants that each one shares masks with. Default None: all.
-
-    Returns:
-        int32 server value, the sums.
-
-    Raises:
-        ValueError: there are not more than `num_neighbors` participants.
-    """
+    """Sum integers over present participants under masks: exactly, modulo 2^32."""
     n = num_participants()
     if num_neighbors is not None and num_neighbors >= n:
         raise ArgumentError(
@@ -215,11 +199,7 @@ def check_neighbors(function: str, num_neighbors: int | None) -> int | None:
 
 
 def check_sum(function: str, participants: int, largest: int) -> None:
-    """Check that sums of codes of at most `largest` in absolute value fit an int32.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Check that sums of codes of at most `largest` in absolute value fit an int32."""
     if participants * largest >= 2**31:
         most = ((2**31 - 1) // participants + 1).bit_length()
         raise ArgumentError(

@@ -37,21 +37,8 @@ def mark_sent(values: chex.ArrayTree, *, instead_of: chex.ArrayTree) -> chex.Arr
 
 
 def mark_server(values: chex.ArrayTree) -> chex.ArrayTree:
-    """Mark values as computed by the server. Inside a mapped function.
-
-    A server with much work, such as the recovery of masks, shares it among the participants'
-    devices by a map of its own. `fedpax.cost` counts the FLOPs of a map with marked values as the
-    server's, and no bytes. The mark does not change the compiled program.
-
-    Args:
-        values: a pytree of arrays.
-
-    Returns:
-        The same values.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> mark_server(jnp.array([3, 5])).tolist()
-        [3, 5]
-    """
+    """Mark values as computed by the server. Inside a mapped function."""
+    # A server with much work, such as the recovery of masks, shares it among the participants'
+    # devices by a map of its own. `fedpax.cost` counts the FLOPs of a map with marked values as the
+    # server's, and no bytes. The mark does not change the compiled program.
     return jax.tree.map(lambda x: checkpoint_name(x, SERVER), values)

@@ -6,25 +6,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 def sort_rows(x: Float[Array, "participants ..."]) -> Float[Array, "participants ..."]:
-    """Sort each coordinate over the participants, in ascending order.
-
-    On a CPU, XLA sorts one coordinate after another, with a call for each comparison. A bitonic
-    sorting network compares whole rows instead, in `k (k + 1) / 2` steps for up to `2^k`
-    participants: 21 for 64. Each step is a vectorized comparison. Other devices use XLA's sort.
-
-    Args:
-        x: the values, without NaN.
-
-    Returns:
-        The sorted values.
-
-    Example:
-        >>> sort_rows(jnp.array([[3.0, 1.0], [2.0, jnp.inf], [1.0, 5.0]])).tolist()
-        [[1.0, 1.0], [2.0, 5.0], [3.0, inf]]
-
-    Reference:
-        Batcher, Sorting networks and their applications, AFIPS 1968, section "Bitonic sorters".
-    """
+    """Sort each coordinate over the participants, in ascending order."""
+    # On a CPU, XLA sorts one coordinate after another, with a call for each comparison. A bitonic
+    # sorting network compares whole rows instead, in `k (k + 1) / 2` steps for up to `2^k`
+    # participants: 21 for 64. Each step is a vectorized comparison. Other devices use XLA's sort.
+    # Reference: Batcher, Sorting networks and their applications, AFIPS 1968, section "Bitonic
+    # sorters".
     return jax.lax.platform_dependent(x, cpu=_bitonic_sort, default=lambda x: jnp.sort(x, 0))
 
 

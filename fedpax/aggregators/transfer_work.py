@@ -14,29 +14,11 @@ _work: contextvars.ContextVar[TransferWork | None] = contextvars.ContextVar("wor
 
 @contextlib.contextmanager
 def under_transfers(work: TransferWork) -> Iterator[None]:
-    """Do a method's work under the transfers of the aggregators in this context.
-
-    A method such as `streaming_diloco` hides a transfer behind local steps that do not depend on
-    it. If an aggregator has two transfers, and the second one depends on the first, each needs
-    steps of its own. The aggregator then calls `work_under_transfer` after each of them. An
-    aggregator with a single transfer does not: the method does its work after `aggregate`.
-
-    Args:
-        work: `(received, fraction) -> received`. `received` is a pytree, what a transfer brings. It
-            does the work up to `fraction` of the whole, and returns the same values, joined with
-            its results by `jax.lax.optimization_barrier`: what depends on them is then computed
-            after the work. It is traced in the middle of `aggregate`, so that `aggregate` may not
-            be transformed by itself, for example by `jax.jit`.
-
-    Example:
-        >>> def work(received, fraction):
-        ...     print(f"local steps up to {fraction}")
-        ...     return received
-        >>> with under_transfers(work):
-        ...     work_under_transfer(7, fraction=0.5)
-        local steps up to 0.5
-        7
-    """
+    """Do a method's work under the transfers of the aggregators in this context."""
+    # A method such as `streaming_diloco` hides a transfer behind local steps that do not depend on
+    # it. If an aggregator has two transfers, and the second one depends on the first, each needs
+    # steps of its own. The aggregator then calls `work_under_transfer` after each of them. An
+    # aggregator with a single transfer does not: the method does its work after `aggregate`.
     token = _work.set(work)
     try:
         yield
@@ -45,14 +27,6 @@ def under_transfers(work: TransferWork) -> Iterator[None]:
 
 
 def work_under_transfer(received: chex.ArrayTree, *, fraction: float) -> chex.ArrayTree:
-    """Do the work of `under_transfers`, if there is any, up to a fraction.
-
-    Args:
-        received: what the transfer brings.
-        fraction: the fraction of the work that is done when this transfer is complete.
-
-    Returns:
-        The same values.
-    """
+    """Do the work of `under_transfers`, if there is any, up to a fraction."""
     work = _work.get()
     return received if work is None else work(received, fraction)

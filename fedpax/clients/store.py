@@ -309,11 +309,9 @@ def _row_specs(rows: Any, axis: str) -> Any:
 
 
 def _on_devices(fn: Any, in_specs: Any, out_specs: Any) -> Any:
-    """Map `fn` over the devices of all mesh axes that the specs name.
-
-    Explicit axes of a state's own dimensions are among them: a map over the placement's axis alone
-    gathers its arguments and results over each explicit axis.
-    """
+    """Map `fn` over the devices of all mesh axes that the specs name."""
+    # Explicit axes of a state's own dimensions are among them: a map over the placement's axis
+    # alone gathers its arguments and results over each explicit axis.
     specs = jax.tree.leaves((in_specs, out_specs))
     names = {name for spec in specs for entry in spec for name in _names(entry)}
     mapped = jax.shard_map(

@@ -8,25 +8,11 @@ from jaxtyping import Array, UInt32
 
 
 def pack_bits(codes: UInt32[Array, "entries ..."], bits: int) -> UInt32[Array, "words ..."]:
-    """Pack codes into words, exactly `bits` bits each.
-
-    A code is split into fields of gcd(bits, 32) bits, so that a whole number of fields fills a
-    word. Codes that share a word are far apart: every operation runs over contiguous rows. It is
-    written out by place, not as a sum over an axis of places, so that a compiler vectorizes it
-    together with the computation of the codes.
-
-    Args:
-        codes: integers 0 to 2^bits - 1.
-        bits: 1 to 32.
-
-    Returns:
-        `packed_words(entries, bits)` words for each index of the other axes.
-
-    Example:
-        >>> words = pack_bits(jnp.array([5, 1, 7, 2], jnp.uint32), bits=3)
-        >>> words.shape, unpack_bits(words, bits=3, entries=4).tolist()
-        ((3,), [5, 1, 7, 2])
-    """
+    """Pack codes into words, exactly `bits` bits each."""
+    # A code is split into fields of gcd(bits, 32) bits, so that a whole number of fields fills a
+    # word. Codes that share a word are far apart: every operation runs over contiguous rows. It is
+    # written out by place, not as a sum over an axis of places, so that a compiler vectorizes it
+    # together with the computation of the codes.
     width, fields, per_word = _fields(bits)
     rows = -(-codes.shape[0] // per_word)
     padding = [(0, rows * per_word - codes.shape[0]), *[(0, 0)] * (codes.ndim - 1)]
@@ -46,16 +32,7 @@ def pack_bits(codes: UInt32[Array, "entries ..."], bits: int) -> UInt32[Array, "
 def unpack_bits(
     words: UInt32[Array, "words ..."], bits: int, entries: int
 ) -> UInt32[Array, "entries ..."]:
-    """Unpack the codes that `pack_bits` packed.
-
-    Args:
-        words: the words.
-        bits: bits of a code.
-        entries: number of codes.
-
-    Returns:
-        The codes.
-    """
+    """Unpack the codes that `pack_bits` packed."""
     width, fields, per_word = _fields(bits)
     rows = words.shape[0] // fields
     split = words.reshape(fields, 1, rows, *words.shape[1:])
@@ -65,19 +42,7 @@ def unpack_bits(
 
 
 def packed_words(entries: int, bits: int) -> int:
-    """Return the number of words that `pack_bits` packs codes into.
-
-    Args:
-        entries: number of codes.
-        bits: bits of a code.
-
-    Returns:
-        The number of words.
-
-    Example:
-        >>> packed_words(64, bits=12) * 32 / 64
-        12.0
-    """
+    """Return the number of words that `pack_bits` packs codes into."""
     _, fields, per_word = _fields(bits)
     return fields * -(-entries // per_word)
 

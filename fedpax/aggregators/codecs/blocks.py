@@ -16,48 +16,25 @@ SHORT_AXIS = 128  # blocks along a shorter axis would have more scales than the 
 
 
 class Blocks(NamedTuple):
-    """The division of a leaf into blocks.
+    """The division of a leaf into blocks."""
 
-    With n blocks, a block has every n-th entry of the axis, so that dividing the first axis moves
-    no data. The end of the axis may be padded with zeros.
+    # With n blocks, a block has every n-th entry of the axis, so that dividing the first axis moves
+    # no data. The end of the axis may be padded with zeros.
 
-    Attributes:
-        axis: the axis that is divided; other axes do not change. None: the leaf is flattened first.
-        num_blocks: number of blocks along the axis.
-        size: number of entries of a block.
-    """
-
+    # the axis that is divided; other axes do not change. None: the leaf is flattened first.
     axis: int | None
-    num_blocks: int
-    size: int
+    num_blocks: int  # number of blocks along the axis
+    size: int  # number of entries of a block
 
 
 @functools.lru_cache(maxsize=4096)
 def choose_blocks(codec: Codec, shape: tuple[int, ...]) -> Blocks:
-    """Choose the blocks of a leaf from its shape alone, so that they are the same on every mesh.
-
-    A large leaf is divided along its longest major axis, so that its words have the leaf's minor
-    axis, which fills the TPU's tiles and which mesh axes can shard. A leaf of at most 65,536
-    entries, or without a major axis of 128 entries, is flattened. Blocks have the codec's block
-    size if it divides the axis. Otherwise they are of about equal size: at most the codec's, its
-    half or its quarter, whichever has the fewest words.
-
-    Args:
-        codec: the codec.
-        shape: shape of the leaf.
-
-    Returns:
-        The choice.
-
-    Example:
-        >>> from fedpax.aggregators.codecs import e3m0, rotated
-        >>> choose_blocks(e3m0(), (32, 4096, 11008))
-        Blocks(axis=1, num_blocks=4, size=1024)
-        >>> choose_blocks(rotated(e3m0()), (768, 3072))  # a rotation needs a power of two
-        Blocks(axis=0, num_blocks=3, size=256)
-        >>> choose_blocks(e3m0(), (3, 3, 16))
-        Blocks(axis=None, num_blocks=1, size=144)
-    """
+    """Choose the blocks of a leaf from its shape alone, so that they are the same on every mesh."""
+    # A large leaf is divided along its longest major axis, so that its words have the leaf's minor
+    # axis, which fills the TPU's tiles and which mesh axes can shard. A leaf of at most 65,536
+    # entries, or without a major axis of 128 entries, is flattened. Blocks have the codec's block
+    # size if it divides the axis. Otherwise they are of about equal size: at most the codec's, its
+    # half or its quarter, whichever has the fewest words.
     total = math.prod(shape)
     axis = max(range(max(len(shape) - 1, 1)), key=lambda a: shape[a]) if shape else None
     if axis is None or total <= SMALL_LEAF or shape[axis] < SHORT_AXIS:
@@ -104,16 +81,7 @@ def num_words(codec: Codec, size: int) -> int:
 
 
 def to_blocks(leaf: Float[Array, "..."], blocks: Blocks) -> Float[Array, "entries ..."]:
-    """Divide a leaf into blocks.
-
-    Args:
-        leaf: floats `[...]`.
-        blocks: its division, from `choose_blocks`.
-
-    Returns:
-        `[size, num_blocks]` for a flattened leaf; else `[size, ...]` with the axes of the leaf, and
-        the number of blocks in place of the entries of the divided axis.
-    """
+    """Divide a leaf into blocks."""
     axis = blocks.axis or 0
     whole = leaf.reshape(-1) if blocks.axis is None else leaf
     missing = blocks.num_blocks * blocks.size - whole.shape[axis]
@@ -126,16 +94,7 @@ def to_blocks(leaf: Float[Array, "..."], blocks: Blocks) -> Float[Array, "entrie
 def from_blocks(
     values: Float[Array, "entries ..."], blocks: Blocks, shape: tuple[int, ...]
 ) -> Float[Array, "..."]:
-    """Join the blocks of a leaf.
-
-    Args:
-        values: the blocks, as `to_blocks` returns them.
-        blocks: the division of the leaf.
-        shape: shape of the leaf.
-
-    Returns:
-        The leaf.
-    """
+    """Join the blocks of a leaf."""
     axis = blocks.axis or 0
     split = jnp.moveaxis(values, 0, axis)
     entries = blocks.num_blocks * blocks.size

@@ -13,20 +13,7 @@ _VALUE_BITS = 31  # of a float without its sign
 
 
 def largest(values: Float[Array, "entries ..."], k: int) -> Int[Array, "k ..."]:
-    """Return the indices of the k largest entries along the leading axis, in any order.
-
-    Args:
-        values: floats, none negative. NaN counts as the largest.
-        k: number of indices, 1 to the number of entries.
-
-    Returns:
-        int32 indices. Of equal entries, any are taken.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> sorted(largest(jnp.array([1.0, 7.0, 0.5, 2.0]), 2).tolist())
-        [1, 3]
-    """
+    """Return the indices of the k largest entries along the leading axis, in any order."""
     if values.size < _FEW_ENTRIES:
         return _with_heap(values, k)
     return jax.lax.platform_dependent(
@@ -39,11 +26,9 @@ def _with_heap(values: Float[Array, "entries ..."], k: int) -> Int[Array, "k ...
 
 
 def _with_groups(values: Float[Array, "entries ..."], k: int) -> Int[Array, "k ..."]:
-    """Search the k groups with the largest maxima: they have the k largest entries.
-
-    XLA's top_k keeps a heap for one block after another on a CPU. Here, all blocks are searched at
-    once by vector instructions, in half the time.
-    """
+    """Search the k groups with the largest maxima: they have the k largest entries."""
+    # XLA's top_k keeps a heap for one block after another on a CPU. Here, all blocks are searched
+    # at once by vector instructions, in half the time.
     entries = len(values)
     # The bits of floats that are not negative are in the order of the floats, NaN above infinity.
     order = jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32)

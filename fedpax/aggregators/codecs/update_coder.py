@@ -22,25 +22,18 @@ from fedpax.aggregators.codecs.tiles import divide_blocks, from_tiles, join_bloc
 
 
 class UpdateCoder(NamedTuple):
-    """A codec for the updates of one round.
+    """A codec for the updates of one round."""
 
-    The words of a large leaf are sharded over the model axes, for any sharding of the leaf: no
-    block spans two devices, and each device sends its part. For this the axes behind the one that
-    is divided into blocks are merged. A projection to 8 heads of 128 features has a minor axis of
-    1,024 entries then, which 256 devices can share.
-
-    Attributes:
-        codec: the codec.
-        round_key: the random key of the round.
-        types: the types of one participant's leaves.
-        model_axes: the mesh axes within a participant, automatic or explicit.
-        mean_codec: a codec for the mean of the decoded updates. Default None: the mean is exact.
-    """
+    # The words of a large leaf are sharded over the model axes, for any sharding of the leaf: no
+    # block spans two devices, and each device sends its part. For this the axes behind the one that
+    # is divided into blocks are merged. A projection to 8 heads of 128 features has a minor axis of
+    # 1,024 entries then, which 256 devices can share.
 
     codec: Codec
-    round_key: Key[Array, ""]
-    types: Sequence[Any]
-    model_axes: Sequence[str]
+    round_key: Key[Array, ""]  # the random key of the round
+    types: Sequence[Any]  # the types of one participant's leaves
+    model_axes: Sequence[str]  # the mesh axes within a participant, automatic or explicit
+    # a codec for the mean of the decoded updates. Default None: the mean is exact.
     mean_codec: Codec | None = None
 
     def encode(
@@ -71,17 +64,7 @@ class UpdateCoder(NamedTuple):
         axis: str,
         parts: Sequence[int],
     ) -> list[UInt32[Array, "participants shards parts rows 128"]]:
-        """Send the words of all participants over a mesh axis: the first transfer of their mean.
-
-        Args:
-            words: the words of each leaf, sharded over the participants' mesh axis.
-            axis: the participants' mesh axis.
-            parts: for each leaf, 1 or the number of devices along the axis. With 1, the words are
-                all-gathered. Otherwise an all-to-all gives each device one part of the blocks.
-
-        Returns:
-            The words in whole tiles. Each device has all participants' words of its part.
-        """
+        """Send the words of all participants over a mesh axis: the first transfer of their mean."""
 
         def send(words: Sequence[jax.Array]) -> list[jax.Array]:
             sent = []
@@ -104,19 +87,8 @@ class UpdateCoder(NamedTuple):
         axis: str,
         parts: Sequence[int],
     ) -> list[Float[Array, "..."]]:
-        """Average the updates of which each device has one part: the second transfer of a mean.
-
-        A device decodes one participant after another, and adds them in float32.
-
-        Args:
-            indices: the indices of all participants.
-            tiles: the result of `send_words`.
-            axis: the participants' mesh axis.
-            parts: as in `send_words`. The means of leaves in several parts are all-gathered.
-
-        Returns:
-            The means on every device of the axis, for `join_means`.
-        """
+        """Average the updates of which each device has one part: the second transfer of a mean."""
+        # A device decodes one participant after another, and adds them in float32.
         participants = len(indices)
 
         def average(

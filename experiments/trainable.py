@@ -9,7 +9,7 @@ from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.models import lora
 from fedpax.models.lora import LoRAConfig
 from fedpax.models.transformer import TransformerConfig
-from fedpax.training.shardings import ShardingTree
+from fedpax.parallel.axes import ShardingTree
 from fedpax.training.stored_params import StoredParams, with_frozen_argument
 
 NO_ADAPTERS = LoRAConfig(rank=0)

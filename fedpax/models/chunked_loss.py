@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from fedpax.parallel.axes import constrain, explicit_spec, partition_spec
+from fedpax.parallel.axes import constrain, entry_axes, explicit_spec, partition_spec
 
 TOKENS_PER_CHUNK = 1024
 TOKEN_AXES = ("batch", "sequence")
@@ -202,8 +202,7 @@ class _Chunking(NamedTuple):
         batch, seq_len = shape[:2]
         sizes = jax.sharding.get_abstract_mesh().shape
         entries = partition_spec(TOKEN_AXES, shape=(batch, seq_len))
-        names = [(entry,) if isinstance(entry, str) else entry or () for entry in entries]
-        rows, parts = (math.prod(sizes[name] for name in axes) for axes in names)
+        rows, parts = (math.prod(sizes[name] for name in entry_axes(entry)) for entry in entries)
         tokens = batch // rows * (seq_len // parts)
         chunks = -(-tokens // tokens_per_chunk)
         return cls(batch, seq_len, (rows, parts), chunks, -(-tokens // chunks))

@@ -17,7 +17,7 @@ from fedpax.errors import ArgumentError
 from fedpax.models.grouped_matmul import grouped_matmul
 from fedpax.models.parameters import normal_param
 from fedpax.models.quantization import Quantization, quantized_grouped_matmul
-from fedpax.parallel.axes import RULES, constrain, partition_spec
+from fedpax.parallel.axes import RULES, constrain, entry_axes, partition_spec
 
 
 class MixtureOfExperts(nnx.Module):
@@ -273,8 +273,7 @@ def _expert_matmul(
 
 def _names(spec: Iterable[str | tuple[str, ...] | None]) -> set[str]:
     """Return the mesh axes in a specification."""
-    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
-    return {axis for entry in entries for axis in entry}
+    return {axis for entry in spec for axis in entry_axes(entry)}
 
 
 def _varying(values: chex.ArrayTree, axes: set[str]) -> Any:

@@ -9,15 +9,18 @@ programs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import chex
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import PyTree
 
 from fedpax.errors import ArgumentError
+
+ShardingTree: TypeAlias = NamedSharding | Iterable["ShardingTree"] | Mapping[Any, "ShardingTree"]
+"""A pytree whose leaves are `NamedSharding`s."""
 
 Rules: TypeAlias = Mapping[str, str | tuple[str, ...] | None]
 
@@ -170,8 +173,8 @@ def explicit_spec(
 
 
 def shardings(
-    logical_tree: PyTree, shapes_tree: PyTree, mesh: Mesh, rules: Rules = RULES
-) -> PyTree[NamedSharding]:
+    logical_tree: Any, shapes_tree: chex.ArrayTree, mesh: Mesh, rules: Rules = RULES
+) -> Any:
     """Return the sharding of each parameter, such as for `jax.jit(init, out_shardings=...)`.
 
     Args:
@@ -211,8 +214,12 @@ def _mesh_axes(name: str | None, rules: Rules) -> tuple[str, ...]:
             f"The logical axis {name!r} has no rule: use one of "
             f"{', '.join(rules)}, or pass rules={{**RULES, {name!r}: a mesh axis or None}}."
         )
-    axes = rules[name]
-    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+    return entry_axes(rules[name])
+
+
+def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the mesh axes of an entry of a `PartitionSpec`, or of `RULES`."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 def _axes_of_type(mesh: Mesh | AbstractMesh, kind: AxisType) -> set[str]:
@@ -222,5 +229,4 @@ def _axes_of_type(mesh: Mesh | AbstractMesh, kind: AxisType) -> set[str]:
 
 def _only(spec: PartitionSpec, axes: set[str]) -> list[tuple[str, ...]]:
     """Return, for each axis of the array, the mesh axes of the spec that are in `axes`."""
-    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
-    return [tuple(axis for axis in entry if axis in axes) for entry in entries]
+    return [tuple(axis for axis in entry_axes(entry) if axis in axes) for entry in spec]

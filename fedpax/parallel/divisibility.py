@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 
+import chex
 import jax
 from jax.sharding import NamedSharding, Sharding
-from jaxtyping import PyTree
 
 from fedpax.errors import ArgumentError
+from fedpax.parallel.axes import ShardingTree
 
 
-def check_divisible(name: str, shapes: PyTree[jax.Array], shardings: PyTree[NamedSharding]) -> None:
+def check_divisible(name: str, shapes: chex.ArrayTree, shardings: ShardingTree) -> None:
     """Raise a ValueError if a mesh axis does not divide the array axis that it shards."""
     # JAX's own errors name neither the array nor the mesh axis. `name` is the tree's in the
     # message, such as "params". `shardings` may be a prefix of `shapes`; only instances of
     # NamedSharding are checked.
 
-    def check(prefix: tuple, sharding: Sharding, below: PyTree[jax.Array]) -> None:
+    def check(prefix: tuple, sharding: Sharding, below: chex.ArrayTree) -> None:
         if not isinstance(sharding, NamedSharding):
             return
         for path, leaf in jax.tree.leaves_with_path(below):

@@ -20,33 +20,34 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from fedpax.errors import ArgumentError
-from fedpax.parallel.axes import partition_spec
+from fedpax.parallel.axes import entry_axes, partition_spec
 from fedpax.parallel.pipeline_schedule import Schedule, Task
 
 LayerFn: TypeAlias = Callable[
-    [jax.Array, PyTree[jax.Array], PyTree[jax.Array]], tuple[jax.Array, PyTree[jax.Array]]
+    [jax.Array, chex.ArrayTree, chex.ArrayTree], tuple[jax.Array, chex.ArrayTree]
 ]
 Remat: TypeAlias = Callable[[Callable], Callable]
 
 
 def run_pipeline(
     layer_fn: LayerFn,
-    stacked_params: PyTree[jax.Array],
+    stacked_params: chex.ArrayTree,
     x: Float[Array, "batch ..."],
-    side_inputs: PyTree[jax.Array] = (),
+    side_inputs: chex.ArrayTree = (),
     *,
     num_microbatches: int = 1,
     num_repeats: int = 1,
     axis: str = "stage",
     remat: Remat | None = None,
     unroll: int = 1,
-) -> tuple[Float[Array, "batch ..."], PyTree[jax.Array]]:
+) -> tuple[Float[Array, "batch ..."], chex.ArrayTree]:
     """Apply a stack of layers to a batch, in a pipeline if the mesh has one.
 
     Without a pipeline, this is a `jax.lax.scan` over the layers and nothing else: the whole batch
@@ -170,10 +171,10 @@ def _pipeline_on_device(
     axis: str,
     remat: Remat | None,
     unroll: int,
-    own_params: PyTree[jax.Array],
+    own_params: chex.ArrayTree,
     buffer: jax.Array,
-    side_inputs: PyTree[jax.Array],
-) -> tuple[jax.Array, PyTree[jax.Array]]:
+    side_inputs: chex.ArrayTree,
+) -> tuple[jax.Array, chex.ArrayTree]:
     """Run the pipeline on one device; return its microbatches and the auxiliary scalars."""
     # `buffer` has the microbatches of the device, [microbatches_per_stage, microbatch, ...].
     stage = jax.lax.axis_index(axis)
@@ -225,9 +226,9 @@ def _own_layers(
     schedule: Schedule,
     remat: Remat | None,
     unroll: int,
-    own_params: PyTree[jax.Array],
-    side_inputs: PyTree[jax.Array],
-) -> Callable[[jax.Array, Task], tuple[jax.Array, PyTree[jax.Array]]]:
+    own_params: chex.ArrayTree,
+    side_inputs: chex.ArrayTree,
+) -> Callable[[jax.Array, Task], tuple[jax.Array, chex.ArrayTree]]:
     """Return the function that applies a block of the device's layers to a microbatch."""
 
     # Slices that depend on the tick are taken in here, so that `remat` does not store them.
@@ -245,7 +246,7 @@ def _own_layers(
     elif remat is not None:
         one = remat(one)
 
-    def run_layers(x: jax.Array, task: Task) -> tuple[jax.Array, PyTree[jax.Array]]:
+    def run_layers(x: jax.Array, task: Task) -> tuple[jax.Array, chex.ArrayTree]:
         x, per_layer = jax.lax.scan(
             lambda x, params: one(x, params, task.repeat, task.microbatch, side_inputs),
             x,
@@ -280,13 +281,12 @@ def _merge_microbatches(x: jax.Array, schedule: Schedule, axis: str) -> jax.Arra
 
 def _batch_shards(examples: int, axis: str) -> int:
     """Return the number of shards of a microbatch over the axes other than `axis`."""
-    entry = partition_spec(("batch",), shape=(examples,))[0]
-    axes = (entry,) if isinstance(entry, str) else entry or ()
+    axes = entry_axes(partition_spec(("batch",), shape=(examples,))[0])
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[other] for other in axes if other != axis)
 
 
-def _check_stacked(stacked_params: PyTree[jax.Array], num_repeats: int) -> int:
+def _check_stacked(stacked_params: chex.ArrayTree, num_repeats: int) -> int:
     """Check the shapes of the stacked parameters and return the number of layers."""
     leading = 1 if num_repeats == 1 else 2
     found = {}
@@ -309,7 +309,7 @@ def _check_stacked(stacked_params: PyTree[jax.Array], num_repeats: int) -> int:
     return next(iter(found))
 
 
-def _check_side_inputs(side_inputs: PyTree[jax.Array], batch: int) -> None:
+def _check_side_inputs(side_inputs: chex.ArrayTree, batch: int) -> None:
     for path, leaf in jax.tree.leaves_with_path(side_inputs):
         if leaf.ndim < 1 or leaf.shape[0] not in (1, batch):
             raise ArgumentError(

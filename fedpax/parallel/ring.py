@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int
 
-State = TypeVar("State", bound=PyTree)
-Tree = TypeVar("Tree", bound=PyTree)
+State = TypeVar("State", bound=chex.ArrayTree)
+Tree = TypeVar("Tree", bound=chex.ArrayTree)
 
 
 class Ring(NamedTuple):
@@ -65,9 +66,9 @@ class Ring(NamedTuple):
 
     def fold(
         self,
-        shard: PyTree[jax.Array],
-        first: Callable[[PyTree[jax.Array]], State],
-        later: Callable[[State, PyTree[jax.Array], int | jax.Array], State],
+        shard: chex.ArrayTree,
+        first: Callable[[chex.ArrayTree], State],
+        later: Callable[[State, chex.ArrayTree, int | jax.Array], State],
     ) -> State:
         """Pass shards around the ring and fold a function over those that arrive."""
         # `first(shard) -> state` takes the shard of the device itself, and `later(state, shard,
@@ -76,8 +77,8 @@ class Ring(NamedTuple):
             return first(shard)
 
         def step_fn(
-            carry: tuple[State, PyTree[jax.Array]], step: jax.Array
-        ) -> tuple[tuple[State, PyTree[jax.Array]], None]:
+            carry: tuple[State, chex.ArrayTree], step: jax.Array
+        ) -> tuple[tuple[State, chex.ArrayTree], None]:
             state, shard = carry
             following = self.send(shard)  # sent first, to overlap with the computation
             return (later(state, shard, step), following), None
@@ -88,7 +89,7 @@ class Ring(NamedTuple):
             carry, _ = jax.lax.scan(step_fn, carry, jnp.arange(1, self.num_steps - 1))
         return later(*carry, self.num_steps - 1)
 
-    def balance(self, tree: PyTree[jax.Array]) -> PyTree[jax.Array]:
+    def balance(self, tree: chex.ArrayTree) -> chex.ArrayTree:
         """Replace the shard of each device by an early and a late part of the sequence."""
         # The sequence is 2 n parts on n devices. Device d holds parts 2 d and 2 d + 1, and computes
         # on parts d and 2 n - 1 - d.
@@ -109,7 +110,7 @@ class Ring(NamedTuple):
             odd,
         )
 
-    def unbalance(self, tree: PyTree[jax.Array]) -> PyTree[jax.Array]:
+    def unbalance(self, tree: chex.ArrayTree) -> chex.ArrayTree:
         """Invert `balance`."""
         if not self.balanced:
             return tree

@@ -13,11 +13,12 @@ from fedpax.clients.cohort import Cohort
 from fedpax.clients.store import ClientStore
 from fedpax.errors import ArgumentError
 from fedpax.hlo.collectives import operand_bytes_along
+from fedpax.parallel.axes import ShardingTree
 from fedpax.parallel.compiler_options import run_once_options
 from fedpax.parallel.divisibility import check_divisible
 from fedpax.training.experiment import Run
 from fedpax.training.norms import report_update_norm
-from fedpax.training.shardings import ShardingTree, state_shardings
+from fedpax.training.shardings import state_shardings
 from fedpax.training.spikes import skip_spikes as guard_against_spikes
 from fedpax.transforms.inlining import program_placements
 

@@ -15,6 +15,7 @@ from fedpax.algorithm import FederatedAlgorithm, Params
 from fedpax.checkpoints.exports import write_orbax
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.errors import ArgumentError
+from fedpax.parallel.axes import ShardingTree
 from fedpax.parallel.mesh import MeshConfig, available_devices
 from fedpax.parallel.mesh_rule import ShardedSize, follow
 from fedpax.run_files.configuration import write_configuration
@@ -22,7 +23,6 @@ from fedpax.run_files.evaluations import parse_best_metric
 from fedpax.run_files.integers import check_integers
 from fedpax.training.client_metrics import ClientMetrics
 from fedpax.training.profile import parse_profile_at
-from fedpax.training.shardings import ShardingTree
 from fedpax.training.spikes import OnSpike
 from fedpax.training.stored_params import StoredParams
 from fedpax.training.watchdog import OnHang

@@ -10,9 +10,9 @@ from fedpax.checkpoints.run_position import StreamState
 from fedpax.clients.cohort import Cohort
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.errors import ArgumentError
+from fedpax.parallel.axes import ShardingTree
 from fedpax.parallel.divisibility import check_divisible
 from fedpax.primitives.casts import checked_tree
-from fedpax.training.shardings import ShardingTree
 
 Tree = TypeVar("Tree")
 

@@ -1,7 +1,6 @@
 """Shardings of an algorithm's state, derived from the shardings of the parameters."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -9,9 +8,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fedpax.algorithm import Params, State
 from fedpax.clients.store import ClientStore
 from fedpax.errors import ArgumentError
-
-ShardingTree: TypeAlias = NamedSharding | Iterable["ShardingTree"] | Mapping[Any, "ShardingTree"]
-"""A pytree whose leaves are `NamedSharding`s."""
+from fedpax.parallel.axes import ShardingTree
 
 
 def state_shardings(

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from fedpax.errors import ArgumentError
 from fedpax.models.remat import ATTENTION
-from fedpax.parallel.axes import RULES, constrain, partition_spec
+from fedpax.parallel.axes import RULES, constrain, entry_axes, partition_spec
 
 LANES = 128
 BLOCK = 512
@@ -147,7 +147,7 @@ def _model_axes() -> set[str]:
     """Return the mesh axes that shard a model, or have size 1, and are not manual already."""
     # A kernel compiles only where all mesh axes are manual.
     mesh = jax.sharding.get_abstract_mesh()
-    ruled = {axis for axes in RULES.values() for axis in _names(axes)}
+    ruled = {axis for axes in RULES.values() for axis in entry_axes(axes)}
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return {
         name
@@ -160,13 +160,9 @@ def _model_axes() -> set[str]:
 def _repeat_heads(x: jax.Array, num_heads: int, axes: Any) -> jax.Array:
     """Repeat the heads of keys or values until the mesh axes that shard heads divide them."""
     sizes = jax.sharding.get_abstract_mesh().shape
-    parts = math.prod(sizes[name] for name in _names(axes))
+    parts = math.prod(sizes[name] for name in entry_axes(axes))
     times = parts // math.gcd(parts, x.shape[2])
     if num_heads % (x.shape[2] * times):
         times = num_heads // x.shape[2]
     # Copies of a head are adjacent, as are the query heads that use it.
     return x if times == 1 else jnp.repeat(x, times, axis=2)
-
-
-def _names(axes: Any) -> tuple[str, ...]:
-    return (axes,) if isinstance(axes, str) else tuple(axes or ())

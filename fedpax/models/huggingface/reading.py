@@ -13,7 +13,6 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, Sharding
 from jax.typing import DTypeLike
-from jaxtyping import PyTree
 
 from fedpax.errors import ArgumentError, MissingPackageError
 from fedpax.files import check_fetched
@@ -39,6 +38,7 @@ from fedpax.models.nnx_functional import Params
 from fedpax.models.transformer import transformer
 from fedpax.models.transformer_config import TransformerConfig
 from fedpax.parallel import axes
+from fedpax.parallel.axes import ShardingTree
 
 DTYPES: Mapping[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -111,7 +111,7 @@ def load_params(
     config: TransformerConfig,
     *,
     mesh: Mesh | None = None,
-    shardings: PyTree[Sharding] | None = None,
+    shardings: ShardingTree | None = None,
     dtype: DTypeLike | None = None,
 ) -> Params:
     """Read the parameters of a Hugging Face folder.

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fedpax.clients.cohort import Cohort
 from fedpax.clients.cohort_stream import CohortStream, IslandStream
 from fedpax.errors import ArgumentError
+from fedpax.parallel.axes import ShardingTree
 from fedpax.training.prefetch import Prefetch
-from fedpax.training.shardings import ShardingTree
 
 ENDLESS = 2**31
 

@@ -71,6 +71,8 @@ ALGORITHMS_SEE = (
 FROM_ABOVE = "fedpax.commands.train_in_python:train"
 # The one module that may touch what JAX does not promise to keep.
 UNSTABLE, KEEPER = ("jax.extend", "jax.interpreters", "jaxlib"), "fedpax.primitives._jax"
+# Attributes of equations and primitives of the same kind.
+UNSTABLE_ATTRIBUTES = {"ctx", "get_bind_params"}
 
 
 def module_name(path: Path) -> str:
@@ -150,6 +152,17 @@ def complaints(source: str, module: str) -> list[str]:
     ]
 
 
+def unstable_attributes(source: str, module: str) -> list[str]:
+    """All attributes that only the module of JAX's unstable parts may read, a line each."""
+    if module == KEEPER or not is_within(module, "fedpax"):
+        return []
+    return [
+        f"{module}, line {node.lineno}: .{node.attr}: only {KEEPER} reads it"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and node.attr in UNSTABLE_ATTRIBUTES
+    ]
+
+
 def find_circle(sources: dict[str, str]) -> list[str]:
     """Find modules that import each other in a circle.
 
@@ -220,8 +233,19 @@ def test_every_module_keeps_to_its_layer() -> None:
     names = {module_name(path) for path in paths}
     assert {"fedpax", "fedpax.primitives", "fedpax.algorithms", "fedpax.experiments"} <= names
     assert {layer_of(name) for name in names if is_within(name, "fedpax")} <= set(HEIGHT)
-    found = [text for path in paths for text in complaints(path.read_text(), module_name(path))]
+    found = [
+        text
+        for path in paths
+        for check in (complaints, unstable_attributes)
+        for text in check(path.read_text(), module_name(path))
+    ]
     assert not found, "\n".join(found)
+
+
+def test_an_unstable_attribute_is_found() -> None:
+    source = "with eqn.ctx.manager:\n    eqn.primitive.get_bind_params(params)"
+    assert len(unstable_attributes(source, "fedpax.primitives.map")) == 2
+    assert unstable_attributes(source, KEEPER) == unstable_attributes(source, "tests.x") == []
 
 
 @pytest.mark.parametrize(

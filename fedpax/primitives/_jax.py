@@ -7,6 +7,7 @@ their rules, converts functions to jaxprs and back, and analyses and rewrites ja
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -235,20 +236,20 @@ def evaluate(jaxpr: ClosedJaxpr, *args: Any) -> list:
 
 
 def rebind(eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None = None) -> list:
-    """Bind an equation's primitive again, in the equation's context.
+    """Bind an equation's primitive again, in the equation's context."""
+    with context_of(eqn):
+        return bind_again(eqn, inputs, eqn.params if params is None else params)
 
-    Args:
-        eqn: the equation.
-        inputs: values of its arguments.
-        params: its parameters. Default None: the equation's own.
 
-    Returns:
-        Its outputs.
-    """
-    with eqn.ctx.manager:
-        bound = eqn.primitive.get_bind_params(eqn.params if params is None else params)
-        outputs = eqn.primitive.bind(*inputs, **bound)
+def bind_again(eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any]) -> list:
+    """Bind an equation's primitive again, in the context of the caller."""
+    outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(params))
     return outputs if eqn.primitive.multiple_results else [outputs]
+
+
+def context_of(eqn: JaxprEqn) -> AbstractContextManager[Any]:
+    """Return the context, such as the mesh, in which an equation was traced."""
+    return eqn.ctx.manager
 
 
 def aval_of(v: Var | Literal) -> Aval:

@@ -18,6 +18,7 @@ from fedpax.primitives._jax import (
     Jaxpr,
     JaxprEqn,
     Literal,
+    context_of,
     evaluate,
     inner_jaxprs,
     rebind,
@@ -80,7 +81,7 @@ def _run(closed: ClosedJaxpr, run_call: Callable[..., list], *args: Any) -> list
     for eqn in jaxpr.eqns:
         inputs = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
         if eqn.primitive.name == CUSTOM_BATCHING:
-            with eqn.ctx.manager:
+            with context_of(eqn):
                 outputs = run_call(eqn, inputs)
         elif any(map(_has_batch_rule, _inner_jaxprs(eqn))):
             params = {name: _expand_param(p, run_call) for name, p in eqn.params.items()}

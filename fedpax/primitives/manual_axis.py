@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from fedpax.primitives._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from fedpax.primitives._jax import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    bind_again,
+    context_of,
+)
 
 
 def with_manual_axis(jaxpr: ClosedJaxpr, axis: str) -> Callable[..., list[jax.Array]]:
@@ -57,7 +64,7 @@ class _Interpreter:
         for eqn in jaxpr.eqns:
             inputs = [read(v) for v in eqn.invars]
             with ExitStack() as stack:
-                stack.enter_context(eqn.ctx.manager)
+                stack.enter_context(context_of(eqn))
                 mesh = jax.sharding.get_abstract_mesh()
                 if not mesh.empty:
                     stack.enter_context(jax.sharding.use_abstract_mesh(self.mesh(mesh)))
@@ -83,13 +90,9 @@ class _Interpreter:
         if eqn.primitive.name == "pallas_call":
             # A kernel contains no mesh; only the types of the results do.
             types = tuple(self.aval(a) for a in eqn.params["out_avals"])
-            params = eqn.primitive.get_bind_params(eqn.params | {"out_avals": types})
-        else:
-            params = eqn.primitive.get_bind_params(
-                {name: self.param(value) for name, value in eqn.params.items()}
-            )
-        outputs = eqn.primitive.bind(*inputs, **params)
-        return outputs if eqn.primitive.multiple_results else [outputs]
+            return bind_again(eqn, inputs, eqn.params | {"out_avals": types})
+        params = {name: self.param(value) for name, value in eqn.params.items()}
+        return bind_again(eqn, inputs, params)
 
     def param(self, value: Any) -> Any:
         if isinstance(value, ClosedJaxpr):

@@ -2,10 +2,11 @@
 
 import gc
 import itertools
+import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
+from shared_contexts import share_lowering_contexts
+from test_layers import HEIGHT
 
 from fedpax.main import main
 from fedpax.parallel.simulated_devices import simulate_devices
@@ -28,6 +31,11 @@ jax.devices()  # starts the backend: a command in a test would simulate only the
 # Tests compile anew, and leave the user's cache of compiled programs alone.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
 jax.config.update("jax_enable_compilation_cache", False)
+
+# Of the fast tests, lowering would spend a sixth of the time on the dialects of a new MLIR context
+# for each program. `make test-all` lowers as users do.
+if jax.config.values["jax_disable_most_optimizations"]:
+    share_lowering_contexts()
 
 # Tracing allocates many small objects. By default they are collected after every 700th.
 gc.set_threshold(100_000, 20)
@@ -44,6 +52,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "fedpax")
 
+TESTS = Path(__file__).parent
+SLOW_FILE = "\npytestmark = pytest.mark.slow\n"
 MEMORY_MAPS = Path("/proc/self/maps")  # about 16 for each compiled program
 _ended_tests = itertools.count(1)
 
@@ -52,6 +62,19 @@ AXIS_TYPES = {
     "explicit": (AxisType.Explicit, AxisType.Explicit),
     "mixed": (AxisType.Explicit, AxisType.Auto),
 }
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files that have only slow tests, unless these run: importing them takes time."""
+    is_file = collection_path.suffix == ".py" and config.option.markexpr == "not slow"
+    if is_file and SLOW_FILE in collection_path.read_text(encoding="utf-8"):
+        return True
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the lowest layers first: what breaks them breaks most other tests too."""
+    items.sort(key=lambda item: HEIGHT.get(item.path.relative_to(TESTS).parts[0], math.inf))
 
 
 def pytest_collection_finish() -> None:
@@ -65,6 +88,15 @@ def pytest_runtest_teardown() -> None:
         with MEMORY_MAPS.open("rb") as maps:
             if sum(1 for _ in maps) > 45_000:
                 jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def quick_compilation() -> Iterator[None]:
+    """Compile without optimizations, where compilation takes most of the tests' time."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture

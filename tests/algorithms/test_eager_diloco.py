@@ -10,6 +10,8 @@ from method_problem import assert_close, loss_fn, random_params, random_rounds
 from fedpax import Cohort
 from fedpax.algorithms import diloco, eager_diloco
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {
     "inner_optimizer": optax.adamw(0.02, weight_decay=0.1),
     "outer_optimizer": optax.sgd(0.6, momentum=0.8, nesterov=True),
@@ -26,7 +28,6 @@ def run(algorithm, rounds):
     return state, metrics
 
 
-@pytest.mark.slow
 def test_one_island_is_diloco():
     rounds = random_rounds(3, participants=1)
     state, metrics = run(eager_diloco(loss_fn, islands=1, **SETTINGS), rounds)
@@ -34,7 +35,6 @@ def test_one_island_is_diloco():
     assert_close((state.params, metrics), (wanted.params, expected))
 
 
-@pytest.mark.slow
 def test_islands_differ_by_their_last_outer_gradients_alone():
     """With outer SGD, x_i - x_j = (y_i's last gradient - y_j's) * -eta / M, after any rounds."""
     eta, islands = 0.6, 4

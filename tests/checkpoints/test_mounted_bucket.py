@@ -17,6 +17,8 @@ from fedpax.checkpoints.saved_state import load_params
 from fedpax.run_files.paths import latest_round
 from fedpax.training.trainer import train
 
+pytestmark = pytest.mark.slow
+
 BUCKET = "runs"
 
 
@@ -61,7 +63,6 @@ def unmount(folder: Path) -> None:
     subprocess.run(["fusermount3", "-uz", folder], check=False)
 
 
-@pytest.mark.slow
 def test_killed_and_resumed_after_another_mount(tmp_path: Path, store: str) -> None:
     keys, bucket, disk = tmp_path / "keys", tmp_path / "bucket", tmp_path / "disk"
     keys.write_text("key:secret")

@@ -24,6 +24,8 @@ from fedpax.elastic.host_copies import list_copies, memory_folder, remove_copies
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.training.trainer import train
 
+pytestmark = pytest.mark.slow
+
 
 def without_pause(rounds: int = ROUNDS) -> Regression:
     """Return the run of `SETTINGS`, for one process."""
@@ -66,7 +68,6 @@ def check_finished(job: Job, one: Path) -> str:
     return errors
 
 
-@pytest.mark.slow
 def test_every_host_but_the_keeper_dies_once_and_returns(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path / "run", 3, "--pause=0.3", f"--training.rounds={ENDLESS}")
     jobs.append(job)
@@ -90,7 +91,6 @@ def test_every_host_but_the_keeper_dies_once_and_returns(tmp_path: Path, jobs: l
     assert "2 of 3 processes train from" in errors and "3 of 3 processes train." in errors
 
 
-@pytest.mark.slow
 def test_all_but_one_die(tmp_path: Path, one: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, 3, "--pause=0.3")
     jobs.append(job)
@@ -102,7 +102,6 @@ def test_all_but_one_die(tmp_path: Path, one: Path, jobs: list[Job]) -> None:
     assert "1 of 3 processes train" in errors
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "process"),
     [(signal.SIGKILL, 2), (signal.SIGKILL, 0), (signal.SIGSTOP, 1), (signal.SIGSTOP, 0)],
@@ -158,7 +157,6 @@ def rows(numbers: list[int], now: list[int], own: dict[int, int], leaf: Any, *sa
     )
 
 
-@pytest.mark.slow
 def test_islands_keep_their_own_state_when_one_is_lost_and_returns(
     tmp_path: Path, jobs: list[Job]
 ) -> None:
@@ -183,7 +181,6 @@ def test_islands_keep_their_own_state_when_one_is_lost_and_returns(
     chex.assert_trees_all_close(load_params(tmp_path), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_an_island_of_two_processes_leaves_and_returns(tmp_path: Path, jobs: list[Job]) -> None:
     settings = (
         "--exp=small_islands:islands",
@@ -216,7 +213,6 @@ def test_an_island_of_two_processes_leaves_and_returns(tmp_path: Path, jobs: lis
     assert min(errors) < 1e-5, errors
 
 
-@pytest.mark.slow
 def test_all_islands_but_one_are_killed(tmp_path: Path, jobs: list[Job]) -> None:
     settings = ("--exp=small_islands:islands", "--pause=0.5")
     job = Job(tmp_path, 3, settings=settings)
@@ -234,7 +230,6 @@ def test_all_islands_but_one_are_killed(tmp_path: Path, jobs: list[Job]) -> None
     chex.assert_trees_all_close(load_params(tmp_path), reference(changes), rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_a_host_is_frozen(tmp_path: Path, one: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, 3, "--pause=0.3")
     jobs.append(job)
@@ -260,7 +255,6 @@ def is_running(process: int) -> bool:
         return False
 
 
-@pytest.mark.slow
 def test_the_keeper_dies_and_the_same_commands_resume(
     tmp_path: Path, one: Path, jobs: list[Job]
 ) -> None:
@@ -280,7 +274,6 @@ def test_the_keeper_dies_and_the_same_commands_resume(
     check_finished(again, one)
 
 
-@pytest.mark.slow
 def test_process_0_is_lost_beside_a_keeper_of_its_own(
     tmp_path: Path, one: Path, jobs: list[Job]
 ) -> None:
@@ -300,7 +293,6 @@ def test_process_0_is_lost_beside_a_keeper_of_its_own(
     chex.assert_trees_all_close(load_params(tmp_path), load_params(one), rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_a_signal_saves_and_ends_all(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, 2, "--clients=4", "--mesh.clients=2", "--pause=0.3")
     jobs.append(job)
@@ -311,7 +303,6 @@ def test_a_signal_saves_and_ends_all(tmp_path: Path, jobs: list[Job]) -> None:
     assert re.search(r"SIGTERM: saved \d+ of 60 rounds", without_gloo(ends[0][1]))
 
 
-@pytest.mark.slow
 def test_one_process_is_restarted_and_a_lasting_failure_ends_the_job(
     tmp_path: Path, one: Path, jobs: list[Job]
 ) -> None:

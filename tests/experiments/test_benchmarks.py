@@ -24,12 +24,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(timing, "on_devices", lambda _, fn, *args: fn(*args))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Compile without optimizations: compilation takes most of the tests' time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def measure(devices, clients, **settings):

@@ -15,6 +15,8 @@ from fedpax.parallel.mesh import MeshConfig, default_devices
 from fedpax.planning import find_topology
 from fedpax.training.compiled_round import compile_round, with_shardings
 
+pytestmark = pytest.mark.slow
+
 STEPS, ROWS = 100, 16
 MODEL = TransformerConfig(
     vocab_size=512, num_layers=2, embed_dim=256, num_heads=2, num_kv_heads=2, mlp_dim=512
@@ -46,7 +48,6 @@ def bytes_per_round(found: list[Collective]) -> int:
     return sum(c.bytes * n for c, n in zip(found, executions, strict=True))
 
 
-@pytest.mark.slow
 def test_diloco_communicates_between_slices_once_per_round_outside_of_loops() -> None:
     pytest.importorskip("libtpu")
     diloco = between_slices(2, MeshConfig(islands=2, fsdp=4))
@@ -58,7 +59,6 @@ def test_diloco_communicates_between_slices_once_per_round_outside_of_loops() ->
     assert bytes_per_round(parallel) >= STEPS * bytes_per_round(diloco)
 
 
-@pytest.mark.slow
 def test_quantized_outer_gradients_need_fewer_bits_than_bfloat16() -> None:
     """Data parallelism sends bfloat16; DiLoCo sends words of eight digits, 4 bits per value."""
     pytest.importorskip("libtpu")

@@ -7,8 +7,9 @@ import pytest
 
 from fedpax.experiments.benchmarks import first_round
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_a_warm_cache_makes_the_first_round_earlier(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -20,7 +21,6 @@ def test_a_warm_cache_makes_the_first_round_earlier(
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
 
 
-@pytest.mark.slow
 def test_a_training_that_fails_is_told(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"--exp=nothing.*failed with status 2, expected 0"):
         first_round.train_first_round("nothing", tmp_path / "run", tmp_path / "cache")

@@ -13,6 +13,8 @@ import pytest
 from fedpax.models import huggingface
 from fedpax.run_files.metrics import read_metrics, select
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
 # The weights of Llama are not here, and a whole run takes minutes.
 NOT_RUN = "models/llama"
@@ -28,7 +30,6 @@ def run(*arguments: str) -> int:
     return subprocess.run([sys.executable, "-m", "fedpax.main", *arguments]).returncode
 
 
-@pytest.mark.slow
 def test_the_commands_of_the_page_run_and_adapters_lower_the_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,8 +7,9 @@ import pytest
 
 from fedpax.experiments.benchmarks import monitored_rounds
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_each_setting_is_compared_with_the_plain_round(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

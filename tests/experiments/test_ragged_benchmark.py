@@ -6,8 +6,9 @@ import pytest
 
 from fedpax.experiments.benchmarks import ragged_clients
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_the_rows_count_the_steps_of_each_variant(devices):
     settings = ragged_clients.Settings(clients=16, batch_size=2, repetitions=2)
@@ -25,7 +26,6 @@ def test_the_rows_count_the_steps_of_each_variant(devices):
     )
 
 
-@pytest.mark.slow
 def test_the_command_prints_a_row_per_variant(tmp_path, capsys):
     arguments = ["--clients=8", "--devices=1,2", "--batch_size=2", "--repetitions=1"]
     assert ragged_clients.main([*arguments, f"--json={tmp_path / 'rows.json'}"]) == 0

@@ -7,8 +7,9 @@ import pytest
 
 from fedpax.experiments.benchmarks import saving
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_each_save_is_measured_until_it_returns_and_until_it_is_complete(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,8 @@ from fedpax.experiments.streaming_diloco_text import (
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.planning import find_topology, plan_experiment
 
+pytestmark = pytest.mark.slow
+
 EXPERIMENTS = {"1B": streaming_diloco_c4_1b, "8B": streaming_diloco_llama_8b}
 BITS = {"e3m0": 4, "float32": 32}
 
@@ -34,7 +36,6 @@ def experiment(model: str, slices: int, compression: str) -> StreamingDiLoCoText
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "compression", "topology", "slices"),
     [
@@ -84,7 +85,6 @@ def test_each_fragment_is_sent_under_its_local_steps(
     assert formula < sent < 1.05 * formula
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2", "v5p:2x2x1"])
 def test_a_delay_of_one_step_hides_each_fragment(topology: str) -> None:
     pytest.importorskip("libtpu")

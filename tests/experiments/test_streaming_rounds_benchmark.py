@@ -4,14 +4,14 @@ import pytest
 
 from fedpax.experiments.benchmarks import streaming_rounds
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_streaming_needs_at_most_the_memory_of_the_outer_state_more() -> None:
     for row in streaming_rounds.main.run(["--model=base_1m", "--repetitions=0"]):
         assert row.streaming_bytes - row.diloco_bytes <= row.outer_state_bytes
 
 
-@pytest.mark.slow
 def test_a_local_step_of_streaming_takes_the_time_of_diloco() -> None:
     """At most 2% more. Other load on the machine is allowed for by three runs."""
     sizes = ["--model=base_100k", "--local_steps=99"]

@@ -7,6 +7,8 @@ import pytest
 
 from fedpax.experiments.benchmarks import topologies
 
+pytestmark = pytest.mark.slow
+
 
 def run(capsys, *arguments):
     """Run the command and return its exit status, its conclusion and its rows."""
@@ -26,7 +28,6 @@ def check_rows(rows, devices, clients_per_device):
         assert not any(in_loop for _, _, in_loop in row["collectives"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [pytest.param("auto", marks=pytest.mark.slow), "1"])
 def test_the_round_is_the_same_on_any_number_of_simulated_devices(capsys, chunk_size):
     arguments = ["--topologies=cpu:2,cpu:4,cpu:8", "--clients_per_device=4"]
@@ -36,7 +37,6 @@ def test_the_round_is_the_same_on_any_number_of_simulated_devices(capsys, chunk_
     assert len({row["temporary_bytes"] for row in rows}) == 1 and rows[0]["temporary_bytes"] > 0
 
 
-@pytest.mark.slow
 def test_a_difference_between_pods_gives_status_1(capsys, monkeypatch):
     compile_for = topologies.compile_for
 
@@ -49,7 +49,6 @@ def test_a_difference_between_pods_gives_status_1(capsys, monkeypatch):
     assert status == 1 and "differ" in conclusion
 
 
-@pytest.mark.slow
 def test_the_round_is_the_same_on_tpu_pods(capsys):
     pytest.importorskip("libtpu")
     status, conclusion, rows = run(capsys, "--topologies=v5e:4x4,v5e:8x8", "--clients_per_device=8")

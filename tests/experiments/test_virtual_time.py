@@ -6,8 +6,9 @@ import pytest
 from fedpax.experiments.benchmarks import virtual_time
 from fedpax.experiments.benchmarks.virtual_time import Settings
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_fedbuff_reaches_a_loss_sooner_than_fedavg():
     fedavg, fedbuff, fedasync = virtual_time.compare(Settings(seconds=200.0))
     assert [c.method for c in (fedavg, fedbuff, fedasync)] == ["FedAvg", "FedBuff", "FedAsync"]
@@ -21,7 +22,6 @@ def test_fedbuff_reaches_a_loss_sooner_than_fedavg():
     assert fedbuff.mean_staleness == pytest.approx(30 / 10, rel=0.2)
 
 
-@pytest.mark.slow
 def test_it_prints_writes_and_draws(tmp_path, capsys):
     picture, rows = tmp_path / "curves.png", tmp_path / "curves.json"
     argv = ["--clients=12", "--busy=6", "--buffer=3", "--seconds=20", f"--out={picture}"]

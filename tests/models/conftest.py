@@ -1,6 +1,6 @@
 """Fixtures: random parameters, larger than freshly initialized ones, and fast compilation."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,8 +27,5 @@ def random_params() -> Callable[[FunctionalModel], Any]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def quick_compilation() -> Iterator[None]:
-    """Compile without optimizations: compilation takes most of the tests' time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+def quick(quick_compilation: None) -> None:
+    """Compile all models of the folder without optimizations."""

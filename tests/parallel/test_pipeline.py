@@ -1,7 +1,7 @@
 """Pipelines equal a scan over the layers, and move features alone."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -24,12 +24,7 @@ LAYERS, WIDTH, INNER, BATCH = 8, 6, 10, 16
 REMAT = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation() -> Iterator[None]:
-    """Compile without optimizations: compilation takes most of the time of these tests."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def step(x: jax.Array, layer: Any, along: Any) -> tuple[jax.Array, Any]:

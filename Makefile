@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fast-tests test-all test-docs test-pods lint typecheck clean
+.PHONY: help demo test fast-tests test-all docs test-docs test-pods lint typecheck clean
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -38,8 +38,11 @@ fast-tests: $(INSTALLED)
 test-all: lint typecheck  ## The same with the slow tests.
 	$(PYTEST)
 
-test-docs: $(INSTALLED)  ## Run the examples of all pages and docstrings, the slow ones too.
-	$(HURRY) $(PYTEST) tests/test_docs.py
+docs: $(INSTALLED)  ## Build the documentation site, build/site/index.html, with warnings as errors.
+	$(BIN)/python -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/site
+
+test-docs: $(INSTALLED)  ## Build the site, and run the examples of all pages and docstrings, the slow ones too.
+	$(HURRY) $(PYTEST) tests/test_docs.py tests/test_site.py
 
 # libtpu compiles for topologies: no TPU is needed. It stays outside of the environment, where the
 # fast tests would use it. The largest models take hours of CPU time.

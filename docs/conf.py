@@ -1,0 +1,105 @@
+"""Configuration of the documentation site: `make docs` builds it without a network."""
+
+import re
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+import fedpax
+from fedpax.main import USAGE
+
+project = "fedpax"
+author = "the fedpax authors"
+copyright = "the fedpax authors"
+version = release = fedpax.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build"]
+suppress_warnings = ["myst.header"]  # pages begin sections at the level of their title's children
+
+# Pages. `$...$` is an equation, and every heading is an anchor.
+myst_enable_extensions = ["dollarmath", "deflist"]
+myst_heading_anchors = 4
+
+# Docstrings are in Google style, with single backticks around code.
+default_role = "code"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+autodoc_member_order = "groupwise"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_preserve_defaults = True
+
+# A copied example has neither prompts nor output.
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+html_theme = "sphinx_book_theme"
+html_title = "fedpax"
+html_show_sourcelink = False
+html_copy_source = False
+html_theme_options = {"show_toc_level": 2, "use_download_button": False}
+
+
+class CommandLineHelp(SphinxDirective):
+    """Insert what `fedpax --help` prints."""
+
+    def run(self) -> list[nodes.Node]:
+        """Return the text as one block."""
+        return [nodes.literal_block(USAGE, USAGE, language="text")]
+
+
+SECTION = re.compile(r"([A-Z][a-z]+):$")
+
+
+def convert_docstring(
+    app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]
+) -> None:
+    """Make indented equations literal blocks, and the rest reStructuredText."""
+    result: list[str] = []
+    section, literal = "", False
+    for before, line in zip(["", *lines], lines, strict=False):
+        indented = line.startswith("    ")
+        if line and not indented:
+            match = SECTION.match(line)
+            section, literal = (match[1] if match else ""), False
+        elif indented and not before and not section and not literal:
+            result += ["::", ""]
+            literal = True
+        result.append(line if literal or section == "Example" else escape(line))
+    lines[:] = result
+
+
+def escape(line: str) -> str:
+    """Escape the bars of absolute values, and letters that follow code (`Array`s)."""
+    parts = line.split("`")
+    parts[::2] = [part.replace("|", r"\|") for part in parts[::2]]
+    for i in range(2, len(parts), 2):
+        parts[i] = re.sub(r"^(?=\w)", r"\\ ", parts[i])
+    return "`".join(parts)
+
+
+def skip_shorter_path(
+    app: Sphinx, what: str, name: str, value: object, skip: bool, options: object
+) -> bool | None:
+    """Document a name that `fedpax` itself exports on the page of `fedpax` alone."""
+    if app.env.docname != "reference/fedpax" and name in fedpax.__all__:
+        return value is getattr(fedpax, name) or None
+    return None
+
+
+def setup(app: Sphinx) -> None:
+    """Register the directive and what changes docstrings."""
+    app.connect("autodoc-skip-member", skip_shorter_path)
+    app.add_directive("command-line-help", CommandLineHelp)
+    # Before napoleon, which reads the sections.
+    app.connect("autodoc-process-docstring", convert_docstring, priority=400)

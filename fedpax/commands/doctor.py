@@ -39,11 +39,13 @@ EXTRAS = {
     "cuda": Extra("jax-cuda13-plugin", "training on NVIDIA GPUs"),
     "huggingface": Extra("safetensors", "weights in Hugging Face folders"),
     "tokenizers": Extra("tokenizers", "subword vocabularies"),
+    "files": Extra("duckdb", "clients from your own files"),
     "sites": Extra("grpcio", "islands with runtimes of their own"),
     "gcs": Extra("gcsfs", "checkpoints in a bucket of Google Cloud Storage"),
     "quantization": Extra("qwix", "int8 and fp8 matmuls"),
     "privacy": Extra("dp-accounting", "epsilon of private means"),
     "bench": Extra("drjax", "benchmarks against DrJAX"),
+    "docs": Extra("sphinx", "the documentation site"),
     "peers": Extra("flwr", "tests against Flower, Opacus and PyTorch"),
 }
 

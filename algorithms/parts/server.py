@@ -16,6 +16,7 @@ from fedpax.algorithms.parts.optimizer_step import optimizer_step
 from fedpax.algorithms.parts.tree_arithmetic import select
 from fedpax.errors import ArgumentTypeError
 from fedpax.primitives import federated_sum
+from fedpax.primitives.monoids import weight_dtype
 
 State = TypeVar("State", bound=Any)
 Tree = TypeVar("Tree", bound=chex.ArrayTree)
@@ -92,7 +93,7 @@ def as_floats(
     """Return weights in the dtype of their sum, so that all reductions of a round share the sum."""
     if weights is None:
         return None
-    return weights.astype(jnp.promote_types(weights.dtype, jnp.float32))
+    return weights.astype(weight_dtype(weights.dtype))
 
 
 def make_server(

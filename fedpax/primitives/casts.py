@@ -197,7 +197,8 @@ def checked_tree(tree: Any, name: str, remedy: str | None = None) -> Any:
         if not needs_cast(leaf):
             return leaf
         array = device_array(leaf, name + jax.tree_util.keystr(path), remedy)
-        return leaf if leaf.dtype.isnative and leaf.dtype.char not in "gG" else array
+        is_kept = leaf.dtype.isnative and leaf.dtype.char not in "gG"
+        return leaf if is_kept and not isinstance(leaf, np.ma.MaskedArray) else array
 
     if not any_needs_cast(tree):
         return tree

@@ -14,6 +14,7 @@ import numpy as np
 
 from fedpax.errors import ArgumentError
 from fedpax.primitives._jax import get_opaque_trace_state
+from fedpax.primitives.monoids import weight_dtype
 
 
 class IntegerSum(NamedTuple):
@@ -75,7 +76,7 @@ def collect_weights(weights: jax.Array) -> None:
     collected = _collected.get()
     if collected is None or collected[0] != get_opaque_trace_state():
         return
-    wide = weights.astype(jnp.promote_types(weights.dtype, jnp.float32))
+    wide = weights.astype(weight_dtype(weights.dtype))
     # By its bits but the sign: a processor may read the smallest numbers as 0.
     bits = jax.lax.bitcast_convert_type(wide, f"uint{8 * wide.dtype.itemsize}")
     collected[1].append(IntegerSum("weights", jnp.sum(jnp.abs(wide)), jnp.sum(bits << 1 != 0)))

@@ -119,6 +119,11 @@ def whole_byte_dtype(dtype: Any) -> Any:
     return jnp.dtype(dtype)
 
 
+def weight_dtype(dtype: Any) -> Any:
+    """Return the dtype in which weights of a dtype are added: float32, or a wider float."""
+    return jnp.promote_types(accumulation_dtype(whole_byte_dtype(dtype)), jnp.float32)
+
+
 def _lowest(dtype: Any) -> jax.Array:
     return jnp.asarray(_bounds(dtype)[0], dtype)
 

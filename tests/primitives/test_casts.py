@@ -117,7 +117,8 @@ def test_long_doubles_and_masked_arrays_are_kept_or_named():
     for check in (device_array, checked_tree, device_weights):
         with pytest.raises(ValueError, match=r"x is an array with masked values.*filled"):
             check(hidden, "x")
-    assert checked_tree(np.ma.array([1.0, 2.0]), "x").tolist() == [1.0, 2.0]
+    shown = checked_tree(np.ma.array([1.0, 2.0], np.float32), "x")
+    assert type(shown) is np.ndarray and shown.tolist() == [1.0, 2.0]
 
 
 # ---- where a user's numbers enter a program

@@ -67,6 +67,15 @@ def test_integers_of_2_and_4_bits_are_reduced_as_int8(sign, bits):
         np.testing.assert_allclose(weighted, weights @ x / 8, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["int2", "uint4", "float8_e4m3fn", "float8_e5m2", "bfloat16"])
+def test_weights_of_any_dtype_are_added_in_float32(dtype):
+    weights = jnp.asarray([1, 0, 1], dtype)
+    x = np.random.default_rng(0).normal(size=(N, 4)).astype(np.float32)
+    average = fedpax.program(clients=N)(lambda x, w: fedpax.federated_mean(x, weights=w))
+    for run in (average, jax.jit(average)):
+        np.testing.assert_allclose(run(x, weights), (x[0] + x[2]) / 2, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     "run",
     [

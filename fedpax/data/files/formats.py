@@ -26,6 +26,9 @@ FORMATS = {
     ".arrow": "arrow_files:read_arrow",
     ".feather": "arrow_files:read_arrow",
     ".npz": "array_files:read_npz",
+    ".tfrecord": "tfrecord_files:read_tfrecord",
+    ".tfrecords": "tfrecord_files:read_tfrecord",
+    ".tar": "tar_files:read_tar",
     ".h5": "array_files:read_hdf5",
     ".hdf5": "array_files:read_hdf5",
     **dict.fromkeys(IMAGES, "image_files:read_images"),
@@ -38,6 +41,8 @@ STREAMS = {
     "read_parquet": "parquet_files:stream_parquet",
     "read_json_lines": "json_files:stream_json_lines",
     "read_arrow": "arrow_files:stream_arrow",
+    "read_tfrecord": "tfrecord_files:stream_tfrecord",
+    "read_tar": "tar_files:stream_tar",
 }
 """For each reader the function that reads a file in parts; files of other formats fit in memory."""
 
@@ -122,6 +127,14 @@ def is_files(name: str) -> bool:
         return True
     path = expand_home(name)
     return path.is_file() or is_data_folder(path)
+
+
+def is_shard(file: DataFile) -> bool:
+    """Return whether a file is a part of a data set, not a client, unless the path names clients.
+
+    TFRecords and WebDataset are written in parts of equal size.
+    """
+    return file.is_shard or file.suffix in (".tfrecord", ".tfrecords", ".tar")
 
 
 def is_image(file: DataFile) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from fedpax.data.files.finding import CLIENT, DataFile
-from fedpax.data.files.formats import is_image
+from fedpax.data.files.formats import is_image, is_shard
 from fedpax.data.files.own_clients import has_own_clients
 from fedpax.errors import ArgumentError
 
@@ -33,7 +33,7 @@ def path_fields(
     if any(map(has_own_clients, schemas)) or CLIENT in first.fields:
         client = client or CLIENT
     fields = [[dict(file.fields) for file in group] for group in groups]
-    if client is None and len(groups) > 1 and not first.is_shard and not is_image(first):
+    if client is None and len(groups) > 1 and not is_shard(first) and not is_image(first):
         if any(CLIENT in schema.names for schema in schemas):
             raise ArgumentError(
                 "Each of several files is a client unless client= names a column, but these files "

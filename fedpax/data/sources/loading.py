@@ -54,7 +54,8 @@ def load(
             - a folder that `prepare` wrote;
             - files, as a path, a pattern, a URL in a bucket, or a list of these: CSV and TSV (.gz,
               .zst and .bz2 too), Parquet, JSON lines, Arrow and Feather, LEAF's JSON, .npz, HDF5
-              (a group is a client, as in TensorFlow Federated), images, and folders of Hugging
+              (a group is a client, as in TensorFlow Federated), images, TFRecords, WebDataset's
+              tar, and folders of Hugging
               Face's `save_to_disk` or downloaded from its hub. `{client}`, `{label}` and `{split}`
               stand for a part of a path: `"photos/{client}/{label}/*.jpg"`;
             - a table in memory: pandas, Polars, pyarrow, a `Dataset` of Hugging Face, or a dict of
@@ -216,7 +217,7 @@ def _needs_extra(files: Any) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name not in ("pyarrow", "h5py", "PIL", "duckdb"):
+        if error.name not in ("pyarrow", "h5py", "PIL", "duckdb", "google_crc32c"):
             raise
         raise MissingPackageError(
             f"Reading {files!r} needs the package {error.name}, which is not installed. Install "

@@ -30,7 +30,7 @@ class TextRecords(Sequence[dict[str, Any]]):
         for path in found:
             check_fetched(path)
         self._files = ArrayRecordDataSource(self.paths)
-        self._are_examples = len(self._files) > 0 and bool(_features(self._files[0]))
+        self._are_examples = len(self._files) > 0 and bool(example_features(self._files[0]))
 
     def __len__(self) -> int:
         return len(self._files)
@@ -44,10 +44,10 @@ class TextRecords(Sequence[dict[str, Any]]):
         return [self._decode(record) for record in self._files.__getitems__(indices)]
 
     def _decode(self, record: bytes) -> dict[str, Any]:
-        return (_features(record) or {}) if self._are_examples else {"text": record}
+        return (example_features(record) or {}) if self._are_examples else {"text": record}
 
 
-def _features(record: bytes) -> dict[str, Any] | None:
+def example_features(record: bytes) -> dict[str, Any] | None:
     """Return the features of a `tf.train.Example`; None if the record is not one."""
     from tensorflow_datasets.proto import tf_example_pb2
 

@@ -3,6 +3,8 @@
 import gzip
 import io
 import json
+import struct
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 from PIL import Image
 from pyarrow import feather, ipc, parquet
 
-from fedpax.data import load
+from fedpax.data import load, prepare
 
 
 def rows(rng: np.random.Generator, size: int) -> list[dict[str, Any]]:
@@ -273,3 +275,111 @@ def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(ImportError, match=r"h5py.*pip install 'fedpax\[files\]'"):
         load(tmp_path / "a.h5")
+
+
+def tfrecord(records: list[bytes]) -> bytes:
+    """Frame records as TensorFlow does, with a bitwise CRC-32C."""
+
+    def masked(content: bytes) -> int:
+        crc = 0xFFFFFFFF
+        for byte in content:
+            crc ^= byte
+            for _ in range(8):
+                crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+        crc ^= 0xFFFFFFFF
+        return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+    frames = []
+    for record in records:
+        length = struct.pack("<Q", len(record))
+        frames += [length, struct.pack("<I", masked(length)), record]
+        frames.append(struct.pack("<I", masked(record)))
+    return b"".join(frames)
+
+
+def test_tfrecords_of_examples(tmp_path: Path) -> None:
+    from tensorflow_datasets.proto import tf_example_pb2
+
+    rng = np.random.default_rng(7)
+    expected = [
+        {
+            "user": str(rng.choice(["ann", "bö"])),
+            "x": float(np.float32(rng.normal())),
+            "n": rng.integers(-9, 9, 1 + k % 3).tolist(),
+        }
+        for k in range(20)
+    ]
+    records = []
+    for row in expected:
+        example = tf_example_pb2.Example()
+        example.features.feature["user"].bytes_list.value.append(row["user"].encode())
+        example.features.feature["x"].float_list.value.append(row["x"])
+        example.features.feature["n"].int64_list.value.extend(row["n"])
+        records.append(example.SerializeToString())
+    content = tfrecord(records)
+    for k in range(2):
+        (tmp_path / f"{k}.tfrecord").write_bytes(tfrecord(records[k::2]))
+    (tmp_path / "all.tfrecord.gz").write_bytes(gzip.compress(content))
+    source = load(tmp_path / "all.tfrecord.gz", client="user", types={"user": "string"})
+    assert source.client_names == ["ann", "bö"]
+    ordered = sorted(expected, key=lambda row: row["user"])
+    assert [{**row, "n": row["n"].tolist()} for row in source] == ordered
+    shards = load(tmp_path / "*.tfrecord")
+    assert shards.client_starts is None and len(shards) == 20
+    made = prepare(tmp_path / "all.tfrecord.gz", tmp_path / "out", client="user").source
+    assert [row["x"] for row in made] == [row["x"] for row in source]
+    for damaged, message in [
+        (content[:-5], "record 19 is cut off"),
+        (content[:40] + b"\0" + content[41:], "record 0 is damaged"),
+        (b"\1" + content[1:], "record 0 has a damaged length"),
+        (tfrecord([b"no example"]), "record 0 is not a tf.train.Example"),
+    ]:
+        (tmp_path / "a.tfrecord").write_bytes(damaged)
+        with pytest.raises(ValueError, match=rf"a.tfrecord cannot be read as tfrecord: {message}"):
+            load(tmp_path / "a.tfrecord")
+
+
+def test_web_data_sets(tmp_path: Path) -> None:
+    rng = np.random.default_rng(8)
+    images = rng.integers(0, 256, (5, 6, 4, 3), np.uint8)
+    vectors = rng.normal(size=(5, 3))
+    with tarfile.open(tmp_path / "shard-0.tar", "w") as archive:
+
+        def add(name: str, content: bytes) -> None:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+        for k in range(5):
+            for suffix, content in {
+                "png": png(images[k]),
+                "cls": str(k % 2).encode(),
+                "json": json.dumps({"writer": ["bö", "ann"][k % 2], "age": k}).encode(),
+                "txt": f"é{k}".encode(),
+                "vector.npy": npy(vectors[k]),
+                "npy": npy(vectors[k]),
+            }.items():
+                add(f"data/{k:03}.{suffix}", content)
+    source = load(tmp_path / "shard-*.tar", client="writer", label="label")
+    order = [1, 3, 0, 2, 4]
+    assert source.client_names == ["ann", "bö"]
+    np.testing.assert_array_equal(source.column("image"), images[order])
+    np.testing.assert_array_equal(source.column("array"), vectors[order])
+    assert source.column("label").tolist() == [1, 1, 0, 0, 0]
+    assert source[0]["key"] == "data/001" and source[0]["text"] == "é1" and source[0]["age"] == 1
+    content = (tmp_path / "shard-0.tar").read_bytes()
+    (tmp_path / "cut.tar").write_bytes(content[:3000])
+    with pytest.raises(ValueError, match=r"cut.tar cannot be read as tar"):
+        load(tmp_path / "cut.tar")
+
+
+def png(pixels: np.ndarray) -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def npy(array: np.ndarray) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, array)
+    return stream.getvalue()

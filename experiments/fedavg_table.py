@@ -196,13 +196,16 @@ class FedAvgTable(ClientExperiment):
     def make_client_evaluation(self, model: FunctionalModel) -> EvaluateClients:
         """Make the evaluation by client, on its held-out examples.
 
-        Clients that are held out with all their examples are marked "(new)".
+        Clients that are held out with all their examples are marked "(new)". A client without a
+        held-out example has no metrics.
         """
         table, label = self.table, self.prepared.label
         chosen = np.flatnonzero(table.heldout | table.is_new[table.owners])
-        present, owners = np.unique(table.owners[chosen], return_inverse=True)
-        names = [table.names[k] + " (new)" * bool(table.is_new[k]) for k in present]
-        clients = ExampleOwners(names, owners)
+        names = [
+            name + " (new)" * bool(is_new)
+            for name, is_new in zip(table.names, table.is_new, strict=True)
+        ]
+        clients = ExampleOwners(names, table.owners[chosen])
         examples = {name: values[chosen] for name, values in self.prepared.examples.items()}
         outputs = map_examples(
             lambda params, batch: model.apply(params, batch["features"])[0],

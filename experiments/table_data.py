@@ -293,7 +293,10 @@ def prepare_table(
         "features": fitted(table.columns),
         "label": label.encode(table.columns[data.label]),
     }
-    return PreparedTable(examples, fitted, label, _describe(treatments, fitted, label))
+    notes = _describe(treatments, fitted, label)
+    if combine.least_deviation:
+        notes += _disclosures(data, fitted, label, of_label)
+    return PreparedTable(examples, fitted, label, notes)
 
 
 def _describe(
@@ -316,6 +319,25 @@ def _describe(
         lines.append("left out: " + _list(f"{t.name!r} ({t.reason})" for t in left_out))
     if missing := [column for column in features.columns if column.has_missing]:
         lines.append("with missing values: " + _list(map(_missing, missing)))
+    return tuple(lines)
+
+
+def _disclosures(
+    data: TableConfig, features: TableFeatures, label: Label, of_label: Treatment | None
+) -> tuple[str, ...]:
+    """Return lines on what the noise of a private run does not cover, and what it costs."""
+    lines = []
+    if data.standardize == "federated":
+        lines.append("the means and variances are one more private release: count rounds + 1")
+    stated = {column.treatment.name for column in features.columns if column.treatment.values}
+    kinds = {column.treatment.name for column in features.columns if column.categories}
+    if label.classes and (of_label is None or of_label.values is None):
+        kinds.add(label.name)
+    if open_ := sorted(kinds - stated):
+        lines.append(
+            f"not private: the set of values of {_list(map(repr, open_))}, which clients disclose; "
+            f"state it: --data.columns '{open_[0]}=category(A|B)'"
+        )
     return tuple(lines)
 
 

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from fedpax.algorithms import fedavg
-from fedpax.commands.options import configure
+from fedpax.commands.parts.options import configure
 from fedpax.data import ClientSampler, cohort_rounds
 from fedpax.data.tables import Label, TableFeatures
 from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
@@ -162,18 +162,19 @@ def test_metrics_of_clients_are_those_of_all_examples(folder: Path) -> None:
     with jax.set_mesh(run.mesh):
         together, found = run.evaluate(params), run.evaluate_clients(params)
     is_new = np.array([name.endswith(" (new)") for name in found.names])
-    assert 1 <= is_new.sum() < 8 and len(found.names) <= 12
+    assert 1 <= is_new.sum() < 8 and len(found.names) == 12
+    np.testing.assert_array_equal(np.isnan(found.metrics["loss"]), found.num_examples == 0)
     assert set(together) == {"loss", "accuracy", "new_clients/loss", "new_clients/accuracy"}
     for name in ("loss", "accuracy"):
         for chosen, key in ((~is_new, name), (is_new, f"new_clients/{name}")):
+            chosen &= found.num_examples > 0
             values, weights = found.metrics[name][chosen], found.num_examples[chosen]
             assert np.average(values, weights=weights) == pytest.approx(together[key], rel=1e-4)
     # No example of a new client is trained on.
     owners = np.concatenate(list(experiment.training_parts.values()))
     assert not experiment.table.is_new[experiment.table.owners[owners]].any()
-    only_one_class = list(found.names).index("東京") if "東京" in found.names else None
-    if only_one_class is not None:
-        assert np.isnan(found.metrics["auc"][only_one_class])
+    one_class = [name.startswith("東京") for name in found.names].index(True)
+    assert np.isnan(found.metrics["auc"][one_class])
 
 
 def test_numbers_are_measured_in_their_own_unit(folder: Path) -> None:
@@ -191,7 +192,7 @@ def test_numbers_are_measured_in_their_own_unit(folder: Path) -> None:
     assert together["rmse"] == pytest.approx(np.sqrt(np.mean(errors**2)), rel=1e-4)
     explained = 1 - np.mean(errors**2) / np.var(score[table.heldout])
     assert together["r2"] == pytest.approx(explained, abs=1e-3)
-    total = np.sum(found.metrics["rmse"] ** 2 * found.num_examples)
+    total = np.nansum(found.metrics["rmse"] ** 2 * found.num_examples)
     assert total == pytest.approx(np.sum(errors**2), rel=1e-4)
 
 
@@ -322,3 +323,16 @@ def test_splits_in_paths(folder: Path, tmp_path: Path) -> None:
     assert experiment.table.heldout.sum() == 25 and experiment.table.training.sum() == 33
     found = {name: len(rows) for name, rows in experiment.training_parts.items()}
     assert found == {"Oslo": 25, "Lund": 8} or found == {"Lund": 8, "Oslo": 25}
+
+
+def test_a_private_run_tells_what_is_not_private(folder: Path) -> None:
+    private = aggregator("private_mean", noise_multiplier=0.5)
+    ranges = ("age=number(0..120)", "lab_värde=number(9000..11000)", "score=left_out")
+    notes = make(folder, "outcome", aggregator=private, columns=ranges).prepared.notes
+    assert "the means and variances are one more private release: count rounds + 1" in notes
+    assert "not private: the set of values of 'kön', 'outcome', which clients disclose" in notes[-1]
+    stated = (*ranges, "kön=category(kvinna|man)", "outcome=category(frisk|sjuk)")
+    notes = make(
+        folder, "outcome", aggregator=private, columns=stated, standardize="range"
+    ).prepared.notes
+    assert not [line for line in notes if "private" in line]

@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple, TypeVar
 
 import chex
-import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Num
 

@@ -22,9 +22,12 @@ def expand_home(path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
+        if Path(Path(path).parts[0]).exists():  # a folder called ~name, of no user of that name
+            return Path(path).absolute()
         raise ArgumentError(
             f"{path} begins with a home folder that is unknown, expected a full path. Set the "
-            "environment variable HOME, or give another folder."
+            "environment variable HOME, or give another folder; a folder of this name is written "
+            f"./{path}."
         ) from error
 
 

@@ -122,7 +122,8 @@ def _find(pattern: str, split: str | None) -> list[DataFile]:
                 'Give one, such as split="train".'
             )
         pattern = pattern.replace("{split}", glob.escape(split))
-    plain = PLACEHOLDER.sub("*", pattern)
+    head, tail = ("", pattern) if is_url(pattern) else _existing_head(pattern)
+    plain = head + PLACEHOLDER.sub("*", tail)
     if is_url(pattern):
         import fsspec
 
@@ -130,9 +131,9 @@ def _find(pattern: str, split: str | None) -> list[DataFile]:
         paths = [system.unstrip_protocol(found) for found in system.glob(path)]
     else:
         paths = [str(path) for path in find_paths(plain)]
-    if plain == pattern:
+    if not PLACEHOLDER.search(tail):
         return [DataFile(path, {}) for path in paths]
-    parts = [_Part(part) for part in pattern.split("/") if part]
+    parts = [_Part(part) for part in tail.split("/") if part]
     files = []
     for path in paths:
         # From the end: a URL's scheme and a relative path's folder are not in the pattern.
@@ -143,6 +144,17 @@ def _find(pattern: str, split: str | None) -> list[DataFile]:
         ):
             files.append(DataFile(path, fields))
     return files
+
+
+def _existing_head(pattern: str) -> tuple[str, str]:
+    """Divide a pattern after its first parts that exist as they are written, such as `{client}`."""
+    whole = expand_home(pattern)
+    path, parts = Path(whole.anchor), whole.parts[bool(whole.anchor) :]
+    for count, part in enumerate(parts):
+        if not (path / part).exists():
+            return f"{path}/", "/".join(parts[count:])
+        path = path / part
+    return str(path), ""
 
 
 class _Part:

@@ -139,6 +139,23 @@ def test_paths_name_clients_and_labels(tmp_path: Path) -> None:
         load(pattern)
 
 
+@pytest.mark.parametrize("folder", ["{client}", "x{label}y", "corpus[1]", "~walk", "a*b"])
+def test_a_folder_with_the_characters_of_a_pattern_is_itself(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, x in ((folder, 1), ("xfooy", 9), ("corpus1", 9), ("aab", 9)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "one.csv").write_text(f"client,x,label\n0,{x},1\n")
+    monkeypatch.chdir(tmp_path)
+    for pattern in (f"{folder}/*.csv", f"{folder}/one.csv", folder, f"{tmp_path}/{folder}/*.csv"):
+        assert load(pattern, client="client").column("x").tolist() == [1]
+    for name in ("a", "b"):
+        (tmp_path / folder / f"{name}.csv").write_text("x\n1\n")
+    (tmp_path / folder / "one.csv").unlink()
+    source = load(f"{folder}/{{client}}.csv", client="client")
+    assert list(source.column("client")) == ["a", "b"]
+
+
 def test_clients_of_equal_file_names_are_told_apart_by_folder(tmp_path: Path) -> None:
     for folder in ("north", "south"):
         write(pa.table({"x": [1]}), tmp_path / folder / "data.csv")

@@ -1,5 +1,6 @@
 """to_numpy and array_to_arrow: columns between Arrow and NumPy, masked where values are missing."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -98,12 +99,26 @@ def _plain(array: Any) -> NDArray[Any]:
     if pa.types.is_fixed_size_list(kind) and not array.flatten().null_count:
         inner = _plain(array.flatten())
         return inner.reshape(len(array), kind.list_size, *inner.shape[1:])
+    if _is_list_of_numbers(kind) and not array.values.null_count:
+        values, offsets = array.values.to_numpy(zero_copy_only=False), array.offsets.to_numpy()
+        return _object_array([values[a:b] for a, b in itertools.pairwise(offsets)])
     if pa.types.is_nested(kind):
-        objects = np.empty(len(array), object)
-        objects[:] = [_nested(value) for value in array.to_pylist()]
-        return objects
-    values: NDArray[Any] = array.to_numpy(zero_copy_only=False)
-    return values
+        return _object_array([_nested(value) for value in array.to_pylist()])
+    plain: NDArray[Any] = array.to_numpy(zero_copy_only=False)
+    return plain
+
+
+def _is_list_of_numbers(kind: pa.DataType) -> bool:
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return is_list and (
+        pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type)
+    )
+
+
+def _object_array(values: Sequence[Any]) -> NDArray[Any]:
+    objects = np.empty(len(values), object)
+    objects[:] = values
+    return objects
 
 
 def _nested(value: Any) -> Any:

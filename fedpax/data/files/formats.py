@@ -29,6 +29,8 @@ FORMATS = {
     ".tfrecord": "tfrecord_files:read_tfrecord",
     ".tfrecords": "tfrecord_files:read_tfrecord",
     ".tar": "tar_files:read_tar",
+    ".bin": "token_files:read_bin",
+    ".npy": "token_files:read_npy",
     ".h5": "array_files:read_hdf5",
     ".hdf5": "array_files:read_hdf5",
     **dict.fromkeys(IMAGES, "image_files:read_images"),
@@ -132,9 +134,9 @@ def is_files(name: str) -> bool:
 def is_shard(file: DataFile) -> bool:
     """Return whether a file is a part of a data set, not a client, unless the path names clients.
 
-    TFRecords and WebDataset are written in parts of equal size.
+    TFRecords, WebDataset and files of tokens are written in parts of equal size.
     """
-    return file.is_shard or file.suffix in (".tfrecord", ".tfrecords", ".tar")
+    return file.is_shard or file.suffix in (".tfrecord", ".tfrecords", ".tar", ".bin", ".npy")
 
 
 def is_image(file: DataFile) -> bool:

@@ -67,6 +67,8 @@ def _content(value: Any) -> bytes:
         return value
     if isinstance(value, str):
         return value.encode("utf-8", "surrogatepass")
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iuf":
+        return value.astype("<f8" if value.dtype.kind == "f" else "<i8").tobytes()
     if isinstance(value, np.ndarray):
         value = value.tolist()
     return json.dumps(value, sort_keys=True, default=str).encode()

@@ -1,8 +1,8 @@
 """TFRecords of `tf.train.Example`, read without TensorFlow.
 
 A record is its length (8 bytes), the checksum of the length (4), the content, and the checksum of
-the content (4), in little-endian order. TensorFlow, Beam and TensorBoard alone read this frame, so it
-is read here; protobuf parses the examples.
+the content (4), in little-endian order. No library but TensorFlow, Beam and TensorBoard reads this
+frame, so it is read here. protobuf parses the examples.
 """
 
 import struct

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from fedpax.data.examples import as_examples
 from fedpax.data.populations.partition import Examples, get_field
 from fedpax.data.rounds.preprocess import Arrays
-from fedpax.data.rounds.shard import get_text
+from fedpax.data.rounds.shard import encode_documents, get_text
 from fedpax.data.text.packing import Batch, TokenPairs, concatenate, split_rows, to_batch
 from fedpax.data.text.tokenizer import BYTE_TOKENIZER, Tokenizer
 from fedpax.errors import ArgumentError
@@ -29,7 +29,7 @@ def pack_clients(
     documents: dict[str | bytes, list[NDArray[np.integer]]] = {}
     for i in range(len(source)):
         example = source[i]
-        tokens = tokenizer.encode(get_text(example, field))
+        tokens = encode_documents(tokenizer, [get_text(example, field)])[0]
         documents.setdefault(get_field(example, client_field), []).append(tokens)
     packed = [
         split_rows(concatenate(documents[name], tokenizer.separator), seq_len)

@@ -11,7 +11,7 @@ from jaxtyping import Int64, Integer
 
 from fedpax.data.examples import as_examples
 from fedpax.data.populations.partition import Examples
-from fedpax.data.rounds.shard import get_text
+from fedpax.data.rounds.shard import encode_documents, get_text
 from fedpax.data.rounds.stream import check_sizes
 from fedpax.data.text.packing import Batch, TokenPairs, concatenate, to_batch
 from fedpax.data.text.tokenizer import BYTE_TOKENIZER, Tokenizer
@@ -57,7 +57,8 @@ class HeldoutRows:
         self._encode(0)  # so that a wrong field raises now
 
     def _encode_document(self, number: int) -> Integer[np.ndarray, " tokens"]:
-        return self._tokenizer.encode(get_text(self._source[number], self._field))
+        text = get_text(self._source[number], self._field)
+        return encode_documents(self._tokenizer, [text])[0]
 
     @functools.cached_property
     def _starts(self) -> Int64[np.ndarray, " documents_and_1"]:
@@ -69,7 +70,7 @@ class HeldoutRows:
         for first in range(documents.start, documents.stop, _DOCUMENTS_AT_ONCE):
             numbers = range(first, min(first + _DOCUMENTS_AT_ONCE, documents.stop))
             texts = [get_text(self._source[number], self._field) for number in numbers]
-            lengths += [len(tokens) + 1 for tokens in self._tokenizer.encode_all(texts)]
+            lengths += [len(tokens) + 1 for tokens in encode_documents(self._tokenizer, texts)]
         if shares > 1:
             lengths = [length for share in gather_json(lengths) for length in share]
         return np.cumsum([0, *lengths], dtype=np.int64)

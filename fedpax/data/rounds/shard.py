@@ -15,6 +15,7 @@ from fedpax.data.populations.partition import Examples, Indices, get_field
 from fedpax.data.shuffle import hash_key, shuffled_index
 from fedpax.data.text.packing import TokenPairs, Tokens, concatenate
 from fedpax.data.text.tokenizer import Tokenizer
+from fedpax.errors import ArgumentError
 from fedpax.files import BYTE_ORDER_MARK
 
 _CHUNK = 256  # documents whose order is computed at once
@@ -163,7 +164,7 @@ class Shard:
             following = (self._order[document + k] for k in range(count))
             missing = [e for e in dict.fromkeys(following) if e not in self._cache]
             texts = [get_text(found, self._field) for found in read(self._source, missing)]
-            tokens = self._tokenizer.encode_all(texts)
+            tokens = encode_documents(self._tokenizer, texts)
             self._cache.update(zip(missing, tokens, strict=True))
             added = sum(map(len, tokens))
             self._cached_tokens += added
@@ -179,6 +180,27 @@ class Shard:
         kept = {self._order[number] for number in range(document, max(self._ahead, document + 1))}
         self._cache = {example: self._cache[example] for example in kept & self._cache.keys()}
         self._cached_tokens = sum(map(len, self._cache.values()))
+
+
+def encode_documents(tokenizer: Tokenizer, documents: Sequence[Any]) -> list[Tokens]:
+    """Tokenize documents; those that are integers are tokens already."""
+    if not all(_are_tokens(document) for document in documents):
+        return tokenizer.encode_all(documents)
+    found = []
+    for document in documents:
+        if document.size and not 0 <= document.min() <= document.max() < tokenizer.vocab_size:
+            raise ArgumentError(
+                f"A document has the tokens {document.min()} to {document.max()}, expected 0 to "
+                f"{tokenizer.vocab_size - 1}. Set the tokenizer that made them."
+            )
+        # Packing adds the separators.
+        end = len(document) - (document[-1:] == tokenizer.separator).any()
+        found.append(np.asarray(document[: int(end)]))
+    return found
+
+
+def _are_tokens(document: Any) -> bool:
+    return isinstance(document, np.ndarray) and document.ndim == 1 and document.dtype.kind in "iu"
 
 
 def get_text(example: Mapping[str, Any], field: str) -> Any:

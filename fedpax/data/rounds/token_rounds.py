@@ -16,7 +16,7 @@ from fedpax.data.populations.partition import (
 )
 from fedpax.data.rounds.local_rows import RowMask
 from fedpax.data.rounds.mixture import Mixture
-from fedpax.data.rounds.shard import get_text
+from fedpax.data.rounds.shard import encode_documents, get_text
 from fedpax.data.rounds.stream import check_sizes, source_name
 from fedpax.data.rounds.token_stream import IN_MIXTURE, DataSet, TokenRounds, without_mask
 from fedpax.data.shuffle import hash_key
@@ -198,4 +198,4 @@ def _named_key(seed: int, name: str) -> UInt64[np.ndarray, ""]:
 
 def _check_text(source: Examples, field: str, tokenizer: Tokenizer) -> None:
     """Encode a data set's first text, so that a wrong field raises before the training."""
-    tokenizer.encode(get_text(source[0], field))
+    encode_documents(tokenizer, [get_text(source[0], field)])

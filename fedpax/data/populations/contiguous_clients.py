@@ -43,11 +43,7 @@ class ContiguousClients(Sequence[Indices]):
         return int(self._starts[-1])
 
     def sizes(self, clients: Int64[np.ndarray, " n"] | None = None) -> Int64[np.ndarray, " n"]:
-        """Return the number of examples of each client.
-
-        Args:
-            clients: their numbers. Default None: all clients.
-        """
+        """Return the number of examples of each client, by default of all clients."""
         starts = self._starts
         sizes = np.diff(starts) if clients is None else starts[clients + 1] - starts[clients]
         return sizes if self._max_examples is None else np.minimum(sizes, self._max_examples)

@@ -194,18 +194,9 @@ class CohortRounds:
         return {"settings": dict(self.settings), "round": self._round}
 
     def set_state(self, state: Any) -> None:
-        """Move to a saved position; the following rounds have the clients of the saved stream.
-
-        With equal `num_devices` and `chunk_size` the rounds are bitwise equal. Otherwise they have
-        the same clients with the same batches, in an order for this number of devices.
-
-        Args:
-            state: a state from `get_state`, of this process or another, of a stream with the same
-                settings over the same source.
-
-        Raises:
-            ValueError: the state was saved by another stream; the message lists the differences.
-        """
+        """Move to a saved position of a stream with equal settings over the same source."""
+        # With equal `num_devices` and `chunk_size` the rounds are bitwise equal. Otherwise they
+        # have the same clients with the same batches, in an order for this number of devices.
         self._round = int(check_state(state, self.settings, "round"))
 
 
@@ -373,14 +364,10 @@ def _sampler_settings(sampler: ClientSampler) -> dict[str, int | str]:
 
 
 class _Located(NamedTuple):
-    """Where the examples of sampled clients are.
+    """Where the examples of sampled clients are."""
 
-    Attributes:
-        sizes: the number of examples of each sampled client, int64 `[sampled]`.
-        indices: `(position of the client among the sampled, example of the client) -> index`.
-    """
-
-    sizes: NDArray[np.int64]
+    sizes: NDArray[np.int64]  # the number of examples of each sampled client, int64 `[sampled]`
+    # `(position of the client among the sampled, example of the client) -> index`.
     indices: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]
 
 

@@ -91,15 +91,7 @@ class ExampleRounds:
         return {"settings": dict(self.settings), "round": self._round}
 
     def set_state(self, state: Any) -> None:
-        """Move to a saved position; the following rounds are bitwise those of the saved stream.
-
-        Args:
-            state: a state from `get_state`, of this process or another, of a stream with the same
-                settings over the same source.
-
-        Raises:
-            ValueError: the state was saved by another stream; the message lists the differences.
-        """
+        """Move to a saved position; the following rounds are bitwise equal."""
         self._round = int(check_state(state, self.settings, "round"))
 
 

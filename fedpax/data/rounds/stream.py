@@ -61,11 +61,7 @@ class FunctionRounds:
         return {"round": self._round}
 
     def set_state(self, state: Any) -> None:
-        """Move to a position from `get_state`.
-
-        Raises:
-            ValueError: it is the position of another kind of stream.
-        """
+        """Move to a position from `get_state`."""
         if not isinstance(state, Mapping) or state.keys() != {"round"}:
             raise ArgumentError(
                 f"The state of FunctionRounds is {state!r:.200}, expected {{'round': number}}, as "

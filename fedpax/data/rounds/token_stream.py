@@ -115,16 +115,7 @@ class TokenRounds:
         return {own.name: texts_fingerprint(own.source, own.field) for own in self._data_sets}
 
     def keep_island(self, island: int) -> None:
-        """Read only the rows of one island from now on; they are bitwise the same rows.
-
-        The arrays of a round are then `fedpax.data.LocalRows`, which have this island's rows.
-
-        Args:
-            island: the island's number.
-
-        Raises:
-            ValueError: this process has none of the island's rows.
-        """
+        """Read only the rows of one island, bitwise the same, from now on, as `LocalRows`."""
         rows = np.zeros_like(self._mask)
         rows[island] = self._mask[island]
         if not rows.any():
@@ -248,11 +239,9 @@ class TokenRounds:
         return pairs
 
     def get_state(self) -> dict[str, Any]:
-        """Return the stream's position after the last round, as JSON values.
-
-        With several processes, None is the position of a shard that only other processes read.
-        `fedpax.checkpoints.run_position.gather_stream_state` completes it.
-        """
+        """Return the stream's position after the last round, as JSON values."""
+        # With several processes, None is the position of a shard that only other processes read.
+        # `fedpax.checkpoints.run_position.gather_stream_state` completes it.
         progress = self._progress
         names = [data_set.name for data_set in self._data_sets]
 
@@ -274,18 +263,9 @@ class TokenRounds:
         }
 
     def set_state(self, state: Any) -> None:
-        """Move to a saved position; the following rows are bitwise those of the saved stream.
-
-        The number of processes, local steps and rows per step may differ, and without a partition
-        the number of islands too. A data set that is new in a mixture starts at its beginning.
-
-        Args:
-            state: a state from `get_state`, of this process or another, of a stream with the same
-                settings over the same sources.
-
-        Raises:
-            ValueError: the state was saved by another stream; the message lists the differences.
-        """
+        """Move to a saved position; the following rows are bitwise equal."""
+        # The number of processes, local steps and rows per step may differ, and without a partition
+        # the number of islands too. A data set that is new in a mixture starts at its beginning.
         if isinstance(state, Mapping) and {"settings", "islands"} <= state.keys():
             raise ArgumentError(
                 "The state was saved by an earlier version of fedpax, which ordered rows by "

@@ -119,14 +119,7 @@ class UnreliableRounds:
         return {"settings": dict(self.settings), "rounds": self._rounds.get_state()}
 
     def set_state(self, state: Any) -> None:
-        """Move to a saved position.
-
-        Args:
-            state: a state from `get_state` of a stream with the same settings.
-
-        Raises:
-            ValueError: the state was saved by another stream; the message lists the differences.
-        """
+        """Move to a saved position."""
         self._rounds.set_state(check_state(state, self.settings, "rounds"))
         self.outcome = None
 

@@ -23,20 +23,10 @@ AttentionFn: TypeAlias = Callable[
 
 
 class Attention(nnx.Module):
-    """Multi-head attention whose query heads share key and value heads in groups (GQA).
+    """Multi-head attention whose query heads share key and value heads in groups (GQA)."""
 
-    Attributes:
-        query: `[embed_dim, num_heads, head_dim]`.
-        key: `[embed_dim, num_kv_heads, head_dim]`.
-        value: `[embed_dim, num_kv_heads, head_dim]`.
-        output: `[num_heads, head_dim, embed_dim]`.
-        query_norm: normalizes each head of the queries; only with QK-Norm.
-        key_norm: normalizes each head of the keys; only with QK-Norm.
-
-    Reference:
-        Ainslie et al., "GQA" (arXiv:2305.13245), section 2.2; Yang et al., "Qwen3 Technical
-        Report" (arXiv:2505.09388), section 2, for QK-Norm.
-    """
+    # Ainslie et al., "GQA" (arXiv:2305.13245), section 2.2; Yang et al., "Qwen3 Technical Report"
+    # (arXiv:2505.09388), section 2, for QK-Norm.
 
     def __init__(
         self,
@@ -96,32 +86,13 @@ def rotary(
     scaling_factor: float | None = None,
     original_seq_len: int = 8192,
 ) -> tuple[Float[Array, "batch seq 1 pairs"], Float[Array, "batch seq 1 pairs"]]:
-    """Compute the cosines and sines by which `rotate` rotates pairs of features.
-
-    Pair i at position p rotates by the angle p f_i with f_i = base^(-2 i / head_dim). With
-    `scaling_factor`, wavelengths longer than `original_seq_len` are multiplied by it, wavelengths
-    shorter than a quarter of that stay, and frequencies between are interpolated linearly in
-    `original_seq_len` / wavelength.
-
-    Args:
-        positions: int32 `[batch, seq_len]`, the position of each token in its document.
-        head_dim: features per head, even.
-        base: the longest wavelength, in tokens, over 2 pi.
-        scaling_factor: factor that stretches the longest wavelengths. Default None: no stretching.
-        original_seq_len: sequence length for which the unstretched wavelengths were chosen.
-
-    Returns:
-        Cosine and sine, each float32 `[batch, seq_len, 1, head_dim / 2]`.
-
-    Reference:
-        Su et al., "RoFormer" (arXiv:2104.09864), section 3.2; the scaling is that of Llama 3.1
-        (arXiv:2407.21783).
-
-    Example:
-        >>> cosine, sine = rotary(jnp.arange(3)[None], head_dim=4, base=100.0)
-        >>> cosine.shape, round(float(sine[0, 2, 0, 1]), 4)  # sin(2 / 10)
-        ((1, 3, 1, 2), 0.1987)
-    """
+    """Compute cosines and sines, `[batch, seq_len, 1, head_dim / 2]`, by which `rotate` rotates."""
+    # Pair i at position p rotates by the angle p f_i with f_i = base^(-2 i / head_dim). With
+    # `scaling_factor`, wavelengths longer than `original_seq_len` are multiplied by it, wavelengths
+    # shorter than a quarter of that stay, and frequencies between are interpolated linearly in
+    # `original_seq_len` / wavelength.
+    # Su et al., "RoFormer" (arXiv:2104.09864), section 3.2; the scaling is the one of Llama 3.1
+    # (arXiv:2407.21783).
     frequencies = base ** (-jnp.arange(0, head_dim, 2) / head_dim)
     if scaling_factor is not None:
         rotations = original_seq_len * frequencies / (2 * jnp.pi)
@@ -134,24 +105,9 @@ def rotary(
 def rotate(
     x: Float[Array, "batch seq heads head_dim"], rotation: tuple[jax.Array, jax.Array]
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Rotate feature i and feature i + head_dim / 2 of each head as a pair.
-
-    The dot product of a rotated query and a rotated key depends only on the distance of their
-    positions.
-
-    Args:
-        x: `[batch, seq_len, num_heads, head_dim]`.
-        rotation: cosines and sines from `rotary`.
-
-    Returns:
-        The shape and dtype of x.
-
-    Example:
-        >>> x = jax.random.normal(jax.random.key(0), (1, 3, 2, 4))
-        >>> y = rotate(x, rotary(jnp.arange(3)[None], 4, 100.0))
-        >>> bool(jnp.allclose(jnp.linalg.norm(x, axis=-1), jnp.linalg.norm(y, axis=-1)))
-        True
-    """
+    """Rotate feature i and feature i + head_dim / 2 of each head as a pair."""
+    # The dot product of a rotated query and a rotated key depends only on the distance of their
+    # positions.
     cosine, sine = (r.astype(x.dtype) for r in rotation)
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate(
@@ -162,24 +118,8 @@ def rotate(
 def attention_mask(
     seq_len: int, segments: jax.Array | None = None, sliding_window: int | None = None
 ) -> jax.Array:
-    """Make the mask of causal attention: a token attends to itself and earlier tokens.
-
-    Args:
-        seq_len: tokens in a sequence.
-        segments: int32 `[batch, seq_len]`, the document of each token in a packed sequence. A
-            token attends to its own document alone. Default None: one document per row.
-        sliding_window: number of tokens that a token attends to: itself and those just before it.
-            Default None: all earlier tokens.
-
-    Returns:
-        Boolean `[batch, query, key]`; batch is 1 without segments.
-
-    Example:
-        >>> attention_mask(3, jnp.array([[1, 1, 2]])).astype(int)[0].tolist()
-        [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
-        >>> attention_mask(3, sliding_window=2).astype(int)[0].tolist()
-        [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
-    """
+    """Make the mask `[batch, query, key]` of causal attention within documents and a window."""
+    # batch is 1 without segments.
     positions = jnp.arange(seq_len)
     mask = visible(positions, positions, sliding_window)[None]
     return mask if segments is None else mask & (segments[:, :, None] == segments[:, None, :])
@@ -199,24 +139,9 @@ def masked_attention(
     value: Float[Array, "batch keys kv_heads head_dim"],
     mask: Bool[Array, "#batch queries keys"],
 ) -> Float[Array, "batch queries heads head_dim"]:
-    """Compute softmax(query key^T / sqrt(head_dim)) value for each head, with float32 scores.
-
-    Args:
-        query: `[batch, queries, num_heads, head_dim]`.
-        key: `[batch, keys, num_kv_heads, head_dim]`. Query head h uses key head
-            h // (num_heads / num_kv_heads).
-        value: as `key`.
-        mask: boolean `[batch, queries, keys]`, with at least one key for each query.
-
-    Returns:
-        The shape and dtype of `query`.
-
-    Example:
-        >>> x = jax.random.normal(jax.random.key(0), (1, 3, 2, 4))
-        >>> y = masked_attention(x, x, x, attention_mask(3))
-        >>> y.shape, bool(jnp.allclose(y[:, 0], x[:, 0]))  # the first token attends to itself alone
-        ((1, 3, 2, 4), True)
-    """
+    """Compute softmax(query key^T / sqrt(head_dim)) value for each head, with float32 scores."""
+    # Query head h uses key head h // (num_heads / num_kv_heads). The mask has at least one key for
+    # each query.
     batch, seq_len, num_heads, head_dim = query.shape
     groups = key.shape[2]
     accurate = jnp.promote_types(query.dtype, jnp.float32)

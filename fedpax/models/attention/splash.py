@@ -20,20 +20,8 @@ BLOCK = 512
 
 
 def splash_supports(query: jax.Array) -> bool:
-    """Return whether the kernel supports the sizes of a query.
-
-    It needs a seq_len that is a multiple of 128, and a head_dim of 64 or a multiple of 128.
-
-    Args:
-        query: `[batch, seq_len, num_heads, head_dim]`.
-
-    Returns:
-        Whether the kernel supports them.
-
-    Example:
-        >>> splash_supports(jax.ShapeDtypeStruct((1, 1024, 8, 128), "bfloat16"))
-        True
-    """
+    """Return whether the kernel supports the sizes of a query."""
+    # It needs a seq_len that is a multiple of 128, and a head_dim of 64 or a multiple of 128.
     seq_len, head_dim = query.shape[1], query.shape[3]
     return seq_len % LANES == 0 and (head_dim == 64 or head_dim % LANES == 0)
 

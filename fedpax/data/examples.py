@@ -55,7 +55,7 @@ def as_examples(source: Any, name: str = "source") -> Sequence[Mapping[str, Any]
     # fields.
     if (columns := _columns(source)) is not None:
         return Columns(columns, name)
-    found = f"a {type(source).__name__}"
+    described = f"a {type(source).__name__}"
     if isinstance(source, str | bytes) or not hasattr(source, "__getitem__"):
         is_lazy = hasattr(source, "__next__")
         remedy = f"Read it into a list: list({name})." if is_lazy else "Convert it to one of these."
@@ -65,15 +65,15 @@ def as_examples(source: Any, name: str = "source") -> Sequence[Mapping[str, Any]
         # Other sequences are not read here: an example may be far away.
         if not isinstance(source, list | tuple) or not source or hasattr(source[0], "keys"):
             return source
-        kind = type(source[0]).__name__
-        found += f" of {kind}"
+        element_type = type(source[0]).__name__
+        described += f" of {element_type}"
         is_text = isinstance(source[0], str | bytes)
         remedy = (
             f"Name the field of its texts: [{{'text': text}} for text in {name}]."
             if is_text
-            else f"Name the fields of each {kind}: give dicts."
+            else f"Name the fields of each {element_type}: give dicts."
         )
-    raise ArgumentTypeError(f"{name} is {found}, {ACCEPTED}. {remedy}")
+    raise ArgumentTypeError(f"{name} is {described}, {ACCEPTED}. {remedy}")
 
 
 def column_values(column: Any) -> Any:

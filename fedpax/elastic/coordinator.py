@@ -44,7 +44,7 @@ SIGNALS = (143, 130)
 LOST = -1
 """The status of a training process whose host is lost."""
 SIGNALED = 128
-"""Statuses above it are those of signals."""
+"""Statuses above it are from signals."""
 MOST_FAILURES = 3
 SECONDS_TO_END = 30.0
 SECONDS_TO_GREET = 5.0
@@ -55,7 +55,7 @@ class ElasticCoordinator:
     """The keeper, which runs in a thread until the job has an exit status."""
 
     # The first generation starts after `join_timeout` seconds without missing supervisors.
-    # Processes of a `group`, such as those of an island, have successive numbers and only train
+    # Processes of a `group`, such as an island's, have successive numbers and only train
     # together. `alone`: no process of the job is on the keeper's host.
 
     def __init__(
@@ -266,7 +266,7 @@ class ElasticCoordinator:
         candidates: Collection[int] = self._members
         if round_number is not None:
             self._resumed = round_number
-            # Those without this copy join when the others have saved.
+            # Members without this copy join when the generation has saved.
             candidates = [i for i in self._members if round_number in self._copies[i]]
         self._begin(self._choose(candidates), round_number)
 

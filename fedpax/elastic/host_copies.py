@@ -78,12 +78,16 @@ class HostCopy(NamedTuple):
             restored.append(assemble(leaf, shards))
         return jax.tree.unflatten(tree, restored)
 
-    def replace_rows(self, state: State, participants: Sequence[int], own: Sequence[int]) -> State:
+    def replace_rows(
+        self, state: State, participants: Sequence[int], replaced: Sequence[int]
+    ) -> State:
         """Replace the state of the participants `own` by this copy's, as far as it has it."""
         # No process waits for another.
-        own = [number for number in own if number in (self.participants or ())]
+        replaced = [number for number in replaced if number in (self.participants or ())]
         return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: self._with_rows(jax.tree_util.keystr(path), leaf, participants, own),
+            lambda path, leaf: self._with_rows(
+                jax.tree_util.keystr(path), leaf, participants, replaced
+            ),
             state,
         )
 
@@ -156,11 +160,11 @@ class HostCopy(NamedTuple):
         return filled == values.size
 
     def _with_rows(
-        self, name: str, leaf: jax.Array, participants: Sequence[int], own: Sequence[int]
+        self, name: str, leaf: jax.Array, participants: Sequence[int], replaced: Sequence[int]
     ) -> jax.Array:
         saved, (shape, sharding) = self.shapes.get(name), shape_and_sharding(leaf)
         now = list(participants)
-        if not own or saved is None or not self._is_placed(saved, shape, now, sharding):
+        if not replaced or saved is None or not self._is_placed(saved, shape, now, sharding):
             return leaf
         shards = {}
         for shard in integers(leaf).addressable_shards:
@@ -170,11 +174,11 @@ class HostCopy(NamedTuple):
             values = np.array(shard.data)
             (start, stop), rest = region[0], region[1:]
             for place, number in enumerate(now[start:stop]):
-                if number in own:
+                if number in replaced:
                     row = ((start + place, start + place + 1), *rest)
-                    found = self._read(name, row, now, values.dtype)
-                    if found is not None:
-                        values[place : place + 1] = found
+                    row_values = self._read(name, row, now, values.dtype)
+                    if row_values is not None:
+                        values[place : place + 1] = row_values
             shards[region] = values
         return assemble(leaf, shards)
 
@@ -182,20 +186,20 @@ class HostCopy(NamedTuple):
 def rows_on_this_process(state: State, participants: Sequence[int]) -> set[int]:
     """Return the numbers of the participants whose states this process's devices hold."""
     # There are at least two participants.
-    found: set[int] = set()
+    numbers: set[int] = set()
     for leaf in jax.tree.leaves(state):
         is_placed = tuple(leaf.sharding.spec)[:1] not in ((), (None,))
         if leaf.shape[:1] == (len(participants),) and is_placed:
             for shard in integers(leaf).addressable_shards:
-                found.update(participants[shard.index[0]])
-    return found
+                numbers.update(participants[shard.index[0]])
+    return numbers
 
 
 class HostCopies:
     """This process's copies of the state, in a folder in the host's memory."""
 
-    # Copies of other jobs are not read. Processes are at most a round apart, so that of two copies
-    # all processes have at least one round in common.
+    # Copies of other jobs are not read. Processes are at most a round apart, so that with two
+    # copies all processes have at least one round in common.
 
     def __init__(self, folder: Path, job: str, keep: int = 2) -> None:
         self._folder, self._job, self._keep = folder, job, keep

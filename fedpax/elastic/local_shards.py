@@ -40,7 +40,7 @@ def assemble(leaf: Any, shards: Mapping[Region, np.ndarray]) -> jax.Array:
 
 
 def integers(leaf: jax.Array) -> jax.Array:
-    """Return an array's values; those of random keys are integers, with one more axis."""
+    """Return an array's values; for random keys integers, with one more axis."""
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
@@ -70,9 +70,9 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _key_implementation(leaf: Any) -> str:
-    found: list[Any] = []
-    jax.eval_shape(lambda keys: found.append(jax.random.key_impl(keys)), _shape(leaf))
-    return str(found[0])
+    names: list[Any] = []
+    jax.eval_shape(lambda keys: names.append(jax.random.key_impl(keys)), _shape(leaf))
+    return str(names[0])
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:

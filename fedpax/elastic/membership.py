@@ -76,18 +76,25 @@ class Membership:
         if not absent:
             return state
         copies = {number: self.copies.load(number) for number in self.copies.rounds()}
-        own = [number for number in absent if number in rows_on_this_process(state, participants)]
+        held_here = [
+            number for number in absent if number in rows_on_this_process(state, participants)
+        ]
         held = {
             number: [
                 round_number
                 for round_number, copy in copies.items()
                 if copy is not None and number in (copy.participants or ())
             ]
-            for number in own
+            for number in held_here
         }
         everyone = gather_json(list(held.items())) if jax.process_count() > 1 else [held.items()]
-        for number in own:
-            rounds = [set(found) for each in everyone for other, found in each if other == number]
+        for number in held_here:
+            rounds = [
+                set(rounds_held)
+                for each in everyone
+                for other, rounds_held in each
+                if other == number
+            ]
             copy = copies.get(max(set.intersection(*rounds), default=-1))
             if copy is not None:
                 state = copy.replace_rows(state, participants, [number])

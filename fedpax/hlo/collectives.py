@@ -69,7 +69,7 @@ def collectives(text: str, mesh: jax.sharding.Mesh) -> list[Collective]:
     module = parsing.parse(text)
     copies = replica_groups.program_positions(module, mesh)
     executions = trip_counts.executions(module)
-    found = []
+    listed = []
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
             kind = _kind(computation, instruction)
@@ -79,7 +79,7 @@ def collectives(text: str, mesh: jax.sharding.Mesh) -> list[Collective]:
             if not groups:
                 continue
             shapes = _operand_shapes(computation, instruction)
-            found.append(
+            listed.append(
                 Collective(
                     kind=kind,
                     axes=tuple(axis for axis in mesh.axis_names if _spans(groups, axis, mesh)),
@@ -92,7 +92,7 @@ def collectives(text: str, mesh: jax.sharding.Mesh) -> list[Collective]:
                     name=instruction.name,
                 )
             )
-    return found
+    return listed
 
 
 def operand_bytes_along(text: str, mesh: jax.sharding.Mesh, axis: str) -> int:
@@ -103,7 +103,7 @@ def operand_bytes_along(text: str, mesh: jax.sharding.Mesh, axis: str) -> int:
     #   devices, each device sends 2 (n - 1) / n times the operand in an all-reduce, and n - 1 times
     #   in an all-gather.
     # - A collective over `axis` and another axis counts in full.
-    # - Dtypes are those of the compiled program: a CPU sends bfloat16 as float32, and a TPU pads
+    # - Dtypes are as in the compiled program: a CPU sends bfloat16 as float32, and a TPU pads
     #   small operands that it sends between slices.
     totals = np.zeros(mesh.size, np.int64)
     for collective in collectives(text, mesh):

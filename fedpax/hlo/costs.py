@@ -50,11 +50,11 @@ def count_costs(module: Module) -> ProgramCosts:
             flops = matmul_flops(computation, instruction)
             if flops is None:
                 uncounted_kernels.append(instruction.name)
-            own = _Cost.of_matmul(flops or 0.0, operand_dtype(computation, instruction))._replace(
+            cost = _Cost.of_matmul(flops or 0.0, operand_dtype(computation, instruction))._replace(
                 memory_traffic=memory_traffic(module, computation, instruction),
                 host_transfers=host_transfers(computation, instruction),
             )
-            total = total.plus(own).plus(cost_of_callees(instruction))
+            total = total.plus(cost).plus(cost_of_callees(instruction))
         return total
 
     def cost_of_callees(instruction: Instruction) -> _Cost:
@@ -69,7 +69,7 @@ def count_costs(module: Module) -> ProgramCosts:
             case "conditional":
                 branches = map(cost_of_computation, trip_counts.callees(instruction))
                 return _Cost(*(max(values) for values in zip(*branches, strict=True)))
-            case "fusion":  # the memory traffic is that of the fusion as one instruction
+            case "fusion":  # its memory traffic counts as one instruction
                 body = cost_of_computation(instruction.reference("calls"))
                 return body._replace(memory_traffic=0.0, host_transfers=0.0)
             case "call" | "call-start" | "async-start":

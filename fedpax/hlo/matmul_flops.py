@@ -66,8 +66,8 @@ def _splash(computation: Computation, instruction: Instruction) -> float | None:
     if ending is None or "splash" not in instruction.name + instruction.attributes:
         return None
     operands = [dimensions(computation.instructions[name].shape) for name in instruction.operands]
-    visited, *others = [shape for shape in operands if len(shape) >= 3]
-    *heads, queries, features = next(shape for shape in others if shape != visited)
+    visited, *inputs = [shape for shape in operands if len(shape) >= 3]
+    *heads, queries, features = next(shape for shape in inputs if shape != visited)
     pairs = math.prod(visited[-2:]) * math.prod(blocks[ending])
     if pairs >= queries * queries:
         pairs = queries * queries // 2
@@ -77,8 +77,8 @@ def _splash(computation: Computation, instruction: Instruction) -> float | None:
 def _dot(computation: Computation, instruction: Instruction, contracting: str) -> float:
     """Return the FLOPs of a matmul; the pattern `contracting` finds its contracted dimensions."""
     left = dimensions(computation.instructions[instruction.operands[0]].shape)
-    found = re.search(contracting, instruction.attributes)
-    inner = math.prod(left[i] for i in integers(found.group(1))) if found else 1
+    match = re.search(contracting, instruction.attributes)
+    inner = math.prod(left[i] for i in integers(match.group(1))) if match else 1
     return 2.0 * math.prod(dimensions(instruction.shape)) * inner
 
 
@@ -92,8 +92,8 @@ def _convolution(computation: Computation, instruction: Instruction) -> float:
     given = dict(zip(labels[1], dimensions(left), strict=True))
     kernel = dict(zip(labels[2], dimensions(right), strict=True))
     result = dict(zip(labels[3], dimensions(instruction.shape), strict=True))
-    found = re.search(r"window=\{([^}]*)\}", instruction.attributes)
-    window = dict(re.findall(r"(\w+)=(\S+)", found.group(1))) if found else {}
+    match = re.search(r"window=\{([^}]*)\}", instruction.attributes)
+    window = dict(re.findall(r"(\w+)=(\S+)", match.group(1))) if match else {}
 
     def window_setting(name: str, dimension: int, default: str) -> list[int]:
         text = window.get(name)

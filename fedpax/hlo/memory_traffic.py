@@ -43,14 +43,14 @@ def memory_traffic(module: Module, computation: Computation, instruction: Instru
         return 2 * main_memory_bytes(instruction.shape)
     if opcode in ("dynamic-update-slice", "scatter"):
         return 2 * main_memory_bytes(shapes[-1] if opcode == "scatter" else shapes[1])
-    own = main_memory_bytes(instruction.shape)
+    written = main_memory_bytes(instruction.shape)
     read = sum(map(main_memory_bytes, shapes))
     if not opcode.endswith("-start"):
-        return read + own
+        return read + written
     if opcode == "slice-start":  # its result is the tuple (operand, slice, context)
         slice_shape = arrays(instruction.shape)[1]
         return shape_bytes(slice_shape) * (read > 0) + main_memory_bytes(slice_shape)
-    return max(own, read)  # the results of other starts contain their operands
+    return max(written, read)  # the results of other starts contain their operands
 
 
 _HOST = "S(5)"  # the host's memory, in a layout
@@ -103,8 +103,8 @@ def _fusion_reads(module: Module, body: Computation, index: int, shape: str) -> 
                 inner = module.computations[user.reference("calls")]
                 for position, operand in enumerate(user.operands):
                     if operand == name:
-                        own, same = _fusion_reads(module, inner, position, shape)
-                        needed += own
+                        inner_reads, same = _fusion_reads(module, inner, position, shape)
+                        needed += inner_reads
                         pending += [user.name] if same else []
             else:
                 return whole, returned

@@ -28,8 +28,8 @@ class Instruction(NamedTuple):
 
     def reference(self, name: str) -> str:
         """Return the computation in the attribute `name`, as in `body=%region_0`; "" if absent."""
-        found = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
-        return found.group(1) if found else ""
+        match = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
+        return match.group(1) if match else ""
 
 
 class Computation(NamedTuple):
@@ -93,10 +93,10 @@ def _lines(text: str) -> Iterator[str]:
 
 def _instruction(line: str) -> Instruction | None:
     """Parse the line of an instruction; None for any other line."""
-    found = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)", re.sub(r"/\*.*?\*/", "", line))
-    if not found:
+    match = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)", re.sub(r"/\*.*?\*/", "", line))
+    if not match:
         return None
-    name, rest = found.groups()
+    name, rest = match.groups()
     if rest.startswith("("):  # a tuple, whose layouts can have parentheses
         end = _closing(rest, 0) + 1
     else:

@@ -93,8 +93,8 @@ def _named_groups(axes: str, device_ids: str | None, over: str) -> list[list[int
                 grouped.append(len(shape))
             shape.append(after // before)
     members = math.prod(shape[dimension] for dimension in grouped)
-    others = [dimension for dimension in range(len(shape)) if dimension not in grouped]
-    return devices.reshape(shape).transpose(others + grouped).reshape(-1, members).tolist()
+    kept = [dimension for dimension in range(len(shape)) if dimension not in grouped]
+    return devices.reshape(shape).transpose(kept + grouped).reshape(-1, members).tolist()
 
 
 def _slice_groups(target: str, mesh: jax.sharding.Mesh) -> Groups:

@@ -13,8 +13,8 @@ def arrays(shape: str) -> list[str]:
 
 def dimensions(shape: str) -> list[int]:
     """Return the dimensions of the first array of a shape."""
-    found = re.search(r"\[([\d,<=]*)\]", shape)
-    return integers(found.group(1)) if found else []
+    match = re.search(r"\[([\d,<=]*)\]", shape)
+    return integers(match.group(1)) if match else []
 
 
 def shape_bytes(shape: str) -> float:

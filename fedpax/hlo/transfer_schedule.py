@@ -65,16 +65,16 @@ def schedule(module: Module) -> tuple[Event, ...]:
     def events_of(name: str) -> tuple[Event, ...]:
         computation = module.computations[name]
         starts, completions = _ends(computation)
-        found: list[Event] = []
+        events: list[Event] = []
         for instruction in computation.instructions.values():
-            found.append(Work(matmul_flops(computation, instruction) or 0.0))
-            found += events_of_callees(instruction)
+            events.append(Work(matmul_flops(computation, instruction) or 0.0))
+            events += events_of_callees(instruction)
             if instruction.name in completions:
-                found.append(Completion(completions[instruction.name]))
+                events.append(Completion(completions[instruction.name]))
             if instruction.name in starts:
-                found.append(Start(starts[instruction.name]))
+                events.append(Start(starts[instruction.name]))
         open_transfers = set(starts.values()) - set(completions.values())
-        return _merged([*found, *map(Completion, sorted(open_transfers))])
+        return _merged([*events, *map(Completion, sorted(open_transfers))])
 
     def events_of_callees(instruction: Instruction) -> list[Event]:
         match instruction.opcode:
@@ -95,13 +95,13 @@ def schedule(module: Module) -> tuple[Event, ...]:
 
 def transfers(events: Sequence[Event]) -> list[str]:
     """List the names of the `send` instructions in a schedule, loops included."""
-    found = []
+    sends = []
     for event in events:
         if isinstance(event, Loop):
-            found += transfers(event.events)
+            sends += transfers(event.events)
         elif isinstance(event, Start):
-            found.append(event.send)
-    return found
+            sends.append(event.send)
+    return sends
 
 
 def total_flops(events: Sequence[Event]) -> float:
@@ -118,7 +118,7 @@ def _ends(computation: Computation) -> tuple[dict[str, str], dict[str, str]]:
     """Map the instructions that start or complete a transfer to the name of its `send`."""
     # The send and the receive of a transfer have the same rendezvous.
     rendezvous: dict[str, str] = {}  # of a send or receive
-    sends: dict[str, str] = {}  # the others are by rendezvous
+    sends: dict[str, str] = {}  # `last` and `first` are by rendezvous
     last: dict[str, str] = {}
     first: dict[str, str] = {}
     for instruction in computation.instructions.values():

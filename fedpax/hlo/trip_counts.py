@@ -40,8 +40,8 @@ def executions(module: Module) -> dict[str, Executions]:
             in_loop |= outer.in_loop or call.opcode == "while"
         return Executions(total, in_loop)
 
-    found = {name: runs(name) for name in module.computations}
-    return {name: run for name, run in found.items() if run.times != 0}
+    counted = {name: runs(name) for name in module.computations}
+    return {name: run for name, run in counted.items() if run.times != 0}
 
 
 def trip_counts(module: Module) -> dict[str, int | None]:

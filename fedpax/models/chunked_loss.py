@@ -134,13 +134,13 @@ def _scan(
 
     def compute(chunk: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], Any]:
         """Return the sums over a chunk and the gradient with respect to its features."""
-        own, target, weight = chunk
-        loss, cross_entropy, d_logits = _chunk_loss(own, gathered, target, weight, options)
+        inputs, target, weight = chunk
+        loss, cross_entropy, d_logits = _chunk_loss(inputs, gathered, target, weight, options)
         if not with_gradient:
             return (loss, cross_entropy), None
-        spec = explicit_spec((*TOKEN_AXES, None, None), own.shape)
+        spec = explicit_spec((*TOKEN_AXES, None, None), inputs.shape)
         d_features = jnp.einsum("srcv,vd->srcd", d_logits, gathered, out_sharding=spec)
-        d_table = jnp.einsum("srcv,srcd->srvd", d_logits, own, preferred_element_type=loss.dtype)
+        d_table = jnp.einsum("srcv,srcd->srvd", d_logits, inputs, preferred_element_type=loss.dtype)
         d_table = constrain(d_table, (*TOKEN_AXES, "vocab", None))
         return (loss, cross_entropy, d_table), constrain(d_features, (*TOKEN_AXES, None, None))
 
@@ -152,8 +152,8 @@ def _scan(
     sums, d_features = compute(jax.tree.map(lambda x: x[0], chunks))
     d_features = jax.tree.map(lambda x: x[None], d_features)
     if chunking.num_chunks > 1:
-        sums, others = jax.lax.scan(step, sums, jax.tree.map(lambda x: x[1:], chunks))
-        d_features = jax.tree.map(lambda *x: jnp.concatenate(x), d_features, others)
+        sums, later = jax.lax.scan(step, sums, jax.tree.map(lambda x: x[1:], chunks))
+        d_features = jax.tree.map(lambda *x: jnp.concatenate(x), d_features, later)
     loss, cross_entropy, *d_table = (jnp.sum(x, axis=(0, 1)) for x in sums)
     if not with_gradient:
         return (loss, cross_entropy), None

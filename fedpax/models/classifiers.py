@@ -249,7 +249,7 @@ def _windows(x: jax.Array) -> jax.Array:
 
 
 def _dropout(x: jax.Array, rate: float, seeds: jax.Array | None, *, layer: int) -> jax.Array:
-    """Set features of [batch, features] to 0 at random, and scale the others to the same mean."""
+    """Set features of [batch, features] to 0 at random, and scale the rest to the same mean."""
     if seeds is None or rate == 0:
         return x
 

@@ -61,7 +61,7 @@ class LoRAConfig:
         alpha: the update A B is multiplied by alpha / rank.
         targets: names of the weights with an adapter, in every layer: query, key, value and output
             of attention; gate, up and down of the feed-forward network. Default (): all of them;
-            of a mixture of experts only those of attention.
+            of a mixture of experts only the weights of attention.
 
     Raises:
         ValueError: a number is out of range, or there is no weight of a name.
@@ -132,7 +132,7 @@ def init(key: jax.Array, params: Params, config: LoRAConfig) -> Params:
 
 
 def logical_axes(model_axes: Params, config: LoRAConfig) -> Params:
-    """Name the axes of the adapters after those of the weights; the rank's axis has no name.
+    """Name the axes of the adapters after the weights' axes; the rank's axis has no name.
 
     Args:
         model_axes: the logical axes of the model's parameters, see `FunctionalModel`.
@@ -253,7 +253,7 @@ def _map_targets(
     if not config.rank:
         raise ArgumentError("lora.rank=0 means no adapters: expected a rank of at least 1.")
     num_stacked = norm_ndim - 1
-    found: dict[str, dict[str, Params]] = {}
+    adapters: dict[str, dict[str, Params]] = {}
     for module in ("attention", "feed_forward"):
         weights = tree["layers"][module]
         if "router" in weights:
@@ -261,14 +261,14 @@ def _map_targets(
         for name in NUM_INPUTS:
             if name in weights and (not config.targets or name in config.targets):
                 made = make(weights[name], num_stacked, NUM_INPUTS[name])
-                found.setdefault(module, {})[name] = made
-    names = {name for weights in found.values() for name in weights}
+                adapters.setdefault(module, {})[name] = made
+    names = {name for weights in adapters.values() for name in weights}
     if missing := [name for name in config.targets if name not in names]:
         raise ArgumentError(
             f"lora.targets has {', '.join(missing)}, which the model's layers do not have as one "
             "weight (experts of a mixture cannot have adapters): leave these names out."
         )
-    return {"layers": found}
+    return {"layers": adapters}
 
 
 def _replace(

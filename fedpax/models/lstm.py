@@ -18,7 +18,7 @@ from fedpax.models.nnx_functional import FunctionalModel, to_functional
 class LSTMConfig:
     """Sizes of a recurrent language model.
 
-    The default sizes are those of the model for next-word prediction on Stack Overflow.
+    The defaults are the sizes of the model for next-word prediction on Stack Overflow.
 
     Attributes:
         vocab_size: numbers that a token can be: words, padding, and other special tokens.
@@ -82,7 +82,7 @@ class LSTMLayer(nnx.Module):
     def __call__(self, x: Float[Array, "batch seq inputs"]) -> Float[Array, "batch seq units"]:
         """Map inputs to the hidden states h, from zero states on."""
         recurrent = self.recurrent_kernel[...]
-        # One matmul for all steps: inside the loop only that of the hidden state remains.
+        # One matmul for all steps: inside the loop only the matmul of the hidden state remains.
         from_inputs = jnp.swapaxes(x @ self.kernel[...] + self.bias[...], 0, 1)
 
         def step(

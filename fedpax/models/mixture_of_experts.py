@@ -36,7 +36,7 @@ class MixtureOfExperts(nnx.Module):
     #   less if D > k. Either way a device allocates D n min(k, experts per device) rows, because
     #   all tokens may choose its experts; it computes only the rows in use. The axis should be as
     #   small as memory allows, beside `fsdp`.
-    # - The axis `fsdp` shards the experts' parameters like those of other layers. They are
+    # - The axis `fsdp` shards the experts' parameters like the parameters of other layers. They are
     #   all-gathered before a matmul and again in the backward pass, and their gradients are
     #   reduce-scattered.
     # - The axis `tensor` shards the hidden features of each expert.
@@ -216,7 +216,7 @@ def _mixture(
         chosen -= num_local * jax.lax.axis_index(axis)
     is_local = (0 <= chosen) & (chosen < num_local)
 
-    # Sort choices by expert, those of other devices' experts last. A token chooses an expert once.
+    # Sort choices by expert, experts of other devices last. A token chooses an expert once.
     order = jnp.argsort(jnp.where(is_local, chosen, num_local).ravel(), stable=True)
     rows = len(tokens) * min(k, num_local)
     group_sizes = jnp.sum(chosen[..., None] == jnp.arange(num_local), axis=(0, 1), dtype=jnp.int32)

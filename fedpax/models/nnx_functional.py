@@ -64,9 +64,9 @@ def to_functional(constructor: Callable[..., nnx.Module]) -> FunctionalModel:
 
     module = nnx.eval_shape(lambda: constructor(rngs=nnx.Rngs(0)))
     graph, abstract, *rest = nnx.split(module, nnx.Param, ...)
-    if others := [".".join(map(str, path)) for path, _ in nnx.to_flat_state(rest[0])]:
+    if other_state := [".".join(map(str, path)) for path, _ in nnx.to_flat_state(rest[0])]:
         raise ArgumentError(
-            f"The module has state besides its parameters, {', '.join(others)}, which "
+            f"The module has state besides its parameters, {', '.join(other_state)}, which "
             "apply(params, ...) could not update. Use layers without such state: for example "
             "normalization over features instead of batch normalization."
         )

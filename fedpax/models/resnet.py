@@ -15,14 +15,14 @@ from fedpax.errors import ArgumentError
 from fedpax.models.nnx_functional import FunctionalModel, to_functional
 
 EPSILON = 1e-3
-"""The term beside the variance in normalizations: that of the authors' library."""
+"""The term beside the variance in normalizations, as in the authors' library."""
 
 
 @dataclass(frozen=True)
 class ResNetConfig:
     """Sizes of a residual network of two-convolution blocks, with group normalization.
 
-    The default sizes are those of ResNet-18 for CIFAR-100 in the experiments of FedOpt. Batch
+    The defaults are the sizes of ResNet-18 for CIFAR-100 in the experiments of FedOpt. Batch
     normalization would need statistics of all clients; group normalization reads one image.
 
     Attributes:

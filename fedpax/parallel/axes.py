@@ -222,9 +222,9 @@ def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
-def _axes_of_type(mesh: Mesh | AbstractMesh, kind: AxisType) -> set[str]:
+def _axes_of_type(mesh: Mesh | AbstractMesh, axis_type: AxisType) -> set[str]:
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return {name for name, other in types if other is kind}
+    return {name for name, other in types if other is axis_type}
 
 
 def _only(spec: PartitionSpec, axes: set[str]) -> list[tuple[str, ...]]:

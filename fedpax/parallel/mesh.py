@@ -66,7 +66,7 @@ def make_mesh(
       without TPUs if the sizes allow it.
 
     Args:
-        devices: the devices to use. Default None: those of `default_devices`, or else
+        devices: the devices to use. Default None: the devices of `default_devices`, or else
             `jax.devices()`.
         axis_types: one type for all axes, or a type by axis name. Default None, and axes without a
             type: automatic.
@@ -175,12 +175,12 @@ class MeshConfig:
     def make(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
         """Make the mesh.
 
-        The mesh has all axes of the configuration, those of size 1 included, so that
+        The mesh has all axes of the configuration, also axes of size 1, so that
         `PartitionSpec("clients")` is valid on every mesh. An axis of size 1 changes neither the
         compiled program nor its memory.
 
         Args:
-            devices: the devices to use. Default None: those of `default_devices`, or else
+            devices: the devices to use. Default None: the devices of `default_devices`, or else
                 `jax.devices()`. If all sizes are 1, the mesh is the first device alone.
 
         Returns:
@@ -211,7 +211,7 @@ SINGLE_DEVICE = MeshConfig(*(1,) * len(fields(MeshConfig)))
 
 
 def available_devices() -> Sequence[jax.Device]:
-    """Return the default devices of meshes: those of `default_devices`, or else `jax.devices()`.
+    """Return the devices of `default_devices`, or else `jax.devices()`.
 
     Example:
         >>> with default_devices(jax.devices()[:1]):
@@ -282,9 +282,10 @@ def _fitting(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> str:
     taken = math.prod(size for size in sizes.values() if size != -1)
     fits = []
     for name, size in sizes.items():
-        others = {other: n for other, n in sizes.items() if other != name}
-        if size != -1 and -1 not in others.values() and total % math.prod(others.values()) == 0:
-            left = total // math.prod(others.values())
+        other_sizes = {other: n for other, n in sizes.items() if other != name}
+        taken_by_others = math.prod(other_sizes.values())
+        if size != -1 and -1 not in other_sizes.values() and total % taken_by_others == 0:
+            left = total // taken_by_others
             call = ", ".join(f"{other}={-1 if other == name else n}" for other, n in sizes.items())
             fits.append(f"{call} gives {name}={left} on {total} devices")
     if -1 in sizes.values():
@@ -335,8 +336,8 @@ def _arrange(sizes: Mapping[str, int], devices: list[jax.Device], outer: str | N
     # Process by process along the outer axis, so that the other axes stay within a process.
     position = list(sizes).index(outer)
     ordered = np.array([device for process in sorted(processes) for device in processes[process]])
-    others = shape[:position] + shape[position + 1 :]
-    return np.moveaxis(ordered.reshape(shape[position], *others), 0, position)
+    other_sizes = shape[:position] + shape[position + 1 :]
+    return np.moveaxis(ordered.reshape(shape[position], *other_sizes), 0, position)
 
 
 def _form_a_cuboid(devices: Sequence[jax.Device]) -> bool:

@@ -62,9 +62,9 @@ def run_pipeline(
     finished ones to it. A device never holds more than its shard of the batch and two microbatches.
 
     Parameters never move between stages. With num_repeats > 1 their order on the stages is not
-    that of the layers, so they are stored as [num_repeats, layers / num_repeats, ...] with logical
-    axes ("repeats", "layers", ...), the second one sharded over `stage`: the same numbers in the
-    same order as [layers, ...].
+    the order of the layers, so they are stored as [num_repeats, layers / num_repeats, ...] with
+    logical axes ("repeats", "layers", ...), the second one sharded over `stage`: the same numbers
+    in the same order as [layers, ...].
 
     Args:
         layer_fn: one layer, `layer_fn(x, params, side_inputs) -> (x, auxiliary)`. x keeps its shape
@@ -114,12 +114,12 @@ def run_pipeline(
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     stages = mesh.shape[axis] if types.get(axis, AxisType.Manual) is not AxisType.Manual else 1
     if stages == 1:
-        one = (remat or _unchanged)(lambda x, params: layer_fn(x, params, side_inputs))
+        apply_layer = (remat or _unchanged)(lambda x, params: layer_fn(x, params, side_inputs))
         if num_repeats > 1:
             stacked_params = jax.tree.map(
                 lambda p: p.reshape(num_layers, *p.shape[2:]), stacked_params
             )
-        y, auxiliary = jax.lax.scan(one, x, stacked_params, unroll=unroll)
+        y, auxiliary = jax.lax.scan(apply_layer, x, stacked_params, unroll=unroll)
         return y, jax.tree.map(lambda scalars: scalars.sum(0), auxiliary)
     if types[axis] is AxisType.Explicit:
         raise ArgumentError(
@@ -232,23 +232,25 @@ def _own_layers(
     """Return the function that applies a block of the device's layers to a microbatch."""
 
     # Slices that depend on the tick are taken in here, so that `remat` does not store them.
-    def one(x: jax.Array, params: Any, repeat: Any, microbatch: Any, side_inputs: Any) -> Any:
+    def apply_layer(
+        x: jax.Array, params: Any, repeat: Any, microbatch: Any, side_inputs: Any
+    ) -> Any:
         if schedule.num_repeats > 1:
             params = jax.tree.map(functools.partial(_slice, repeat), params)
-        own = functools.partial(_slice, microbatch)
-        inputs = jax.tree.map(lambda a: a if a.shape[0] == 1 else own(a), side_inputs)
+        of_microbatch = functools.partial(_slice, microbatch)
+        inputs = jax.tree.map(lambda a: a if a.shape[0] == 1 else of_microbatch(a), side_inputs)
         return layer_fn(x, params, inputs)
 
     if schedule.num_repeats > 1:
-        one = (remat or functools.partial(jax.checkpoint, prevent_cse=False))(one)
+        apply_layer = (remat or functools.partial(jax.checkpoint, prevent_cse=False))(apply_layer)
         # [layers of a block, num_repeats, ...], to scan over the layers of a block.
         own_params = jax.tree.map(lambda p: jnp.moveaxis(p, 0, 1), own_params)
     elif remat is not None:
-        one = remat(one)
+        apply_layer = remat(apply_layer)
 
     def run_layers(x: jax.Array, task: Task) -> tuple[jax.Array, chex.ArrayTree]:
         x, per_layer = jax.lax.scan(
-            lambda x, params: one(x, params, task.repeat, task.microbatch, side_inputs),
+            lambda x, params: apply_layer(x, params, task.repeat, task.microbatch, side_inputs),
             x,
             own_params,
             unroll=unroll,
@@ -289,7 +291,7 @@ def _batch_shards(examples: int, axis: str) -> int:
 def _check_stacked(stacked_params: chex.ArrayTree, num_repeats: int) -> int:
     """Check the shapes of the stacked parameters and return the number of layers."""
     leading = 1 if num_repeats == 1 else 2
-    found = {}
+    counts = {}
     for path, leaf in jax.tree.leaves_with_path(stacked_params):
         name = f"stacked_params{jax.tree_util.keystr(path)}"
         if leaf.ndim < leading or (num_repeats > 1 and leaf.shape[0] != num_repeats):
@@ -300,13 +302,13 @@ def _check_stacked(stacked_params: chex.ArrayTree, num_repeats: int) -> int:
                 if num_repeats > 1
                 else f"run_pipeline: {name} has shape {leaf.shape}, expected [layers, ...]."
             )
-        found[math.prod(leaf.shape[:leading])] = name
-    if len(found) != 1:
+        counts[math.prod(leaf.shape[:leading])] = name
+    if len(counts) != 1:
         raise ArgumentError(
-            f"run_pipeline: stacked_params has {found or 'no arrays'}: expected arrays with the "
+            f"run_pipeline: stacked_params has {counts or 'no arrays'}: expected arrays with the "
             "same number of layers."
         )
-    return next(iter(found))
+    return next(iter(counts))
 
 
 def _check_side_inputs(side_inputs: chex.ArrayTree, batch: int) -> None:

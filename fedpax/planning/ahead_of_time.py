@@ -67,8 +67,8 @@ def plan_experiment(
             mesh = experiment.make_mesh()
         except ValueError as error:
             stated = math.prod(map(abs, experiment.mesh.stated.values()))  # -1: any number
-            others_follow = experiment.sharded_sizes() and len(topology.devices) % stated == 0
-            misfit = None if others_follow else describe_misfit(name, experiment.mesh, topology)
+            sizes_follow = experiment.sharded_sizes() and len(topology.devices) % stated == 0
+            misfit = None if sizes_follow else describe_misfit(name, experiment.mesh, topology)
             raise PlanError(misfit or f"{name} on {topology.name}: {error}") from None
         report(f"building {name} for {mesh.size:,} devices")
         run = experiment.build()

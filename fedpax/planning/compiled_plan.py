@@ -179,7 +179,7 @@ class CompiledPlan(NamedTuple):
                 None: count every network.
             axis: count collectives along this mesh axis alone, such as the placement's. Default
                 None: count every axis.
-            in_loop: True counts collectives inside loops alone, False those outside loops. Default
+            in_loop: True counts collectives inside loops alone, False outside loops alone. Default
                 None: count both.
 
         Returns:
@@ -220,15 +220,15 @@ class CompiledPlan(NamedTuple):
 
 def memory_of(compiled: jax.stages.Compiled, topology: Topology) -> DeviceMemory:
     """Read the memory in bytes that a compiled program needs on a device."""
-    found: Any = compiled.memory_analysis()
+    analysis: Any = compiled.memory_analysis()
     chip = topology.chip
     return DeviceMemory(
-        arguments=found.argument_size_in_bytes,
-        outputs=found.output_size_in_bytes,
-        aliased=found.alias_size_in_bytes,
-        temporaries=found.temp_size_in_bytes,
-        code=found.generated_code_size_in_bytes,
-        host=found.host_temp_size_in_bytes,
+        arguments=analysis.argument_size_in_bytes,
+        outputs=analysis.output_size_in_bytes,
+        aliased=analysis.alias_size_in_bytes,
+        temporaries=analysis.temp_size_in_bytes,
+        code=analysis.generated_code_size_in_bytes,
+        host=analysis.host_temp_size_in_bytes,
         capacity=chip.usable_hbm_bytes / chip.devices_per_chip if chip else None,
     )
 

@@ -18,7 +18,7 @@ def to_json(plan: CompiledPlan) -> dict[str, Any]:
 
     Returns:
         Nested dicts and lists. Bytes, seconds and FLOPs are plain numbers; unknown values are None.
-        Bytes of collectives are those of their operands (`CompiledPlan.operand_bytes`), and
+        Bytes of collectives are the bytes of their operands (`CompiledPlan.operand_bytes`), and
         `bytes_out_of_slice` are the bytes that leave a slice.
     """
     topology, chip = plan.topology, plan.topology.chip

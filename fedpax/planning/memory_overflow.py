@@ -59,15 +59,15 @@ def overflow_report(
 
 def shortage_of(message: str) -> str:
     """Summarize the compiler's error message: the memory needed, available, and largest arrays."""
-    found = re.search(r"[Uu]sed ([\d.]+\w?) of ([\d.]+\w?) hbm", message) or re.search(
+    sizes = re.search(r"[Uu]sed ([\d.]+\w?) of ([\d.]+\w?) hbm", message) or re.search(
         r"temporaries \(([\d.]+\w?)\) exceeds available HBM \(([\d.]+\w?)\)", message
     )
-    if not found:
+    if not sizes:
         return message.partition("\n")[0]
     largest = re.findall(r"Size: ([\d.]+\w?)\b.*?Shape: (\w+\[[\d,]*\])", message, re.DOTALL)
     arrays = ", ".join(f"{size} {shape}" for size, shape in largest[:3])
     purpose = " for temporaries alone" if "temporaries (" in message else ""
-    return f"needs {found[1]} of {found[2]}{purpose}" + (f" (largest: {arrays})" if arrays else "")
+    return f"needs {sizes[1]} of {sizes[2]}{purpose}" + (f" (largest: {arrays})" if arrays else "")
 
 
 def _value(experiment: Experiment, field: str) -> Any:

@@ -25,8 +25,8 @@ def describe_misfit(name: str, mesh: MeshConfig, topology: Topology) -> str | No
         else f"Use all: {' '.join(f'--mesh.{axis}={size}' for axis, size in fitting.items())}. Or"
     )
     nearest = max(1, total // needed) * needed if takes_rest else needed
-    kind, _, _ = topology.name.partition(":")
-    other = f"--topology={kind}:{nearest}" if topology.shape == () else f"{nearest:,} devices"
+    device, _, _ = topology.name.partition(":")
+    other = f"--topology={device}:{nearest}" if topology.shape == () else f"{nearest:,} devices"
     return (
         f"{name} uses {count} ({axes}), {topology.name}"
         f"{f' in {topology.slices} slices' if topology.slices > 1 else ''} has {total:,}. "
@@ -44,10 +44,10 @@ def fitting_sizes(sizes: Mapping[str, int], total: int) -> dict[str, int] | None
         axis = "clients" if "clients" in sizes else "fsdp"
         return {**sizes, axis: sizes.get(axis, 1) * (total // needed)}
     for axis in reversed(list(sizes)):  # the axes of placements are the first ones
-        others = 1 if sizes[axis] == -1 else needed // sizes[axis]
-        if sizes[axis] == -1 or total % others:
+        other_sizes = 1 if sizes[axis] == -1 else needed // sizes[axis]
+        if sizes[axis] == -1 or total % other_sizes:
             continue
-        smaller = math.gcd(sizes[axis], total // others)
-        if -1 in sizes.values() or smaller * others == total:
+        smaller = math.gcd(sizes[axis], total // other_sizes)
+        if -1 in sizes.values() or smaller * other_sizes == total:
             return {**sizes, axis: smaller}
     return None

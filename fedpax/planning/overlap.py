@@ -31,7 +31,7 @@ class SliceTransfer(NamedTuple):
         end: local steps of the round before its completion. Inside a loop: before the loop's end.
         in_loop: whether it is inside a loop.
         local_steps: local steps between start and completion of one execution: the matmul FLOPs
-            that the schedule has between them, divided by those of a local step.
+            that the schedule has between them, divided by the FLOPs of a local step.
         exposed_seconds: seconds of a round in which the program waits for it.
     """
 
@@ -97,7 +97,11 @@ class Overlap(NamedTuple):
         one local step.
         """
         rates = (
-            sum(one.bytes_per_step for one in self.transfers if one.start <= at < _last(one))
+            sum(
+                transfer.bytes_per_step
+                for transfer in self.transfers
+                if transfer.start <= at < _last(transfer)
+            )
             for at in {transfer.start for transfer in self.transfers}
         )
         return max(rates, default=0.0) / self.step_seconds
@@ -153,9 +157,9 @@ def find_overlap(
         return _exposed(events, seconds, lambda work: work * seconds_per_flop)
 
     waits = exposed(bandwidth)
-    found = [
-        one._replace(exposed_seconds=waits[one.name])
-        for one in _place(events, slice_bytes, flops_per_step)
+    placed = [
+        transfer._replace(exposed_seconds=waits[transfer.name])
+        for transfer in _place(events, slice_bytes, flops_per_step)
     ]
     computing = num_steps * step_seconds
 
@@ -173,7 +177,7 @@ def find_overlap(
         bandwidth=bandwidth,
         step_seconds=step_seconds,
         num_steps=num_steps,
-        transfers=tuple(found),
+        transfers=tuple(placed),
         required_bandwidth={share: required(share) for share in UTILIZATIONS},
     )
 
@@ -186,7 +190,7 @@ def _place(
     events: Sequence[Event], slice_bytes: Mapping[str, float], flops_per_step: float
 ) -> list[SliceTransfer]:
     """Place the transfers among the local steps of a round; nothing is exposed yet."""
-    found: dict[str, SliceTransfer] = {}
+    placed: dict[str, SliceTransfer] = {}
     now = 0.0
 
     def place(events: Sequence[Event], executions: int, loop: tuple[float, float] | None) -> None:
@@ -200,7 +204,7 @@ def _place(
                     starts[send] = now
                 case Completion(send):
                     begin, end = loop or (starts[send], now)
-                    found[send] = SliceTransfer(
+                    placed[send] = SliceTransfer(
                         name=send,
                         bytes=slice_bytes[send],
                         executions=executions,
@@ -216,7 +220,7 @@ def _place(
                     now = after
 
     place(events, 1, None)
-    return [found[name] for name in transfer_schedule.transfers(events)]
+    return [placed[name] for name in transfer_schedule.transfers(events)]
 
 
 def _exposed(
@@ -257,7 +261,7 @@ def _exposed(
 def grouped(transfers: Sequence[SliceTransfer]) -> list[list[SliceTransfer]]:
     """Group transfers with the same start and the same local steps until completion."""
 
-    def key(one: SliceTransfer) -> tuple[float, bool, float]:
-        return round(one.start, 2), one.in_loop, round(one.local_steps, 2)
+    def key(transfer: SliceTransfer) -> tuple[float, bool, float]:
+        return round(transfer.start, 2), transfer.in_loop, round(transfer.local_steps, 2)
 
     return [list(group) for _, group in itertools.groupby(sorted(transfers, key=key), key)]

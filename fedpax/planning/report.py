@@ -39,11 +39,12 @@ def assumptions(plan: CompiledPlan) -> list[str]:
         ("int8", plan.int8_flops, chip.peak_int8_ops),
         ("fp8", plan.fp8_flops, chip.peak_fp8_flops),
     ]
-    others = "".join(
+    narrow_peaks = "".join(
         f", those in {name} at {peak / 1e12:,.0f}" for name, count, peak in narrow if count
     )
     lines = [
-        f"Matmuls run at the chip's bfloat16 peak, {chip.peak_flops / 1e12:,.0f} TFLOP/s{others}. "
+        f"Matmuls run at the chip's bfloat16 peak, {chip.peak_flops / 1e12:,.0f} "
+        f"TFLOP/s{narrow_peaks}. "
         "Their FLOPs are those of the compiled program, recomputation included.",
         "The memory bandwidth of a device is "
         f"{chip.hbm_bandwidth / chip.devices_per_chip / 1e9:,.0f} GB/s.",
@@ -195,24 +196,31 @@ def _collectives(plan: CompiledPlan) -> str:
     ]
 
     def key(timed: TimedCollective) -> tuple:
-        one = timed.collective
-        known = one.executions is not None
-        return (not one.in_loop, timed.network, one.axes, one.kind, -one.bytes, known)
+        collective = timed.collective
+        known = collective.executions is not None
+        return (
+            not collective.in_loop,
+            timed.network,
+            collective.axes,
+            collective.kind,
+            -collective.bytes,
+            known,
+        )
 
     for _, same in itertools.groupby(sorted(plan.collectives, key=key), key):
         group = list(same)
-        one, seconds = group[0].collective, group[0].seconds
+        collective, seconds = group[0].collective, group[0].seconds
         executions = sum(timed.executions for timed in group)
         rows.append(
             (
-                one.kind,
-                ", ".join(one.axes),
+                collective.kind,
+                ", ".join(collective.axes),
                 group[0].network,
-                f"{one.bytes:,}",
+                f"{collective.bytes:,}",
                 "-" if seconds is None else f"{1e3 * seconds:,.3f}",
                 f"{len(group):,}",
-                "unknown" if one.executions is None else f"{executions:,}",
-                "yes" if one.in_loop else "no",
+                "unknown" if collective.executions is None else f"{executions:,}",
+                "yes" if collective.in_loop else "no",
             )
         )
     if len(rows) == 1:
@@ -245,19 +253,19 @@ def _networks(plan: CompiledPlan) -> str:
 
 
 def _overlap(plan: CompiledPlan, overlap: Overlap) -> str:
-    """Format the transfers between slices, those of the same local steps on one line."""
+    """Format the transfers between slices, one line for the same local steps."""
     rows: list[tuple[str, ...]] = [
         ("starts", "number", "executions", "out of a slice", "local steps", "exposed, ms")
     ]
     for group in grouped(overlap.transfers):
-        one = group[0]
+        first = group[0]
         rows.append(
             (
-                "in a loop" if one.in_loop else f"after step {one.start:,.4g}",
+                "in a loop" if first.in_loop else f"after step {first.start:,.4g}",
                 f"{len(group):,}",
                 f"{sum(transfer.executions for transfer in group):,}",
                 _bytes(sum(transfer.bytes * transfer.executions for transfer in group)),
-                f"{one.local_steps:,.2f}",
+                f"{first.local_steps:,.2f}",
                 f"{1e3 * sum(transfer.exposed_seconds for transfer in group):,.3f}",
             )
         )

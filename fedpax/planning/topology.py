@@ -80,35 +80,35 @@ def find_topology(name: str, slices: int = 1) -> Topology:
         >>> len(topology.devices), topology.chip
         (1, None)
     """
-    kind, _, sizes = name.partition(":")
+    device, _, sizes = name.partition(":")
     if not re.fullmatch(r"(\d+(x\d+)*)?", sizes):
         raise TopologyError(f"topology={name!r}: {sizes!r} is not a size. {_known_topologies()}")
     shape = tuple(int(size) for size in sizes.split("x") if size)
     if slices < 1:
         raise TopologyError(f"slices={slices}: expected at least 1.")
-    if kind in TPUS:
-        return _tpu(name, CHIPS[kind], shape, slices)
-    if kind not in ("cpu", "gpu"):
-        near = difflib.get_close_matches(kind, [*TPUS, "cpu", "gpu"], n=1)
+    if device in TPUS:
+        return _tpu(name, CHIPS[device], shape, slices)
+    if device not in ("cpu", "gpu"):
+        near = difflib.get_close_matches(device, [*TPUS, "cpu", "gpu"], n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise TopologyError(
-            f"topology={name!r}: unknown device {kind!r}.{hint} {_known_topologies()}"
+            f"topology={name!r}: unknown device {device!r}.{hint} {_known_topologies()}"
         )
     if slices > 1:
         raise TopologyError(
             f"topology={name!r} has no slices, but slices={slices}: only TPUs have slices. "
             f"{_known_topologies()}"
         )
-    if len(shape) > 1 or (kind == "cpu" and not shape) or 0 in shape:
+    if len(shape) > 1 or (device == "cpu" and not shape) or 0 in shape:
         raise TopologyError(
             f"topology={name!r}: expected one number of devices. {_known_topologies()}"
         )
-    if kind == "cpu" and shape[0] > MAX_SIMULATED_DEVICES:
+    if device == "cpu" and shape[0] > MAX_SIMULATED_DEVICES:
         raise TopologyError(
             f"topology={name!r}: a CPU simulates at most {MAX_SIMULATED_DEVICES:,} devices. Use "
             f"fewer, or a TPU topology. {_known_topologies()}"
         )
-    return _cpu(name, *shape) if kind == "cpu" else _gpu(name, *shape)
+    return _cpu(name, *shape) if device == "cpu" else _gpu(name, *shape)
 
 
 def _known_topologies() -> str:
@@ -128,7 +128,11 @@ def foreign_libtpu() -> str | None:
         requirements = importlib.metadata.requires("jax") or []
     except importlib.metadata.PackageNotFoundError:
         return None
-    named = [found[1] for one in requirements if (found := re.match(r"libtpu==([\d.]+)\*", one))]
+    named = [
+        match[1]
+        for requirement in requirements
+        if (match := re.match(r"libtpu==([\d.]+)\*", requirement))
+    ]
     if not named or f"{installed}.".startswith(named[0]):
         return None
     return (
@@ -162,10 +166,10 @@ def _tpu(name: str, chip: Chip, shape: tuple[int, ...], slices: int) -> Topology
     if chip.name == "v4":
         options["chip_config_name"] = "megacore"  # the two cores of a chip as one device
     try:
-        found = topologies.get_topology_desc(name, "tpu", **options)
+        description = topologies.get_topology_desc(name, "tpu", **options)
     except jax.errors.JaxRuntimeError as error:
         raise TopologyError(f"topology={name!r} is unknown to libtpu: {error}") from None
-    return Topology(name, chip, shape, slices, tuple(found.devices))
+    return Topology(name, chip, shape, slices, tuple(description.devices))
 
 
 def _cpu(name: str, count: int) -> Topology:

@@ -62,8 +62,8 @@ class ControlChannel(AbstractContextManager["ControlChannel"]):
                     "token": secrets.token_hex(16),
                 }
             offer = gather_json(offer)[0]
-            found = _accept_all(listener, offer) if self.is_first else [_connect(offer)]
-        for number, host, connection in found:
+            peers = _accept_all(listener, offer) if self.is_first else [_connect(offer)]
+        for number, host, connection in peers:
             connection.settimeout(silence)
             self._connections[number] = connection
             threading.Thread(
@@ -79,10 +79,10 @@ class ControlChannel(AbstractContextManager["ControlChannel"]):
             return value
         return self._values.get()
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
         """Close the connections. After an error, the other processes end too."""
         self._closed.set()
-        self._send({"failed": kind is not None})
+        self._send({"failed": error_type is not None})
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
@@ -129,10 +129,10 @@ class ControlChannel(AbstractContextManager["ControlChannel"]):
 def _own_names() -> list[str]:
     """Return the names by which other hosts may reach this one, the most likely one first."""
     cluster = find_job_processes()
-    own = socket.gethostname()
-    names = [own, socket.getfqdn()]
+    host_name = socket.gethostname()
+    names = [host_name, socket.getfqdn()]
     with contextlib.suppress(OSError):
-        names.append(socket.gethostbyname(own))
+        names.append(socket.gethostbyname(host_name))
     return list(dict.fromkeys([*([cluster.host] if cluster else []), *names]))
 
 
@@ -150,7 +150,7 @@ def _accept_all(
 ) -> list[tuple[int, str, socket.socket]]:
     """Return number, host and connection of each other process. Strangers are ignored."""
     expected = set(range(1, jax.process_count()))
-    found: dict[int, tuple[int, str, socket.socket]] = {}
+    connected: dict[int, tuple[int, str, socket.socket]] = {}
     deadline = time.monotonic() + SECONDS_TO_CONNECT
     with contextlib.closing(greetings(listener, deadline, SECONDS_TO_GREET)) as connections:
         for connection, greeting in connections:
@@ -159,13 +159,13 @@ def _accept_all(
                 if greeting.get("token") == offer["token"] and number in expected:
                     connection.settimeout(SECONDS_TO_GREET)
                     connection.sendall(b'{"welcome": true}\n')
-                    found[number] = number, host, connection
-                    if found.keys() == expected:
-                        return list(found.values())
+                    connected[number] = number, host, connection
+                    if connected.keys() == expected:
+                        return list(connected.values())
                     continue
             connection.close()
     raise JobProcessesError(
-        f"processes {sorted(expected - found.keys())} did not connect to process 0 on port "
+        f"processes {sorted(expected - connected.keys())} did not connect to process 0 on port "
         f"{offer['port']} within {SECONDS_TO_CONNECT:g} s, expected all of them. Let the "
         "hosts of the job connect to each other on any port."
     )

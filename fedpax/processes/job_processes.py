@@ -40,7 +40,7 @@ def find_job_processes(environment: Mapping[str, str] | None = None) -> JobProce
     one that JAX uses: `JAX_COORDINATOR_PORT`, or 61,440 plus the job's number modulo 4,096.
 
     Args:
-        environment: the variables. Default None: those of this process.
+        environment: the variables. Default None: the environment of this process.
 
     Returns:
         The processes. None if neither the explicit nor the Slurm variables are set: JAX may find
@@ -67,8 +67,8 @@ def find_job_processes(environment: Mapping[str, str] | None = None) -> JobProce
         # node7 or node[007-012,20] or node7,other3
         first = re.match(r"([^,\[]+)(?:\[(\d+))?", environment["SLURM_STEP_NODELIST"])
         host = "".join(group or "" for group in first.groups()) if first else "localhost"
-        found = (f"{host}:{port}", environment["SLURM_NTASKS"], environment["SLURM_PROCID"])
-        read = {name: read[name] or other for name, other in zip(EXPLICIT, found, strict=True)}
+        from_slurm = (f"{host}:{port}", environment["SLURM_NTASKS"], environment["SLURM_PROCID"])
+        read = {name: read[name] or other for name, other in zip(EXPLICIT, from_slurm, strict=True)}
     elif not explicit:
         return None
     if missing := [name for name, value in read.items() if not value]:

@@ -59,9 +59,9 @@ class JsonLineSocket:
             return []
         self.heard = time.monotonic()
         *lines, self._rest = (self._rest + part).split(b"\n")
-        found = [parse_line(line) for line in lines]
-        messages = [message for message in found if message is not None]
-        if len(self._rest) > LONGEST_LINE or len(messages) < len(found):
+        parsed = [parse_line(line) for line in lines]
+        messages = [message for message in parsed if message is not None]
+        if len(self._rest) > LONGEST_LINE or len(messages) < len(parsed):
             self.closed = True  # a stranger
             return []
         return messages
@@ -120,10 +120,10 @@ def greetings(
                 forget(connection).close()
 
         while (now := time.monotonic()) < deadline:
-            close(*[one for one, line in waiting.items() if line.deadline <= now])
+            close(*[client for client, line in waiting.items() if line.deadline <= now])
             until = min([deadline, *(line.deadline for line in waiting.values())])
             ready = [key.fileobj for key, _ in selector.select(until - now)]
-            for connection in [one for one in waiting if one in ready]:
+            for connection in [client for client in waiting if client in ready]:
                 if (message := waiting[connection].read()) is not None:
                     yield forget(connection), message
             if server in ready:

@@ -53,9 +53,9 @@ def _answer_all(cluster: JobProcesses, deadline: float, timeout: float) -> None:
     with contextlib.ExitStack() as connections:
         server = connections.enter_context(listen(cluster))
         waiting: dict[int, socket.socket] = {}
-        found = greetings(server, deadline, SECONDS_TO_TALK)
-        with contextlib.closing(found):
-            for connection, greeting in found:
+        arriving = greetings(server, deadline, SECONDS_TO_TALK)
+        with contextlib.closing(arriving):
+            for connection, greeting in arriving:
                 connections.enter_context(connection)
                 connection.settimeout(SECONDS_TO_TALK)
                 number, count = greeting.get("process"), greeting.get("count")
@@ -74,16 +74,16 @@ def _answer_all(cluster: JobProcesses, deadline: float, timeout: float) -> None:
                     break
         if len(hosts) < cluster.num_processes:
             message = _missing(cluster, hosts, turned_away, timeout)
-            for one in waiting.values():
-                _send(one, {"error": message})
+            for process in waiting.values():
+                _send(process, {"error": message})
             raise JobProcessesError(message)
         server.close()  # from here on, a connection to the port is one to JAX's coordinator
-        for one in waiting.values():
-            _send(one, {"error": None})
+        for process in waiting.values():
+            _send(process, {"error": None})
         # The other side closes first: then this host's port is free at once.
-        for one in waiting.values():
+        for process in waiting.values():
             with contextlib.suppress(OSError):
-                one.recv(1)
+                process.recv(1)
 
 
 def wait_for_coordinator(cluster: JobProcesses, timeout: float) -> None:

@@ -183,11 +183,13 @@ def decoupled_goodput(cluster: Cluster, failures: Failures, num_learners: int) -
     )
     useful, begins, ends = 0.0, [], []
     for learner in range(num_learners):
-        own = learner_of == learner
-        begin, end = _pauses(failures.seconds[own], cluster.reshard_seconds, failures.horizon)
+        of_learner = learner_of == learner
+        begin, end = _pauses(
+            failures.seconds[of_learner], cluster.reshard_seconds, failures.horizon
+        )
         trained = _seconds_trained(begin, end)
-        back = np.minimum(failures.returns[own], failures.horizon)
-        lost = trained(back) - trained(failures.seconds[own])
+        back = np.minimum(failures.returns[of_learner], failures.horizon)
+        lost = trained(back) - trained(failures.seconds[of_learner])
         useful += sizes[learner] * float(trained(np.array([failures.horizon]))[0]) - lost.sum()
         begins.append(begin)
         ends.append(end)

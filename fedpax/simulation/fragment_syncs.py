@@ -53,8 +53,8 @@ def fragment_syncs(
     """Simulate a syncer that merges the fragments of a model, one after another.
 
     The syncer merges a fragment when `quorum` islands have taken `steps_per_sync` steps since the
-    previous merge and have sent it. It then waits for the others, at most `grace_seconds`. All
-    islands that are up take part with the steps that have reached the syncer, the slow ones with
+    previous merge and have sent it. It then waits for the other islands, at most `grace_seconds`.
+    All islands that are up take part with the steps that have reached the syncer, slow islands with
     fewer; an island that has sent none since it last took part has weight 0. Transfers run beside
     the steps: only sending delays the syncer.
 

@@ -239,17 +239,17 @@ class _Simulation:
         now = self._queue[0][0]
         due: tuple[list[int], ...] = ([], [], [], [])
         while self._queue and self._queue[0][0] == now:
-            _, kind, index = heapq.heappop(self._queue)
-            due[kind].append(index)
+            _, event_kind, index = heapq.heappop(self._queue)
+            due[event_kind].append(index)
         arriving, returning, applying, merging = due
         self.alive -= len(arriving) + len(returning)
-        own, applied = self._region_of, self._applied
-        staleness = [applied[own[i]] - self._began[i] for i in arriving]
+        region_of, applied = self._region_of, self._applied
+        staleness = [applied[region_of[i]] - self._began[i] for i in arriving]
         for i in arriving:
-            applied[own[i]] += 1
+            applied[region_of[i]] += 1
         sending = [
             r
-            for r in dict.fromkeys(own[i] for i in arriving)
+            for r in dict.fromkeys(region_of[i] for i in arriving)
             if not self._exchanging[r] and applied[r] - self._merged_at[r] >= self._per_exchange
         ]
         applying += [r for r in sending if self._up[r] == 0]
@@ -300,15 +300,17 @@ def _check(
     trace: Trace, regions: Sequence[int], *transfers: ArrayLike
 ) -> tuple[list[int], list[list[float]]]:
     """Check regions and transfers; return the region of each island, and seconds by region."""
-    own = host_array(regions, "regions")
+    region_of = host_array(regions, "regions")
     islands = trace.num_participants
-    if own.shape != (islands,) or set(own.tolist()) != set(range(int(own.max(initial=-1)) + 1)):
+    if region_of.shape != (islands,) or set(region_of.tolist()) != set(
+        range(int(region_of.max(initial=-1)) + 1)
+    ):
         raise ArgumentError(
             f"regional_arrivals(): regions is {list(regions)}, expected the region of each of the "
             f"{islands} islands of the trace, numbers from 0 without gaps, such as (0, 0, 1, 1). "
             "Number the regions anew."
         )
-    num_regions = int(own.max()) + 1
+    num_regions = int(region_of.max()) + 1
     by_region = []
     for name, given in zip(("seconds_to_global", "seconds_from_global"), transfers, strict=True):
         seconds = checked_cast(given, np.float64, name)
@@ -319,4 +321,4 @@ def _check(
                 f"or {num_regions} of them: one per region."
             )
         by_region.append(np.broadcast_to(seconds, (num_regions,)).tolist())
-    return own.tolist(), by_region
+    return region_of.tolist(), by_region

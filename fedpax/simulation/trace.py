@@ -115,7 +115,8 @@ def draw_trace(
 
     Each participant has a speed and two transfer times of its own, drawn once. It arrives once, and
     then alternates: up for a draw of `time_to_failure`, down for a draw of `time_to_return`. Each
-    argument has random numbers of its own, so that a change of one leaves the others as they were.
+    argument has random numbers of its own, so that a change of one argument leaves the rest as they
+    were.
 
     Args:
         num_participants: size of the population.

@@ -61,7 +61,7 @@ def load_trace(path: str | Path) -> Trace:
 
     Raises:
         ValueError: the name ends otherwise, a line is not a JSON object with these fields, or the
-            values are not those of a `Trace`. The message names the file and the line.
+            values do not fit a `Trace`. The message names the file and the line.
         FileNotFoundError: there is no such file.
 
     Example:
@@ -82,15 +82,15 @@ def _load_arrays(path: Path) -> Trace:
     """Read a NumPy archive."""
     try:
         with np.load(path) as arrays:
-            found = {name: arrays[name] for name in arrays.files}
+            contents = {name: arrays[name] for name in arrays.files}
     except (ValueError, zipfile.BadZipFile):
         raise ArgumentError(
             f"{path} is no NumPy archive of arrays of numbers. Write it with save_trace."
         ) from None
-    if missing := {*FIELDS, "downtimes"} - found.keys():
+    if missing := {*FIELDS, "downtimes"} - contents.keys():
         raise ArgumentError(f"{path} has no {min(missing)}. Write it with save_trace.")
     try:
-        return Trace(**{name: found[name] for name in (*FIELDS, "downtimes")})
+        return Trace(**{name: contents[name] for name in (*FIELDS, "downtimes")})
     except ValueError as error:
         raise ArgumentError(f"{path}: {error}") from None
 

@@ -17,19 +17,20 @@ def shorten(data: Mapping[str, str]) -> dict[str, str]:
 
 
 def describe_other_data(
-    name: str, own: Mapping[str, str], other_name: str, other: Mapping[str, str]
+    name: str, data: Mapping[str, str], other_name: str, other_data: Mapping[str, str]
 ) -> str | None:
     """Describe the first difference between the data of two islands; None if there is none."""
     # An empty fingerprint is unknown: nothing is compared.
-    if not own or not other or own == other:
+    if not data or not other_data or data == other_data:
         return None
-    found = next(one for one in sorted({**own, **other}) if own.get(one) != other.get(one))
+    names = sorted({**data, **other_data})
+    differing = next(name for name in names if data.get(name) != other_data.get(name))
     return (
-        f"island {name!r} has other data than island {other_name!r}: {found!r} has "
-        f"{own.get(found, 'no documents')}, and at {other_name!r} "
-        f"{other.get(found, 'no documents')}. The islands of a run divide one corpus, and each "
-        "reads its shard alone: with a corpus of its own, each would leave out most of its "
-        "documents. Give all islands the same files (--data.data_dir names their folder)."
+        f"island {name!r} has other data than island {other_name!r}: {differing!r} has "
+        f"{data.get(differing, 'no documents')}, and at {other_name!r} "
+        f"{other_data.get(differing, 'no documents')}. The islands of a run divide one corpus, "
+        "and each reads its shard alone: with a corpus of its own, each would leave out most of "
+        "its documents. Give all islands the same files (--data.data_dir names their folder)."
     )
 
 

@@ -85,16 +85,16 @@ def largest_message(formats: Sequence[FragmentFormat]) -> int:
 
 
 def check_arrays(
-    found: Mapping[str, np.ndarray], expected: Mapping[str, jax.ShapeDtypeStruct]
+    arrays: Mapping[str, np.ndarray], expected: Mapping[str, jax.ShapeDtypeStruct]
 ) -> str | None:
     """Describe how arrays differ from the expected names, shapes and dtypes; None if equal."""
-    if found.keys() != expected.keys():
-        missing, unknown = sorted(expected.keys() - found), sorted(found.keys() - expected)
+    if arrays.keys() != expected.keys():
+        missing, unknown = sorted(expected.keys() - arrays), sorted(arrays.keys() - expected)
         return f"arrays {missing[:3]} are missing and {unknown[:3]} are unknown"
     for name, like in expected.items():
-        if found[name].shape != like.shape or found[name].dtype != like.dtype:
+        if arrays[name].shape != like.shape or arrays[name].dtype != like.dtype:
             return (
-                f"array {name!r} is {found[name].dtype}{list(found[name].shape)}, expected "
+                f"array {name!r} is {arrays[name].dtype}{list(arrays[name].shape)}, expected "
                 f"{like.dtype}{list(like.shape)}"
             )
     return None

@@ -56,25 +56,25 @@ def identify(experiment: Experiment, params: Params) -> Identity:
     return Identity(fedpax.__version__, fields, model)
 
 
-def find_difference(own: Identity, other: Mapping[str, Any]) -> str | None:
+def find_difference(expected: Identity, other: Mapping[str, Any]) -> str | None:
     """Describe how the identity of an island differs from the syncer's, with the remedy."""
-    if other.get("version") != own.version:
+    if other.get("version") != expected.version:
         return (
             f"this island has fedpax {str(other.get('version'))[:50]}, and the syncer has "
-            f"{own.version}. Install the same version on both sides."
+            f"{expected.version}. Install the same version on both sides."
         )
-    if difference := find_other_format(other.get("wire_format"), own.wire_format):
+    if difference := find_other_format(other.get("wire_format"), expected.wire_format):
         return f"this island {difference}"
     for field, name, remedy in (
         ("experiment", "configuration", "Give `fedpax join` the flags of `fedpax syncer`."),
         ("model", "model", "Use the same code and the same flags on both sides."),
     ):
-        mine, found = getattr(own, field), other.get(field)
-        theirs = found if isinstance(found, dict) else {}
-        paths = [path for path in {**mine, **theirs} if mine.get(path) != theirs.get(path)]
+        ours, stated = getattr(expected, field), other.get(field)
+        theirs = stated if isinstance(stated, dict) else {}
+        paths = [path for path in {**ours, **theirs} if ours.get(path) != theirs.get(path)]
         if paths:
             shown = ", ".join(
-                f"{path} is {theirs.get(path, 'missing')}, and {mine.get(path, 'missing')} at the "
+                f"{path} is {theirs.get(path, 'missing')}, and {ours.get(path, 'missing')} at the "
                 "syncer"
                 for path in paths[:5]
             )
@@ -83,12 +83,12 @@ def find_difference(own: Identity, other: Mapping[str, Any]) -> str | None:
     return None
 
 
-def find_other_format(found: Any, own: int = WIRE_FORMAT) -> str | None:
+def find_other_format(stated: Any, expected: int = WIRE_FORMAT) -> str | None:
     """Describe a message format other than this side's, with the remedy; None if they are equal."""
-    if found == own and type(found) is int:
+    if type(stated) is int and stated == expected:
         return None
-    stated = f"format {found}" if type(found) is int else "a format without a number"
+    shown = f"format {stated}" if type(stated) is int else "a format without a number"
     return (
-        f"sends messages of {stated}, expected format {own}. Install the same commit of fedpax on "
-        "both sides."
+        f"sends messages of {shown}, expected format {expected}. Install the same commit of "
+        "fedpax on both sides."
     )

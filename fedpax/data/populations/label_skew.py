@@ -127,8 +127,8 @@ def partition_pachinko(
     are skipped. The participants' numbers of examples differ by at most one; the last participants
     get all remaining examples.
 
-    The defaults, with 500 participants, are those of the reference. The reference's own random
-    partition cannot be reproduced: to compare results, load it as `federated_cifar100`.
+    The reference has the same defaults, with 500 participants. Its random partition
+    cannot be reproduced: to compare results, load it as `federated_cifar100`.
 
     Args:
         labels: integers `[examples]`.
@@ -173,7 +173,7 @@ def partition_pachinko(
             f"Label {label} has the coarse labels {both[0]} and {both[1]}, expected one: use "
             "different labels under different coarse labels."
         )
-    # Renumber the labels so that those of a coarse label are contiguous.
+    # Renumber the labels so that the labels of a coarse label are contiguous.
     _, fine = index_labels(coarse * len(parent) + fine)
     starts = np.flatnonzero(np.diff(np.sort(parent), prepend=-1))  # [coarse labels]
     random = frozen_random(seed)
@@ -264,9 +264,9 @@ def draw_labels(
         low, high = (sums - weights)[starts], sums[ends - 1]
         group = np.repeat(np.arange(len(starts)), group_counts)
         points = low[group] + random.random_sample(len(group)) * (high - low)[group]
-        found = np.searchsorted(sums, points, side="right")
-        found = np.clip(found, starts[group], ends[group] - 1)  # against rounding of the sums
-        drawn = np.bincount(found, minlength=len(remaining))
+        labels = np.searchsorted(sums, points, side="right")
+        labels = np.clip(labels, starts[group], ends[group] - 1)  # against rounding of the sums
+        drawn = np.bincount(labels, minlength=len(remaining))
         accepted = np.minimum(drawn, remaining - counts)
         counts += accepted
         group_counts = np.add.reduceat(drawn - accepted, starts)

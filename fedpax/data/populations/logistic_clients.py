@@ -26,9 +26,9 @@ def logistic_clients(
         W_k, b_k ~ N(u_k, 1),  u_k ~ N(0, alpha);
         x ~ N(v_k, diag(j^-1.2)),  v_k ~ N(B_k, 1),  B_k ~ N(0, beta).
 
-    `alpha` is the variance of the models between clients, `beta` that of their inputs. The numbers
-    of examples follow a power law: 50 + exp(N(4, 2^2)), at most 5,000. LEAF's synthetic data is
-    another one: `fedpax.data.populations.leaf_clients`.
+    `alpha` is the variance of the models between clients, `beta` the variance of their inputs. The
+    numbers of examples follow a power law: 50 + exp(N(4, 2^2)), at most 5,000. LEAF's synthetic
+    data is another one: `fedpax.data.populations.leaf_clients`.
 
     Args:
         num_clients: number of clients; the paper has 30.
@@ -76,7 +76,7 @@ def gather_examples(
     images: Sequence[NDArray[Any]], labels: Sequence[NDArray[Any]]
 ) -> tuple[dict[str, NDArray[Any]], list[NDArray[np.int64]]]:
     """Concatenate the clients' examples, and return the indices of each client's ones."""
-    sizes = np.array([len(own) for own in labels], np.int64)
+    sizes = np.array([len(client_labels) for client_labels in labels], np.int64)
     starts = np.cumsum(sizes) - sizes
     examples = {"image": np.concatenate(images), "label": np.concatenate(labels)}
     return examples, [np.arange(s, s + n) for s, n in zip(starts, sizes, strict=True)]

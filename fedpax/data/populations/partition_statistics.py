@@ -34,7 +34,7 @@ class PartitionStatistics(NamedTuple):
         label_entropy: the mean entropy of a participant's label distribution, in nats.
         overall_entropy: the entropy of the label distribution of all examples, in nats.
         total_variation: the mean total variation distance between a participant's label
-            distribution and that of all examples: half the sum of the absolute differences of
+            distribution and the one of all examples: half the sum of the absolute differences of
             frequencies; 0 if they are equal, near 1 if they are far apart.
     """
 

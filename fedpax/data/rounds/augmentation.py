@@ -14,15 +14,17 @@ def augment_cohort(cohort: Cohort, round_number: int, *, size: int, seed: int) -
     images = cohort.batches["image"]
     _check(images.shape, size)
     crops = np.empty((*images.shape[:-3], size, size, images.shape[-1]), images.dtype)
-    for own, crop, client in zip(images, crops, np.asarray(cohort.client_ids), strict=True):
+    for client_images, crop, client in zip(
+        images, crops, np.asarray(cohort.client_ids), strict=True
+    ):
         rng = np.random.default_rng([seed, round_number, int(client) + 1])  # -1: an absent client
         top, left, is_flipped = (
-            rng.integers(limit, size=own.shape[:2])
-            for limit in (own.shape[2] - size + 1, own.shape[3] - size + 1, 2)
+            rng.integers(limit, size=client_images.shape[:2])
+            for limit in (client_images.shape[2] - size + 1, client_images.shape[3] - size + 1, 2)
         )
-        for place in np.ndindex(own.shape[:2]):
+        for place in np.ndindex(client_images.shape[:2]):
             y, x = top[place], left[place]
-            window = own[place][y : y + size, x : x + size]
+            window = client_images[place][y : y + size, x : x + size]
             crop[place] = window[:, ::-1] if is_flipped[place] else window
     return cohort._replace(batches={**cohort.batches, "image": standardize(crops)})
 

@@ -179,12 +179,12 @@ class CohortRounds:
     def _check_shapes(self, batches: Arrays) -> None:
         """Check that a round has the fields, shapes and dtypes of every other round."""
         expected = {name: (x.shape, x.dtype) for name, x in self.shapes.batches.items()}
-        found = {name: (x.shape, x.dtype) for name, x in batches.items()}
-        for name in sorted(expected.keys() | found.keys()):
-            if expected.get(name) != found.get(name):
+        actual = {name: (x.shape, x.dtype) for name, x in batches.items()}
+        for name in sorted(expected.keys() | actual.keys()):
+            if expected.get(name) != actual.get(name):
                 raise ArgumentError(
                     f"preprocess returned the field {name!r} with another shape or dtype than for "
-                    f"the first example: {found.get(name)}, expected {expected.get(name)} for "
+                    f"the first example: {actual.get(name)}, expected {expected.get(name)} for "
                     f"{' x '.join(map(str, self.shapes.batches[MASK].shape[:3]))} examples. Pad "
                     "or resize the field, so that all rounds are equal."
                 )
@@ -413,9 +413,10 @@ def _open(examples: Examples | Arrays) -> tuple[Read, int, str]:
     def read_stacked(indices: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         unique, position = np.unique(indices, return_inverse=True)
         # In one call, which takes a tenth of the time for files of 2**18 examples.
-        found = read_records(examples, unique.tolist())
+        records = read_records(examples, unique.tolist())
         return {
-            name: stack_values([example[name] for example in found])[position] for name in found[0]
+            name: stack_values([example[name] for example in records])[position]
+            for name in records[0]
         }
 
     return read_stacked, len(examples), source_name(examples)

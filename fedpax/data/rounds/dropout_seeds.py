@@ -32,7 +32,7 @@ def add_dropout_seeds(cohort: Cohort, round_number: int, *, seed: int) -> Cohort
     """
     shape = jax.tree.leaves(cohort.batches)[0].shape[1:3]
     seeds = [
-        # -1: an absent client. The last number tells this generator from that of augmentation.
+        # -1: an absent client. The constant 1 keeps this stream apart from the augmentation's.
         np.random.default_rng([seed, round_number, int(client) + 1, 1]).integers(
             2**32, size=shape, dtype=np.uint32
         )

@@ -62,10 +62,10 @@ class HeldoutRows:
 
     @functools.cached_property
     def _starts(self) -> Int64[np.ndarray, " documents_and_1"]:
-        """Position of each document's first pair among those of the split, and their number."""
+        """Position of each document's first pair among all pairs of the split, and their number."""
         total = len(self._source)
-        shares, own = (jax.process_count(), jax.process_index()) if self._divide else (1, 0)
-        documents = range(total * own // shares, total * (own + 1) // shares)
+        shares, process = (jax.process_count(), jax.process_index()) if self._divide else (1, 0)
+        documents = range(total * process // shares, total * (process + 1) // shares)
         lengths = []
         for first in range(documents.start, documents.stop, _DOCUMENTS_AT_ONCE):
             numbers = range(first, min(first + _DOCUMENTS_AT_ONCE, documents.stop))
@@ -106,11 +106,11 @@ class HeldoutRows:
             begin, end = np.searchsorted(self._starts, [first, first + self.seq_len])
             begin -= self._starts[begin] > first  # the document that reaches into the row
             documents = (self._encode(n) for n in range(begin, min(end, len(self._source))))
-            found = concatenate(documents, self._tokenizer.separator)
+            document_pairs = concatenate(documents, self._tokenizer.separator)
             offset = first - int(self._starts[begin])
-            count = min(self.seq_len, len(found.inputs) - offset)
+            count = min(self.seq_len, len(document_pairs.inputs) - offset)
             valid[place, :count] = True
-            for array, values in zip(pairs, found, strict=True):
+            for array, values in zip(pairs, document_pairs, strict=True):
                 array[place, :count] = values[offset : offset + count]
         return to_batch(pairs, valid)
 

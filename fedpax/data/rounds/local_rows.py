@@ -59,7 +59,7 @@ def addressable_rows(
     Args:
         sharding: the sharding of the cohort's arrays.
         shape: `(islands, local_steps, batch_size, ...)`, the shape of the arrays.
-        devices: the devices. Default None: those of this process.
+        devices: the devices. Default None: the devices of this process.
 
     Returns:
         bool `[islands, local_steps, batch_size]`.
@@ -69,9 +69,9 @@ def addressable_rows(
         >>> addressable_rows(jax.sharding.SingleDeviceSharding(device), (2, 1, 3, 8)).all()
         np.True_
     """
-    own = sharding.addressable_devices if devices is None else set(devices)
+    addressable = sharding.addressable_devices if devices is None else set(devices)
     mask = np.zeros(shape[:3], np.bool_)
     for device, index in sharding.devices_indices_map(shape).items():
-        if device in own:
+        if device in addressable:
             mask[index[:3]] = True
     return mask

@@ -53,7 +53,7 @@ class Mixture:
 
     def __post_init__(self) -> None:
         """Check the sources, the names and the weights."""
-        examples = {name: as_examples(one, repr(name)) for name, one in self.sources.items()}
+        examples = {name: as_examples(source, repr(name)) for name, source in self.sources.items()}
         object.__setattr__(self, "sources", examples)
         if not self.sources:
             raise ArgumentError(

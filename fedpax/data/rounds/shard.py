@@ -62,8 +62,8 @@ class DocumentOrder:
 
     def _order(self, numbers: Int64[np.ndarray, " documents"]) -> Int64[np.ndarray, " documents"]:
         epoch, place = np.divmod(numbers, len(self))
-        own = shuffled_index(place, len(self), hash_key(self._key, 1, self._shard, epoch))
-        dealt = self._shard + own * self._num_shards
+        in_shard = shuffled_index(place, len(self), hash_key(self._key, 1, self._shard, epoch))
+        dealt = self._shard + in_shard * self._num_shards
         order = shuffled_index(dealt, self._total, hash_key(self._key, 0))
         return order if self._indices is None else self._indices[order]
 
@@ -163,7 +163,7 @@ class Shard:
             count = min(int(wanted / self._mean_tokens) + 1, len(self._order), _MOST_AHEAD)
             following = (self._order[document + k] for k in range(count))
             missing = [e for e in dict.fromkeys(following) if e not in self._cache]
-            texts = [get_text(found, self._field) for found in read(self._source, missing)]
+            texts = [get_text(example, self._field) for example in read(self._source, missing)]
             tokens = encode_documents(self._tokenizer, texts)
             self._cache.update(zip(missing, tokens, strict=True))
             added = sum(map(len, tokens))

@@ -172,7 +172,7 @@ def texts_fingerprint(source: Examples, field: str) -> str:
 
 
 def qualified_name(function: Callable[..., Any]) -> str:
-    """Return the module and name of a function, or those of a callable object's type."""
+    """Return the module and name of a function, or of a callable object's type."""
     while isinstance(function, functools.partial):
         function = function.func
     named = function if hasattr(function, "__qualname__") else type(function)

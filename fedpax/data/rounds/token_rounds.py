@@ -152,12 +152,13 @@ def token_rounds(
             )
         mixture = source
         data_sets = [
-            DataSet(name, one, mixture.fields.get(name, field), len(one), _named_key(seed, name))
-            for name, one in mixture.sources.items()
+            DataSet(name, part, mixture.fields.get(name, field), len(part), _named_key(seed, name))
+            for name, part in mixture.sources.items()
         ]
-        for one in data_sets:
-            settings[IN_MIXTURE + one.name] = (
-                f"{source_name(one.source)}, {one.documents} documents, field {one.field!r}"
+        for data_set in data_sets:
+            settings[IN_MIXTURE + data_set.name] = (
+                f"{source_name(data_set.source)}, {data_set.documents} documents, "
+                f"field {data_set.field!r}"
             )
     else:
         source = as_examples(source)
@@ -192,7 +193,7 @@ def token_rounds(
 
 
 def _named_key(seed: int, name: str) -> UInt64[np.ndarray, ""]:
-    """Return a key by name, so that a data set's order does not depend on the others."""
+    """Return a key by name, so that a data set's order does not depend on other data sets."""
     return hash_key(seed, zlib.crc32(name.encode()))
 
 

@@ -109,10 +109,12 @@ class TokenRounds:
     def fingerprint(self) -> dict[str, str]:
         """Return the number of documents and a checksum of each data set's sample, by name."""
         if self._by_island:  # the islands have one source
-            own = self._data_sets[0]
-            sample = texts_fingerprint(own.source, own.field)
-            return {source_name(own.source): f"{sample}, partition {self.settings['partition']}"}
-        return {own.name: texts_fingerprint(own.source, own.field) for own in self._data_sets}
+            first = self._data_sets[0]
+            sample = texts_fingerprint(first.source, first.field)
+            return {source_name(first.source): f"{sample}, partition {self.settings['partition']}"}
+        return {
+            first.name: texts_fingerprint(first.source, first.field) for first in self._data_sets
+        }
 
     def keep_island(self, island: int) -> None:
         """Read only the rows of one island, bitwise the same, from now on, as `LocalRows`."""
@@ -197,8 +199,10 @@ class TokenRounds:
         islands, num_steps, batch_size, _ = self.shape
         progress = self._progress
         if self._by_island:
-            own = np.arange(islands)[None, :, None]
-            return np.broadcast_to(own, (num_steps, islands, batch_size)), progress.credits
+            island_of_row = np.arange(islands)[None, :, None]
+            return np.broadcast_to(
+                island_of_row, (num_steps, islands, batch_size)
+            ), progress.credits
         if len(self._data_sets) == 1:
             return np.zeros((num_steps, islands, batch_size), np.int64), progress.credits
         size = islands * batch_size
@@ -233,9 +237,9 @@ class TokenRounds:
             rows = self._places[order[ends[code] : ends[code + 1]]]
             for part in opened.take(len(rows)):
                 place, rows = rows[: len(part.inputs)], rows[len(part.inputs) :]
-                own = place >= 0  # the others are rows of other processes
+                is_read = place >= 0  # -1: a row of another process
                 for array, values in zip(pairs, part, strict=True):
-                    array[place[own]] = values[own]
+                    array[place[is_read]] = values[is_read]
         return pairs
 
     def get_state(self) -> dict[str, Any]:

@@ -15,7 +15,9 @@ Starts = Int64[np.ndarray, " clients_and_1"]
 
 def write_client_starts(folder: Path, starts: Mapping[str, Sequence[int]]) -> None:
     """Write the index of each client's first example, ascending, for each split."""
-    arrays: dict[str, Any] = {split: np.array(own, np.int64) for split, own in starts.items()}
+    arrays: dict[str, Any] = {
+        split: np.array(indices, np.int64) for split, indices in starts.items()
+    }
     np.savez(folder / _FILE, **arrays)
 
 
@@ -26,11 +28,11 @@ def read_client_starts(folder: Path, parts: Sequence[tuple[str, int, int]]) -> S
     path = folder / _FILE
     if not path.exists():
         return None
-    found, total = [np.zeros(1, np.int64)], 0
+    pieces, total = [np.zeros(1, np.int64)], 0
     with np.load(path) as splits:
         for split, begin, end in parts:
             starts = splits[split]
             inside = starts[(starts > begin) & (starts < end)]
-            found.append(np.append(inside, end) - begin + total)
+            pieces.append(np.append(inside, end) - begin + total)
             total += end - begin
-    return np.concatenate(found)
+    return np.concatenate(pieces)

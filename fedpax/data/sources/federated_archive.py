@@ -83,11 +83,11 @@ def open_database(database: Path) -> Iterator[sqlite3.Connection]:
         sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)
     ) as connection:
         with _sqlite_errors():
-            found = {row[1] for row in connection.execute("PRAGMA table_info(examples)")}
-        if not found >= _COLUMNS:
+            columns = {row[1] for row in connection.execute("PRAGMA table_info(examples)")}
+        if not columns >= _COLUMNS:
             raise ArchiveError(
                 f"has no table 'examples' with the columns {', '.join(sorted(_COLUMNS))}, but "
-                + (f"one with {', '.join(sorted(found))}" if found else "no table of that name")
+                + (f"one with {', '.join(sorted(columns))}" if columns else "no table of that name")
             )
         yield connection
 
@@ -98,8 +98,8 @@ def count_examples(connection: sqlite3.Connection, split: str) -> int:
         query = "SELECT COUNT(*) FROM examples WHERE split_name = ?"
         ((count,),) = connection.execute(query, [split])
         if not count:
-            found = connection.execute("SELECT DISTINCT split_name FROM examples ORDER BY 1")
-            names = ", ".join(repr(name) for (name,) in found) or "no examples at all"
+            rows = connection.execute("SELECT DISTINCT split_name FROM examples ORDER BY 1")
+            names = ", ".join(repr(name) for (name,) in rows) or "no examples at all"
             raise ArchiveError(f"has no split {split!r}, but {names}")
     return count
 
@@ -121,8 +121,8 @@ def read_examples(
         )
         for index, (client, serialized) in enumerate(rows):
             try:
-                found = tf_example_pb2.Example.FromString(serialized).features.feature
-                values = {name: _value(found, name, feature) for name, feature in features.items()}
+                stored = tf_example_pb2.Example.FromString(serialized).features.feature
+                values = {name: _value(stored, name, feature) for name, feature in features.items()}
             except Exception as error:  # including protobuf's own types
                 raise ArchiveError(
                     f"has a bad example, index {index} of split {split!r}, client {client!r}: "
@@ -131,21 +131,21 @@ def read_examples(
             yield client, values
 
 
-def _value(found: Mapping[str, Any], name: str, feature: Feature) -> Any:
+def _value(stored: Mapping[str, Any], name: str, feature: Feature) -> Any:
     """Return the values of one feature of an example, after checking their kind and number."""
-    if name not in found:
+    if name not in stored:
         raise ArchiveError(
-            f"no feature {name!r}, but {', '.join(map(repr, sorted(found))) or 'none'}"
+            f"no feature {name!r}, but {', '.join(map(repr, sorted(stored))) or 'none'}"
         )
-    kind = found[name].WhichOneof("kind")
-    if kind != feature.kind:
-        raise ArchiveError(f"its feature {name!r} is a {kind}, not a {feature.kind}")
-    values = getattr(found[name], kind).value
+    list_name = stored[name].WhichOneof("kind")
+    if list_name != feature.kind:
+        raise ArchiveError(f"its feature {name!r} is a {list_name}, not a {feature.kind}")
+    values = getattr(stored[name], list_name).value
     if len(values) != feature.size:
         raise ArchiveError(f"its feature {name!r} has {len(values)} values, not {feature.size}")
-    if kind == "bytes_list":
+    if list_name == "bytes_list":
         return values[0]
-    return np.array(values, np.float32 if kind == "float_list" else np.int64)
+    return np.array(values, np.float32 if list_name == "float_list" else np.int64)
 
 
 @contextlib.contextmanager

@@ -255,7 +255,7 @@ class FederatedStackoverflow(FederatedSource):
     | split     | users   | examples    | contents                                      |
     |-----------|---------|-------------|-----------------------------------------------|
     | `train`   | 342,477 | 135,818,730 | from before 2018                              |
-    | `heldout` | 38,758  | 16,491,230  | users who are in neither of the others        |
+    | `heldout` | 38,758  | 16,491,230  | users who are in neither of the other splits  |
     | `test`    | 204,088 | 16,586,035  | from 2018 on, by users who are not in heldout |
 
     `NaturalPopulation` takes the clients from `Source.client_starts`; `partition_natural` reads the

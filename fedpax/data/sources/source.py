@@ -83,10 +83,10 @@ class Source(Sequence[dict[str, Any]]):
         in_range = all(-len(self) <= position < len(self) for position in positions)
         if in_range and hasattr(self._records, "__getitems__"):
             with contextlib.suppress(Exception):  # one by one, to name the example
-                found: Sequence[Any] = self._records.__getitems__(
+                records: Sequence[Any] = self._records.__getitems__(
                     [p % len(self) for p in positions]
                 )
-                return found
+                return records
         return [self[position] for position in positions]
 
     def column(self, field: str) -> Iterable[Any]:

@@ -20,14 +20,14 @@ class TextRecords(Sequence[dict[str, Any]]):
     def __init__(self, pattern: str) -> None:
         from grain.sources import ArrayRecordDataSource  # here because it is slow to import
 
-        found = find_paths(pattern)
-        self.paths = [str(path) for path in found]
+        paths = find_paths(pattern)
+        self.paths = [str(path) for path in paths]
         if not self.paths:
             raise FileNotFoundError(
                 f"No file matches {pattern!r}: name files that end with {SUFFIX}. {{split}} in the "
                 "name stands for the split, such as 'corpus/{split}-*.array_record'."
             )
-        for path in found:
+        for path in paths:
             check_fetched(path)
         self._files = ArrayRecordDataSource(self.paths)
         self._are_examples = len(self._files) > 0 and bool(example_features(self._files[0]))
@@ -56,9 +56,9 @@ def example_features(record: bytes) -> dict[str, Any] | None:
         example.ParseFromString(record)
     except Exception:  # protobuf's own type, which has no stubs
         return None
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, feature in example.features.feature.items():
-        kind = feature.WhichOneof("kind")
-        values = getattr(feature, kind).value if kind else []
-        found[name] = values[0] if len(values) == 1 else list(values)
-    return found or None
+        list_name = feature.WhichOneof("kind")
+        values = getattr(feature, list_name).value if list_name else []
+        fields[name] = values[0] if len(values) == 1 else list(values)
+    return fields or None

@@ -16,7 +16,7 @@ SHAKESPEARE_CHARACTERS = bytes(
 """The 86 characters of Shakespeare's plays in the experiments of FedOpt."""
 
 NUM_SPECIAL = 4
-"""Numbers beside those of the characters: padding, unknown character, begin and end of a text."""
+"""Numbers beside the characters' numbers: padding, unknown character, begin and end of a text."""
 
 
 def character_rows(

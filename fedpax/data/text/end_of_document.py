@@ -24,10 +24,10 @@ def end_of_document(path: Path, vocabulary: Vocabulary, given: str | None) -> in
         file, value = named
         return _token(vocabulary, value, f"{file}: {SOURCES[file.name]}={value!r}")
     if vocabulary.end is None:
-        found = ", ".join(vocabulary.special) or "none"
+        known = ", ".join(vocabulary.special) or "none"
         raise ArgumentError(
             f"tokenizer={str(path)!r} does not say which token ends a document, expected one "
-            f"special token or {', '.join(SOURCES)} beside it. Its special tokens: {found}. "
+            f"special token or {', '.join(SOURCES)} beside it. Its special tokens: {known}. "
             f"{_REMEDY}"
         )
     return vocabulary.end
@@ -66,10 +66,10 @@ def _token(vocabulary: Vocabulary, value: Any, source: str) -> int:
     is_number = isinstance(value, int) and not isinstance(value, bool)
     if is_number and 0 <= value < vocabulary.size and vocabulary.name(value) is not None:
         return int(value)
-    found = vocabulary.token(value) if isinstance(value, str) else None
-    if found is None:
+    token = vocabulary.token(value) if isinstance(value, str) else None
+    if token is None:
         raise ArgumentError(
             f"{source} is not a token of the vocabulary, expected the token that ends a document. "
             f"{_REMEDY}"
         )
-    return found
+    return token

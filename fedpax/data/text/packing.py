@@ -78,7 +78,7 @@ def pack(documents: Iterable[Tokens], seq_len: int) -> Batch:
     """Pack documents into rows, with padding at the end of the last row.
 
     Args:
-        documents: integer arrays `[tokens]` without separators, such as those of `encode`.
+        documents: integer arrays `[tokens]` without separators, such as results of `encode`.
         seq_len: tokens per row.
 
     Returns:

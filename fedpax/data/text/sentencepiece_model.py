@@ -40,8 +40,8 @@ def _vocabulary(model: Any) -> Vocabulary:
         return library.id_to_piece(token) if 0 <= token < size else None
 
     def token(piece: str) -> int | None:
-        found = library.piece_to_id(piece)  # of the unknown token for an unknown piece
-        return found if name(found) == piece else None
+        piece_id = library.piece_to_id(piece)  # of the unknown token for an unknown piece
+        return piece_id if name(piece_id) == piece else None
 
     return Vocabulary(
         size=size,

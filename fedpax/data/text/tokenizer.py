@@ -57,7 +57,7 @@ class Tokenizer(NamedTuple):
             texts: strings or UTF-8 bytes.
 
         Returns:
-            Integers `[tokens]` for each text, equal to those of `encode`.
+            Integers `[tokens]` for each text, equal to the results of `encode`.
 
         Example:
             >>> [tokens.tolist() for tokens in BYTE_TOKENIZER.encode_all(["a", b"bc"])]
@@ -75,7 +75,7 @@ BYTE_TOKENIZER = Tokenizer("bytes", VOCAB_SIZE, SEPARATOR, encode, decode)
 def load_tokenizer(name: str, *, end_of_document: str | None = None) -> Tokenizer:
     """Load a tokenizer.
 
-    Tokens are those of the text alone. The file's truncation, padding, dropout, and added tokens
+    Tokens are of the text alone. The file's truncation, padding, dropout, and added tokens
     and spaces have no effect, and a text that spells a special token has the tokens of these
     characters. A normalizer, such as lower case, applies only if the vocabulary does not spell
     every text without it; a warning is logged if decoding does not give back every text. It is
@@ -142,9 +142,9 @@ def _read(name: str, content: bytes) -> Vocabulary:
     except ImportError as error:
         raise MissingPackageError(_needs_extra(expected)) from error
     except Exception as error:  # the libraries raise several types
-        kind = f"not {expected}" if is_json else f"neither a tokenizer.json nor {expected}"
+        difference = f"not {expected}" if is_json else f"neither a tokenizer.json nor {expected}"
         raise ArgumentError(
-            f"tokenizer={name!r} is {kind} ({error}). Pass the path of one, or 'bytes'."
+            f"tokenizer={name!r} is {difference} ({error}). Pass the path of one, or 'bytes'."
         ) from error
 
 
@@ -178,10 +178,10 @@ def _tokenizer(identity: str, vocabulary: Vocabulary, separator: int) -> Tokeniz
                 found_in[:60],
                 SPACE,
             )
-        found = [np.asarray(tokens, dtype) for tokens in vocabulary.encode(strings)]
+        arrays = [np.asarray(tokens, dtype) for tokens in vocabulary.encode(strings)]
         return [
             encode_parts(text) if is_special[tokens].any() else tokens
-            for text, tokens in zip(strings, found, strict=True)
+            for text, tokens in zip(strings, arrays, strict=True)
         ]
 
     def encode_parts(text: str) -> Tokens:

@@ -48,8 +48,8 @@ def _vocabulary(entries: Entries) -> Vocabulary:
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
         # "fast": without the tokens' places in the text.
-        found = library.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in found]
+        encodings = library.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     return Vocabulary(
         size=max(library.get_vocab().values(), default=-1) + 1,
@@ -85,8 +85,8 @@ def _library(entries: Entries) -> Any:
         changed = {**entries, "model": {**model, "vocab": vocab | moved}}
         library = tokenizers.Tokenizer.from_str(json.dumps(changed))
     for name, k in moved.items():
-        if (found := library.token_to_id(name)) != k:
-            raise ArgumentError(f"the added token {name!r} has id {k}, expected {found}")
+        if (token_id := library.token_to_id(name)) != k:
+            raise ArgumentError(f"the added token {name!r} has id {k}, expected {token_id}")
     return library
 
 
@@ -127,16 +127,16 @@ def _spelling(part: Entries) -> Entries | None:
 
 def _decoder(entries: Entries) -> Entries | None:
     """Return the decoder of a file that has none: the inverse of its way to write spaces."""
-    found: list[Entries] = []
+    decoders: list[Entries] = []
 
     def find(part: Entries) -> Entries:
         if part["type"] in ("ByteLevel", "Metaspace"):
-            found.append(part)
+            decoders.append(part)
         return part
 
     for name in ("normalizer", "pre_tokenizer"):
         _map_parts(entries[name], find)
-    if not found:
+    if not decoders:
         return None
     defaults = {"add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    return found[0] if found[0]["type"] == "Metaspace" else {**defaults, **found[0]}
+    return decoders[0] if decoders[0]["type"] == "Metaspace" else {**defaults, **decoders[0]}

@@ -10,7 +10,7 @@ from fedpax.data.populations.partition import get_field
 from fedpax.errors import ArgumentError
 
 NUM_SPECIAL = 4
-"""Numbers beside those of the words: padding, unknown word, begin and end of a sentence."""
+"""Numbers beside the words' numbers: padding, unknown word, begin and end of a sentence."""
 
 
 class WordRows:

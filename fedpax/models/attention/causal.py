@@ -49,7 +49,7 @@ def causal_attention(
       3. "cudnn" on GPU, for dtypes of two bytes and a head_dim of 8, 16, ... 128;
       4. "einsum".
 
-      The platform is that of the mesh in context, also if the program is only compiled for it;
+      The platform is the mesh's in context, also if the program is only compiled for it;
       without a mesh it is JAX's default.
 
     Args:
@@ -187,8 +187,8 @@ def _attend_by_blocks(
             None
         ]
         if segments is not None:
-            own = jax.lax.dynamic_slice_in_dim(segments, start, QUERY_BLOCK, 1)
-            mask &= own[:, :, None] == take(segments)[:, None, :]
+            query_segments = jax.lax.dynamic_slice_in_dim(segments, start, QUERY_BLOCK, 1)
+            mask &= query_segments[:, :, None] == take(segments)[:, None, :]
         return None, masked_attention(queries, take(key), take(value), mask)
 
     split = query.reshape(batch, blocks, QUERY_BLOCK, num_heads, head_dim).swapaxes(0, 1)

@@ -139,9 +139,9 @@ def _model_axes() -> set[str]:
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return {
         name
-        for name, kind in types
-        if (name in ruled and kind is not AxisType.Manual)
-        or (mesh.shape[name] == 1 and kind is AxisType.Auto)
+        for name, axis_type in types
+        if (name in ruled and axis_type is not AxisType.Manual)
+        or (mesh.shape[name] == 1 and axis_type is AxisType.Auto)
     }
 
 

@@ -24,7 +24,7 @@ class Family(NamedTuple):
     sliding_window: int | None = None
 
 
-# By model_type. The defaults are those of transformers for entries that config.json leaves out.
+# By model_type. transformers has the same defaults for entries that config.json leaves out.
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", None),
     "mistral": Family("MistralForCausalLM", 8, sliding_window=4096),
@@ -167,10 +167,10 @@ def to_entries(config: TransformerConfig, dtype: str) -> dict[str, Any]:
     else:
         entries["sliding_window"] = window
     if model_type == "qwen3":
-        kind = "full_attention" if window is None else "sliding_attention"
+        layer_type = "full_attention" if window is None else "sliding_attention"
         entries["use_sliding_window"] = window is not None
         entries["max_window_layers"] = config.num_layers if window is None else 0
-        entries["layer_types"] = [kind] * config.num_layers
+        entries["layer_types"] = [layer_type] * config.num_layers
     if model_type == "mixtral":
         entries["num_local_experts"] = config.num_experts
         entries["num_experts_per_tok"] = config.num_experts_per_token
@@ -285,10 +285,11 @@ def _rope_fields(read: _Reader, family: Family) -> dict[str, Any]:
     if not isinstance(rope, Mapping) or any(isinstance(v, Mapping) for v in rope.values()):
         raise read.unsupported(name, "one object of numbers for all layers")
     inner = _Reader(rope, f"{read.source}, {name}")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ("default", "llama3"):
         raise ArgumentError(
-            f"{inner.source}: rope_type={kind!r} is not supported: expected 'default' or 'llama3'."
+            f"{inner.source}: rope_type={rope_type!r} is not supported: expected "
+            "'default' or 'llama3'."
         )
     if rope.get("partial_rotary_factor", 1) not in SUPPORTED_VALUES["partial_rotary_factor"]:
         raise inner.unsupported("partial_rotary_factor", "1")
@@ -297,7 +298,7 @@ def _rope_fields(read: _Reader, family: Family) -> dict[str, Any]:
         "rope_base": inner.number("rope_theta", read.number("rope_theta", family.rope_base)),
         "rope_original_seq_len": longest,
     }
-    if kind == "default":
+    if rope_type == "default":
         return fields
     for boundary, value in LLAMA3_ROPE.items():
         if inner.number(boundary) != value:

@@ -61,8 +61,8 @@ def weight_files(folder: Path) -> dict[str, set[str] | None]:
     if (folder / SINGLE_FILE).is_file():
         return {SINGLE_FILE: None}
     if not (folder / INDEX).is_file():
-        found = sorted(path.name for path in folder.glob("*.bin"))
-        remedy = f"Convert {listed(found)} to safetensors first." if found else AGAIN
+        pickled = sorted(path.name for path in folder.glob("*.bin"))
+        remedy = f"Convert {listed(pickled)} to safetensors first." if pickled else AGAIN
         raise FileNotFoundError(f"{folder} has neither {SINGLE_FILE} nor {INDEX}. {remedy}")
     _check_length(folder)
     names = _json_object(folder / INDEX).get("weight_map")

@@ -122,7 +122,7 @@ def load_params(
     Args:
         folder: the folder, with model.safetensors, or model.safetensors.index.json and the files
             that it lists.
-        config: the configuration: that of `load_config`, or one with other options of execution.
+        config: the result of `load_config`, or the same with other options of execution.
         mesh: shard the parameters over this mesh by `fedpax.parallel.axes.RULES`.
         shardings: the sharding of each parameter, in place of `mesh`. Default None for both:
             arrays on the default device.
@@ -247,17 +247,17 @@ def _dtype(
     parameter: StoredParameter, tensors: Mapping[str, Any], target: np.dtype | None
 ) -> np.dtype:
     """Return the dtype of the parameter in memory."""
-    found = {DTYPES[tensors[name].get_dtype()]: name for name in parameter.names()}
-    if target is None and len(found) > 1:
+    dtypes = {DTYPES[tensors[name].get_dtype()]: name for name in parameter.names()}
+    if target is None and len(dtypes) > 1:
         raise ArgumentError(
             "Layers have different dtypes: "
-            + ", ".join(f"{name} {dtype}" for dtype, name in found.items())
+            + ", ".join(f"{name} {dtype}" for dtype, name in dtypes.items())
             + ". Pass dtype= to cast them to one dtype."
         )
-    dtype = next(iter(found)) if target is None else target
+    dtype = next(iter(dtypes)) if target is None else target
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ArgumentError(
-            f"{next(iter(found.values()))} has dtype {dtype}, which needs JAX's 64-bit mode: set "
+            f"{next(iter(dtypes.values()))} has dtype {dtype}, which needs JAX's 64-bit mode: set "
             "the environment variable JAX_ENABLE_X64=1, or give dtype='float32'."
         )
     return dtype

@@ -36,13 +36,13 @@ def check_entries(entries: Mapping[str, Any], source: str, folder: Path) -> None
     if not names:  # a damaged file
         return
     layers, experts = _numbers(names)
-    found = {"num_hidden_layers": (layers, "layers")}
+    sizes = {"num_hidden_layers": (layers, "layers")}
     if entries.get("model_type") in (None, "mixtral"):
-        found["num_local_experts"] = experts, "experts"
+        sizes["num_local_experts"] = experts, "experts"
     for name, tensor, axis in _AXES:
         if tensor in shapes and axis < len(shapes[tensor]):
-            found[name] = (shapes[tensor][axis], f"in the shape {shapes[tensor]} of {tensor}")
-    for name, (size, what) in found.items():
+            sizes[name] = (shapes[tensor][axis], f"in the shape {shapes[tensor]} of {tensor}")
+    for name, (size, what) in sizes.items():
         value = entries.get(name)
         if _is_integer(value) and value != size:
             raise _differ(source, f"{name}={value}", f"{size} {what}")
@@ -86,9 +86,9 @@ def _check_heads(
             )
 
 
-def _differ(source: str, says: str, found: str) -> ValueError:
+def _differ(source: str, says: str, stored: str) -> ValueError:
     return ArgumentError(
-        f"{source}: {says}, but the safetensors files have {found}. Correct {CONFIG}, or copy or "
+        f"{source}: {says}, but the safetensors files have {stored}. Correct {CONFIG}, or copy or "
         "download the folder again."
     )
 
@@ -101,14 +101,14 @@ def _numbers(names: Iterable[str]) -> tuple[int, int]:
     """Return the numbers of layers and of experts that tensors are named for."""
     layers = experts = 0
     for name in names:
-        if found := _LAYER.match(name):
-            layers = max(layers, int(found[1]) + 1)
-            experts = max(experts, int(found[2] or -1) + 1)
+        if match := _LAYER.match(name):
+            layers = max(layers, int(match[1]) + 1)
+            experts = max(experts, int(match[2] or -1) + 1)
     return layers, experts
 
 
 def _stored_tensors(folder: Path) -> tuple[set[str], dict[str, tuple[int, ...]]]:
-    """Return the names of the tensors, and the shapes of those in files that can be read."""
+    """Return the names of the tensors, and the shapes of tensors in readable files."""
     names: set[str] = set()
     shapes: dict[str, tuple[int, ...]] = {}
     present = set(os.listdir(folder))

@@ -84,12 +84,12 @@ class StoredParameter(NamedTuple):
     def from_tensor(self, tensor: Any, index: tuple[slice, ...]) -> np.ndarray:
         """Read a part of one layer; of a safetensors slice only the rows and columns in use."""
         ranges, shape, rest = [], [], []
-        for first, *others in self.axis_groups:
-            # A merged axis is read along its first axis; the others are selected in memory.
-            inner = math.prod(self.sizes[axis] for axis in others)
+        for first, *rest_axes in self.axis_groups:
+            # A merged axis is read along its first axis; the rest is selected in memory.
+            inner = math.prod(self.sizes[axis] for axis in rest_axes)
             ranges.append(slice(index[first].start * inner, index[first].stop * inner))
-            shape += [index[first].stop - index[first].start, *(self.sizes[a] for a in others)]
-            rest += [slice(None), *(index[axis] for axis in others)]
+            shape += [index[first].stop - index[first].start, *(self.sizes[a] for a in rest_axes)]
+            rest += [slice(None), *(index[axis] for axis in rest_axes)]
         part = np.asarray(tensor[tuple(ranges)]).reshape(shape)[tuple(rest)]
         return np.transpose(part, np.argsort(self.layout.axes))
 

@@ -96,9 +96,10 @@ def save(
     library = safetensors("safetensors.numpy")
     folder = expand_home(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    if found := [p.name for p in folder.iterdir() if p.name == CONFIG or ".safetensors" in p.name]:
+    names = sorted(path.name for path in folder.iterdir())
+    if held := [name for name in names if name == CONFIG or ".safetensors" in name]:
         raise FileExistsError(
-            f"{folder} holds a model already: {listed(sorted(found))}. Save to another folder, or "
+            f"{folder} holds a model already: {listed(held)}. Save to another folder, or "
             "remove these files."
         )
     files = _split(_tensors(stored, leaves), max_shard_bytes)
@@ -148,7 +149,7 @@ class _Tensor(NamedTuple):
 
 
 def _tensors(stored: Mapping[str, StoredParameter], leaves: Mapping[str, Any]) -> list[_Tensor]:
-    """List all tensors: those outside of the layers, then layer by layer."""
+    """List all tensors, first the ones outside of the layers, then layer by layer."""
     tensors = [
         _Tensor(parameter, leaves[path], index)
         for path, parameter in stored.items()

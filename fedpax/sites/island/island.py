@@ -145,19 +145,19 @@ class Island:
     def _encode(self, p: int, merge: int | None) -> None:
         """Dispatch the encoding of fragment p behind the steps so far."""
         assert self._report is not None
-        own = self.ledger.fragments[p]
+        fragment = self.ledger.fragments[p]
         header = {
             "fragment": p,
             "target": merge,
             # A fragment that is sent beside counts as late.
             "merge": max(self.status.merges - 1, 0) if merge is None else merge,
             "shard": self.shard,  # of its encoding, also if it is sent from another one
-            "count": own.version,
-            "base": own.base,
-            "tokens": own.tokens,
-            "update_steps": own.steps,
+            "count": fragment.version,
+            "base": fragment.base,
+            "tokens": fragment.tokens,
+            "update_steps": fragment.steps,
         }
-        self.state, arrays = self._model.encode(self.state, p, self.shard, own.version)
+        self.state, arrays = self._model.encode(self.state, p, self.shard, fragment.version)
         self.ledger.sent(p, self._process, merge)
         header["sequence"] = self.ledger.sequence
         self._unsent.append((header, self._link.prepare(arrays), self._report))

@@ -87,7 +87,7 @@ def join(
 
     If `jax.distributed` is initialized, its processes form one island: all of them must call this
     function, with a folder that all of them see. Only process 0 connects to the syncer. If one of
-    them ends or is silent, the others print this and exit with status 75.
+    them ends or is silent, the other processes print this and exit with status 75.
 
     The folder gets `config.json`, `metrics.jsonl`, `tensorboard/`, `checkpoints/` (model, inner
     optimizer, position in the data, unsent progress) and `island.json`. An island that is killed

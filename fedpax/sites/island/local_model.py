@@ -146,11 +146,11 @@ class LocalModel:
         self, p: int, state: LocalState, shard: jax.Array, count: jax.Array
     ) -> tuple[LocalState, dict[str, jax.Array]]:
         fragment, form = self._split[p], self.formats[p]
-        own = fragment.take(state.params)
+        params = fragment.take(state.params)
         gradient = jax.tree.map(
             lambda r, y: r.astype(jnp.float32) - y.astype(jnp.float32),
             fragment.take(state.sent_params),
-            own,
+            params,
         )
         residual = state.residual
         if residual is not None:
@@ -160,19 +160,19 @@ class LocalModel:
             sent = form.decode(arrays, shard, count, self._axes())
             left = jax.tree.map(jnp.subtract, gradient, sent)
             residual = fragment.put(residual, left)
-        sent_params = fragment.put(state.sent_params, own)
+        sent_params = fragment.put(state.sent_params, params)
         return state._replace(sent_params=sent_params, residual=residual), arrays
 
     def _receive_fragment(
         self, p: int, state: LocalState, rows: Mapping[str, jax.Array]
     ) -> LocalState:
         fragment = self._split[p]
-        own = fragment.take(state.params)
+        params = fragment.take(state.params)
         arrays = {name: self._broadcasts[p][name].read(x) for name, x in rows.items()}
         new = self.formats[p].from_arrays(arrays)
-        new = jax.tree.map(lambda x, y: x.astype(y.dtype), new, own)
+        new = jax.tree.map(lambda x, y: x.astype(y.dtype), new, params)
         progressed = jax.tree.map(
-            lambda x, y, r: x + (y - r), new, own, fragment.take(state.sent_params)
+            lambda x, y, r: x + (y - r), new, params, fragment.take(state.sent_params)
         )
         return state._replace(
             params=fragment.put(state.params, progressed),

@@ -59,7 +59,7 @@ class IslandWatch:
         self._next_file = 0.0
 
     def update(self, islands: Sequence[IslandReport], force: bool = False) -> None:
-        """Compare the islands with those of the last call, and report the changes."""
+        """Compare the islands with the islands of the last call, and report the changes."""
         for island in islands:
             if self._states.get(island.name) != island.state:
                 self._states[island.name] = island.state

@@ -5,7 +5,7 @@ SECONDS_PER_JOIN = 0.1
 
 
 class JoinLimit:
-    """Counts joins, so that those of one certificate leave the others time to merge."""
+    """Counts joins, so that one certificate leaves other certificates time to merge."""
 
     # Each island may join JOINS_AT_ONCE times at once, and then every SECONDS_PER_JOIN. An island
     # that waits for a shard asks half as often.

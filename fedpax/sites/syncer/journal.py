@@ -116,13 +116,13 @@ def read_journal(path: Path) -> Iterator[Record]:
             != head[_COUNT_BYTES:]
         ):
             raise MessageError("the number of its records does not have its checksum")
-        records, found = int.from_bytes(head[:_COUNT_BYTES], "little"), 0
+        records, count = int.from_bytes(head[:_COUNT_BYTES], "little"), 0
         for record in _read_records(file, path.stat().st_size):
-            found += 1
+            count += 1
             yield record
-    if found < records:
+    if count < records:
         raise MessageError(
-            f"it has {found} of its {records} records: the end of the file is missing"
+            f"it has {count} of its {records} records: the end of the file is missing"
         )
 
 

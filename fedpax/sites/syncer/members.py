@@ -260,19 +260,19 @@ class Members:
 
     def _check_certificate(self, name: str, peer: str) -> None:
         """Check that a certificate may have one more island, and that a quorum stays possible."""
-        own = sorted(island.name for island in self if peer and island.peer == peer)
+        joined = sorted(island.name for island in self if peer and island.peer == peer)
         most = self._per_certificate
-        if len(own) >= most:
+        if len(joined) >= most:
             raise RefusedError(
-                f"the certificate {peer!r} has joined as {', '.join(own)[:300]}, expected at most "
-                f"{most} {'island' if most == 1 else 'islands'} of one certificate. Give "
-                f"--name={own[0]} to return as this island, or start `fedpax syncer` with "
+                f"the certificate {peer!r} has joined as {', '.join(joined)[:300]}, expected at "
+                f"most {most} {'island' if most == 1 else 'islands'} of one certificate. Give "
+                f"--name={joined[0]} to return as this island, or start `fedpax syncer` with "
                 f"--islands_per_certificate={most + 1}."
             )
         holders = [island for island in self if island.shard is not None]
         voters = {island.voter for island in holders} | {peer or name}
         possible = len(voters) + max(self._num_shards - len(holders) - 1, 0)
-        if own and possible < self._quorum:
+        if joined and possible < self._quorum:
             raise RefusedError(
                 f"with island {name!r} of the certificate {peer!r}, at most {possible} "
                 f"certificates could train, expected at least the quorum of {self._quorum}. Leave "
@@ -297,7 +297,7 @@ class Members:
         )
 
     def _find_shard(self, wanted: int | None, now: float) -> int | None:
-        """Return a shard that no island has, else that of the island that was heard longest ago."""
+        """Return a shard that no island has, else the shard of the longest silent island."""
         count = self._num_shards
         if wanted is not None and wanted >= count:
             raise RefusedError(

@@ -28,8 +28,12 @@ class PendingUpdates:
 
     def newest(self, island: str) -> dict[int, tuple[str, int]]:
         """Return process and sequence number of an island's newest update of each fragment."""
-        found = {p: self.find(p, island) for p in range(len(self))}
-        return {p: (own[-1].incarnation, own[-1].sequence) for p, own in found.items() if own}
+        by_fragment = {p: self.find(p, island) for p in range(len(self))}
+        return {
+            p: (updates[-1].incarnation, updates[-1].sequence)
+            for p, updates in by_fragment.items()
+            if updates
+        }
 
     def check_room(self, p: int, island: str) -> None:
         """Refuse one more update of a fragment from an island if too many of them wait."""

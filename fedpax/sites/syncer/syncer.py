@@ -364,7 +364,7 @@ class Syncer:
         report = make_report(self.merges, version, votes, metrics, robust=self._one_vote)
         with self._lock:
             islands = self._members.to_json()
-            updates = [update for own in waiting.values() for update in own]
+            updates = [update for of_island in waiting.values() for update in of_island]
             for update in updates:
                 note_merged(islands[update.island], p, update.incarnation, update.sequence)
             totals = self.totals.add(tokens=report.tokens)

@@ -88,7 +88,7 @@ class SyncerStore:
         """Set the line of `merges.jsonl` of the merge that `save` saves next."""
         fields = [update._asdict() for update in updates]
         self._line = dict(merge)
-        self._line["updates"] = [{name: own[name] for name in LOGGED} for own in fields]
+        self._line["updates"] = [{name: values[name] for name in LOGGED} for values in fields]
 
     def save(self, p: int, state: FragmentState, manifest: Mapping[str, Any]) -> None:
         """Save a merge: its fragment and the manifest, then its line of `merges.jsonl`."""
@@ -113,7 +113,7 @@ class SyncerStore:
         draft = path.with_suffix(".draft")
         draft.unlink(missing_ok=True)
         self._journal = Journal(draft)
-        self._append([_message(p, own, manifest) for p, own in enumerate(model.fragments)])
+        self._append([_message(p, state, manifest) for p, state in enumerate(model.fragments)])
         records, size = len(model.fragments), draft.stat().st_size
         self.close()
         draft.replace(path)
@@ -145,7 +145,8 @@ class SyncerStore:
                         merges.append(parse_json(header["merge"]))
             if newest is None:
                 raise ArgumentError("it has no record")
-            versions = [own and own.version for own in map(states.get, range(len(model.fragments)))]
+            numbers = range(len(model.fragments))
+            versions = [states[p].version if p in states else None for p in numbers]
             if versions != manifest["versions"]:
                 raise ArgumentError(f"it has versions {versions} of {manifest['versions']}")
         except PermissionError as error:
@@ -167,7 +168,7 @@ class SyncerStore:
     def _compare(self, manifest: Mapping[str, Any], merges: Sequence[Mapping[str, Any]]) -> None:
         """Compare the state with the files of the run's folder that tell of a newer one."""
         folder, last = self._folder.parent, manifest["merges"]
-        path, known = folder / MERGES, {own["merge"]: own["record"] for own in merges}
+        path, known = folder / MERGES, {line["merge"]: line["record"] for line in merges}
         logged = {line["merge"]: line.get("record") for line in read_merges(folder)}
         newer = [f"{path} tells of merge {max(logged)}"] if max(logged, default=0) > last else []
         # An island is saved before it is in the table, and stays for the run.

@@ -16,7 +16,7 @@ LARGEST_NORM, LARGEST_LOSS = 1e18, 1e38
 """Beyond them an update is dropped in any case: its square, or the sum of losses, overflows."""
 
 REPORTED = ("merge", "loss", "late", "staleness", "metrics")
-"""The fields of a merge's report in `merges.jsonl`. Its updates have the others."""
+"""The fields of a merge's report in `merges.jsonl`. Its updates have the other fields."""
 
 
 class Update(NamedTuple):

@@ -31,9 +31,9 @@ def group_votes(
     # mean adds weights and does not count.
     votes: dict[str, dict[int, Sequence[Update]]] = {}
     for island in islands:
-        if island.shard is not None and (own := updates.get(island.name)):
+        if island.shard is not None and (of_island := updates.get(island.name)):
             voter = island.voter if by_certificate else island.name
-            votes.setdefault(voter, {})[island.shard] = own
+            votes.setdefault(voter, {})[island.shard] = of_island
     return [votes[voter] for voter in sorted(votes, key=lambda voter: min(votes[voter]))]
 
 
@@ -57,7 +57,7 @@ def make_report(
     merges: int, version: int, votes: Sequence[Vote], metrics: Mapping[str, float], *, robust: bool
 ) -> MergeReport:
     """Make the report of a merge."""
-    updates = [update for vote in votes for own in vote.values() for update in own]
+    updates = [update for vote in votes for of_island in vote.values() for update in of_island]
     return MergeReport(
         merge=merges + 1,
         islands=tuple(sorted({update.island for update in updates})),
@@ -91,8 +91,8 @@ def limit_weights(weights: Sequence[float], seconds: Sequence[float]) -> list[fl
     rates = [weight / span for weight, span in zip(weights, spans, strict=True)]
     limited = []
     for i, (weight, span) in enumerate(zip(weights, spans, strict=True)):
-        others = [rate for rate in (*rates[:i], *rates[i + 1 :]) if rate > 0]
-        most = MOST_WEIGHT * statistics.median(others) * span if others else weight
+        other_rates = [rate for rate in (*rates[:i], *rates[i + 1 :]) if rate > 0]
+        most = MOST_WEIGHT * statistics.median(other_rates) * span if other_rates else weight
         limited.append(min(weight, most))
     largest = max(limited)
     return [weight / largest if largest > 0 else 1.0 for weight in limited]

@@ -55,7 +55,7 @@ class MessageServer:
         self._server = server
 
     def close(self, grace: float = 1.0) -> None:
-        """Stop: refuse new calls, and abort those in progress after `grace` seconds."""
+        """Stop: refuse new calls, and abort calls in progress after `grace` seconds."""
         self._server.stop(grace).wait()
 
     def __enter__(self) -> "MessageServer":
@@ -182,9 +182,9 @@ def serve(
     )
     credentials = grpc.insecure_server_credentials()
     if certificates is not None:
-        own = read_certificates(certificates)
+        site = read_certificates(certificates)
         credentials = grpc.ssl_server_credentials(
-            [(own.key, own.certificate)], own.authority, require_client_auth=True
+            [(site.key, site.certificate)], site.authority, require_client_auth=True
         )
     try:
         port = server.add_secure_port(address, credentials)
@@ -226,9 +226,9 @@ def connect(
         options.append(("grpc.enable_http_proxy", 0))
         channel = grpc.insecure_channel(address, options)
         return Connection(channel, address, None, host, max_message_bytes)
-    own = read_certificates(certificates)
+    site = read_certificates(certificates)
     options.append(("grpc.ssl_target_name_override", server_name))
-    credentials = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
+    credentials = grpc.ssl_channel_credentials(site.authority, site.key, site.certificate)
     channel = grpc.secure_channel(address, credentials, options)
     return Connection(channel, address, Path(certificates), server_name, max_message_bytes)
 

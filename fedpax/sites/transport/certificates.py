@@ -25,7 +25,7 @@ from fedpax.errors import ArgumentError
 from fedpax.files import read_file
 
 AUTHORITY = "authority"
-"""The folder of the authority, beside those of the names."""
+"""The folder of the authority, beside the folders of the names."""
 
 _AUTHORITY_FILE, _CERTIFICATE_FILE, _KEY_FILE = "authority.pem", "certificate.pem", "key.pem"
 _AUTHORITY_DAYS = 3650
@@ -140,9 +140,9 @@ def read_certificates(folder: Path | str) -> Certificates:
         name = _KEY_FILE
         key = serialization.load_pem_private_key(key_pem, None)
     except (ValueError, TypeError):
-        kind = "private key without a password" if name == _KEY_FILE else "certificate"
+        content = "private key without a password" if name == _KEY_FILE else "certificate"
         raise ArgumentError(
-            f"{folder / name} is damaged, expected a {kind} in PEM. Copy the folder again from "
+            f"{folder / name} is damaged, expected a {content} in PEM. Copy the folder again from "
             "where `fedpax certificates` wrote it."
         ) from None
     try:
@@ -326,9 +326,9 @@ def _check_mode(path: Path) -> None:
     """Check that only its owner can use a private key. As in ssh, keys of another user pass."""
     if os.name == "nt":
         return
-    found = path.stat()
-    mode = stat.S_IMODE(found.st_mode)
-    if found.st_uid == os.getuid() and mode & 0o077:
+    status = path.stat()
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid == os.getuid() and mode & 0o077:
         raise ArgumentError(
             f"{path} has mode {mode:04o}, expected 0600: other users of this machine can read or "
             f"change this private key. Run `chmod 600 {shlex.quote(str(path))}`."

@@ -222,9 +222,9 @@ def _read_header(
 def _check_size(size: int, max_bytes: int) -> None:
     if size > max_bytes:
         # Python raises when it prints more than 4300 digits.
-        found = size if size < 1 << 63 else "more than 2**63"
+        shown = size if size < 1 << 63 else "more than 2**63"
         raise MessageError(
-            f"the arrays of the message have {found} bytes, expected at most max_message_bytes = "
+            f"the arrays of the message have {shown} bytes, expected at most max_message_bytes = "
             f"{max_bytes}. Send smaller fragments, or raise max_message_bytes on both sides."
         )
 

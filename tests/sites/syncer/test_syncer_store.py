@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 
 from fedpax.errors import ConfigurationError
-from fedpax.sites import journal as journal_module
+from fedpax.sites.syncer import journal as journal_module
 from fedpax.sites.syncer import syncer_store
 from fedpax.sites.syncer.members import IslandReport
 from fedpax.sites.syncer.merge_log import read_merges

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from fedpax.experiments.benchmarks.unreliable_network import UnreliableNetwork
-from fedpax.sites import certificates as module
+from fedpax.sites.transport import certificates as module
 from fedpax.sites.transport.calls import (
     Connection,
     DisconnectedError,

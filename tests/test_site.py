@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 ROOT = Path(__file__).parent.parent
+PAGES = [path for path in (ROOT / "docs").rglob("*.md") if "hosts" not in path.parts]
 REFERENCE = sorted((ROOT / "docs/reference").glob("*.md"))
 PACKAGE = re.compile(r"automodule:: (\S+)")
 
@@ -108,3 +109,9 @@ def test_public_names_have_docstrings() -> None:
         and not value.__doc__
     ]
     assert not without
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = set((ROOT / "docs/index.md").read_text().splitlines())
+    pages = {path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in PAGES}
+    assert pages - index == {"index"}

@@ -1,12 +1,14 @@
 """Lines for the user: a closed pipe or a full disk loses the line, but does not stop the run."""
 
 import io
+import logging
 import os
 import sys
 from typing import TextIO
 
 _CONTROLS = (*range(0x20), *range(0x7F, 0xA0))
 _DIRECTIONS = (0x200E, 0x200F, 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_LONGEST_RECORD = 2000
 _UNDECODED = range(0xD800, 0xE000)  # bytes of file names that are no text
 _ESCAPES = {code: f"\\x{code:02x}" for code in _CONTROLS} | {
     code: f"\\u{code:04x}" for code in (*_DIRECTIONS, *_UNDECODED)
@@ -36,6 +38,18 @@ def escape_unknown_characters() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def escape_logs() -> None:
+    """Escape control characters in what Orbax logs: it quotes files of a folder that it reads."""
+    logging.getLogger("absl").addFilter(_escape_record)
+
+
+def _escape_record(record: logging.LogRecord) -> bool:
+    text = escape_controls(record.getMessage(), keep="\n\t")
+    cut = "" if len(text) <= _LONGEST_RECORD else " ..."
+    record.msg, record.args = text[:_LONGEST_RECORD] + cut, None
+    return True
 
 
 def print_line(text: str) -> None:

@@ -12,6 +12,7 @@ from fedpax import __version__
 from fedpax.commands import COMMANDS
 from fedpax.console import (
     discard_output,
+    escape_logs,
     escape_unknown_characters,
     open_closed_streams,
     print_error,
@@ -252,6 +253,7 @@ def program() -> int:
         The exit status.
     """
     open_closed_streams()
+    escape_logs()
     with exit_on_signals():
         try:
             return main()

@@ -178,3 +178,21 @@ for read, path in readers.items():
         assert "permission denied (it belongs to" in line and "chmod -R u+rwX" in line
         assert "delete" not in line and "Nothing is damaged" in line
     assert len(lines) == 3
+
+
+@pytest.mark.slow
+def test_what_libraries_log_of_a_folder_is_escaped_and_short(text: Path) -> None:
+    """Orbax logs the content of a metadata file that is not JSON."""
+    for path in text.glob("checkpoints/*/_CHECKPOINT_METADATA"):
+        path.write_text(EVIL + "%s" + "x" * 10_000)
+        write_checksums(path.parent)
+    script = f"""
+import sys
+sys.argv = ["fedpax", "export", "--job_log_dir={text}", "--out={text}.npz"]
+from fedpax.__main__ import main
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "Metadata file" in done.stderr and "\\x1b]0;title" in done.stderr
+    assert not set(EVIL) & set(done.stderr) - {*"]0;title[2J31m\r\n"}
+    assert max(map(len, done.stderr.splitlines())) < 2500

@@ -95,7 +95,7 @@ def apfl(
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. All v_i start at `params`. A
-        round needs `cohort.client_ids`, and costs two gradients per batch. Metrics: those of the
+        round needs `cohort.client_ids`, and costs two gradients per batch. Metrics: of the
         shared model, and `"personal_loss"`, f_i at m_i. `apfl_models` reads the m_i.
 
     Raises:

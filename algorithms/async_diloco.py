@@ -119,7 +119,7 @@ def async_diloco(
             at once, such as a median; in a round, batches without an axis of size `islands`.
 
     Example:
-        >>> import fedpax
+        >>> import fedpax, jax.numpy as jnp
         >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
         >>> algorithm = async_diloco(
         ...     loss_fn, islands=2, inner_optimizer=optax.sgd(0.5), learning_rate=1.0, momentum=0.5
@@ -163,7 +163,6 @@ def async_diloco(
         cohort = without_absent(cohort, cohort.client_ids)
         if cohort.schedule is not None:
             cohort = without_absent(cohort, cohort.schedule.position)
-
         gradients, inner_state, sends, metrics = outer_gradients(
             make_outer_gradient(loss_fn, inner_optimizer),
             state.local_params,

@@ -101,11 +101,11 @@ def data_parallel(
             def gradient_of(
                 batch: chex.ArrayTree, is_valid: Bool[Array, ""] | None
             ) -> tuple[Params, Metrics]:
-                found = gradient_and_metrics(loss_fn, state.params, batch)
+                outcome = gradient_and_metrics(loss_fn, state.params, batch)
                 if is_valid is None:
-                    return found
+                    return outcome
                 # A weight of 0 does not remove the NaN of a padded batch; a select does.
-                return jax.tree.map(lambda x: jnp.where(is_valid, x, jnp.zeros_like(x)), found)
+                return jax.tree.map(lambda x: jnp.where(is_valid, x, jnp.zeros_like(x)), outcome)
 
             weights = examples
             if valid_now is not None:

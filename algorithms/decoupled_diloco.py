@@ -53,7 +53,7 @@ def decoupled_diloco(
 
     and each island that is up takes the new x_p `delay` steps after it has sent y_ip. `merge` is
     the `directional_mean`, with the plain mean for embeddings. An island that returns takes the
-    whole outer model. Its inner optimizer's state is kept, as from a checkpoint of its own.
+    whole outer model. Its inner optimizer's state is kept, as from the island's own checkpoint.
 
     A round merges each fragment once. `cohort.schedule` holds which islands take part, their
     weights and their numbers of steps. `fedpax.simulation.fragment_syncs` computes it from the
@@ -72,7 +72,7 @@ def decoupled_diloco(
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
         islands: number of islands.
         inner_optimizer: any optax optimizer; the paper uses AdamW.
-        outer_optimizer: any optax optimizer, applied to each fragment with a state of its own.
+        outer_optimizer: any optax optimizer, applied to each fragment with a separate state.
             Default None: as in `streaming_diloco`, SGD with Nesterov momentum, learning rate 0.4,
             momentum 0.9. The paper's values are not known.
         fragments: P, or a function `(path, leaf) -> fragment`, as in `streaming_diloco`. Default 1:
@@ -82,7 +82,7 @@ def decoupled_diloco(
         aggregator: merges the Delta_i, with a state per fragment. Default None: `directional_mean`.
 
     Returns:
-        `init(params)` and `round(state, cohort)`; the state is that of `streaming_diloco`. The
+        `init(params)` and `round(state, cohort)`, with the state of `streaming_diloco`. The
         leaves of `cohort.batches` are `[islands, P * S, batch, ...]`: for each merge the S steps
         that an island may take before it, `max_steps_per_sync` of `fragment_syncs`. With a
         schedule, `cohort.num_examples` and `cohort.num_steps` are not used. Metrics, all float32
@@ -228,12 +228,12 @@ def _steps_per_merge(
     batches: chex.ArrayTree, schedule: Syncs, num_fragments: int, delay: int
 ) -> int:
     """Return the number of batches of an island between two merges."""
-    found = jnp.shape(schedule.num_steps)[1:]
+    shape = jnp.shape(schedule.num_steps)[1:]
     num_steps = jax.tree.leaves(batches)[0].shape[1]
-    if found != (num_fragments,):
+    if shape != (num_fragments,):
         raise ArgumentError(
             f"decoupled_diloco(): cohort.schedule has arrays [islands, "
-            f"{', '.join(map(str, found))}], expected [islands, {num_fragments}]: the model has "
+            f"{', '.join(map(str, shape))}], expected [islands, {num_fragments}]: the model has "
             f"{num_fragments} fragments. Pass num_fragments={num_fragments} to "
             "fedpax.simulation.fragment_syncs."
         )

@@ -83,7 +83,7 @@ def ditto(
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. All v_i start at `params`. A
-        round needs `cohort.client_ids`, and costs two gradients per batch. Metrics: those of the
+        round needs `cohort.client_ids`, and costs two gradients per batch. Metrics: of the
         shared model, and `"personal_loss"`, f_i at the personal models over their steps.
         `gather_clients(state.personal_params, client_ids)` reads the personal models of clients.
 

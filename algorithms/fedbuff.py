@@ -62,7 +62,7 @@ def fedbuff(
         x_(t+1) = x_t - eta / K sum_i (1 + s_i)^(-1/2) (x_(t - s_i) - y_i).
 
     A round is one server update: K arrivals. They do not depend on each other, so these clients
-    train at the same time, as those of `fedavg` do, on any mesh. `jax.lax.scan` over rounds runs a
+    train at the same time, as in `fedavg`, on any mesh. `jax.lax.scan` over rounds runs a
     whole schedule as one program. `fedpax.simulation.buffered_arrivals` computes which clients
     arrive and their staleness. Without a schedule this is `fedavg`.
 
@@ -135,15 +135,15 @@ def fedbuff(
 
         if cohort.schedule is None:
             updates, metrics = map_clients(
-                lambda *own: train_from(state.params, *own),
+                lambda *inputs: train_from(state.params, *inputs),
                 cohort.batches,
                 cohort.num_steps,
                 chunk_size=chunk_size,
             )
         else:
 
-            def train(staleness: Int[Array, ""], *own: chex.ArrayTree) -> tuple[Params, Metrics]:
-                update, metrics = train_from(state.history.read(staleness), *own)
+            def train(staleness: Int[Array, ""], *inputs: chex.ArrayTree) -> tuple[Params, Metrics]:
+                update, metrics = train_from(state.history.read(staleness), *inputs)
                 stale = staleness.astype(jnp.float32)
                 return scale(weigh(stale), update), metrics | {"staleness": stale}
 

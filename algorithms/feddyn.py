@@ -92,7 +92,7 @@ def feddyn(
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`. All g_i and h start at 0. A round
-        needs `cohort.client_ids`. The reported loss is that of `loss_fn`. The paper averages
+        needs `cohort.client_ids`. The reported loss is `loss_fn`. The paper averages
         uniformly: leave `cohort.num_examples` None. With weights, or an inexact aggregator, h is no
         longer exactly the mean of the g_i.
 
@@ -137,19 +137,19 @@ def feddyn(
         inverse = jnp.where(alpha > 0, 1 / jnp.where(alpha > 0, alpha, 1), 0)
 
         def local_train(
-            own: Params, batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
+            client_gradient: Params, batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
         ) -> tuple[Params, Metrics, Params]:
             # Up to a constant, both terms are alpha / 2 |y - (x + g_i / alpha)|^2: a step reads one
             # model for them.
-            center = optax.tree.add(x, scale(inverse, own))
+            center = optax.tree.add(x, scale(inverse, client_gradient))
             optimizer = optax.chain(proximal_term(alpha, center), client_optimizer)
             pseudo_gradient, metrics = local_update(loss_fn, optimizer, x, batches, num_steps)
-            own = optax.tree.add(own, scale(alpha, pseudo_gradient))
-            return pseudo_gradient, metrics, own
+            client_gradient = optax.tree.add(client_gradient, scale(alpha, pseudo_gradient))
+            return pseudo_gradient, metrics, client_gradient
 
-        own = gather_clients(state.client_gradients, client_ids)
-        pseudo_gradients, metrics, own = map_clients(
-            local_train, own, cohort.batches, cohort.num_steps, chunk_size=chunk_size
+        client_gradient = gather_clients(state.client_gradients, client_ids)
+        pseudo_gradients, metrics, client_gradient = map_clients(
+            local_train, client_gradient, cohort.batches, cohort.num_steps, chunk_size=chunk_size
         )
         weights = as_floats(participant_weights(cohort))
         mean, state, reported = server.aggregate(state, pseudo_gradients, weights)
@@ -162,7 +162,7 @@ def feddyn(
         state = server.descend(state, optax.tree.add(mean, shift), weights)
         return state._replace(
             drift=drift,
-            client_gradients=scatter_clients(state.client_gradients, client_ids, own),
+            client_gradients=scatter_clients(state.client_gradients, client_ids, client_gradient),
         ), mean_metrics(metrics, weights, server.aggregator) | reported
 
     return FederatedAlgorithm(init, feddyn_round)

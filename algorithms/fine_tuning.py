@@ -1,4 +1,4 @@
-"""Fine-tuning evaluation: what a model is worth to each client after local steps of its own."""
+"""Fine-tuning evaluation: how good a model is for each client after local steps."""
 
 from __future__ import annotations
 

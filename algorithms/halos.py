@@ -119,7 +119,7 @@ def halos(
     as in `async_diloco`. Its state is one for all regions. What regions send is not changed.
 
     Communication: per position of the schedule, a sum over the islands of one model per region.
-    Memory: four models per region beside those of `async_diloco`. Compile time grows with the
+    Memory: four models per region more than `async_diloco`. Compile time grows with the
     number of regions. `jax.grad` through a round with a schedule raises, as with `num_steps`.
 
     Args:
@@ -247,7 +247,7 @@ def halos(
     return FederatedAlgorithm(init, halos_round)
 
 
-class _Exchange(NamedTuple):
+class _RegionEvents(NamedTuple):
     """When a region sends, is applied and merges: positions, or whether it does now."""
 
     sends: Any
@@ -262,7 +262,7 @@ class _Schedule(NamedTuple):
     # the position at which each island arrives, placed. None: all arrive together.
     position: Int[Array, " islands"] | None
     # the positions of each region's exchange, server values. None without a schedule.
-    exchanges: list[_Exchange] | None
+    exchanges: list[_RegionEvents] | None
 
     def last(self) -> Int[Array, ""] | None:
         """Return the last position; None without a schedule."""
@@ -273,11 +273,13 @@ class _Schedule(NamedTuple):
 
     def exchanges_at(
         self, k: Int[Array, ""] | None, counts: Sequence[Float[Array, ""]]
-    ) -> list[_Exchange]:
+    ) -> list[_RegionEvents]:
         """Return what each region does at position k, after the arrival of `counts` islands."""
         if self.exchanges is None:  # a region without an update takes no part
-            return [_Exchange(*(count > 0,) * 3) for count in counts]
-        return [_Exchange(*(is_at(event, k) for event in exchange)) for exchange in self.exchanges]
+            return [_RegionEvents(*(count > 0,) * 3) for count in counts]
+        return [
+            _RegionEvents(*(is_at(event, k) for event in exchange)) for exchange in self.exchanges
+        ]
 
 
 class _Servers(NamedTuple):
@@ -299,7 +301,7 @@ class _Servers(NamedTuple):
         local_params: Params,
         combined: Combined,
     ) -> tuple[Params, DelayedNesterovState, tuple[Region, ...], Params, Combined]:
-        """Process the events at position k; None: those of all islands and regions."""
+        """Process the events at position k; None: the events of all islands and regions."""
         arriving = federated_map(lambda s, at: s & is_at(at, k), sends, schedule.position)
         regions, counts, combined = self.arrive(
             regions, arrivals, arriving, schedule.region, combined
@@ -307,9 +309,9 @@ class _Servers(NamedTuple):
         now = schedule.exchanges_at(k, counts)
         params, global_state, regions = self.exchange(params, global_state, regions, now)
 
-        def receive(held: Params, own: Int[Array, ""], at: Int[Array, ""] | None) -> Params:
+        def receive(held: Params, home: Int[Array, ""], at: Int[Array, ""] | None) -> Params:
             for r, region in enumerate(regions):
-                held = select(is_at(at, k) & (own == r), region.params, held)
+                held = select(is_at(at, k) & (home == r), region.params, held)
             return held
 
         local_params = federated_map(receive, local_params, schedule.region, schedule.position)
@@ -327,7 +329,7 @@ class _Servers(NamedTuple):
         updated: list[Region] = []
         counts: list[Float[Array, ""]] = []
         for r, region in enumerate(regions):
-            here = federated_map(lambda a, own, r=r: a & (own == r), arriving, own_regions)
+            here = federated_map(lambda a, home, r=r: a & (home == r), arriving, own_regions)
             total, count, combined = arrivals.combine(here, combined)
             x, optimizer_state = self.local_server.update(
                 total, count, region.optimizer_state, region.params
@@ -341,7 +343,7 @@ class _Servers(NamedTuple):
         params: Params,
         global_state: DelayedNesterovState,
         regions: Sequence[Region],
-        now: Sequence[_Exchange],
+        now: Sequence[_RegionEvents],
     ) -> tuple[Params, DelayedNesterovState, tuple[Region, ...]]:
         """Send, apply and merge in the regions that `now` marks."""
         zeros = optax.tree.zeros_like(params)
@@ -366,13 +368,13 @@ class _Servers(NamedTuple):
 
 def check_regions(function: str, regions: Sequence[int]) -> tuple[int, ...]:
     """Check the regions of islands, and return them as integers."""
-    found = tuple(int(region) for region in regions)
-    if not found or set(found) != set(range(max(found) + 1)) or found != tuple(regions):
+    numbers = tuple(int(region) for region in regions)
+    if not numbers or set(numbers) != set(range(max(numbers) + 1)) or numbers != tuple(regions):
         raise ArgumentError(
             f"{function}: regions is {tuple(regions)}, expected the region of each island, numbers "
             "from 0 without gaps, such as (0, 0, 1, 1). Number the regions anew."
         )
-    return found
+    return numbers
 
 
 def _make_schedule(
@@ -382,9 +384,9 @@ def _make_schedule(
     if order is None:
         return _Schedule(region_of, None, None)
 
-    def positions(region: Int[Array, ""], *events: Int[Array, ""]) -> list[_Exchange]:
+    def positions(region: Int[Array, ""], *events: Int[Array, ""]) -> list[_RegionEvents]:
         return [
-            _Exchange(*(jnp.where(region == r, event, -1) for event in events))
+            _RegionEvents(*(jnp.where(region == r, event, -1) for event in events))
             for r in range(num_regions)
         ]
 

@@ -80,7 +80,7 @@ def hypcluster(
         `[num_clusters, ...]`: start from different models, such as
         `jax.vmap(init_model)(jax.random.split(key, num_clusters))`, because equal models stay
         equal. A round computes q forward passes per batch more than `fedavg`, and reduces q models.
-        Metrics are those of the clients' training; the aggregator's are averaged over clusters.
+        Metrics: the metrics of the clients' training; the aggregator's are averaged over clusters.
         `choose_cluster` makes a client's choice outside a round.
 
     Raises:
@@ -138,7 +138,7 @@ def hypcluster(
             x = jax.tree.map(lambda p: p[cluster], state.params)
             return local_update(loss_fn, client_optimizer, x, batches, num_steps)
 
-        # A map of its own: an aggregator that needs the weights before the updates, which depend on
+        # A separate map: an aggregator that needs the weights before the updates, which depend on
         # the choices, does not train the clients twice.
         clusters = map_clients(choose, cohort.batches, cohort.num_steps, chunk_size=chunk_size)
         pseudo_gradients, metrics = map_clients(
@@ -147,11 +147,11 @@ def hypcluster(
         weights = participant_weights(cohort)
 
         def aggregate(j: int) -> tuple[Params, chex.ArrayTree, Metrics, Float[Array, ""]]:
-            def weight(cluster: jax.Array, own: jax.Array | None) -> jax.Array:
-                return jnp.where(cluster == j, 1 if own is None else own, 0).astype(jnp.float32)
+            def weight(cluster: jax.Array, count: jax.Array | None) -> jax.Array:
+                return jnp.where(cluster == j, 1 if count is None else count, 0).astype(jnp.float32)
 
             members = federated_map(weight, clusters, weights)
-            with random_stream(j):  # noise of its own for each cluster
+            with random_stream(j):  # separate noise for each cluster
                 aggregated = server.aggregator.aggregate(
                     state.aggregator_states[j], pseudo_gradients, members
                 )

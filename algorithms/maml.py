@@ -55,7 +55,7 @@ def per_fedavg(
 
     Returns:
         `init(params)` and `round(state, cohort)`, as in `fedavg`, with batches of at least two
-        examples. The reported loss and metrics are those of the adapted model on D'. A batch with
+        examples. The reported loss and metrics are the adapted model's on D'. A batch with
         only one valid example has an empty D': let `loss_fn` be 0 there.
 
     Raises:

@@ -37,7 +37,7 @@ def muloco(
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
         islands: number of islands.
-        learning_rate: Muon's, and that of Adam for what Muon does not update. A number, or a
+        learning_rate: of Muon, and of Adam for parameters that Muon does not update. A number, or a
             schedule of the inner step over all rounds. Default 0.02, as in the authors' code.
         weight_dimension_numbers: which parameters are matrices, and which of their axes, as
             `optax.contrib.muon` takes them: a tree of `optax.contrib.MuonDimensionNumbers`, or None

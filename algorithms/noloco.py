@@ -16,7 +16,7 @@ from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer, check
 from fedpax.algorithms.parts.local_steps import local_steps
 from fedpax.algorithms.parts.model_averaging import population_mean
 from fedpax.algorithms.parts.participation import participant_weights, without_absent
-from fedpax.algorithms.parts.permute_participants import exchange, perfect_matchings
+from fedpax.algorithms.parts.permute_participants import perfect_matchings, permute_participants
 from fedpax.algorithms.parts.server import as_floats, unless_all_absent
 from fedpax.checks import FRACTION, NON_NEGATIVE
 from fedpax.clients.cohort import Cohort, check_cohort
@@ -145,13 +145,13 @@ def noloco(
             cohort.batches,
             cohort.num_steps,
         )
-        own = state.local_params, trained
+        start_and_end = state.local_params, trained
         matchings = perfect_matchings(islands)
         key = jax.random.fold_in(jax.random.key(seed), state.round)
         matching = jax.random.randint(key, (), 0, len(matchings), jnp.int32)
-        partner = exchange(own, matchings, matching, placement="islands")
+        partner = permute_participants(start_and_end, matchings, matching, placement="islands")
 
-        def outer_step(own: Any, partner: Any, delta: Params) -> tuple[Params, Params]:
+        def outer_step(start_and_end: Any, partner: Any, delta: Params) -> tuple[Params, Params]:
             def step(
                 phi: jax.Array, y: jax.Array, phi_j: jax.Array, y_j: jax.Array, delta: jax.Array
             ) -> jax.Array:
@@ -159,11 +159,11 @@ def noloco(
                 moved = momentum * delta + learning_rate * progress - gamma * (phi - phi_j) / 2
                 return moved.astype(delta.dtype)
 
-            delta = jax.tree.map(step, *own, *partner, delta)
-            return optax.apply_updates(own[0], delta), delta
+            delta = jax.tree.map(step, *start_and_end, *partner, delta)
+            return optax.apply_updates(start_and_end[0], delta), delta
 
         weights = as_floats(participant_weights(cohort))
-        stepped = federated_map(outer_step, own, partner, state.momentum)
+        stepped = federated_map(outer_step, start_and_end, partner, state.momentum)
         before = state.local_params, state.momentum
         local_params, delta = unless_all_absent(weights, stepped, before, mean())
         after = NoLoCoState(local_params, delta, inner_state, state.round + 1)

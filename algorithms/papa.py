@@ -18,7 +18,7 @@ from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer, check
 from fedpax.algorithms.parts.local_steps import local_steps
 from fedpax.algorithms.parts.model_averaging import population_mean
 from fedpax.algorithms.parts.participation import participant_weights, without_absent
-from fedpax.algorithms.parts.permute_participants import exchange
+from fedpax.algorithms.parts.permute_participants import permute_participants
 from fedpax.algorithms.parts.server import as_floats, unless_all_absent
 from fedpax.checks import FRACTION
 from fedpax.clients.cohort import Cohort, check_cohort
@@ -74,7 +74,7 @@ def papa(
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
         islands: number of models; the paper uses 5 to 10.
         optimizer: any optax optimizer.
-        alpha: share of its own weights that a model keeps, or a function of the round's index,
+        alpha: share of its weights that a model keeps, or a function of the round's index,
             from 0. Default 0.99. The paper decreases 1 - alpha in proportion to the learning rate:
             `lambda r: 1 - 0.01 * learning_rate(10 * r) / learning_rate(0)`. 0 is `papa_all`. It can
             be a traced scalar, for `jax.grad`.
@@ -113,7 +113,7 @@ def papa(
         share, mean = alpha(index) if callable(alpha) else alpha, federated_mean(models)
         return federated_map(
             lambda w: jax.tree.map(
-                lambda own, shared: (share * own + (1 - share) * shared).astype(own.dtype), w, mean
+                lambda y, shared: (share * y + (1 - share) * shared).astype(y.dtype), w, mean
             ),
             models,
         )
@@ -252,7 +252,7 @@ def _average_pairs(models: Params, islands: int, key: jax.Array) -> Params:
 
     def receive(carry: tuple[Params, Params], step: Int[Array, ""]) -> tuple[Any, None]:
         total, passing = carry
-        passing = exchange(passing, [ring], jnp.int32(0), placement="islands")
+        passing = permute_participants(passing, [ring], jnp.int32(0), placement="islands")
         return (add(total, passing, step), passing), None
 
     zeros = federated_map(lambda w: jax.tree.map(jnp.zeros_like, w), models)
@@ -266,9 +266,9 @@ def _average_rotated(models: Params, islands: int, key: jax.Array) -> Params:
     """Average each model with the model c places further."""
     rotations = [tuple((i + c) % islands for i in range(islands)) for c in range(1, islands)]
     rotation = jax.random.randint(key, (), 0, len(rotations), jnp.int32)
-    partners = exchange(models, rotations, rotation, placement="islands")
+    partners = permute_participants(models, rotations, rotation, placement="islands")
     return federated_map(
-        lambda w, other: jax.tree.map(lambda a, b: (a + b) / 2, w, other), models, partners
+        lambda w, partner: jax.tree.map(lambda a, b: (a + b) / 2, w, partner), models, partners
     )
 
 

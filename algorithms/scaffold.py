@@ -147,24 +147,24 @@ def scaffold(
         rate = constant_learning_rate(client_optimizer, x) if option == "II" else None
 
         def local_train(
-            own: Params,
+            client_control: Params,
             is_present: Bool[Array, ""],
             batches: chex.ArrayTree,
             num_steps: Int[Array, ""] | None,
         ) -> tuple[Params, Metrics, Params, Params]:
-            correction = subtract(c, own)
+            correction = subtract(c, client_control)
             moved, metrics, gradient, corrected = _train(
                 loss_fn, client_optimizer, x, correction, batches, num_steps, option, rate
             )
             # new c_i - old c_i, without the old one: the new one is written over it, and XLA for
             # CPU copies all clients' controls at each client if both are read.
             change = jax.tree.map(lambda new, c: jnp.where(is_present, new - c, 0), corrected, c)
-            return moved, metrics, change, select(is_present, gradient, own)
+            return moved, metrics, change, select(is_present, gradient, client_control)
 
-        own = gather_clients(state.client_controls, client_ids)
+        client_control = gather_clients(state.client_controls, client_ids)
         pseudo_gradients, metrics, changes, new = map_clients(
             local_train,
-            own,
+            client_control,
             takes_part(cohort),
             cohort.batches,
             cohort.num_steps,

@@ -18,6 +18,7 @@ from fedpax.algorithms.parts.local_evaluation import accumulator, count_steps, m
 from fedpax.algorithms.parts.local_steps import fold_steps, gradient_and_metrics
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.rematerialized_map import map_clients
+from fedpax.algorithms.parts.tree_arithmetic import select
 from fedpax.checks import COUNT, POSITIVE, check_argument
 from fedpax.clients.cohort import Cohort
 from fedpax.errors import ArgumentError
@@ -108,7 +109,7 @@ def self_tuning(
 
     Returns:
         `init(params)` and `round(state, cohort)`. `state.hyperparameters` are the values of the
-        next round. Metrics: those of the method; the hyperparameters of the round as
+        next round. Metrics: the metrics of the method; the hyperparameters of the round as
         `"hyperparameter/<name>"`; `"loss_after"`, the mean of the f_i at the new model; and
         `"non_finite_hypergradients"`, the number of hyperparameters that were not tuned because
         their derivative is NaN or infinite.
@@ -165,7 +166,9 @@ def self_tuning(
         # The derivatives of the model have a last axis of hyperparameters.
         vector = jnp.stack(list(log.values()))
         derivatives, (after, metrics) = jax.jacfwd(model_after, has_aux=True)(vector)
-        (loss, gradient), is_measured = evaluate(after.params, cohort)
+        (loss, gradient), is_measured = _evaluate(
+            loss_fn, after.params, cohort, tuning_steps, placement, chunk_size
+        )
         slopes = jax.tree.map(
             lambda g, d: jnp.tensordot(g, d.astype(jnp.float32), g.ndim), gradient, derivatives
         )
@@ -181,43 +184,45 @@ def self_tuning(
         tuned = dict(zip(log, finite & is_measured, strict=True))
         moved = optax.apply_updates(log, updates)
         log = {name: jnp.where(tuned[name], moved[name], log[name]) for name in log}
-        optimizer_state = jax.tree.map(
-            lambda new, old: jnp.where(is_measured, new, old),
-            optimizer_state,
-            state.hyper_optimizer_state,
-        )
+        optimizer_state = select(is_measured, optimizer_state, state.hyper_optimizer_state)
         return SelfTuningState(after, log, optimizer_state), metrics | reported
 
-    def evaluate(
+    return FederatedAlgorithm(init, self_tuning_round)
+
+
+def _evaluate(
+    loss_fn: LossFn,
+    params: Params,
+    cohort: Cohort,
+    tuning_steps: int,
+    placement: str,
+    chunk_size: ChunkSize,
+) -> tuple[tuple[Float[Array, ""], Params], Bool[Array, ""]]:
+    """Average loss and gradient over participants by weight, on their first batches."""
+    # Also return whether any participant takes part.
+    num_participants = jax.tree.leaves(cohort.batches)[0].shape[0]
+
+    @program(**{placement: num_participants}, chunk_size=chunk_size)
+    def average(
         params: Params, cohort: Cohort
     ) -> tuple[tuple[Float[Array, ""], Params], Bool[Array, ""]]:
-        """Average loss and gradient over participants by weight, on their first batches."""
-        # Also return whether any participant takes part.
-        num_participants = jax.tree.leaves(cohort.batches)[0].shape[0]
+        def local(
+            batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
+        ) -> tuple[Float[Array, ""], Params]:
+            def add(total: Params, batch: chex.ArrayTree) -> tuple[Params, Metrics]:
+                gradient, metrics = gradient_and_metrics(loss_fn, params, batch)
+                return jax.tree.map(jnp.add, total, gradient), {"loss": metrics["loss"]}
 
-        @program(**{placement: num_participants}, chunk_size=chunk_size)
-        def average(
-            params: Params, cohort: Cohort
-        ) -> tuple[tuple[Float[Array, ""], Params], Bool[Array, ""]]:
-            def local(
-                batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
-            ) -> tuple[Float[Array, ""], Params]:
-                def add(total: Params, batch: chex.ArrayTree) -> tuple[Params, Metrics]:
-                    gradient, metrics = gradient_and_metrics(loss_fn, params, batch)
-                    return jax.tree.map(jnp.add, total, gradient), {"loss": metrics["loss"]}
+            first = jax.tree.map(lambda b: b[:tuning_steps], batches)
+            total, metrics = fold_steps(add, accumulator(params), first, num_steps)
+            return metrics["loss"], mean_of(total, count_steps(first, num_steps), params)
 
-                first = jax.tree.map(lambda b: b[:tuning_steps], batches)
-                total, metrics = fold_steps(add, accumulator(params), first, num_steps)
-                return metrics["loss"], mean_of(total, count_steps(first, num_steps), params)
+        values = map_clients(local, cohort.batches, cohort.num_steps, chunk_size=chunk_size)
+        weights = participant_weights(cohort)
+        is_measured = jnp.bool_(True) if weights is None else federated_max(weights) > 0
+        return federated_mean(values, weights), is_measured
 
-            values = map_clients(local, cohort.batches, cohort.num_steps, chunk_size=chunk_size)
-            weights = participant_weights(cohort)
-            is_measured = jnp.bool_(True) if weights is None else federated_max(weights) > 0
-            return federated_mean(values, weights), is_measured
-
-        return average(params, cohort)
-
-    return FederatedAlgorithm(init, self_tuning_round)
+    return average(params, cohort)
 
 
 def _check(hyperparameters: Mapping[str, float], tuning_steps: int) -> None:

@@ -80,7 +80,7 @@ def streaming_diloco(
 
     y_i is the model of island i, on which it takes its inner steps, and x is the outer model. Each
     fragment is synchronized once a round, at a different step: the peak bandwidth is P times lower
-    than that of DiLoCo. The average is first used tau steps later, and no step before depends on
+    than in DiLoCo. The average is first used tau steps later, and no step before depends on
     it, so that the compiler can send while the islands compute. The whole round, with all of its
     transfers, is one program, and no transfer is in flight at its end. The metrics are averaged
     once, at the end of the round, because the compiler would combine an earlier reduction with a
@@ -104,7 +104,7 @@ def streaming_diloco(
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
         islands: number of islands.
         inner_optimizer: any optax optimizer; the paper uses AdamW.
-        outer_optimizer: any optax optimizer, applied to each fragment with a state of its own.
+        outer_optimizer: any optax optimizer, applied to each fragment with a separate state.
             Default None: the paper's SGD with Nesterov momentum, learning rate 0.4, momentum 0.9.
         fragments: P, the number of fragments: `layer_fragments(P)` distributes the stacked layers
             in strides, and puts the other parameters in the last fragment. Or a function

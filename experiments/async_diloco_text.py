@@ -107,7 +107,7 @@ def _encoded_bytes(codec: codecs.Codec, params: Params) -> float:
 def async_diloco_text() -> AsyncDiLoCoText:
     """Asynchronous DiLoCo: 4 islands of different speeds, which fail and return, in virtual time.
 
-    The model and the text are those of `diloco_text`. The speeds are lognormal; slow islands take
+    The model and the text are as in `diloco_text`. The speeds are lognormal; slow islands take
     fewer steps. With the outer momentum of `diloco_text`, 0.7, the loss of this run rises in
     between. `--trace.file` reads measured speeds and failures.
     """
@@ -121,7 +121,7 @@ def async_diloco_text() -> AsyncDiLoCoText:
 def waiting_diloco_text() -> AsyncDiLoCoText:
     """DiLoCo on the islands of async_diloco_text: each round waits for the slowest island.
 
-    The outer learning rate and momentum are those of `diloco_text`.
+    The outer learning rate and momentum are as in `diloco_text`.
     """
     settings = AsyncConfig(
         learning_rate=0.9, momentum=0.7, grace_seconds=float("inf"), dynamic_steps=False

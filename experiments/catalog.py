@@ -53,7 +53,7 @@ def find_group(name: str) -> ExperimentGroup:
         name: a name in `GROUPS`, or a function as in `find_experiment`, which is called.
 
     Raises:
-        UnknownExperimentError: the name is not that of a group.
+        UnknownExperimentError: no group has the name.
 
     Example:
         >>> list(find_group("methods_digits").experiments)[:3]
@@ -87,7 +87,7 @@ def _is_group_name(text: str) -> bool:
 
 
 def _check_group(exp: str, group: ExperimentGroup) -> None:
-    """Check that a group has experiments, whose names can be those of folders."""
+    """Check that a group has experiments, and that their names can name folders."""
     from fedpax.training.experiment import Experiment
 
     if not group.experiments:
@@ -122,7 +122,7 @@ def expand_groups(names: Iterable[str]) -> list[str]:
     expanded: list[str] = []
     for name in names:
         group = group_or_none(name)
-        expanded += [name] if group is None else [f"{name}:{own}" for own in group.experiments]
+        expanded += [name] if group is None else [f"{name}:{entry}" for entry in group.experiments]
     return expanded
 
 
@@ -196,15 +196,15 @@ def _import_shipped(name: str) -> Callable[[], Any]:
 
 def _list_own_functions(module: ModuleType, functions: Mapping[str, Callable[..., Any]]) -> str:
     """Return a sentence with up to ten public functions that a module defines."""
-    own = [
+    public_names = [
         name
         for name, function in functions.items()
         if function.__module__ == module.__name__ and not name.startswith("_")
     ]
-    if not own:
+    if not public_names:
         return " It defines no public function. Add one that returns an experiment."
-    more = " and others" if len(own) > 10 else ""
-    return f" Use one of its functions: {', '.join(own[:10])}{more}."
+    more = " and others" if len(public_names) > 10 else ""
+    return f" Use one of its functions: {', '.join(public_names[:10])}{more}."
 
 
 def _find_member(group: str, name: str) -> Callable[[], Experiment]:
@@ -263,7 +263,7 @@ def _import_file(exp: str, path: Path) -> ModuleType:
         module = import_newest(path.stem, path.parent)
     if module is None or Path(getattr(module, "__file__", None) or "").resolve() != path:
         raise UnknownExperimentError(
-            f"--exp={exp}: the file's name is that of another module, {path.stem}, expected a name "
+            f"--exp={exp}: another module has the file's name, {path.stem}, expected a name "
             "that no imported module has, without dots. Rename the file."
         )
     return module

@@ -138,7 +138,7 @@ def _clipped_mean(  # noqa: D417
     """Average updates by weight after clipping them to a norm.
 
     Args:
-        max_norm: largest norm of an update; with `quantile`, that of the first round.
+        max_norm: largest norm of an update; with `quantile`, in the first round.
         quantile: quantile of the updates' norms that the largest norm follows. Default None: the
             norm is fixed.
     """
@@ -195,11 +195,11 @@ def _compressed_mean(  # noqa: D417
         ),
     }[codec]()
     if error_feedback and not made.contractive:
-        other = "bits to 5 or more" if codec == "uniform" else "codec to another codec"
+        change = "bits to 5 or more" if codec == "uniform" else "codec to another codec"
         raise ArgumentError(
             f"aggregator.error_feedback=True with aggregator.codec={codec}: its error can be "
             "larger than the update, so that what is left out could grow without bound. Set "
-            f"--aggregator.error_feedback=False, or set --aggregator.{other}."
+            f"--aggregator.error_feedback=False, or set --aggregator.{change}."
         )
     return aggregators.compressed_mean(
         codecs.rotated(made) if rotated else made, error_feedback=error_feedback, seed=seed

@@ -116,7 +116,7 @@ class MethodConfig(Settings):
         return algorithm
 
     def make_init(self, init: Callable[[jax.Array], Params]) -> Callable[[jax.Array], Params]:
-        """Make the initial parameters: one model, or one for each cluster from a key of its own."""
+        """Make the initial parameters: one model, or one for each cluster from its own key."""
         if self.has_shared_model:
             return init
         count = self.num_clusters  # type: ignore[attr-defined]

@@ -100,7 +100,7 @@ class DecoupledDiLoCoText(TextExperiment):
         decoupled, local_steps = self.decoupled, self.data.local_steps
         if local_steps % decoupled.fragments:
             raise ArgumentError(
-                f"data.local_steps={local_steps} is no multiple of decoupled.fragments="
+                f"data.local_steps={local_steps} is not a multiple of decoupled.fragments="
                 f"{decoupled.fragments}, expected the same number of steps before each merge. Set "
                 f"--data.local_steps to a multiple of {decoupled.fragments}."
             )

@@ -19,12 +19,12 @@ class _Imports(NamedTuple):
     """The modules of a folder that experiments have imported.
 
     Attributes:
-        others: names of all modules that were imported before by other code.
+        former: names of all modules that were imported before by other code.
         when: time of the last import; modules that were imported later have no digest.
         digests: digests of the files by module.
     """
 
-    others: frozenset[str]
+    former: frozenset[str]
     when: float
     digests: dict[str, bytes]
 
@@ -36,14 +36,14 @@ _LOCK = threading.RLock()  # threads can run commands, and see no half of an imp
 def import_newest(name: str, folder: Path) -> ModuleType:
     """Import a module; if it or a module beside it was edited since, import all of them again."""
     # Modules beside it are those in and below its folder that it has imported. Modules that other
-    # code had imported before, installed ones and those of fedpax stay as they are.
+    # code had imported before, installed modules and modules of fedpax stay as they are.
     with _LOCK:
         seen = _IMPORTS.get(folder)
         if seen is None:
             seen = _Imports(frozenset(sys.modules) - {name}, _process_start(), {})
-        own = {n: file for n, file in _files_below(folder).items() if n not in seen.others}
-        if any(_is_edited(n, file, seen) for n, file in own.items()):
-            for n, file in own.items():
+        files = {n: file for n, file in _files_below(folder).items() if n not in seen.former}
+        if any(_is_edited(n, file, seen) for n, file in files.items()):
+            for n, file in files.items():
                 del sys.modules[n]
                 # Its bytecode counts as newer than an edit in the same second of the same length.
                 with contextlib.suppress(OSError, NotImplementedError):
@@ -52,9 +52,9 @@ def import_newest(name: str, folder: Path) -> ModuleType:
         when = time.time()
         module = importlib.import_module(name)
         digests = {
-            n: _digest(file) for n, file in _files_below(folder).items() if n not in seen.others
+            n: _digest(file) for n, file in _files_below(folder).items() if n not in seen.former
         }
-        _IMPORTS[folder] = _Imports(seen.others, when, digests)
+        _IMPORTS[folder] = _Imports(seen.former, when, digests)
         return module
 
 
@@ -71,7 +71,7 @@ def folder_of_module(name: str) -> Path | None:
 
 def _files_below(folder: Path) -> dict[str, str]:
     """Return the files of the imported modules below a folder; installed ones are left out."""
-    found = {}
+    imported = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
         is_below = file.startswith(f"{folder}{os.sep}") and not _is_installed(file)
@@ -80,8 +80,8 @@ def _files_below(folder: Path) -> dict[str, str]:
             and file.endswith(".py")
             and name.partition(".")[0] not in ("fedpax", "__main__")
         ):
-            found[name] = file
-    return found
+            imported[name] = file
+    return imported
 
 
 def _is_installed(place: str) -> bool:

@@ -38,7 +38,7 @@ class FedAvgCharacters(FedAvgTokens):
 
     Attributes:
         seq_len: characters of a row.
-        model: the network; its `vocab_size` is that of the characters and 4 special tokens.
+        model: the network; its `vocab_size` counts the characters and 4 special tokens.
     """
 
     seq_len: int = 80
@@ -57,7 +57,7 @@ class FedAvgCharacters(FedAvgTokens):
 
     @property
     def num_known(self) -> int:
-        """All numbers but that of padding."""
+        """All numbers but the number of padding."""
         return self.model.vocab_size - 1
 
     def read_population(self) -> tuple[Partition, None]:

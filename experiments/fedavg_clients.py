@@ -163,7 +163,7 @@ class ClientExperiment(Experiment):
 
     @abc.abstractmethod
     def make_preprocess(self) -> Preprocess:
-        """Make the function from the fields of examples to those of batches."""
+        """Make the function from the fields of examples to the fields of batches."""
 
     @abc.abstractmethod
     def read_clients(self) -> tuple[Examples | Arrays, Partition]:
@@ -297,7 +297,7 @@ class FedAvgExperiment(ClientExperiment):
     Attributes:
         dataset: a name for `fedpax.data.load`.
         heldout_split: the split to evaluate on.
-        data_dir: the folder of prepared data sets. Default None: that of TensorFlow Datasets.
+        data_dir: the folder of prepared data sets. Default None: the folder of TensorFlow Datasets.
         population: the clients that exist.
     """
 
@@ -320,7 +320,7 @@ class FedAvgExperiment(ClientExperiment):
         return load(self.dataset, self.heldout_split, data_dir=self.data_dir)
 
     def read_training(self, source: Source) -> Examples | Arrays:
-        """Return the training examples; by default each round reads those of its cohort."""
+        """Return the training examples; by default each round reads its cohort."""
         return source
 
     def read_source(self) -> Source:
@@ -339,17 +339,17 @@ def clients_mesh(mesh: MeshConfig, cohort_size: int) -> Mesh:
     processes = sorted({device.process_index for device in devices})
     sizes = resolve_clients_axis(mesh, cohort_size, len(processes))
     if sizes.size % len(processes):
-        others = dataclasses.replace(mesh, clients=1).size
+        rest = dataclasses.replace(mesh, clients=1).size
         raise MeshSizeError(
             f"{len(processes)} processes cannot share --cohort.size={cohort_size} clients equally. "
-            f"Set --cohort.size={len(devices) // others} for all {len(devices)} devices."
+            f"Set --cohort.size={len(devices) // rest} for all {len(devices)} devices."
         )
     each = sizes.size // len(processes)
     return sizes.make(
         [
             device
             for process in processes
-            for device in [one for one in devices if one.process_index == process][:each]
+            for device in [d for d in devices if d.process_index == process][:each]
         ]
     )
 
@@ -364,8 +364,8 @@ def resolve_clients_axis(mesh: MeshConfig, cohort_size: int, processes: int = 1)
                 "largest axis that divides the cohort."
             )
         return mesh
-    others = dataclasses.replace(mesh, clients=1).size
-    available = max(len(available_devices()) // others, 1)
+    rest = dataclasses.replace(mesh, clients=1).size
+    available = max(len(available_devices()) // rest, 1)
     sizes = [d for d in range(1, available + 1) if cohort_size % d == 0]
-    even = [d for d in sizes if d * others % processes == 0]
+    even = [d for d in sizes if d * rest % processes == 0]
     return dataclasses.replace(mesh, clients=max(even or sizes))

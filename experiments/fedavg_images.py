@@ -99,7 +99,7 @@ class FedAvgImages(FedAvgExperiment):
         return read_examples(source) if self.in_memory else source
 
     def make_preprocess(self) -> Preprocess:
-        """Make the function from the fields of examples to those of batches."""
+        """Make the function from the fields of examples to the fields of batches."""
         return preprocess_images
 
     def read_heldout(self, heldout: Source, preprocess: Preprocess) -> Sequence[Batch]:

@@ -1,4 +1,4 @@
-"""Logistic regression on synthetic clients, those of FedProx or of LEAF."""
+"""Logistic regression on the synthetic clients of FedProx or of LEAF."""
 
 import abc
 import dataclasses
@@ -28,7 +28,7 @@ HELDOUT_EVERY = 10
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SyntheticClients(abc.ABC):
-    """Synthetic clients, each with a linear model and inputs of its own.
+    """Synthetic clients, each with its own linear model and inputs.
 
     Attributes:
         num_clients: number of clients.
@@ -108,7 +108,7 @@ class FedAvgSynthetic(ClientExperiment):
     """Logistic regression on synthetic clients. A tenth of each client's examples is held out.
 
     Attributes:
-        population: the clients that exist. Their seed is that of the cohort.
+        population: the clients that exist. Their seed is `cohort.seed`.
     """
 
     population: SyntheticClients
@@ -149,7 +149,7 @@ class FedAvgSynthetic(ClientExperiment):
         return lambda params: classification_by_client(logits(params), labels, clients)
 
     def make_preprocess(self) -> Preprocess:
-        """Make the function from the fields of examples to those of batches."""
+        """Make the function from the fields of examples to the fields of batches."""
         return preprocess_images  # floats stay as they are
 
     def make_model(self) -> FunctionalModel:
@@ -165,8 +165,8 @@ class FedAvgSynthetic(ClientExperiment):
 def fedavg_synthetic() -> FedAvgSynthetic:
     """FedAvg on FedProx's synthetic(1, 1), logistic regression of 30 clients. Takes seconds.
 
-    `--population.alpha` is the variance of the clients' models, and `--population.beta` that of
-    their inputs.
+    `--population.alpha` is the variance of the clients' models, and `--population.beta` the
+    variance of their inputs.
 
     Reference:
         Li et al., Federated Optimization in Heterogeneous Networks, arXiv:1812.06127, section 5.1.

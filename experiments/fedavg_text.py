@@ -1,4 +1,4 @@
-"""FedAvg on text: each client has documents of its own, such as the files of one module.
+"""FedAvg on text: each client has its own documents, such as the files of one module.
 
     fedpax train --exp=pretrain_text --model.scale_embeddings=False --job_log_dir=runs/base
     fedpax export --job_log_dir=runs/base --out=models/base

@@ -60,7 +60,7 @@ class FedAvgTokens(FedAvgExperiment):
         return lstm(self.model)
 
     def make_loss(self, model: FunctionalModel) -> LossFn:
-        """Make the cross-entropy; the metric `accuracy` is that of a batch."""
+        """Make the cross-entropy; the metric `accuracy` counts a batch."""
         parts = next_word_loss(model.apply, self.num_known)
 
         def loss_fn(
@@ -78,10 +78,10 @@ class FedAvgTokens(FedAvgExperiment):
         parts = evaluate(next_word_loss(model.apply, self.num_known))
 
         def evaluate_heldout(params: Params) -> dict[str, float]:
-            found = parts(params)
+            means = parts(params)
             return {
-                "loss": found["loss"],
-                "accuracy": found["known_correct"] / max(found["known"], 1e-9),
+                "loss": means["loss"],
+                "accuracy": means["known_correct"] / max(means["known"], 1e-9),
             }
 
         return evaluate_heldout

@@ -152,7 +152,7 @@ class FedBuffImages(FedAvgImages):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class ArrivingClients(ClientSampler):
-    """The clients that arrive in each round, in place of sampled ones.
+    """Sample the clients that arrive in each round.
 
     Attributes:
         order: the arrivals of all rounds.

@@ -23,8 +23,8 @@ class HeldoutSet(NamedTuple):
     Attributes:
         name: its name in the metrics.
         dataset: a name for `fedpax.data.load`.
-        field: the field of an example with its text. None: that of the run's own data.
-        split: the split. None: that of the run's own data.
+        field: the field of an example with its text. None: as in the run's own data.
+        split: the split. None: as in the run's own data.
     """
 
     name: str
@@ -54,8 +54,8 @@ class HeldoutSets(NamedTuple):
     """The rows to evaluate on.
 
     Attributes:
-        main: those of the run's own held-out split.
-        others: those of further data sets by name.
+        main: the rows of the run's own held-out split.
+        others: the rows of further data sets by name.
     """
 
     main: Rows
@@ -73,14 +73,14 @@ def parse_heldout_sets(texts: Sequence[str]) -> tuple[HeldoutSet, ...]:
     # Returns the sets.
     sets = []
     for text in texts:
-        found = _FORM.fullmatch(text)
-        if found is None:
+        match = _FORM.fullmatch(text)
+        if match is None:
             raise ArgumentError(
                 f"data.heldout_sets has {text!r}, expected NAME=DATASET or "
                 "NAME=DATASET#FIELD@SPLIT. Set for example "
                 "--data.heldout_sets web=c4/en:3.1.0@validation code=stdlib_text."
             )
-        sets.append(HeldoutSet(**found.groupdict()))
+        sets.append(HeldoutSet(**match.groupdict()))
     names = [heldout.name for heldout in sets]
     for name in names:
         if names.count(name) > 1:
@@ -118,8 +118,8 @@ def heldout_evaluator(
     def evaluate(params: Params) -> dict[str, float]:
         metrics = _with_perplexity(main(params))
         for name, evaluate_other in others.items():
-            found = _with_perplexity(evaluate_other(params))
-            metrics |= {f"heldout/{name}/{key}": value for key, value in found.items()}
+            result = _with_perplexity(evaluate_other(params))
+            metrics |= {f"heldout/{name}/{key}": value for key, value in result.items()}
         return metrics
 
     return evaluate

@@ -60,7 +60,7 @@ class TextDataConfig:
         heldout_sets: further texts to evaluate on, as "NAME=DATASET", "NAME=DATASET@SPLIT" or
             "NAME=DATASET#FIELD@SPLIT". Their metrics are "heldout/NAME/loss" and
             "heldout/NAME/perplexity". Defaults: `heldout_split` and `field`.
-        data_dir: the folder of prepared data sets. Default None: that of TensorFlow Datasets.
+        data_dir: the folder of prepared data sets. Default None: the folder of TensorFlow Datasets.
     """
 
     dataset: str = "stdlib_text"
@@ -115,7 +115,7 @@ class LanguageModelExperiment(Experiment):
     def with_weights(self, folder: str | Path) -> Self:
         """Begin from the weights in a Hugging Face folder.
 
-        The architecture and the dtype of the layers are those of its config.json, and its
+        Its config.json sets the architecture and the dtype of the layers, and its
         tokenizer.json (or tokenizer.model) is `data.tokenizer`. A model of bytes, with 256 tokens,
         needs none.
 
@@ -245,7 +245,7 @@ class LanguageModelExperiment(Experiment):
             remedy = (
                 f"Set --model.vocab_size to at least {tokenizer.vocab_size}."
                 if config.weights is None
-                else "Set --data.tokenizer to that of the weights."
+                else "Set --data.tokenizer to the tokenizer of the weights."
             )
             raise ArgumentError(
                 f"data.tokenizer={data.tokenizer!r} has {tokenizer.vocab_size:,} tokens, but "
@@ -256,7 +256,7 @@ class LanguageModelExperiment(Experiment):
             raise ArgumentError(
                 f"data.tokenizer={data.tokenizer!r} has {tokenizer.vocab_size:,} tokens, but "
                 f"the weights in model.weights={config.weights!r} are for {config.vocab_size:,}. "
-                "Set --data.tokenizer to that of the weights."
+                "Set --data.tokenizer to the tokenizer of the weights."
             )
         return tokenizer
 
@@ -293,8 +293,8 @@ def _saved_run(job_log_dir: str | Path | None, experiment: Experiment) -> Any:
     saved_in = resolve_folder(experiment.training.checkpoint_dir or job_log_dir)
     if latest_round(saved_in) is None:
         return None
-    found = read_configuration(saved_in, experiment)
-    return found and found[1]
+    saved = read_configuration(saved_in, experiment)
+    return saved and saved[1]
 
 
 def without_token_count(loss_fn: LossFn) -> LossFn:

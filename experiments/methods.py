@@ -89,9 +89,9 @@ def methods_synthetic() -> ExperimentGroup:
 def personal_digits() -> ExperimentGroup:
     """Methods for personal models on the problem of methods_digits.
 
-    The personal accuracy is that of the clients' own models, the held-out loss that of the shared
-    model. HypCluster has no single shared model: its held-out loss is that of the models that
-    clients choose. The client learning rate and the setting of each method are tuned.
+    The personal accuracy measures the clients' own models, the held-out loss the shared model.
+    HypCluster has no single shared model: its held-out loss measures the models that clients
+    choose. The client learning rate and the setting of each method are tuned.
     """
     base = _digits(PersonalImages)
     # An evaluation of all clients takes as long as several rounds.
@@ -100,8 +100,8 @@ def personal_digits() -> ExperimentGroup:
     return ExperimentGroup(experiments, target="personal_accuracy=0.95")
 
 
-def _digits(kind: type[FedAvgImages]) -> FedAvgImages:
-    return kind(
+def _digits(experiment_class: type[FedAvgImages]) -> FedAvgImages:
+    return experiment_class(
         dataset="digits",
         population=DirichletPopulation(num_clients=100, alpha=0.1),
         model=MLPConfig(layer_sizes=(64, 64, 10)),

@@ -30,13 +30,13 @@ def parse_mixture(items: Sequence[str]) -> list[MixtureItem]:
     """Parse the data sets of a mixture."""
     parsed: dict[str, MixtureItem] = {}
     for text in items:
-        found = _ITEM.fullmatch(text.strip())
-        if found is None or not found["name"].strip():
+        match = _ITEM.fullmatch(text.strip())
+        if match is None or not match["name"].strip():
             raise ArgumentError(f"data.mixture has {text!r}, which names no data set. {_REMEDY}.")
-        name = found["name"].strip()
+        name = match["name"].strip()
         if name in parsed:
             raise ArgumentError(f"data.mixture names {name!r} twice: add its weights up.")
-        parsed[name] = MixtureItem(name, _parse_weight(text, found["weight"]), found["field"])
+        parsed[name] = MixtureItem(name, _parse_weight(text, match["weight"]), match["field"])
     if parsed:
         try:
             check_weights({name: item.weight for name, item in parsed.items()})
@@ -53,5 +53,5 @@ def _parse_weight(item: str, text: str) -> Weight:
         return tuple((int(round_number), float(weight)) for weight, _, round_number in points)
     except ValueError:
         raise ArgumentError(
-            f"data.mixture has {item!r}, whose weight {text!r} is no number. {_REMEDY}."
+            f"data.mixture has {item!r}, whose weight {text!r} is not a number. {_REMEDY}."
         ) from None

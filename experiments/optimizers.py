@@ -38,7 +38,7 @@ class OptimizerConfig:
             "constant" ignores it.
         decay_fraction: "wsd": fraction of the run's steps that decay, at its end.
         restart_steps: "warm_restarts": steps of the first cycle.
-        restart_factor: "warm_restarts": length of a cycle divided by that of the one before.
+        restart_factor: "warm_restarts": length of a cycle divided by the previous length.
         b1: decay rate of the first moment, or of the momentum.
         b2: decay rate of the second moment.
         weight_decay: decoupled weight decay, multiplied by the learning rate.

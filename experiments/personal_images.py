@@ -25,9 +25,9 @@ from fedpax.training.experiment import Run
 class PersonalImages(FedAvgImages):
     """An image classifier trained by a method for personal models.
 
-    The metrics `personal_loss` and `personal_accuracy` are those of the clients' own models, by
-    `evaluate_clients`. The held-out `loss` and `accuracy` are those of the shared model. HypCluster
-    has no single shared model: all are those of the clients' models.
+    The metrics `personal_loss` and `personal_accuracy` measure the clients' own models, by
+    `evaluate_clients`. The held-out `loss` and `accuracy` measure the shared model. HypCluster
+    has no single shared model: all of them measure the clients' models.
     """
 
     def build(self) -> Run:
@@ -84,7 +84,7 @@ def client_metrics(
 ) -> dict[str, jax.Array]:
     """Average the metrics of each client's model over examples that are weighted by label."""
 
-    def one(client: tuple[Params, Float[Array, " classes"]]) -> tuple[Any, jax.Array]:
+    def sum_over_client(client: tuple[Params, Float[Array, " classes"]]) -> tuple[Any, jax.Array]:
         model, weights = client
 
         def weighted(batch: Mapping[str, jax.Array]) -> tuple[Any, jax.Array]:
@@ -97,5 +97,5 @@ def client_metrics(
 
         return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(weighted, batches))
 
-    totals, weight = jax.tree.map(jnp.sum, jax.lax.map(one, (models, weights)))
+    totals, weight = jax.tree.map(jnp.sum, jax.lax.map(sum_over_client, (models, weights)))
     return {name: total / weight for name, total in totals.items()}

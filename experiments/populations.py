@@ -127,9 +127,9 @@ def check_has_fields(
     source: Source, *fields: str, remedy: str = "Rename its fields when it is prepared"
 ) -> None:
     """Check that the examples of a source have the fields that an experiment reads."""
-    found = source[0]
-    if missing := [field for field in fields if field not in found]:
+    example = source[0]
+    if missing := [field for field in fields if field not in example]:
         raise ArgumentError(
             f"The data set {source.name} has no field {' or '.join(map(repr, missing))}, only "
-            f"{', '.join(map(repr, found))}. {remedy}, or choose another --dataset."
+            f"{', '.join(map(repr, example))}. {remedy}, or choose another --dataset."
         )

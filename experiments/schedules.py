@@ -1,4 +1,4 @@
-"""Learning rate schedules beside those of optax: warmup-stable-decay, and warm restarts."""
+"""Learning rate schedules that optax does not have: warmup-stable-decay, and warm restarts."""
 
 import jax
 import jax.numpy as jnp

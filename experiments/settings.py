@@ -180,7 +180,7 @@ def _plain_type(hint: Any) -> Any:
     members = typing.get_args(hint)
     if typing.get_origin(hint) not in (typing.Union, types.UnionType):
         return None
-    plain = [kind for kind in (*PLAIN, *members) if kind in members and _plain_type(kind)]
+    plain = [member for member in (*PLAIN, *members) if member in members and _plain_type(member)]
     if not plain:
         return None
     return plain[0] | None if types.NoneType in members else plain[0]

@@ -25,7 +25,7 @@ class StreamingConfig:
             the layers. `data.local_steps` is a multiple of it.
         pattern: how layers are dealt to fragments.
         delay: inner steps between the start of a transfer and its use, tau; below local steps / P.
-        mixing: share of its own fragment that an island keeps, alpha.
+        mixing: alpha, share of its own fragment that an island keeps.
         compression: format of an outer gradient on the wire.
         learning_rate: outer learning rate.
         momentum: Nesterov momentum of the outer optimizer; 0 is plain SGD.

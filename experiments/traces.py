@@ -87,7 +87,7 @@ class TraceConfig:
             if trace.num_participants != num_participants:
                 raise ArgumentError(
                     f"trace.file={self.file} has {trace.num_participants} participants, expected "
-                    f"{num_participants}, those of the experiment. Set --trace.file to another "
+                    f"{num_participants}, as the experiment has. Set --trace.file to another "
                     "file, or change --islands or --population.num_clients."
                 )
             return trace

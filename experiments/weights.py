@@ -46,13 +46,13 @@ def stored_weights(config: TransformerConfig, shapes: Params) -> StoredParams:
 def check_architecture(config: TransformerConfig, stored: TransformerConfig) -> None:
     """Check that a configuration describes the model that the folder `config.weights` has."""
     if names := differing_fields(config, stored):
-        found = ", ".join(
+        differences = ", ".join(
             f"--model.{name}={getattr(config, name)} (in the folder: {getattr(stored, name)})"
             for name in names
         )
         raise ArgumentError(
-            f"model.weights={config.weights} has another model: {found}. Leave out these flags: "
-            "the folder's config.json gives the architecture. In Python, use "
+            f"model.weights={config.weights} has another model: {differences}. Leave out these "
+            "flags: the folder's config.json gives the architecture. In Python, use "
             "experiment.with_weights(folder)."
         )
 
@@ -69,7 +69,7 @@ def huggingface_obstacle(config: TransformerConfig) -> str | None:
 def without_scale(config: TransformerConfig) -> TransformerConfig:
     """Describe the same transformer with the scale of its embeddings in the embedding table."""
     # No Hugging Face family of `fedpax.models.huggingface` scales embeddings. A table that is
-    # scaled is no longer the output projection too.
+    # scaled cannot also be the output projection.
     if not config.scale_embeddings:
         return config
     return dataclasses.replace(config, scale_embeddings=False, tied_embeddings=False)

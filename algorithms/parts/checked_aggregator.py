@@ -37,10 +37,10 @@ def checked_aggregator(aggregator: Aggregator) -> Aggregator:
 
 def _check_aggregated(aggregated: Any, updates: chex.ArrayTree) -> None:
     expected: Any = jax.tree.structure(updates)
-    found: Any = jax.tree.structure(aggregated)
-    if found != expected:
+    actual: Any = jax.tree.structure(aggregated)
+    if actual != expected:
         raise ArgumentTypeError(
-            f"aggregator.aggregate returned an aggregate of the structure {found}, expected that "
+            f"aggregator.aggregate returned an aggregate of the structure {actual}, expected that "
             f"of the updates, {expected}. Return one array for each array of the updates."
         )
     leaves = zip(jax.tree.leaves_with_path(aggregated), jax.tree.leaves(updates), strict=True)

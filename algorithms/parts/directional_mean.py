@@ -81,8 +81,8 @@ def directional_mean(
         merged = []
         for path, (_, leaf), (direction, norm) in zip(paths, entries, averaged, strict=True):
             if norm is not None:
-                own = _norm(direction, layers in path.split("/"))
-                direction = norm * _direction(direction, own)
+                norm_of_mean = _norm(direction, layers in path.split("/"))
+                direction = norm * _direction(direction, norm_of_mean)
             merged.append(direction.astype(leaf.dtype))
         return jax.tree.unflatten(structure, merged), state, {}
 

@@ -35,7 +35,7 @@ class FragmentServer(NamedTuple):
         """Combine fragment p of the outer gradients; return the aggregator's new state too."""
         x = fragment.take(state.params)
         gradients = federated_map(lambda y: subtract(x, fragment.take(y)), state.local_params)
-        with random_stream(p):  # noise of its own for each fragment
+        with random_stream(p):  # separate noise for each fragment
             return self.aggregator.aggregate(state.aggregator_state[p], gradients, weights)
 
     def step(

@@ -175,7 +175,7 @@ def _rows_by_fragment(path: str, leaf: Any, fragment_of: FragmentFn) -> dict[int
 
 
 def _spaced_rows(path: str, number: int, numbers: Sequence[int]) -> slice:
-    rows = [row for row, other in enumerate(numbers) if other == number]
+    rows = [row for row, assigned in enumerate(numbers) if assigned == number]
     step = rows[1] - rows[0] if len(rows) > 1 else 1
     if rows != list(range(rows[0], rows[-1] + 1, step)):
         raise ArgumentError(

@@ -34,10 +34,10 @@ def frozen_leaves(optimizer: optax.GradientTransformation, params: Params) -> li
         return [False] * count
     zeros, moving = zero_results(init, [False] * count), [False] * 2 * count
     while True:
-        found = zero_results(step, [*zeros, *moving])  # of the updates, then of the state
-        kept = [a and b for a, b in zip(zeros, found[count:], strict=True)]
+        are_zero = zero_results(step, [*zeros, *moving])  # of the updates, then of the state
+        kept = [a and b for a, b in zip(zeros, are_zero[count:], strict=True)]
         if kept == zeros:
-            return found[:count]
+            return are_zero[:count]
         zeros = kept
 
 
@@ -64,8 +64,8 @@ def without_frozen_leaves(
         moved, frozen = split(updates, types)
         if not any(frozen):
             return aggregator.aggregate(state, updates, weights)
-        found, state, metrics = aggregator.aggregate(state, moved, weights)
-        rest = iter(found)
+        aggregates, state, metrics = aggregator.aggregate(state, moved, weights)
+        rest = iter(aggregates)
         leaves, tree = jax.tree.flatten(types)
         filled = [
             jnp.zeros(leaf.shape, leaf.dtype) if is_frozen else next(rest)

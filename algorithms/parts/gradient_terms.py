@@ -18,7 +18,7 @@ def added_term(term: Params) -> optax.GradientTransformation:
 
 
 def proximal_term(mu: Any, x: Params) -> optax.GradientTransformation:
-    """Add the gradient of `mu / 2 |y - x|^2` to that of the loss at y: `g + mu (y - x)`."""
+    """Add the gradient of `mu / 2 |y - x|^2` to the gradient g of the loss: `g + mu (y - x)`."""
 
     def add(gradient: Params, y: Params | None) -> Params:
         return jax.tree.map(

@@ -27,7 +27,7 @@ class History(NamedTuple):
         )
 
     def append(self, params: Params) -> "History":
-        """Add a version in place of the oldest one."""
+        """Overwrite the oldest version by a new one."""
         current = self.current + 1
         versions = jax.tree.map(
             lambda leaf, new: jax.lax.dynamic_update_index_in_dim(

@@ -46,10 +46,14 @@ def mean_metrics(
         wide = {name: jnp.asarray(value, jnp.float32) for name, value in values.items()}
         weight = jnp.asarray(1 if weight is None else weight, jnp.float32)
         finite = {name: jnp.isfinite(value) for name, value in wide.items()}
-        own = {name: jnp.where(is_finite, weight, 0) for name, is_finite in finite.items()}
-        totals = {name: own[name] * jnp.where(finite[name], wide[name], 0) for name in wide}
+        finite_weights = {
+            name: jnp.where(is_finite, weight, 0) for name, is_finite in finite.items()
+        }
+        totals = {
+            name: finite_weights[name] * jnp.where(finite[name], wide[name], 0) for name in wide
+        }
         all_finite = jnp.all(jnp.array(list(finite.values())))
-        return _Terms(totals, own, (weight != 0) & ~all_finite)
+        return _Terms(totals, finite_weights, (weight != 0) & ~all_finite)
 
     sums = federated_sum(federated_map(terms, metrics, weights))
     count = sums.is_left_out

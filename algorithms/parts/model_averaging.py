@@ -94,9 +94,9 @@ def greedy_soup(
     """
     count = jax.tree.leaves(models)[0].shape[0]
     alone = [score(jax.tree.map(lambda leaf, i=i: leaf[i], models)) for i in range(count)]
-    first, *others = sorted(range(count), key=lambda i: -alone[i])
+    first, *rest = sorted(range(count), key=lambda i: -alone[i])
     used, best = [first], alone[first]
-    for index in others:
+    for index in rest:
         with_it = score(merge(models, [i in (*used, index) for i in range(count)]))
         if with_it >= best:
             used, best = [*used, index], with_it

@@ -62,24 +62,25 @@ def placed_valid_steps(cohort: Cohort) -> Bool[Array, "participants steps"] | No
     def valid(
         batches: chex.ArrayTree, num_steps: Int[Array, ""] | None, client: Int[Array, ""] | None
     ) -> Bool[Array, " steps"]:
-        own = valid_steps(batches, num_steps)
-        steps = jnp.ones(jax.tree.leaves(batches)[0].shape[0], bool) if own is None else own
+        steps = valid_steps(batches, num_steps)
+        if steps is None:
+            steps = jnp.ones(jax.tree.leaves(batches)[0].shape[0], bool)
         return steps if client is None else steps & (client >= 0)
 
     marked = {MASK: batches[MASK]} if has_mask else jax.tree.leaves(batches)[0]
     return federated_map(valid, marked, cohort.num_steps, client_ids)
 
 
-def without_absent(cohort: Cohort, index: Int[Array, " participants"] | None) -> Cohort:
+def without_absent(cohort: Cohort, index: jax.typing.ArrayLike | None) -> Cohort:
     """Give participants with a negative index no steps. Inside a program."""
     # A method whose participants have states of their own needs it: a weight of 0 keeps a
-    # participant out of means, but not out of its own state.
+    # participant out of means, but its own state would still change.
     if index is None:
         return cohort
     most = jax.tree.leaves(cohort.batches)[0].shape[1]
 
-    def steps(index: Int[Array, ""], own: Int[Array, ""] | None) -> Int[Array, ""]:
-        return jnp.where(index >= 0, most if own is None else own, 0)
+    def steps(index: Int[Array, ""], given: Int[Array, ""] | None) -> Int[Array, ""]:
+        return jnp.where(index >= 0, most if given is None else given, 0)
 
     return cohort._replace(num_steps=federated_map(steps, index, cohort.num_steps))
 

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 
-def exchange(
+def permute_participants(
     values: chex.ArrayTree,
     choices: Sequence[Sequence[int]],
     choice: Int[Array, ""],

@@ -125,9 +125,9 @@ def given_aggregator(
         return default
     if not isinstance(aggregator, Aggregator):
         name = getattr(aggregator, "__name__", None)
-        found = f"the function {name}" if name else f"a {type(aggregator).__name__}"
+        argument = f"the function {name}" if name else f"a {type(aggregator).__name__}"
         raise ArgumentTypeError(
-            f"aggregator is {found}, expected a fedpax.aggregators.Aggregator. Call a function "
+            f"aggregator is {argument}, expected a fedpax.aggregators.Aggregator. Call a function "
             "that makes one, as in coordinate_median(). End a transformation in an aggregator, as "
             "in chain(clip_by_norm(1.0), mean())."
         )

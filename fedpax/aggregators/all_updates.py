@@ -30,7 +30,7 @@ def reduce_coordinates(
     def reduce_leaf(leaf: jax.Array) -> jax.Array:
         x = _transpose(leaf.astype(jnp.float32))
         if spans_devices() or _explicit(x):
-            reduced = fn(x)  # blocks would not be those of the devices
+            reduced = fn(x)  # chunk boundaries would not match device shards
         else:
             blocks = functools.partial(_reduce_blocks, fn)
             reduced = jax.lax.platform_dependent(x, cpu=blocks, default=fn)
@@ -109,8 +109,8 @@ def _transpose(leaf: jax.Array) -> jax.Array:
     if explicit_axis(placement):
         return jax.sharding.reshard(leaf, P(None, *spec[1 : axis + 1], name, *spec[axis + 1 :]))
     free = P.UNCONSTRAINED
-    others = [name if i == axis + 1 else free for i in range(1, leaf.ndim)]
-    return jax.lax.with_sharding_constraint(leaf, P(None, *others))
+    axes = [name if i == axis + 1 else free for i in range(1, leaf.ndim)]
+    return jax.lax.with_sharding_constraint(leaf, P(None, *axes))
 
 
 def _restore(reduced: jax.Array, leaf: jax.Array) -> jax.Array:

@@ -26,7 +26,7 @@ def bulyan(num_byzantine: int) -> Aggregator:
     one coordinate; the second step bounds each coordinate. For m present participants, f of which
     may send wrong updates, the bound is `m >= 4 f + 3`. With fewer, the result is 0.
 
-    Memory is that of `krum`. On a mesh, it sends what `coordinate_median` and the distances of
+    It needs the memory of `krum`. On a mesh, it sends what `coordinate_median` and the distances of
     `krum` send: two all-to-alls, an all-reduce and an all-gather.
 
     Args:

@@ -26,7 +26,7 @@ def chain(*stages: AggregatorTransformation | Aggregator) -> Aggregator:
         *stages: any number of transformations, then one aggregator.
 
     Returns:
-        The aggregator. Its state is that of the first stage, which holds that of the next one.
+        The aggregator. The states are nested: each stage's state contains the next stage's state.
 
     Raises:
         TypeError: the last stage is not an `Aggregator`, or an earlier stage is one.

@@ -28,7 +28,7 @@ def clip_by_norm(max_norm: float) -> AggregatorTransformation:
         max_norm: C, the largest norm, above 0.
 
     Returns:
-        A transformation without state of its own. It computes norms and scales in float32. An
+        A transformation without state. It computes norms and scales in float32. An
         update whose norm is infinite or NaN becomes 0. Metrics, over present participants:
         `"clipped_fraction"`, the fraction whose norm is not at most C; `"participant_norm"`, the
         mean of the finite norms before clipping; and `"non_finite_updates"`, the number of updates

@@ -78,7 +78,7 @@ def compressed_mean(
 
     With `mean_codec`, the mean is encoded too, once, before it is received:
     mean = decode(encode(sum_i q_i / n)). The all-to-all then takes (n b / d + b') (d - 1) / d bits,
-    with b' bits per value of the mean: twice 4 bits in place of 4 (n - 1) are fewer from 3 islands.
+    with b' bits per value of the mean: twice 4 bits instead of 4 (n - 1) are fewer from 3 islands.
     It is another algorithm, on every mesh and without one: the rounding of the mean is lost, with
     error feedback too.
 
@@ -99,7 +99,7 @@ def compressed_mean(
         decay: factor of the residual each round, above 0 and at most 1. Default 1.0: nothing is
             forgotten. SparseLoCo uses 0.95.
         mean_codec: codec of the mean. Default None: only updates are rounded, and the mean stays in
-            float32. Its blocks are those of `codec`. One that draws random numbers by entry, such
+            float32. It has the blocks of `codec`. A codec that draws random numbers by entry, such
             as `uniform`, rounds the mean differently on different meshes.
         seed: seed of the random keys, which differ by round, participant and parameter.
 
@@ -218,7 +218,7 @@ def _model_axes() -> tuple[str, ...]:
     mesh = jax.sharding.get_abstract_mesh()
     placements = {active.placement.name for active in active_placements()}
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return tuple(n for n, kind in kinds if n not in placements and kind != AxisType.Manual)
+    return tuple(n for n, type_ in kinds if n not in placements and type_ != AxisType.Manual)
 
 
 def _exchange(

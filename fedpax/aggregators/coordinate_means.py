@@ -51,7 +51,7 @@ def trimmed_mean(trim_fraction: float) -> Aggregator:
 
     With m present participants, the k = `floor(trim_fraction * m)` largest and the k smallest
     values of each coordinate are left out. k faulty participants cannot move a coordinate beyond
-    the values of the other ones. Layout and cost are those of `coordinate_median`.
+    the values of the other ones. Layout and cost are as in `coordinate_median`.
 
     Args:
         trim_fraction: fraction to leave out at each end, at least 0 and below 1/2: the largest

@@ -24,7 +24,7 @@ def geometric_median(*, num_iterations: int = 8, smoothing: float = 1e-6) -> Agg
         b_i = w_i / max(nu, ||u_i - v||);   v <- sum_i b_i u_i / sum_i b_i.
 
     The first point is such a mean too, around v = 0, the current model, with the weighted median M
-    of the norms ||u_i|| in place of nu. `num_iterations` iterations with nu follow.
+    of the norms ||u_i|| instead of nu. `num_iterations` iterations with nu follow.
 
     Participants with less than half of the total weight cannot move the result arbitrarily far:
     the first point is at most 2 M from 0, for any length of their updates, and M is at most the
@@ -41,7 +41,7 @@ def geometric_median(*, num_iterations: int = 8, smoothing: float = 1e-6) -> Agg
         smoothing: nu, above 0, in the units of the update's norm.
 
     Returns:
-        An aggregator without state and metrics. Weights are those of the sum of distances. An
+        An aggregator without state and metrics. Weights multiply the distances of the sum. An
         update counts as absent if its norm is NaN or infinite in float32, as it is from about
         1.8e19. The median is computed in float32. The result has the dtype of the updates, float32
         for integers; 0 if no participant is present.
@@ -80,7 +80,7 @@ def geometric_median(*, num_iterations: int = 8, smoothing: float = 1e-6) -> Agg
             return updates, state, {}
         if weights is None:
             weights = jnp.ones(num_participants())
-        taken, own, norms = federated_map(_take, updates, weights)
+        taken, finite_weights, norms = federated_map(_take, updates, weights)
 
         def average(
             distances: Float[Array, " participants"], least: Float[Array, ""] | float
@@ -88,7 +88,7 @@ def geometric_median(*, num_iterations: int = 8, smoothing: float = 1e-6) -> Agg
             def attract(weight: Float[Array, ""], distance: Float[Array, ""]) -> Float[Array, ""]:
                 return weight / jnp.maximum(distance, least)
 
-            return federated_mean(taken, federated_map(attract, own, distances))
+            return federated_mean(taken, federated_map(attract, finite_weights, distances))
 
         def iterate(_: jax.Array, v: chex.ArrayTree) -> chex.ArrayTree:
             def distance(update: chex.ArrayTree) -> Float[Array, ""]:
@@ -96,7 +96,7 @@ def geometric_median(*, num_iterations: int = 8, smoothing: float = 1e-6) -> Agg
 
             return average(federated_map(distance, taken), smoothing)
 
-        median_norm = _weighted_median(known_to_all(norms), known_to_all(own))
+        median_norm = _weighted_median(known_to_all(norms), known_to_all(finite_weights))
         first = average(norms, jnp.maximum(median_norm, smoothing))
         v = jax.lax.fori_loop(0, num_iterations, iterate, first)
         return jax.tree.map(lambda m, u: m.astype(mean_dtype(u)), v, updates), state, {}

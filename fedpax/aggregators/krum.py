@@ -118,7 +118,7 @@ def krum_order(
     num_byzantine: int,
 ) -> Int[Array, " participants"]:
     """Order participants by the sum of squared distances to their nearest neighbours."""
-    # The neighbours are the `m - f - 2` nearest, at least one. If scores are equal, as those of two
+    # The neighbours are the `m - f - 2` nearest, at least one. If scores are equal, as for two
     # participants that are each other's single neighbour, the next neighbour decides.
     n = distances.shape[0]
     neighbour = here[None, :] & ~jnp.eye(n, dtype=bool)

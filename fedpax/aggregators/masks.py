@@ -87,17 +87,17 @@ def _vectors(
 ) -> Callable[[Int[Array, ""]], list[jax.Array]]:
     """Return the function j -> p_ij for j >= i, and -p_ij for j < i."""
     # All pairs share the hash of the indices, which takes as long as the rest of a vector. Its key
-    # is that of no pair: pairs have numbers below n.
+    # belongs to no pair: pairs have numbers below n.
     shared = jax.random.fold_in(graph.key, graph.order.shape[0])
     first = jax.random.bits(shared, (len(shapes),), jnp.uint32)
     hashed = [hashed_indices(seed, *shape) for seed, shape in zip(first, shapes, strict=True)]
 
-    def draw(other: Int[Array, ""]) -> list[jax.Array]:
-        pair = jax.random.fold_in(graph.key, jnp.minimum(index, other))
-        pair = jax.random.fold_in(pair, jnp.maximum(index, other))
+    def draw(neighbour: Int[Array, ""]) -> list[jax.Array]:
+        pair = jax.random.fold_in(graph.key, jnp.minimum(index, neighbour))
+        pair = jax.random.fold_in(pair, jnp.maximum(index, neighbour))
         seeds = jax.random.bits(pair, (len(shapes),), jnp.uint32)
         vectors = map(rehash, hashed, seeds)
-        return [jnp.where(other >= index, p, -p) for p in vectors]
+        return [jnp.where(neighbour >= index, p, -p) for p in vectors]
 
     return draw
 

@@ -19,7 +19,7 @@ def mean_dtype(leaf: jax.Array) -> jnp.dtype:
 
 
 def present(weights: Num[Array, " participants"] | None) -> Bool[Array, " participants"]:
-    """Return which participants take part: those of another weight than 0. Inside a program."""
+    """Return which participants have a weight other than 0. Inside a program."""
     if weights is None:
         return jnp.ones(num_participants(), bool)
     return jnp.asarray(weights) != 0

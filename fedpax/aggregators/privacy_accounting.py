@@ -32,7 +32,7 @@ def privacy_spent(
 ) -> float:
     """Compute the epsilon of (epsilon, delta)-differential privacy after some rounds.
 
-    Sampled participants are better protected than those of every round (amplification by
+    Sampled participants are better protected than participants of every round (amplification by
     sampling). Say how cohorts are drawn; a shuffled pass over the population is neither of these:
 
     - Poisson: every participant joins each round independently, with `sampling_probability`.
@@ -51,7 +51,7 @@ def privacy_spent(
 
     Args:
         noise_multiplier: z, the standard deviation of the noise of the sum over the clipping norm.
-            With adaptive clipping, that of both sums together, as `private_mean` takes it.
+            With adaptive clipping, the multiplier of both sums together, as in `private_mean`.
         num_rounds: number of rounds, at least 1.
         delta: between 0 and 1, well below 1 over the population's size.
         sampling_probability: probability of joining a round. Default None: no Poisson sampling.

@@ -64,7 +64,7 @@ def private_mean(
 
         b = 1/2 + (sum_i ([||u_i|| <= C] - 1/2) + N(0, s^2)) / m;  C <- C exp(-eta (b - gamma)).
 
-    The privacy of both sums together is that of one sum with noise multiplier z. For this, the
+    Both sums together have the privacy of one sum with noise multiplier z. For this, the
     noise of the updates is increased to `z' C` with `z' = (z^-2 - (2 s)^-2)^(-1/2)`.
 
     The guarantee covers the aggregate and the metrics of this aggregator. It does not cover what a
@@ -91,7 +91,7 @@ def private_mean(
         dtype of the updates, float32 for integers. An update whose norm is infinite or NaN counts
         as 0. The noise is the same on every mesh. Methods give an aggregator only the parameters
         that the client optimizer moves: those under `optax.set_to_zero` get no noise. In a round in
-        which everybody is absent, the noise moves the model. Metrics: `"max_norm"`, C, and
+        which all participants are absent, the noise moves the model. Metrics: `"max_norm"`, C, and
         `"noise_stddev"`, the standard deviation of each coordinate of the mean.
 
     Raises:

@@ -185,7 +185,7 @@ def discrete_gaussian(key: jax.Array, like: jax.Array, stddev: float) -> Int[Arr
     #
     # From there on, k is `floor(t)` plus a uniform integer, because the 24 random bits behind t
     # leave gaps between large integers. The integer has `stddev / 16` to `stddev / 8` values. Its
-    # variance and that of rounding are left out of t. With the float32 numbers drawn here, the
+    # variance and the rounding variance are left out of t. With the float32 numbers drawn here, the
     # total variation distance from the discrete Gaussian distribution is below 4e-6.
     sharding = known_sharding(like)
     if stddev >= DITHERED_STDDEV:

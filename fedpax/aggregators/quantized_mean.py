@@ -60,7 +60,7 @@ def quantized_mean(num_levels: int) -> Aggregator:
 
     With weights w_i, x_i is scaled by n w_i / sum_i w_i before quantization, which needs one more
     small all-reduce. A participant of weight 0 is absent: it contributes nothing to the mean and to
-    the step, and keeps its residual. The derivative is zero, like that of `jnp.round`.
+    the step, and keeps its residual. The derivative is zero, as of `jnp.round`.
 
     Use it with a fixed set of participants, such as islands. With sampled clients, the residual of
     one client is added to the update of another.

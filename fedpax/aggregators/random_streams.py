@@ -16,7 +16,7 @@ PURPOSES = (
     "masks",
     "discrete_gaussian",
 )
-"""The sources of randomness of this package: each draws from keys of its own for every seed."""
+"""The sources of randomness of this package: each draws from separate keys for every seed."""
 
 _STREAMS = 2**32 - 1  # folded in before the indices of streams: no purpose or round has this number
 
@@ -36,7 +36,7 @@ def random_stream(index: int) -> Iterator[None]:
     Args:
         index: index of the stream, a Python int of at least 0: the number of the state. Stream 0
             has the random numbers of no stream. In nested contexts, each combination of indices is
-            a stream of its own.
+            a separate stream.
 
     Raises:
         TypeError: `index` is not an int.
@@ -59,7 +59,7 @@ def random_stream(index: int) -> Iterator[None]:
         >>> bool(first == second)
         False
     """
-    remedy = "Pass the number of the state, such as that of a cluster or fragment."
+    remedy = "Pass the number of the state, such as the number of a cluster or fragment."
     index = check_argument(
         "random_stream", "index", index, IntRange(least=0, most=_STREAMS - 1), remedy=remedy
     )
@@ -72,7 +72,7 @@ def in_stream(key: jax.Array) -> jax.Array:
     indices = _indices.value
     if any(indices):
         key = jax.random.fold_in(key, _STREAMS)
-        while not indices[-1]:  # the innermost stream 0 is no stream
+        while not indices[-1]:  # stream 0 is the default and adds nothing to the key
             indices = indices[:-1]
         for index in indices:
             key = jax.random.fold_in(key, index)

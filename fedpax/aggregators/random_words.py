@@ -12,7 +12,7 @@ def random_words(
     key: Key[Array, ""], shape: tuple[int, ...], sharding: P | None = None
 ) -> UInt32[Array, "..."]:
     """Draw random words: a hash of their indices and the key, the same on any mesh."""
-    # Unlike those of `jax.random`, they need no loop over arrays: the compiler fuses them into what
+    # Unlike words of `jax.random`, they need no loop over arrays: the compiler fuses them into what
     # reads them. They pass for random in a simulation, and hide nothing from an adversary. With one
     # key, no word repeats within 2^32 indices.
     first, second = jax.random.bits(key, (2,), jnp.uint32)
@@ -23,7 +23,7 @@ def hashed_indices(
     seed: UInt32[Array, ""], shape: tuple[int, ...], sharding: P | None = None
 ) -> UInt32[Array, "..."]:
     """Hash the indices of an array once: half of `random_words`."""
-    # Several calls of `rehash` can share it, each with a seed of its own.
+    # Several calls of `rehash` can share it, each with another seed.
     indices = jnp.zeros((), jnp.uint32)
     for axis in range(len(shape)):
         stride = jnp.uint32(math.prod(shape[axis + 1 :]) % 2**32)

@@ -46,7 +46,7 @@ def secure_mean(
     Pairs of participants share masks of opposite signs. A participant of weight 0 drops out after
     the masks are agreed on: the server then recomputes the masks that its neighbours have added,
     and the self masks of the m present participants. The integer sum is exact for any set of
-    dropouts, so the only error is that of quantization: at most s / 2 in each entry.
+    dropouts, so the only error is the quantization: at most s / 2 in each entry.
 
     This simulates the arithmetic of the protocol: its cost, quantization and dropouts. It has no
     key agreement or secret sharing, and the masks come from JAX's generator with a known seed: it

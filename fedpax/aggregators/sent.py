@@ -1,4 +1,4 @@
-"""Mark the values that a participant sends, and those of the server, for `fedpax.cost`."""
+"""Mark the values that a participant sends or that the server computes, for `fedpax.cost`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedpax.transforms.marks import SENT, SERVER
 
 
 def mark_sent(values: chex.ArrayTree, *, instead_of: chex.ArrayTree) -> chex.ArrayTree:
-    """Mark values as what a participant sends in place of its update. Inside a mapped function.
+    """Mark values that a participant sends instead of its update. Inside a mapped function.
 
     An aggregator that compresses updates marks the encoded arrays. `fedpax.cost` counts their bytes
     as the compressed size of the update. The mark does not change the compiled program.
@@ -39,6 +39,6 @@ def mark_sent(values: chex.ArrayTree, *, instead_of: chex.ArrayTree) -> chex.Arr
 def mark_server(values: chex.ArrayTree) -> chex.ArrayTree:
     """Mark values as computed by the server. Inside a mapped function."""
     # A server with much work, such as the recovery of masks, shares it among the participants'
-    # devices by a map of its own. `fedpax.cost` counts the FLOPs of a map with marked values as the
+    # devices by a map. `fedpax.cost` counts the FLOPs of a map with marked values as the
     # server's, and no bytes. The mark does not change the compiled program.
     return jax.tree.map(lambda x: checkpoint_name(x, SERVER), values)

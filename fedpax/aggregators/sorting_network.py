@@ -30,13 +30,13 @@ def _bitonic_sort(x: Float[Array, "participants ..."]) -> Float[Array, "particip
         x: Float[Array, "rows ..."], pairs: tuple[Int[Array, " rows"], Bool[Array, " rows"]]
     ) -> tuple[Float[Array, "rows ..."], None]:
         partner, takes_less = pairs
-        other = jnp.take(x, partner, 0, mode="clip")
+        partner_row = jnp.take(x, partner, 0, mode="clip")
         takes_less = takes_less.reshape(-1, *[1] * (x.ndim - 1))
         # Not by `minimum` and `maximum`: they would add 0 times the other row's derivative, which
         # may be NaN, and halve the derivatives of equal values.
         # `where` would need equal shardings, also on an explicit axis of one device.
-        is_exchanged = (takes_less & (x > other)) | (~takes_less & (x < other))
-        return jnp.where(is_exchanged, other, x), None
+        is_exchanged = (takes_less & (x > partner_row)) | (~takes_less & (x < partner_row))
+        return jnp.where(is_exchanged, partner_row, x), None
 
     padding = [(0, row.size - n)] + [(0, 0)] * (x.ndim - 1)
     rows = jnp.pad(x, padding, constant_values=jnp.inf)

@@ -17,7 +17,7 @@ def under_transfers(work: TransferWork) -> Iterator[None]:
     """Do a method's work under the transfers of the aggregators in this context."""
     # A method such as `streaming_diloco` hides a transfer behind local steps that do not depend on
     # it. If an aggregator has two transfers, and the second one depends on the first, each needs
-    # steps of its own. The aggregator then calls `work_under_transfer` after each of them. An
+    # separate steps. The aggregator then calls `work_under_transfer` after each of them. An
     # aggregator with a single transfer does not: the method does its work after `aggregate`.
     token = _work.set(work)
     try:

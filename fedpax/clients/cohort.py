@@ -85,7 +85,7 @@ class Cohort(_Fields):
         # Here, because jax.jit would wrap large integers before the algorithm sees the cohort.
         fields = batches, num_examples, num_steps, client_ids, schedule
         if not any_needs_cast(fields):
-            return tuple.__new__(cls, fields)  # faster than that of NamedTuple
+            return tuple.__new__(cls, fields)  # faster than the method of NamedTuple
         batches = checked_tree(batches, "cohort.batches", _REMEDY)
         if needs_cast(num_examples):
             num_examples = device_weights(num_examples, "cohort.num_examples")
@@ -160,10 +160,10 @@ def check_cohort(
             )
         num_steps.setdefault(shape[1], name)
     if len(num_steps) > 1:
-        found = " and ".join(f"{name} has {steps}" for steps, name in sorted(num_steps.items()))
+        counts = " and ".join(f"{name} has {steps}" for steps, name in sorted(num_steps.items()))
         raise ArgumentError(
             f"{algorithm}(): the leaves of cohort.batches have different numbers of steps (axis "
-            f"1): {found}. Pad the shorter ones, and mark the padding in a field {MASK!r}."
+            f"1): {counts}. Pad the shorter ones, and mark the padding in a field {MASK!r}."
         )
     for field in ("num_examples", "num_steps", "client_ids"):
         value = getattr(cohort, field)
@@ -206,7 +206,7 @@ def _check_batch_axis(algorithm: str, leaves: list[Any]) -> None:
 def _size_remedy(
     algorithm: str, leaves: list[Any], num_participants: int, size_argument: str | None
 ) -> str:
-    """Return the remedy for leaves that are not those of `num_participants` participants."""
+    """Return the remedy for leaves that are not of `num_participants` participants."""
     shapes = [np.shape(leaf) for _, leaf in leaves]
     sizes = {shape[0] if len(shape) > 1 else 0 for shape in shapes}
     if len(sizes) > 1 or 0 in sizes:
@@ -221,15 +221,15 @@ def _check_schedule(
     algorithm: str, schedule: Any, num_participants: int, schedule_type: type | None
 ) -> None:
     """Check a schedule that is not None."""
-    found = type(schedule).__name__
+    given = type(schedule).__name__
     if schedule_type is None:
         raise ArgumentTypeError(
-            f"{algorithm}(): cohort.schedule is a {found}, but {algorithm} is synchronous. Leave "
+            f"{algorithm}(): cohort.schedule is a {given}, but {algorithm} is synchronous. Leave "
             "schedule=None, or use an asynchronous method, such as fedbuff or async_diloco."
         )
     if not isinstance(schedule, schedule_type):
         raise ArgumentTypeError(
-            f"{algorithm}(): cohort.schedule is a {found}, expected a {schedule_type.__name__} of "
+            f"{algorithm}(): cohort.schedule is a {given}, expected a {schedule_type.__name__} of "
             "fedpax.clients. fedpax.simulation makes one for each method."
         )
     for path, array in jax.tree.leaves_with_path(schedule):

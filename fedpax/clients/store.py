@@ -106,8 +106,8 @@ def client_store(
 
     make = fill
     if axis is not None:
-        own = [_state_spec(a, axis) for a in arrays]
-        make = _on_devices(fill, (own,), [P(axis, *spec) for spec in own])
+        specs = [_state_spec(a, axis) for a in arrays]
+        make = _on_devices(fill, (specs,), [P(axis, *spec) for spec in specs])
     return ClientStore(jax.tree.unflatten(tree, jax.jit(make)(arrays)), num_clients)
 
 
@@ -154,16 +154,18 @@ def _gather(store: ClientStore[State], client_ids: jax.Array, placement: str) ->
     def on_device(store: State, client_ids: jax.Array) -> State:
         device = jax.lax.axis_index(axis)
 
-        def fill(hop: Any, found: Any) -> Any:
+        def fill(hop: Any, states: Any) -> Any:
             """Add this device's rows to the block of the cohort that is here at this hop."""
             block = _block(client_ids, (device - 1 - hop) % num_devices, num_devices)
             return jax.tree.map(
-                lambda rows, others: _take(rows, block, device * len(rows), others), store, found
+                lambda rows, fallback: _take(rows, block, device * len(rows), fallback),
+                store,
+                states,
             )
 
-        found = fill(0, jax.tree.map(lambda rows: 0, store))
+        states = fill(0, jax.tree.map(lambda rows: 0, store))
         return jax.lax.fori_loop(
-            1, num_devices, lambda hop, found: fill(hop, _hop(found, axis, num_devices)), found
+            1, num_devices, lambda hop, states: fill(hop, _hop(states, axis, num_devices)), states
         )
 
     specs = _row_specs(store.rows, axis)
@@ -247,12 +249,12 @@ def _mark_kept(states: State) -> State:
     return jax.tree.map(lambda x: checkpoint_name(x, KEPT), states)
 
 
-def _take(rows: jax.Array, client_ids: jax.Array, start: Any, others: Any) -> jax.Array:
+def _take(rows: jax.Array, client_ids: jax.Array, start: Any, fallback: Any) -> jax.Array:
     """Read the clients whose rows are here, the first being client `start`; `others` elsewhere."""
     index, is_here = _row_index(rows, client_ids, start)
-    found = rows[jnp.where(is_here, index, 0)]
-    others = jnp.asarray(others, rows.dtype)
-    return jnp.where(is_here.reshape(-1, *[1] * (rows.ndim - 1)), found, others)
+    states = rows[jnp.where(is_here, index, 0)]
+    fallback = jnp.asarray(fallback, rows.dtype)
+    return jnp.where(is_here.reshape(-1, *[1] * (rows.ndim - 1)), states, fallback)
 
 
 def _put(rows: jax.Array, client_ids: jax.Array, new: jax.Array, start: Any) -> jax.Array:
@@ -291,9 +293,9 @@ def _axis(placement: str) -> tuple[str | None, int]:
     """Return the mesh axis that shards the rows, or None if there is none, and its size."""
     mesh = jax.sharding.get_abstract_mesh()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    kind = types.get(placement, AxisType.Manual)
+    axis_type = types.get(placement, AxisType.Manual)
     # An automatic axis of size 1 shards nothing.
-    if kind == AxisType.Manual or (kind == AxisType.Auto and mesh.shape[placement] == 1):
+    if axis_type == AxisType.Manual or (axis_type == AxisType.Auto and mesh.shape[placement] == 1):
         return None, 1
     return placement, mesh.shape[placement]
 

@@ -68,8 +68,8 @@ def wire_bits(codec: Codec, updates: chex.ArrayTree) -> int:
     bits = 0
     for leaf in jax.tree.leaves(updates):
         blocks = choose_blocks(codec, tuple(jnp.shape(leaf)))
-        others = 1 if blocks.axis is None else math.prod(leaf.shape) // leaf.shape[blocks.axis]
-        bits += 32 * num_words(codec, blocks.size) * blocks.num_blocks * others
+        rows = 1 if blocks.axis is None else math.prod(leaf.shape) // leaf.shape[blocks.axis]
+        bits += 32 * num_words(codec, blocks.size) * blocks.num_blocks * rows
     return bits
 
 

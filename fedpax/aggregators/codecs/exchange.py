@@ -69,21 +69,21 @@ def choose_exchange(
     """
     if devices == 1:
         return Exchange(None, 0)
-    others, values, words, parts = devices - 1, 0, 0, []
+    peers, values, words, parts = devices - 1, 0, 0, []
     for leaf in jax.tree.leaves(updates):
         blocks = choose_blocks(codec, tuple(leaf.shape))
         entries = math.prod(leaf.shape)
         columns = 1 if blocks.axis is None else entries // leaf.shape[blocks.axis]
         count, length = blocks.num_blocks * columns, num_words(codec, blocks.size)
         mean_length = blocks.size if mean_codec is None else num_words(mean_codec, blocks.size)
-        own = participants // devices
+        per_device = participants // devices
         part = -(-count // devices)
         choices = {
-            1: others * own * length * count,
-            devices: others * part * (own * length + mean_length),
+            1: peers * per_device * length * count,
+            devices: peers * part * (per_device * length + mean_length),
         }
         parts.append(min(choices, key=choices.__getitem__))
         words += choices[parts[-1]]
         values += entries
-    reduced = 64 * values * others // devices
+    reduced = 64 * values * peers // devices
     return Exchange(None, reduced) if reduced <= 32 * words else Exchange(tuple(parts), 32 * words)

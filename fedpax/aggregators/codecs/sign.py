@@ -66,9 +66,9 @@ def sign(bits: int = 1, *, block_size: int = BLOCK_SIZE) -> Codec:
         magnitude = jnp.abs(blocks)
         interval = _interval(magnitude, bins)
         # A NaN belongs to every interval, so that it reaches the server.
-        own = [(interval == i) | jnp.isnan(interval) for i in range(bins)]
-        totals = [jnp.sum(jnp.where(o, magnitude, 0), axis=0) for o in own]
-        counts = [jnp.sum(o, axis=0) for o in own]
+        in_bin = [(interval == i) | jnp.isnan(interval) for i in range(bins)]
+        totals = [jnp.sum(jnp.where(o, magnitude, 0), axis=0) for o in in_bin]
+        counts = [jnp.sum(o, axis=0) for o in in_bin]
         scales = divide(jnp.stack(totals), jnp.stack(counts))
         codes = (blocks < 0).astype(jnp.uint32) + 2 * interval.astype(jnp.uint32)
         return jnp.concatenate([float_words(scales), pack_bits(codes, bits)])

@@ -12,8 +12,8 @@ def divide_blocks(
     words: Shaped[Array, "participants words ..."], num_shards: int, num_parts: int
 ) -> Shaped[Array, "participants words shards parts blocks"]:
     """Divide the blocks of each shard into parts of equal size."""
-    participants, length, *others, minor = words.shape
-    size = math.prod(others) * (minor // num_shards)  # blocks of a shard
+    participants, length, *inner, minor = words.shape
+    size = math.prod(inner) * (minor // num_shards)  # blocks of a shard
     sharded = words.reshape(participants, length, -1, num_shards, minor // num_shards)
     flat = jnp.moveaxis(sharded, 3, 2).reshape(participants, length, num_shards, size)
     padded = jnp.pad(flat, [*[(0, 0)] * 3, (0, -size % num_parts)])

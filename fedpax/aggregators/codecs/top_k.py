@@ -79,7 +79,7 @@ def _scatter(
 ) -> Float[Array, "entries ..."]:
     """Place values at indices along the leading axis, and zeros elsewhere."""
     # With batching axes, a compiler keeps the other axes where they are, and their sharding.
-    others = tuple(range(1, indices.ndim))
+    rest = tuple(range(1, indices.ndim))
     return jax.lax.scatter(
         jnp.zeros((entries, *indices.shape[1:]), values.dtype),
         indices[..., None],
@@ -88,8 +88,8 @@ def _scatter(
             update_window_dims=(),
             inserted_window_dims=(0,),
             scatter_dims_to_operand_dims=(0,),
-            operand_batching_dims=others,
-            scatter_indices_batching_dims=others,
+            operand_batching_dims=rest,
+            scatter_indices_batching_dims=rest,
         ),
         unique_indices=True,
     )

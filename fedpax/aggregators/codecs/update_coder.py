@@ -68,8 +68,8 @@ class UpdateCoder(NamedTuple):
 
         def send(words: Sequence[jax.Array]) -> list[jax.Array]:
             sent = []
-            for own, like, count in zip(words, self.types, parts, strict=True):
-                tiles = to_tiles(divide_blocks(own, self._num_shards(like), count))
+            for words_of_leaf, like, count in zip(words, self.types, parts, strict=True):
+                tiles = to_tiles(divide_blocks(words_of_leaf, self._num_shards(like), count))
                 after = (None, axis if count > 1 else None)
                 sent.append(self._move(tiles, like, (axis, None), after))
             return sent
@@ -97,24 +97,24 @@ class UpdateCoder(NamedTuple):
             tiles: Sequence[jax.Array],
         ) -> list[jax.Array]:
             words = []
-            for own, like, count in zip(tiles, self.types, parts, strict=True):
+            for leaf_words, like, count in zip(tiles, self.types, parts, strict=True):
                 length = num_words(self.codec, self._blocks(like).size)
                 shape = (participants, length, *self._divided_shape(like, count))
-                words.append(from_tiles(own, shape))
+                words.append(from_tiles(leaf_words, shape))
 
             def add(totals: list[jax.Array], participant: tuple) -> tuple[list[jax.Array], None]:
                 decoded = []
-                for total, key, own, like, count in zip(
+                for total, key, leaf_words, like, count in zip(
                     totals, *participant, self.types, parts, strict=True
                 ):
                     where = P(None, self._minor_axes(like), axis if count > 1 else None)
-                    values = self.codec.decode(key, own, total.shape[0])
+                    values = self.codec.decode(key, leaf_words, total.shape[0])
                     decoded.append(jax.lax.with_sharding_constraint(values, where))
                 return [t + x for t, x in zip(totals, decoded, strict=True)], None
 
             zeros = [
-                jnp.zeros((self._blocks(like).size, *own.shape[2:]), jnp.float32)
-                for own, like in zip(words, self.types, strict=True)
+                jnp.zeros((self._blocks(like).size, *leaf_words.shape[2:]), jnp.float32)
+                for leaf_words, like in zip(words, self.types, strict=True)
             ]
             totals, _ = jax.lax.scan(add, zeros, (keys, words))
             means = zip(mean_keys, totals, self.types, parts, strict=True)
@@ -290,10 +290,10 @@ class UpdateCoder(NamedTuple):
             return blocks
         return jax.lax.with_sharding_constraint(blocks, P(None, *self._spec(like)))
 
-    def _with_automatic_axes(self, fn: Callable, out_specs: list[P], *others: str) -> Callable:
+    def _with_automatic_axes(self, fn: Callable, out_specs: list[P], *further: str) -> Callable:
         """Run a function with the model axes and others automatic: it can reshape sharded axes."""
         mesh = jax.sharding.get_abstract_mesh()
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        names = (*self.model_axes, *others)
+        names = (*self.model_axes, *further)
         explicit = tuple(name for name in names if kinds[name] == AxisType.Explicit)
         return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=out_specs) if explicit else fn

@@ -110,9 +110,12 @@ def _plain(array: Any) -> NDArray[Any]:
 
 def _is_list_of_numbers(kind: pa.DataType) -> bool:
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    return is_list and (
-        pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type)
-    )
+    return bool(is_list and is_number(kind.value_type))
+
+
+def is_number(kind: pa.DataType) -> bool:
+    """Return whether a type is integers or floats."""
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
 def _object_array(values: Sequence[Any]) -> NDArray[Any]:

@@ -102,4 +102,4 @@ def _column_of(error: Exception, file: DataFile, options: ReadOptions) -> str | 
         return None
     with file.open() as opened:
         reader = csv.open_csv(opened, **_options(file, options, options.types, use_threads=True))
-        return reader.schema.names[int(found[1])]
+        return str(reader.schema.names[int(found[1])])

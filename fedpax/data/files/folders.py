@@ -67,7 +67,7 @@ def find_in_folder(folder: Path, split: str | None) -> tuple[list[DataFile], boo
 def _choose(folder: Path, splits: Sequence[str], split: str | None) -> str:
     if split is None and len(splits) == 1:
         return splits[0]
-    if split not in splits:
+    if split is None or split not in splits:
         raise ArgumentError(
             f"The folder {folder} has the splits {', '.join(splits)}, but split is {split!r}, "
             f"expected one of them. Give one, such as split={splits[0]!r}."
@@ -87,16 +87,15 @@ def _names(path: Path, field: str, of: str | None = None) -> list[str]:
     """Read a list of names from a JSON file that others wrote."""
     content = read_json(path)
     items = content.get(field) if isinstance(content, dict) else None
-    names = [
-        item.get(of) if of and isinstance(item, dict) else item
-        for item in (items if isinstance(items, list) else [])
-    ]
-    for name in names:
+    names = []
+    for item in items if isinstance(items, list) else []:
+        name = item.get(of) if of and isinstance(item, dict) else item
         if not isinstance(name, str) or Path(name).name != name:
             raise ArgumentError(
                 f"{path} names {name!r}, expected a file or folder beside it. Save the data set "
                 "again."
             )
+        names.append(name)
     if not names:
         raise ArgumentError(f"{path} has no list {field!r}. Save the data set again.")
     return names

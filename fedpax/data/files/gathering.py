@@ -8,7 +8,7 @@ import pyarrow as pa
 from jaxtyping import Int64
 from numpy.typing import NDArray
 
-from fedpax.data.files.columns import to_numpy
+from fedpax.data.files.columns import is_number, to_numpy
 
 _WIDE = 256  # bytes of a row from which one copy is faster than sorting the rows by batch
 
@@ -56,7 +56,10 @@ class ColumnGatherer:
         self._chunks = chunks
         self._masked = masked
         self._views: list[NDArray[Any]] | None = None
-        if not masked and chunks and _is_numbers(chunks[0].type):
+        kind = chunks[0].type
+        if isinstance(kind, pa.FixedShapeTensorType):
+            kind = kind.value_type
+        if not masked and is_number(kind):
             self._views = [to_numpy(chunk) for chunk in chunks]
 
     def gather(self, rows: Rows) -> NDArray[Any]:
@@ -85,9 +88,3 @@ class ColumnGatherer:
         back = np.empty(rows.count, np.int64)
         back[rows.order] = np.arange(rows.count)
         return values[back]
-
-
-def _is_numbers(kind: pa.DataType) -> bool:
-    if isinstance(kind, pa.FixedShapeTensorType):
-        kind = kind.value_type
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind)

@@ -1,7 +1,7 @@
 """read_images: image files and encoded images as arrays of uint8, decoded by Pillow."""
 
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,7 +18,8 @@ from fedpax.errors import ArgumentError
 IMAGE = "image"
 """The column of the image that is read from a file."""
 
-_MODES = {"1": "L", "L": "L", "I;16": "L", "LA": "L"}  # others become RGB
+_GRAY = ("1", "L", "LA")  # other modes become RGB
+_DEEP = ("I", "F", "I;16", "I;16B", "I;16L")  # more than 8 bits, which uint8 would clip
 
 
 def read_images(files: Sequence[DataFile], options: ReadOptions) -> pa.Table:
@@ -30,37 +31,38 @@ def read_images(files: Sequence[DataFile], options: ReadOptions) -> pa.Table:
     Raises:
         ValueError: a file is not an image, or the images have several shapes.
     """
-
-    def read(file: DataFile) -> bytes:
-        with file.open() as opened:
-            content: bytes = opened.read()
-            return content
-
-    images = decode_images(
-        (lambda file=file: read(file) for file in files), [file.path for file in files], options
-    )
-    return pa.table({IMAGE: array_to_arrow(images)})
+    return pa.table({IMAGE: decode_images(files, [file.path for file in files], options)})
 
 
 def decode_images(
-    contents: Iterable[Callable[[], bytes]], names: Sequence[str], options: ReadOptions
-) -> UInt8[np.ndarray, "examples height width channels"]:
+    contents: Sequence[bytes | DataFile], names: Sequence[str], options: ReadOptions
+) -> pa.Array:
     """Decode images on all cores.
 
     Args:
-        contents: functions that return the encoded image.
+        contents: encoded images, or their files.
         names: the images' names, for messages.
         options: `image_size` is the height and width to resize to, or None.
 
+    Returns:
+        Tensors of uint8 `[height, width, channels]`: one channel if all images are gray, else RGB.
+
     Raises:
-        ValueError: an image is damaged, or images have several shapes and no size is set.
+        ValueError: an image is damaged or has more than 8 bits, or images have several shapes and
+            no size is set.
     """
 
-    def decode(content: Callable[[], bytes], name: str) -> UInt8[np.ndarray, "..."]:
+    def decode(content: bytes | DataFile, name: str) -> UInt8[np.ndarray, "..."]:
+        stream = content.open() if isinstance(content, DataFile) else io.BytesIO(content)
         try:
-            with Image.open(io.BytesIO(content())) as image:
-                gray = image.mode in _MODES
-                image = image.convert(_MODES.get(image.mode, "RGB"))
+            with stream, Image.open(stream) as encoded:
+                if encoded.mode in _DEEP:
+                    raise ArgumentError(
+                        f"{name} has pixels of more than 8 bits (mode {encoded.mode}), expected 0 "
+                        "to 255. Scale them to 8 bits, or save the arrays as .npz"
+                    )
+                gray = encoded.mode in _GRAY
+                image = encoded.convert("L" if gray else "RGB")
                 if options.image_size is not None:
                     height, width = options.image_size
                     image = image.resize((width, height), Image.Resampling.BILINEAR)
@@ -82,17 +84,18 @@ def decode_images(
             f"{first} is {one[0]} x {one[1]} and {second} is {two[0]} x {two[1]}, expected one "
             "size. Set image_size=(height, width) to resize them"
         )
-    return np.stack(images) if images else np.zeros((0, 1, 1, 1), np.uint8)
+    return array_to_arrow(np.stack(images))
 
 
 def decode_column(column: Any, options: ReadOptions) -> Any:
     """Decode Hugging Face's feature Image, structures of `bytes` and `path`."""
     encoded = [value and value["bytes"] for value in column.to_pylist()]
+    if not encoded:
+        raise ArgumentError("it has no examples")
     if None in encoded:
         raise ArgumentError(
             f"image {encoded.index(None)} is missing, or a path without its bytes, expected every "
             "image in the file. Embed the images when the data set is saved, or leave the column "
             "out with columns="
         )
-    names = [f"image {number}" for number in range(len(encoded))]
-    return array_to_arrow(decode_images((lambda e=e: e for e in encoded), names, options))
+    return decode_images(encoded, [f"image {n}" for n in range(len(encoded))], options)

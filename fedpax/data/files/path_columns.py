@@ -43,8 +43,8 @@ def path_fields(
         client = CLIENT
         for (own,), name in zip(fields, _client_names([g[0] for g in groups]), strict=True):
             own[CLIENT] = name
-    for group, schema, own in zip(groups, schemas, fields, strict=True):
-        if twice := [name for name in own[0] if name in schema.names]:
+    for group, schema, values in zip(groups, schemas, fields, strict=True):
+        if twice := [name for name in values[0] if name in schema.names]:
             raise ArgumentError(
                 f"{group[0].path} has a column {twice[0]!r}, and its path has {{{twice[0]}}} too, "
                 "expected one of them. Write * in the path, or leave the column out with columns=."

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import pyarrow as pa
 
+from fedpax.data.files.columns import array_to_arrow, to_numpy
 from fedpax.data.files.finding import DataFile
 from fedpax.errors import ArgumentError
 
@@ -30,7 +32,7 @@ def unify(files: Sequence[DataFile], schemas: Sequence[pa.Schema]) -> pa.Schema:
         fields = {field.name: field for field in together}
         for field in schema.remove_metadata():
             known = fields.get(field.name)
-            fields[field.name] = field if known is None else _join(known, field, seen, file)
+            fields[field.name] = field if known is None else _join_fields(known, field, seen, file)
             seen.setdefault(field.name, file)
         together = pa.schema([pa.field(f.name, f.type) for f in fields.values()])
     return together
@@ -39,12 +41,24 @@ def unify(files: Sequence[DataFile], schemas: Sequence[pa.Schema]) -> pa.Schema:
 def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """Give a table the columns and types of a schema from `unify`."""
     columns = [
-        table.column(field.name).cast(field.type)
+        _cast(table.column(field.name), field.type)
         if field.name in table.column_names
         else pa.nulls(table.num_rows, field.type)
         for field in schema
     ]
     return pa.table(columns, schema=schema)
+
+
+def _cast(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    if column.type == kind or not (_are_images(kind) and _are_images(column.type)):
+        return column.cast(kind)
+    gray = to_numpy(column)
+    return pa.chunked_array([array_to_arrow(np.broadcast_to(gray, (len(gray), *kind.shape)))])
+
+
+def _are_images(kind: pa.DataType) -> bool:
+    is_tensor = isinstance(kind, pa.FixedShapeTensorType) and kind.value_type == pa.uint8()
+    return is_tensor and len(kind.shape) == 3 and kind.shape[2] in (1, 3)
 
 
 def fits(schema: pa.Schema, together: pa.Schema) -> bool:
@@ -54,16 +68,24 @@ def fits(schema: pa.Schema, together: pa.Schema) -> bool:
         schema: the schema of a part.
         together: the schema of all parts that were seen before.
     """
-    if any(name not in together.names for name in schema.names):
-        return False
+    return all(
+        field.name in together.names
+        and _join(together.field(field.name).type, field.type) == together.field(field.name).type
+        for field in schema
+    )
+
+
+def _join(one: pa.DataType, two: pa.DataType) -> pa.DataType | None:
+    """Return the type that holds the values of two types, or None."""
+    if one == two:
+        return one
+    if _are_images(one) and _are_images(two) and one.shape[:2] == two.shape[:2]:
+        return one if one.shape[2] == 3 else two  # the others are gray
     try:
-        fields = [together.field(field.name) for field in schema]
-        joined = pa.unify_schemas(
-            [pa.schema(fields), schema.remove_metadata()], promote_options="permissive"
-        )
+        schemas = [pa.schema([pa.field("", kind)]) for kind in (one, two)]
+        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
     except pa.ArrowException:
-        return False
-    return all(joined.field(field.name).type == field.type for field in fields)
+        return None
 
 
 def _check_optional(
@@ -80,17 +102,16 @@ def _check_optional(
     )
 
 
-def _join(one: pa.Field, two: pa.Field, seen: dict[str, DataFile], file: DataFile) -> pa.Field:
-    if one.type == two.type:
-        return one
-    try:
-        return pa.unify_schemas(
-            [pa.schema([pa.field(one.name, field.type)]) for field in (one, two)],
-            promote_options="permissive",
-        ).field(0)
-    except pa.ArrowException:
-        raise ArgumentError(
-            f"The column {one.name!r} is {one.type} in {seen[one.name].path} and {two.type} in "
-            f"{file.path}, expected one type. Correct the values, or set types={{{one.name!r}: "
-            "'string'}."
-        ) from None
+def _join_fields(
+    one: pa.Field, two: pa.Field, seen: dict[str, DataFile], file: DataFile
+) -> pa.Field:
+    joined = _join(one.type, two.type)
+    if joined is not None:
+        return one.with_type(joined)
+    remedy = f"Correct the values, or set types={{{one.name!r}: 'string'}}."
+    if isinstance(one.type, pa.FixedShapeTensorType):
+        remedy = "Set image_size=(height, width) if they are images, or save one shape."
+    raise ArgumentError(
+        f"The column {one.name!r} is {one.type} in {seen[one.name].path} and {two.type} in "
+        f"{file.path}, expected one type. {remedy}"
+    )

@@ -42,7 +42,7 @@ def sort_tables(
     reader = pa.RecordBatchReader.from_batches(
         stored.append(pa.field(_ROW, pa.int64())), numbered()
     )
-    settings = {
+    settings: dict[str, str | bool | int | float | list[str]] = {
         "temp_directory": str(spill),
         "memory_limit": memory,
         "preserve_insertion_order": False,

@@ -54,7 +54,7 @@ class TableSource(Source):
         self._gatherers: dict[str, ColumnGatherer] = {}
 
     def __len__(self) -> int:
-        return self.table.num_rows
+        return int(self.table.num_rows)
 
     def __getitem__(self, index: Any) -> Any:
         """Return an example: a dict of values by column, in which None is missing."""
@@ -208,7 +208,10 @@ def _values(array: NDArray[Any]) -> Sequence[Any]:
     if not isinstance(array, np.ma.MaskedArray):
         return list(array)
     mask = np.ma.getmaskarray(array).reshape(len(array), -1).any(axis=1)
-    return [None if missing else value for value, missing in zip(array.data, mask, strict=True)]
+    return [
+        None if missing else value
+        for value, missing in zip(array.data, np.atleast_1d(mask), strict=True)
+    ]
 
 
 def check_columns(fields: Sequence[str], wanted: Mapping[str, str | None], name: str) -> None:

@@ -109,9 +109,7 @@ def _images(rows: list[dict[str, Any]], options: ReadOptions) -> Any:
 
     if missing := [row["key"] for row in rows if row.get("image") is None]:
         raise ArgumentError(f"its example {missing[0]!r} has no image, which others have")
-    contents = [row["image"] for row in rows]
-    images = decode_images((lambda e=e: e for e in contents), [row["key"] for row in rows], options)
-    return array_to_arrow(images)
+    return decode_images([row["image"] for row in rows], [row["key"] for row in rows], options)
 
 
 def _arrays(values: list[Any]) -> Any:

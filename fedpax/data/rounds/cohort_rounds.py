@@ -278,8 +278,10 @@ def cohort_rounds(
             check_indices(part, num_examples, f"client {k}") for k, part in enumerate(population)
         ]
     if max_steps is None:
-        contiguous = isinstance(population, ContiguousClients)
-        largest = int(population.sizes().max()) if contiguous else max(map(len, population))
+        if isinstance(population, ContiguousClients):
+            largest = int(population.sizes().max())
+        else:
+            largest = max(map(len, population))
         max_steps = int(_num_steps([largest], batch_size, local_epochs, None)[0])
         if not max_steps:
             raise ArgumentError("No client of the population has an example.")
@@ -386,7 +388,10 @@ def _locate_examples(
 
 
 def _num_steps(
-    sizes: Sequence[int], batch_size: int, local_epochs: int, max_steps: int | None
+    sizes: Sequence[int] | NDArray[np.int64],
+    batch_size: int,
+    local_epochs: int,
+    max_steps: int | None,
 ) -> NDArray[np.int64]:
     """Return the steps of clients with given numbers of examples."""
     steps = local_epochs * (-(-np.asarray(sizes, np.int64) // batch_size))

@@ -17,6 +17,7 @@ from PIL import Image
 from pyarrow import feather, ipc, parquet
 
 from fedpax.data import load, prepare
+from fedpax.data.files import selection
 
 
 def rows(rng: np.random.Generator, size: int) -> list[dict[str, Any]]:
@@ -152,6 +153,29 @@ def test_images_in_folders(tmp_path: Path) -> None:
     np.testing.assert_array_equal(load(tmp_path / "bö" / "cat" / "9.png")[0]["image"][..., 0], gray)
     (tmp_path / "bö" / "cat" / "9.png").write_bytes(b"\x89PNG\r\n\x1a\n and no more")
     with pytest.raises(ValueError, match=r"9.png is not a readable image"):
+        load(pattern)
+
+
+def test_gray_and_colored_images_in_parts_read_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "_IMAGES_AT_ONCE", 2)
+    rng = np.random.default_rng(9)
+    for k in range(6):
+        pixels = rng.integers(0, 256, (4, 4, 3) if k >= 3 else (4, 4), np.uint8)
+        (tmp_path / f"{k % 2}").mkdir(exist_ok=True)
+        Image.fromarray(pixels).save(tmp_path / f"{k % 2}" / f"{k}.png")
+    pattern = f"{tmp_path}/{{client}}/*.png"
+    images = load(pattern).column("image")
+    np.testing.assert_array_equal(prepare(pattern, tmp_path / "out").source.column("image"), images)
+    monkeypatch.setattr(selection, "_IMAGES_AT_ONCE", 100)
+    np.testing.assert_array_equal(load(pattern).column("image"), images)
+    Image.fromarray(np.zeros((5, 4), np.uint8)).save(tmp_path / "1" / "9.png")
+    monkeypatch.setattr(selection, "_IMAGES_AT_ONCE", 1)
+    with pytest.raises(ValueError, match=r"9.png, expected one type. Set image_size="):
+        load(pattern)
+    Image.fromarray(np.zeros((4, 4), np.uint16)).save(tmp_path / "1" / "9.png")
+    with pytest.raises(ValueError, match=r"9.png has pixels of more than 8 bits"):
         load(pattern)
 
 

@@ -44,6 +44,8 @@ copybutton_prompt_is_regexp = True
 
 html_theme = "sphinx_book_theme"
 html_title = "fedpax"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_show_sourcelink = False
 html_copy_source = False
 html_theme_options = {"show_toc_level": 2, "use_download_button": False}

@@ -33,7 +33,7 @@ from fedpax.algorithms.parts.tree_arithmetic import scale, select, subtract
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.errors import ArgumentError
-from fedpax.primitives import federated_mean
+from fedpax.primitives import federated_sum
 from fedpax.primitives.placement import ChunkSize
 from fedpax.transforms.program import program
 
@@ -170,7 +170,7 @@ def scaffold(
             cohort.num_steps,
             chunk_size=chunk_size,
         )
-        change = scale(cohort_size / num_clients, federated_mean(changes))
+        change = scale(1 / num_clients, federated_sum(changes))
         state, metrics = server.step(state, pseudo_gradients, metrics, participant_weights(cohort))
         return state._replace(
             control=optax.tree.add(c, change),

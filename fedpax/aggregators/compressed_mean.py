@@ -20,7 +20,7 @@ from fedpax.aggregators.sent import mark_sent
 from fedpax.aggregators.transfer_work import work_under_transfer
 from fedpax.checks import PROBABILITY, check_argument, check_seed
 from fedpax.errors import ArgumentError
-from fedpax.primitives import federated_broadcast, federated_map, federated_mean
+from fedpax.primitives import federated_broadcast, federated_map, federated_mean, federated_sum
 from fedpax.primitives.layout import mesh_axis, unplaced_aval
 from fedpax.primitives.placement import Placement, active_placements, resolve_placement
 
@@ -196,7 +196,10 @@ def compressed_mean(
         shares = None if weights is None or weigh_decoded else normalized_weights(weights)
         sent, residual = federated_map(send, _indices(placement), leaves, residual, shares)
         if parts is None:
-            average = federated_mean(sent, weights if weigh_decoded else None)
+            if shares is None:
+                average = federated_mean(sent, weights)
+            else:  # shares are relative to all participants, also if some do not answer
+                average = jax.tree.map(lambda x: x / placement.size, federated_sum(sent))
             means = coder.round_mean(placement.size, jax.tree.leaves(average))
         else:
             words = jax.tree.leaves(sent)

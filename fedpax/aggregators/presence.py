@@ -3,14 +3,24 @@
 import chex
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Num
+from jaxtyping import Array, Bool, Float, Num
 
+from fedpax.primitives import federated_broadcast
+from fedpax.primitives.mean import count_participants
 from fedpax.primitives.placement import resolve_placement
 
 
 def num_participants() -> int:
     """Return the number of participants whose updates are aggregated. Inside a program."""
     return resolve_placement("aggregate", None).placement.size
+
+
+def count_all() -> Float[Array, ""]:
+    """Return the number of participants as an array. Inside a program.
+
+    Where participants can fail to answer (`fedpax.stages`), it is the number that answer.
+    """
+    return count_participants(resolve_placement("aggregate", None).placement)
 
 
 def mean_dtype(leaf: jax.Array) -> jnp.dtype:
@@ -21,7 +31,7 @@ def mean_dtype(leaf: jax.Array) -> jnp.dtype:
 def present(weights: Num[Array, " participants"] | None) -> Bool[Array, " participants"]:
     """Return which participants have a weight other than 0. Inside a program."""
     if weights is None:
-        return jnp.ones(num_participants(), bool)
+        return federated_broadcast(True)
     return jnp.asarray(weights) != 0
 
 

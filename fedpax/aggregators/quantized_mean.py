@@ -20,7 +20,7 @@ from fedpax.aggregators.integer_packing import (
     shards_per_axis,
     unpack,
 )
-from fedpax.aggregators.presence import num_participants, select
+from fedpax.aggregators.presence import count_all, num_participants, select
 from fedpax.aggregators.sent import mark_sent
 from fedpax.checks import IntRange, check_argument
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, federated_sum
@@ -138,7 +138,9 @@ def _quantize_and_average(
     """Return the mean of the quantized updates, and the participants' new residuals."""
     middle = (num_levels - 1) / 2
     here = None if shares is None else federated_map(lambda share: share != 0, shares)
-    num_present = num_participants() if here is None else federated_sum(here)
+    # Shares are relative to all participants, also if some do not answer.
+    count = count_all() if shares is None else num_participants()
+    num_present = count if here is None else federated_sum(here)
 
     def add_residual(
         update: chex.ArrayTree, residual: chex.ArrayTree, share: Float[Array, ""] | None
@@ -176,7 +178,7 @@ def _quantize_and_average(
 
     def receive(step: jax.Array, words: jax.Array, leaf: jax.Array, packing: Packing) -> jax.Array:
         total = unpack(words, packing, leaf.shape[1:]).astype(jnp.float32)
-        mean = step * (total / leaf.shape[0] - middle * (num_present / leaf.shape[0]))
+        mean = step * (total / count - middle * (num_present / count))
         return mean.astype(leaf.dtype)
 
     packings = jax.tree.map(

@@ -146,6 +146,11 @@ def _check_weights(weights: Any, placement: Placement) -> jax.Array:
     return w
 
 
+def count_participants(placement: Placement) -> jax.Array:
+    """Return the number of participants: a constant, or those that answer in `fedpax.stages`."""
+    return participant_count_p.bind(placement=placement)
+
+
 # ---- rules; `weights` has any number of the leading axes of `x`, so that weights can be batched
 
 
@@ -210,7 +215,7 @@ def _transpose(cotangent, x, *weights, placement):
         return [Zero(x.aval), *none]
     wide = cotangent.astype(accumulation_dtype(cotangent.dtype))
     if not weights:
-        count = participant_count_p.bind(placement=placement).astype(wide.dtype)
+        count = count_participants(placement).astype(wide.dtype)
         return [broadcast((wide / count).astype(cotangent.dtype), placement)]
     w = weights[0].astype(wide.dtype)
     weight = federated_sum_p.bind(w, placement=placement)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedpax.errors import ArgumentError
 from fedpax.primitives._jax import ClosedJaxpr, Var, aval_of, eliminate_dead_code, evaluate
 from fedpax.primitives.monoids import ADDITION, MAXIMUM, MINIMUM, Monoid, apply_by_monoid
 from fedpax.transforms.equal_values import EqualValues
@@ -108,7 +109,7 @@ class ClientStage(NamedTuple):
         """Run the stage for one participant; see `Stages.client`."""
         missing = [v.name for v in self.messages.own if v.name not in own]
         if missing:
-            raise ValueError(
+            raise ArgumentError(
                 f"client({self.number}): own has no {missing[0]!r}, expected "
                 f"{[v.name for v in self.messages.own]}. Pass the participant's values by these "
                 "names, and what the earlier stages of the round returned as kept."
@@ -143,7 +144,7 @@ class ClientStage(NamedTuple):
         answered = np.zeros(self.size, bool)
         answered[indices] = True
         if len(indices) != answered.sum():
-            raise ValueError(f"{where} counts a participant twice. Merge each answer once.")
+            raise ArgumentError(f"{where} counts a participant twice. Merge each answer once.")
         if not len(indices):
             terms, shown = self._identities(), [None] * len(self.shown)
         for found, values, noun in (
@@ -151,7 +152,7 @@ class ClientStage(NamedTuple):
             (shown, self.messages.shown, "shown values"),
         ):
             if len(found) != len(values):
-                raise ValueError(
+                raise ArgumentError(
                     f"{where} has {len(found)} {noun}, expected {len(values)}. Send what client() "
                     "returns."
                 )

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from fedpax.errors import ArgumentError
 from fedpax.primitives._jax import (
     ClosedJaxpr,
     JaxprEqn,
@@ -91,13 +92,13 @@ def one_placement(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, Placement]:
     for eqn in closed.jaxpr.eqns:
         inner = inner_jaxprs(eqn)
         if eqn.primitive is not federated_map_p and any(map(is_federated, inner)):
-            raise ValueError(
+            raise ArgumentError(
                 f"stages() found a federated_map() inside {eqn.primitive.name!r}, expected all "
                 "maps outside of loops and conditionals: the server's loop would wait for the "
                 "participants. Pass one iteration as the program, and loop over its stages."
             )
         if eqn.primitive is federated_map_p and any(has_mark(j, SERVER) for j in inner):
-            raise ValueError(
+            raise ArgumentError(
                 "stages() found a federated_map() that does the server's work (mark_server), as "
                 "the simulated masks of secure_mean() do. Pass an aggregator without it, such as "
                 "mean(), and let the engine mask the sums."
@@ -106,7 +107,7 @@ def one_placement(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, Placement]:
     placements = list(dict.fromkeys(eqn.params["placement"] for eqn in federated))
     if len(placements) != 1:
         found = " and ".join(map(str, placements)) or "none"
-        raise ValueError(
+        raise ArgumentError(
             f"stages() needs a program with maps of one placement at its top level, but this one "
             f"has {found}. Pass a round with a federated_map()."
         )
@@ -169,7 +170,7 @@ def divide(
     results = [i for i in range(len(jaxpr.outvars)) if i not in written]
     missing = _missing(closed, [*(jaxpr.outvars[i] for i in results), *(v for v, _ in kept)], own)
     for i in sorted(owned.intersection(missing)):
-        raise ValueError(
+        raise ArgumentError(
             f"stages(): the program reads the store {signature.names[i]} in other ways than by "
             "gather_clients() and scatter_clients(). Pass own= without it: the server then keeps "
             "the states, and sends them."

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives._jax import Literal, Var, aval_of, evaluate, result_names
 from fedpax.primitives.casts import device_array, is_host_number
 from fedpax.primitives.map import federated_map_p
@@ -247,20 +248,20 @@ class _Ends(NamedTuple):
         """Return the flat arguments of a call; those that are needed are checked."""
         leaves, tree = jax.tree.flatten(tuple(args))
         if tree != self.tree:
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"The arguments have the structure {tree}, expected {self.tree}, as in the call of "
                 "fedpax.stages(). Call fedpax.stages() again for other arguments."
             )
         for i in needed:
             leaf, aval, name = leaves[i], self.avals[i], self.names[i]
             if isinstance(leaf, jax.ShapeDtypeStruct):
-                raise TypeError(
+                raise ArgumentTypeError(
                     f"{name} is a type, expected an array {aval.str_short()}: the server reads it. "
                     "Pass its value; types will do only for what participants own."
                 )
             leaf = device_array(leaf, name) if is_host_number(leaf) else leaf
             if (leaf.shape, leaf.dtype) != (aval.shape, aval.dtype):
-                raise TypeError(
+                raise ArgumentTypeError(
                     f"{name} is {leaf.dtype}{list(leaf.shape)}, expected {aval.dtype}"
                     f"{list(aval.shape)}, as in the call of fedpax.stages(). Call fedpax.stages() "
                     "again for other arguments."
@@ -349,7 +350,7 @@ def stages(program: Callable[..., Any], *avals: Any, own: Iterable[str] | None =
         read_by_server = _read_by_server(plan, division)
         for name, by_clients in read_by_server.items():
             if own is not None or by_clients:
-                raise ValueError(
+                raise ArgumentError(
                     f"stages(): the server reads {name}, a value of the participants. To send it, "
                     "return it from a federated_map(). If the server has it, pass own= without it."
                 )
@@ -396,7 +397,9 @@ def _named(
 ) -> set[int]:
     """Return the positions of the arguments that participants own, given by name."""
     if isinstance(own, str):
-        raise TypeError(f"stages() got own={own!r}, expected a list of names. Pass own=[{own!r}].")
+        raise ArgumentTypeError(
+            f"stages() got own={own!r}, expected a list of names. Pass own=[{own!r}]."
+        )
     owned: set[int] = set()
     for prefix in own:
         found = {
@@ -406,12 +409,12 @@ def _named(
         }
         if not found:
             close = difflib.get_close_matches(prefix, names, n=3, cutoff=0.0)
-            raise ValueError(
+            raise ArgumentError(
                 f"stages(): own names {prefix!r}, which is no argument. The nearest names are "
                 f"{', '.join(map(repr, close))}."
             )
         for i in sorted(found - placed):
-            raise ValueError(
+            raise ArgumentError(
                 f"stages(): own names {names[i]!r}, expected an argument with one row for each of "
                 f"the {placement.size} {placement.name}. Pass own= without it."
             )
@@ -478,7 +481,7 @@ def _check_means(plan: StreamingPlan) -> None:
         elif name == "div" and is_sum(operands[0]):
             divisor = constant(operands[1])
             if divisor is not None and divisor % size == 0:
-                raise ValueError(
+                raise ArgumentError(
                     f"stages() found a sum over the {plan.placement.name} divided by "
                     f"{divisor:g}, a multiple of their number, as jnp.mean computes it: "
                     "participants that do not answer would count. Use federated_mean(), or divide "

@@ -1,0 +1,156 @@
+"""Every method and aggregator in stages equals its round, also without some participants."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from asynchronous_method_table import ASYNCHRONOUS_METHODS
+from method_table import METHODS as METHOD_TABLE
+from method_table import problem
+from test_any_aggregator import AGGREGATORS, METHODS, STEPS, N
+
+import fedpax
+from fedpax import Cohort
+from fedpax.deploy import run_local
+
+TOLERANCE = 1e-6
+ROUNDS = 3
+PRESENT = {"all": [*range(N)], "all but one": [0, 1, 2, 4, 5, 6, 7], "half": [1, 2, 5, 6]}
+REFUSED = {
+    "geometric_median": "inside 'scan'",
+    "secure_mean": "does the server's work",
+    "private_secure_mean": "does the server's work",
+}
+# The methods that the table of `test_any_aggregator` does not have.
+OTHERS = (
+    *("Branch-Train-Merge", "SparseLoCo", "PAPA", "PAPA-all", "PAPA-2, rotation", "MimeAdam"),
+    *("MimeLiteAdam", "Per-FedAvg (FO)", *ASYNCHRONOUS_METHODS),
+)
+OTHERS_REFUSED = {
+    "data parallelism": "inside 'scan'",  # it communicates at every step
+    "PAPA-2": "inside 'scan'",
+    "NoLoCo": r"the server reads state.local_params\['bias'\]",  # partners exchange them
+}
+# An absent island's gradient of the round before counts in the round; in stages it is not sent.
+DELAYED = ("eager_diloco",)
+FAST = ("fedavg", "scaffold II", "diloco", "sign", "krum", "FedBuff")
+
+
+def params():
+    kernel = np.random.default_rng(1).normal(size=(5, 2)).astype(np.float32)
+    return {"kernel": jnp.asarray(kernel), "bias": jnp.ones(2)}
+
+
+def cohort(round_, present=range(N)):
+    """Make the cohort of a round, in which only some participants are present."""
+    rng = np.random.default_rng(round_)
+    here = np.isin(np.arange(N), list(present))
+    batches = {
+        "x": rng.normal(size=(N, STEPS, 4, 5)).astype(np.float32),
+        "y": rng.normal(size=(N, STEPS, 4, 2)).astype(np.float32),
+    }
+    num_examples = np.where(here, np.arange(1, N + 1), 0)
+    return Cohort(batches, num_examples, client_ids=np.where(here, np.arange(N) + 2, -1))
+
+
+def start(name, method):
+    initial = params()
+    if name == "hypcluster":
+        initial = jax.tree.map(lambda p: jnp.stack([p, -p]), initial)
+    return method.init(initial)
+
+
+def assert_agree(found, expected, present=range(N)):
+    """Compare leaves; those of participants where they answered."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        if a.shape[:1] == (N,):
+            a, b = a[list(present)], b[list(present)]
+        assert np.all(np.isfinite(b))
+        np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE)
+
+
+def build(name):
+    if name in AGGREGATORS:
+        return METHODS["fedavg"](aggregator=AGGREGATORS[name])
+    return METHODS[name]()
+
+
+@pytest.mark.parametrize("present", PRESENT)
+@pytest.mark.parametrize(
+    "name",
+    [
+        n if n in FAST else pytest.param(n, marks=pytest.mark.slow)
+        for n in (*METHODS, *AGGREGATORS)
+        if n not in REFUSED
+    ],
+)
+def test_stages_equal_the_round(name, present):
+    if present != "all" and name in DELAYED:
+        pytest.skip("an absent island's gradient of the round before counts in the round")
+    method, answer = build(name), PRESENT[present]
+    step, state = jax.jit(method.round), start(name, method)
+    stages = fedpax.stages(method.round, state, cohort(0))
+    staged = state
+    for r in range(ROUNDS):
+        state, metrics = step(state, cohort(r, answer))
+        before = staged
+        staged, reported = run_local(stages, staged, cohort(r), participants=answer)
+        assert_agree((staged, reported), (state, metrics), answer)
+        for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(staged), strict=True):
+            if jnp.shape(old)[:1] == (N,):  # the others keep what they had
+                absent = [i for i in range(N) if i not in answer]
+                np.testing.assert_array_equal(np.asarray(old)[absent], np.asarray(new)[absent])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_aggregators_that_need_another_engine_are_refused(name):
+    method = build(name)
+    with pytest.raises(ValueError, match=REFUSED[name]):
+        fedpax.stages(method.round, start(name, method), cohort(0))
+
+
+def other_method(name):
+    method = METHOD_TABLE[name]
+    algorithm = method.algorithm()
+    initial, rounds, weights = problem(ROUNDS)
+    state = algorithm.init(jax.tree.map(jnp.asarray, initial))
+    return algorithm, state, [method.cohort(*each) for each in zip(rounds, weights, strict=True)]
+
+
+@pytest.mark.parametrize("name", OTHERS_REFUSED)
+def test_methods_that_communicate_otherwise_are_refused(name):
+    algorithm, state, (cohort, *_) = other_method(name)
+    with pytest.raises(ValueError, match=OTHERS_REFUSED[name]):
+        fedpax.stages(algorithm.round, state, cohort)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in OTHERS]
+)
+def test_stages_of_other_methods_equal_the_round(name):
+    algorithm, state, cohorts = other_method(name)
+    stages = fedpax.stages(algorithm.round, state, cohorts[0])
+    step, staged = jax.jit(algorithm.round), state
+    for each in cohorts:
+        state, metrics = step(state, each)
+        staged, reported = run_local(stages, staged, each)
+        assert_agree((staged, reported), (state, metrics))
+
+
+@pytest.mark.parametrize("present", PRESENT)
+@pytest.mark.parametrize("name", ["fedavg", pytest.param("scaffold II", marks=pytest.mark.slow)])
+def test_the_gradient_of_a_round_equals_that_of_the_stages(name, present):
+    method, answer = METHODS[name](), PRESENT[present]
+    state = start(name, method)
+
+    def loss(params, state, cohort):
+        after, metrics = method.round(state._replace(params=params), cohort)
+        return sum(jnp.sum(p**2) for p in jax.tree.leaves(after.params)) + metrics["loss"]
+
+    gradient = jax.grad(loss)
+    stages = fedpax.stages(gradient, state.params, state, cohort(0))
+    found = run_local(stages, state.params, state, cohort(0), participants=answer)
+    assert_agree(found, jax.jit(gradient)(state.params, state, cohort(0, answer)), answer)

@@ -143,7 +143,7 @@ class FedAvgSynthetic(ClientExperiment):
         clients = ExampleOwners([f"client {k}" for k in range(len(parts))], owners)
         logits = map_examples(
             lambda params, batch: model.apply(params, batch["image"])[0],
-            {"image": np.float32(examples["image"][chosen])},
+            {"image": examples["image"][chosen].astype(np.float32)},
         )
         labels = examples["label"][chosen]
         return lambda params: classification_by_client(logits(params), labels, clients)

@@ -47,7 +47,7 @@ def pad_cohort(cohort: Cohort, multiple: int) -> Cohort:
         absent = -len(leaf) % multiple
         return np.pad(leaf, [(0, absent), *[(0, 0)] * (np.ndim(leaf) - 1)], constant_values=value)
 
-    padded = jax.tree.map(pad, cohort._replace(client_ids=None))
+    padded: Cohort = jax.tree.map(pad, cohort._replace(client_ids=None))
     return padded._replace(client_ids=pad(np.asarray(cohort.client_ids), -1))
 
 

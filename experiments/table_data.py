@@ -110,7 +110,7 @@ class OpenTable(NamedTuple):
     @property
     def training(self) -> Bool[np.ndarray, " examples"]:
         """Whether an example is trained on."""
-        return ~self.heldout & ~self.is_new[self.owners]
+        return np.asarray(~self.heldout & ~self.is_new[self.owners], np.bool_)
 
     def parts(self, chosen: Bool[np.ndarray, " examples"]) -> dict[str, NDArray[np.int64]]:
         """Return the chosen examples of each client that has any, by its name."""

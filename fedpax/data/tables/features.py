@@ -76,7 +76,7 @@ class FittedColumn:
     def _one_hot(self, values: NDArray[np.object_]) -> list[NDArray[Any]]:
         places = {value: place for place, value in enumerate(self.categories)}
         distinct, codes = _codes(values)
-        place = np.array([places.get(value, -1) for value in distinct], np.int64)[codes]
+        place = np.array([places.get(value or "", -1) for value in distinct], np.int64)[codes]
         known = [place == k for k in range(len(self.categories))]
         if not self.has_other:
             return known

@@ -24,9 +24,9 @@ class Averages(NamedTuple):
         second: of their squares.
     """
 
-    present: Float[Array, "*clients columns"]
-    first: Float[Array, "*clients columns"]
-    second: Float[Array, "*clients columns"]
+    present: Float[Array | np.ndarray, "*clients columns"]
+    first: Float[Array | np.ndarray, "*clients columns"]
+    second: Float[Array | np.ndarray, "*clients columns"]
 
 
 class Moments(NamedTuple):
@@ -118,7 +118,8 @@ def _averages(
 
     def average(terms: Float64[np.ndarray, "examples columns"]) -> NDArray[np.float32]:
         sums = [np.bincount(clients, column, len(counts)) for column in terms.T]
-        return np.float32(np.stack(sums, axis=1) / np.maximum(counts, 1)[:, None])
+        averages = np.stack(sums, axis=1) / np.maximum(counts, 1)[:, None]
+        return averages.astype(np.float32)
 
     return Averages(average((~missing).astype(np.float64)), average(filled), average(filled**2))
 

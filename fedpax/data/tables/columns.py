@@ -13,12 +13,12 @@ import numpy as np
 
 from fedpax.data.tables.values import (
     arrow_column,
+    encode_texts,
     is_date,
     is_missing,
     is_number,
     is_text,
     numbers,
-    texts,
 )
 from fedpax.errors import ArgumentError
 
@@ -259,7 +259,7 @@ def _check_kind(treatment: Treatment, column: Any) -> None:
             "or numbers. Write them as 2024-12-31, or state another kind."
         )
     if kind == "boolean" and dtype not in ("bool", "null"):
-        values = set(texts(column)) - {None}
+        values = set(encode_texts(column)[0])
         if not values <= {"0", "1", "true", "false"}:
             raise ArgumentError(
                 f"data.columns states {name}=boolean, but it has the value "

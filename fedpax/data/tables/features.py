@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from fedpax.aggregators import Aggregator
 from fedpax.data.tables.columns import Treatment
 from fedpax.data.tables.moments import Moments, federated_moments
-from fedpax.data.tables.values import arrow_column, is_missing, numbers, texts
+from fedpax.data.tables.values import arrow_column, encode_texts, is_missing, numbers
 from fedpax.errors import ArgumentError
 
 
@@ -61,7 +61,7 @@ class FittedColumn:
         column = arrow_column(values)
         missing = checked_missing(self.treatment, column)
         if self.treatment.kind == "category":
-            found = self._one_hot(texts(column))
+            found = self._one_hot(*encode_texts(column))
         elif self.treatment.kind == "boolean":
             found = [np.where(missing, 0, _booleans(column))]
         else:
@@ -73,14 +73,16 @@ class FittedColumn:
             return np.zeros((len(column), 0), np.float32)
         return np.stack(found, axis=1).astype(np.float32)
 
-    def _one_hot(self, values: NDArray[np.object_]) -> list[NDArray[Any]]:
+    def _one_hot(
+        self, distinct: Sequence[str], codes: Int[np.ndarray, " examples"]
+    ) -> list[NDArray[Any]]:
         places = {value: place for place, value in enumerate(self.categories)}
-        distinct, codes = _codes(values)
-        place = np.array([places.get(value or "", -1) for value in distinct], np.int64)[codes]
+        # The last entry is that of missing values, whose code is -1.
+        place = np.array([*(places.get(value, -1) for value in distinct), -1], np.int64)[codes]
         known = [place == k for k in range(len(self.categories))]
         if not self.has_other:
             return known
-        return [*known, (place < 0) & (values != None)]  # noqa: E711  (for each element)
+        return [*known, (place < 0) & (codes >= 0)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,9 +232,7 @@ def fit_features(
         name = treatment.name
         has_missing = bool(missing[name].any())
         if treatment.kind == "category":
-            categories, has_other = _fit_categories(
-                treatment, texts(columns[name]), clients, min_clients
-            )
+            categories, has_other = _fit_categories(treatment, columns[name], clients, min_clients)
             fitted.append(
                 FittedColumn(treatment, categories, has_missing=has_missing, has_other=has_other)
             )
@@ -282,30 +282,21 @@ def bounded_numbers(treatment: Treatment, column: Any) -> Float64[np.ndarray, " 
 
 def _booleans(column: Any) -> Float64[np.ndarray, " examples"]:
     """Return booleans as 0 and 1."""
-    return np.isin(texts(column).astype(str), ("true", "1")).astype(np.float64)
+    distinct, codes = encode_texts(column)
+    return np.array([*(value in ("true", "1") for value in distinct), False], np.float64)[codes]
 
 
 def _fit_categories(
-    treatment: Treatment,
-    values: NDArray[np.object_],
-    clients: Int[np.ndarray, " examples"],
-    min_clients: int,
+    treatment: Treatment, column: Any, clients: Int[np.ndarray, " examples"], min_clients: int
 ) -> tuple[tuple[str, ...], bool]:
     """Return the categories, and whether a training client has another value."""
-    distinct, codes = _codes(values)
+    distinct, codes = encode_texts(column)
     if treatment.values is not None:
-        return treatment.values, not set(distinct) - {None} <= set(treatment.values)
-    # One row for each value of each client: a client says which values it has, not how often.
-    pairs = np.unique(np.stack([clients, codes]), axis=1)
-    having = np.bincount(pairs[1], minlength=len(distinct))
-    found = [v for v, n in zip(distinct, having, strict=True) if v is not None and n >= min_clients]
-    return tuple(sorted(found)), len(found) < len(set(distinct) - {None})
-
-
-def _codes(values: NDArray[np.object_]) -> tuple[list[str | None], Int[np.ndarray, " examples"]]:
-    """Return the distinct values, and for each example the place of its value among them."""
-    places: dict[str | None, int] = {}
-    codes = np.fromiter(
-        (places.setdefault(value, len(places)) for value in values), np.int64, len(values)
-    )
-    return list(places), codes
+        return treatment.values, not set(distinct) <= set(treatment.values)
+    # Each value of each client once: a client says which values it has, not how often.
+    present = codes >= 0
+    count = max(len(distinct), 1)
+    pairs = np.unique(clients[present] * count + codes[present])
+    having = np.bincount(pairs % count, minlength=len(distinct))
+    found = [value for value, n in zip(distinct, having, strict=False) if n >= min_clients]
+    return tuple(sorted(found)), len(found) < len(distinct)

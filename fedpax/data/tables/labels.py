@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Num
 
 from fedpax.data.tables.columns import Treatment, count_distinct, parse_treatment
-from fedpax.data.tables.values import arrow_column, is_missing, is_number, numbers, texts
+from fedpax.data.tables.values import arrow_column, encode_texts, is_missing, is_number, numbers
 from fedpax.errors import ArgumentError
 
 Task: TypeAlias = Literal["regression", "classification"]
@@ -62,14 +62,14 @@ class Label:
         if self.task == "regression":
             return ((numbers(column) - self.mean) / self.scale).astype(np.float32)
         places = {name: place for place, name in enumerate(self.classes)}
-        found = texts(column)
-        if unknown := sorted(set(found) - places.keys()):
+        distinct, codes = encode_texts(column)
+        if unknown := sorted(set(distinct) - places.keys()):
             raise ArgumentError(
                 f"The label {self.name!r} has the value {unknown[0]!r}, expected one of "
                 f"{', '.join(map(repr, self.classes))}. Correct it, or state all classes: "
                 f"--data.columns '{self.name}=category(A|B)'."
             )
-        return np.array([places[value] for value in found], np.int32)
+        return np.array([places[value] for value in distinct], np.int32)[codes]
 
     def to_json(self) -> dict[str, Any]:
         """Return the label as JSON values."""
@@ -134,7 +134,7 @@ def infer_label(name: str, values: Any, task: Task | None = None, stated: str = 
     if treatment is not None and treatment.values is not None:
         classes = treatment.values
     else:
-        found = set(texts(column)) - {None}
+        found, _ = encode_texts(column)
         classes = tuple(sorted(found, key=_order if is_number(column.type) else str))
     if len(classes) < 2:
         raise ArgumentError(
@@ -169,7 +169,7 @@ def _infer_task(name: str, column: Any, treatment: Treatment | None) -> tuple[Ta
             return "classification", words
         return "regression", words
     try:
-        texts(column)
+        encode_texts(column)
     except (NotImplementedError, TypeError, ValueError) as error:
         raise ArgumentError(
             f"The label {name!r} has values of type {dtype}, expected numbers, booleans or text. "

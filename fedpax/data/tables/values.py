@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float64
+from jaxtyping import Bool, Float64, Int64
 from numpy.typing import NDArray
 
 from fedpax.errors import ArgumentError, ArgumentTypeError
@@ -134,11 +134,43 @@ def numbers(column: Any) -> Float64[np.ndarray, " examples"]:
     return _floats(column)
 
 
-def texts(column: Any) -> NDArray[np.object_]:
-    """Return a column as texts; None where it has no value.
+def encode_texts(column: Any) -> tuple[list[str], Int64[np.ndarray, " examples"]]:
+    """Return the distinct values of a column as texts, and the place of each example's value.
 
     Whole numbers have no decimal point, so that 3 and 3.0 are equal; booleans are "true" and
     "false".
+
+    Args:
+        column: an Arrow array.
+
+    Returns:
+        The distinct texts, in the order in which they first occur, and for each example an index
+        of them, or -1 where it has no value.
+
+    Example:
+        >>> distinct, places = encode_texts(arrow_column([3.0, None, 4.0, 3.0]))
+        >>> distinct, places.tolist()
+        (['3', '4'], [0, -1, 1, 0])
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    missing = is_missing(column)
+    dtype = column.type
+    if is_text(dtype):
+        column = _decoded(column)
+    elif pa.types.is_floating(dtype):
+        column = _without_decimal_point(column, missing)
+    else:
+        column = pc.cast(column, pa.string())
+    column = pc.if_else(pa.array(~missing), column, pa.scalar(None, column.type))
+    encoded = column.dictionary_encode()
+    places = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
+    return encoded.dictionary.to_pylist(), np.asarray(places, np.int64)
+
+
+def texts(column: Any) -> NDArray[np.object_]:
+    """Return a column as texts; None where it has no value. See `encode_texts`.
 
     Args:
         column: an Arrow array.
@@ -147,25 +179,19 @@ def texts(column: Any) -> NDArray[np.object_]:
         >>> texts(arrow_column([3.0, None])).tolist()
         ['3', None]
     """
+    distinct, places = encode_texts(column)
+    return np.array([*distinct, None], object)[places]
+
+
+def _without_decimal_point(column: Any, missing: Bool[np.ndarray, " examples"]) -> Any:
+    """Return floats as Arrow strings; whole numbers as integers if all of them are whole."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    missing = is_missing(column)
-    dtype = column.type
-    if is_text(dtype):
-        found = _decoded(column)
-    elif pa.types.is_floating(dtype):
-        values = _floats(column)
-        if np.all(np.isfinite(values) | missing) and np.all((np.trunc(values) == values) | missing):
-            whole = np.where(missing, 0, values).astype(np.int64)
-            found = pc.cast(pa.array(whole), pa.string())
-        else:
-            found = pc.cast(column, pa.string())
-    else:
-        found = pc.cast(column, pa.string())
-    array = np.array(found.to_numpy(zero_copy_only=False), object)
-    array[missing] = None
-    return array
+    values = np.where(missing, 0, _floats(column))
+    if np.all(np.isfinite(values)) and np.all(np.trunc(values) == values):
+        column = pa.array(values.astype(np.int64))
+    return pc.cast(column, pa.string())
 
 
 def _decoded(column: Any) -> Any:

@@ -61,6 +61,7 @@ class TableConfig:
             hash of the name.
         heldout_split: the split to evaluate on if `files` has `{split}`; `heldout_fraction` then
             has no effect.
+        optional_columns: columns that some of the files lack; their values are missing there.
         delimiter: the character between columns of CSV. Default None: a comma, in TSV a tab.
     """
 
@@ -76,6 +77,7 @@ class TableConfig:
     heldout_fraction: float = 0.2
     heldout_clients: float = 0.0
     heldout_split: str = "test"
+    optional_columns: tuple[str, ...] = ()
     delimiter: str | None = None
 
     def __post_init__(self) -> None:
@@ -142,7 +144,14 @@ def open_table(data: TableConfig) -> OpenTable:
     has_split = any("{split}" in file for file in data.files)
     splits = ["train", data.heldout_split] if has_split else [None]
     sources: list[Any] = [
-        load(data.files, split, client=data.client, label=data.label, delimiter=data.delimiter)
+        load(
+            data.files,
+            split,
+            client=data.client,
+            label=data.label,
+            optional_columns=data.optional_columns,
+            delimiter=data.delimiter,
+        )
         for split in splits
     ]
     if (client := sources[0].client) is None:

@@ -336,3 +336,26 @@ def test_a_private_run_tells_what_is_not_private(folder: Path) -> None:
         folder, "outcome", aggregator=private, columns=stated, standardize="range"
     ).prepared.notes
     assert not [line for line in notes if "private" in line]
+
+
+def test_a_column_that_only_some_files_have(folder: Path, tmp_path: Path) -> None:
+    for name in ("Oslo", "Lund", "Bonn"):
+        text = (folder / f"{name}.csv").read_text("utf-8")
+        if name == "Bonn":
+            lines = text.splitlines()
+            extra = [f"{line},{value}" for value, line in enumerate(lines[1:])]
+            text = "\n".join([f"{lines[0]},blodtryck", *extra]) + "\n"
+        (tmp_path / f"{name}.csv").write_text(text, encoding="utf-8")
+    with pytest.raises(
+        ValueError, match=r"no column 'blodtryck'.*optional_columns=\['blodtryck'\]"
+    ):
+        make(tmp_path, "outcome").build()
+    experiment = make(tmp_path, "outcome", optional_columns=("blodtryck",))
+    names = experiment.prepared.features.names
+    values = experiment.prepared.examples["features"][:, names.index("blodtryck")]
+    missing = experiment.prepared.examples["features"][:, names.index("blodtryck is missing")]
+    is_bonn = np.array(experiment.table.names)[experiment.table.owners] == "Bonn"
+    np.testing.assert_array_equal(missing, ~is_bonn)
+    assert not values[~is_bonn].any()
+    own = values[is_bonn & experiment.table.training]
+    assert abs(own.mean()) < 1e-5 and own.std() == pytest.approx(1, abs=1e-4)

@@ -28,6 +28,7 @@ def open_files(
     client: str | None = None,
     label: str | None = None,
     columns: Sequence[str] = (),
+    optional_columns: Sequence[str] = (),
     types: Mapping[str, str] | None = None,
     delimiter: str | None = None,
     image_size: tuple[int, int] | None = None,
@@ -57,7 +58,8 @@ def open_files(
     tables = [read_table(group, selected.options) for group in groups]
     fields, client = path_fields(groups, [table.schema for table in tables], client)
     tables = [add_path_columns(*pair) for pair in zip(tables, fields, strict=True)]
-    schema = unify([group[0] for group in groups], [table.schema for table in tables])
+    schemas = [table.schema for table in tables]
+    schema = unify([group[0] for group in groups], schemas, optional_columns)
     table = pa.concat_tables([conform(table, schema) for table in tables]).unify_dictionaries()
     if not table.num_rows:
         raise ArgumentError(f"{name} has no examples, expected at least one. Name other files.")

@@ -12,7 +12,9 @@ from fedpax.errors import ArgumentError
 _JSON = (".json", ".jsonl", ".ndjson")  # in which a missing name is a missing value
 
 
-def unify(files: Sequence[DataFile], schemas: Sequence[pa.Schema]) -> pa.Schema:
+def unify(
+    files: Sequence[DataFile], schemas: Sequence[pa.Schema], optional: Sequence[str] = ()
+) -> pa.Schema:
     """Return the schema that holds the values of all files.
 
     Integers become floats, and floats wider, where another file has them. Nothing becomes a text.
@@ -20,14 +22,15 @@ def unify(files: Sequence[DataFile], schemas: Sequence[pa.Schema]) -> pa.Schema:
     Args:
         files: the files.
         schemas: the schema of each.
+        optional: columns that a file may lack.
 
     Raises:
-        ValueError: a file lacks a column, or has another type in it.
+        ValueError: a file lacks another column, or has another type in it.
     """
     together = schemas[0].remove_metadata()
     seen: dict[str, DataFile] = {name: files[0] for name in together.names}
     for file, schema in zip(files, schemas, strict=True):
-        if different := {*schema.names} ^ {*together.names}:
+        if different := ({*schema.names} ^ {*together.names}) - {*optional}:
             _check_optional(sorted(different)[0], file, files[0], together, schema)
         fields = {field.name: field for field in together}
         for field in schema.remove_metadata():
@@ -98,7 +101,8 @@ def _check_optional(
     common = ", ".join(repr(name) for name in together.names if name in schema.names)
     raise ArgumentError(
         f"{lacks.path} has no column {column!r}, which {has.path} has, expected the same columns "
-        f"in all files. Add the column, or name common columns with columns=, such as {common}."
+        f"in all files. Add the column, or give optional_columns=[{column!r}] if its values are "
+        f"missing there, or name common columns with columns=, such as {common}."
     )
 
 

@@ -27,6 +27,7 @@ def load(
     client: str | None = None,
     label: str | None = None,
     columns: Sequence[str] = (),
+    optional_columns: Sequence[str] = (),
     types: Mapping[str, str] | None = None,
     delimiter: str | None = None,
     image_size: tuple[int, int] | None = None,
@@ -73,6 +74,8 @@ def load(
             `"client"`; else one file has no clients.
         label: the column of files with the label.
         columns: the columns of files to read. Default: all.
+        optional_columns: columns that some of the files lack; their values are missing there.
+            Default (): all files have the same columns.
         types: types of Arrow for columns of files, such as `{"zip": "string"}`, where the type that
             pyarrow finds is not the intended one.
         delimiter: the character between columns of CSV. Default None: a comma, in TSV a tab.
@@ -119,6 +122,7 @@ def load(
         "client": client,
         "label": label,
         "columns": columns,
+        "optional_columns": optional_columns,
         "types": types,
         "delimiter": delimiter,
         "image_size": image_size,

@@ -16,6 +16,9 @@ from fedpax.data.tables.moments import Moments, federated_moments
 from fedpax.data.tables.values import arrow_column, encode_texts, is_missing, numbers
 from fedpax.errors import ArgumentError
 
+LARGEST = 1e18
+"""The largest number of a column without a range: float32 holds its square."""
+
 
 @dataclasses.dataclass(frozen=True)
 class FittedColumn:
@@ -56,7 +59,7 @@ class FittedColumn:
             values: the column's values of these examples.
 
         Raises:
-            ValueError: a value is missing and the treatment is "error", or a number is infinite.
+            ValueError: a value is missing and the treatment is "error", or a number is too large.
         """
         column = arrow_column(values)
         missing = checked_missing(self.treatment, column)
@@ -107,7 +110,7 @@ class TableFeatures:
             table: their columns by name. A column that is absent has no value in any example.
 
         Raises:
-            ValueError: a value is missing and its treatment is "error", or a number is infinite.
+            ValueError: a value is missing and its treatment is "error", or a number is too large.
         """
         size = len(next(iter(table.values())))
         found = [
@@ -183,7 +186,7 @@ def fit_features(
 
     Raises:
         ValueError: a number or date has no bounds and needs them, a value is missing and its
-            treatment is "error", or a number is infinite.
+            treatment is "error", or a number is too large.
 
     Example:
         >>> from fedpax.data.tables.columns import infer_treatments
@@ -269,12 +272,13 @@ def bounded_numbers(treatment: Treatment, column: Any) -> Float64[np.ndarray, " 
     values = numbers(column)
     if treatment.bounds is not None:
         return np.clip(values, *treatment.bounds)
-    infinite = np.isinf(values)
-    if infinite.any():
+    too_large = np.abs(values) > LARGEST
+    if too_large.any():
+        first = int(np.argmax(too_large))
         raise ArgumentError(
-            f"The column {treatment.name!r} is infinite in {int(infinite.sum()):,} examples, the "
-            f"first of them example {int(np.argmax(infinite))}, expected finite numbers. Correct "
-            f"them, or state a range: --data.columns '{treatment.name}={treatment.kind}"
+            f"The column {treatment.name!r} is {values[first]:g} in example {first}, and too large "
+            f"in {int(too_large.sum()):,} examples, expected numbers of at most {LARGEST:g}. "
+            f"Correct them, or state a range: --data.columns '{treatment.name}={treatment.kind}"
             "(LOW..HIGH)'."
         )
     return values

@@ -49,6 +49,7 @@ FAST = {
 }
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^\$? *(fedpax (?:[^\n]|(?<=\\)\n)*)$", re.MULTILINE)
+FIELD = re.compile(r"--(?!model\.weights)(\w+\.|method=|aggregator=)")
 FILE_NAME = re.compile(r"# (\w+\.py)\n")
 
 
@@ -127,7 +128,7 @@ def test_commands_of_pages_have_fields_and_meshes_that_exist() -> None:
     assert len(commands()) > 20
     for text, words in commands():
         flags = dict(word.removeprefix("--").split("=", 1) for word in words if "=" in word)
-        fields = [word for word in words if re.match(r"--(?!model\.weights)\w+\.", word)]
+        fields = [word for word in words if FIELD.match(word)]
         for name in filter(known.get, flags.get("exp", "").split(",")):
             try:
                 experiment = override(known[name](), fields, "fedpax", "")

@@ -83,7 +83,9 @@ def schedule(module: Module) -> tuple[Event, ...]:
                 return [loop if transfers(loop.events) else Work(loop.flops)]
             case "conditional":
                 branches = [events_of(name) for name in trip_counts.callees(instruction)]
-                branch = max(branches, key=_weight)
+                branch = max(
+                    branches, key=lambda events: (bool(transfers(events)), total_flops(events))
+                )
                 return list(branch)
             case "fusion" | "call" | "call-start" | "async-start":
                 callees = map(events_of, trip_counts.callees(instruction))
@@ -107,11 +109,6 @@ def transfers(events: Sequence[Event]) -> list[str]:
 def total_flops(events: Sequence[Event]) -> float:
     """Sum the FLOPs of the matmuls of a schedule."""
     return sum(event.flops for event in events if isinstance(event, Work | Loop))
-
-
-def _weight(events: Sequence[Event]) -> tuple[bool, float]:
-    """Return the order of a conditional's branches: with transfers first, then by FLOPs."""
-    return bool(transfers(events)), total_flops(events)
 
 
 def _ends(computation: Computation) -> tuple[dict[str, str], dict[str, str]]:

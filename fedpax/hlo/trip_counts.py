@@ -128,7 +128,8 @@ def _trip_count(
     margins: list[int] = []
     try:
         for _ in range(3):
-            parameter = functools.partial(_loop_state, state)
+            # The only parameter of the body and of the condition is the state of the loop.
+            parameter = functools.partial(lambda state, index: state, state)
             direction, margin = _comparison(module, _Value(condition, condition.root, parameter))
             margins.append(margin)
             state = _Value(body, body.root, parameter)
@@ -142,11 +143,6 @@ def _trip_count(
     if direction in ("LT", "GT"):
         return max(0, math.ceil(-margins[0] / step))
     return max(0, -margins[0] // step + 1) if direction in ("LE", "GE") else None
-
-
-def _loop_state(state: _Value, index: int) -> _Value:
-    """Return the loop's state, the only parameter of its body and its condition."""
-    return state
 
 
 def _parameters_of(sites: _CallSites, computation: Computation) -> Callable[[int], _Value]:

@@ -104,8 +104,9 @@ class TransformerConfig:
         """Check that the sizes fit together."""
         for name, value, choices in _options(self):
             if choices and value not in choices:
+                *most, last = map(repr, choices)
                 raise ArgumentError(
-                    f"TransformerConfig.{name}={value!r}: use {_listed(map(repr, choices))}."
+                    f"TransformerConfig.{name}={value!r}: use {', '.join(most)} or {last}."
                 )
             number = isinstance(value, int | float) and not isinstance(value, bool)
             # Negated comparisons: NaN raises too.
@@ -233,8 +234,3 @@ def _options(config: TransformerConfig) -> list[tuple[str, Any, tuple[Any, ...]]
         )
         for field in dataclasses.fields(config)
     ]
-
-
-def _listed(words: Any) -> str:
-    *first, last = words
-    return f"{', '.join(first)} or {last}"

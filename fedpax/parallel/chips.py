@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 GIB = 2**30
 
@@ -52,49 +52,39 @@ class Chip(NamedTuple):
     source: str
 
 
-def _tpu(name: str, device_kind: str, **specifications: float) -> Chip:
-    dimensions = int(specifications["torus_dimensions"])
-    return Chip(
+def _tpu(name: str, device_kind: str, torus_dimensions: int, **specifications: float) -> Chip:
+    return _chip(
         name=name,
         device_kind=device_kind,
-        peak_flops=specifications["peak_flops"],
-        peak_int8_ops=specifications.get("peak_int8_ops", specifications["peak_flops"]),
-        peak_fp8_flops=specifications.get("peak_fp8_flops", specifications["peak_flops"]),
-        hbm_bytes=specifications["hbm_bytes"],
-        usable_hbm_bytes=specifications["usable_hbm_bytes"],
-        hbm_bandwidth=specifications["hbm_bandwidth"],
-        link_bandwidth=specifications["link_bandwidth"],
-        links=2 * dimensions,
-        dcn_bandwidth=specifications["dcn_bandwidth"],
-        torus_dimensions=dimensions,
+        torus_dimensions=torus_dimensions,
+        links=2 * torus_dimensions,
         # Figures of rings: "How to Scale Your Model", part 2, jax-ml.github.io/scaling-book/tpus.
-        ring_multiple=16 if dimensions == 2 else 4,
-        max_chips_per_slice=int(specifications["max_chips_per_slice"]),
-        devices_per_chip=int(specifications.get("devices_per_chip", 1)),
+        ring_multiple=16 if torus_dimensions == 2 else 4,
         source=f"https://docs.cloud.google.com/tpu/docs/{name}",
+        **specifications,
     )
 
 
-def _gpu(name: str, device_kind: str, **specifications: float) -> Chip:
-    return Chip(
+def _gpu(name: str, device_kind: str, hbm_bytes: float, **specifications: float) -> Chip:
+    return _chip(
         name=name,
         device_kind=device_kind,
-        peak_flops=specifications["peak_flops"],
-        peak_int8_ops=specifications.get("peak_int8_ops", specifications["peak_flops"]),
-        peak_fp8_flops=specifications.get("peak_fp8_flops", specifications["peak_flops"]),
-        hbm_bytes=specifications["hbm_bytes"],
-        usable_hbm_bytes=specifications["hbm_bytes"],
-        hbm_bandwidth=specifications["hbm_bandwidth"],
-        link_bandwidth=specifications["link_bandwidth"],
+        hbm_bytes=hbm_bytes,
+        usable_hbm_bytes=hbm_bytes,
         links=1,
-        dcn_bandwidth=specifications["dcn_bandwidth"],
         torus_dimensions=0,
         ring_multiple=1,
         # GPUs of a host; NVLink switches that join several hosts are not modeled.
         max_chips_per_slice=8,
-        devices_per_chip=1,
         source=f"https://www.nvidia.com/en-us/data-center/{name.lower().partition('-')[0]}/",
+        **specifications,
     )
+
+
+def _chip(**specifications: Any) -> Chip:
+    peak = specifications["peak_flops"]
+    defaults = {"peak_int8_ops": peak, "peak_fp8_flops": peak, "devices_per_chip": 1}
+    return Chip(**defaults | specifications)
 
 
 # TPUs: the page of a chip gives its peaks, its memory, its bandwidth to neighbors in both

@@ -98,11 +98,9 @@ def _device_bytes(
 ) -> int:
     """Count the bytes on a device. Default of the shardings: those that the shapes have."""
     leaves = jax.tree.leaves(shapes if shardings is None else with_shardings(shapes, shardings))
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * _item_bytes(leaf.dtype)
-        for leaf in leaves
-    )
-
-
-def _item_bytes(dtype: Any) -> int:
-    return 8 if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else dtype.itemsize
+    total = 0
+    for leaf in leaves:
+        is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        shape = leaf.sharding.shard_shape(leaf.shape)
+        total += math.prod(shape) * (8 if is_key else leaf.dtype.itemsize)
+    return total

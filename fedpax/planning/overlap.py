@@ -100,7 +100,7 @@ class Overlap(NamedTuple):
             sum(
                 transfer.bytes_per_step
                 for transfer in self.transfers
-                if transfer.start <= at < _last(transfer)
+                if transfer.start <= at < max(transfer.end, transfer.start + 1)
             )
             for at in {transfer.start for transfer in self.transfers}
         )
@@ -180,10 +180,6 @@ def find_overlap(
         transfers=tuple(placed),
         required_bandwidth={share: required(share) for share in UTILIZATIONS},
     )
-
-
-def _last(transfer: SliceTransfer) -> float:
-    return max(transfer.end, transfer.start + 1)
 
 
 def _place(

@@ -60,7 +60,7 @@ class ElasticCoordinator:
 
     def __init__(
         self,
-        cluster: JobProcesses,
+        processes: JobProcesses,
         *,
         join_timeout: float,
         heartbeat_timeout: float,
@@ -68,7 +68,7 @@ class ElasticCoordinator:
         alone: bool = False,
         tell: Callable[[str], None],
     ) -> None:
-        self._cluster, self._tell, self._alone = cluster, tell, alone
+        self._processes, self._tell, self._alone = processes, tell, alone
         self.status: int | None = None
         self._heartbeat_timeout, self._group = heartbeat_timeout, group
         self._job = secrets.token_hex(8)
@@ -88,11 +88,11 @@ class ElasticCoordinator:
         self._ended_since: float | None = None
         self._failures = 0
         self._round = -1
-        self._most = cluster.num_processes
+        self._most = processes.num_processes
         self._signal: int | None = None
         self._asked_to_stop = False  # by `signal`: no supervisor has made its process save
         self._stopped = False
-        self._server = listen(cluster)
+        self._server = listen(processes)
         self._server.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
@@ -156,15 +156,15 @@ class ElasticCoordinator:
     def _admit(self, lines: JsonLineSocket, message: dict[str, Any]) -> None:
         number, count = message.get("process"), message.get("count")
         refusal = None
-        if count != self._cluster.num_processes:
+        if count != self._processes.num_processes:
             refusal = (
                 f"it was started with {printable(count)} processes, process 0 with "
-                f"{self._cluster.num_processes}. Set the same number in every process"
+                f"{self._processes.num_processes}. Set the same number in every process"
             )
-        elif type(number) is not int or not 0 <= number < self._cluster.num_processes:
+        elif type(number) is not int or not 0 <= number < self._processes.num_processes:
             refusal = (
                 f"its number is {printable(number)}, expected 0 to "
-                f"{self._cluster.num_processes - 1}. Number the processes from 0"
+                f"{self._processes.num_processes - 1}. Number the processes from 0"
             )
         elif number in self._members:
             refusal = (
@@ -178,7 +178,7 @@ class ElasticCoordinator:
             self._members[number], self._addresses[number] = lines, self._strangers.pop(lines)
             self._hosts[number] = printable(message.get("host"))
             self._note_progress(number, message)
-            self._most = self._cluster.num_processes  # a new device may make a mesh fit again
+            self._most = self._processes.num_processes  # a new device may make a mesh fit again
             if self._generation:
                 self._tell(f"process {number} on {self._hosts[number]} has joined")
 
@@ -255,7 +255,7 @@ class ElasticCoordinator:
                 self._members[number].send(kill=self._generation)
 
     def _begin_first(self) -> None:
-        complete = len(self._members) == self._cluster.num_processes
+        complete = len(self._members) == self._processes.num_processes
         late = time.monotonic() > self._start_by
         if complete or (late and (0 in self._members or (self._alone and self._members))):
             self._begin(self._choose(self._members), None)
@@ -283,17 +283,15 @@ class ElasticCoordinator:
         self._generation += 1
         self._trained = members
         self._ended, self._cause, self._order, self._ended_since = {}, None, None, None
-        if self._generation > 1 or len(self._trained) < self._cluster.num_processes:
+        if self._generation > 1 or len(self._trained) < self._processes.num_processes:
             source = "" if round_number is None else f" from the copies of round {round_number}"
-            self._tell(
-                f"start {self._generation}: {len(self._trained)} of {self._cluster.num_processes} "
-                f"processes train{source}"
-            )
+            count = f"{len(self._trained)} of {self._processes.num_processes} processes"
+            self._tell(f"start {self._generation}: {count} train{source}")
         first = self._trained[0]
         # JAX's coordinator is in the training process of the first member.
         address = self._addresses[first]
         if (first == 0 and not self._alone) or ipaddress.ip_address(address).is_loopback:
-            address = self._cluster.coordinator.rpartition(":")[0]  # on the keeper's host
+            address = self._processes.coordinator.rpartition(":")[0]  # on the keeper's host
         elif ":" in address:
             address = f"[{address}]"
         port = self._free_port()
@@ -309,15 +307,15 @@ class ElasticCoordinator:
 
     def _free_port(self) -> int:
         """Return a port for the coordinator of the training processes, free on this host."""
-        for port in range(self._cluster.port - 1, max(self._cluster.port - 100, 1024), -1):
-            with contextlib.suppress(JobProcessesError), listen(self._cluster, port):
+        for port in range(self._processes.port - 1, max(self._processes.port - 100, 1024), -1):
+            with contextlib.suppress(JobProcessesError), listen(self._processes, port):
                 return port
-        return self._cluster.port - 1
+        return self._processes.port - 1
 
     def _conclude(self) -> None:
         """Begin the next generation after the end of one, or stop the job."""
         statuses = [self._ended[number] for number in self._trained]
-        full = len(self._trained) == self._cluster.num_processes
+        full = len(self._trained) == self._processes.num_processes
         if all(status == 0 for status in statuses):
             self._stop(FINISHED, "")
         elif self._order is None and any(status in SIGNALS for status in statuses):

@@ -88,16 +88,16 @@ def supervise(
             keeper answers within `join_timeout`.
     """
     try:
-        cluster = find_job_processes() or JobProcesses(
+        processes = find_job_processes() or JobProcesses(
             f"localhost:{_free_port()}", 1, 0, "no variables"
         )
         keeper = None
-        if options.keeper == "alone" or (options.keeper == "first" and cluster.process_id == 0):
+        if options.keeper == "alone" or (options.keeper == "first" and processes.process_id == 0):
             keeper = ElasticCoordinator(
-                cluster,
+                processes,
                 join_timeout=options.join_timeout,
                 heartbeat_timeout=options.heartbeat_timeout,
-                group=processes_per_island(cluster.num_processes),
+                group=processes_per_island(processes.num_processes),
                 alone=options.keeper == "alone",
                 tell=lambda line: print_error(f"fedpax: elastic: {line}."),
             )
@@ -107,7 +107,7 @@ def supervise(
         if options.keeper == "alone":
             assert keeper is not None
             return _wait_for(keeper, preemption)
-        supervisor = Supervisor(folder, saved_in, arguments, options, cluster, fit)
+        supervisor = Supervisor(folder, saved_in, arguments, options, processes, fit)
         with contextlib.closing(supervisor):
             supervisor.connect()
             status = supervisor.run(preemption)
@@ -135,7 +135,7 @@ class Supervisor:
         saved_in: the folder of its checkpoints.
         arguments: the arguments of `fedpax train`.
         options: the options of the job.
-        cluster: the processes of the job; process 0 runs the keeper.
+        processes: the processes of the job; process 0 runs the keeper.
         fit: fits the job to the processes that remain.
     """
 
@@ -145,12 +145,12 @@ class Supervisor:
         saved_in: Path,
         arguments: Sequence[str],
         options: ElasticOptions,
-        cluster: JobProcesses,
+        processes: JobProcesses,
         fit: FitJob,
     ) -> None:
         self._options, self._arguments = options, arguments
-        self._cluster, self._fit, self._saved_in = cluster, fit, saved_in
-        self._memory = memory_folder(options.copy_dir, folder, cluster.process_id)
+        self._processes, self._fit, self._saved_in = processes, fit, saved_in
+        self._memory = memory_folder(options.copy_dir, folder, processes.process_id)
         self._generation = 0
         self._training: TrainingProcess | None = None
         self._lines: JsonLineSocket | None = None
@@ -164,15 +164,15 @@ class Supervisor:
         deadline = time.monotonic() + self._options.join_timeout
         reason = "no attempt"
         greeting = {  # complete before the keeper waits for it
-            "process": self._cluster.process_id,
-            "count": self._cluster.num_processes,
+            "process": self._processes.process_id,
+            "count": self._processes.num_processes,
             "host": socket.gethostname(),
             "round": latest_round(self._saved_in) or 0,
             "copies": list_copies(self._memory),
         }
         while True:
             try:
-                address = (self._cluster.host, self._cluster.port)
+                address = (self._processes.host, self._processes.port)
                 lines = JsonLineSocket(socket.create_connection(address, timeout=5))
             except OSError as error:
                 reason = error.strerror or str(error)
@@ -184,8 +184,8 @@ class Supervisor:
                 break
             time.sleep(0.2)
         raise UsageError(
-            f"--elastic: process {self._cluster.process_id} found no keeper at "
-            f"{self._cluster.coordinator} within {self._options.join_timeout:g} s ({reason}), "
+            f"--elastic: process {self._processes.process_id} found no keeper at "
+            f"{self._processes.coordinator} within {self._options.join_timeout:g} s ({reason}), "
             "expected process 0, or the command with --keeper=alone, to listen there. Read its "
             "log; if it starts later, raise --join_timeout."
         )
@@ -225,7 +225,7 @@ class Supervisor:
             if lines.closed or silent:
                 kept = latest_round(self._saved_in)
                 print_error(
-                    f"fedpax: elastic: the keeper at {self._cluster.coordinator} is "
+                    f"fedpax: elastic: the keeper at {self._processes.coordinator} is "
                     f"{'silent' if silent else 'gone'}. Start all processes again: the run resumes "
                     f"{f'from round {kept}' if kept else 'from its beginning'}."
                 )
@@ -245,7 +245,7 @@ class Supervisor:
 
     def _start(self, message: dict) -> None:
         self._generation, members = message["start"], message["members"]
-        count = self._cluster.num_processes
+        count = self._processes.num_processes
         fitted = self._fit(members, count)
         if fitted is None:
             self._send_end(CANNOT_RUN)
@@ -266,7 +266,7 @@ class Supervisor:
             environment |= {
                 "JAX_COORDINATOR_ADDRESS": f"{message['address']}:{message['port']}",
                 "JAX_NUM_PROCESSES": str(len(members)),
-                "JAX_PROCESS_ID": str(members.index(self._cluster.process_id)),
+                "JAX_PROCESS_ID": str(members.index(self._processes.process_id)),
             }
         self._end_training()
         self._training = TrainingProcess([*self._arguments, *arguments], environment)

@@ -15,13 +15,7 @@ import jax
 
 from fedpax.processes.gather import gather_json
 from fedpax.processes.job_processes import JobProcessesError, find_job_processes
-from fedpax.processes.json_line_socket import (
-    MOST_STRANGERS,
-    greetings,
-    parse_line,
-    printable,
-    read_line,
-)
+from fedpax.processes.json_line_socket import greetings, listen_on, parse_line, printable, read_line
 
 SECONDS_TO_CONNECT = 60.0
 SECONDS_TO_GREET = 5.0
@@ -55,7 +49,7 @@ class ControlChannel(AbstractContextManager["ControlChannel"]):
         with contextlib.ExitStack() as server:
             offer = {}
             if self.is_first:
-                listener = server.enter_context(_listen())
+                listener = server.enter_context(listen_on(0, jax.process_count()))
                 offer = {
                     "hosts": _own_names(),
                     "port": listener.getsockname()[1],
@@ -128,21 +122,12 @@ class ControlChannel(AbstractContextManager["ControlChannel"]):
 
 def _own_names() -> list[str]:
     """Return the names by which other hosts may reach this one, the most likely one first."""
-    cluster = find_job_processes()
+    processes = find_job_processes()
     host_name = socket.gethostname()
     names = [host_name, socket.getfqdn()]
     with contextlib.suppress(OSError):
         names.append(socket.gethostbyname(host_name))
-    return list(dict.fromkeys([*([cluster.host] if cluster else []), *names]))
-
-
-def _listen() -> socket.socket:
-    backlog = max(jax.process_count(), MOST_STRANGERS)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
-        )
-    return socket.create_server(("", 0), backlog=backlog)
+    return list(dict.fromkeys([*([processes.host] if processes else []), *names]))
 
 
 def _accept_all(

@@ -29,6 +29,16 @@ def printable(value: Any) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(value)[:100])
 
 
+def listen_on(port: int, num_processes: int) -> socket.socket:
+    """Listen on all addresses of this host, in both versions of IP where it has both."""
+    backlog = max(num_processes, MOST_STRANGERS)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
+        )
+    return socket.create_server(("", port), backlog=backlog)
+
+
 class JsonLineSocket:
     """A socket that carries a JSON value per line, in both directions."""
 

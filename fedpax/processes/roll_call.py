@@ -14,21 +14,21 @@ import time
 from typing import Any
 
 from fedpax.processes.job_processes import JobProcesses, JobProcessesError
-from fedpax.processes.json_line_socket import MOST_STRANGERS, greetings, printable, read_line
+from fedpax.processes.json_line_socket import greetings, listen_on, printable, read_line
 
 # A process sends and receives one line of JSON, so that bytes of another program are recognized.
 GREETING = "fedpax roll call 1"
 SECONDS_TO_TALK = 2.0
 
 
-def call_roll(cluster: JobProcesses, timeout: float) -> None:
+def call_roll(processes: JobProcesses, timeout: float) -> None:
     """Wait until all processes of a job have connected.
 
     If a process sends another count, or the number of another process, it raises at once. The other
     processes continue to wait for the right one.
 
     Args:
-        cluster: the processes.
+        processes: the processes.
         timeout: seconds to wait.
 
     Raises:
@@ -39,19 +39,19 @@ def call_roll(cluster: JobProcesses, timeout: float) -> None:
         >>> call_roll(JobProcesses("localhost:8476", 1, 0, "the test"), timeout=5)
     """
     deadline = time.monotonic() + timeout
-    if cluster.process_id == 0:
-        if cluster.num_processes > 1:
-            _answer_all(cluster, deadline, timeout)
+    if processes.process_id == 0:
+        if processes.num_processes > 1:
+            _answer_all(processes, deadline, timeout)
     else:
-        _report(cluster, deadline, timeout)
+        _report(processes, deadline, timeout)
 
 
-def _answer_all(cluster: JobProcesses, deadline: float, timeout: float) -> None:
+def _answer_all(processes: JobProcesses, deadline: float, timeout: float) -> None:
     """Listen until each process has connected, then answer all of them."""
     hosts = {0: socket.gethostname()}
     turned_away: list[str] = []
     with contextlib.ExitStack() as connections:
-        server = connections.enter_context(listen(cluster))
+        server = connections.enter_context(listen(processes))
         waiting: dict[int, socket.socket] = {}
         arriving = greetings(server, deadline, SECONDS_TO_TALK)
         with contextlib.closing(arriving):
@@ -65,15 +65,15 @@ def _answer_all(cluster: JobProcesses, deadline: float, timeout: float) -> None:
                     continue
                 if number in waiting and _is_closed(waiting[number]):
                     del hosts[number]  # it ended while it waited, and was started again
-                if refusal := _refusal(cluster, hosts, number, count):
+                if refusal := _refusal(processes, hosts, number, count):
                     turned_away.append(f"process {printable(number)} on {host}: {refusal}")
                     _send(connection, {"error": refusal})
                     continue
                 hosts[number], waiting[number] = host, connection
-                if len(hosts) == cluster.num_processes:
+                if len(hosts) == processes.num_processes:
                     break
-        if len(hosts) < cluster.num_processes:
-            message = _missing(cluster, hosts, turned_away, timeout)
+        if len(hosts) < processes.num_processes:
+            message = _missing(processes, hosts, turned_away, timeout)
             for process in waiting.values():
                 _send(process, {"error": message})
             raise JobProcessesError(message)
@@ -86,27 +86,22 @@ def _answer_all(cluster: JobProcesses, deadline: float, timeout: float) -> None:
                 process.recv(1)
 
 
-def wait_for_coordinator(cluster: JobProcesses, timeout: float) -> None:
+def wait_for_coordinator(processes: JobProcesses, timeout: float) -> None:
     """Wait after the roll call, at most `timeout` seconds, until JAX's coordinator listens."""
     # If its first attempt to connect fails, JAX waits for one second before the next one.
     deadline = time.monotonic() + timeout
-    while cluster.process_id and time.monotonic() < deadline:
+    while processes.process_id and time.monotonic() < deadline:
         with contextlib.suppress(OSError):
-            socket.create_connection((cluster.host, cluster.port), timeout=5).close()
+            socket.create_connection((processes.host, processes.port), timeout=5).close()
             return
         time.sleep(0.01)
 
 
-def listen(cluster: JobProcesses, port: int | None = None) -> socket.socket:
+def listen(processes: JobProcesses, port: int | None = None) -> socket.socket:
     """Listen on all addresses of this host, by default on the coordinator's port."""
-    port = cluster.port if port is None else port
-    backlog = max(cluster.num_processes, MOST_STRANGERS)
+    port = processes.port if port is None else port
     try:
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(
-                ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
-            )
-        return socket.create_server(("", port), backlog=backlog)
+        return listen_on(port, processes.num_processes)
     except OSError as error:
         raise JobProcessesError(
             f"process 0 cannot listen on port {port} of {socket.gethostname()} "
@@ -116,17 +111,17 @@ def listen(cluster: JobProcesses, port: int | None = None) -> socket.socket:
         ) from None
 
 
-def _refusal(cluster: JobProcesses, hosts: dict[int, str], number: int, count: Any) -> str | None:
+def _refusal(processes: JobProcesses, hosts: dict[int, str], number: int, count: Any) -> str | None:
     """Return why a process does not belong to the job, or None if it does."""
-    if count != cluster.num_processes:
+    if count != processes.num_processes:
         return (
             f"it was started with {printable(count)} processes, process 0 with "
-            f"{cluster.num_processes}, expected the same number in every process. Set the same "
+            f"{processes.num_processes}, expected the same number in every process. Set the same "
             "JAX_NUM_PROCESSES (Slurm: --ntasks) everywhere."
         )
-    if not 0 <= number < cluster.num_processes:
+    if not 0 <= number < processes.num_processes:
         return (
-            f"its number is {printable(number)}, expected 0 to {cluster.num_processes - 1}. "
+            f"its number is {printable(number)}, expected 0 to {processes.num_processes - 1}. "
             "Number the processes from 0 in JAX_PROCESS_ID."
         )
     if number in hosts:
@@ -138,34 +133,34 @@ def _refusal(cluster: JobProcesses, hosts: dict[int, str], number: int, count: A
 
 
 def _missing(
-    cluster: JobProcesses, hosts: dict[int, str], turned_away: list[str], timeout: float
+    processes: JobProcesses, hosts: dict[int, str], turned_away: list[str], timeout: float
 ) -> str:
     """Return a message that names the missing processes."""
-    absent = [str(i) for i in range(cluster.num_processes) if i not in hosts]
+    absent = [str(i) for i in range(processes.num_processes) if i not in hosts]
     listed = ", ".join(absent[:20]) + (" and others" if len(absent) > 20 else "")
     present = ", ".join(f"{i} on {host}" for i, host in sorted(hosts.items())[:20])
     strangers = f" Turned away: {'; '.join(turned_away[:5])}" if turned_away else ""
     return (
-        f"{len(absent)} of {cluster.num_processes} processes did not come within {timeout:g} s: "
+        f"{len(absent)} of {processes.num_processes} processes did not come within {timeout:g} s: "
         f"{listed}. Present: {present}.{strangers} Read the logs of the missing processes; they "
-        f"must reach {cluster.coordinator}. If they start later, raise --join_timeout; if there "
-        f"are fewer, lower their number ({cluster.source})."
+        f"must reach {processes.coordinator}. If they start later, raise --join_timeout; if there "
+        f"are fewer, lower their number ({processes.source})."
     )
 
 
-def _report(cluster: JobProcesses, deadline: float, timeout: float) -> None:
+def _report(processes: JobProcesses, deadline: float, timeout: float) -> None:
     """Connect to process 0 until it answers."""
     greeting = {
         "greeting": GREETING,
-        "process": cluster.process_id,
-        "count": cluster.num_processes,
+        "process": processes.process_id,
+        "count": processes.num_processes,
         "host": socket.gethostname(),
     }
     reason = "no attempt"
     while (left := deadline - time.monotonic()) > 0:
         try:
             # Short attempts: a host that starts later does not answer the first packets.
-            attempt = socket.create_connection((cluster.host, cluster.port), min(left, 10))
+            attempt = socket.create_connection((processes.host, processes.port), min(left, 10))
             with attempt as connection:
                 _send(connection, greeting)
                 # Process 0 ends its wait after the same time, and must be able to say so.
@@ -176,13 +171,13 @@ def _report(cluster: JobProcesses, deadline: float, timeout: float) -> None:
             if answer.get("error", "") is None:
                 return
             if answer.get("error"):
-                raise JobProcessesError(f"process {cluster.process_id}: {answer['error']}")
+                raise JobProcessesError(f"process {processes.process_id}: {answer['error']}")
             reason = "another program listens there, or process 0 has ended"
         time.sleep(min(0.05, max(deadline - time.monotonic(), 0)))
     raise JobProcessesError(
-        f"process {cluster.process_id} found no process 0 at {cluster.coordinator} within "
+        f"process {processes.process_id} found no process 0 at {processes.coordinator} within "
         f"{timeout:g} s ({reason}), expected it to listen there. Read the log of process 0; check "
-        f"that the address ({cluster.source}) is that of its host, and that no firewall closes the "
+        f"that the address ({processes.source}) is its host's, and that no firewall closes the "
         "port. If process 0 starts later, raise --join_timeout."
     )
 

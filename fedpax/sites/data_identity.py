@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Mapping
 
-from fedpax.sites.transport.requests import MAX_TEXT
+from fedpax.sites.transport.checked_header import MAX_TEXT
 
 MAX_DATA_SETS = 1000
 

@@ -39,9 +39,7 @@ class FragmentFormat:
         """Encode an outer gradient at `count` merges of the fragment; may be traced."""
         leaves = [x.astype(jnp.float32) for x in jax.tree.leaves(gradient)]
         if self._codec is not None:
-            mesh = jax.sharding.get_abstract_mesh()
-            axes = [name for name in mesh.axis_names if name not in ("islands", "clients")]
-            coder = self._coder(leaves, count, axes)
+            coder = self._coder(leaves, count, model_axes())
             leaves = coder.encode(jnp.asarray(shard, jnp.int32), leaves)
         return dict(zip(self.names, leaves, strict=True))
 
@@ -73,6 +71,12 @@ class FragmentFormat:
         assert self._codec is not None
         key = jax.random.fold_in(jax.random.key(SEED), count)
         return UpdateCoder(self._codec, key, [jax.typeof(x) for x in like], axes)
+
+
+def model_axes() -> tuple[str, ...]:
+    """Return the mesh axes that can shard a fragment: all but those of placements."""
+    names = jax.sharding.get_abstract_mesh().axis_names
+    return tuple(name for name in names if name not in ("islands", "clients"))
 
 
 def largest_message(formats: Sequence[FragmentFormat]) -> int:

@@ -70,22 +70,22 @@ def join_processes(timeout: float, heartbeat_timeout: int) -> int | None:
     # Collectives between CPU processes need gloo; other devices bring their own.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
-        cluster = find_job_processes()
-        if cluster is not None:
-            call_roll(cluster, timeout)
-            wait_for_coordinator(cluster, timeout)
+        processes = find_job_processes()
+        if processes is not None:
+            call_roll(processes, timeout)
+            wait_for_coordinator(processes, timeout)
     except JobProcessesError as error:
         raise UsageError(f"--multihost: {error}") from None
     with _exit_after(timeout):
-        _initialize(cluster, timeout, heartbeat_timeout)
-    return cluster and cluster.num_processes
+        _initialize(processes, timeout, heartbeat_timeout)
+    return processes and processes.num_processes
 
 
-def _initialize(cluster: JobProcesses | None, timeout: float, heartbeat_timeout: int) -> None:
+def _initialize(processes: JobProcesses | None, timeout: float, heartbeat_timeout: int) -> None:
     # JAX's own timeout aborts the process without a word about the remedy: it comes later.
     initialization_timeout = int(timeout) + 60
     try:
-        if cluster is None:
+        if processes is None:
             jax.distributed.initialize(
                 initialization_timeout=initialization_timeout,
                 heartbeat_timeout_seconds=heartbeat_timeout,
@@ -95,9 +95,9 @@ def _initialize(cluster: JobProcesses | None, timeout: float, heartbeat_timeout:
         # for a package that finds no more than the variables say.
         kubernetes = "KUBERNETES_SERVICE_HOST" in os.environ
         jax.distributed.initialize(
-            cluster.coordinator,
-            cluster.num_processes,
-            cluster.process_id,
+            processes.coordinator,
+            processes.num_processes,
+            processes.process_id,
             cluster_detection_method="deactivate" if kubernetes else None,
             initialization_timeout=initialization_timeout,
             heartbeat_timeout_seconds=heartbeat_timeout,

@@ -75,13 +75,12 @@ def leaf_clients(
     descriptions_to_weights = rng.normal(size=(num_features + 1, num_classes, num_clusters))
     centers = rng.normal(rng.normal(size=(num_clusters, 1)), 1, (num_clusters, num_clusters))
     deviation = np.arange(1, num_features + 1) ** -0.6
-    images, labels = [], []
+    clients = []
     for size in sizes:
         cluster = rng.choice(num_clusters, p=probabilities)
         weights = descriptions_to_weights @ rng.normal(centers[cluster], 0.1)
         center = rng.normal(rng.normal(), 1, num_features)
         image = center + deviation * rng.normal(size=(size, num_features))
         logits = weights[0] + image @ weights[1:] + rng.normal(0, 0.1, (size, num_classes))
-        images.append(image.astype(np.float32))
-        labels.append(np.argmax(logits, axis=1).astype(np.int32))
-    return gather_examples(images, labels)
+        clients.append((image, logits))
+    return gather_examples(clients)

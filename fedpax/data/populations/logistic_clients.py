@@ -60,26 +60,28 @@ def logistic_clients(
     rng = np.random.default_rng(seed)
     sizes = np.minimum(50 + rng.lognormal(4, 2, num_clients), 5000).astype(np.int64)
     deviation = np.arange(1, num_features + 1) ** -0.6
-    images, labels = [], []
+    clients = []
     for size in sizes:
         u, b = rng.normal(0, np.sqrt(alpha)), rng.normal(0, np.sqrt(beta))
         weights = rng.normal(u, 1, (num_features, num_classes))
         bias = rng.normal(u, 1, num_classes)
         center = rng.normal(b, 1, num_features)
         image = center + deviation * rng.normal(size=(size, num_features))
-        images.append(image.astype(np.float32))
-        labels.append(np.argmax(image @ weights + bias, axis=1).astype(np.int32))
-    return gather_examples(images, labels)
+        clients.append((image, image @ weights + bias))
+    return gather_examples(clients)
 
 
 def gather_examples(
-    images: Sequence[NDArray[Any]], labels: Sequence[NDArray[Any]]
+    clients: Sequence[tuple[NDArray[Any], NDArray[Any]]],
 ) -> tuple[dict[str, NDArray[Any]], list[NDArray[np.int64]]]:
-    """Concatenate the clients' examples, and return the indices of each client's ones."""
-    sizes = np.array([len(client_labels) for client_labels in labels], np.int64)
-    starts = np.cumsum(sizes) - sizes
-    examples = {"image": np.concatenate(images), "label": np.concatenate(labels)}
-    return examples, [np.arange(s, s + n) for s, n in zip(starts, sizes, strict=True)]
+    """Concatenate inputs, and labels from logits, of clients; return the indices of each client."""
+    images, labels = (np.concatenate(values) for values in zip(*clients, strict=True))
+    ends = np.cumsum([len(image) for image, _ in clients])
+    examples = {
+        "image": images.astype(np.float32),
+        "label": np.argmax(labels, axis=1).astype(np.int32),
+    }
+    return examples, np.split(np.arange(len(images)), ends[:-1])
 
 
 def check_logistic_sizes(num_clients: int, num_features: int, num_classes: int) -> None:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.algorithm import Params, Report
 from fedpax.processes.host_arrays import Broadcast
-from fedpax.sites.fragment_format import FragmentFormat
+from fedpax.sites.fragment_format import FragmentFormat, model_axes
 from fedpax.training.compiled_round import run_state_shardings, with_shardings
 from fedpax.training.experiment import Run
 
@@ -157,7 +157,7 @@ class LocalModel:
             gradient = jax.tree.map(jnp.add, gradient, fragment.take(residual))
         arrays = form.encode(gradient, shard, count)
         if residual is not None:
-            sent = form.decode(arrays, shard, count, self._axes())
+            sent = form.decode(arrays, shard, count, model_axes())
             left = jax.tree.map(jnp.subtract, gradient, sent)
             residual = fragment.put(residual, left)
         sent_params = fragment.put(state.sent_params, params)
@@ -188,7 +188,3 @@ class LocalModel:
                 zeros = jax.tree.map(jnp.zeros_like, fragment.take(residual))
                 residual = fragment.put(residual, zeros)
         return state._replace(params=params, residual=residual)
-
-    def _axes(self) -> tuple[str, ...]:
-        mesh = jax.sharding.get_abstract_mesh()
-        return tuple(name for name in mesh.axis_names if name not in ("islands", "clients"))

@@ -38,9 +38,9 @@ from fedpax.sites.syncer.updates import (
 )
 from fedpax.sites.syncer.votes import combine, group_votes, make_report
 from fedpax.sites.transport.calls import RefusedError
+from fedpax.sites.transport.checked_header import CheckedHeader
 from fedpax.sites.transport.limited_log import LimitedLog
 from fedpax.sites.transport.message import Message
-from fedpax.sites.transport.requests import Request
 from fedpax.training.logging import NonFiniteError
 
 _logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class Syncer:
 
     def handle(self, peer: str, message: Message) -> Message:
         """Answer a message; `{"status": "join"}`: the island must join, or join again, first."""
-        request = Request(message.header)
+        request = CheckedHeader(message.header)
         kind = request.text("kind")
         if kind == "join":
             return self._join(peer, request)
@@ -183,7 +183,7 @@ class Syncer:
 
     # Messages, in the order in which an island sends them.
 
-    def _join(self, peer: str, request: Request) -> Message:
+    def _join(self, peer: str, request: CheckedHeader) -> Message:
         name, folder = request.text("island"), request.text("folder")
         incarnation, run = request.text("incarnation"), request.optional_text("run")
         if difference := find_difference(self._identity, request.mapping("identity")):
@@ -261,7 +261,7 @@ class Syncer:
         return StepCredit(len(self._pending), per_merge, self.merges, returns=returns)
 
     def _push(
-        self, island: IslandRecord, request: Request, arrays: Mapping[str, np.ndarray]
+        self, island: IslandRecord, request: CheckedHeader, arrays: Mapping[str, np.ndarray]
     ) -> Message:
         p = request.fragment(len(self._model.fragments))
         if (shard := island.shard) is None:
@@ -306,7 +306,7 @@ class Syncer:
             return self._answer(island, status="late" if late else "accepted")
 
     def _pull(
-        self, island: IslandRecord, request: Request, arrays: Mapping[str, np.ndarray]
+        self, island: IslandRecord, request: CheckedHeader, arrays: Mapping[str, np.ndarray]
     ) -> Message:
         have = request.versions(len(self._model.fragments))
         with self._lock:
@@ -325,7 +325,7 @@ class Syncer:
         return Message(header, content)
 
     def _note(
-        self, island: IslandRecord, request: Request, arrays: Mapping[str, np.ndarray]
+        self, island: IslandRecord, request: CheckedHeader, arrays: Mapping[str, np.ndarray]
     ) -> Message:
         with self._lock:
             island.seconds_per_update = request.number("seconds_per_update")

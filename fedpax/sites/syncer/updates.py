@@ -10,7 +10,7 @@ import numpy as np
 from fedpax.algorithm import AlgorithmParts
 from fedpax.sites.fragment_format import check_arrays
 from fedpax.sites.transport.calls import RefusedError
-from fedpax.sites.transport.requests import Request
+from fedpax.sites.transport.checked_header import CheckedHeader
 
 LARGEST_NORM, LARGEST_LOSS = 1e18, 1e38
 """Beyond them an update is dropped in any case: its square, or the sum of losses, overflows."""
@@ -41,7 +41,7 @@ class Update(NamedTuple):
 
 
 def read_update(
-    request: Request, arrays: Mapping[str, np.ndarray], shard: int, num_shards: int
+    request: CheckedHeader, arrays: Mapping[str, np.ndarray], shard: int, num_shards: int
 ) -> Update:
     """Read an update from the message that brings it."""
     # An update that was encoded for another shard than the island has now names it.

@@ -10,7 +10,7 @@ from fedpax.sites.transport.calls import RefusedError
 MAX_TEXT = 200
 
 
-class Request:
+class CheckedHeader:
     """The header of a message, whose fields are checked when they are read."""
 
     # Every method raises a `RefusedError` if the field has another type, or is missing and not
@@ -72,7 +72,7 @@ class Request:
         if not isinstance(value, dict) or len(value) > most:
             raise self._error(name, f"at most {most} texts by name")
         for key in value:
-            Request({"name": key}).text("name"), Request(value).text(key)
+            CheckedHeader({"name": key}).text("name"), CheckedHeader(value).text(key)
         return value
 
     def fragment(self, num_fragments: int) -> int:

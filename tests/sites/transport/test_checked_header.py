@@ -3,10 +3,10 @@
 import pytest
 
 from fedpax.sites.transport.calls import RefusedError
-from fedpax.sites.transport.requests import Request
+from fedpax.sites.transport.checked_header import CheckedHeader
 
 
 def test_a_field_that_is_missing_is_refused():
-    assert Request({"kind": "push", "sequence": 4}).count("sequence") == 4
+    assert CheckedHeader({"kind": "push", "sequence": 4}).count("sequence") == 4
     with pytest.raises(RefusedError, match=r"'sequence' is None, expected an integer of at least"):
-        Request({"kind": "push"}).count("sequence")
+        CheckedHeader({"kind": "push"}).count("sequence")

@@ -279,12 +279,11 @@ class FedAvgTable(ClientExperiment):
             name: float(value) for name, value in evaluate(state, cohort, own).items()
         }
 
-    def write_model(self, folder: Path, params: Params, exp: str) -> None:
-        """Write the model, and `table.json` with what turns columns into its inputs.
+    def write_inputs(self, folder: Path) -> None:
+        """Write `table.json`: the treatments, means, deviations and categories of the columns.
 
         `fedpax.data.tables.TableFeatures.from_json` and `Label.from_json` read it.
         """
-        super().write_model(folder, params, exp)
         content = {
             "columns": self.prepared.features.to_json(),
             "label": self.prepared.label.to_json(),

@@ -152,6 +152,7 @@ def _write_folder(folder: Path, chosen: str, saved: SavedRun, params: Params) ->
         folder.mkdir()
         _write_file(folder / f"params.{chosen}", chosen, params)
     write_configuration(folder, saved.experiment, saved.exp)
+    saved.experiment.write_inputs(folder)
 
 
 def _write_file(path: Path, chosen: str, params: Params) -> None:

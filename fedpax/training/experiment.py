@@ -357,6 +357,15 @@ class Experiment(abc.ABC):
         """
         write_orbax(folder, params)
         write_configuration(folder, self, exp)
+        self.write_inputs(folder)
+
+    def write_inputs(self, folder: Path) -> None:
+        """Write what turns raw data into the model's inputs, beside a model. By default nothing.
+
+        Args:
+            folder: the folder of the exported model.
+        """
+        del folder
 
     @abc.abstractmethod
     def build(self) -> Run:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from fedpax.data.tables import TableFeatures
+
 PAGE = Path(__file__).parents[2] / "docs" / "tables.md"
 
 
@@ -34,5 +36,7 @@ def test_the_five_commands_give_the_figures_of_the_page(
         assert len(content["clients"]) == 12
         assert {"client", "examples", "loss", "accuracy", "auc"} <= set(content["clients"][0])
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
-    config = json.loads((tmp_path / "runs" / "private" / "config.json").read_text("utf-8"))
-    assert "private_mean" in json.dumps(config) or "PrivateMean" in json.dumps(config)
+    export = ["export", "--job_log_dir=runs/open", "--out=model", "--format=orbax"]
+    assert subprocess.run([sys.executable, "-m", "fedpax.main", *export]).returncode == 0
+    columns = json.loads((tmp_path / "model" / "table.json").read_text("utf-8"))["columns"]
+    assert TableFeatures.from_json(columns).names[:2] == ("radius", "radius is missing")

@@ -186,7 +186,7 @@ def encode_documents(tokenizer: Tokenizer, documents: Sequence[Any]) -> list[Tok
     """Tokenize documents; those that are integers are tokens already."""
     if not all(_are_tokens(document) for document in documents):
         return tokenizer.encode_all(documents)
-    found = []
+    parts = []
     for document in documents:
         if document.size and not 0 <= document.min() <= document.max() < tokenizer.vocab_size:
             raise ArgumentError(
@@ -195,8 +195,8 @@ def encode_documents(tokenizer: Tokenizer, documents: Sequence[Any]) -> list[Tok
             )
         # Packing adds the separators.
         end = len(document) - (document[-1:] == tokenizer.separator).any()
-        found.append(np.asarray(document[: int(end)]))
-    return found
+        parts.append(np.asarray(document[: int(end)]))
+    return parts
 
 
 def _are_tokens(document: Any) -> bool:

@@ -45,11 +45,11 @@ def combine(
     # of a vote are averaged by weight, tokens^2 / steps. `seconds`: in which each island, by name,
     # can have taken its steps.
     weights = [[_weight(updates) for updates in vote.values()] for vote in votes]
-    spans = [max(seconds[own[0].island] for own in vote.values()) for vote in votes]
-    limited = limit_weights([sum(own) for own in weights], spans)
+    spans = [max(seconds[updates[0].island] for updates in vote.values()) for vote in votes]
+    limited = limit_weights([sum(of_vote) for of_vote in weights], spans)
     return [
-        Contribution(min(vote), _average(decode, vote, own), weight)
-        for vote, own, weight in zip(votes, weights, limited, strict=True)
+        Contribution(min(vote), _average(decode, vote, of_vote), weight)
+        for vote, of_vote, weight in zip(votes, weights, limited, strict=True)
     ]
 
 
@@ -74,9 +74,9 @@ def make_report(
 def mean_loss(votes: Sequence[Vote], robust: bool) -> float:
     """Return the mean loss over all steps, or in a robust merge the median of the votes."""
     # A minority cannot move the median beyond the values of all others.
-    updates = [[update for own in vote.values() for update in own] for vote in votes]
-    steps = [sum(update.steps for update in own) for own in updates]
-    sums = [sum(update.loss * update.steps for update in own) for own in updates]
+    updates = [[update for of_island in vote.values() for update in of_island] for vote in votes]
+    steps = [sum(update.steps for update in of_vote) for of_vote in updates]
+    sums = [sum(update.loss * update.steps for update in of_vote) for of_vote in updates]
     if robust:
         return statistics.median(x / n for x, n in zip(sums, steps, strict=True))
     return sum(sums) / sum(steps)

@@ -14,7 +14,6 @@ from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.checks import (
     check_no_keys,
-    check_optimizer,
     check_population,
     check_setting,
     cohort_of_population,
@@ -116,15 +115,13 @@ def agnostic(
         Mohri et al., Agnostic Federated Learning, arXiv:1902.00146, section 4; Deng et al.,
         Distributionally Robust Federated Averaging, arXiv:2102.12660, algorithm 1.
     """
-    check_optimizer("agnostic", "client_optimizer", client_optimizer)
-    check_optimizer("agnostic", "server_optimizer", server_optimizer, optional=True)
     remedy = "Pass 0.0 to keep the mixture as it is."
     check_setting(
         "agnostic", "mixture_learning_rate", mixture_learning_rate, NON_NEGATIVE, remedy=remedy
     )
     check_population("agnostic", cohort_size, num_clients)
     first = _checked_mixture(initial_mixture, num_clients)
-    server = make_server(server_optimizer, aggregator, client_optimizer)
+    server = make_server("agnostic", server_optimizer, aggregator, client_optimizer)
 
     @program(clients=cohort_size)
     def init(params: Params) -> AgnosticState:

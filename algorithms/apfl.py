@@ -14,7 +14,6 @@ from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.checks import (
     check_no_keys,
-    check_optimizer,
     check_population,
     check_setting,
     cohort_of_population,
@@ -117,14 +116,12 @@ def apfl(
     Reference:
         Deng et al., Adaptive Personalized Federated Learning, arXiv:2003.13461, algorithm 1.
     """
-    check_optimizer("apfl", "client_optimizer", client_optimizer)
-    check_optimizer("apfl", "server_optimizer", server_optimizer, optional=True)
     remedy = "Pass 0.5 for equal shares of the personal and the shared model."
     check_setting("apfl", "mixing", mixing, FRACTION, remedy=remedy)
     remedy = "Pass 0.0 to keep mixing as it is."
     check_setting("apfl", "mixing_learning_rate", mixing_learning_rate, NON_NEGATIVE, remedy=remedy)
     check_population("apfl", cohort_size, num_clients)
-    server = make_server(server_optimizer, aggregator, client_optimizer)
+    server = make_server("apfl", server_optimizer, aggregator, client_optimizer)
 
     @program(clients=cohort_size)
     def init(params: Params) -> APFLState:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from typing import NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer, check_setting
@@ -92,6 +92,8 @@ def branch_train_merge(
     """
     check_optimizer("branch_train_merge", "optimizer", optimizer)
 
+    train = functools.partial(local_steps, loss_fn, optimizer)
+
     @program(islands=islands)
     def init(params: Params) -> BranchTrainMergeState:
         check_no_keys(params)
@@ -104,14 +106,6 @@ def branch_train_merge(
     ) -> tuple[BranchTrainMergeState, Metrics]:
         check_cohort("branch_train_merge", cohort, islands, size_argument="islands")
         cohort = without_absent(cohort, cohort.client_ids)
-
-        def train(
-            params: Params,
-            optimizer_state: optax.OptState,
-            batches: chex.ArrayTree,
-            num_steps: Int[Array, ""] | None,
-        ) -> tuple[Any, optax.OptState, Metrics]:
-            return local_steps(loss_fn, optimizer, params, optimizer_state, batches, num_steps)
 
         experts, optimizer_state, metrics = federated_map(
             train, state.expert_params, state.optimizer_state, cohort.batches, cohort.num_steps

@@ -118,9 +118,9 @@ def decoupled_diloco(
         Douillard et al., Decoupled DiLoCo for Resilient Distributed Pre-training, arXiv:2604.21428.
     """
     check_optimizer("decoupled_diloco", "inner_optimizer", inner_optimizer)
-    check_optimizer("decoupled_diloco", "outer_optimizer", outer_optimizer, optional=True)
     server = FragmentServer(
-        outer_sgd(outer_optimizer, 0.4), given_aggregator(aggregator, directional_mean())
+        outer_sgd("decoupled_diloco", outer_optimizer, 0.4),
+        given_aggregator(aggregator, directional_mean()),
     )
     inner_steps = make_inner_steps(loss_fn, inner_optimizer)
     synchronous = streaming_diloco(

@@ -93,8 +93,7 @@ def diloco(
         arXiv:2311.08105, algorithm 1.
     """
     check_optimizer("diloco", "inner_optimizer", inner_optimizer)
-    check_optimizer("diloco", "outer_optimizer", outer_optimizer, optional=True)
-    outer = outer_sgd(outer_optimizer, 0.7)
+    outer = outer_sgd("diloco", outer_optimizer, 0.7)
     combine = given_aggregator(aggregator, mean(), inner_optimizer)
     outer_gradient = make_outer_gradient(loss_fn, inner_optimizer)
 

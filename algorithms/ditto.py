@@ -109,15 +109,13 @@ def ditto(
         Li et al., Ditto: Fair and Robust Federated Learning Through Personalization,
         arXiv:2012.04221, algorithm 1.
     """
-    check_optimizer("ditto", "client_optimizer", client_optimizer)
     check_optimizer("ditto", "personal_optimizer", personal_optimizer, optional=True)
-    check_optimizer("ditto", "server_optimizer", server_optimizer, optional=True)
     check_setting(
         "ditto", "lam", lam, NON_NEGATIVE, remedy="Pass 0.0 for personal models without a tie."
     )
     check_population("ditto", cohort_size, num_clients)
     personal = client_optimizer if personal_optimizer is None else personal_optimizer
-    server = make_server(server_optimizer, aggregator, client_optimizer)
+    server = make_server("ditto", server_optimizer, aggregator, client_optimizer)
 
     @program(clients=cohort_size)
     def init(params: Params) -> DittoState:

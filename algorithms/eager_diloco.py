@@ -111,8 +111,7 @@ def eager_diloco(
         arXiv:2502.12996, algorithm of eager updates.
     """
     check_optimizer("eager_diloco", "inner_optimizer", inner_optimizer)
-    check_optimizer("eager_diloco", "outer_optimizer", outer_optimizer, optional=True)
-    outer = outer_sgd(outer_optimizer, 0.4)
+    outer = outer_sgd("eager_diloco", outer_optimizer, 0.4)
     combine = given_aggregator(aggregator, mean(), inner_optimizer)
 
     @program(islands=islands)

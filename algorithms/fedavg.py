@@ -11,7 +11,7 @@ import optax
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer
+from fedpax.algorithms.parts.checks import check_no_keys
 from fedpax.algorithms.parts.local_steps import local_update
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.rematerialized_map import map_clients
@@ -96,9 +96,7 @@ def fedavg(
         arXiv:1602.05629, algorithm 1; Reddi et al., Adaptive Federated Optimization,
         arXiv:2003.00295, algorithm 1.
     """
-    check_optimizer("fedavg", "client_optimizer", client_optimizer)
-    check_optimizer("fedavg", "server_optimizer", server_optimizer, optional=True)
-    server = make_server(server_optimizer, aggregator, client_optimizer)
+    server = make_server("fedavg", server_optimizer, aggregator, client_optimizer)
 
     @program(clients=cohort_size)
     def init(params: Params) -> FedAvgState:

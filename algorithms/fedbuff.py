@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer
+from fedpax.algorithms.parts.checks import check_no_keys
 from fedpax.algorithms.parts.history import History, start_history
 from fedpax.algorithms.parts.local_steps import local_update
 from fedpax.algorithms.parts.participation import participant_weights
@@ -109,13 +109,11 @@ def fedbuff(
         Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation, arXiv:2106.06639,
         algorithm 1.
     """
-    check_optimizer("fedbuff", "client_optimizer", client_optimizer)
-    check_optimizer("fedbuff", "server_optimizer", server_optimizer, optional=True)
     check_argument("fedbuff", "buffer_size", buffer_size, COUNT, remedy="Pass 10, as the paper.")
     remedy = "Pass the largest staleness of the schedule, or 0 for fedavg."
     check_argument("fedbuff", "max_staleness", max_staleness, COUNT_OR_ZERO, remedy=remedy)
     weigh = polynomial_staleness() if staleness_fn is None else staleness_fn
-    server = make_server(server_optimizer, aggregator, client_optimizer)
+    server = make_server("fedbuff", server_optimizer, aggregator, client_optimizer)
 
     @program(clients=buffer_size)
     def init(params: Params) -> FedBuffState:

@@ -13,7 +13,6 @@ from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params, Scalar
 from fedpax.algorithms.parts.checks import (
     check_no_keys,
-    check_optimizer,
     check_population,
     check_setting,
     cohort_of_population,
@@ -116,11 +115,9 @@ def feddyn(
         Acar et al., Federated Learning Based on Dynamic Regularization, arXiv:2111.04263,
         algorithm 1.
     """
-    check_optimizer("feddyn", "client_optimizer", client_optimizer)
-    check_optimizer("feddyn", "server_optimizer", server_optimizer, optional=True)
     check_setting("feddyn", "alpha", alpha, NON_NEGATIVE, remedy="Pass 0.0 for fedavg.")
     check_population("feddyn", cohort_size, num_clients)
-    server = make_server(server_optimizer, aggregator, client_optimizer)
+    server = make_server("feddyn", server_optimizer, aggregator, client_optimizer)
 
     @program(clients=cohort_size)
     def init(params: Params) -> FedDynState:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.fedavg import FedAvgState
-from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer
+from fedpax.algorithms.parts.checks import check_no_keys
 from fedpax.algorithms.parts.local_evaluation import count_steps
 from fedpax.algorithms.parts.local_steps import local_update
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
@@ -82,10 +82,8 @@ def fednova(
         Wang et al., Tackling the Objective Inconsistency Problem in Heterogeneous Federated
         Optimization, arXiv:2007.07481, section 4, equation 9.
     """
-    check_optimizer("fednova", "client_optimizer", client_optimizer)
-    check_optimizer("fednova", "server_optimizer", server_optimizer, optional=True)
     _check_scalar_rule(client_optimizer)
-    server = make_server(server_optimizer, aggregator, client_optimizer)
+    server = make_server("fednova", server_optimizer, aggregator, client_optimizer)
 
     @program(clients=cohort_size)
     def init(params: Params) -> FedAvgState:

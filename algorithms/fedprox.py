@@ -11,7 +11,7 @@ import optax
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params, Scalar
 from fedpax.algorithms.fedavg import FedAvgState
-from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer, check_setting
+from fedpax.algorithms.parts.checks import check_no_keys, check_setting
 from fedpax.algorithms.parts.gradient_terms import proximal_term
 from fedpax.algorithms.parts.local_steps import local_update
 from fedpax.algorithms.parts.participation import participant_weights
@@ -73,10 +73,8 @@ def fedprox(
     Reference:
         Li et al., Federated Optimization in Heterogeneous Networks, arXiv:1812.06127, algorithm 2.
     """
-    check_optimizer("fedprox", "client_optimizer", client_optimizer)
-    check_optimizer("fedprox", "server_optimizer", server_optimizer, optional=True)
     check_setting("fedprox", "mu", mu, NON_NEGATIVE, remedy="Pass 0.0 for fedavg.")
-    server = make_server(server_optimizer, aggregator, client_optimizer)
+    server = make_server("fedprox", server_optimizer, aggregator, client_optimizer)
 
     @program(clients=cohort_size)
     def init(params: Params) -> FedAvgState:

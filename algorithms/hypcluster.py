@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from fedpax.aggregators import Aggregator, random_stream
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer
+from fedpax.algorithms.parts.checks import check_no_keys
 from fedpax.algorithms.parts.local_evaluation import local_metrics
 from fedpax.algorithms.parts.local_steps import local_update
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
@@ -102,10 +102,8 @@ def hypcluster(
         Mansour et al., Three Approaches for Personalization with Applications to Federated
         Learning, arXiv:2002.10619, algorithm HypCluster.
     """
-    check_optimizer("hypcluster", "client_optimizer", client_optimizer)
-    check_optimizer("hypcluster", "server_optimizer", server_optimizer, optional=True)
     check_argument("hypcluster", "num_clusters", num_clusters, COUNT, remedy="Pass 1 for fedavg.")
-    server = make_server(server_optimizer, aggregator, client_optimizer)
+    server = make_server("hypcluster", server_optimizer, aggregator, client_optimizer)
 
     @program(clients=cohort_size)
     def init(params: Params) -> HypClusterState:

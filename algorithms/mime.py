@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer, check_setting
+from fedpax.algorithms.parts.checks import check_no_keys, check_setting
 from fedpax.algorithms.parts.gradient_terms import added_term
 from fedpax.algorithms.parts.local_evaluation import full_gradient
 from fedpax.algorithms.parts.local_steps import gradient_and_metrics, local_update
@@ -255,9 +255,7 @@ def _mime(
     *,
     is_corrected: bool,
 ) -> FederatedAlgorithm[MimeState]:
-    check_optimizer(name, "client_optimizer", client_optimizer)
-    check_optimizer(name, "server_optimizer", server_optimizer, optional=True)
-    server = make_server(server_optimizer, aggregator, client_optimizer)
+    server = make_server(name, server_optimizer, aggregator, client_optimizer)
 
     @program(clients=cohort_size)
     def init(params: Params) -> MimeState:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.algorithms.diloco import DiLoCoState, diloco
-from fedpax.algorithms.parts.checks import check_optimizer, check_setting
+from fedpax.algorithms.parts.checks import check_setting
 from fedpax.algorithms.parts.server import outer_sgd
 from fedpax.checks import NON_NEGATIVE
 
@@ -68,7 +68,6 @@ def muloco(
         Therien et al., MuLoCo: Muon is a practical inner optimizer for DiLoCo, arXiv:2505.23725,
         algorithm 1.
     """
-    check_optimizer("muloco", "outer_optimizer", outer_optimizer, optional=True)
     if not callable(learning_rate):
         remedy = "Pass 0.02, as the authors' code."
         check_setting("muloco", "learning_rate", learning_rate, NON_NEGATIVE, remedy=remedy)
@@ -79,7 +78,7 @@ def muloco(
         loss_fn,
         islands=islands,
         inner_optimizer=inner,
-        outer_optimizer=outer_sgd(outer_optimizer, 0.7, momentum=0.6),
+        outer_optimizer=outer_sgd("muloco", outer_optimizer, 0.7, momentum=0.6),
         aggregator=aggregator,
     )
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -114,6 +114,8 @@ def noloco(
         check_setting("noloco", name, value, NON_NEGATIVE, remedy="Pass 0.7, as the paper.")
     check_setting("noloco", "momentum", momentum, FRACTION, remedy="Pass 0.5, as the paper.")
 
+    train = functools.partial(local_steps, loss_fn, inner_optimizer)
+
     @program(islands=islands)
     def init(params: Params) -> NoLoCoState:
         check_no_keys(params)
@@ -130,16 +132,8 @@ def noloco(
         check_cohort("noloco", cohort, islands, size_argument="islands")
         cohort = without_absent(cohort, cohort.client_ids)
 
-        def inner_steps(
-            phi: Params,
-            inner_state: optax.OptState,
-            batches: chex.ArrayTree,
-            num_steps: Int[Array, ""] | None,
-        ) -> tuple[Any, optax.OptState, Metrics]:
-            return local_steps(loss_fn, inner_optimizer, phi, inner_state, batches, num_steps)
-
         trained, inner_state, metrics = federated_map(
-            inner_steps,
+            train,
             state.local_params,
             state.inner_optimizer_state,
             cohort.batches,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -282,6 +282,8 @@ def _population(
     """Make a method that trains models separately, and combines them at the end of a round."""
     check_optimizer(name, "optimizer", optimizer)
 
+    train = functools.partial(local_steps, loss_fn, optimizer)
+
     @program(islands=islands)
     def init(params: Params) -> PapaState:
         check_no_keys(params)
@@ -292,14 +294,6 @@ def _population(
     def papa_round(state: PapaState, cohort: Cohort) -> tuple[PapaState, Metrics]:
         check_cohort(name, cohort, islands, size_argument="islands")
         cohort = without_absent(cohort, cohort.client_ids)
-
-        def train(
-            params: Params,
-            optimizer_state: optax.OptState,
-            batches: chex.ArrayTree,
-            num_steps: Int[Array, ""] | None,
-        ) -> tuple[Any, optax.OptState, Metrics]:
-            return local_steps(loss_fn, optimizer, params, optimizer_state, batches, num_steps)
 
         models, optimizer_state, metrics = federated_map(
             train, state.local_params, state.optimizer_state, cohort.batches, cohort.num_steps

@@ -14,7 +14,6 @@ from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.checks import (
     check_no_keys,
-    check_optimizer,
     check_population,
     cohort_of_population,
 )
@@ -122,15 +121,13 @@ def scaffold(
         Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning,
         arXiv:1910.06378, algorithm 1.
     """
-    check_optimizer("scaffold", "client_optimizer", client_optimizer)
-    check_optimizer("scaffold", "server_optimizer", server_optimizer, optional=True)
     if option not in ("I", "II"):
         raise ArgumentError(
             f'scaffold(): option is {option!r}, expected "I" or "II". Pass "II", which computes no '
             "gradient more."
         )
     check_population("scaffold", cohort_size, num_clients)
-    server = make_server(server_optimizer, aggregator, client_optimizer)
+    server = make_server("scaffold", server_optimizer, aggregator, client_optimizer)
 
     @program(clients=cohort_size)
     def init(params: Params) -> ScaffoldState:

@@ -156,9 +156,10 @@ def streaming_diloco(
         Free Lunch, arXiv:2501.18512, algorithm 2.
     """
     check_optimizer("streaming_diloco", "inner_optimizer", inner_optimizer)
-    check_optimizer("streaming_diloco", "outer_optimizer", outer_optimizer, optional=True)
     _check_settings(fragments, delay, mixing)
-    server = FragmentServer(outer_sgd(outer_optimizer, 0.4), given_aggregator(aggregator, mean()))
+    server = FragmentServer(
+        outer_sgd("streaming_diloco", outer_optimizer, 0.4), given_aggregator(aggregator, mean())
+    )
     phases = _Phases(make_inner_steps(loss_fn, inner_optimizer), server, mixing)
 
     @program(islands=islands)

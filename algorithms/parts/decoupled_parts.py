@@ -93,7 +93,6 @@ def decoupled_diloco_parts(
     """
     name = "decoupled_diloco_parts"
     check_optimizer(name, "inner_optimizer", inner_optimizer)
-    check_optimizer(name, "outer_optimizer", outer_optimizer, optional=True)
     check_argument(name, "islands", islands, COUNT, remedy="Pass the number of shards of the data.")
     remedy = "Pass the inner steps between two updates, such as 24."
     check_argument(name, "steps_per_sync", steps_per_sync, COUNT, remedy=remedy)
@@ -125,7 +124,7 @@ def decoupled_diloco_parts(
         init_inner=inner_optimizer.init,
         inner_steps=make_inner_steps(loss_fn, inner_optimizer),
         make_fragments=lambda params: make_fragments(fragments, params),
-        outer_optimizer=outer_sgd(outer_optimizer, 0.4),
+        outer_optimizer=outer_sgd(name, outer_optimizer, 0.4),
         aggregator=given_aggregator(aggregator, directional_mean()),
         steps_per_sync=steps_per_sync,
         codec=codec,

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Num
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import Metrics, Params
 from fedpax.algorithms.parts.checked_aggregator import checked_aggregator
+from fedpax.algorithms.parts.checks import check_optimizer
 from fedpax.algorithms.parts.frozen_leaves import without_frozen_leaves
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
 from fedpax.algorithms.parts.optimizer_step import optimizer_step
@@ -96,11 +97,14 @@ def as_floats(
 
 
 def make_server(
+    method: str,
     optimizer: optax.GradientTransformation | None,
     aggregator: Aggregator | None,
-    client_optimizer: optax.GradientTransformation | None = None,
+    client_optimizer: optax.GradientTransformation,
 ) -> Server:
-    """Make a server; by default it sets the model to the participants' weighted mean."""
+    """Check a method's optimizers, and make its server: by default, it takes the weighted mean."""
+    check_optimizer(method, "client_optimizer", client_optimizer)
+    check_optimizer(method, "server_optimizer", optimizer, optional=True)
     return Server(
         optax.sgd(1.0) if optimizer is None else optimizer,
         given_aggregator(aggregator, mean(), client_optimizer),
@@ -108,9 +112,13 @@ def make_server(
 
 
 def outer_sgd(
-    optimizer: optax.GradientTransformation | None, learning_rate: float, momentum: float = 0.9
+    method: str,
+    optimizer: optax.GradientTransformation | None,
+    learning_rate: float,
+    momentum: float = 0.9,
 ) -> optax.GradientTransformation:
-    """Return the given outer optimizer; for None, SGD with Nesterov momentum."""
+    """Check a method's outer optimizer, and return it; for None, SGD with Nesterov momentum."""
+    check_optimizer(method, "outer_optimizer", optimizer, optional=True)
     default = optax.sgd(learning_rate, momentum=momentum, nesterov=True)
     return default if optimizer is None else optimizer
 

@@ -75,13 +75,21 @@ def mean() -> Aggregator:
         >>> mean().init(None)
         EmptyState()
     """
+    return without_state(federated_mean)
 
-    def init(params: chex.ArrayTree) -> EmptyState:
-        return EmptyState()
+
+def without_state(
+    combine: Callable[[chex.ArrayTree, Num[Array, " participants"] | None], chex.ArrayTree],
+    *,
+    robust: bool = False,
+) -> Aggregator:
+    """Make an aggregator without metrics; a robust one needs all updates, and stays finite."""
 
     def aggregate(
         state: EmptyState, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
     ) -> tuple[chex.ArrayTree, EmptyState, dict[str, jax.Array]]:
-        return federated_mean(updates, weights), state, {}
+        return combine(updates, weights) if jax.tree.leaves(updates) else updates, state, {}
 
-    return Aggregator(init, aggregate)
+    return Aggregator(
+        lambda params: EmptyState(), aggregate, needs_all=robust, tolerates_non_finite=robust
+    )

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Num
 
-from fedpax.aggregators.aggregator import Aggregator, EmptyState
+from fedpax.aggregators.aggregator import Aggregator, without_state
 from fedpax.aggregators.all_updates import reduce_coordinates
 from fedpax.aggregators.coordinate_means import median_of_sorted, sort_participants
 from fedpax.aggregators.krum import BYZANTINE_REMEDY, distances_of_present, krum_order
@@ -60,14 +60,9 @@ def bulyan(num_byzantine: int) -> Aggregator:
         "bulyan", "num_byzantine", num_byzantine, COUNT_OR_ZERO, remedy=BYZANTINE_REMEDY
     )
 
-    def init(params: chex.ArrayTree) -> EmptyState:
-        return EmptyState()
-
-    def aggregate(
-        state: EmptyState, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
-    ) -> tuple[chex.ArrayTree, EmptyState, dict[str, jax.Array]]:
-        if not jax.tree.leaves(updates):
-            return updates, state, {}
+    def combine(
+        updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
+    ) -> chex.ArrayTree:
         n = num_participants()
         distances, here = distances_of_present("bulyan", updates, weights, num_byzantine, 4)
         chosen = _select_repeatedly(distances, here, num_byzantine)
@@ -86,9 +81,9 @@ def bulyan(num_byzantine: int) -> Aggregator:
             mean = jnp.sum(jnp.where(kept, x, 0.0), 0) / closest
             return jnp.where(count == 0, 0.0, mean)
 
-        return reduce_coordinates(reduce, updates), state, {}
+        return reduce_coordinates(reduce, updates)
 
-    return Aggregator(init, aggregate, needs_all=True, tolerates_non_finite=True)
+    return without_state(combine, robust=True)
 
 
 def _select_repeatedly(

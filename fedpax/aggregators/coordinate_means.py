@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from fedpax.aggregators.aggregator import Aggregator, EmptyState
+from fedpax.aggregators.aggregator import Aggregator, without_state
 from fedpax.aggregators.all_updates import known_to_all, reduce_coordinates
 from fedpax.aggregators.presence import present
 from fedpax.aggregators.sorting_network import sort_rows
@@ -123,14 +123,9 @@ def _coordinate_mean(
 ) -> Aggregator:
     """Make an aggregator from a function of the sorted values and the number of present ones."""
 
-    def init(params: chex.ArrayTree) -> EmptyState:
-        return EmptyState()
-
-    def aggregate(
-        state: EmptyState, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
-    ) -> tuple[chex.ArrayTree, EmptyState, dict[str, jax.Array]]:
-        if not jax.tree.leaves(updates):
-            return updates, state, {}
+    def combine(
+        updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
+    ) -> chex.ArrayTree:
         here = present(weights)
         count, here = federated_sum(here), known_to_all(here)
 
@@ -138,6 +133,6 @@ def _coordinate_mean(
             mean = mean_of_sorted(sort_participants(x, here), count)
             return jnp.where(count == 0, 0.0, mean)
 
-        return reduce_coordinates(reduce, updates), state, {}
+        return reduce_coordinates(reduce, updates)
 
-    return Aggregator(init, aggregate, needs_all=True, tolerates_non_finite=True)
+    return without_state(combine, robust=True)

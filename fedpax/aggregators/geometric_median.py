@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Num
 
-from fedpax.aggregators.aggregator import Aggregator, EmptyState
+from fedpax.aggregators.aggregator import Aggregator, without_state
 from fedpax.aggregators.all_updates import known_to_all
 from fedpax.aggregators.presence import mean_dtype, num_participants, select
 from fedpax.checks import COUNT, POSITIVE, check_argument
@@ -70,14 +70,9 @@ def geometric_median(*, num_iterations: int = 8, smoothing: float = 1e-6) -> Agg
     remedy = "Use 1e-6: it only prevents a division by 0."
     smoothing = check_argument(name, "smoothing", smoothing, POSITIVE, remedy=remedy)
 
-    def init(params: chex.ArrayTree) -> EmptyState:
-        return EmptyState()
-
-    def aggregate(
-        state: EmptyState, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
-    ) -> tuple[chex.ArrayTree, EmptyState, dict[str, jax.Array]]:
-        if not jax.tree.leaves(updates):
-            return updates, state, {}
+    def combine(
+        updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
+    ) -> chex.ArrayTree:
         if weights is None:
             weights = jnp.ones(num_participants())
         taken, finite_weights, norms = federated_map(_take, updates, weights)
@@ -99,9 +94,9 @@ def geometric_median(*, num_iterations: int = 8, smoothing: float = 1e-6) -> Agg
         median_norm = _weighted_median(known_to_all(norms), known_to_all(finite_weights))
         first = average(norms, jnp.maximum(median_norm, smoothing))
         v = jax.lax.fori_loop(0, num_iterations, iterate, first)
-        return jax.tree.map(lambda m, u: m.astype(mean_dtype(u)), v, updates), state, {}
+        return jax.tree.map(lambda m, u: m.astype(mean_dtype(u)), v, updates)
 
-    return Aggregator(init, aggregate, needs_all=True, tolerates_non_finite=True)
+    return without_state(combine, robust=True)
 
 
 def _take(

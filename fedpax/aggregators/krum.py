@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import chex
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from fedpax.aggregators.aggregator import Aggregator, EmptyState
+from fedpax.aggregators.aggregator import Aggregator, without_state
 from fedpax.aggregators.all_updates import known_to_all, squared_distances
 from fedpax.aggregators.presence import num_participants, present, select
 from fedpax.checks import COUNT, COUNT_OR_ZERO, check_argument
@@ -65,14 +64,9 @@ def krum(num_byzantine: int, *, num_selected: int = 1) -> Aggregator:
         "krum", "num_selected", num_selected, COUNT, remedy="Use 1 to select one update."
     )
 
-    def init(params: chex.ArrayTree) -> EmptyState:
-        return EmptyState()
-
-    def aggregate(
-        state: EmptyState, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
-    ) -> tuple[chex.ArrayTree, EmptyState, dict[str, jax.Array]]:
-        if not jax.tree.leaves(updates):
-            return updates, state, {}
+    def combine(
+        updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
+    ) -> chex.ArrayTree:
         n = num_participants()
         distances, here = distances_of_present("krum", updates, weights, num_byzantine, 2)
         if num_selected > n - num_byzantine - 2:
@@ -84,9 +78,9 @@ def krum(num_byzantine: int, *, num_selected: int = 1) -> Aggregator:
         most = jnp.minimum(num_selected, jnp.sum(here) - num_byzantine - 2)
         chosen = here & (jnp.argsort(order) < most)
         selected = federated_map(lambda update, taken: select(taken, update), updates, chosen)
-        return federated_mean(selected, chosen), state, {}
+        return federated_mean(selected, chosen)
 
-    return Aggregator(init, aggregate, needs_all=True, tolerates_non_finite=True)
+    return without_state(combine, robust=True)
 
 
 def distances_of_present(

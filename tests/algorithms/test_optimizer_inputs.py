@@ -64,10 +64,10 @@ def settings_of(name: str) -> dict[str, Any]:
 def test_an_optimizer_of_another_type_raises(name: str, argument: str, value: Any, words: str):
     method, settings = METHODS_WITH_OPTIMIZERS[name], settings_of(name)
     method(**settings)
-    with pytest.raises(TypeError, match=rf"^{name}: {argument} {words}"):
+    with pytest.raises(TypeError, match=rf"^{name}\(\): {argument} {words}"):
         method(**settings | {argument: value})
     if inspect.signature(method).parameters[argument].default is not None:
-        with pytest.raises(TypeError, match=f"^{name}: {argument} is None, expected an optax"):
+        with pytest.raises(TypeError, match=rf"^{name}\(\): {argument} is None, expected an optax"):
             method(**settings | {argument: None})
 
 

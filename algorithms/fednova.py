@@ -82,8 +82,8 @@ def fednova(
         Wang et al., Tackling the Objective Inconsistency Problem in Heterogeneous Federated
         Optimization, arXiv:2007.07481, section 4, equation 9.
     """
-    _check_scalar_rule(client_optimizer)
     server = make_server("fednova", server_optimizer, aggregator, client_optimizer)
+    _check_scalar_rule(client_optimizer)
 
     @program(clients=cohort_size)
     def init(params: Params) -> FedAvgState:

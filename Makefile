@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fast-tests test-all docs test-docs test-pods lint typecheck clean
+.PHONY: help demo test fast-tests test-all docs package test-docs test-pods lint typecheck clean
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -74,6 +74,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --without-pip $(VENV)
 	$(PYTHON) -m pip --python $(BIN)/python install --constraint constraints.txt pip --editable ".[dev]"
 	@touch $@
+
+# The tools stay outside of the environment, as libtpu does.
+package: $(INSTALLED)  ## Build the wheel and the source distribution, and check their metadata.
+	@rm -rf dist
+	$(BIN)/pip install --quiet --target build/tools build twine
+	PYTHONPATH=build/tools $(BIN)/python -m build --no-isolation --outdir dist .
+	PYTHONPATH=build/tools $(BIN)/python -m twine check --strict dist/*
 
 clean:  ## Remove the environment and all caches; keep the results in runs/.
 	rm -rf $(VENV) build dist .src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,5 +1,7 @@
-"""Engines that run the stages of a program."""
+"""Engines that run the stages of a program, and their export to files."""
 
+from fedpax.deploy.artifacts import export_stages
 from fedpax.deploy.local import run_local
+from fedpax.deploy.runtime import Artifact, ArtifactError, load
 
-__all__ = ["run_local"]
+__all__ = ["Artifact", "ArtifactError", "export_stages", "load", "run_local"]

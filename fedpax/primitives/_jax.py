@@ -4,6 +4,7 @@ No other module imports `jax.extend` or `jax.interpreters`. This module defines 
 their rules, converts functions to jaxprs and back, and analyses and rewrites jaxprs.
 """
 
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ from jax.extend.core import (
     get_opaque_trace_state,
     jaxpr_as_fun,
 )
+from jax.extend.mlir import passmanager
+from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
@@ -54,6 +57,7 @@ __all__ = [
     "set_transpose",
     "strip_final",
     "trace",
+    "without_locations",
     "zero_tangent",
 ]
 
@@ -255,6 +259,18 @@ def context_of(eqn: JaxprEqn) -> AbstractContextManager[Any]:
 def aval_of(v: Var | Literal) -> Aval:
     """Return the type of a value in a jaxpr."""
     return v.aval
+
+
+def without_locations(exported: jax.export.Exported) -> jax.export.Exported:
+    """Remove the source locations from an exported function: equal programs have equal bytes."""
+    target = stablehlo.get_version_from_compatibility_requirement(
+        stablehlo.StablehloCompatibilityRequirement.WEEK_4
+    )
+    with mlir.make_ir_context() as context:
+        module = stablehlo.deserialize_portable_artifact(context, exported.mlir_module_serialized)
+        passmanager.PassManager.parse("builtin.module(strip-debuginfo)").run(module.operation)
+        content = stablehlo.serialize_portable_artifact(module, target, True)
+    return dataclasses.replace(exported, mlir_module_serialized=content)
 
 
 # ---- analyses

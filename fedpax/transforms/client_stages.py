@@ -146,7 +146,7 @@ class ClientStage(NamedTuple):
         if len(indices) != answered.sum():
             raise ArgumentError(f"{where} counts a participant twice. Merge each answer once.")
         if not len(indices):
-            terms, shown = self._identities(), [None] * len(self.shown)
+            terms, shown = self.identities(), [None] * len(self.shown)
         for found, values, noun in (
             (terms, self.messages.terms, "terms"),
             (shown, self.messages.shown, "shown values"),
@@ -169,7 +169,8 @@ class ClientStage(NamedTuple):
         placed = jnp.zeros((self.size, *value.shape), value.dtype)
         return placed if rows is None else placed.at[indices].set(rows)
 
-    def _identities(self) -> list[Any]:
+    def identities(self) -> list[Any]:
+        """Return the terms without participants."""
         avals = [self.body.out_avals[len(self.stored) + i] for i in self.sent]
         values = apply_by_monoid(
             self._sent_monoids(), lambda m, own: m.identity([a.dtype for a in own]), avals

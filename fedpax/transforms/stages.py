@@ -28,6 +28,7 @@ from fedpax.transforms.plan import make_plan
 from fedpax.transforms.server_parts import ServerParts
 from fedpax.transforms.streaming_plan import Atom, StreamingPlan
 from fedpax.transforms.value_names import SAME, SAME_VALUE
+from fedpax.transforms.wiring import Wiring, output_of, wire
 
 
 class Request(NamedTuple):
@@ -92,6 +93,11 @@ class Stages:
 
     def __iter__(self) -> Iterator[Stage]:
         return iter([stage.messages for stage in self._stages])
+
+    @property
+    def argument_names(self) -> tuple[str, ...]:
+        """The name of each leaf of the arguments."""
+        return self._ends.names
 
     def client(self, stage: int) -> ClientFn:
         """Return the function of one participant at a stage.
@@ -166,8 +172,24 @@ class Stages:
                 values.update(shown)
         results: list[Any] = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._ends.out_avals]
         for i, v in zip(self._division.server_results, self._server.outputs, strict=False):
-            results[i] = self._output(values, v)
+            results[i] = output_of(self._plan, values, v)
         return jax.tree.unflatten(self._ends.out_tree, results)
+
+    def empty(self, stage: int) -> tuple[Any, ...]:
+        """Return the terms of a stage without participants."""
+        return tuple(self._stages[stage].identities())
+
+    def wiring(self) -> Wiring:
+        """Return the server's parts as functions of flat arrays with numbers, for an export."""
+        division, ends = self._division, self._ends
+        return wire(
+            self._plan,
+            self._server,
+            self._stages,
+            division.core.consts,
+            [ends.names[i] for i in division.server_arguments],
+            [ends.result_names[i] for i in division.server_results],
+        )
 
     def own(self, *args: Any) -> dict[str, jax.Array]:
         """Return the values that participants own, `[n, ...]`, by name.
@@ -209,13 +231,6 @@ class Stages:
                 lines += [f"  {heading:<8} {v}" for v in getattr(stage, values)]
         return "\n".join(lines)
 
-    def _output(self, values: dict[Var, Any], v: Atom) -> Any:
-        if isinstance(v, Literal):
-            return jax.numpy.asarray(v.val, aval_of(v).dtype)
-        value = values[v]
-        axis = self._plan.axis[v] if self._plan.is_stored(v) else 0
-        return jax.numpy.moveaxis(value, 0, axis) if axis else value
-
 
 _HEADINGS = {
     "receives": "shared",
@@ -235,6 +250,7 @@ class _Ends(NamedTuple):
         names: name of each argument.
         avals: type of each argument.
         out_tree: structure of the results.
+        result_names: name of each result.
         out_avals: type of each result.
     """
 
@@ -242,6 +258,7 @@ class _Ends(NamedTuple):
     names: tuple[str, ...]
     avals: tuple[Any, ...]
     out_tree: Any
+    result_names: tuple[str, ...]
     out_avals: tuple[Any, ...]
 
     def leaves(self, args: Sequence[Any], needed: Iterable[int]) -> list[Any]:
@@ -336,7 +353,10 @@ def stages(program: Callable[..., Any], *avals: Any, own: Iterable[str] | None =
     positions = argument_names(program, len(avals))
     names = tuple(positions[key.idx] + jax.tree_util.keystr(tuple(rest)) for key, *rest in paths)
     out_avals = tuple(closed.out_avals)
-    ends = _Ends(tree, names, types, jax.tree.structure(out_shape), out_avals)
+    results = tuple(
+        f"result{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(out_shape)
+    )
+    ends = _Ends(tree, names, types, jax.tree.structure(out_shape), results, out_avals)
     signature = Signature(names, _replaced(avals, types, out_shape, out_avals))
     closed, placement = one_placement(closed)
     sized = {

@@ -1,0 +1,181 @@
+"""Exported stages: files that run without the program, its libraries, and fedpax."""
+
+import datetime
+import hashlib
+import importlib.util
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import fedpax
+from fedpax.deploy.runtime import FORMAT, MANIFEST, VERSION, Artifact, load, program_hash
+from fedpax.errors import ArgumentError, MissingPackageError
+from fedpax.primitives._jax import without_locations
+from fedpax.transforms.client_stages import Stage, Value
+from fedpax.transforms.stages import Stages
+
+VALID_DAYS = 180
+"""JAX reads exports of about six months."""
+
+
+def export_stages(
+    stages: Stages,
+    folder: str | Path,
+    *,
+    platforms: Sequence[str] = ("cpu",),
+    not_after: datetime.date | None = None,
+) -> Artifact:
+    """Write stages to a folder that `fedpax.deploy.runtime` runs with JAX and NumPy alone.
+
+    The folder holds the client's function of each stage, the merge of two terms, the fold of any
+    number of terms, and the server's parts: as exports of JAX (`.jax`) and, of the client, as
+    portable StableHLO (`.stablehlo`) for other runtimes. `manifest.json` lists the messages with
+    names, shapes and dtypes, the files with their sha256, versions, and the last day of use.
+    Source locations are removed: the same program gives the same files.
+
+    Args:
+        stages: the stages, as `fedpax.stages` makes them.
+        folder: a new or an empty folder.
+        platforms: the platforms to export for. Default `("cpu",)`.
+        not_after: the last day of use. Default None: in 180 days, since JAX promises to read
+            exports for about six months.
+
+    Returns:
+        The artifact, loaded from the folder.
+
+    Raises:
+        ArgumentError: the folder has files.
+        MissingPackageError: the package flatbuffers is missing.
+
+    Example:
+        >>> import tempfile
+        >>> import fedpax, jax.numpy as jnp
+        >>> @fedpax.program(clients=3)
+        ... def average(w, x):
+        ...     return fedpax.federated_mean(fedpax.federated_map(lambda x: w * x, x))
+        >>> stages = fedpax.stages(average, 2.0, jnp.array([1.0, 4.0, 7.0]))
+        >>> artifact = export_stages(stages, tempfile.mkdtemp())
+        >>> server = artifact.run({"w": jnp.float32(2.0)})
+        >>> request = next(server)
+        >>> client = artifact.client(request.stage)
+        >>> first, _, _ = client(0, request.shared, (), {"x": jnp.float32(1)})
+        >>> last, _, _ = client(2, request.shared, (), {"x": jnp.float32(7)})
+        >>> terms = artifact.merge(0)(first, last)
+        >>> try:
+        ...     server.send((terms, (), [0, 2]))
+        ... except StopIteration as stop:
+        ...     print(stop.value["result"])
+        8.0
+    """
+    if importlib.util.find_spec("flatbuffers") is None:
+        raise MissingPackageError(
+            "export_stages() needs the package flatbuffers. Install it: pip install "
+            "'fedpax[deploy]'."
+        )
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ArgumentError(
+            f"export_stages(): {folder} has files, expected a new or an empty folder. Give another."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = _Writer(folder, platforms)
+    for number, stage in enumerate(stages):
+        _write_stage(writer, stages, number, stage)
+    wiring = stages.wiring()
+    for part, wires in enumerate(wiring.parts):
+        writer.write(f"server_{part}", wires.run, wires.types)
+    last = not_after or datetime.date.today() + datetime.timedelta(days=VALID_DAYS)
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "format_version": VERSION,
+        "name": stages.name,
+        "placement": {"name": stages.placement.name, "size": stages.placement.size},
+        "platforms": list(platforms),
+        "arguments": wiring.arguments,
+        "results": wiring.results,
+        "stages": [
+            {kind: _described(getattr(stage, kind)) for kind in Stage._fields} for stage in stages
+        ],
+        "server": [
+            {
+                "inputs": wires.inputs,
+                "results": wires.results,
+                "stage": wires.stage,
+                "shared": wires.shared,
+                "rows": wires.rows,
+                "shown": wires.shown,
+            }
+            for wires in wiring.parts
+        ],
+        "files": writer.files,
+        "versions": {"fedpax": fedpax.__version__, "jax": jax.__version__},
+        "created": datetime.date.today().isoformat(),
+        "not_after": last.isoformat(),
+    }
+    manifest["program"] = program_hash(manifest)
+    text = json.dumps(manifest, indent=1, sort_keys=True)
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")  # last: the folder is whole
+    return load(folder)
+
+
+def _write_stage(writer: "_Writer", stages: Stages, number: int, stage: Stage) -> None:
+    own = [value.name for value in stage.own]
+    kept = [value.name for value in stage.kept]
+    num_shared, num_rows = len(stage.shared), len(stage.rows)
+
+    def client(index: jax.Array, *given: jax.Array) -> list[Any]:
+        shared, rows = given[:num_shared], given[num_shared : num_shared + num_rows]
+        values = dict(zip(own, given[num_shared + num_rows :], strict=True))
+        terms, shown, new = stages.client(number)(index, shared, rows, values)
+        return [*terms, *shown, *(new[name] for name in kept)]
+
+    def merge(*terms: jax.Array) -> list[Any]:
+        half = len(terms) // 2
+        return list(stages.merge(number)(terms[:half], terms[half:]))
+
+    index = jax.ShapeDtypeStruct((), jax.numpy.int32)
+    terms = list(map(_type, stage.terms))
+    given = [*map(_type, (*stage.shared, *stage.rows, *stage.own))]
+    writer.write(f"client_{number}", client, [index, *given], portable=True)
+    writer.write(f"merge_{number}", merge, [*terms, *terms])
+    writer.write(f"empty_{number}", lambda: list(stages.empty(number)), [])
+    (size,) = jax.export.symbolic_shape("participants")
+    many = [jax.ShapeDtypeStruct((size, *t.shape), t.dtype) for t in terms]
+    writer.write(f"fold_{number}", lambda *terms: list(stages.fold(number)(terms)), many)
+
+
+class _Writer:
+    """Writes functions to a folder, and notes the sha256 of each file."""
+
+    def __init__(self, folder: Path, platforms: Sequence[str]) -> None:
+        self.folder, self.platforms = folder, list(platforms)
+        self.files: dict[str, str] = {}
+
+    def write(
+        self, name: str, fn: Callable[..., Any], types: Sequence[Any], *, portable: bool = False
+    ) -> None:
+        """Export a function."""
+
+        def function(*args: Any) -> Any:  # its name is a part of the file
+            return fn(*args)
+
+        exported = jax.export.export(jax.jit(function), platforms=self.platforms)(*types)
+        exported = without_locations(exported)
+        self._write(f"{name}.jax", bytes(exported.serialize()))
+        if portable:
+            self._write(f"{name}.stablehlo", exported.mlir_module_serialized)
+
+    def _write(self, name: str, content: bytes) -> None:
+        (self.folder / name).write_bytes(content)
+        self.files[name] = hashlib.sha256(content).hexdigest()
+
+
+def _type(value: Value) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(value.shape, value.dtype)
+
+
+def _described(values: Iterable[Value]) -> list[dict[str, Any]]:
+    return [{"name": v.name, "shape": list(v.shape), "dtype": str(v.dtype)} for v in values]

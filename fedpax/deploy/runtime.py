@@ -1,0 +1,218 @@
+"""Run exported stages with JAX and NumPy alone: this module imports nothing else of fedpax.
+
+Nothing in a folder is executed but StableHLO, whose sha256 the manifest lists.
+"""
+
+import datetime
+import hashlib
+import json
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FORMAT, VERSION = "fedpax stages", 1
+MANIFEST = "manifest.json"
+
+
+class ArtifactError(ValueError):
+    """A folder of exported stages that cannot be used; the message names the remedy."""
+
+
+class Request(NamedTuple):
+    """A message of the server to the participants of a stage, as `fedpax.stages` makes it."""
+
+    stage: int
+    shared: tuple[Any, ...]
+    rows: tuple[Any, ...]
+
+
+class Artifact:
+    """Exported stages of a program; `load` makes one.
+
+    Attributes:
+        manifest: what the manifest says: names, shapes and dtypes of all messages.
+        program: the sha256 of the program. Two exports of one program have the same.
+    """
+
+    def __init__(self, folder: Path, manifest: Mapping[str, Any]) -> None:
+        self._folder, self.manifest = folder, manifest
+        self.program: str = manifest["program"]
+        self._functions: dict[str, Callable[..., Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self.manifest["stages"])
+
+    def client(
+        self, stage: int
+    ) -> Callable[[Any, Sequence[Any], Sequence[Any], Mapping[str, Any]], tuple[Any, Any, dict]]:
+        """Return the function of one participant, as `Stages.client` does."""
+        messages = self.manifest["stages"][stage]
+        own_names = [value["name"] for value in messages["own"]]
+        kept_names = [value["name"] for value in messages["kept"]]
+        first, second = len(messages["terms"]), len(messages["terms"]) + len(messages["shown"])
+        call = self._function(f"client_{stage}")
+
+        def client(
+            index: Any, shared: Sequence[Any], rows: Sequence[Any], own: Mapping[str, Any]
+        ) -> tuple[Any, Any, dict[str, Any]]:
+            if missing := [name for name in own_names if name not in own]:
+                raise ArtifactError(
+                    f"client({stage}): own has no {missing[0]!r}, expected {own_names}. Pass the "
+                    "participant's values, and what earlier stages of the round returned as kept."
+                )
+            given = [*shared, *rows, *(own[name] for name in own_names)]
+            out = call(jnp.int32(index), *given)
+            kept = dict(zip(kept_names, out[second:], strict=True))
+            return tuple(out[:first]), tuple(out[first:second]), kept
+
+        return client
+
+    def merge(self, stage: int) -> Callable[[Sequence[Any], Sequence[Any]], tuple[Any, ...]]:
+        """Return the function that merges the terms of two groups of participants."""
+        call = self._function(f"merge_{stage}")
+        return lambda some, others: tuple(call(*some, *others))
+
+    def fold(self, stage: int) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+        """Return the function that merges the rows of arrays of terms `[participants, ...]`."""
+        call = self._function(f"fold_{stage}")
+        return lambda terms: tuple(call(*terms))
+
+    def run(
+        self, arguments: Mapping[str, Any]
+    ) -> Generator[Request, tuple[Sequence[Any], Sequence[Any], Sequence[int]], dict[str, Any]]:
+        """Run the server's part, as `Stages.run` does, with arguments and results by name.
+
+        Args:
+            arguments: the server's arguments.
+
+        Yields:
+            A `Request` for each stage.
+
+        Receives:
+            `(merged terms, shown values [answers, ...], indices of the participants)`.
+
+        Returns:
+            The server's results. What participants keep is not among them.
+        """
+        values: dict[int, Any] = {}
+        for name, number in self.manifest["arguments"].items():
+            if name not in arguments:
+                raise ArtifactError(
+                    f"run(): arguments has no {name!r}, expected the server's arguments "
+                    f"{list(self.manifest['arguments'])}."
+                )
+            values[number] = arguments[name]
+        terms: Sequence[Any] = ()
+        for part, wires in enumerate(self.manifest["server"]):
+            given = [values[v] for v in wires["inputs"]]
+            results = self._function(f"server_{part}")(*given, *terms)
+            values.update(zip(wires["results"], results, strict=True))
+            terms, stage = (), wires["stage"]
+            if stage is not None:
+                shared, rows = wires["shared"], wires["rows"]
+                request = Request(
+                    stage, tuple(values[v] for v in shared), tuple(values[v] for v in rows)
+                )
+                terms, shown, participants = yield request
+                if not len(participants):
+                    terms = self._function(f"empty_{stage}")()
+                placed = self._place(stage, shown, participants)
+                values.update(zip(wires["shown"], placed, strict=True))
+        return {name: values[v] for name, v in self.manifest["results"].items()}
+
+    def _place(self, stage: int, shown: Sequence[Any], participants: Sequence[int]) -> list[Any]:
+        """Place the rows of the participants that answered among zeros."""
+        size, indices = self.manifest["placement"]["size"], np.asarray(participants, int)
+        placed = []
+        for i, value in enumerate(self.manifest["stages"][stage]["shown"]):
+            rows = jnp.zeros((size, *value["shape"]), value["dtype"])
+            placed.append(rows.at[indices].set(shown[i]) if len(indices) else rows)
+        return placed
+
+    def _function(self, name: str) -> Callable[..., Any]:
+        if name not in self._functions:
+            content = _checked(self._folder, f"{name}.jax", self.manifest["files"])
+            try:
+                exported = jax.export.deserialize(bytearray(content))
+            except Exception as error:
+                raise ArtifactError(
+                    f"{self._folder / name}.jax cannot be read by jax {jax.__version__} "
+                    f"({type(error).__name__}: {error}). Export again, with a jax of about the "
+                    f"same age; this one was made by {self.manifest['versions']['jax']}."
+                ) from error
+            self._functions[name] = jax.jit(exported.call)
+        return self._functions[name]
+
+
+def load(folder: str | Path, *, today: datetime.date | None = None) -> Artifact:
+    """Load exported stages, after checks of format, date and all files.
+
+    Args:
+        folder: a folder that `fedpax.deploy.export_stages` wrote.
+        today: the date, for the check of the last day. Default None: the machine's.
+
+    Returns:
+        The artifact.
+
+    Raises:
+        ArtifactError: the folder is foreign, damaged, of a newer format, or past its last day.
+    """
+    folder = Path(folder)
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArtifactError(
+            f"{path} cannot be read ({type(error).__name__}: {error}), expected exported stages. "
+            "Give the folder of `fedpax export --stages`."
+        ) from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ArtifactError(
+            f"{path} is no manifest of exported stages. Give the folder of "
+            "`fedpax export --stages`."
+        )
+    if manifest.get("format_version") != VERSION:
+        raise ArtifactError(
+            f"{path} has format {manifest.get('format_version')!r}, and this runtime reads "
+            f"{VERSION}. Update fedpax, or export again with the version here."
+        )
+    if program_hash(manifest) != manifest.get("program"):
+        raise ArtifactError(f"{path} is damaged: it does not match its sha256. Export again.")
+    last = datetime.date.fromisoformat(manifest["not_after"])
+    if (today or datetime.date.today()) > last:
+        raise ArtifactError(
+            f"{folder} could be used until {last}: later versions of jax need not read it. "
+            "Export again."
+        )
+    for name in manifest["files"]:
+        _checked(folder, name, manifest["files"])
+    return Artifact(folder, manifest)
+
+
+def program_hash(manifest: Mapping[str, Any]) -> str:
+    """Return the sha256 of what a manifest says about the program, without dates and versions."""
+    dated = ("program", "created", "not_after", "versions")
+    content = {key: value for key, value in manifest.items() if key not in dated}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _checked(folder: Path, name: str, files: Mapping[str, str]) -> bytes:
+    """Return the content of a file whose sha256 is that of the manifest."""
+    if Path(name).name != name or name not in files:
+        raise ArtifactError(f"{folder / MANIFEST} lists no file {name!r}. Export again.")
+    try:
+        content = (folder / name).read_bytes()
+    except OSError as error:
+        raise ArtifactError(
+            f"{folder / name} cannot be read ({error.strerror}). Export again, or copy the whole "
+            "folder."
+        ) from error
+    if hashlib.sha256(content).hexdigest() != files[name]:
+        raise ArtifactError(
+            f"{folder / name} is damaged: it does not match its sha256. Export again."
+        )
+    return content

@@ -12,14 +12,14 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.checks import (
+from fedpax.algorithms.parts.local_evaluation import local_metrics
+from fedpax.algorithms.parts.local_steps import local_update
+from fedpax.algorithms.parts.method_checks import (
     check_no_keys,
     check_population,
     check_setting,
     cohort_of_population,
 )
-from fedpax.algorithms.parts.local_evaluation import local_metrics
-from fedpax.algorithms.parts.local_steps import local_update
 from fedpax.algorithms.parts.participation import takes_part
 from fedpax.algorithms.parts.rematerialized_map import map_clients
 from fedpax.algorithms.parts.server import make_server

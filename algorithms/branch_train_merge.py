@@ -11,8 +11,8 @@ import optax
 from jaxtyping import Array, Float
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.parts.local_steps import local_steps
+from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.parts.model_averaging import population_mean
 from fedpax.algorithms.parts.participation import participant_weights, without_absent
 from fedpax.checks import PROBABILITY

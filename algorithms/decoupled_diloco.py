@@ -12,7 +12,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.checks import check_optimizer
 from fedpax.algorithms.parts.directional_mean import directional_mean
 from fedpax.algorithms.parts.fragment_server import FragmentServer, with_entry
 from fedpax.algorithms.parts.fragments import Fragment, FragmentFn, make_fragments
@@ -23,6 +22,7 @@ from fedpax.algorithms.parts.inner_steps import (
     make_inner_steps,
 )
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
+from fedpax.algorithms.parts.method_checks import check_optimizer
 from fedpax.algorithms.parts.server import given_aggregator, outer_sgd
 from fedpax.algorithms.parts.tree_arithmetic import select
 from fedpax.algorithms.streaming_diloco import StreamingDiLoCoState, streaming_diloco

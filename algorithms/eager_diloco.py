@@ -11,9 +11,9 @@ import optax
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer
 from fedpax.algorithms.parts.inner_steps import make_outer_gradient
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
+from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer
 from fedpax.algorithms.parts.model_averaging import population_mean
 from fedpax.algorithms.parts.optimizer_step import optimizer_step
 from fedpax.algorithms.parts.participation import participant_weights, without_absent

@@ -12,9 +12,9 @@ from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.checks import check_no_keys, check_setting
 from fedpax.algorithms.parts.local_steps import local_steps
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
+from fedpax.algorithms.parts.method_checks import check_no_keys, check_setting
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.rematerialized_map import map_clients
 from fedpax.algorithms.parts.server import given_aggregator

@@ -11,15 +11,15 @@ from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params, Scalar
-from fedpax.algorithms.parts.checks import (
+from fedpax.algorithms.parts.gradient_terms import proximal_term
+from fedpax.algorithms.parts.local_steps import local_update
+from fedpax.algorithms.parts.mean_metrics import mean_metrics
+from fedpax.algorithms.parts.method_checks import (
     check_no_keys,
     check_population,
     check_setting,
     cohort_of_population,
 )
-from fedpax.algorithms.parts.gradient_terms import proximal_term
-from fedpax.algorithms.parts.local_steps import local_update
-from fedpax.algorithms.parts.mean_metrics import mean_metrics
 from fedpax.algorithms.parts.participation import participant_weights, takes_part
 from fedpax.algorithms.parts.rematerialized_map import map_clients
 from fedpax.algorithms.parts.server import as_floats, make_server

@@ -13,10 +13,10 @@ from jaxtyping import Array, Float, Int
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.fedavg import FedAvgState
-from fedpax.algorithms.parts.checks import check_no_keys
 from fedpax.algorithms.parts.local_evaluation import count_steps
 from fedpax.algorithms.parts.local_steps import local_update
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
+from fedpax.algorithms.parts.method_checks import check_no_keys
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.rematerialized_map import map_clients
 from fedpax.algorithms.parts.server import as_floats, make_server

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedpax.algorithms.parts.checks import check_setting
+from fedpax.algorithms.parts.method_checks import check_setting
 from fedpax.algorithms.parts.tree_arithmetic import weighted_sum
 from fedpax.checks import DECAY, POSITIVE
 

@@ -11,9 +11,9 @@ import optax
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params, Scalar
 from fedpax.algorithms.fedavg import FedAvgState
-from fedpax.algorithms.parts.checks import check_no_keys, check_setting
 from fedpax.algorithms.parts.gradient_terms import proximal_term
 from fedpax.algorithms.parts.local_steps import local_update
+from fedpax.algorithms.parts.method_checks import check_no_keys, check_setting
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.rematerialized_map import map_clients
 from fedpax.algorithms.parts.server import make_server

@@ -9,9 +9,9 @@ import optax
 from jaxtyping import Array, Int
 
 from fedpax.algorithm import LossFn, Metrics, Params
-from fedpax.algorithms.parts.checks import check_optimizer
 from fedpax.algorithms.parts.local_evaluation import local_metrics
 from fedpax.algorithms.parts.local_steps import local_steps
+from fedpax.algorithms.parts.method_checks import check_optimizer
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.rematerialized_map import map_clients
 from fedpax.clients.cohort import Cohort, check_cohort

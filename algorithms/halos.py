@@ -22,13 +22,13 @@ from fedpax.algorithms.parts.arrivals import (
     outer_gradients,
     process_in_order,
 )
-from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.parts.delayed_nesterov import (
     DelayedNesterov,
     DelayedNesterovState,
     check_delayed_nesterov,
 )
 from fedpax.algorithms.parts.inner_steps import make_outer_gradient
+from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.parts.participation import without_absent
 from fedpax.algorithms.parts.tree_arithmetic import select, subtract, weighted_sum
 from fedpax.checks import FRACTION

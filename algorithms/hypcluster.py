@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, Int
 
 from fedpax.aggregators import Aggregator, random_stream
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.checks import check_no_keys
 from fedpax.algorithms.parts.local_evaluation import local_metrics
 from fedpax.algorithms.parts.local_steps import local_update
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
+from fedpax.algorithms.parts.method_checks import check_no_keys
 from fedpax.algorithms.parts.optimizer_step import optimizer_step
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.rematerialized_map import map_clients

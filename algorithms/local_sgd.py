@@ -7,7 +7,7 @@ import optax
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn
 from fedpax.algorithms.diloco import DiLoCoState, diloco
-from fedpax.algorithms.parts.checks import check_optimizer
+from fedpax.algorithms.parts.method_checks import check_optimizer
 
 
 def local_sgd(

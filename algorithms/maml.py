@@ -11,8 +11,8 @@ import optax
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params, Scalar
 from fedpax.algorithms.fedavg import FedAvgState, fedavg
-from fedpax.algorithms.parts.checks import check_optimizer, check_setting
 from fedpax.algorithms.parts.local_steps import gradient_and_metrics
+from fedpax.algorithms.parts.method_checks import check_optimizer, check_setting
 from fedpax.algorithms.parts.tree_arithmetic import scale, subtract
 from fedpax.checks import NON_NEGATIVE
 from fedpax.errors import ArgumentError

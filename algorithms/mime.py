@@ -12,10 +12,10 @@ from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.checks import check_no_keys, check_setting
 from fedpax.algorithms.parts.gradient_terms import added_term
 from fedpax.algorithms.parts.local_evaluation import full_gradient
 from fedpax.algorithms.parts.local_steps import gradient_and_metrics, local_update
+from fedpax.algorithms.parts.method_checks import check_no_keys, check_setting
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.rematerialized_map import map_clients
 from fedpax.algorithms.parts.server import as_floats, make_server, unless_all_absent

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.algorithms.diloco import DiLoCoState, diloco
-from fedpax.algorithms.parts.checks import check_setting
+from fedpax.algorithms.parts.method_checks import check_setting
 from fedpax.algorithms.parts.server import outer_sgd
 from fedpax.checks import NON_NEGATIVE
 

@@ -12,11 +12,6 @@ from jaxtyping import Array, Bool, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.checks import (
-    check_no_keys,
-    check_population,
-    cohort_of_population,
-)
 from fedpax.algorithms.parts.gradient_terms import added_term, constant_learning_rate
 from fedpax.algorithms.parts.local_evaluation import (
     accumulator,
@@ -25,6 +20,11 @@ from fedpax.algorithms.parts.local_evaluation import (
     mean_of,
 )
 from fedpax.algorithms.parts.local_steps import local_steps
+from fedpax.algorithms.parts.method_checks import (
+    check_no_keys,
+    check_population,
+    cohort_of_population,
+)
 from fedpax.algorithms.parts.participation import participant_weights, takes_part
 from fedpax.algorithms.parts.rematerialized_map import map_clients
 from fedpax.algorithms.parts.server import make_server

@@ -13,9 +13,9 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.checks import check_optimizer, check_setting
 from fedpax.algorithms.parts.local_evaluation import accumulator, count_steps, mean_of
 from fedpax.algorithms.parts.local_steps import fold_steps, gradient_and_metrics
+from fedpax.algorithms.parts.method_checks import check_optimizer, check_setting
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.rematerialized_map import map_clients
 from fedpax.algorithms.parts.tree_arithmetic import select

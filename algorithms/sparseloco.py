@@ -8,7 +8,7 @@ from fedpax.aggregators import codecs, compressed_mean
 from fedpax.aggregators.codecs import Codec
 from fedpax.algorithm import FederatedAlgorithm, LossFn
 from fedpax.algorithms.diloco import DiLoCoState, diloco
-from fedpax.algorithms.parts.checks import check_optimizer, check_setting
+from fedpax.algorithms.parts.method_checks import check_optimizer, check_setting
 from fedpax.checks import NON_NEGATIVE
 
 

@@ -14,7 +14,6 @@ from jaxtyping import Array, Int, Num
 from fedpax.aggregators import Aggregator, mean
 from fedpax.aggregators.transfer_work import under_transfers
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.parts.fragment_server import FragmentServer, with_entry
 from fedpax.algorithms.parts.fragments import Fragment, FragmentFn, layer_fragments, make_fragments
 from fedpax.algorithms.parts.inner_steps import (
@@ -25,6 +24,7 @@ from fedpax.algorithms.parts.inner_steps import (
     make_inner_steps,
 )
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
+from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.parts.participation import participant_weights, without_absent
 from fedpax.algorithms.parts.server import (
     as_floats,

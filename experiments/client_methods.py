@@ -15,7 +15,7 @@ import optax
 from fedpax import algorithms
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
-from fedpax.algorithms.parts.checks import check_setting
+from fedpax.algorithms.parts.method_checks import check_setting
 from fedpax.checks import DECAY, POSITIVE
 from fedpax.clients.cohort import Cohort
 from fedpax.experiments.personal_models import MODELS, shared_model

@@ -33,8 +33,8 @@ class HeldoutSet(NamedTuple):
     split: str | None
 
 
-class Rows(Protocol):
-    """Rows to evaluate on, as `fedpax.data.rounds.heldout_tokens.HeldoutRows` has them."""
+class HeldoutRows(Protocol):
+    """HeldoutRows to evaluate on, as `fedpax.data.rounds.heldout_tokens.HeldoutRows` has them."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -58,8 +58,8 @@ class HeldoutSets(NamedTuple):
         others: the rows of further data sets by name.
     """
 
-    main: Rows
-    others: Mapping[str, Rows]
+    main: HeldoutRows
+    others: Mapping[str, HeldoutRows]
 
 
 _FORM = re.compile(
@@ -105,7 +105,7 @@ def heldout_evaluator(
     # tokens in nats. Perplexities of models with different tokenizers are not comparable. A process
     # reads only the rows of its own devices.
 
-    def make(rows: Rows) -> Callable[[Params], dict[str, float]]:
+    def make(rows: HeldoutRows) -> Callable[[Params], dict[str, float]]:
         return placed_evaluator(
             loss_fn,
             *place_rows(rows, batch_size, num_participants, sharding),
@@ -126,7 +126,7 @@ def heldout_evaluator(
 
 
 def place_rows(
-    rows: Rows, batch_size: int, num_participants: int, sharding: NamedSharding | None
+    rows: HeldoutRows, batch_size: int, num_participants: int, sharding: NamedSharding | None
 ) -> tuple[Any, Float[np.ndarray, "participants steps"]]:
     """Read the rows of this process's devices, as arrays over all participants."""
     # Returns arrays `[participants, steps, batch, ...]`, which are

@@ -12,7 +12,7 @@ from jaxtyping import Array, Num
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import Metrics
-from fedpax.algorithms.parts.checks import describe_value, is_scalar
+from fedpax.algorithms.parts.method_checks import describe_value, is_scalar
 from fedpax.errors import ArgumentError, ArgumentTypeError
 
 

@@ -9,10 +9,10 @@ import optax
 from fedpax.aggregators import Aggregator
 from fedpax.aggregators.codecs import Codec
 from fedpax.algorithm import AlgorithmParts, LossFn
-from fedpax.algorithms.parts.checks import check_optimizer, check_setting
 from fedpax.algorithms.parts.directional_mean import directional_mean
 from fedpax.algorithms.parts.fragments import FragmentFn, make_fragments
 from fedpax.algorithms.parts.inner_steps import make_inner_steps
+from fedpax.algorithms.parts.method_checks import check_optimizer, check_setting
 from fedpax.algorithms.parts.server import given_aggregator, outer_sgd
 from fedpax.checks import COUNT, NON_NEGATIVE_OR_INFINITE, Range, check_argument
 from fedpax.errors import ArgumentError

@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, Float
 
 from fedpax.algorithm import Params
-from fedpax.algorithms.parts.checks import check_setting
+from fedpax.algorithms.parts.method_checks import check_setting
 from fedpax.checks import COUNT, FRACTION, NON_NEGATIVE, Range, check_argument
 from fedpax.errors import ArgumentTypeError
 

@@ -13,7 +13,7 @@ import optax
 from jaxtyping import Array, Int
 
 from fedpax.algorithm import LossFn, Metrics, Params, WithGradientNorm
-from fedpax.algorithms.parts.checks import check_float_params, describe_value, is_scalar
+from fedpax.algorithms.parts.method_checks import check_float_params, describe_value, is_scalar
 from fedpax.algorithms.parts.optimizer_step import optimizer_step
 from fedpax.algorithms.parts.participation import valid_steps
 from fedpax.algorithms.parts.tree_arithmetic import select, subtract

@@ -9,9 +9,9 @@ from jaxtyping import Array, Float, Num
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import Metrics, Params
 from fedpax.algorithms.parts.checked_aggregator import checked_aggregator
-from fedpax.algorithms.parts.checks import check_optimizer
 from fedpax.algorithms.parts.frozen_leaves import without_frozen_leaves
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
+from fedpax.algorithms.parts.method_checks import check_optimizer
 from fedpax.algorithms.parts.optimizer_step import optimizer_step
 from fedpax.algorithms.parts.tree_arithmetic import select
 from fedpax.errors import ArgumentTypeError

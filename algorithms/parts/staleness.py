@@ -8,7 +8,7 @@ from typing import TypeAlias
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fedpax.algorithms.parts.checks import check_setting
+from fedpax.algorithms.parts.method_checks import check_setting
 from fedpax.checks import NON_NEGATIVE
 
 StalenessFn: TypeAlias = Callable[[Float[Array, ""]], Float[Array, ""]]

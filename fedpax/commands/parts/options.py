@@ -264,7 +264,7 @@ def override(
     experiment, fields = _choose(experiment, fields)
     seeds = ", ".join(seed_paths(experiment))
     text = f"{description}\n\n--seed=N sets all seeds at once: {seeds}.".lstrip()
-    text += "".join(map(_describe_choices, _choosable(experiment).values()))
+    text += "".join(_describe_choices(*choice) for choice in _choosable(experiment).items())
 
     def run_tyro(default: Experiment, *, prints: bool = True) -> Experiment:
         # tyro's registries, and the environment, belong to all threads.
@@ -358,11 +358,11 @@ def _unset(kind: type[Any]) -> Any:
     return made
 
 
-def _describe_choices(value: Settings) -> str:
+def _describe_choices(name: str, value: Settings) -> str:
     """Return the lines of `--help` on the functions of a field."""
-    group, summaries = value.group, value.summaries()
-    lines = [f"\n\n--{group}=NAME sets the {group} and --{group}.FIELD its fields. The names:"]
-    return "\n".join(lines + [f"  {name}: {summary}" for name, summary in summaries.items()])
+    lines = [f"\n\n--{name}=NAME sets the {value.group} and --{name}.FIELD its fields. The names:"]
+    lines += [f"  {choice}: {summary}" for choice, summary in value.summaries().items()]
+    return "\n".join(lines)
 
 
 def describe_group(experiment: Experiment, overrides: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from jaxtyping import Bool
 
+from fedpax.data.files.file_sizes import check_memory
 from fedpax.data.files.held_out import held_out
 from fedpax.data.files.memory import memory_table
 from fedpax.data.files.path_columns import add_path_columns, path_fields
@@ -55,6 +56,8 @@ def open_files(
         heldout_fraction=heldout_fraction,
     )
     name, groups = selected.name, selected.groups
+    if not columns:
+        check_memory(name, groups)
     tables = [read_table(group, selected.options) for group in groups]
     fields, client = path_fields(groups, [table.schema for table in tables], client)
     tables = [add_path_columns(*pair) for pair in zip(tables, fields, strict=True)]

@@ -8,7 +8,8 @@ from pyarrow import parquet
 from fedpax.data.files.finding import DataFile
 from fedpax.data.files.formats import ReadOptions
 
-_ROWS_AT_ONCE = 1 << 16
+_BATCH_BYTES = 1 << 23
+_BATCH_ROWS = 1 << 16
 
 
 def read_parquet(file: DataFile, options: ReadOptions) -> pa.Table:
@@ -22,5 +23,8 @@ def stream_parquet(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
     with file.open_seekable() as opened:
         content = parquet.ParquetFile(opened)
         columns = list(options.columns) or None
-        for batch in content.iter_batches(_ROWS_AT_ONCE, columns=columns):
+        about = content.metadata
+        size = sum(about.row_group(k).total_byte_size for k in range(about.num_row_groups))
+        rows = _BATCH_BYTES * about.num_rows // max(1, size)
+        for batch in content.iter_batches(min(_BATCH_ROWS, max(1, rows)), columns=columns):
             yield pa.Table.from_batches([batch])

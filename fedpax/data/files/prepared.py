@@ -60,6 +60,8 @@ def write_prepared(
                 continue
             # The last client may continue in the next table.
             cut = waiting.num_rows if client is None else index.last_start - rows
+            if cut <= 0 and waiting.nbytes >= 4 * _BATCH_BYTES:  # one client fills the memory
+                cut = waiting.num_rows
             if cut > 0:
                 write(waiting.slice(0, cut))
                 waiting = waiting.slice(cut)

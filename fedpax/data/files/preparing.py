@@ -13,19 +13,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from fedpax.data.files.finding import DataFile, is_url
+from fedpax.data.files.file_sizes import estimate_bytes
+from fedpax.data.files.finding import DataFile
 from fedpax.data.files.formats import BadRows, ReadOptions, TypeChangedError
 from fedpax.data.files.path_columns import Fields, add_path_columns, path_fields
 from fedpax.data.files.prepared import open_prepared, write_prepared
 from fedpax.data.files.read_table import stream_tables
 from fedpax.data.files.schemas import conform, fits, unify
 from fedpax.data.files.selection import select_files
-from fedpax.data.files.sorting import sort_tables
+from fedpax.data.files.sorting import MEMORY, sort_tables
 from fedpax.data.files.table_source import TableSource, check_columns
 from fedpax.errors import ArgumentError
 from fedpax.paths import expand_home
-
-_EXPANSION = 4  # bytes of a column for one byte of a compressed file
 
 
 class Prepared(NamedTuple):
@@ -59,7 +58,7 @@ def prepare_files(
     """Prepare files; see `fedpax.data.prepare`, which passes its arguments."""
     if on_bad_row not in ("error", "skip"):
         raise ArgumentError(f"on_bad_row is {on_bad_row!r}, expected 'error' or 'skip'.")
-    if memory is not None and not re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]i?B", memory):
+    if memory is not None and not re.fullmatch(MEMORY, memory):
         raise ArgumentError(f"memory is {memory!r}, expected an amount such as '4GB'.")
     out = expand_home(Path(out)).absolute()
     if out.exists():
@@ -80,7 +79,7 @@ def prepare_files(
     reading.read_schema(first_part=True)
     check_columns(reading.schema.names, {"client": reading.client, "label": label}, selected.name)
     out.parent.mkdir(parents=True, exist_ok=True)
-    needed = _needed_bytes(selected.groups)
+    needed = estimate_bytes(selected.groups)
     _check_space(out.parent, needed)
     draft = Path(tempfile.mkdtemp(prefix=f".{out.name}.draft-", dir=out.parent))
     try:
@@ -219,16 +218,6 @@ def _decode(table: pa.Table) -> pa.Table:
         for field in table.schema
     ]
     return table.cast(pa.schema(kinds, table.schema.metadata))
-
-
-def _needed_bytes(groups: Sequence[Sequence[DataFile]]) -> int:
-    """Estimate the bytes of the columns, and of what the sort writes beside them."""
-    total = 0
-    for file in (file for group in groups for file in group if not is_url(file.path)):
-        size = os.path.getsize(file.path)
-        compressed = file.is_compressed or file.suffix in (".parquet", ".pq", ".npz")
-        total += size * (_EXPANSION if compressed else 1)
-    return total
 
 
 def _check_space(folder: Path, needed: int) -> None:

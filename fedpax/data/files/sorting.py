@@ -1,13 +1,22 @@
 """sort_tables: sort tables by client with DuckDB, on the disk where they exceed the memory."""
 
+import itertools
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
+from fedpax.errors import ArgumentError
+
 _ROW = "__fedpax_row"  # keeps the order of a client's examples
-_ROWS_AT_ONCE = 1 << 17
+_BATCH_BYTES = 1 << 23
+_BYTES_PER_THREAD = 1 << 28  # with less, threads of DuckDB run out of memory before they spill
+
+MEMORY = r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B"
+"""A regular expression for an amount of memory."""
 
 
 def sort_tables(
@@ -24,6 +33,12 @@ def sort_tables(
     """
     import duckdb
 
+    first = next(tables, None)
+    if first is None:
+        return
+    tables = itertools.chain([first], tables)
+    # Rows of a batch: a multiple of DuckDB's vectors of 2,048.
+    rows = 2048 * min(64, max(1, _BATCH_BYTES // (2048 * max(1, first.nbytes // first.num_rows))))
     stored = pa.schema([pa.field(field.name, _stored_type(field.type)) for field in schema])
     failed: list[BaseException] = []
 
@@ -45,22 +60,37 @@ def sort_tables(
     settings: dict[str, str | bool | int | float | list[str]] = {
         "temp_directory": str(spill),
         "memory_limit": memory,
+        "threads": max(1, min(os.cpu_count() or 1, _bytes(memory) // _BYTES_PER_THREAD)),
         "preserve_insertion_order": False,
         "autoinstall_known_extensions": False,
         "autoload_known_extensions": False,
     }
     with duckdb.connect(config=settings) as connection:
+        connection.execute("SET enable_progress_bar = false")
         connection.register("examples", reader)
         names = ", ".join(map(_quote, schema.names))
         order = ", ".join(map(_quote, [*keys, _ROW]))
         try:
             result = connection.sql(f"SELECT {names} FROM examples ORDER BY {order}")
-            for batch in result.to_arrow_reader(_ROWS_AT_ONCE):
+            for batch in result.to_arrow_reader(rows):
                 yield _restore(pa.Table.from_batches([batch]), schema, stored)
-        except duckdb.Error:
+        except duckdb.Error as error:
             if failed:
                 raise failed[0] from None
+            if isinstance(error, duckdb.OutOfMemoryException):
+                raise ArgumentError(
+                    f"memory={memory!r} is too little to sort rows of these sizes. Give more, such "
+                    "as '1GB'."
+                ) from error
             raise
+
+
+def _bytes(memory: str) -> int:
+    """Return the number of bytes of an amount such as "4GB" or "512MiB"."""
+    found = re.fullmatch(MEMORY, memory)
+    assert found is not None  # it has been checked
+    number, prefix, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(prefix) + 1))
 
 
 def _quote(name: str) -> str:

@@ -330,6 +330,20 @@ def test_types_replace_what_the_parser_finds(tmp_path: Path) -> None:
     assert source[1] == {"zip": "00124", "x": None}
 
 
+def test_files_that_exceed_the_memory_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = pa.table({"x": np.zeros(100_000)})  # 1 KB in the file
+    write(table, tmp_path / "a.parquet")
+    monkeypatch.setattr("fedpax.data.files.file_sizes._available_bytes", lambda: 1000)
+    message = r"takes about 0.0 GB of memory.*fedpax prepare '.*a.parquet' --out=FOLDER"
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path / "a.parquet")
+    assert len(load(tmp_path / "a.parquet", columns=["x"])) == 100_000
+    monkeypatch.setattr("fedpax.data.files.file_sizes._available_bytes", lambda: None)
+    assert len(load(tmp_path / "a.parquet")) == 100_000
+
+
 def test_a_missing_client_is_not_a_group(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("c,x\n1,1\n,2\n")
     with pytest.raises(ValueError, match="'c' is missing in example 1"):

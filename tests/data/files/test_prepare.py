@@ -224,6 +224,40 @@ def test_nothing_appears_before_the_end(tmp_path: Path, monkeypatch: pytest.Monk
         prepare(path, tmp_path / "out", client="user")
 
 
+@pytest.mark.slow
+def test_memory_that_is_exceeded_goes_to_the_disk(tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    for k in range(4):  # 150 MB in all
+        x = array_to_arrow(rng.integers(0, 256, (48_000, 784), np.uint8))
+        parquet.write_table(
+            pa.table({"user": rng.integers(0, 900, 48_000), "x": x}), tmp_path / f"{k}.parquet"
+        )
+    made = prepare(tmp_path / "*.parquet", tmp_path / "out", client="user", memory="130MB").source
+    expected = load(tmp_path / "*.parquet", client="user")
+    assert_equal(made, expected)
+    with pytest.raises(ValueError, match="memory='1MB' is too little to sort"):
+        prepare(tmp_path / "*.parquet", tmp_path / "more", client="user", memory="1MB")
+
+
+def test_a_client_larger_than_batches_is_in_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepared, "_BATCH_BYTES", 1000)
+    table = pa.table({"user": [1] * 3 + [0] * 4000 + [1] * 5, "x": range(4008)})
+    path = write_arrow(table, tmp_path / "a.arrow", 100)
+    with monkeypatch.context() as patch:
+        patch.setattr("fedpax.data.files.preparing.sort_tables", split_sorted)
+        source = prepare(path, tmp_path / "out", client="user").source
+    assert_equal(source, load(path, client="user"))
+    assert source.client_table(0)["x"].num_chunks > 5
+
+
+def split_sorted(tables: Any, schema: pa.Schema, keys: list[str], *rest: Any) -> Any:
+    together = pa.concat_tables(tables).sort_by([(key, "ascending") for key in keys])
+    for k in range(0, len(together), 100):
+        yield together.slice(k, 100)
+
+
 def test_too_little_space_is_told_before_and_while_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,11 +21,13 @@ from jax.experimental import multihost_utils
 
 from fedpax.console import print_error
 from fedpax.errors import ConfigurationError, FedpaxError
-from fedpax.files import LINES_BYTES, UnusableFileError, read_file, read_json
+from fedpax.files import UnusableFileError, read_file, read_json
+from fedpax.run_files.line_files import LineCopy, read_chunks, replace_by
 from fedpax.run_files.paths import (
     CONFIGURATION,
     GOODPUT,
     METRICS,
+    METRICS_SUMS,
     check_links,
     is_remote,
     write_atomically,
@@ -35,6 +37,7 @@ OWNER = "owner.json"
 
 
 LAST_OWNER = ".owner"
+COPIED = ".metrics_copied.json"
 
 
 SECONDS_BETWEEN_BEATS = 10.0
@@ -87,6 +90,7 @@ class CheckpointDir(AbstractContextManager["CheckpointDir"]):
     def __init__(self, folder: Path, job_log_dir: Path) -> None:
         self._folder, self._job_log_dir = folder, job_log_dir
         self._id = secrets.token_hex(8)
+        self._metrics = LineCopy(job_log_dir / METRICS, folder / METRICS, job_log_dir / COPIED)
         self._beats = 0
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="checkpoint_dir", daemon=True)
@@ -125,21 +129,20 @@ class CheckpointDir(AbstractContextManager["CheckpointDir"]):
             self._folder.mkdir(parents=True, exist_ok=True)
             check_links(self._folder, "--training.checkpoint_dir")
         last = self._job_log_dir / LAST_OWNER
-        found = read_owner(self._folder)
-        was_here = found is not None and last.exists() and found["id"] == read_file(last).decode()
-        if found is not None and not found["free"] and not was_here:
-            self._wait_for_silence(found)
+        owner = read_owner(self._folder)
+        was_here = owner is not None and last.exists() and owner["id"] == read_file(last).decode()
+        if owner is not None and not owner["free"] and not was_here:
+            self._wait_for_silence(owner)
         self._write()
         write_atomically(last, self._id)
         if not was_here:
-            for name in (METRICS, GOODPUT):
+            for name in (METRICS, METRICS_SUMS, GOODPUT):
                 if (self._folder / name).exists():
-                    text = read_file(self._folder / name, LINES_BYTES).decode()
-                    write_atomically(self._job_log_dir / name, text)
+                    replace_by(self._job_log_dir / name, read_chunks(self._folder / name))
 
-    def _wait_for_silence(self, found: dict[str, Any]) -> None:
+    def _wait_for_silence(self, owner: dict[str, Any]) -> None:
         print_error(
-            f"--training.checkpoint_dir={self._folder} was used last by {found['holder']}, and not "
+            f"--training.checkpoint_dir={self._folder} was used last by {owner['holder']}, and not "
             f"released. Waiting {SECONDS_OF_SILENCE:g} s to see whether it still trains."
         )
         deadline = time.monotonic() + SECONDS_OF_SILENCE
@@ -148,7 +151,7 @@ class CheckpointDir(AbstractContextManager["CheckpointDir"]):
             now = read_owner(self._folder)
             if now is None or now["free"]:
                 return
-            if now != found:
+            if now != owner:
                 raise ConfigurationError(
                     f"--training.checkpoint_dir={self._folder} is in use by another run "
                     f"({now['holder']}), expected a folder that no run trains in. Wait until it "
@@ -167,34 +170,25 @@ class CheckpointDir(AbstractContextManager["CheckpointDir"]):
         write_atomically(self._folder / OWNER, json.dumps(record) + "\n")
 
     def check(self) -> None:
-        """Check that this run is still the owner.
-
-        Raises:
-            LostCheckpointDirError: another run has taken the folder.
-            OSError: the folder cannot be read.
-        """
-        found = read_owner(self._folder)
-        if found is None or found["id"] != self._id:
-            holder = "no run" if found is None else found["holder"]
+        """Check that this run is still the owner."""
+        owner = read_owner(self._folder)
+        if owner is None or owner["id"] != self._id:
+            holder = "no run" if owner is None else owner["holder"]
             raise LostCheckpointDirError(
                 f"{self._folder} belongs to {holder} now, expected this run: its machine was "
                 f"silent for more than {SECONDS_OF_SILENCE:g} s, or the file {OWNER} was changed."
             )
 
     def before_complete(self) -> None:
-        """Check that this run is the owner, and copy its files: a checkpoint follows.
-
-        Raises:
-            LostCheckpointDirError: another run has taken the folder.
-            OSError: the folder cannot be read or written.
-        """
+        """Check that this run is the owner, and copy its files: a checkpoint follows."""
         self.check()
-        self._copy(CONFIGURATION, METRICS, GOODPUT)
+        self._metrics.update()
+        self._copy(CONFIGURATION, METRICS_SUMS, GOODPUT)
 
     def _copy(self, *names: str) -> None:
         for name in names:
             if (self._job_log_dir / name).exists():
-                text = read_file(self._job_log_dir / name, LINES_BYTES).decode()
+                text = read_file(self._job_log_dir / name).decode()
                 write_atomically(self._folder / name, text)
 
     def _beat(self) -> None:
@@ -216,18 +210,11 @@ class CheckpointDir(AbstractContextManager["CheckpointDir"]):
 
 
 def read_owner(folder: Path) -> dict[str, Any] | None:
-    """Read who may write checkpoints to a folder.
-
-    Args:
-        folder: the folder of the checkpoints.
-
-    Returns:
-        The record; None if there is none, or if it is damaged.
-    """
+    """Read who may write checkpoints to a folder; None if no record is there, or a damaged one."""
     try:
         record: dict[str, Any] = read_json(folder / OWNER)
-        kinds = {"id": str, "holder": str, "free": bool, "time": int | float}
-        is_whole = all(isinstance(record[name], kind) for name, kind in kinds.items())
+        types = {"id": str, "holder": str, "free": bool, "time": int | float}
+        is_whole = all(isinstance(record[name], type_) for name, type_ in types.items())
         return record if is_whole else None
     except (FileNotFoundError, NotADirectoryError, UnusableFileError):
         return None
@@ -236,12 +223,8 @@ def read_owner(folder: Path) -> dict[str, Any] | None:
 
 
 def is_owned(folder: Path) -> bool:
-    """Return whether the owner of a folder of checkpoints has been heard of lately.
-
-    Args:
-        folder: the folder, which may be missing.
-    """
-    found = read_owner(folder)
+    """Return whether the owner of a folder of checkpoints has been heard of lately."""
+    owner = read_owner(folder)
     return (
-        found is not None and not found["free"] and time.time() - found["time"] < SECONDS_OF_SILENCE
+        owner is not None and not owner["free"] and time.time() - owner["time"] < SECONDS_OF_SILENCE
     )

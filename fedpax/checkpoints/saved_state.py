@@ -17,7 +17,7 @@ from fedpax.checkpoints.saved_rounds import damaged_checkpoint, find_damage
 from fedpax.errors import ArgumentError
 from fedpax.run_files.configuration import flatten, read_configuration_json
 from fedpax.run_files.evaluations import Evaluations
-from fedpax.run_files.metrics import read_metrics
+from fedpax.run_files.metrics_log import last_rounds, read_log
 from fedpax.run_files.paths import CHECKPOINTS, complete_rounds, resolve_folder
 
 
@@ -125,15 +125,17 @@ def best_round(job_log_dir: str | Path) -> int:
         FileNotFoundError: there is no checkpoint of a round that was evaluated.
     """
     folder = resolve_folder(job_log_dir)
-    found = read_configuration_json(folder)
-    fields = dict(flatten(found[1])) if found else {}
+    configuration = read_configuration_json(folder)
+    fields = dict(flatten(configuration[1])) if configuration else {}
     keep_best = fields.get("training.keep_best")
     if not isinstance(keep_best, str):
         raise ArgumentError(
             f"{folder} keeps no best model (training.keep_best={keep_best}), expected a metric "
             "there. Load the newest model, or train with --training.keep_best=loss."
         )
-    saved = among(read_metrics(folder), complete_rounds(folder / CHECKPOINTS), keep_best)
+    saved = among(
+        read_log(folder, last_rounds).lines, complete_rounds(folder / CHECKPOINTS), keep_best
+    )
     if not saved.best_round:
         raise FileNotFoundError(
             f"{folder} has no complete checkpoint of an evaluation with {keep_best}, expected at "
@@ -150,12 +152,7 @@ def among(
 
 
 def saved_shapes(folder: Path, step: int) -> dict[tuple[str, ...], tuple[int, ...]]:
-    """Return the shapes of a checkpoint's leaves by path, without reading the arrays.
-
-    Args:
-        folder: a run's `checkpoints` folder.
-        step: the checkpoint's round.
-    """
+    """Return the shapes of a checkpoint's leaves by path, without reading the arrays."""
     handlers = {"state": ocp.StandardCheckpointHandler(), "progress": ocp.JsonCheckpointHandler()}
     options = ocp.CheckpointManagerOptions(create=False)
     with open_checkpoints(folder, options=options, item_handlers=handlers) as manager:
@@ -170,22 +167,7 @@ def saved_struct(
     num_participants: int | None = None,
     num_saved: int | None = None,
 ) -> jax.ShapeDtypeStruct:
-    """Return a leaf's abstract value with the number of participants that was saved.
-
-    Args:
-        leaf: the leaf's abstract value in the experiment.
-        saved: the shape in the checkpoint.
-        path: the leaf's path in the state.
-        num_participants: the placement's size. Default None: all shapes must be equal.
-        num_saved: the size with which the state was saved. Default None: unknown.
-
-    Returns:
-        `leaf` itself if the shapes are equal; with the saved shape if it holds one entry per
-        participant.
-
-    Raises:
-        ValueError: the shapes differ otherwise.
-    """
+    """Return a leaf with the saved number of participants; itself if the shapes are equal."""
     if has_saved_shape(leaf, saved, path, num_participants, num_saved):
         return leaf
     return saved_placed_struct(leaf, saved[0])
@@ -225,16 +207,7 @@ def has_saved_shape(
 def check_same_leaves(
     wanted: Mapping[tuple[str, ...], Any], saved: Mapping[tuple[str, ...], Any], step: int
 ) -> None:
-    """Check that a checkpoint has the leaves that an experiment has.
-
-    Args:
-        wanted: the experiment's leaves by path.
-        saved: the checkpoint's leaves by path.
-        step: the checkpoint's round.
-
-    Raises:
-        ValueError: a leaf is in only one of them.
-    """
+    """Check that a checkpoint has the leaves that an experiment has."""
     if wanted.keys() != saved.keys():
         names = sorted(".".join(path) for path in wanted.keys() ^ saved.keys())
         raise ArgumentError(
@@ -292,10 +265,10 @@ def _restore_args(
     saved: Params, like: Params, step: int
 ) -> dict[tuple[str, ...], ocp.ArrayRestoreArgs]:
     """Say for each saved parameter on which sharding and as which dtype to restore it."""
-    found, wanted = ocp.tree.to_flat_dict(saved), ocp.tree.to_flat_dict(like)
-    check_same_leaves(wanted, found, step)
+    stored, wanted = ocp.tree.to_flat_dict(saved), ocp.tree.to_flat_dict(like)
+    check_same_leaves(wanted, stored, step)
     for path, leaf in wanted.items():
-        saved_struct(leaf, tuple(found[path].shape), path)  # raises where shapes differ
+        saved_struct(leaf, tuple(stored[path].shape), path)  # raises where shapes differ
     # Shapes need no restore argument: they are equal.
     restore_args = ocp.ArrayRestoreArgs
     return {p: restore_args(sharding=x.sharding, dtype=x.dtype) for p, x in wanted.items()}

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from absl import flags
 
@@ -16,31 +15,20 @@ from fedpax.commands.parts.options import (
 )
 from fedpax.commands.parts.saved_run import existing_folder
 from fedpax.console import print_error, print_line
-from fedpax.errors import ConfigurationError, UsageError
+from fedpax.errors import UsageError
 from fedpax.paths import split_list
 from fedpax.reports.metric_table import check_metrics, format_metrics
 from fedpax.reports.plot import Axis, plot_losses
 from fedpax.reports.run_report import format_goodput, format_reports, holds_run, report_run
-from fedpax.run_files.metrics import read_metrics, select
+from fedpax.run_files.metrics import select
 from fedpax.run_files.paths import is_remote, resolve_job_log_dir
 from fedpax.sites.syncer.island_table import format_islands, read_islands
 from fedpax.training.job_dir_lock import is_in_use
 
 
 def show(arguments: Sequence[str]) -> int:
-    """Print tables of runs and of the use of their time, and draw the picture that is asked for.
-
-    The runs may be running, finished, stopped or damaged; nothing in their folders changes.
-
-    Args:
-        arguments: the arguments after `show`.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        UsageError: a folder holds no run, or an argument is unknown.
-    """
+    """Print tables of runs and of the use of their time, and draw the picture that is asked for."""
+    # The runs may be running, finished, stopped or damaged; nothing in their folders changes.
     options, unknown = parse("show", arguments, define_flags, needs_exp=False)
     if unknown or options.exp:
         raise UsageError(
@@ -63,7 +51,7 @@ def show(arguments: Sequence[str]) -> int:
         run if uses[run.name] == 1 else run._replace(name=f"{run.name} ({_short(folder)})")
         for run, folder in zip(reports, folders, strict=True)
     ]
-    lines = {run.name: _lines(folder) for run, folder in zip(reports, folders, strict=True)}
+    lines = {run.name: run.lines for run in reports}
     metrics = metric_names_of(options)
     check_metrics(metrics, lines)
     print_line(format_reports(reports))
@@ -80,7 +68,7 @@ def show(arguments: Sequence[str]) -> int:
     for text in (text for run in reports for text in run.damage):
         print_error(text)
     if picture:
-        if not any(select(found, "training") for found in lines.values()):
+        if not any(select(run_lines, "training") for run_lines in lines.values()):
             raise UsageError(
                 f"--picture={options.picture} has nothing to show: no round is logged yet. Repeat "
                 "the command later."
@@ -88,13 +76,6 @@ def show(arguments: Sequence[str]) -> int:
         over: tuple[Axis, ...] = ("items", "bytes_across_placement", "wall_seconds")
         plot_losses(lines, picture, over=over, metrics=metrics or ("loss",), training_loss=True)
     return 0
-
-
-def _lines(folder: Path) -> list[dict[str, Any]]:
-    try:
-        return read_metrics(folder)
-    except ConfigurationError:  # the report says so
-        return []
 
 
 def _exists(job_log_dir: str) -> bool:
@@ -106,14 +87,14 @@ def _runs_in(job_log_dir: str) -> list[Path]:
     folder = existing_folder(job_log_dir)
     if holds_run(folder):
         return [folder]
-    found = sorted(path for path in folder.iterdir() if path.is_dir() and holds_run(path))
-    if not found:
+    folders = sorted(path for path in folder.iterdir() if path.is_dir() and holds_run(path))
+    if not folders:
         raise UsageError(
             f"--job_log_dir={job_log_dir} holds no run, expected config.json or metrics.jsonl "
             "there or in a folder below. Give the folder that `fedpax train` or `fedpax compare` "
             "got."
         )
-    return found
+    return folders
 
 
 def _short(folder: Path) -> str:

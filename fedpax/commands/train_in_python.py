@@ -19,6 +19,7 @@ from fedpax.errors import ArgumentTypeError
 from fedpax.reports.table import number_or_nan
 from fedpax.run_files.configuration import check_is_dataclass
 from fedpax.run_files.metrics import read_metrics, select
+from fedpax.run_files.metrics_log import read_log, spread_rounds
 from fedpax.run_files.paths import resolve_checkpoint_dir, resolve_job_log_dir
 from fedpax.training.experiment import Experiment
 from fedpax.training.trainer import train as train_in_folder
@@ -130,11 +131,11 @@ def train(
 
 def _logged_evaluation(folder: Path) -> dict[str, float] | None:
     """Return the held-out metrics of a run that this process did not have to train."""
-    lines = select(read_metrics(folder), "evaluation")
+    lines = select(read_log(folder, spread_rounds).lines, "evaluation")
     if not lines:
         return None
-    own = lines[-1].keys() - RESERVED_METRICS
-    return {name: number_or_nan(value) for name, value in lines[-1].items() if name in own}
+    metrics = lines[-1].keys() - RESERVED_METRICS
+    return {name: number_or_nan(value) for name, value in lines[-1].items() if name in metrics}
 
 
 def check_is_experiment(value: object) -> None:
@@ -145,17 +146,17 @@ def check_is_experiment(value: object) -> None:
     """
     if isinstance(value, Experiment):
         return
-    found = f"a {type(value).__name__}"
+    described = f"a {type(value).__name__}"
     remedy = "Pass an instance of a frozen dataclass that inherits from it."
     if isinstance(value, str):
-        found = repr(value)
+        described = repr(value)
         remedy = f"Pass fedpax.experiments.catalog.find_experiment({value!r})()."
     elif inspect.isclass(value):
-        found = f"the class {value.__name__}"
+        described = f"the class {value.__name__}"
         remedy = f"Make an instance: {value.__name__}(training=TrainingConfig(...))."
     elif callable(value) and hasattr(value, "__name__"):
-        found = f"the function {value.__name__}"
+        described = f"the function {value.__name__}"
         remedy = f"Pass its result: {value.__name__}()."
     raise ArgumentTypeError(
-        f"fedpax.train got {found}, expected a fedpax.training.experiment.Experiment. {remedy}"
+        f"fedpax.train got {described}, expected a fedpax.training.experiment.Experiment. {remedy}"
     )

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -28,6 +29,9 @@ from fedpax.run_files.metrics import select
 Line: TypeAlias = Mapping[str, Any]
 """A line of `metrics.jsonl`."""
 
+MOST_MARKERS = 200
+"""Number of points beyond which they would hide their line."""
+
 Axis: TypeAlias = Literal["items", "bytes_across_placement", "wall_seconds", "virtual_seconds"]
 """A key of the lines that grows in the course of a run.
 
@@ -43,18 +47,9 @@ def plot_losses(
     metrics: Sequence[str] = ("loss",),
     training_loss: bool = False,
 ) -> None:
-    """Plot held-out metrics of runs, one panel per horizontal axis.
-
-    A key that no run has, or that stays zero in all runs, such as the bytes between participants
-    on one device, has no panel.
-
-    Args:
-        runs: the lines of each run's `metrics.jsonl`, by the run's name.
-        path: the PNG to write.
-        over: the keys for the horizontal axes.
-        metrics: the metrics' names, one row of panels each. Default: the loss.
-        training_loss: whether to draw the metrics of every training round too, as thin lines.
-    """
+    """Plot held-out metrics of runs, one panel per horizontal axis."""
+    # A key that no run has, or that stays zero in all runs, such as the bytes between participants
+    # on one device, has no panel.
     save_picture(draw_losses(runs, over=over, metrics=metrics, training_loss=training_loss), path)
 
 
@@ -95,11 +90,9 @@ def _plot_metric(
         scale = _style_panel(axes, key, runs.values(), metric)
         drawn = 0
         for number, lines in enumerate(runs.values()):
-            at_round = {line["round"]: line.get(key) for line in select(lines, "training")}
             for kind in kinds:
                 chosen = select(lines, kind)
-                known = [{key: at_round.get(line["round"]), **line} for line in chosen]
-                positions = [x / scale for x in _numbers(known, key)]
+                positions = [x / scale for x in _positions(lines, chosen, key)]
                 values = _numbers(chosen, metric)
                 style = line_style(number) | _kind_style(kind, chosen, metric)
                 drawn += _plot(axes, key, positions, values, style)
@@ -109,11 +102,30 @@ def _plot_metric(
     panels[0].set_ylabel(f"held-out {short_text(metric)}{thin}")
 
 
+def _positions(lines: Sequence[Line], chosen: Sequence[Line], key: Axis) -> list[float]:
+    """Return the values of a key, for a line that lacks it from the lines of the nearest rounds."""
+    if all(key in line for line in chosen):
+        return _numbers(chosen, key)
+    rounds = [line for line in select(lines, "training") if line.get(key) is not None]
+    if not rounds:
+        return [math.nan] * len(chosen)
+    between = np.interp(
+        [line["round"] for line in chosen],
+        [line["round"] for line in rounds],
+        [line[key] for line in rounds],
+        left=math.nan,
+        right=math.nan,
+    )
+    return [number_or_nan(line.get(key, x)) for line, x in zip(chosen, between, strict=True)]
+
+
 def _kind_style(kind: str, lines: Sequence[Line], metric: str) -> dict[str, Any]:
     """Return the style of held-out or training metrics, with error bars for means."""
     if kind == "training":  # a single point has no line
         return {"linewidth": 0.8, "alpha": 0.5, "marker": "." if len(lines) == 1 else None}
-    style: dict[str, Any] = {"marker": "o", "markersize": 4, "linewidth": 2}
+    style: dict[str, Any] = {"linewidth": 2}
+    if len(lines) <= MOST_MARKERS:
+        style |= {"marker": "o", "markersize": 4}
     if any(DEVIATION in line for line in lines):
         style["yerr"] = [line.get(DEVIATION, {}).get(metric, 0.0) for line in lines]
         style |= {"capsize": 3, "elinewidth": 1}

@@ -18,7 +18,8 @@ from fedpax.reports.table import (
 from fedpax.run_files.configuration import flatten, read_configuration_json
 from fedpax.run_files.evaluations import STOP
 from fedpax.run_files.goodput import BUCKETS, Bucket, read_goodput
-from fedpax.run_files.metrics import describe_damage, read_metrics, select, throughput
+from fedpax.run_files.metrics import describe_damage, select, throughput
+from fedpax.run_files.metrics_log import read_log, spread_rounds
 from fedpax.run_files.paths import CONFIGURATION, METRICS, folder_of_checkpoints, latest_round
 from fedpax.training.job_dir_lock import is_in_use
 
@@ -34,13 +35,16 @@ class RunReport(NamedTuple):
         total_rounds: number of rounds of the experiment, or None if it is unknown.
         training_loss: training loss of the last logged round; NaN if there is none.
         heldout_loss: held-out loss of the last evaluation; NaN if there is none.
-        items_per_second: throughput, as `fedpax.run_files.metrics.throughput` measures it.
+        items_per_second: throughput, as `fedpax.run_files.metrics.throughput` measures it;
+            of a long run, in the rounds of `lines`.
         item_unit: the unit of items: `"tokens"` or `"examples"`.
         bytes_across_placement: bytes that participants exchanged in all rounds; NaN if unknown.
         wall_seconds: total time of all processes that trained the run.
         goodput: seconds by use (`fedpax.run_files.goodput`); empty if they are unknown.
         spikes: number of rounds that spiked.
         damage: what cannot be read, in words.
+        lines: the lines of `metrics.jsonl`; of a long run, those of rounds and evaluations that are
+            evenly spread (`fedpax.run_files.metrics_log.SPREAD_ROUNDS`).
     """
 
     name: str
@@ -56,19 +60,16 @@ class RunReport(NamedTuple):
     goodput: Mapping[Bucket, float] = MappingProxyType({})
     spikes: int = 0
     damage: tuple[str, ...] = ()
+    lines: Sequence[Mapping[str, Any]] = ()
 
 
 def report_run(folder: Path) -> RunReport:
-    """Read the progress of a run, and change nothing in its folder.
-
-    Args:
-        folder: the run's folder, or its `checkpoint_dir`.
-    """
+    """Read the progress of a run, and change nothing in its folder."""
     damage = []
     name, total_rounds, saved_in = folder.name, None, folder
     try:
-        if found := read_configuration_json(folder):
-            exp, configuration = found
+        if configuration_json := read_configuration_json(folder):
+            exp, configuration = configuration_json
             name = exp or name
             fields = dict(flatten(configuration))
             total = fields.get("training.rounds")
@@ -85,8 +86,9 @@ def report_run(folder: Path) -> RunReport:
         damage.append(describe_no_permission(Path(error.filename or saved_in)))
     lines: list[dict[str, Any]] = []
     try:
-        lines = read_metrics(folder)
-        damage += describe_damage(folder, 0 if is_running else saved)
+        log = read_log(folder, spread_rounds)
+        lines = log.lines
+        damage += describe_damage(folder, 0 if is_running else saved, log)
     except ConfigurationError as error:
         damage.append(str(error))
     rounds, evaluations = select(lines, "training"), select(lines, "evaluation")
@@ -113,6 +115,7 @@ def report_run(folder: Path) -> RunReport:
         goodput=seconds,
         spikes=int(last.get("spikes") or 0),
         damage=tuple(damage),
+        lines=lines,
     )
 
 
@@ -153,12 +156,6 @@ def format_reports(reports: Sequence[RunReport]) -> str:
 
 def format_goodput(reports: Sequence[RunReport]) -> str:
     """Format the use of the runs' wall time as a Markdown table, one run per line.
-
-    Args:
-        reports: the runs; those whose use of time is unknown are left out.
-
-    Returns:
-        The table, or an empty text without such a run.
 
     Example:
         >>> known = {"input": 1.0, "compile": 4.0, "step": 90.0, "evaluate": 3.0, "save": 2.0}

@@ -27,17 +27,6 @@ def to_json(configuration: Any, path: str = "") -> Any:
     A dataclass becomes an object with its fields and `"class": "module:Name"`; no field can have
     the name `class`. A tuple becomes a list.
 
-    Args:
-        configuration: a frozen dataclass of ints, floats, strings, bools, `None`, tuples and
-            other such dataclasses.
-        path: the configuration's own path, for error messages.
-
-    Returns:
-        Dicts, lists and plain values.
-
-    Raises:
-        ConfigurationError: a value has another type, or a class is no dataclass.
-
     Example:
         >>> from fedpax.training.experiment import TrainingConfig
         >>> to_json(TrainingConfig(rounds=5, evaluate_every=1, checkpoint_every=1))["rounds"]
@@ -64,27 +53,19 @@ def to_json(configuration: Any, path: str = "") -> Any:
 
 
 def check_is_dataclass(configuration: Any) -> None:
-    """Check that no subclass of a dataclass declares fields without being one itself.
-
-    Such fields are attributes of the class alone: `--FIELD=VALUE` cannot set them, and
-    `config.json` does not hold them.
-
-    Args:
-        configuration: a dataclass.
-
-    Raises:
-        ConfigurationError: a class lacks the decorator.
-    """
-    for kind in type(configuration).__mro__:
-        if "__dataclass_fields__" in vars(kind):
+    """Check that no subclass of a dataclass declares fields without being one itself."""
+    # Such fields are attributes of the class alone: `--FIELD=VALUE` cannot set them, and
+    # `config.json` does not hold them.
+    for class_ in type(configuration).__mro__:
+        if "__dataclass_fields__" in vars(class_):
             continue
         if names := [
             name
-            for name, annotation in inspect.get_annotations(kind).items()
+            for name, annotation in inspect.get_annotations(class_).items()
             if "ClassVar" not in str(annotation)
         ]:
             raise ConfigurationError(
-                f"{kind.__module__}:{kind.__qualname__} declares {', '.join(names)} and is no "
+                f"{class_.__module__}:{class_.__qualname__} declares {', '.join(names)} and is no "
                 "dataclass, expected a frozen one: the command line could not set these fields. "
                 "Write @dataclasses.dataclass(frozen=True, kw_only=True) above the class."
             )
@@ -102,23 +83,10 @@ def class_name(configuration: Any) -> str:
 
 
 def from_json(value: Any, file: str | PurePath = CONFIGURATION, own: Collection[type] = ()) -> Any:
-    """Rebuild a configuration from the result of `to_json`, and run no code that the value names.
+    """Rebuild a configuration from the result of `to_json`, and run no code that it names.
 
     The value can come from others. So a class that it names is one of fedpax's dataclasses, or one
     in `own`. Fields that were added to the class in the meantime take their defaults.
-
-    Args:
-        value: a result of `to_json`.
-        file: the file that holds it, for error messages.
-        own: dataclasses outside of fedpax that the value may name, as
-            `fedpax.run_files.known_classes.own_classes` returns them. Default: none.
-
-    Returns:
-        An equal configuration.
-
-    Raises:
-        ConfigurationError: a class is not named, is none of these, was removed, or lacks a field
-            that the value sets; or a group of fields, such as `mesh`, is something else.
 
     Example:
         >>> from fedpax.training.experiment import TrainingConfig
@@ -143,12 +111,12 @@ def from_json(value: Any, file: str | PurePath = CONFIGURATION, own: Collection[
             "Python."
         )
     try:
-        kind = find_class(named, own) or find_in_fedpax(str(named))
+        class_ = find_class(named, own) or find_in_fedpax(str(named))
         fields = {key: from_json(item, file, own) for key, item in value.items() if key != "class"}
-        for field in dataclasses.fields(kind):
+        for field in dataclasses.fields(class_):
             if field.name in fields and not _fits(fields[field.name], field.type):
                 raise ArgumentTypeError(f"{field.name} is {fields[field.name]!r}")
-        return kind(**fields)
+        return class_(**fields)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigurationError(
             f"{file} names {named}, expected a class that can be made from its fields: {error}. "
@@ -158,13 +126,6 @@ def from_json(value: Any, file: str | PurePath = CONFIGURATION, own: Collection[
 
 def moved_out_of_main(value: Any, module: str) -> Any:
     """Name the classes that a notebook or a script defined as those of a module.
-
-    Args:
-        value: a result of `to_json`.
-        module: the module that has the code now.
-
-    Returns:
-        The same value, in which a class `__main__:Name` is `module:Name`.
 
     Example:
         >>> moved_out_of_main({"class": "__main__:Model", "hidden": 8}, "mine")
@@ -206,13 +167,6 @@ def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def differences(old: Any, new: Any) -> dict[str, str]:
     """Compare two configurations field by field.
 
-    Args:
-        old: a configuration.
-        new: another configuration.
-
-    Returns:
-        The fields that differ, by path, such as `{"model.num_layers": "4 -> 6"}`.
-
     Example:
         >>> from fedpax.training.experiment import TrainingConfig
         >>> short = TrainingConfig(rounds=5, evaluate_every=1, checkpoint_every=1)
@@ -236,11 +190,6 @@ def differences(old: Any, new: Any) -> dict[str, str]:
 def write_configuration(folder: str | Path, configuration: Any, exp: str) -> None:
     """Write `config.json`, either completely or not at all.
 
-    Args:
-        folder: the run's folder; created if it is missing.
-        configuration: the experiment.
-        exp: the experiment's name on the command line.
-
     Example:
         >>> import tempfile
         >>> from fedpax.training.experiment import TrainingConfig
@@ -255,36 +204,14 @@ def write_configuration(folder: str | Path, configuration: Any, exp: str) -> Non
 
 
 def read_configuration(folder: str | Path, experiment: Any = None) -> tuple[str, Any] | None:
-    """Read `config.json` and rebuild the configuration; code that the file names is not run.
-
-    Args:
-        folder: a run's folder, which can come from others.
-        experiment: an experiment outside of fedpax, of which the file may hold the configuration.
-            Default None: the file may name classes of fedpax alone.
-
-    Returns:
-        The experiment's name and the configuration; None if the folder has no `config.json`.
-
-    Raises:
-        ConfigurationError: the file is damaged, has another version, or names another class.
-    """
-    found = read_configuration_json(folder)
-    own = own_classes(experiment)
-    return found and (found[0], from_json(found[1], f"{folder}/{CONFIGURATION}", own))
+    """Read `config.json` and rebuild the configuration; code that the file names is not run."""
+    named = read_configuration_json(folder)
+    classes = own_classes(experiment)
+    return named and (named[0], from_json(named[1], f"{folder}/{CONFIGURATION}", classes))
 
 
 def read_configuration_json(folder: str | Path) -> tuple[str, dict[str, Any]] | None:
-    """Read `config.json` without rebuilding the configuration: no code of its classes runs.
-
-    Args:
-        folder: a run's folder.
-
-    Returns:
-        The experiment's name and the configuration as JSON; None if there is no `config.json`.
-
-    Raises:
-        ConfigurationError: the file is damaged or has another version.
-    """
+    """Read `config.json` without rebuilding the configuration: no code of its classes runs."""
     path = (folder if isinstance(folder, PurePath) else Path(folder)) / CONFIGURATION
     if not path.exists():
         return None

@@ -35,9 +35,6 @@ def parse_best_metric(text: str) -> BestMetric:
     Without `min:` or `max:`, smaller values are better if the name ends with `loss`, otherwise
     larger ones.
 
-    Raises:
-        ValueError: there is no name, or what stands before the colon is neither of the two.
-
     Example:
         >>> parse_best_metric("loss"), parse_best_metric("min:perplexity")
         (BestMetric(name='loss', smaller=True), BestMetric(name='perplexity', smaller=True))
@@ -91,26 +88,15 @@ class Evaluations:
                 self.add(line["round"], line)
 
     def add(self, round_number: int, metrics: Mapping[str, float | None]) -> bool:
-        """Add an evaluation.
-
-        Args:
-            round_number: its round.
-            metrics: its metrics; None stands for NaN.
-
-        Returns:
-            Whether it is the best so far.
-
-        Raises:
-            ValueError: it lacks the metric.
-        """
+        """Add an evaluation; return whether it is the best so far."""
         if self.metric.name not in metrics:
             raise ArgumentError(
                 f"training.keep_best={self.metric.name}: the evaluation has no metric "
                 f"{self.metric.name!r}, expected one of {', '.join(metrics)}. Set "
                 "--training.keep_best to one of them."
             )
-        found = metrics[self.metric.name]
-        value = math.nan if found is None else float(found)
+        measured = metrics[self.metric.name]
+        value = math.nan if measured is None else float(measured)
         improved = self.metric.is_better(value, self.best)
         if improved:
             self.best_round, self.best, self.waited = round_number, value, 0

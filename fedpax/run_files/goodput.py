@@ -5,7 +5,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -53,8 +53,8 @@ class GoodputClock(AbstractContextManager["GoodputClock"]):
     Args:
         folder: the run's folder.
         after: the round of the checkpoint from which the run resumes; 0 for a new run.
-        lines: the lines of `metrics.jsonl` up to that round. Their seconds count where
-            `goodput.json` is missing.
+        last_line: returns the last line of `metrics.jsonl` up to that round, or None. Its seconds
+            count where `goodput.json` lacks those at the checkpoint.
         enabled: False writes no file; with several processes only one writes.
         now: returns the time in seconds.
 
@@ -76,7 +76,7 @@ class GoodputClock(AbstractContextManager["GoodputClock"]):
         folder: Path,
         *,
         after: int = 0,
-        lines: Sequence[Mapping[str, Any]] = (),
+        last_line: Callable[[], Mapping[str, Any] | None] = lambda: None,
         enabled: bool = True,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -89,21 +89,17 @@ class GoodputClock(AbstractContextManager["GoodputClock"]):
         self._bucket: Bucket = "compile"
         self._entered = now()
         self._longest: Seconds = dict.fromkeys(BUCKETS, 0.0)
-        read = read_goodput(folder)
-        known = _seconds_of(lines[-1]) if after and lines else dict.fromkeys(BUCKETS, 0.0)
-        self._seconds, self._at_checkpoint = (known, {}) if read is None else read
-        self._at_checkpoint.setdefault(after, dict(known))
+        known = read_goodput(folder)
+        if known is None or after not in known[1]:
+            line = last_line() if after else None
+            seconds = dict.fromkeys(BUCKETS, 0.0) if line is None else _seconds_of(line)
+            known = (seconds, {}) if known is None else known
+            known[1][after] = dict(seconds)
+        self._seconds, self._at_checkpoint = known
         self._lose_since(after)
 
     def enter(self, bucket: Bucket) -> float:
-        """Count from now on in another bucket.
-
-        Args:
-            bucket: the bucket.
-
-        Returns:
-            The seconds since the last call.
-        """
+        """Count in another bucket from now on; return the seconds since the last call."""
         with self._lock:
             now = self.now()
             passed = now - self._entered
@@ -118,22 +114,12 @@ class GoodputClock(AbstractContextManager["GoodputClock"]):
             return self._bucket, self._entered
 
     def longest(self, bucket: Bucket) -> float:
-        """Return the longest time from entering a bucket to the next `enter`, in this process.
-
-        Args:
-            bucket: the bucket.
-        """
+        """Return the longest time from entering a bucket to the next `enter`, in this process."""
         with self._lock:
             return self._longest[bucket]
 
     def move(self, seconds: float, source: Bucket, target: Bucket) -> None:
-        """Count past seconds in another bucket.
-
-        Args:
-            seconds: seconds that were counted in `source`.
-            source: their bucket.
-            target: the bucket in which they count from now on.
-        """
+        """Count past seconds in another bucket."""
         with self._lock:
             self._seconds[source] -= seconds
             self._seconds[target] += seconds
@@ -145,11 +131,7 @@ class GoodputClock(AbstractContextManager["GoodputClock"]):
             return {bucket: self._seconds[bucket] + current.get(bucket, 0.0) for bucket in BUCKETS}
 
     def mark_checkpoint(self, round_number: int) -> None:
-        """Record the seconds at a checkpoint: time after it is lost if the run returns to it.
-
-        Args:
-            round_number: the checkpoint's round; 0 for the initial state.
-        """
+        """Record the seconds at a checkpoint: time after it is lost if the run returns to it."""
         with self._lock:
             self._at_checkpoint[round_number] = self.seconds()
             for number in sorted(self._at_checkpoint)[:-CHECKPOINTS_REMEMBERED]:
@@ -157,13 +139,8 @@ class GoodputClock(AbstractContextManager["GoodputClock"]):
         self.write()
 
     def lose_since(self, round_number: int) -> None:
-        """Move the time since a checkpoint to `lost`, and count in `lost` from now on.
-
-        Time in which a process started and compiled stays in `compile`.
-
-        Args:
-            round_number: the round of the checkpoint that the run returns to.
-        """
+        """Move the time since a checkpoint to `lost`, and count in `lost` from now on."""
+        # Time in which a process started and compiled stays in `compile`.
         with self._lock:
             self.enter("lost")
             self._lose_since(round_number)
@@ -201,15 +178,7 @@ class GoodputClock(AbstractContextManager["GoodputClock"]):
 
 
 def read_goodput(folder: Path) -> tuple[Seconds, dict[int, Seconds]] | None:
-    """Read `goodput.json`.
-
-    Args:
-        folder: a run's folder.
-
-    Returns:
-        The seconds by bucket, and those at each of the newest checkpoints by round; None if the
-        file is missing or damaged.
-    """
+    """Read the seconds now and at checkpoints; None if `goodput.json` is missing or damaged."""
     try:
         content = read_json(folder / GOODPUT)
         at_checkpoint = {int(k): _checked(v) for k, v in content["checkpoints"].items()}
@@ -220,9 +189,6 @@ def read_goodput(folder: Path) -> tuple[Seconds, dict[int, Seconds]] | None:
 
 def describe_goodput(seconds: Mapping[Bucket, float]) -> str:
     """Describe the wall time by its use, in one line.
-
-    Args:
-        seconds: seconds by bucket.
 
     Example:
         >>> describe_goodput({"step": 90.0, "input": 2.0, "compile": 8.0, "lost": 0.0})

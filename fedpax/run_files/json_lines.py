@@ -16,19 +16,6 @@ def read_json_lines(
     The text after the last newline is left out, and not counted as damage: a process that was
     killed leaves an incomplete line there.
 
-    Args:
-        path: the file. It may be missing.
-        is_whole: returns whether a JSON value is an undamaged line of this file. It gets None for a
-            line that is not JSON.
-        expectation: the end of the message if the file cannot be read: the expectation and the
-            remedy.
-
-    Returns:
-        The undamaged lines, and the numbers of the damaged lines, from 1.
-
-    Raises:
-        ConfigurationError: the file cannot be read.
-
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"

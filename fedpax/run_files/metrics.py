@@ -1,14 +1,15 @@
 """The metrics of a run: one JSON object per line in `metrics.jsonl`, and TensorBoard scalars."""
 
+import itertools
 import json
 import math
 import os
 import socket
-import sys
 import time
+import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,22 @@ from tensorboardX.proto.summary_pb2 import HistogramProto, Summary
 from tensorboardX.record_writer import RecordWriter
 
 from fedpax.console import print_error
-from fedpax.files import append_to
+from fedpax.files import append_to, open_unlinked
 from fedpax.run_files.goodput import BUCKETS
-from fedpax.run_files.json_lines import name_lines, read_json_lines
-from fedpax.run_files.paths import METRICS, SCALARS, write_atomically
+from fedpax.run_files.json_lines import name_lines
+from fedpax.run_files.line_files import read_chunks, read_ranges, replace_by
+from fedpax.run_files.metrics_log import (
+    SUMS_REMEMBERED,
+    MetricsLog,
+    Sum,
+    all_lines,
+    last_rounds,
+    read_log,
+    read_sums,
+    spread_rounds,
+    write_sums,
+)
+from fedpax.run_files.paths import METRICS, SCALARS
 from fedpax.run_files.quantiles import finite_values
 
 TIMINGS = frozenset(
@@ -31,6 +44,8 @@ TIMINGS = frozenset(
 
 
 SECONDS_BETWEEN_FLUSHES = 30.0
+SCALAR_ROUNDS = 2000
+"""Least number of rounds whose scalars a run that resumes on another machine writes again."""
 
 
 def read_metrics(job_log_dir: str | Path) -> list[dict[str, Any]]:
@@ -54,16 +69,19 @@ def read_metrics(job_log_dir: str | Path) -> list[dict[str, Any]]:
         >>> read_metrics(folder)
         [{'kind': 'training', 'round': 1, 'loss': 2.5}]
     """
-    return _read(job_log_dir)[0]
+    return read_log(job_log_dir, all_lines).lines
 
 
-def describe_damage(job_log_dir: str | Path, saved: int) -> list[str]:
+def describe_damage(
+    job_log_dir: str | Path, saved: int, log: MetricsLog | None = None
+) -> list[str]:
     """Describe the lines of `metrics.jsonl` that are damaged, and those that are missing.
 
     Args:
         job_log_dir: a run's folder.
         saved: the round of its newest checkpoint, before which its lines were written; 0 if there
             is none.
+        log: its lines, with the last one of a round. Default None: read them.
 
     Returns:
         Sentences; none if the file is whole.
@@ -71,18 +89,18 @@ def describe_damage(job_log_dir: str | Path, saved: int) -> list[str]:
     Raises:
         ConfigurationError: the file cannot be read.
     """
-    lines, damaged = _read(job_log_dir)
-    path, found = Path(job_log_dir) / METRICS, []
-    if damaged:
-        left_out = "are left out" if len(damaged) > 1 else "is left out"
-        found.append(f"{path}: {name_lines(damaged)} cannot be read and {left_out}.")
-    last = max((line["round"] for line in select(lines, "training")), default=0)
+    log = read_log(job_log_dir, last_rounds) if log is None else log
+    path, sentences = Path(job_log_dir) / METRICS, []
+    if log.damaged:
+        left_out = "are left out" if len(log.damaged) > 1 else "is left out"
+        sentences.append(f"{path}: {name_lines(log.damaged)} cannot be read and {left_out}.")
+    last = max((line["round"] for line in select(log.lines, "training")), default=0)
     if last < saved:
-        found.append(
+        sentences.append(
             f"{path} ends at round {last}, expected round {saved}, which is saved: the results of "
             "later rounds are missing. Restore the file from a copy."
         )
-    return found
+    return sentences
 
 
 def select(lines: Iterable[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:
@@ -127,21 +145,24 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         enabled: False writes nothing; with several processes only one writes.
 
     Attributes:
-        kept: the lines of earlier processes that stay in the file.
+        kept: lines of earlier processes that stay in the file: those of the last rounds
+            (`metrics_log.LAST_ROUNDS`), and all that are not of a round.
     """
 
     def __init__(self, job_log_dir: str | Path, *, after: int = 0, enabled: bool = True) -> None:
+        def keep(line: Mapping[str, Any]) -> bool:
+            # The line of round 0 describes the run; a new run writes its own. Roll backs stay.
+            return line["round"] <= after and (after > 0 or line["kind"] == "spike")
+
         folder = Path(job_log_dir)
-        lines, damaged = _read(folder)
-        # The line of round 0 describes the run; a new run writes its own. Roll backs stay.
-        self.kept = [
-            line for line in lines if line["round"] <= after and (after or line["kind"] == "spike")
-        ]
+        log = read_log(folder, last_rounds, after=after, keep=keep)
+        self.kept, self._ranges, self._sum = log.lines, log.kept, log.sum
         self._folder, self._after, self._enabled = folder, after, enabled
-        if enabled and damaged and after > 0:
+        if enabled and log.damaged and after > 0:
             print_error(
-                f"{folder / METRICS}: {name_lines(damaged)} cannot be read (expected a JSON object "
-                "with kind, round and numbers) and will be removed; all other lines are kept."
+                f"{folder / METRICS}: {name_lines(log.damaged)} cannot be read (expected a JSON "
+                "object with kind, round and numbers) and will be removed; all other lines are "
+                "kept."
             )
 
     def __enter__(self) -> "MetricsWriter":
@@ -149,24 +170,33 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         if not self._enabled:
             return self
         folder, after = self._folder, self._after
-        path = folder / METRICS
-        write_atomically(path, "".join(json.dumps(line) + "\n" for line in self.kept))
-        self._file = append_to(path)
+        (folder / SCALARS).mkdir(parents=True, exist_ok=True)
+        self._drop_lines()
+        self._file = append_to(folder / METRICS)
         # Not tensorboardX's SummaryWriter: its thread dies with a traceback when the disk is full.
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.after{after}"
-        (folder / SCALARS).mkdir(exist_ok=True)
         is_first = not any((folder / SCALARS).iterdir())
         (folder / SCALARS / name).unlink(missing_ok=True)
         self._events = RecordWriter(str(folder / SCALARS / name))
         self._add_event(0, file_version="brain.Event:2")
         self._add_event(after + 1, session_log=SessionLog(status=SessionLog.START))
-        if is_first:  # the lines are of another machine
-            for line in self.kept:
+        if is_first and self.kept:  # the lines are of another machine
+            for line in read_log(folder, lambda: spread_rounds(SCALAR_ROUNDS)).lines:
                 numbers = {k: v for k, v in line.items() if isinstance(v, int | float)}
                 del numbers["round"]
                 self._add_scalars(line["kind"], line["round"], numbers)
         self._flushed = time.monotonic()
         return self
+
+    def _drop_lines(self) -> None:
+        """Leave the kept lines alone in the file. A link in its place is replaced."""
+        path, end = self._folder / METRICS, self._sum.bytes
+        sums = [known for known in read_sums(self._folder) if known.bytes <= end]
+        is_start = self._ranges in ([], [(0, end)])
+        sums = sums if is_start else []
+        if not (is_start and path.exists() and _shorten(path, end)):
+            replace_by(path, read_ranges(path, self._ranges))
+        self._sums = sums
 
     def write(
         self,
@@ -175,25 +205,12 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         values: Mapping[str, float | str],
         vectors: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """Write one line, and each number as the TensorBoard scalar `kind/name`.
-
-        A number that is not finite is written as `null`, because JSON has no NaN and no infinity.
-
-        Args:
-            kind: `"run"`, `"training"`, `"evaluation"` or `"spike"`.
-            round_number: the round after which the values were measured.
-            values: numbers and texts by name.
-            vectors: values of all participants by name, which become TensorBoard's histograms.
-                Default None: there are none.
-
-        Raises:
-            OSError: the line cannot be written, for example because the disk is full.
-        """
+        """Write one line, and each number as the TensorBoard scalar `kind/name`."""
+        # A number that is not finite is written as `null`, because JSON has no NaN and no infinity.
         if not self._enabled:
             return
         line = {"kind": kind, "round": round_number, **_json_values(values)}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        self._append(line)
         self._add_scalars(kind, round_number, values)
         for name, vector in (vectors or {}).items():
             entry = Summary.Value(tag=f"{kind}/{name}", histo=_histogram(vector))
@@ -203,23 +220,33 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             self._flushed = time.monotonic()
 
     def write_sizes(self, sizes: Mapping[str, float | str]) -> None:
-        """Write the line of kind `run`, the first of the file, unless the file has it already.
-
-        Args:
-            sizes: sizes of the model and of a round, by name.
-
-        Raises:
-            OSError: the line cannot be written, for example because the disk is full.
-        """
+        """Write the line of kind `run`, the first of the file, unless the file has it already."""
         if not self._enabled or select(self.kept, "run"):
             return
-        path = self._folder / METRICS
-        self._file.close()
-        # Where lines are kept, an earlier process has written this line, and it was lost.
-        self.kept.insert(0, {"kind": "run", "round": 0, **_json_values(sizes)})
-        write_atomically(path, "".join(json.dumps(line) + "\n" for line in self.kept))
-        self._file = append_to(path)
+        line = {"kind": "run", "round": 0, **_json_values(sizes)}
+        path, text = self._folder / METRICS, json.dumps(line) + "\n"
+        if not self._sum.bytes:
+            self._append(line)
+        else:  # an earlier process has written this line, and it was lost
+            self._file.close()
+            crc = zlib.crc32(text.encode())
+            for chunk in read_chunks(path):
+                crc = zlib.crc32(chunk, crc)
+            replace_by(path, itertools.chain([text.encode()], read_chunks(path)))
+            self._sum = Sum(self._sum.bytes + len(text), crc, self._sum.round)
+            self._sums = []
+            self._file = append_to(path)
+        self.kept.insert(0, line)
         self._add_scalars("run", 0, sizes)
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        text = json.dumps(line) + "\n"
+        self._file.write(text)
+        self._file.flush()
+        size, crc, last_round = self._sum
+        self._sum = Sum(
+            size + len(text), zlib.crc32(text.encode(), crc), max(last_round, line["round"])
+        )
 
     def _add_scalars(self, kind: str, round_number: int, values: Mapping[str, float | str]) -> None:
         for key, value in values.items():
@@ -233,14 +260,12 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         self._events.write(event.SerializeToString())
 
     def sync(self) -> None:
-        """Wait until the lines are on the disk: a checkpoint must not be newer than the lines.
-
-        Raises:
-            OSError: the lines cannot be written, for example because the disk is full.
-        """
+        """Wait until the lines are on the disk: a checkpoint must not be newer than the lines."""
         if self._enabled:
             os.fsync(self._file.fileno())
             self._events.flush()
+            self._sums = [*self._sums, self._sum][-SUMS_REMEMBERED:]
+            write_sums(self._folder, self._sums)
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """Close the files. An error in closing must not hide the error that ends the run."""
@@ -254,32 +279,19 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
                     raise
 
 
-def _read(job_log_dir: str | Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """Return the whole lines of `metrics.jsonl`, and the numbers of the damaged ones, from 1."""
-    path = (job_log_dir if isinstance(job_log_dir, PurePath) else Path(job_log_dir)) / METRICS
-    return read_json_lines(
-        path,
-        _is_whole,
-        "expected the file that `fedpax train` writes. Move it away to train on without the "
-        "earlier metrics, or restore it.",
-    )
-
-
-def _is_whole(line: Any) -> bool:
-    """Return whether a JSON value is a line of the file; only one of kind `run` has texts."""
-    if not isinstance(line, dict) or type(line.get("round")) is not int:
+def _shorten(path: Path, size: int) -> bool:
+    """Shorten a file in its place; return False where the file system or a link prevents it."""
+    try:
+        file = open_unlinked(path, os.O_WRONLY)
+    except OSError:
         return False
-    kind = line.get("kind")
-    texts = {"kind", "item_unit"} if kind == "run" else {"kind"}
-    return isinstance(kind, str) and all(
-        isinstance(value, str) if name in texts else value is None or is_number(value)
-        for name, value in line.items()
-    )
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a JSON value is a finite number that arithmetic on floats can take."""
-    return isinstance(value, int | float) and -sys.float_info.max <= value <= sys.float_info.max
+    try:
+        os.ftruncate(file, size)
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+    return True
 
 
 def _histogram(vector: np.ndarray) -> HistogramProto:

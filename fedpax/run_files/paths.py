@@ -17,6 +17,7 @@ from fedpax.errors import ConfigurationError
 from fedpax.files import find_links, replace_file
 
 CONFIGURATION, METRICS, GOODPUT = "config.json", "metrics.jsonl", "goodput.json"
+METRICS_SUMS = ".metrics_sums.json"
 CHECKPOINTS, SCALARS = "checkpoints", "tensorboard"
 CHECKSUMS = "checksums.json"
 """The file of a checkpoint that is written last."""
@@ -40,13 +41,6 @@ def is_remote(folder: str | PurePath) -> bool:
 
 def resolve_job_log_dir(job_log_dir: str | Path) -> Path:
     """Return a run's folder as an absolute path, with `~` expanded.
-
-    Args:
-        job_log_dir: a folder on a file system that every process sees.
-
-    Raises:
-        ConfigurationError: the path is a URL such as `gs://bucket/run`, names an unknown user, or
-            has characters that the environment's encoding lacks.
 
     Example:
         >>> resolve_job_log_dir("~/runs/digits") == Path.home() / "runs" / "digits"
@@ -86,16 +80,6 @@ def resolve_folder(folder: str | Path) -> Path:
     stores: `build_kvstore_tspec` in its `serialization/tensorstore_utils.py`, version 0.12.8,
     takes any other URL for a path.
 
-    Args:
-        folder: the folder, which may be missing.
-
-    Returns:
-        The path; for a URL `etils.epath.Path`, which has the methods of `pathlib.Path`.
-
-    Raises:
-        ConfigurationError: the URL is not `gs://BUCKET/FOLDER`, the extra `gcs` is missing, or the
-            bucket cannot be reached.
-
     Example:
         >>> resolve_folder("/tmp/runs") == Path("/tmp/runs")
         True
@@ -119,20 +103,12 @@ def resolve_folder(folder: str | Path) -> Path:
 
 
 def list_files(folder: Path) -> dict[str, tuple[int, str]]:
-    """List the files of a folder in a bucket, and those below it, with one request.
-
-    Args:
-        folder: a folder in a bucket.
-
-    Returns:
-        By path in the folder, the size in bytes and the CRC-32C that the store has computed, in
-        base64.
-    """
+    """List the files of a folder in a bucket, and those below it, with one request."""
     prefix = str(folder).partition("://")[2].rstrip("/") + "/"
-    found = _file_system().find(str(folder), detail=True)
+    entries = _file_system().find(str(folder), detail=True)
     return {
         name.removeprefix(prefix): (int(entry["size"]), str(entry["crc32c"]))
-        for name, entry in found.items()
+        for name, entry in entries.items()
         if not name.endswith("/")  # marks a folder
     }
 
@@ -143,10 +119,10 @@ def _check_access(bucket: str) -> None:
     try:
         _file_system().call("GET", "b/{}/o", bucket, maxResults=1, json_out=True)
     except Exception as error:
-        kind = "missing" if isinstance(error, FileNotFoundError) else "not accessible"
+        trouble = "missing" if isinstance(error, FileNotFoundError) else "not accessible"
         raise ConfigurationError(
-            f"The bucket gs://{bucket} is {kind} ({type(error).__name__}: {error}), expected one "
-            "whose files this machine can list, read and write. Check the bucket's name, the "
+            f"The bucket gs://{bucket} is {trouble} ({type(error).__name__}: {error}), expected "
+            "one whose files this machine can list, read and write. Check the bucket's name, the "
             "network and the credentials (`gcloud auth application-default login`, or the service "
             "account of the machine)."
         ) from error
@@ -157,10 +133,8 @@ def _has_no_traceback(record: logging.LogRecord) -> bool:
 
 
 def _file_system() -> Any:
-    """Return the file system that `etils.epath` uses, without a cache of listings.
-
-    TensorStore and other processes write to the bucket too.
-    """
+    """Return the file system that `etils.epath` uses, without a cache of listings."""
+    # TensorStore and other processes write to the bucket too.
     import fsspec
 
     # It logs the traceback of what it raises. A filter is added once.
@@ -170,15 +144,7 @@ def _file_system() -> Any:
 
 
 def check_links(folder: Path, flag: str = "--job_log_dir") -> None:
-    """Check that no folder of a run is a link, or has one directly in it.
-
-    Args:
-        folder: the run's folder or its `checkpoint_dir`, a path.
-        flag: the flag that sets the folder, for the message.
-
-    Raises:
-        ConfigurationError: there is a link.
-    """
+    """Check that no folder of a run is a link, or has one directly in it."""
     for path in find_links(folder, FOLDERS):
         raise ConfigurationError(
             f"{path} is a link to {os.readlink(path)}, expected a file or folder of the run "
@@ -188,12 +154,7 @@ def check_links(folder: Path, flag: str = "--job_log_dir") -> None:
 
 
 def folder_of_checkpoints(job_log_dir: Path, checkpoint_dir: str | None) -> Path:
-    """Return the folder whose `checkpoints/` are those of a run, to read them.
-
-    Args:
-        job_log_dir: the run's folder, or its `checkpoint_dir`, or a copy of that one.
-        checkpoint_dir: `training.checkpoint_dir` of the run's configuration.
-    """
+    """Return the folder whose `checkpoints/` are those of a run, to read them."""
     if (
         checkpoint_dir is None
         or is_remote(job_log_dir)
@@ -204,15 +165,7 @@ def folder_of_checkpoints(job_log_dir: Path, checkpoint_dir: str | None) -> Path
 
 
 def resolve_checkpoint_dir(job_log_dir: Path, checkpoint_dir: str | None) -> Path:
-    """Return the folder in which a run saves `checkpoints/`.
-
-    Args:
-        job_log_dir: the run's folder.
-        checkpoint_dir: `training.checkpoint_dir`. None: the run's folder.
-
-    Raises:
-        ConfigurationError: it cannot be used, or the run's folder has checkpoints itself.
-    """
+    """Return the folder in which a run saves `checkpoints/`."""
     if checkpoint_dir is None:
         return job_log_dir
     folder = resolve_folder(checkpoint_dir)
@@ -226,11 +179,7 @@ def resolve_checkpoint_dir(job_log_dir: Path, checkpoint_dir: str | None) -> Pat
 
 
 def refuse_checkpoint_dir(checkpoint_dir: str | None, command: str) -> None:
-    """Refuse a folder of checkpoints in a command that has none.
-
-    Raises:
-        ConfigurationError: it is set.
-    """
+    """Refuse a folder of checkpoints in a command that has none."""
     if checkpoint_dir is not None:
         raise ConfigurationError(
             f"--training.checkpoint_dir={checkpoint_dir}: `fedpax {command}` keeps checkpoints in "
@@ -239,11 +188,7 @@ def refuse_checkpoint_dir(checkpoint_dir: str | None, command: str) -> None:
 
 
 def has_checksums(folder: Path) -> bool:
-    """Return whether a folder has its checksums, which are written last.
-
-    Raises:
-        PermissionError: this user must not look into the folder.
-    """
+    """Return whether a folder has its checksums, which are written last."""
     if is_remote(folder):
         return (folder / CHECKSUMS).is_file()
     try:  # Path.is_file returns False without permission in Python 3.14
@@ -255,11 +200,7 @@ def has_checksums(folder: Path) -> bool:
 
 
 def complete_rounds(folder: Path) -> list[int]:
-    """Return the rounds of the complete checkpoints in a folder, in increasing order.
-
-    Args:
-        folder: a run's `checkpoints` folder, which may be missing.
-    """
+    """Return the rounds of the complete checkpoints in a folder, in increasing order."""
     if not folder.is_dir():
         return []
     steps = [path for path in folder.iterdir() if path.name.isdecimal()]
@@ -267,11 +208,7 @@ def complete_rounds(folder: Path) -> list[int]:
 
 
 def rounds_without_checksums(folder: Path) -> list[int]:
-    """Return the rounds of the checkpoints in a folder that are unfinished or incomplete.
-
-    Args:
-        folder: a run's `checkpoints` folder, which may be missing.
-    """
+    """Return the rounds of the checkpoints in a folder that are unfinished or incomplete."""
     if not folder.is_dir():
         return []
     steps = [path for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()]
@@ -280,9 +217,6 @@ def rounds_without_checksums(folder: Path) -> list[int]:
 
 def latest_round(job_log_dir: str | Path) -> int | None:
     """Return the round of the newest complete checkpoint of a run, or None if there is none.
-
-    Args:
-        job_log_dir: a run's folder, or one in a bucket. It may be missing.
 
     Example:
         >>> import tempfile
@@ -294,12 +228,7 @@ def latest_round(job_log_dir: str | Path) -> int | None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file such that a kill or a crash leaves the old or the new content, never a part.
-
-    Args:
-        path: the file; its folder is created if it is missing.
-        text: the new content.
-    """
+    """Write a file such that a kill or a crash leaves the old or the new content, never a part."""
     if is_remote(path):  # a bucket has no part of a file
         path.write_text(text, encoding="utf-8")
         return

@@ -20,7 +20,8 @@ from fedpax.run_files.configuration import (
     to_json,
 )
 from fedpax.run_files.known_classes import own_classes
-from fedpax.run_files.metrics import read_metrics, select
+from fedpax.run_files.metrics import select
+from fedpax.run_files.metrics_log import last_rounds, read_log
 from fedpax.run_files.paths import (
     CHECKPOINTS,
     CONFIGURATION,
@@ -45,35 +46,19 @@ def check_configuration(
     allow_config_change: Collection[str] = (),
     flag: str = "--job_log_dir",
 ) -> None:
-    """Check that a folder is empty, or holds the same experiment with an allowed configuration.
-
-    Args:
-        folder: the run's folder.
-        experiment: the experiment to train there.
-        exp: its name on the command line.
-        allow_config_change: paths of fields that may differ from the configuration in the folder.
-            A path allows all fields below it: `"mesh"` allows `"mesh.clients"`. A larger
-            `training.rounds` is always allowed once all rounds of the former one are done, and so
-            is any change of the fields in `WITHOUT_EFFECT`.
-        flag: the flag that sets the folder, for error messages.
-
-    Raises:
-        ConfigurationError: the folder holds another experiment, a field differs that is not
-            allowed to, `allow_config_change` names no field, or a file has the name of one of the
-            run's folders.
-    """
+    """Check that a folder is empty, or holds the same experiment with an allowed configuration."""
     check_field_names(experiment, allow_config_change)
     _check_entries(folder)
-    found = read_configuration_json(folder)
-    if found is None:
+    named_configuration = read_configuration_json(folder)
+    if named_configuration is None:
         return
-    name, saved = found
+    name, saved = named_configuration
     saved = moved_out_of_main(saved, type(experiment).__module__)
     same_class = saved["class"] == class_name(experiment)
     changes = {}
     if same_class:
-        own = own_classes(experiment)
-        changes = _changes(folder, from_json(saved, folder / CONFIGURATION, own), experiment)
+        classes = own_classes(experiment)
+        changes = _changes(folder, from_json(saved, folder / CONFIGURATION, classes), experiment)
     # A module can be written in several ways (mine, ./mine.py), but the class is the same.
     functions = {text.rpartition(":")[2] for text in (name, exp) if text}
     if not same_class and name == exp:
@@ -125,26 +110,19 @@ def _check_entries(folder: Path) -> None:
 def _changes(folder: Path, old: Experiment, new: Experiment) -> dict[str, str]:
     """Return the fields that differ, but for `WITHOUT_EFFECT` and more rounds of a finished run."""
     changes = differences(old, new)
-    # A checkpoint may have been deleted since then, because it was damaged.
-    logged = (line["round"] for line in select(read_metrics(folder), "training"))
-    finished = max(latest_round(folder) or 0, *logged, 0) >= old.training.rounds
     for path in WITHOUT_EFFECT:
         changes.pop(path, None)
-    if finished and new.training.rounds > old.training.rounds:
-        changes.pop("training.rounds", None)
+    if new.training.rounds > old.training.rounds:
+        # A checkpoint may have been deleted since then, because it was damaged.
+        logged = select(read_log(folder, last_rounds).lines, "training")
+        finished = max(latest_round(folder) or 0, *(line["round"] for line in logged), 0)
+        if finished >= old.training.rounds:
+            changes.pop("training.rounds", None)
     return changes
 
 
 def check_field_names(experiment: Experiment, names: Collection[str]) -> None:
-    """Check that each name is the path of a field, or of a group of fields.
-
-    Args:
-        experiment: the experiment.
-        names: paths such as `"training.rounds"` or `"mesh"`.
-
-    Raises:
-        ConfigurationError: a name is none of these.
-    """
+    """Check that each name is the path of a field, or of a group of fields."""
     paths = [path for path, _ in flatten(to_json(experiment))]
     groups = {path[:i] for path in paths for i, letter in enumerate(path) if letter == "."}
     for name in names:

@@ -24,7 +24,7 @@ from fedpax.run_files.configuration import read_configuration_json, write_config
 from fedpax.run_files.evaluations import Evaluations
 from fedpax.run_files.goodput import GoodputClock, describe_goodput
 from fedpax.run_files.integers import check_integers
-from fedpax.run_files.metrics import read_metrics
+from fedpax.run_files.metrics_log import last_line, last_rounds, read_log
 from fedpax.run_files.paths import (
     is_remote,
     latest_round,
@@ -212,9 +212,11 @@ def _open_loop(
     membership = job.options.membership
     copy = None if membership is None else membership.find_copy()
     first = (latest_round(job.saved_in) or 0) if copy is None else copy.round
-    lines = read_metrics(folder)
-    kept = [line for line in lines if line["round"] <= first]
-    clock = enter(GoodputClock(folder, after=first, lines=kept, enabled=primary))
+    clock = enter(
+        GoodputClock(
+            folder, after=first, last_line=lambda: last_line(folder, first), enabled=primary
+        )
+    )
     run = _build(experiment)
     enter(jax.set_mesh(run.mesh))
     if jax.process_count() > 1:  # else the data are opened while the round is compiled
@@ -246,8 +248,8 @@ def _open_loop(
             enabled=primary,
         )
     )
-    if not first and (logged := max((line["round"] for line in lines), default=0)):
-        progress.note(f"no checkpoint of the {logged} logged rounds: starting from round 0")
+    if not first and (line := last_line(folder)) is not None and line["round"]:
+        progress.note(f"no checkpoint of the {line['round']} logged rounds: starting from round 0")
     loop = enter(
         RoundLoop(
             experiment,
@@ -286,8 +288,8 @@ def _stopped_early(experiment: Experiment, folder: Path, done: int) -> str | Non
     training = experiment.training
     if not training.stop_after or not done or jax.process_count() > 1:
         return None  # processes find it out together, once they have started
-    lines = [line for line in read_metrics(folder) if line["round"] <= done]
-    return Evaluations(lines, training.keep_best, training.stop_after).reason
+    log = read_log(folder, last_rounds, after=done, keep=lambda line: line["round"] <= done)
+    return Evaluations(log.lines, training.keep_best, training.stop_after).reason
 
 
 def _exports(experiment: Experiment, folder: Path, saved_in: Path, exp: str) -> Exports:
@@ -335,8 +337,8 @@ def _storage_failure(error: BaseException, saved_in: Path) -> tuple[str, str] | 
     if isinstance(error, OSError) and error.errno in numbers:
         return os.strerror(error.errno), remedy
     # Orbax and TensorStore wrap the error of the operating system in others.
-    found = [os.strerror(number) for number in numbers if os.strerror(number) in str(error)]
-    return (found[0], remedy) if found else None
+    reasons = [os.strerror(number) for number in numbers if os.strerror(number) in str(error)]
+    return (reasons[0], remedy) if reasons else None
 
 
 def _stopped(exp: str, experiment: Experiment, saved_in: Path, reason: str, remedy: str) -> str:

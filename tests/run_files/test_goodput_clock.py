@@ -108,9 +108,11 @@ def test_without_its_file_the_clock_counts_what_the_metrics_have(
     if content is not None:
         (tmp_path / GOODPUT).write_text(content)
     known = dict(zip(BUCKETS, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], strict=True))
-    clock = GoodputClock(tmp_path, after=3, lines=[line_values(known)], now=Time())
+    clock = GoodputClock(tmp_path, after=3, last_line=lambda: line_values(known), now=Time())
     assert clock.seconds() == known
-    earlier_version = GoodputClock(tmp_path, after=3, lines=[{"wall_seconds": 9.0}], now=Time())
+    earlier_version = GoodputClock(
+        tmp_path, after=3, last_line=lambda: {"wall_seconds": 9.0}, now=Time()
+    )
     assert earlier_version.seconds()["step"] == 9 == sum(earlier_version.seconds().values())
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from fedpax.errors import ConfigurationError
 from fedpax.files import read_json, replace_file
 from fedpax.reports.table import format_seconds, markdown_table
-from fedpax.run_files.metrics import is_number
+from fedpax.run_files.metrics_log import is_number
 from fedpax.sites.syncer.members import IslandReport
 from fedpax.training.progress import Progress
 

@@ -1,0 +1,138 @@
+"""Metrics of long runs: CPU time to resume and to show a run, and bytes copied to a bucket.
+
+    python -m fedpax.experiments.benchmarks.long_metrics --rounds=1000,100000,1000000
+
+The lines are those of a run with an evaluation and a checkpoint every 100 rounds. The copies are
+counted from the sizes of the parts that each checkpoint writes.
+"""
+
+import dataclasses
+import itertools
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, integers, option
+from fedpax.run_files.goodput import BUCKETS
+from fedpax.run_files.line_files import part_starts
+from fedpax.run_files.metrics import MetricsWriter
+from fedpax.run_files.paths import METRICS
+
+EVALUATE_EVERY = SAVE_EVERY = 100
+RESUME_SECONDS, SHOW_SECONDS, SHOW_MB = 2.0, 5.0, 400.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options."""
+
+    rounds: list[int] = option("1000,100000,1000000", "numbers of rounds", integers)
+
+
+def write_run(folder: Path, rounds: int) -> None:
+    """Write the metrics of a run."""
+    generator = random.Random(0)
+    with MetricsWriter(folder) as metrics:
+        metrics._add_scalars = lambda *scalars: None  # type: ignore[method-assign]
+        metrics.write_sizes({"num_parameters": 10**6, "item_unit": "tokens"})
+        for number in range(1, rounds + 1):
+            loss = 2 + 8 / (1 + number / 1000)
+            so_far = {"items": number * 65536, "bytes_across_placement": number * 123456.0}
+            so_far |= {f"{bucket}_seconds": number * generator.random() for bucket in BUCKETS}
+            so_far |= {"wall_seconds": 0.1 * number}
+            noise = generator.gauss(0, 0.05)
+            counts = {"spikes": 0, "skipped_rounds": 0, "non_finite_rounds": 0}
+            times = {"seconds": 0.1 + generator.random() / 100, "items_per_second": 65536 / 0.1}
+            line = {"loss": loss + noise, "update_norm": generator.random(), **counts, **times}
+            metrics.write("training", number, line | so_far)
+            if number % EVALUATE_EVERY == 0:
+                metrics.write("evaluation", number, {"loss": loss, **so_far})
+        metrics.sync()
+
+
+def resume(folder: Path, rounds: int) -> float:
+    """Return the CPU seconds to open the metrics of a run that resumes."""
+    began = time.process_time()
+    with MetricsWriter(folder, after=rounds):
+        return time.process_time() - began
+
+
+def show(folder: Path) -> tuple[float, float]:
+    """Return the CPU seconds and the peak of the memory in MB of `fedpax show` with a picture."""
+    code = (
+        "import resource, sys; from fedpax.main import main; main(sys.argv[1:]); "
+        "usage = resource.getrusage(resource.RUSAGE_SELF); print(usage.ru_maxrss)"
+    )
+    words = ["show", f"--job_log_dir={folder}", f"--picture={folder / 'run.png'}"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return seconds, int(done.stdout.split()[-1]) / 1e3
+
+
+def copied(size: int, checkpoints: int) -> float:
+    """Return the bytes that all checkpoints copy to a bucket, as a multiple of the file's size."""
+    written, before = 0, dict[int, int]()
+    for number in range(1, checkpoints + 1):
+        end = size * number // checkpoints
+        parts = dict(itertools.pairwise([*part_starts(end), end]))
+        written += sum(stop - start for start, stop in parts.items() if before.get(start) != stop)
+        before = parts
+    return written / size
+
+
+def measure(settings: Settings) -> Iterator[Row]:
+    """Measure runs of each length."""
+    for rounds in settings.rounds:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            write_run(folder, rounds)
+            seconds = min(resume(folder, rounds) for _ in range(3))
+            show_seconds, show_mb = show(folder)
+            size = (folder / METRICS).stat().st_size
+        yield Row(
+            rounds=rounds,
+            bytes=size,
+            resume_seconds=seconds,
+            show_seconds=show_seconds,
+            show_mb=show_mb,
+            copied=copied(size, rounds // SAVE_EVERY),
+            whole=(rounds // SAVE_EVERY + 1) / 2,
+            met=seconds < RESUME_SECONDS and show_seconds < SHOW_SECONDS and show_mb < SHOW_MB,
+        )
+
+
+def summary(settings: Settings, rows: Sequence[Row]) -> str:
+    """Name the bars."""
+    missed = [f"{row.rounds:,}" for row in rows if not row.met]
+    bars = f"resume {RESUME_SECONDS:g} s, show {SHOW_SECONDS:g} s and {SHOW_MB:g} MB"
+    return f"\nBars ({bars}): {'met' if not missed else 'missed at ' + ', '.join(missed)}."
+
+
+main = Benchmark(
+    __doc__,
+    Settings,
+    measure,
+    {
+        "rounds": "{rounds:,}",
+        "MB": lambda row: f"{row.bytes / 1e6:.1f}",
+        "resume (CPU s)": "{resume_seconds:.2f}",
+        "show (CPU s)": "{show_seconds:.2f}",
+        "show (MB)": "{show_mb:.0f}",
+        "copied / size": "{copied:.1f}",
+        "whole files": "{whole:,.1f}",
+    },
+    summary,
+    required="met",
+)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

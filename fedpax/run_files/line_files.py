@@ -1,0 +1,221 @@
+"""Long files of lines: read in pieces, and stored in parts in a folder where files cannot grow.
+
+A part of `metrics.jsonl` has the file's name and the position of its first byte, such as
+`metrics.jsonl.2097152`. The part at 0 is `metrics.jsonl` itself. The file is the part at 0, then
+the part that begins where it ends, and so on: parts that no other part leads to are leftovers.
+"""
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from fedpax.files import (
+    LINES_BYTES,
+    UnusableFileError,
+    check_fetched,
+    create_draft,
+    open_regular,
+    read_file,
+    read_json,
+    replace_file,
+)
+from fedpax.run_files.paths import is_remote
+
+CHUNK_BYTES = 1 << 20
+PART_BYTES = 1 << 18
+PARTS_MERGED = 8
+
+
+def read_chunks(path: Path, start: int = 0) -> Iterator[bytes]:
+    """Yield the bytes of a file and its further parts, in pieces of at most `CHUNK_BYTES`."""
+    part, begin = path, 0
+    while begin == 0 or part.exists():
+        size = part.stat().st_size
+        if begin + size > LINES_BYTES:  # before it is read: a sparse file can have terabytes
+            reason = f"it has {begin + size} bytes, expected at most {LINES_BYTES}"
+            raise UnusableFileError(errno.EINVAL, reason, str(path))
+        read = min(size, max(0, start - begin))
+        for chunk in _read_part(part, read):
+            yield chunk
+            read += len(chunk)
+        if not read:
+            return
+        begin += read
+        part = path.with_name(f"{path.name}.{begin}")
+
+
+def _read_part(part: Path, start: int) -> Iterator[bytes]:
+    if is_remote(part):
+        content = read_file(part)
+        for i in range(start, len(content), CHUNK_BYTES):
+            yield content[i : i + CHUNK_BYTES]
+        return
+    check_fetched(part)
+    with open_regular(part) as file:
+        file.seek(start)
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
+
+
+def read_lines(path: Path, start: int = 0) -> Iterator[bytes]:
+    r"""Yield the lines of a file, without the text after the last newline: a kill has left it.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "a"
+        >>> _ = path.write_text("1\n2\n3")
+        >>> list(read_lines(path))
+        [b'1', b'2']
+    """
+    pieces: list[bytes] = []  # of a line that can be longer than a chunk
+    for chunk in read_chunks(path, start):
+        first, *lines = chunk.split(b"\n")
+        pieces.append(first)
+        if lines:
+            yield b"".join(pieces)
+            *whole, rest = lines
+            yield from whole
+            pieces = [rest]
+
+
+def read_ranges(path: Path, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+    """Yield the bytes of ranges of a file, in pieces."""
+    for start, end in ranges:
+        for chunk in read_chunks(path, start):
+            yield chunk[: end - start]
+            start += len(chunk)
+            if start >= end:
+                break
+
+
+def replace_by(path: Path, chunks: Iterable[bytes]) -> None:
+    """Write a file from pieces, such that a kill leaves the old or the new content."""
+    draft = path.with_name(f".{path.name}.draft")
+    with os.fdopen(create_draft(draft), "wb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def part_starts(size: int) -> list[int]:
+    """Return the positions at which the parts of a file of some size begin.
+
+    A file grows in its last part, up to `PART_BYTES`. `PARTS_MERGED` parts of one size become one.
+    So each byte is written O(log size) times, and there are O(log size) parts.
+
+    Example:
+        >>> part_starts(PART_BYTES - 1)
+        [0]
+        >>> [start // PART_BYTES for start in part_starts(17 * PART_BYTES + 5)]
+        [0, 8, 16, 17]
+    """
+    whole, starts, at = size // PART_BYTES, [], 0
+    span = 1
+    while span * PARTS_MERGED <= whole:
+        span *= PARTS_MERGED
+    while span:
+        while at + span <= whole:
+            starts.append(at * PART_BYTES)
+            at += span
+        span //= PARTS_MERGED
+    if at * PART_BYTES < size or not starts:
+        starts.append(at * PART_BYTES)
+    return starts
+
+
+class LineCopy:
+    """The copy of a growing file in another folder, such as one in a bucket.
+
+    Args:
+        source: the file, which grows, and can be shortened before it grows again.
+        target: the copy.
+        record: a file in which the parts of the copy are recorded, for the next process.
+
+    Example:
+        >>> import tempfile
+        >>> here, there = (Path(tempfile.mkdtemp()) for _ in range(2))
+        >>> copy = LineCopy(here / "a", there / "a", here / ".copied")
+        >>> _ = (here / "a").write_bytes(b"123456" * PART_BYTES)
+        >>> copy.update()
+        >>> len(list(there.iterdir())), b"".join(read_chunks(there / "a")) == b"123456" * PART_BYTES
+        (6, True)
+    """
+
+    def __init__(self, source: Path, target: Path, record: Path) -> None:
+        self._source, self._target, self._record = source, target, record
+        self._parts: dict[int, tuple[int, int]] | None = None  # start -> (bytes, CRC-32)
+
+    def update(self) -> None:
+        """Write the parts that have changed."""
+        if not self._source.exists():
+            return
+        known, is_first = self._parts, self._parts is None
+        if known is None:
+            known = self._recorded()
+        with open_regular(self._source) as file:
+            size = os.fstat(file.fileno()).st_size
+            starts = part_starts(size)
+            # A file that was shortened and has grown again differs in its last part.
+            newest = max(known, default=0)
+            changed = is_first or not _is_same(file, newest, known.get(newest))
+            parts = {}
+            for start, end in itertools.pairwise([*starts, size]):
+                same = known.get(start)
+                if same is not None and same[0] == end - start:
+                    if not changed or _is_same(file, start, same):
+                        parts[start] = same
+                        continue
+                file.seek(start)
+                content = file.read(end - start)
+                self._write(start, content)
+                parts[start] = len(content), zlib.crc32(content)
+        names = self._names() if is_first else known
+        for start in sorted(names - parts.keys(), reverse=True):
+            self._part(start).unlink(missing_ok=True)
+        self._parts = parts
+        with contextlib.suppress(OSError):  # the next process writes all parts again
+            replace_file(self._record, json.dumps(parts).encode(), sync=False)
+
+    def _part(self, start: int) -> Path:
+        name = self._target.name
+        return self._target.with_name(f"{name}.{start}") if start else self._target
+
+    def _write(self, start: int, content: bytes) -> None:
+        if is_remote(self._target):
+            self._part(start).write_bytes(content)
+        else:
+            self._target.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(self._part(start), content)
+
+    def _names(self) -> set[int]:
+        ends = (
+            path.name.rpartition(".")[2]
+            for path in self._target.parent.iterdir()
+            if path.name.startswith(f"{self._target.name}.")
+        )
+        return {int(end) for end in ends if end.isdecimal()}
+
+    def _recorded(self) -> dict[int, tuple[int, int]]:
+        try:
+            content = read_json(self._record)
+            parts = {int(start): (int(size), int(crc)) for start, (size, crc) in content.items()}
+        except (OSError, ValueError, TypeError, AttributeError):
+            return {}
+        return {start: part for start, part in parts.items() if self._part(start).exists()}
+
+
+def _is_same(file: BinaryIO, start: int, part: tuple[int, int] | None) -> bool:
+    """Return whether a part of a file has the size and the checksum of a part of its copy."""
+    if part is None:
+        return False
+    file.seek(start)
+    content = file.read(part[0])
+    return len(content) == part[0] and zlib.crc32(content) == part[1]

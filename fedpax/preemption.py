@@ -49,11 +49,7 @@ class PreemptionGuard:
         self._watch: Any = None
 
     def should_stop(self, round_number: int) -> bool:
-        """Return whether to save and stop now.
-
-        Args:
-            round_number: the number of completed rounds; the same in every process.
-        """
+        """Return whether to save and stop now."""
         if not self._distributed:
             return self.signal is not None
         from jax.experimental import multihost_utils
@@ -101,10 +97,8 @@ class PreemptionGuard:
 
 @contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Exit on SIGTERM and Ctrl-C at once, with status 128 + signal: nothing needs saving.
-
-    For the time before and after the training loop, such as imports and compilation.
-    """
+    """Exit on SIGTERM and Ctrl-C at once, with status 128 + signal: nothing needs saving."""
+    # For the time before and after the training loop, such as imports and compilation.
 
     def stop(number: int) -> NoReturn:
         # Not an exception: imports and callbacks may catch it, and compiled code delays it.
@@ -117,10 +111,8 @@ def exit_on_signals() -> Iterator[None]:
 
 @contextmanager
 def delay_interrupts() -> Iterator[None]:
-    """Delay the `KeyboardInterrupt` of the first Ctrl-C to the end of the block.
-
-    For imports in a notebook's kernel: after an interrupted import, JAX cannot be imported again.
-    """
+    """Delay the `KeyboardInterrupt` of the first Ctrl-C to the end of the block."""
+    # For imports in a notebook's kernel: after an interrupted import, JAX cannot be imported again.
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield  # the handler of a caller
@@ -153,11 +145,9 @@ def _watch_signals(
     acknowledge: Callable[[int], None],
     signals: Sequence[signal.Signals] = SIGNALS,
 ) -> Iterator[None]:
-    """Handle the signals in the main thread, and acknowledge them at once in a thread.
-
-    Python runs a handler between two bytecodes of the main thread, so not before compiled code
-    such as XLA's compiler returns. It writes the signal's number to a file immediately.
-    """
+    """Handle the signals in the main thread, and acknowledge them at once in a thread."""
+    # Python runs a handler between two bytecodes of the main thread, so not before compiled code
+    # such as XLA's compiler returns. It writes the signal's number to a file immediately.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -185,18 +175,11 @@ def _watch_signals(
 
 
 def run_subprocess(command: Sequence[str]) -> int:
-    """Run a process that trains, and let it save when this process is asked to stop.
+    """Run a process that trains, and let it save at a signal; return its exit status.
 
     SIGTERM is forwarded, and the first SIGINT is forwarded as SIGTERM. A terminal sends Ctrl-C to
     both processes: a SIGTERM after it changes nothing, where a second SIGINT would stop without
     saving.
-
-    Args:
-        command: the program and its arguments.
-
-    Returns:
-        The process's exit status; 128 + signal if a signal ended it. If this process received
-        SIGINT first, 128 + SIGINT in place of 128 + SIGTERM.
 
     Example:
         >>> import sys

@@ -183,15 +183,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                 self._exports.start(round_number)
 
     def delete_after(self, round_number: int) -> int:
-        """Return to a checkpoint: delete the newer ones.
-
-        Args:
-            round_number: the round to return to.
-
-        Returns:
-            The round of the newest checkpoint that is not later; if there is none, that of the
-            newest checkpoint; 0 if there is none at all.
-        """
+        """Return to a checkpoint, delete the newer ones, and return its round; 0 without one."""
         rounds = complete_rounds(self._folder)
         before = [number for number in rounds if number <= round_number]
         to = (before or rounds or [0])[-1] if round_number else 0
@@ -223,14 +215,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         write_checksums(draft)
 
     def restore_position(self) -> RunPosition:
-        """Return the position of the run in the newest checkpoint.
-
-        Its file is read once.
-
-        Raises:
-            FileNotFoundError: there is no checkpoint.
-            DamagedCheckpointError: its files are damaged.
-        """
+        """Return the position of the run in the newest checkpoint."""
+        # Its file is read once.
         step = self._verified_round()
         with self._reading(step):
             if self._progress is None or self._progress[0] != step:
@@ -246,30 +232,10 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         rule: ParticipantRule = "average",
         numbers: Sequence[int] | None = None,
     ) -> State:
-        """Restore the state of the newest checkpoint.
-
-        Server values, such as the model and the state of the outer optimizer, are restored bit by
-        bit. If the number of participants has changed, placed values are made by
-        `fedpax.checkpoints.participant_states.resize_participants`.
-
-        Args:
-            like: the state's abstract values, each a `jax.ShapeDtypeStruct` with its sharding. The
-                mesh may differ from the mesh on which the state was saved.
-            num_participants: the number of participants now. Default None: the saved number.
-            rule: how to make the states of another number of participants: "average" keeps their
-                mean, "copy" gives participant i the state of saved participant i mod n.
-            numbers: the participants' numbers in an elastic job. A participant whose number was
-                saved keeps its own state. Default None: participants have no numbers.
-
-        Returns:
-            The state on these shardings.
-
-        Raises:
-            FileNotFoundError: there is no checkpoint.
-            DamagedCheckpointError: its files are damaged.
-            ValueError: the saved state belongs to another model or method, or the method does not
-                allow another number of participants.
-        """
+        """Restore the state of the newest checkpoint."""
+        # Server values, such as the model and the state of the outer optimizer, are restored bit by
+        # bit. If the number of participants has changed, placed values are made by
+        # `fedpax.checkpoints.participant_states.resize_participants`.
         wanted = ocp.tree.to_flat_dict(like)
         step = self._verified_round()
         with self._reading(step):
@@ -365,25 +331,14 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             raise damaged_checkpoint(self._folder, step, reason) from error
 
     def is_saved(self) -> bool:
-        """Wait until the running save is complete.
-
-        Returns:
-            Whether it is; False if a save to a bucket has failed and can be tried again (`save`).
-
-        Raises:
-            OSError: it has failed.
-        """
+        """Wait for the running save; return False if it has failed and can be tried again."""
         if self._lost is None:
             with self._losing():
                 self._wait_until_saved()
         return self._lost is None
 
     def wait(self) -> None:
-        """Wait until every save and export has finished.
-
-        Raises:
-            OSError: a save has failed.
-        """
+        """Wait until every save and export has finished."""
         self._wait_until_saved()
         if self._exports is not None:
             self._exports.wait()

@@ -28,16 +28,6 @@ from fedpax.run_files.paths import CHECKPOINTS, complete_rounds, has_checksums, 
 def named_arrays(params: Params) -> dict[str, np.ndarray]:
     """Name the leaves of a pytree by their paths.
 
-    Args:
-        params: a pytree of arrays.
-
-    Returns:
-        The leaves as NumPy arrays, by the keys, fields and indices on the way to each, joined by
-        dots. A pytree that is one array is named `params`.
-
-    Raises:
-        ValueError: two leaves have the same name, or a leaf is no array of numbers.
-
     Example:
         >>> named_arrays({"dense": [{"kernel": np.ones((2, 3))}], "scale": np.ones(2)}).keys()
         dict_keys(['dense.0.kernel', 'scale'])
@@ -61,13 +51,6 @@ def named_arrays(params: Params) -> dict[str, np.ndarray]:
 def write_npz(path: Path, params: Params) -> None:
     """Write parameters as a file that `numpy.load` reads.
 
-    Args:
-        path: the file.
-        params: a pytree of arrays.
-
-    Raises:
-        ValueError: as of `named_arrays`; or NumPy has no dtype of a parameter, such as bfloat16.
-
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "model.npz"
@@ -89,16 +72,7 @@ def write_npz(path: Path, params: Params) -> None:
 
 
 def write_safetensors(path: Path, params: Params) -> None:
-    """Write parameters as a safetensors file.
-
-    Args:
-        path: the file.
-        params: a pytree of arrays.
-
-    Raises:
-        ValueError: as of `named_arrays`; or the format has no dtype of a parameter.
-        ImportError: the package safetensors is not installed.
-    """
+    """Write parameters as a safetensors file."""
     from fedpax.models.huggingface.reading import safetensors
 
     library, arrays = safetensors("safetensors.numpy"), named_arrays(params)
@@ -194,19 +168,11 @@ class Exports(AbstractContextManager["Exports"]):
         return round_number == self._last or round_number % self._every == 0
 
     def end_at(self, round_number: int) -> None:
-        """Let a run end before its last round: the model of this round is exported.
-
-        Args:
-            round_number: the round.
-        """
+        """Let a run end before its last round: the model of this round is exported."""
         self._last = round_number
 
     def start(self, round_number: int) -> None:
-        """Start to write the model of a checkpoint, if it is due.
-
-        Args:
-            round_number: the round of a checkpoint, which is saved or being saved.
-        """
+        """Start to write the model of a checkpoint, if it is due."""
         if self._enabled and self._is_due(round_number):
             self.wait()
             self._running = self._thread.submit(self._export, round_number)
@@ -217,20 +183,12 @@ class Exports(AbstractContextManager["Exports"]):
             self._running.result()
 
     def wait_if_due(self, round_number: int) -> None:
-        """Wait for the export before, if saving a round removes its checkpoint.
-
-        Args:
-            round_number: the round that is about to be saved.
-        """
+        """Wait for the export before, if saving a round removes its checkpoint."""
         if self._enabled and self._is_due(round_number):
             self.wait()
 
     def skip(self, round_number: int | None) -> None:
-        """Do not wait for a checkpoint whose save has failed.
-
-        Args:
-            round_number: its round.
-        """
+        """Do not wait for a checkpoint whose save has failed."""
         self._skipped.add(round_number)
 
     def _export(self, round_number: int) -> None:
@@ -272,12 +230,7 @@ class Exports(AbstractContextManager["Exports"]):
 
 
 def write_orbax(folder: Path, params: Params) -> None:
-    """Write parameters as an Orbax checkpoint, `params` in a folder.
-
-    Args:
-        folder: the folder; created.
-        params: the parameters, JAX arrays of this process or NumPy arrays.
-    """
+    """Write parameters as an Orbax checkpoint, `params` in a folder."""
     if jax.process_count() == 1:
         folder.mkdir(parents=True)
         with ocp.StandardCheckpointer(

@@ -27,13 +27,6 @@ def is_object_store(folder: Path) -> bool:
     Such a store has no operation that renames a folder with its files: the mount refuses it, or
     copies file by file. A file is written completely or not at all.
 
-    Args:
-        folder: an absolute path, or a folder in a bucket. It may not exist.
-
-    Returns:
-        Whether it is named by a URL, or its file system is one of `OBJECT_STORES`; False for a path
-        where the operating system has no list of mounts.
-
     Example:
         >>> is_object_store(Path.home())
         False
@@ -47,22 +40,15 @@ def is_object_store(folder: Path) -> bool:
     folder = folder.resolve()
     types = {}
     for line in lines:
-        _, place, kind, *_ = line.split(" ")
+        _, place, file_system, *_ = line.split(" ")
         # The list writes a space as \\040; a later mount on the same place hides the earlier one.
-        types[Path(place.replace("\\040", " "))] = kind
-    found = next((types[place] for place in (folder, *folder.parents) if place in types), "")
-    return found.removeprefix("fuse.") in OBJECT_STORES
+        types[Path(place.replace("\\040", " "))] = file_system
+    mounted = next((types[place] for place in (folder, *folder.parents) if place in types), "")
+    return mounted.removeprefix("fuse.") in OBJECT_STORES
 
 
 def remove_folder(folder: Any) -> None:
-    """Remove a folder with its files.
-
-    Args:
-        folder: a path, or a folder in a bucket.
-
-    Raises:
-        OSError: the files cannot be removed.
-    """
+    """Remove a folder with its files."""
     if is_remote(folder):
         folder.rmtree()
     else:
@@ -95,15 +81,6 @@ def delete_folder(folder: Any, *, last: str) -> None:
 
 def rename_folder(source: Path, target: Path, *, last: str) -> None:
     """Rename a folder; in an object store, or between two of them, move its files one by one.
-
-    Args:
-        source: the folder, a path.
-        target: its new name, which does not exist: a path, or a folder in a bucket.
-        last: name of the file in it that is moved last: if the process is killed before, it is
-            missing in `target`.
-
-    Raises:
-        OSError: the files cannot be moved.
 
     Example:
         >>> import tempfile

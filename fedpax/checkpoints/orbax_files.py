@@ -36,12 +36,6 @@ def literal_path(folder: Path) -> Path:
     Orbax lists the files of a checkpoint by patterns that begin with its folder. In a folder such
     as `runs[1]` it would find none, and leave a part of the checkpoint out.
 
-    Args:
-        folder: a folder, or a folder in a bucket.
-
-    Returns:
-        The same path.
-
     Example:
         >>> print(literal_path(Path("/data/runs[1]")))
         /data/runs[1]
@@ -52,17 +46,8 @@ def literal_path(folder: Path) -> Path:
 
 
 def open_checkpoints(folder: Path, **settings: Any) -> ocp.CheckpointManager:
-    """Open the folder of a run's checkpoints.
-
-    Orbax then reads the time of each checkpoint, from a file that has no checksum.
-
-    Args:
-        folder: the run's `checkpoints` folder.
-        **settings: the arguments of `ocp.CheckpointManager`.
-
-    Raises:
-        ConfigurationError: the time of a checkpoint is damaged.
-    """
+    """Open the folder of a run's checkpoints."""
+    # Orbax then reads the time of each checkpoint, from a file that has no checksum.
     try:
         return ocp.CheckpointManager(literal_path(folder), **settings)
     except ValueError as error:
@@ -119,11 +104,7 @@ class Retention(ocp.checkpoint_managers.PreservationPolicy):
     best: set[int] = dataclasses.field(default_factory=set, hash=False)
 
     def keeps(self, rounds: Sequence[int]) -> list[bool]:
-        """Return for each checkpoint whether it is kept.
-
-        Args:
-            rounds: the rounds of all checkpoints, in increasing order.
-        """
+        """Return for each checkpoint whether it is kept."""
         kept = {*rounds[-self.newest :], *self.best}
         if self.every:
             kept.update(number for number in rounds if number % self.every == 0)
@@ -137,12 +118,7 @@ class Retention(ocp.checkpoint_managers.PreservationPolicy):
         *,
         context: ocp.checkpoint_managers.PreservationContext,
     ) -> list[bool]:
-        """Return for each checkpoint whether it is kept; Orbax calls this.
-
-        Args:
-            checkpoints: all checkpoints, in increasing order of their rounds.
-            context: not used.
-        """
+        """Return for each checkpoint whether it is kept; Orbax calls this."""
         return self.keeps([checkpoint.step for checkpoint in checkpoints])
 
 

@@ -37,17 +37,6 @@ def participant_weights(
     "copy" gives new participant i the state of saved participant i mod n. With m < n, the states of
     the last n - m participants are dropped, and the mean changes.
 
-    Args:
-        num_saved: n.
-        num_participants: m.
-        rule: "average" or "copy".
-
-    Returns:
-        The weights W, float64 `[m, n]`.
-
-    Raises:
-        ValueError: `rule` is none of these.
-
     Example:
         >>> participant_weights(4, 3).tolist()
         [[0.75, 0.25, 0.0, 0.0], [0.0, 0.5, 0.5, 0.0], [0.0, 0.0, 0.25, 0.75]]
@@ -65,11 +54,7 @@ def participant_weights(
 
 
 def check_rule(rule: str) -> None:
-    """Check the name of a rule.
-
-    Raises:
-        ValueError: it is neither "average" nor "copy".
-    """
+    """Check the name of a rule."""
     if rule not in ("average", "copy"):
         raise ArgumentError(
             f"participant_states={rule!r}, expected 'average' or 'copy'. Set "
@@ -81,13 +66,6 @@ def kept_participants(
     saved: Sequence[int] | None, now: Sequence[int] | None
 ) -> list[int | None] | None:
     """Return for each participant its index among the saved ones, by their numbers.
-
-    Args:
-        saved: the numbers of the saved participants; None: they have none.
-        now: the numbers of the participants now; None: they have none.
-
-    Returns:
-        The indices, None for a participant that was not saved; None if numbers are unknown.
 
     Example:
         >>> kept_participants([0, 1, 3], [0, 2, 3])
@@ -111,17 +89,6 @@ def resize_participants(
     as step counts, come from the saved participant of the largest weight; of several, the first.
     Random keys come from the same participant, and are folded with the new participant's index, so
     that they differ.
-
-    Args:
-        saved: `[n, ...]`.
-        like: the abstract value of the result, `[m, ...]`, with its sharding.
-        rule: as in `participant_weights`.
-        kept: for each new participant the index of the saved one that it is. Such a participant
-            keeps its state. Another one, with None, gets the mean of all saved states ("average"),
-            or the state of saved participant i mod n ("copy"). Default None: all are new.
-
-    Returns:
-        The array `[m, ...]`; `saved` itself if n = m.
 
     Example:
         >>> from jax.sharding import SingleDeviceSharding
@@ -192,17 +159,7 @@ def _axis_size(sharding: NamedSharding, axes: Any) -> int:
 
 
 def check_resizable(state: State, num_saved: int, num_participants: int) -> None:
-    """Check that a method allows another number of participants.
-
-    Args:
-        state: the method's state, or its abstract values. A `NamedTuple` in it with the attribute
-            or property `fixed_participants`, a reason in words, forbids it.
-        num_saved: the number with which the state was saved.
-        num_participants: the number now.
-
-    Raises:
-        ValueError: the method forbids it.
-    """
+    """Check that a method allows another number of participants."""
     for reason in _reasons(state):
         raise ArgumentError(
             f"The checkpoint was saved with {num_saved} participants and the experiment has "

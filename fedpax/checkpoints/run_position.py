@@ -49,9 +49,6 @@ class RunPosition(NamedTuple):
     def from_json(cls, saved: dict[str, Any]) -> Self:
         """Make the position from the JSON object that `to_json` returned.
 
-        Raises:
-            KeyError, TypeError, ValueError: the object has another form.
-
         Example:
             >>> RunPosition.from_json(RunPosition(3, b"position", {}).to_json()).stream
             b'position'
@@ -63,18 +60,9 @@ class RunPosition(NamedTuple):
 
 
 def gather_stream_state(state: StreamState) -> StreamState:
-    """Complete a stream's position from the parts that other processes know.
-
-    None in a state is a value that this process does not know, such as the position in documents
-    that only another process reads. All processes must call this in the same round.
-
-    Args:
-        state: this process's state.
-
-    Returns:
-        The state with all values that any process knows. A state of bytes is returned as it is:
-        every process has all of it.
-    """
+    """Complete a stream's position by parts that other processes know; bytes have all of it."""
+    # None in a state is a value that this process does not know, such as the position in documents
+    # that only another process reads. All processes must call this in the same round.
     if jax.process_count() == 1 or isinstance(state, bytes):
         return state
     return functools.reduce(merge, gather_json(state), state)
@@ -82,10 +70,6 @@ def gather_stream_state(state: StreamState) -> StreamState:
 
 def merge(state: Any, other: Any) -> Any:
     """Replace every None in a state by the value of another process.
-
-    Args:
-        state: a tree of dicts, lists and JSON values.
-        other: a tree of the same structure, with values in the place of None.
 
     Example:
         >>> merge({"shards": [[3, 0], None], "round": 2}, {"shards": [None, [5, 1]], "round": 2})
@@ -103,20 +87,9 @@ def merge(state: Any, other: Any) -> Any:
 def restore_stream(
     stream: CohortStream, saved: Any, *, must_fit: bool, beginning: StreamState | None = None
 ) -> None:
-    """Move a stream to a saved position, or to the same round if its settings were changed.
-
-    A stream whose cohorts depend on its settings and the round alone has the round in its state.
-    Another stream has no position that corresponds to the saved one: it restarts.
-
-    Args:
-        stream: the stream.
-        saved: a result of its `get_state`.
-        must_fit: raise if the position does not fit.
-        beginning: the stream's position before its first cohort. Default None: it is there.
-
-    Raises:
-        ValueError: the position does not fit the stream, and must.
-    """
+    """Move a stream to a saved position, or to the same round if its settings were changed."""
+    # A stream whose cohorts depend on its settings and the round alone has the round in its state.
+    # Another stream has no position that corresponds to the saved one: it restarts.
     try:
         stream.set_state(saved)
     except ValueError as error:

@@ -41,9 +41,6 @@ def write_checksums(folder: Path) -> None:
 
     In a bucket it is the CRC-32C, in base64.
 
-    Args:
-        folder: a checkpoint whose files are complete.
-
     Example:
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
@@ -56,8 +53,8 @@ def write_checksums(folder: Path) -> None:
         'data has another checksum'
     """
     if is_remote(folder):
-        found = list_files(folder)
-        content: dict[str, Any] = {n: found[n] for n in sorted(found) if not _is_ignored(n)}
+        listed = list_files(folder)
+        content: dict[str, Any] = {n: listed[n] for n in sorted(listed) if not _is_ignored(n)}
     else:
         content = {
             name: ((path := folder / name).stat().st_size, _crc(path)) for name in _files(folder)
@@ -66,17 +63,7 @@ def write_checksums(folder: Path) -> None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """Compare the files of a folder with their checksums.
-
-    Args:
-        folder: a checkpoint with `checksums.json`.
-
-    Returns:
-        The first difference in words, or None if there is none.
-
-    Raises:
-        OSError: a file cannot be read for another reason than damage, such as its permissions.
-    """
+    """Compare the files of a folder with their checksums."""
     try:
         expected = read_json(folder / CHECKSUMS)
         if not is_remote(folder) and (name := _find_special(folder)):
@@ -86,9 +73,9 @@ def find_damage(folder: Path) -> str | None:
             if name not in listed if listed is not None else not (folder / name).is_file():
                 return f"{name} is missing"
             # The size first: a file of another size, which can be terabytes, is not read.
-            found = (folder / name).stat().st_size if listed is None else listed[name][0]
-            if found != size:
-                return f"{name} has {found} bytes instead of {size}"
+            size_now = (folder / name).stat().st_size if listed is None else listed[name][0]
+            if size_now != size:
+                return f"{name} has {size_now} bytes instead of {size}"
             if listed is not None and isinstance(crc, str):
                 found_crc: Any = listed[name][1]
             elif isinstance(crc, str):  # copied from a bucket
@@ -108,8 +95,8 @@ def find_damage(folder: Path) -> str | None:
 
 def _files(folder: Path) -> list[str]:
     paths = (Path(root, name) for root, _, names in os.walk(folder) for name in names)
-    found = (path for path in paths if not _is_ignored(path.name))
-    return sorted(path.relative_to(folder).as_posix() for path in found)
+    files = (path for path in paths if not _is_ignored(path.name))
+    return sorted(path.relative_to(folder).as_posix() for path in files)
 
 
 def _find_special(folder: Path) -> str | None:
@@ -155,14 +142,7 @@ class DamagedCheckpointError(FedpaxError, OSError):
 
 
 def check_latest_round(job_log_dir: str | Path) -> None:
-    """Compare the newest complete checkpoint of a run with its checksums.
-
-    Args:
-        job_log_dir: a run's folder.
-
-    Raises:
-        DamagedCheckpointError: the checkpoint is damaged.
-    """
+    """Compare the newest complete checkpoint of a run with its checksums."""
     folder = resolve_folder(job_log_dir) / CHECKPOINTS
     for step in complete_rounds(folder)[-1:]:
         if damage := find_damage(folder / str(step)):
@@ -195,11 +175,7 @@ def damaged_checkpoint(folder: Path, step: int, damage: str) -> DamagedCheckpoin
 
 
 def set_aside_unfinished(folder: Path) -> None:
-    """Remove unfinished and half deleted checkpoints, and rename those without checksums.
-
-    Args:
-        folder: a run's `checkpoints` folder, which may be missing.
-    """
+    """Remove unfinished and half deleted checkpoints, and rename those without checksums."""
     if not folder.is_dir():
         return
     remove_deleted(folder)
@@ -219,25 +195,13 @@ def set_aside_unfinished(folder: Path) -> None:
 
 
 def remove_deleted(folder: Path) -> None:
-    """Remove what is left of deleted checkpoints, which a kill can have interrupted.
-
-    Args:
-        folder: a run's `checkpoints` folder.
-
-    Raises:
-        OSError: the files cannot be removed.
-    """
+    """Remove what is left of deleted checkpoints, which a kill can have interrupted."""
     if not is_object_store(folder) and (folder / DELETED).is_dir():
         remove_folder(folder / DELETED)
 
 
 def set_aside_after(folder: Path, round_number: int) -> None:
-    """Rename the complete checkpoints of later rounds, which a run trains again.
-
-    Args:
-        folder: a run's `checkpoints` folder, which may be missing.
-        round_number: the round from which the run resumes.
-    """
+    """Rename the complete checkpoints of later rounds, which a run trains again."""
     for step in complete_rounds(folder):
         if step > round_number:
             aside = _set_aside(folder / str(step), f"before_round_{round_number}_resumed")

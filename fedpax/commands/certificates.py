@@ -10,19 +10,7 @@ from fedpax.errors import UsageError
 
 
 def certificates(arguments: Sequence[str]) -> int:
-    """Write a folder with certificates, and print when they expire.
-
-    Args:
-        arguments: the arguments after `certificates`.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        UsageError: a flag is missing or unknown, or an extra is not installed.
-        ValueError: as in `fedpax.sites.transport.certificates.make_certificates`.
-        OSError: as in `make_certificates`.
-    """
+    """Write a folder with certificates, and print when they expire."""
     options, unknown = parse("certificates", arguments, define_flags, needs_exp=False)
     if unknown or options.exp:
         raise UsageError(

@@ -44,14 +44,7 @@ from fedpax.training.resume_checks import check_configuration, check_field_names
 
 
 def compare(arguments: Sequence[str]) -> int:
-    """Train the experiments that are not finished, print a table, and write the files.
-
-    Args:
-        arguments: the arguments after `compare`.
-
-    Returns:
-        The exit status.
-    """
+    """Train the experiments that are not finished, print a table, and write the files."""
     options, fields = parse("compare", arguments, define_flags)
     chosen = split_list(options.exp, lambda exp: Path(exp.rpartition(":")[0]).is_file())
     target, names = _find_target(options.target, chosen), expand_groups(chosen)

@@ -30,17 +30,7 @@ PATHS = (
 
 
 def completion(arguments: Sequence[str]) -> int:
-    """Print the script for a shell.
-
-    Args:
-        arguments: `bash` or `zsh`.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        UsageError: the shell is another one.
-    """
+    """Print the script for a shell."""
     if len(arguments) != 1 or arguments[0] not in SHELLS:
         raise UsageError(
             f"`fedpax completion` got {' '.join(arguments) or 'no shell'!r}, expected "

@@ -65,17 +65,7 @@ class Finding(NamedTuple):
 
 
 def doctor(arguments: Sequence[str]) -> int:
-    """Print the report.
-
-    Args:
-        arguments: none are allowed.
-
-    Returns:
-        The exit status: 1 if something essential is broken.
-
-    Raises:
-        UsageError: there is an argument.
-    """
+    """Print the report."""
     if arguments:
         from fedpax.errors import UsageError
 
@@ -97,13 +87,13 @@ def examine() -> Iterator[Finding]:
     yield Finding("python", f"{platform.python_version()} on {platform.platform()}")
     requirements = _requirements()
     for package in (*PACKAGES, *sorted(requirements.keys() - set(PACKAGES))):
-        found, needed = _version(package), requirements.get(package, "")
+        version, needed = _version(package), requirements.get(package, "")
         problem = None
-        if found is None or _numbers(found) < _numbers(needed):
-            problem = f"{package} {found or 'is missing'}, expected {needed or 'any version'} or "
+        if version is None or _numbers(version) < _numbers(needed):
+            problem = f"{package} {version or 'is missing'}, expected {needed or 'any version'} or "
             problem += f'newer. Run: pip install "{package}>={needed or 0}"'
         if problem or package in PACKAGES:
-            yield Finding(package, found or "missing", problem)
+            yield Finding(package, version or "missing", problem)
     yield _guarded("devices", _devices, "Correct JAX_PLATFORMS, or install JAX again.")
     yield _guarded("cores", _cores, "")
     yield _guarded(
@@ -111,10 +101,10 @@ def examine() -> Iterator[Finding]:
     )
     yield Finding("data sets", _data_sets())
     for name, extra in EXTRAS.items():
-        found = _version(extra.package)
+        version = _version(extra.package)
         remedy = f'pip install "fedpax[{name}]" for {extra.use}'
         yield Finding(
-            f"extra {name}", f"{extra.package} {found}" if found else f"not here: {remedy}"
+            f"extra {name}", f"{extra.package} {version}" if version else f"not here: {remedy}"
         )
 
 
@@ -140,10 +130,10 @@ def _requirements() -> dict[str, str]:
         lines = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:  # on PYTHONPATH, not installed
         return {}
-    found = [
+    installed = [
         re.match(r"([\w.-]+)(?:>=([\d.]+))?", line) for line in lines if "extra ==" not in line
     ]
-    return {match[1]: match[2] or "" for match in found if match}
+    return {match[1]: match[2] or "" for match in installed if match}
 
 
 def _numbers(version: str) -> list[int]:

@@ -25,14 +25,7 @@ from fedpax.training.progress import describe_devices, format_metrics
 
 
 def evaluate(arguments: Sequence[str]) -> int:
-    """Evaluate a checkpoint, print its metrics, and write the file that is asked for.
-
-    Args:
-        arguments: the arguments after `evaluate`.
-
-    Returns:
-        The exit status.
-    """
+    """Evaluate a checkpoint, print its metrics, and write the file that is asked for."""
     options, fields = parse("evaluate", arguments, define_flags, needs_exp=False)
     report = output_file("json", options.json)
     picture = output_file("picture", options.picture, ".png")

@@ -30,19 +30,8 @@ FORMATS = ("huggingface", "orbax", *FILE_WRITERS)
 
 
 def export(arguments: Sequence[str]) -> int:
-    """Write a checkpoint's model to a new folder or file, completely or not at all.
-
-    Adapters are merged into the model that they adapt.
-
-    Args:
-        arguments: the arguments after `export`.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        UsageError: `--out` is missing or has files, or the format cannot hold the run's model.
-    """
+    """Write a checkpoint's model to a new folder or file, completely or not at all."""
+    # Adapters are merged into the model that they adapt.
     options, fields = parse("export", arguments, define_flags, needs_exp=False)
     saved = read_saved_run("export", arguments, options, fields)
     number = checkpoint_round("export", saved, options.round)
@@ -106,11 +95,11 @@ def _new_path(name: str | None, *, is_folder: bool) -> Path:
     is_link = out.is_symlink()
     is_empty = is_folder and out.is_dir() and not any(out.iterdir())
     if is_link or (out.exists() and not is_empty):
-        kind = "is a file" if out.is_file() else "has files" if is_folder else "is a folder"
-        kind = "is a link" if is_link else kind
+        trouble = "is a file" if out.is_file() else "has files" if is_folder else "is a folder"
+        trouble = "is a link" if is_link else trouble
         expected = "a new or an empty folder" if is_folder else "a new file"
         raise UsageError(
-            f"--out={name} {kind}, expected {expected}. Give another --out, or remove it."
+            f"--out={name} {trouble}, expected {expected}. Give another --out, or remove it."
         )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -26,20 +26,9 @@ from fedpax.run_files.integers import SEEDS
 
 
 def generate(arguments: Sequence[str]) -> int:
-    """Print a prompt and its continuation.
-
-    The separator of documents stands before the prompt, as before every document of the training,
-    so the prompt begins a document. The continuation ends at the next separator.
-
-    Args:
-        arguments: the arguments after `generate`.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        UsageError: the experiment is not one on text.
-    """
+    """Print a prompt and its continuation."""
+    # The separator of documents stands before the prompt, as before every document of the training,
+    # so the prompt begins a document. The continuation ends at the next separator.
     options, fields = parse("generate", arguments, define_flags, needs_exp=False)
     saved = read_saved_run("generate", arguments, options, fields)
     experiment = saved.experiment

@@ -11,10 +11,6 @@ from fedpax.commands import COMMANDS
 def help_of(command: str, usage: str) -> str:
     """Return the lines of the usage that concern a command, and its own flags.
 
-    Args:
-        command: the command's name.
-        usage: the text of `fedpax --help`.
-
     Example:
         >>> from fedpax.main import USAGE
         >>> text = help_of("doctor", USAGE)
@@ -29,10 +25,12 @@ def help_of(command: str, usage: str) -> str:
     blocks = re.findall(r"^  fedpax .*\n(?:    .*\n?)*", f"{commands}\n", re.MULTILINE)
     head = "".join(block for block in blocks if re.match(rf"  fedpax {command}\b", block))
     described = re.findall(r"^  --.*\n(?: {12}.*\n)*", f"  --exp {rest}", re.MULTILINE)
-    own = _flags_of(command) | set(re.findall(r"--[\w.]+", head))
-    if "--FIELD" in own:
-        own.add("--seed")
-    shown = "".join(text for text in described if set(re.findall(r"^  (--[\w.]+)", text)) & own)
+    command_flags = _flags_of(command) | set(re.findall(r"--[\w.]+", head))
+    if "--FIELD" in command_flags:
+        command_flags.add("--seed")
+    shown = "".join(
+        text for text in described if set(re.findall(r"^  (--[\w.]+)", text)) & command_flags
+    )
     more = "`fedpax --help` shows all commands.\n"
     return "\n".join(part for part in (head, shown, more) if part)
 

@@ -29,14 +29,7 @@ if TYPE_CHECKING:
 
 
 def join(arguments: Sequence[str]) -> int:
-    """Train an island until its syncer has finished, and print the result.
-
-    Args:
-        arguments: the arguments after `join`.
-
-    Returns:
-        The exit status.
-    """
+    """Train an island until its syncer has finished, and print the result."""
     options, experiment, folder = parse_run("join", arguments, define_flags)
     if not options.syncer:
         raise UsageError(
@@ -76,11 +69,6 @@ def join(arguments: Sequence[str]) -> int:
 
 def describe(result: "JoinResult", folder: str, syncer: str) -> str:
     """Describe the result of an island in words.
-
-    Args:
-        result: the result.
-        folder: the island's folder.
-        syncer: the address of the syncer.
 
     Example:
         >>> from fedpax.sites.island.join import JoinResult

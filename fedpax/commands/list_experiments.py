@@ -8,17 +8,7 @@ from fedpax.experiments.listing import EXPERIMENTS, GROUPS
 
 
 def list_experiments(arguments: Sequence[str]) -> int:
-    """Print the name and the first line of the docstring of every experiment and every group.
-
-    Args:
-        arguments: none, or the name of a group: print the names of its experiments.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        UsageError: the argument is no group.
-    """
+    """Print the name and the first line of the docstring of every experiment and every group."""
     if arguments:
         if len(arguments) > 1 or group_or_none(arguments[0]) is None:
             raise UsageError(
@@ -27,8 +17,8 @@ def list_experiments(arguments: Sequence[str]) -> int:
             )
         print("\n".join(expand_groups(arguments)))
         return 0
-    found = {**EXPERIMENTS, **GROUPS}
-    width = max(map(len, found), default=0)
+    names = {**EXPERIMENTS, **GROUPS}
+    width = max(map(len, names), default=0)
     for name, entry in sorted(EXPERIMENTS.items()):
         print(f"{name.ljust(width)}  {entry.summary}")
     for name, entry in sorted(GROUPS.items()):

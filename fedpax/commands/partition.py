@@ -11,20 +11,9 @@ from fedpax.errors import UsageError
 
 
 def partition(arguments: Sequence[str]) -> int:
-    """Print how an experiment's clients differ, and draw the picture that is asked for.
-
-    The experiment has a method `read_population`, without arguments, that returns for each client
-    the indices of its examples, and the label of each example or None.
-
-    Args:
-        arguments: the arguments after `partition`.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        UsageError: the experiment has no population, or the picture is not a PNG.
-    """
+    """Print how an experiment's clients differ, and draw the picture that is asked for."""
+    # The experiment has a method `read_population`, without arguments, that returns for each client
+    # the indices of its examples, and the label of each example or None.
     options, fields = parse("partition", arguments, define_flags)
     picture = output_file("picture", options.picture, ".png")
     experiment = configure(options.exp, fields)

@@ -22,17 +22,7 @@ from fedpax.run_files.paths import write_atomically
 
 
 def plan(arguments: Sequence[str]) -> int:
-    """Plan an experiment, print the report, and write the files that the flags name.
-
-    Args:
-        arguments: the arguments after `plan`.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        MemoryOverflowError: the round does not fit the devices' memory.
-    """
+    """Plan an experiment, print the report, and write the files that the flags name."""
     options, fields = parse("plan", arguments, define_flags)
     if not options.topology:
         raise UsageError(

@@ -15,14 +15,7 @@ from fedpax.console import print_line
 
 
 def syncer(arguments: Sequence[str]) -> int:
-    """Serve the outer model until all merges are done, and print the result.
-
-    Args:
-        arguments: the arguments after `syncer`.
-
-    Returns:
-        The exit status.
-    """
+    """Serve the outer model until all merges are done, and print the result."""
     options, experiment, folder = parse_run("syncer", arguments, define_flags)
     if not options.listen:
         raise UsageError(

@@ -117,11 +117,6 @@ def _train_elastically(
 def describe(result: TrainingResult, rounds: int, folder: str) -> str:
     """Describe the result of a training run in one sentence.
 
-    Args:
-        result: the result.
-        rounds: the number of rounds of the experiment.
-        folder: the run's folder.
-
     Example:
         >>> done = TrainingResult(4, True, rounds_trained=0, signal=None, evaluation=None)
         >>> describe(done, 4, "runs/digits")

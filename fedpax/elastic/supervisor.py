@@ -70,23 +70,7 @@ def supervise(
     fit: FitJob,
     processes_per_island: Callable[[int], int],
 ) -> int:
-    """Supervise a training process on this host until the job ends.
-
-    Args:
-        folder: the run's folder.
-        saved_in: the folder of its checkpoints.
-        arguments: the arguments of `fedpax train`.
-        options: the options of the job.
-        fit: fits the job to the processes that remain.
-        processes_per_island: number of all processes -> number that train an island together.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        UsageError: the variables of the launcher are wrong, the keeper's port is in use, or no
-            keeper answers within `join_timeout`.
-    """
+    """Supervise a training process on this host until the job ends."""
     try:
         processes = find_job_processes() or JobProcesses(
             f"localhost:{_free_port()}", 1, 0, "no variables"
@@ -156,11 +140,7 @@ class Supervisor:
         self._lines: JsonLineSocket | None = None
 
     def connect(self) -> None:
-        """Connect to the keeper.
-
-        Raises:
-            UsageError: no keeper answers within `--join_timeout`.
-        """
+        """Connect to the keeper."""
         deadline = time.monotonic() + self._options.join_timeout
         reason = "no attempt"
         greeting = {  # complete before the keeper waits for it
@@ -191,14 +171,7 @@ class Supervisor:
         )
 
     def run(self, preemption: PreemptionGuard) -> int:
-        """Follow the keeper until the job ends.
-
-        Args:
-            preemption: has the signal to stop that this process received.
-
-        Returns:
-            The exit status.
-        """
+        """Follow the keeper until the job ends."""
         lines = self._lines
         assert lines is not None
         signaled = False

@@ -46,10 +46,6 @@ class Spread(NamedTuple):
 def spread_of(name: str, values: Float64[np.ndarray, " clients"]) -> Spread:
     """Return how a metric differs between clients.
 
-    Args:
-        name: the metric's name.
-        values: its value for each client.
-
     Example:
         >>> spread_of("accuracy", np.array([0.5, 1.0, np.nan, 0.75]))
         Spread(worst=0, percentile=0.55, mean=0.75, best=1, defined=3)
@@ -70,9 +66,6 @@ def format_clients(found: ClientMetrics) -> str:
     """Format metrics by client as two Markdown tables: their spread, and the clients.
 
     The second table has at most 20 clients, the worst ones by the first metric.
-
-    Args:
-        found: the metrics.
 
     Example:
         >>> metrics = {"accuracy": np.array([0.5, 1.0]), "auc": np.array([0.25, np.nan])}
@@ -141,24 +134,16 @@ def clients_json(found: ClientMetrics) -> list[dict[str, Any]]:
 
 
 def worst_first(found: ClientMetrics) -> Int64[np.ndarray, " clients"]:
-    """Return the places of clients from the worst by the first metric to the best.
-
-    Clients for which it is not defined are last.
-    """
+    """Return the places of clients from the worst by the first metric to the best."""
+    # Clients for which it is not defined are last.
     name, values = next(iter(found.metrics.items()))
     return np.argsort(-values if name in SMALLER_IS_BETTER else values, kind="stable")
 
 
 def plot_clients(found: ClientMetrics, path: str | Path) -> None:
-    """Draw metrics by client, one panel for each metric, the clients from the worst to the best.
-
-    Up to 20 clients have their names beside the first panel; their order is that of the first
-    metric in all panels. More clients are sorted in each panel.
-
-    Args:
-        found: the metrics.
-        path: the PNG to write.
-    """
+    """Draw metrics by client, one panel for each metric, the clients from the worst to the best."""
+    # Up to 20 clients have their names beside the first panel; their order is that of the first
+    # metric in all panels. More clients are sorted in each panel.
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 

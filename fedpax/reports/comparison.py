@@ -58,18 +58,7 @@ class RunSummary(NamedTuple):
 
 
 def summarize_run(name: str, job_log_dir: str | Path) -> RunSummary:
-    """Summarize a run from the metrics that it logged.
-
-    Args:
-        name: the run's name in the table.
-        job_log_dir: the run's folder.
-
-    Returns:
-        The summary.
-
-    Raises:
-        ValueError: the run has no evaluation yet.
-    """
+    """Summarize a run from the metrics that it logged."""
     return _summarize(name, [read_metrics(job_log_dir)], job_log_dir)
 
 
@@ -100,13 +89,6 @@ def _summarize(
 
 def format_table(runs: Sequence[RunSummary]) -> str:
     """Format runs as a Markdown table, one run per line.
-
-    Args:
-        runs: the summaries. If the runs have different units, every cell includes its unit. If one
-            of them has virtual seconds, there is a column for them.
-
-    Returns:
-        The table.
 
     Example:
         >>> run = RunSummary("diloco", 2.5, 3.2e6, 10**6, 9e3, "tokens", 2 * 10**6, 130.0)
@@ -143,30 +125,19 @@ def format_table(runs: Sequence[RunSummary]) -> str:
 def plot_comparison(
     folders: Mapping[str, Folders], path: str | Path, metrics: Sequence[str] = ()
 ) -> None:
-    """Plot the held-out loss over items and over bytes that participants exchanged.
-
-    If a run has virtual seconds, there is a panel over them. If the bytes of all runs are unknown
-    or zero, as on one device, there is no panel over bytes. Means over seeds have error bars of a
-    standard deviation.
-
-    Args:
-        folders: the folder of each run, or those of its seeds, by name.
-        path: the PNG to write.
-        metrics: the held-out metrics, one row of panels each. Default: the loss.
-    """
+    """Plot the held-out loss over items and over bytes that participants exchanged."""
+    # If a run has virtual seconds, there is a panel over them. If the bytes of all runs are unknown
+    # or zero, as on one device, there is no panel over bytes. Means over seeds have error bars of a
+    # standard deviation.
     over: tuple[Axis, ...] = ("items", "bytes_across_placement", "virtual_seconds")
     plot_losses(read_averages(folders), path, over=over, metrics=metrics or ("loss",))
 
 
 def read_averages(folders: Mapping[str, Folders]) -> dict[str, list[dict[str, Any]]]:
-    """Read the lines of `metrics.jsonl` of runs, averaged over seeds.
-
-    Args:
-        folders: the folder of each run, or those of its seeds, by name.
-    """
+    """Read the lines of `metrics.jsonl` of runs, averaged over seeds."""
     return {
-        name: average_lines([read_metrics(folder) for folder in _each(found)])
-        for name, found in folders.items()
+        name: average_lines([read_metrics(folder) for folder in _each(run_folders)])
+        for name, run_folders in folders.items()
     }
 
 
@@ -177,24 +148,13 @@ def _each(folders: Folders) -> Sequence[str | Path]:
 def write_comparison(
     folders: Mapping[str, Folders], destination: str | Path, metrics: Sequence[str] = ()
 ) -> str:
-    """Write `comparison.png` and `comparison.json`.
-
-    Args:
-        folders: the folder of each run, or those of its seeds, by name.
-        destination: the folder for the two files.
-        metrics: the metrics of the picture and of the second table. Default: the loss in the
-            picture, and all others in the table.
-
-    Returns:
-        The table of the runs, and that of their metrics if there are any but the loss.
-
-    Raises:
-        ValueError: no run has such a metric, or a run has no evaluation.
-    """
+    """Write `comparison.png` and `comparison.json`."""
     lines = read_averages(folders)
     runs = [
-        _summarize(name, [read_metrics(folder) for folder in _each(found)], _each(found)[0])
-        for name, found in folders.items()
+        _summarize(
+            name, [read_metrics(folder) for folder in _each(run_folders)], _each(run_folders)[0]
+        )
+        for name, run_folders in folders.items()
     ]
     check_metrics(metrics, lines)
     plot_comparison(folders, Path(destination) / "comparison.png", metrics)

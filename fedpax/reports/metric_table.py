@@ -17,30 +17,18 @@ KINDS = {"evaluation": "held-out", "training": "training"}
 
 
 def metric_names(runs: Mapping[str, Lines]) -> list[str]:
-    """Return the names of the metrics of runs, `loss` first.
-
-    Args:
-        runs: the lines of `metrics.jsonl` by run.
-    """
-    found: dict[str, None] = {}
+    """Return the names of the metrics of runs, `loss` first."""
+    numbers: dict[str, None] = {}
     for lines in runs.values():
         for kind in KINDS:
             for line in select(lines, kind)[-1:]:
-                found |= {name: None for name, value in line.items() if is_number(value)}
-    names = [name for name in found if name not in OTHER_COLUMNS]
+                numbers |= {name: None for name, value in line.items() if is_number(value)}
+    names = [name for name in numbers if name not in OTHER_COLUMNS]
     return sorted(names, key=lambda name: name != "loss")
 
 
 def format_metrics(runs: Mapping[str, Lines], metrics: Sequence[str] = ()) -> str:
     """Format the last values of the metrics as a Markdown table, one run per line.
-
-    Args:
-        runs: the lines of `metrics.jsonl` by run; averaged ones have standard deviations
-            (`fedpax.reports.repeats`).
-        metrics: the metrics' names. Default: all but `loss`, which other tables have.
-
-    Returns:
-        The table; an empty text without such a metric.
 
     Example:
         >>> lines = [{"kind": "evaluation", "round": 4, "loss": 0.5, "accuracy": 0.875}]
@@ -71,15 +59,7 @@ def format_metrics(runs: Mapping[str, Lines], metrics: Sequence[str] = ()) -> st
 
 
 def check_metrics(metrics: Sequence[str], runs: Mapping[str, Lines]) -> None:
-    """Check that each metric is one of a run.
-
-    Args:
-        metrics: the names that the command line gave.
-        runs: the lines of `metrics.jsonl` by run.
-
-    Raises:
-        ValueError: no run has the metric.
-    """
+    """Check that each metric is one of a run."""
     known = metric_names(runs)
     for name in metrics:
         if name not in known:

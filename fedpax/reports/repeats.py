@@ -14,14 +14,6 @@ DEVIATION = "deviation"
 def average_lines(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """Average the lines of `metrics.jsonl` of several runs.
 
-    Args:
-        runs: the lines of each run. Lines of one kind and round belong together; those that a run
-            lacks are left out.
-
-    Returns:
-        The lines, each with the mean of every number that all runs have. For several runs, the
-        sample standard deviations of the numbers are under the key `DEVIATION`.
-
     Example:
         >>> def run(loss):
         ...     return [{"kind": "evaluation", "round": 1, "loss": loss}]
@@ -30,11 +22,11 @@ def average_lines(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str,
     """
     if len(runs) == 1:
         return [dict(line) for line in runs[0]]
-    first, *others = [{(line["kind"], line["round"]): line for line in run} for run in runs]
+    first, *later_runs = [{(line["kind"], line["round"]): line for line in run} for run in runs]
     return [
-        _average([line, *(other[key] for other in others)])
+        _average([line, *(other[key] for other in later_runs)])
         for key, line in first.items()
-        if all(key in other for other in others)
+        if all(key in other for other in later_runs)
     ]
 
 

@@ -11,10 +11,6 @@ from fedpax.console import escape_controls
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format a Markdown table: the first column aligned left, all others right.
 
-    Args:
-        head: the columns' names.
-        rows: the cells, row by row.
-
     Example:
         >>> print(markdown_table(["run", "loss"], [["diloco", "2.5"], ["single", "12.5"]]))
         | run    | loss |

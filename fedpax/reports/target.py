@@ -55,8 +55,8 @@ class Target(NamedTuple):
             >>> Target("accuracy", 0.8).first([0.5, 0.81, 0.7]), Target("loss", 0.1).first([0.2])
             (1, None)
         """
-        found = np.asarray(values)
-        reached = found <= self.value if self.is_loss else found >= self.value
+        numbers = np.asarray(values)
+        reached = numbers <= self.value if self.is_loss else numbers >= self.value
         return int(np.argmax(reached)) if reached.any() else None
 
     def best(self, values: Sequence[float]) -> float:
@@ -67,9 +67,6 @@ class Target(NamedTuple):
 
 def parse_target(text: str) -> Target:
     """Parse `METRIC=VALUE`.
-
-    Raises:
-        ValueError: the text has another form, or the value is not finite.
 
     Example:
         >>> parse_target("accuracy=0.85")
@@ -134,7 +131,9 @@ def course_of(run: Run, evaluations: Sequence[Mapping[str, Any]], metric: str) -
     fractions = [1.0] * max(rounds)
     if has_steps:
         later = (next(run.cohorts) for _ in range(max(rounds) - 1))
-        fractions = [_valid_fraction(one) for one in itertools.chain([cohort], later)]
+        fractions = [
+            _valid_fraction(round_cohort) for round_cohort in itertools.chain([cohort], later)
+        ]
     flops = full_flops * np.cumsum(fractions)
     return Course(
         values=[number_or_nan(line.get(metric)) for line in evaluations],
@@ -183,11 +182,6 @@ def cost_to_target(course: Course, target: Target) -> CostToTarget:
 def format_target_table(costs: Mapping[str, Sequence[CostToTarget]], target: Target) -> str:
     """Format the costs as a Markdown table, the experiment with the fewest rounds first.
 
-    Args:
-        costs: for each experiment the costs of its runs, one for each seed. Means are over the
-            runs that reach the target, with sample standard deviations.
-        target: the target.
-
     Example:
         >>> costs = {"fedavg": [CostToTarget(29, 11.2e6, 1.2e8, 0.946)]}
         >>> print(format_target_table(costs, Target("accuracy", 0.85)))
@@ -212,16 +206,16 @@ def format_target_table(costs: Mapping[str, Sequence[CostToTarget]], target: Tar
     ]
     rows = []
     for name in sorted(costs, key=order):
-        found = costs[name]
-        best = _format_mean([cost.best for cost in found], ".4f")
-        rounds = [cost.rounds for cost in found if cost.rounds is not None]
+        run_costs = costs[name]
+        best = _format_mean([cost.best for cost in run_costs], ".4f")
+        rounds = [cost.rounds for cost in run_costs if cost.rounds is not None]
         if not rounds:
             rows.append([name, "not reached", "-", "-", best])
             continue
         text = _format_mean(rounds, ",.1f" if len(rounds) > 1 else ",.0f")
-        if len(rounds) < len(found):
-            text += f" ({len(rounds)} of {len(found)})"
-        reached = [cost for cost in found if cost.rounds is not None]
+        if len(rounds) < len(run_costs):
+            text += f" ({len(rounds)} of {len(run_costs)})"
+        reached = [cost for cost in run_costs if cost.rounds is not None]
         num_bytes = statistics.fmean(cost.num_bytes for cost in reached)
         flops = statistics.fmean(cost.flops for cost in reached)
         rows.append([name, text, format_bytes(num_bytes), _format_flops(flops), best])
@@ -243,17 +237,7 @@ def write_target_comparison(
     destination: str | Path,
     titles: Mapping[str, str] | None = None,
 ) -> str:
-    """Write `target.png` and `target.json`.
-
-    Args:
-        courses: the courses by the runs' names.
-        target: the target.
-        destination: the folder for the two files.
-        titles: the experiment of each run. Default None: each run is an experiment of its own.
-
-    Returns:
-        The table, with a row for each experiment.
-    """
+    """Write `target.png` and `target.json`."""
     titles = titles or {name: name for name in courses}
     costs = {name: cost_to_target(course, target) for name, course in courses.items()}
     save_picture(draw_courses(courses, target, titles), Path(destination) / "target.png")
@@ -261,30 +245,22 @@ def write_target_comparison(
         "target": target._asdict(),
         "runs": [
             {"name": name, "experiment": titles[name]}
-            | {key: None if value != value else value for key, value in found._asdict().items()}
-            for name, found in costs.items()
+            | {key: None if value != value else value for key, value in run_costs._asdict().items()}
+            for name, run_costs in costs.items()
         ],
     }
     write_atomically(Path(destination) / "target.json", json.dumps(content, indent=2) + "\n")
     by_title: dict[str, list[CostToTarget]] = {}
-    for name, found in costs.items():
-        by_title.setdefault(titles[name], []).append(found)
+    for name, run_costs in costs.items():
+        by_title.setdefault(titles[name], []).append(run_costs)
     return format_target_table(by_title, target)
 
 
 def draw_courses(
     courses: Mapping[str, Course], target: Target, titles: Mapping[str, str] | None = None
 ) -> Figure:
-    """Draw the metric of each run over rounds and over bytes, with the target.
-
-    If no run has a known number of bytes above zero, there is no panel over bytes.
-
-    Args:
-        courses: the courses by the runs' names.
-        target: the target.
-        titles: the experiment of each run, whose runs have one style. Default None: each run is an
-            experiment of its own.
-    """
+    """Draw the metric of each run over rounds and over bytes, with the target."""
+    # If no run has a known number of bytes above zero, there is no panel over bytes.
     titles = titles or {name: name for name in courses}
     styles = {
         title: line_style(number) | {"linewidth": 1.2}

@@ -16,13 +16,6 @@ SEEDS = (-(2**31), 2**32 - 1)
 def check_integers(config: Any, path: str = "") -> None:
     """Check the fields of type int of a configuration, and of the configurations in its fields.
 
-    Args:
-        config: a dataclass, such as an experiment.
-        path: the configuration's own path, such as `"training"`. Default "": the experiment itself.
-
-    Raises:
-        ValueError: a field is no integer, such as `inf`, or is out of range.
-
     Example:
         >>> from fedpax.training.experiment import TrainingConfig
         >>> TrainingConfig(rounds=10**23, evaluate_every=0, checkpoint_every=0)

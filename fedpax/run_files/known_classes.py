@@ -9,9 +9,9 @@ from typing import Any
 from fedpax.errors import ArgumentTypeError
 
 
-def name_of_class(kind: type) -> str:
+def name_of_class(class_: type) -> str:
     """Return `module:Name` of a class."""
-    return f"{kind.__module__}:{kind.__qualname__}"
+    return f"{class_.__module__}:{class_.__qualname__}"
 
 
 def is_within_fedpax(name: str) -> bool:
@@ -25,25 +25,20 @@ def is_within_fedpax(name: str) -> bool:
 
 
 def own_classes(experiment: Any) -> frozenset[type]:
-    """Return the dataclasses outside of fedpax that an experiment's configuration may name.
-
-    They are the classes of the experiment and its fields, and the dataclasses that their modules
-    define or import.
-
-    Args:
-        experiment: an experiment, or another dataclass; its code is trusted.
-    """
+    """Return the dataclasses outside of fedpax that an experiment's configuration may name."""
+    # They are the classes of the experiment and its fields, and the dataclasses that their modules
+    # define or import.
     used = {type(part) for part in _parts(experiment)}
-    names = {kind.__module__ for kind in used if not is_within_fedpax(kind.__module__)}
+    names = {class_.__module__ for class_ in used if not is_within_fedpax(class_.__module__)}
     modules = [sys.modules[name] for name in names if name in sys.modules]
     beside = [value for module in modules for value in vars(module).values()]
     # By name: a module that was imported again has other classes than an older experiment.
-    kinds = {name_of_class(kind): kind for kind in beside if isinstance(kind, type)}
-    kinds |= {name_of_class(kind): kind for kind in used}
+    kinds = {name_of_class(class_): class_ for class_ in beside if isinstance(class_, type)}
+    kinds |= {name_of_class(class_): class_ for class_ in used}
     return frozenset(
-        kind
-        for kind in kinds.values()
-        if dataclasses.is_dataclass(kind) and not is_within_fedpax(kind.__module__)
+        class_
+        for class_ in kinds.values()
+        if dataclasses.is_dataclass(class_) and not is_within_fedpax(class_.__module__)
     )
 
 
@@ -58,9 +53,9 @@ def _parts(value: Any) -> Iterator[Any]:
             yield from _parts(getattr(value, field.name))
 
 
-def find_class(named: Any, own: Collection[type]) -> Any:
+def find_class(named: Any, classes: Collection[type]) -> Any:
     """Return the class with this `module:Name`, or None."""
-    return next((kind for kind in own if name_of_class(kind) == named), None)
+    return next((class_ for class_ in classes if name_of_class(class_) == named), None)
 
 
 def find_in_fedpax(named: str) -> Any:
@@ -68,11 +63,11 @@ def find_in_fedpax(named: str) -> Any:
     module, _, name = named.partition(":")
     if not is_within_fedpax(named):
         raise ArgumentTypeError("the class has no name")
-    kind: Any = importlib.import_module(module)
+    class_: Any = importlib.import_module(module)
     for part in name.split("."):
-        kind = getattr(kind, part)
+        class_ = getattr(class_, part)
     # A class can have moved: its former module still has it.
-    is_class = isinstance(kind, type) and dataclasses.is_dataclass(kind)
-    if not is_class or not is_within_fedpax(kind.__module__):
+    is_class = isinstance(class_, type) and dataclasses.is_dataclass(class_)
+    if not is_class or not is_within_fedpax(class_.__module__):
         raise ArgumentTypeError(f"{named} is not a dataclass of fedpax")
-    return kind
+    return class_

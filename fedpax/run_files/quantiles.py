@@ -19,26 +19,20 @@ def with_quantiles(values: Mapping[str, Any]) -> dict[str, Any]:
 
     A value that is NaN or infinite is left out: a participant that is absent has none.
 
-    Args:
-        values: metrics by name: numbers, texts, and vectors with a value for each participant.
-
-    Returns:
-        The metrics by name; NaN for a vector without a finite value.
-
     Example:
         >>> with_quantiles({"loss": 0.5, "accuracy": np.array([0.1, 0.3, np.nan, 0.8])})
         {'loss': 0.5, 'accuracy/p10': 0.14, 'accuracy/p50': 0.3, 'accuracy/p90': 0.7}
     """
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for name, value in values.items():
         if not is_vector(value):
-            found[name] = value
+            named[name] = value
             continue
         known = finite_values(value)
         for end, quantile in QUANTILES.items():
             exact = float(np.quantile(known, quantile)) if known.size else np.nan
-            found[f"{name}/{end}"] = round(exact, 12)
-    return found
+            named[f"{name}/{end}"] = round(exact, 12)
+    return named
 
 
 def finite_values(values: Any) -> np.ndarray:

@@ -40,12 +40,7 @@ def with_seed(configuration: Configuration, seed: int) -> Configuration:
 
 
 def seed_paths(configuration: Any, path: str = "") -> Iterator[str]:
-    """Yield the paths of the seeds of a configuration, such as `"training.seed"`.
-
-    Args:
-        configuration: a frozen dataclass, such as an experiment.
-        path: the configuration's own path.
-    """
+    """Yield the paths of the seeds of a configuration, such as `"training.seed"`."""
     if isinstance(configuration, tuple):
         for i, item in enumerate(configuration):
             yield from seed_paths(item, f"{path}[{i}]")

@@ -47,7 +47,7 @@ def check_agreement(folder: Path, experiment: Experiment, saved_in: Path | None 
     if jax.process_count() == 1:
         return
     saved_in = folder if saved_in is None else saved_in
-    own = {
+    settings = {
         "the version of fedpax": fedpax.__version__,
         "the version of jax": jax.__version__,
         **{f"--{path}": repr(value) for path, value in flatten(to_json(experiment))},
@@ -58,49 +58,33 @@ def check_agreement(folder: Path, experiment: Experiment, saved_in: Path | None 
         deadline = time.monotonic() + SECONDS_UNTIL_VISIBLE
         while not lock.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
-        own["what process 0 writes into --job_log_dir"] = "present" if lock.exists() else "missing"
-    everyone = gather_json({**own, "host": socket.gethostname()})
+        settings["what process 0 writes into --job_log_dir"] = (
+            "present" if lock.exists() else "missing"
+        )
+    everyone = gather_json({**settings, "host": socket.gethostname()})
     if difference := describe_difference(everyone):
         raise ConfigurationError(difference)
 
 
 def check_same_data(cohorts: CohortStream) -> dict[str, str]:
-    """Check that the processes have the same data, of which each reads its own rows.
-
-    With other files under the same name, each process would leave out most of its documents. With
-    one process, nothing is compared.
-
-    Args:
-        cohorts: the stream of cohorts.
-
-    Returns:
-        The fingerprint of the data of this process: see `fedpax.clients.IdentifiedStream`.
-
-    Raises:
-        ConfigurationError: a process differs from process 0; every process of the job raises.
-    """
-    own = fingerprint(cohorts)
+    """Check that the processes have the same data; return its fingerprint."""
+    # With other files under the same name, each process would leave out most of its documents. With
+    # one process, nothing is compared.
+    data_fingerprint = fingerprint(cohorts)
     if jax.process_count() > 1:
         everyone = gather_json(
-            {f"the data set {name}": text for name, text in own.items()}
+            {f"the data set {name}": text for name, text in data_fingerprint.items()}
             | {"host": socket.gethostname()}
         )
         if difference := describe_difference(everyone, SAME_FILES):
             raise ConfigurationError(difference)
-    return own
+    return data_fingerprint
 
 
 def describe_difference(
     everyone: list[Mapping[str, str]], remedies: Sequence[str] = SAME_COMMAND
 ) -> str | None:
     """Describe how processes differ from process 0.
-
-    Args:
-        everyone: the settings of each process by name, with the name of its `"host"`.
-        remedies: the last lines.
-
-    Returns:
-        The differences and the remedy in a few lines, or None if there are none.
 
     Example:
         >>> one, other = {"host": "a", "--clients": "8"}, {"host": "b", "--clients": "9"}
@@ -113,11 +97,11 @@ def describe_difference(
     """
     first = everyone[0]
     lines = [
-        f"  process {number} on {one['host']}: {name} is {one.get(name, 'missing')}, in process 0 "
-        f"on {first['host']} it is {first.get(name, 'missing')}"
-        for number, one in enumerate(everyone)
-        for name in sorted(one.keys() | first.keys())
-        if name != "host" and one.get(name) != first.get(name)
+        f"  process {number} on {process['host']}: {name} is {process.get(name, 'missing')}, in "
+        f"process 0 on {first['host']} it is {first.get(name, 'missing')}"
+        for number, process in enumerate(everyone)
+        for name in sorted(process.keys() | first.keys())
+        if name != "host" and process.get(name) != first.get(name)
     ]
     if not lines:
         return None

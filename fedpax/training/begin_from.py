@@ -11,22 +11,8 @@ from fedpax.training.stored_params import StoredParams
 
 
 def begin_from(run: Run, job_log_dir: str | None) -> Run:
-    """Give a run the model of another run as its initial parameters.
-
-    The method begins anew: optimizer, schedule and position in the data are those of a new run.
-
-    Args:
-        run: the run.
-        job_log_dir: the folder of the other run, of which the newest checkpoint is read; may be in
-            a bucket (`gs://`). None: return the run unchanged.
-
-    Returns:
-        The run with `Run.initial`. It reads the folder when it trains for the first time, and
-        raises a ConfigurationError if the folder has no checkpoint, or another model.
-
-    Raises:
-        ConfigurationError: the run has initial parameters already.
-    """
+    """Give a run the model of another run as its initial parameters."""
+    # The method begins anew: optimizer, schedule and position in the data are those of a new run.
     if job_log_dir is None:
         return run
     source = f"training.begin_from={job_log_dir}"

@@ -52,25 +52,7 @@ def compile_round(
     update_norm: bool = False,
     skip_spikes: bool = False,
 ) -> CompiledRound:
-    """Compile a run's round for its mesh and shardings.
-
-    Args:
-        run: the run; its mesh must be set.
-        cohort: the cohort of one round, on the devices, or its abstract values with shardings. All
-            rounds have the same structure, shapes and dtypes.
-        update_norm: add the norm of the model's change to the metrics
-            (`fedpax.training.norms.report_update_norm`).
-        skip_spikes: keep the former state where the loss spikes
-            (`fedpax.training.spikes.skip_spikes`).
-
-    Returns:
-        The compiled round.
-
-    Raises:
-        ValueError: the round breaks the contract of `FederatedAlgorithm`, the run's placement is
-            none of the round's, the method keeps states of fewer clients than there are, or a mesh
-            axis does not divide the array axis that it shards.
-    """
+    """Compile a run's round for its mesh and shardings."""
     params = jax.eval_shape(lambda: run.init(jax.random.key(0)))
     state = jax.eval_shape(run.algorithm.init, params)
     if not hasattr(state, "params"):
@@ -114,17 +96,7 @@ def compile_round(
 def run_state_shardings(
     run: Run, params: Params, state: State, num_participants: int
 ) -> ShardingTree:
-    """Return the shardings of a run's state, as derived and as changed by `Shardings.state`.
-
-    Args:
-        run: the run.
-        params: the parameters' abstract values.
-        state: the state's abstract values.
-        num_participants: the placement's size.
-
-    Returns:
-        A tree of `NamedSharding` with the structure of the state.
-    """
+    """Return the shardings of a run's state, as derived and as changed by `Shardings.state`."""
     derived = state_shardings(
         state,
         params,
@@ -143,13 +115,6 @@ def run_state_shardings(
 def with_shardings(shapes: chex.ArrayTree, shardings: ShardingTree) -> Any:
     """Attach shardings to abstract values.
 
-    Args:
-        shapes: a tree whose leaves have a shape and a dtype.
-        shardings: a `NamedSharding`, or a tree of them that is a prefix of `shapes`.
-
-    Returns:
-        The same tree of `jax.ShapeDtypeStruct`.
-
     Example:
         >>> sharding = NamedSharding(jax.make_mesh((1,), ("clients",)), PartitionSpec("clients"))
         >>> types = with_shardings({"x": jax.ShapeDtypeStruct((2, 3), "float32")}, sharding)
@@ -167,17 +132,7 @@ def with_shardings(shapes: chex.ArrayTree, shardings: ShardingTree) -> Any:
 
 
 def init_state(run: Run, compiled: CompiledRound, seed: int, params: Params | None = None) -> State:
-    """Create the initial state of a run, on its shardings.
-
-    Args:
-        run: the run; its mesh must be set.
-        compiled: its compiled round.
-        seed: seed of the parameters.
-        params: the initial parameters, whose buffers are donated. Default None: new parameters.
-
-    Returns:
-        The algorithm's state for these parameters.
-    """
+    """Create the initial state of a run, on its shardings."""
     options: dict[str, Any] = {
         "out_shardings": jax.tree.map(lambda leaf: leaf.sharding, compiled.state),
         "compiler_options": run_once_options(run.mesh.devices.flat[0].platform),
@@ -207,11 +162,11 @@ def _check_round(before: State, after: State, metrics: Metrics, num_participants
             )
     if not isinstance(metrics, dict) or "loss" not in metrics:
         is_array = hasattr(metrics, "shape")
-        kind = "an array" if is_array else f"a {type(metrics).__name__}"
-        found = str(sorted(metrics)) if isinstance(metrics, dict) else kind
+        type_name = "an array" if is_array else f"a {type(metrics).__name__}"
+        returned_value = str(sorted(metrics)) if isinstance(metrics, dict) else type_name
         raise ArgumentError(
-            f"algorithm.round returns the metrics {found}, expected a dict of scalars with the key "
-            '"loss". Add the mean training loss of the round as metrics["loss"].'
+            f"algorithm.round returns the metrics {returned_value}, expected a dict of scalars "
+            'with the key "loss". Add the mean training loss of the round as metrics["loss"].'
         )
     if reserved := sorted(RESERVED_METRICS & metrics.keys()):
         raise ArgumentError(
@@ -228,10 +183,12 @@ def _check_round(before: State, after: State, metrics: Metrics, num_participants
         )
         is_vector = shape == (num_participants,) and name != "loss"  # logged as quantiles
         if not real or not (shape == () or is_vector):
-            found = f"{dtype}{list(shape)}" if shape is not None else f"a {type(value).__name__}"
+            returned_value = (
+                f"{dtype}{list(shape)}" if shape is not None else f"a {type(value).__name__}"
+            )
             raise ArgumentError(
-                f"algorithm.round returns metrics[{name!r}] as {found}, expected a scalar of a "
-                "real dtype, or, except for the loss, a value for each of the "
+                f"algorithm.round returns metrics[{name!r}] as {returned_value}, expected a scalar "
+                "of a real dtype, or, except for the loss, a value for each of the "
                 f"{num_participants} participants. Reduce it in the round, for example with "
                 "jnp.mean or fedpax.federated_mean, or keep it in the state."
             )
@@ -239,14 +196,6 @@ def _check_round(before: State, after: State, metrics: Metrics, num_participants
 
 def check_same_types(number: int, cohort: Cohort, first: Cohort) -> None:
     """Check that a cohort has the types for which the round was compiled.
-
-    Args:
-        number: the number of its round, from 1.
-        cohort: the cohort.
-        first: the cohort for which the round was compiled, or its abstract values.
-
-    Raises:
-        ValueError: the structure, a shape or a dtype differs; the message lists the differences.
 
     Example:
         >>> import numpy as np

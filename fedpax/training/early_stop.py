@@ -34,11 +34,7 @@ class EarlyStop:
         self._kept: Sequence[Mapping[str, Any]] = ()
 
     def start(self, kept: Sequence[Mapping[str, Any]]) -> None:
-        """Begin with the evaluations that are logged already.
-
-        Args:
-            kept: the lines of `metrics.jsonl`, of process 0.
-        """
+        """Begin with the evaluations that are logged already."""
         training, self._kept = self._training, kept
         self._evaluations = Evaluations(kept, training.keep_best, training.stop_after)
         saved = (
@@ -55,15 +51,7 @@ class EarlyStop:
         self._retention.best.update([round_number] if round_number else [])
 
     def add(self, round_number: int, metrics: Mapping[str, float]) -> bool:
-        """Add an evaluation; return whether to save its model as the best one so far.
-
-        Args:
-            round_number: the round.
-            metrics: the held-out metrics.
-
-        Raises:
-            ValueError: they lack the metric of `training.keep_best`.
-        """
+        """Add an evaluation; return whether to save its model as the best one so far."""
         training = self._training
         if training.keep_best is None and not training.stop_after:
             return False
@@ -80,16 +68,10 @@ class EarlyStop:
         return self._evaluations.reason if done < self._training.rounds else None
 
     def log(self, done: int, metrics: MetricsWriter, seconds: Mapping[str, float]) -> None:
-        """Log that the run stops, and export its last model.
-
-        Args:
-            done: the number of rounds.
-            metrics: the writer of `metrics.jsonl`.
-            seconds: the use of the wall time, for the line.
-        """
+        """Log that the run stops, and export its last model."""
         self._exports.end_at(done)
         if any((line["kind"], line["round"]) == (STOP, done) for line in self._kept):
             return  # by an earlier process
-        found = self._evaluations
-        line = {"best_round": found.best_round, "evaluations_since": found.waited}
+        evaluations = self._evaluations
+        line = {"best_round": evaluations.best_round, "evaluations_since": evaluations.waited}
         metrics.write(STOP, done, {**line, **seconds})

@@ -125,16 +125,7 @@ class Run(NamedTuple):
 
 
 def check_run(run: object, experiment_name: str) -> None:
-    """Check that `Experiment.build` returned a run that the training loop can use.
-
-    Args:
-        run: the value that it returned.
-        experiment_name: the name of the experiment's class.
-
-    Raises:
-        ValueError: it is not a `Run`, its algorithm or its cohorts lack a method, or a round has no
-            items.
-    """
+    """Check that `Experiment.build` returned a run that the training loop can use."""
     if not isinstance(run, Run):
         raise ArgumentError(
             f"{experiment_name}.build returns a {type(run).__name__}, expected a "

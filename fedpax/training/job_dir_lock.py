@@ -136,9 +136,6 @@ class JobDirLock(AbstractContextManager["JobDirLock"]):
 def is_in_use(folder: Path) -> bool:
     """Return whether a process trains in a folder.
 
-    Args:
-        folder: a run's folder, or its `checkpoint_dir`. It may be missing, and is not changed.
-
     Example:
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())

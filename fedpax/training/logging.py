@@ -81,13 +81,7 @@ class RoundLogger:
         self._clock = time.perf_counter()
 
     def log_run(self, num_parameters: int, num_participants: int, item_unit: str) -> None:
-        """Log the sizes of the run, unless `metrics.jsonl` has them already.
-
-        Args:
-            num_parameters: numbers in the server's model.
-            num_participants: participants in a round.
-            item_unit: the unit of the items: `"tokens"` or `"examples"`.
-        """
+        """Log the sizes of the run, unless `metrics.jsonl` has them already."""
         self._num_participants = num_participants
         sizes: dict[str, float | str] = {
             "num_parameters": num_parameters,
@@ -104,26 +98,13 @@ class RoundLogger:
         return not all(value.is_ready() for value in pending.values())
 
     def log_round(self, round_number: int, metrics: Metrics, idle_seconds: float) -> None:
-        """Accept the metrics of a round that was just dispatched, and log the round before it.
-
-        Args:
-            round_number: the round, from 1.
-            metrics: its metrics, scalars that need not be computed yet.
-            idle_seconds: the seconds for which the devices may have waited for its cohort.
-        """
+        """Accept the metrics of a round that was just dispatched, and log the round before it."""
         self._idle += idle_seconds
         self.flush()
         self._pending = (round_number, metrics)
 
     def flush(self) -> None:
-        """Wait for the round that was dispatched last, and log it.
-
-        Raises:
-            NonFiniteError: its loss is not finite and `stop_on_non_finite` is True.
-            Spike: it is a spike, and the run rolls back.
-            RepeatedSpikesError: too many rounds in a row were skipped.
-            OSError: the line cannot be written.
-        """
+        """Wait for the round that was dispatched last, and log it."""
         if self._pending is None:
             return
         (round_number, metrics), self._pending = self._pending, None
@@ -131,10 +112,10 @@ class RoundLogger:
         values, vectors = _split(jax.device_get(metrics))
         self.waits_for = None
         # Of this round; logged is their number in all rounds.
-        found = values.pop("spikes", None)
+        spiked = values.pop("spikes", None)
         self._uploaded_bytes += values.get(UPLOADED_BYTES, math.nan) / self._num_participants
         loss = values["loss"]
-        is_spike = self._history.add(round_number, loss, None if found is None else bool(found))
+        is_spike = self._history.add(round_number, loss, None if spiked is None else bool(spiked))
         now = time.perf_counter()
         seconds, idle = now - self._clock, self._idle
         self.restart_clock(now)
@@ -173,20 +154,7 @@ class RoundLogger:
             )
 
     def log_evaluation(self, round_number: int, metrics: HeldoutMetrics) -> dict[str, float]:
-        """Log the metrics on held-out data.
-
-        Args:
-            round_number: the round after which they were measured.
-            metrics: the metrics by name, as floats, with `"loss"`; or vectors with a value for each
-                client.
-
-        Returns:
-            The metrics as floats, with the quantiles of vectors.
-
-        Raises:
-            ValueError: a metric is not a number or has a reserved name, or there is no `"loss"`.
-            OSError: the line cannot be written.
-        """
+        """Log the metrics on held-out data."""
         floats, vectors = _as_floats(metrics)
         values = floats | self._counts(round_number) | line_values(self._goodput.seconds())
         self._metrics.write("evaluation", round_number, values, vectors)
@@ -209,19 +177,8 @@ class RoundLogger:
         }
 
     def check_state(self, round_number: int, state: State, check: FiniteCheck) -> None:
-        """Check that the state is finite before it is saved.
-
-        A run that neither stops nor rolls back prints a line once, and saves the state.
-
-        Args:
-            round_number: the number of completed rounds.
-            state: the state.
-            check: finds a leaf that must be finite and is not.
-
-        Raises:
-            NonFiniteError: the state is not finite and `stop_on_non_finite` is True.
-            Spike: the state is not finite and the run rolls back.
-        """
+        """Check that the state is finite before it is saved."""
+        # A run that neither stops nor rolls back prints a line once, and saves the state.
         path = check.find(state)
         if path is None:
             return
@@ -235,11 +192,7 @@ class RoundLogger:
             self._progress.note(f"{what}; checkpoints from this round on hold it")
 
     def restart_clock(self, now: float | None = None) -> None:
-        """Exclude the time since the last round from the throughput.
-
-        Args:
-            now: the `time.perf_counter()` from which to count. Default None: the current time.
-        """
+        """Exclude the time since the last round from the throughput."""
         self._clock = time.perf_counter() if now is None else now
         self._idle = 0.0
 
@@ -274,10 +227,11 @@ def _as_floats(values: HeldoutMetrics) -> tuple[dict[str, float], dict[str, np.n
                 np.asarray(value, np.float64)
         except (TypeError, ValueError) as error:
             shape = getattr(value, "shape", None)
-            found = f"a {type(value).__name__}" if shape is None else f"an array {list(shape)}"
+            described = f"a {type(value).__name__}" if shape is None else f"an array {list(shape)}"
             raise ArgumentError(
-                f"Run.evaluate returns metrics[{name!r}] as {found}, expected a number. Return one "
-                "metric per number, for example its mean, or a vector with a value for each client."
+                f"Run.evaluate returns metrics[{name!r}] as {described}, expected a number. Return "
+                "one metric per number, for example its mean, or a vector with a value for each "
+                "client."
             ) from error
     return _split(values)
 

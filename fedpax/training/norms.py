@@ -20,12 +20,6 @@ def report_update_norm(
     A state whose `params` is not a field, but computed from its fields, gets no norm: computing it
     can need communication.
 
-    Args:
-        round: `(state, cohort, *frozen) -> (state, metrics)`.
-
-    Returns:
-        The round with this metric, a float32 scalar.
-
     Example:
         >>> from typing import NamedTuple
         >>> class State(NamedTuple):
@@ -47,10 +41,6 @@ def report_update_norm(
 def update_norm(before: Params, after: Params) -> Float[Array, ""]:
     """Return the Euclidean norm of the change of all parameters, in float32.
 
-    Args:
-        before: the parameters before the round.
-        after: the parameters after it.
-
     Example:
         >>> before, after = jnp.zeros((2, 3)), jnp.ones((2, 3))
         >>> update_norm({"w": before[:, :2], "b": before}, {"w": before[:, 1:], "b": after})
@@ -67,10 +57,6 @@ def turned_non_finite(before: State, after: State) -> Bool[Array, ""]:
     """Return whether a number of a state was finite before a round and is not after it.
 
     An infinity that a method keeps in its state, such as the smallest loss so far, is allowed.
-
-    Args:
-        before: the state before the round.
-        after: the state after it. Integers are finite.
 
     Example:
         >>> before = {"params": jnp.zeros(2), "least": jnp.inf}
@@ -111,11 +97,7 @@ class FiniteCheck:
         self._at_start = self._finite_leaves(state)  # on the devices: nothing waits for it
 
     def find(self, state: State) -> str | None:
-        """Return the path of the first leaf that must be finite and is not, or None.
-
-        Args:
-            state: the state, with the structure of the one at the start.
-        """
+        """Return the path of the first leaf that must be finite and is not, or None."""
         finite, at_start = jax.device_get((self._finite_leaves(state), self._at_start))
         for path, is_finite in finite.items():
             if not is_finite and (at_start[path] or path.startswith(".params")):

@@ -58,23 +58,11 @@ class Prefetch(AbstractContextManager["Prefetch"]):
         self._submit()
 
     def peek(self) -> Cohort:
-        """Wait for the next round's cohort without drawing it.
-
-        Returns:
-            The cohort, on the devices.
-        """
+        """Wait for the next round's cohort without drawing it."""
         return self._result()[0]
 
     def next(self) -> tuple[Cohort, StreamState]:
-        """Wait for the next round's cohort and start to prepare the one after it.
-
-        Returns:
-            The cohort, on the devices, and the stream's position after it.
-
-        Raises:
-            ValueError: the stream ends before `num_rounds` rounds.
-            IndexError: more than `num_rounds` rounds are asked for.
-        """
+        """Wait for the next round's cohort; return it with the stream's position after it."""
         drawn = self._result()
         self._submit()
         return drawn
@@ -108,20 +96,7 @@ class Prefetch(AbstractContextManager["Prefetch"]):
 
 
 def put_on_mesh(tree: Tree, sharding: ShardingTree) -> Tree:
-    """Copy arrays from the host to the mesh.
-
-    Args:
-        tree: a pytree of NumPy arrays that every process holds, or of values with a shape and a
-            dtype whose blocks are read by indexing, such as `fedpax.data.LocalRows`. Of these a
-            process reads only the blocks of its own devices.
-        sharding: a `NamedSharding`, or a tree of them that is a prefix of `tree`.
-
-    Returns:
-        The same tree of `jax.Array`.
-
-    Raises:
-        ValueError: a mesh axis does not divide the array axis that it shards.
-    """
+    """Copy arrays from the host to the mesh."""
     check_divisible("cohort", tree, sharding)
     if jax.process_count() == 1:
         return jax.device_put(tree, sharding)

@@ -75,12 +75,7 @@ class Profile(AbstractContextManager["Profile"]):
             jax.profiler.start_trace(self._folder)
 
     def after(self, round_number: int, wait: Callable[[], None]) -> None:
-        """End the trace after its last round.
-
-        Args:
-            round_number: the round that was dispatched.
-            wait: waits until it is finished.
-        """
+        """End the trace after its last round."""
         self._dispatched = round_number
         if self._started is not None and round_number >= self._last:
             wait()
@@ -112,15 +107,6 @@ class Profile(AbstractContextManager["Profile"]):
 def parse_profile_at(text: str) -> tuple[int, int]:
     """Read the rounds to profile.
 
-    Args:
-        text: `"ROUND"`, one round, or `"ROUND:COUNT"`.
-
-    Returns:
-        The first round, from 1, and the number of rounds.
-
-    Raises:
-        ValueError: the text has another form.
-
     Example:
         >>> parse_profile_at("50"), parse_profile_at("50:3")
         ((50, 1), (50, 3))
@@ -136,13 +122,6 @@ def parse_profile_at(text: str) -> tuple[int, int]:
 
 def check_profile_at(profile_at: str | None, rounds: int) -> None:
     """Check that a run reaches the rounds to profile.
-
-    Args:
-        profile_at: `"ROUND"` or `"ROUND:COUNT"`. None: nothing is profiled.
-        rounds: number of rounds of the run.
-
-    Raises:
-        ValueError: the first of these rounds is after the last round of the run.
 
     Example:
         >>> check_profile_at("50:3", rounds=50)

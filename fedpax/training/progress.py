@@ -92,11 +92,7 @@ class Progress(AbstractContextManager["Progress"]):
         self._evaluation = ""
 
     def note(self, text: str) -> None:
-        """Print a line, above the bar if there is one.
-
-        Args:
-            text: the line, without the experiment's name.
-        """
+        """Print a line, above the bar if there is one."""
         if self._bar is not None:
             line = escape_controls(f"{self._name}: {text}", keep="\n\t")
             self._bar.write(line, file=sys.stderr)
@@ -111,12 +107,7 @@ class Progress(AbstractContextManager["Progress"]):
             self._bar.refresh()
 
     def restart(self, rounds_done: int, reason: str) -> None:
-        """Continue from an earlier round.
-
-        Args:
-            rounds_done: number of rounds that are completed.
-            reason: a line for the user.
-        """
+        """Continue from an earlier round."""
         self._clock = None
         if self._bar is not None:
             self._bar.n = rounds_done
@@ -126,14 +117,7 @@ class Progress(AbstractContextManager["Progress"]):
     def show_round(
         self, number: int, loss: float, items_per_second: float, mfu: float | None = None
     ) -> None:
-        """Show a completed round.
-
-        Args:
-            number: the round, from 1.
-            loss: its mean training loss.
-            items_per_second: its throughput.
-            mfu: its model FLOPs utilization. Default None: unknown.
-        """
+        """Show a completed round."""
         if self._clock is None:
             self._clock = (number, time.perf_counter())
         text = f"loss {loss:.4f}, {items_per_second:,.0f} {self._item_unit}/s"
@@ -146,12 +130,7 @@ class Progress(AbstractContextManager["Progress"]):
             self._print_line(number, f"{text}{self._time_left(number)}")
 
     def show_evaluation(self, number: int, values: Mapping[str, float]) -> None:
-        """Show the metrics on held-out data.
-
-        Args:
-            number: the round after which they were measured.
-            values: the metrics by name, with `"loss"`.
-        """
+        """Show the metrics on held-out data."""
         self._evaluation = f", held-out {values['loss']:.4f}"
         if self._bar is None:
             self._print_line(number, f"held-out {format_metrics(values)}{self._time_left(number)}")

@@ -122,21 +122,14 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
 
     @property
     def current_round(self) -> int:
-        """The round that this process waits for, evaluates, saves or prepares.
-
-        The devices can be a round behind `done`.
-        """
+        """The round that this process waits for, evaluates, saves or prepares."""
+        # The devices can be a round behind `done`.
         logger: RoundLogger | None = getattr(self, "_logger", None)  # made by `start`
         waits_for = None if logger is None else logger.waits_for
         return self._current if waits_for is None else waits_for
 
     def start(self) -> None:
-        """Move state, data and metrics to round `done`; compile the round the first time.
-
-        Raises:
-            DamagedCheckpointError: the checkpoint is damaged.
-            ArgumentError: the algorithm breaks its contract.
-        """
+        """Move state, data and metrics to round `done`; compile the round the first time."""
         self._resources = ExitStack()
         self._read_metrics()
         self._open_data()
@@ -243,10 +236,8 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
             next(stream)
 
     def _is_changed(self) -> bool:
-        """Return whether a change of the configuration since the checkpoint was allowed.
-
-        An earlier process, from before a roll back or a kill, can have been allowed to make it.
-        """
+        """Return whether a change of the configuration since the checkpoint was allowed."""
+        # An earlier process, from before a roll back or a kill, can have been allowed to make it.
         saved = self._checkpoints.restore_position().configuration
         now = self._configuration
         fields = (saved.keys() | now.keys()) - {"training"}
@@ -422,11 +413,6 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
 def is_due(round_number: int, rounds: int, *periods: int) -> bool:
     """Return whether to evaluate, or to save, after a round.
 
-    Args:
-        round_number: the round.
-        rounds: the last round of the run, which is always due.
-        *periods: every multiple of a period is due. A period of 0 has none.
-
     Example:
         >>> [number for number in range(1, 12) if is_due(number, 11, 5, 4)]
         [4, 5, 8, 10, 11]
@@ -436,14 +422,7 @@ def is_due(round_number: int, rounds: int, *periods: int) -> bool:
 
 
 def last_due_before(round_number: int, *periods: int) -> int:
-    """Return the last round before a given one that is a multiple of a period.
-
-    Args:
-        round_number: the given round.
-        *periods: the periods, in rounds. A period of 0 has no multiples.
-
-    Returns:
-        The round; 0 if there is none.
+    """Return the last round before a given one that is a multiple of a period; 0 without.
 
     Example:
         >>> last_due_before(10, 5, 4), last_due_before(4, 5, 4)

@@ -39,20 +39,6 @@ def state_shardings(
     The compiler cannot infer these shardings: the zeros of a new optimizer state do not depend on
     the parameters.
 
-    Args:
-        state: the state's abstract values, from `jax.eval_shape`.
-        params: the parameters' abstract values.
-        params_shardings: a `NamedSharding`, or a tree of them that is a prefix of `params`.
-        mesh: the mesh.
-        placement: the placement's name; the mesh may or may not have an axis of that name.
-        num_participants: the placement's size.
-
-    Returns:
-        A tree of `NamedSharding` with the structure of `state`.
-
-    Raises:
-        ValueError: if `params_shardings` is not a prefix of `params`.
-
     Example:
         >>> import jax.numpy as jnp
         >>> from jax.sharding import AxisType

@@ -48,10 +48,6 @@ def spike_threshold(losses: Sequence[float], deviations: float) -> float:
     median + k max(1.4826 MAD, 0.001 |median|), where MAD is the median of the distances from the
     median. A few outliers among the losses change the median and the MAD little.
 
-    Args:
-        losses: the losses of the window, finite.
-        deviations: k.
-
     Example:
         >>> spike_threshold([2.0, 2.2, 1.8, 2.1, 50.0], deviations=6.0)
         2.98956
@@ -142,27 +138,14 @@ class SpikeHistory:
             self._losses.append((round_number, loss))
 
     def threshold(self, round_number: int) -> float:
-        """Return the loss above which a round is a spike; infinity while the window is not full.
-
-        Args:
-            round_number: the round.
-        """
+        """Return the loss above which a round is a spike; infinity while the window is not full."""
         known = [loss for number, loss in self._losses if number < round_number - 1]
         if len(known) < self._window:
             return math.inf
         return spike_threshold(known[-self._window :], self._deviations)
 
     def add(self, round_number: int, loss: float, found: bool | None = None) -> bool:
-        """Add a round.
-
-        Args:
-            round_number: the round.
-            loss: its loss.
-            found: whether the compiled round found it to be a spike. Default None: decide here.
-
-        Returns:
-            Whether it is a spike.
-        """
+        """Add a round; return whether it is a spike."""
         finite = math.isfinite(loss)
         is_spike = not finite or bool(loss > np.float32(self.threshold(round_number)))
         is_spike = is_spike if found is None else found
@@ -175,17 +158,7 @@ class SpikeHistory:
         return is_spike
 
     def check(self, round_number: int, loss: float, is_spike: bool) -> None:
-        """Raise if the run cannot continue after a round that was added.
-
-        Args:
-            round_number: the round.
-            loss: its loss.
-            is_spike: whether it is a spike.
-
-        Raises:
-            Spike: the run rolls back.
-            RepeatedSpikesError: too many rounds in a row were skipped.
-        """
+        """Raise if the run cannot continue after a round that was added."""
         if is_spike and self.on_spike == "roll_back":
             raise Spike(round_number, loss)
         if self._skipped_in_a_row > self._limit:
@@ -195,28 +168,12 @@ class SpikeHistory:
             )
 
     def spike_of_state(self, round_number: int, what: str) -> Spike:
-        """Count a spike for a state that is not finite, where no loss has spiked.
-
-        Args:
-            round_number: the newest round.
-            what: a description.
-
-        Returns:
-            The spike, to raise.
-        """
+        """Count and return a spike of a state that is not finite, where no loss has spiked."""
         self.counts = self.counts._replace(spikes=self.counts.spikes + 1)
         return Spike(round_number, math.nan, what)
 
     def roll_back(self, to: int, spike: Spike) -> dict[str, float]:
-        """Return the line of `metrics.jsonl` that records a roll back.
-
-        Args:
-            to: the round of the checkpoint.
-            spike: the spike.
-
-        Raises:
-            RepeatedSpikesError: too many roll backs to this checkpoint.
-        """
+        """Return the line of `metrics.jsonl` that records a roll back."""
         count = sum(round_number == to for round_number, _ in self._roll_backs)
         if count >= self._limit:
             raise RepeatedSpikesError(
@@ -230,11 +187,7 @@ class SpikeHistory:
         }
 
     def cohorts_left_out(self, after: int) -> int:
-        """Return the number of cohorts to leave out after a checkpoint's position in the data.
-
-        Args:
-            after: the checkpoint's round.
-        """
+        """Return the number of cohorts to leave out after a checkpoint's position in the data."""
         return max((left for number, left in self._roll_backs if number == after), default=0)
 
 
@@ -248,14 +201,6 @@ def skip_spikes(
 
     The choice is made on the devices, so that the host waits for nothing. It needs memory for the
     former state beside the new one.
-
-    Args:
-        round: `(state, cohort, *frozen) -> (state, metrics)`.
-
-    Returns:
-        `(state, threshold, cohort, *frozen) -> (state, metrics)`, where `threshold` is a float32
-        scalar. `metrics["spikes"]` is 1 if the loss is above the threshold or not finite, or if a
-        number of the state that was finite no longer is, and otherwise 0.
 
     Example:
         >>> import jax.numpy as jnp

@@ -25,17 +25,7 @@ def announce(
     first: int,
     utilization: Utilization | None,
 ) -> None:
-    """Tell the user what is about to run, and where to see it.
-
-    Args:
-        progress: prints the lines.
-        experiment: the experiment.
-        run: the run.
-        participants: number of participants of a round.
-        folder: its folder.
-        first: the number of rounds that are trained already.
-        utilization: what MFU is computed from; None: unknown.
-    """
+    """Tell the user what is about to run, and where to see it."""
     params = jax.eval_shape(lambda: run.init(jax.random.key(0)))
     num_parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
     progress.note(f"{num_parameters:,} parameters on {describe_devices(run.mesh)}")
@@ -64,16 +54,7 @@ def announce(
 
 
 def describe_unused(experiment: Experiment, run: Run, participants: int) -> str | None:
-    """Describe devices that a run does not use, and what to set for all of them.
-
-    Args:
-        experiment: the experiment.
-        run: the run that it built.
-        participants: number of participants of a round.
-
-    Returns:
-        A sentence; None if the run's mesh has all devices.
-    """
+    """Describe devices that a run does not use, and what to set for all; None if it uses all."""
     total, used = len(available_devices()), run.mesh.size
     if used >= total:
         return None
@@ -82,11 +63,7 @@ def describe_unused(experiment: Experiment, run: Run, participants: int) -> str 
 
 
 def check_processes(experiment: Experiment, run: Run) -> None:
-    """Check that each process has devices of the mesh.
-
-    Raises:
-        ConfigurationError: a process has none.
-    """
+    """Check that each process has devices of the mesh."""
     processes = {device.process_index for device in run.mesh.devices.flat}
     if len(processes) == jax.process_count():
         return

@@ -70,10 +70,10 @@ def with_frozen_argument(
         return make(frozen).round(state, cohort)
 
     def inner_steps_with_frozen(*arguments: Any) -> Any:
-        *others, frozen = arguments
+        *inputs, frozen = arguments
         parts = make(frozen).parts
         assert parts is not None
-        return parts.inner_steps(*others)
+        return parts.inner_steps(*inputs)
 
     frozen_round: Any = round_with_frozen
     algorithm = make(shapes)

@@ -27,9 +27,6 @@ class Utilization(NamedTuple):
     def mfu(self, items_per_second: float) -> float:
         """Return the fraction of the peak that the model uses.
 
-        Args:
-            items_per_second: throughput of all chips together.
-
         Example:
             >>> v5e = Utilization(6e9, "6 N", num_chips=4, chip="v5e", peak_flops=197e12)
             >>> round(v5e.mfu(60_000.0), 3)
@@ -41,9 +38,6 @@ class Utilization(NamedTuple):
 
     def describe(self, item_unit: str) -> str:
         """Describe the convention in one line.
-
-        Args:
-            item_unit: the unit of the items, such as "tokens".
 
         Example:
             >>> print(Utilization(6e9, "6 N", 4, "v5e", 197e12).describe("tokens"))
@@ -57,15 +51,7 @@ class Utilization(NamedTuple):
 
 
 def utilization_of(run: Run) -> Utilization | None:
-    """Return the terms of a run's MFU.
-
-    Args:
-        run: the run.
-
-    Returns:
-        The terms. None if MFU is unknown: the run has no `flops_per_item`, or its devices are not
-        in the table of chips, which has TPUs and some GPUs, and no CPU.
-    """
+    """Return the terms of a run's MFU; None if its FLOPs or its chips' peak are unknown."""
     chip = chip_of(run.mesh.devices.flat[0].device_kind)
     if run.flops_per_item is None or chip is None:
         return None

@@ -86,11 +86,7 @@ class Watchdog(AbstractContextManager["Watchdog"]):
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def limit(self, bucket: Bucket) -> float:
-        """Return the seconds after which an activity hangs.
-
-        Args:
-            bucket: the bucket of the activity.
-        """
+        """Return the seconds after which an activity hangs."""
         assert self._hang_after is not None
         is_round = bucket in ("step", "input")
         least = self._hang_after * (1 if is_round else SLOWER_THAN_ROUNDS)

@@ -7,13 +7,11 @@ import jax
 
 
 def enable_compilation_cache() -> None:
-    """Keep compiled programs in `$XDG_CACHE_HOME/fedpax/jax`, or `~/.cache/fedpax/jax`.
-
-    JAX's own settings come first: `JAX_ENABLE_COMPILATION_CACHE=0` switches the cache off, and
-    `JAX_COMPILATION_CACHE_DIR` names another folder. Without a home folder, and if the folder
-    cannot be created, there is no cache. The key of a program includes its text, the devices, the
-    flags of the compiler and the versions of JAX and XLA.
-    """
+    """Keep compiled programs in `$XDG_CACHE_HOME/fedpax/jax`, or `~/.cache/fedpax/jax`."""
+    # JAX's own settings come first: `JAX_ENABLE_COMPILATION_CACHE=0` switches the cache off, and
+    # `JAX_COMPILATION_CACHE_DIR` names another folder. Without a home folder, and if the folder
+    # cannot be created, there is no cache. The key of a program includes its text, the devices, the
+    # flags of the compiler and the versions of JAX and XLA.
     settings = jax.config.values
     if not settings["jax_enable_compilation_cache"] or settings["jax_compilation_cache_dir"]:
         return

@@ -22,11 +22,9 @@ from fedpax.parallel.simulated_devices import (
 
 
 def skip_absent_tpus() -> None:
-    """Let JAX use the CPU at once where libtpu is installed and there is neither TPU nor GPU.
-
-    libtpu serves plans there. The search for its TPUs takes a second and prints warnings and
-    errors. `JAX_PLATFORMS` or `JAX_FORCE_TPU_INIT` in the environment ask for that search.
-    """
+    """Let JAX use the CPU at once where libtpu is installed and there is neither TPU nor GPU."""
+    # libtpu serves plans there. The search for its TPUs takes a second and prints warnings and
+    # errors. `JAX_PLATFORMS` or `JAX_FORCE_TPU_INIT` in the environment ask for that search.
     asked = jax.config.values["jax_platforms"] or "JAX_FORCE_TPU_INIT" in os.environ
     if asked or importlib.util.find_spec("libtpu") is None:
         return
@@ -36,13 +34,8 @@ def skip_absent_tpus() -> None:
 
 
 def has_tpu(root: Path) -> bool:
-    """Return whether the machine may have a TPU: a device file, or a PCI device of Google.
-
-    Google's virtual disks and network cards, which every machine of its cloud has, are left out.
-
-    Args:
-        root: the root of the file system.
-    """
+    """Return whether the machine may have a TPU: a device file, or a PCI device of Google."""
+    # Google's virtual disks and network cards, which every machine of its cloud has, are left out.
     if list(root.glob("dev/accel*")) or list(root.glob("dev/vfio/[0-9]*")):
         return True
     storage_or_network = ("0x01", "0x02")  # classes of the PCI standard

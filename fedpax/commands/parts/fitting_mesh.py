@@ -7,20 +7,12 @@ from fedpax.training.experiment import Experiment
 
 
 def fit_mesh(experiment: Experiment, processes: int, num_processes: int) -> list[str] | None:
-    """Return the settings with which an experiment fits some of its processes.
+    """Return the arguments with which an experiment fits some of its processes; None without.
 
     The outer axis, the first of islands, clients, data and fsdp with more than one device, gets as
     many devices as its share of processes. With the axis `islands` the number of islands changes
     too. A mesh that takes all devices needs no change: one with an axis of -1, or with sizes that
     follow from the experiment (`Experiment.sharded_sizes`).
-
-    Args:
-        experiment: the experiment, configured for all processes.
-        processes: the number of processes that train.
-        num_processes: the number of all processes.
-
-    Returns:
-        Arguments of the command line; None if the axis has no whole size.
 
     Example:
         >>> from fedpax.experiments.diloco_text import diloco_text
@@ -47,13 +39,6 @@ def fit_mesh(experiment: Experiment, processes: int, num_processes: int) -> list
 def processes_per_island(experiment: Experiment, num_processes: int) -> int:
     """Return the number of processes that train an island together.
 
-    Args:
-        experiment: the experiment, configured for all processes.
-        num_processes: the number of all processes.
-
-    Returns:
-        The number; 1 if a process trains several islands, or participants are no islands.
-
     Example:
         >>> from fedpax.experiments.diloco_text import diloco_text
         >>> processes_per_island(diloco_text(), 8)  # 4 islands
@@ -69,15 +54,6 @@ def island_numbers(
     experiment: Experiment, members: Collection[int], num_processes: int
 ) -> list[int] | None:
     """Return the numbers of the islands that some processes train.
-
-    Args:
-        experiment: the experiment, configured for all processes.
-        members: the processes that train.
-        num_processes: the number of all processes.
-
-    Returns:
-        The numbers in ascending order. None if participants do not depend on the processes, or if
-        the processes are not those of whole islands.
 
     Example:
         >>> from fedpax.experiments.diloco_text import diloco_text
@@ -124,10 +100,8 @@ def _outer_axis(sizes: Mapping[str, int]) -> str | None:
 
 
 def _islands_are_processes(experiment: Experiment) -> bool:
-    """Return whether the number of islands follows from that of the processes.
-
-    This is so if the outer axis is `islands`, and its size is the experiment's field `islands`.
-    """
+    """Return whether the number of islands follows from that of the processes."""
+    # This is so if the outer axis is `islands`, and its size is the experiment's field `islands`.
     sizes = _sizes(experiment)
     same = getattr(experiment, "islands", None) == sizes["islands"]
     return _outer_axis(sizes) == "islands" and same

@@ -38,20 +38,7 @@ def parse(
     *,
     needs_exp: bool = True,
 ) -> tuple[flags.FlagValues, list[str]]:
-    """Parse a command's own flags, and return the experiment's fields unparsed.
-
-    Args:
-        command: the command's name.
-        arguments: the arguments after the name.
-        define: adds the command's flags to its argument, which has `--exp` already.
-        needs_exp: raise if `--exp` is missing.
-
-    Returns:
-        The flags, and all other arguments.
-
-    Raises:
-        UsageError: a flag has a wrong value, or `--exp` is missing.
-    """
+    """Return a command's own flags, parsed, and all other arguments."""
     options = flags.FlagValues()
     options.set_gnu_getopt(True)  # flags may follow "--model.num_layers 4"
     flags.DEFINE_string("exp", None, "The experiment, or several with commas.", flag_values=options)
@@ -71,19 +58,7 @@ def parse(
 def parse_run(
     command: str, arguments: Sequence[str], define: Callable[[flags.FlagValues], None]
 ) -> tuple[flags.FlagValues, Experiment, Path]:
-    """Parse the arguments of a command that runs one experiment in a folder.
-
-    Args:
-        command: the command's name.
-        arguments: the arguments after the name.
-        define: adds the command's flags, with those of `define_training_flags`.
-
-    Returns:
-        The flags, the configured experiment, and the folder.
-
-    Raises:
-        UsageError: a flag has a wrong value, or `--exp` or `--job_log_dir` is missing.
-    """
+    """Parse the arguments of a command that runs one experiment in a folder."""
     options, fields = parse(command, arguments, define)
     try:
         experiment = configure(options.exp, fields, options.job_log_dir)
@@ -97,13 +72,6 @@ def parse_run(
 
 def did_you_mean_flag(options: flags.FlagValues, unknown: Sequence[str]) -> str:
     """Return a sentence with the flag of a command that is most similar to an unknown argument.
-
-    Args:
-        options: the command's flags.
-        unknown: arguments that are no flags of the command.
-
-    Returns:
-        The sentence, with a space before it; empty if no flag is similar.
 
     Example:
         >>> options, unknown = parse("show", ["--job_logdir=x"], define_training_flags,
@@ -141,11 +109,7 @@ def allowed_changes(options: flags.FlagValues) -> list[str]:
 
 
 def check_job_log_dir(options: flags.FlagValues) -> None:
-    """Check that `--job_log_dir` is given.
-
-    Raises:
-        UsageError: it is missing.
-    """
+    """Check that `--job_log_dir` is given."""
     if not options.job_log_dir:
         raise UsageError(
             "--job_log_dir is missing, expected a folder for checkpoints and metrics, such as "
@@ -156,17 +120,6 @@ def check_job_log_dir(options: flags.FlagValues) -> None:
 def output_file(flag: str, name: str | None, suffix: str = "") -> Path | None:
     """Check the file that a command writes at its end, before its work, and make the file's folder.
 
-    Args:
-        flag: the flag's name.
-        name: its value; None or empty: there is no such file.
-        suffix: how the name must end, such as `".png"`.
-
-    Returns:
-        The file's path, or None.
-
-    Raises:
-        UsageError: the name ends otherwise, or no file can be written there.
-
     Example:
         >>> output_file("json", None) is None
         True
@@ -175,9 +128,10 @@ def output_file(flag: str, name: str | None, suffix: str = "") -> Path | None:
         return None
     example = f"Set for example --{flag}={flag}{suffix or '.txt'}."
     if not name.endswith(suffix):
-        kind = suffix.removeprefix(".").upper()
+        format_name = suffix.removeprefix(".").upper()
         raise UsageError(
-            f"--{flag}={name} is not a {kind}, expected a name that ends with {suffix}. {example}"
+            f"--{flag}={name} is not a {format_name}, expected a name that ends with {suffix}. "
+            f"{example}"
         )
     path = Path(name).expanduser()
     try:
@@ -198,23 +152,7 @@ def output_file(flag: str, name: str | None, suffix: str = "") -> Path | None:
 def configure(
     exp: str, overrides: Sequence[str], job_log_dir: str | Path | None = None
 ) -> Experiment:
-    """Make an experiment's configuration and override some of its fields.
-
-    Args:
-        exp: the experiment, as in `fedpax.experiments.catalog.find_experiment`.
-        overrides: arguments such as `"--model.num_layers=4"`.
-        job_log_dir: the folder to train in. Default None: the command does not train.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        UnknownExperimentError: there is no experiment of this name.
-        UsageError: the function does not return an experiment.
-        ConfigurationError: the experiment's class is no dataclass.
-        SystemExit: status 2 for an unknown field or a value that does not fit, and 0 for
-            `--help`; the text has been printed.
-    """
+    """Make an experiment's configuration and override some of its fields."""
     if "," in exp:
         raise UsageError(
             f"--exp={exp} names several experiments, expected one. Only `fedpax compare` takes "
@@ -242,22 +180,7 @@ def override(
     description: str,
     job_log_dir: str | Path | None = None,
 ) -> Experiment:
-    """Override some fields of an experiment.
-
-    Args:
-        experiment: the experiment.
-        overrides: arguments such as `"--model.num_layers=4"`. `--seed=N` sets all seeds
-            (`fedpax.run_files.seeds`); a seed that is stated by its own name keeps its value.
-        command: the command, for the text of `--help`.
-        description: the first lines of that text.
-        job_log_dir: the folder to train in. Default None: the command does not train.
-
-    Returns:
-        The changed experiment, resolved (`Experiment.resolve`).
-
-    Raises:
-        SystemExit: as in `configure`.
-    """
+    """Override some fields of an experiment."""
     seed, fields = _split_seed(overrides)
     if seed is not None:
         experiment = with_seed(experiment, seed)
@@ -327,15 +250,7 @@ def _choosable(experiment: Experiment) -> dict[str, Settings]:
 
 
 def _choose(experiment: Experiment, overrides: Sequence[str]) -> tuple[Experiment, list[str]]:
-    """Replace the function of a field by the one that `--FIELD=NAME` names, with its defaults.
-
-    Returns:
-        The experiment, which is not checked before tyro has set its fields; and the other
-        arguments.
-
-    Raises:
-        ArgumentError: there is no function of this name.
-    """
+    """Replace the function of a field by the one that `--FIELD=NAME` names, with its defaults."""
     choosable, fields = _choosable(experiment), []
     words = iter(overrides)
     for word in words:
@@ -368,13 +283,6 @@ def _describe_choices(name: str, value: Settings) -> str:
 def describe_group(experiment: Experiment, overrides: Sequence[str]) -> str:
     """Return a sentence on the first argument that names a group of fields and not a field.
 
-    Args:
-        experiment: the experiment.
-        overrides: arguments such as `"--model.num_layers=4"`.
-
-    Returns:
-        The sentence; empty if no argument names a group.
-
     Example:
         >>> from fedpax.experiments.catalog import find_experiment
         >>> describe_group(find_experiment("diloco_text")(), ["--mesh=4"])
@@ -388,10 +296,10 @@ def describe_group(experiment: Experiment, overrides: Sequence[str]) -> str:
             continue
         if not word.startswith("--") or not dataclasses.is_dataclass(value):
             continue
-        found = f"--{name} is a {type(value).__name__}, set in the code of the experiment"
+        described = f"--{name} is a {type(value).__name__}, set in the code of the experiment"
         if not (fields := dataclasses.fields(value)):
-            return f"{found}, and has no fields. Set another one there."
-        return f"{found}. Set one of its fields, such as --{name}.{fields[0].name}."
+            return f"{described}, and has no fields. Set another one there."
+        return f"{described}. Set one of its fields, such as --{name}.{fields[0].name}."
     return ""
 
 
@@ -417,10 +325,8 @@ def _with_fields(value: Any, changes: Mapping[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _colors_on_terminals_alone() -> Iterator[None]:
-    """Let tyro print no colors if `NO_COLOR` is set or stderr is no terminal.
-
-    tyro itself looks at stdout alone, and at `TERM`.
-    """
+    """Let tyro print no colors if `NO_COLOR` is set or stderr is no terminal."""
+    # tyro itself looks at stdout alone, and at `TERM`.
     if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
         yield
         return

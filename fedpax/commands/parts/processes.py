@@ -32,15 +32,7 @@ def define_process_flags(options: flags.FlagValues) -> None:
 
 
 def provide_processes(options: flags.FlagValues, experiment: Experiment) -> None:
-    """Join the other processes with `--multihost`, and provide the devices of an experiment.
-
-    Args:
-        options: the flags of `define_process_flags`.
-        experiment: the experiment.
-
-    Raises:
-        UsageError: a process is missing, or there are fewer devices than the mesh needs.
-    """
+    """Join the other processes with `--multihost`, and provide the devices of an experiment."""
     num_processes: int | None = 1
     if options.multihost:
         num_processes = join_processes(options.join_timeout, options.heartbeat_timeout)
@@ -50,19 +42,7 @@ def provide_processes(options: flags.FlagValues, experiment: Experiment) -> None
 
 
 def join_processes(timeout: float, heartbeat_timeout: int) -> int | None:
-    """Join the processes that train together, before JAX is asked for a device.
-
-    Args:
-        timeout: seconds to wait for the other processes.
-        heartbeat_timeout: seconds after which a process that sends nothing counts as dead, and the
-            others end.
-
-    Returns:
-        The number of processes; None if only JAX knows it, as on a TPU pod.
-
-    Raises:
-        UsageError: a process is missing, or there are no other processes.
-    """
+    """Join the processes that train together; return their number, None if JAX knows it alone."""
     if timeout <= 0:
         raise UsageError(
             f"--join_timeout={timeout:g}: expected a positive number of seconds, such as 300."
@@ -133,11 +113,9 @@ def _exit_after(timeout: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def leave_on_failure() -> Iterator[None]:
-    """End this process soon after an error, even if the other processes continue.
-
-    At exit JAX waits for the other processes, for five minutes. They in turn wait for this one in
-    the next collective. Without it they notice its end and stop.
-    """
+    """End this process soon after an error, even if the other processes continue."""
+    # At exit JAX waits for the other processes, for five minutes. They in turn wait for this one in
+    # the next collective. Without it they notice its end and stop.
     try:
         yield
     except BaseException:

@@ -91,41 +91,24 @@ class _RoundParser(flags.ArgumentParser):
 def read_saved_run(
     command: str, arguments: Sequence[str], options: flags.FlagValues, fields: Sequence[str]
 ) -> SavedRun:
-    """Rebuild the experiment of the run in `--job_log_dir`, which can come from others.
-
-    Only code of fedpax is run, and code that `--exp` names.
-
-    Args:
-        command: the command's name.
-        arguments: all its arguments.
-        options: its flags, from the arguments.
-        fields: the other arguments: overrides of the experiment's fields.
-
-    Returns:
-        The run.
-
-    Raises:
-        UsageError: the folder is missing, holds no run, holds that of another experiment, or holds
-            an experiment outside of fedpax and there is no `--exp`.
-        ConfigurationError: `config.json` is damaged.
-        SystemExit: as in `fedpax.commands.parts.options.configure`.
-    """
+    """Rebuild the experiment of the run in `--job_log_dir`, which can come from others."""
+    # Only code of fedpax is run, and code that `--exp` names.
     check_job_log_dir(options)
     folder = existing_folder(options.job_log_dir)
-    found = read_configuration_json(folder)
-    if found is None and complete_rounds(folder / FOLDER):
+    named_configuration = read_configuration_json(folder)
+    if named_configuration is None and complete_rounds(folder / FOLDER):
         raise UsageError(
             f"--job_log_dir={options.job_log_dir} has checkpoints but no config.json, expected the "
             "file as `fedpax train` writes it. Restore it from a copy, or start the run's "
             "former command again, which writes it."
         )
-    if found is None:
+    if named_configuration is None:
         raise UsageError(
             f"--job_log_dir={options.job_log_dir} holds no run, expected a folder with config.json "
             "as `fedpax train` writes it. Give the folder of a run, or train there first."
         )
-    exp, saved = found
-    own: Collection[type] = ()
+    exp, saved = named_configuration
+    classes: Collection[type] = ()
     if options.exp:
         default = find_experiment(options.exp)()
         saved = moved_out_of_main(saved, type(default).__module__)
@@ -136,12 +119,12 @@ def read_saved_run(
                 f"--exp={exp or saved['class']}, expected --exp={options.exp}. Leave out --exp, or "
                 "give another folder."
             )
-        own = own_classes(default)
+        classes = own_classes(default)
     elif not is_shipped(exp) or not is_within_fedpax(saved["class"]):
         raise UsageError(_how_to_name(command, arguments, folder, exp, saved["class"]))
     prefix = f"fedpax {command} --job_log_dir={options.job_log_dir}"
     description = f"The configuration of {exp or saved['class']} in {folder}."
-    configuration = from_json(saved, folder / CONFIGURATION, own)
+    configuration = from_json(saved, folder / CONFIGURATION, classes)
     if not isinstance(configuration, Experiment):
         raise UsageError(
             f"{folder / CONFIGURATION} holds a {type(configuration).__name__}, expected an "
@@ -181,32 +164,19 @@ def _how_to_name(
 
 
 def existing_folder(job_log_dir: str) -> Path:
-    """Return a run's folder as an absolute path, or its `checkpoint_dir` in a bucket.
-
-    Raises:
-        UsageError: there is no such folder.
-    """
+    """Return a run's folder as an absolute path, or its `checkpoint_dir` in a bucket."""
     folder = resolve_folder(job_log_dir)
     if not folder.is_dir():
-        found = "is a file" if folder.is_file() else "does not exist"
+        trouble = "is a file" if folder.is_file() else "does not exist"
         raise UsageError(
-            f"--job_log_dir={job_log_dir} {found}, expected the folder of a run. The current "
+            f"--job_log_dir={job_log_dir} {trouble}, expected the folder of a run. The current "
             f"folder is {os.getcwd()}."
         )
     return folder
 
 
 def checkpoint_round(command: str, saved: SavedRun, chosen: int | str | None) -> int:
-    """Return the round of the checkpoint to load.
-
-    Args:
-        command: the command's name.
-        saved: the run.
-        chosen: `--round`: a number, `best`, or None for the newest.
-
-    Raises:
-        UsageError: there is no such checkpoint.
-    """
+    """Return the round of the checkpoint to load."""
     if chosen == "best":
         return best_round(saved.saved_in)
     round_number = None if chosen is None else int(chosen)
@@ -243,20 +213,7 @@ def build_run(experiment: Experiment) -> Run:
 
 
 def load_saved_params(saved: SavedRun, run: Run, round_number: int) -> Params:
-    """Load the parameters of a checkpoint onto a run's mesh.
-
-    Args:
-        saved: the folder's run.
-        run: what its experiment builds.
-        round_number: the checkpoint's round.
-
-    Returns:
-        The parameters, as `run.init` returns them.
-
-    Raises:
-        UsageError: the checkpoint's files are damaged, or a run that trains has removed them.
-        ValueError: the parameters are those of another model.
-    """
+    """Load the parameters of a checkpoint onto a run's mesh."""
     like = with_shardings(
         jax.eval_shape(run.init, jax.random.key(0)), run.resolved_shardings.params
     )
@@ -281,19 +238,6 @@ def load_saved_params(saved: SavedRun, run: Run, round_number: int) -> Params:
 
 
 def load_whole_model(saved: SavedRun, run: Run, round_number: int) -> Params:
-    """Load the model of a checkpoint onto a run's mesh; adapters are merged into their model.
-
-    Args:
-        saved: the folder's run.
-        run: what its experiment builds; its mesh must be set.
-        round_number: the checkpoint's round.
-
-    Returns:
-        The parameters of the whole model.
-
-    Raises:
-        UsageError: the checkpoint's files are damaged.
-        ValueError: the parameters are those of another model.
-    """
+    """Load the model of a checkpoint onto a run's mesh; adapters are merged into their model."""
     params = load_saved_params(saved, run, round_number)
     return params if run.whole_model is None else run.whole_model(params)

@@ -71,7 +71,7 @@ def _parse_block(block: bytes, file: DataFile, number: int, options: ReadOptions
     for line in block.splitlines():
         try:
             if line.strip() and not isinstance(json.loads(line), dict):
-                raise ValueError("it is not an object")
+                raise ArgumentError("it is not an object")
             kept.append(line)
         except ValueError:
             options.bad_rows.skip(file.path, line.decode(errors="replace"))

@@ -154,7 +154,7 @@ def _row_bytes(array: pa.Array) -> Iterator[bytes | None]:
             continue
         values = row.values
         if values.null_count:
-            raise ValueError("a list of numbers has a missing one")
+            raise ArgumentError("a list of numbers has a missing one")
         yield np.asarray(values).tobytes()
 
 

@@ -10,15 +10,10 @@ from collections.abc import Mapping, Sequence
 
 
 class TrainingProcess:
-    """The training process of a supervisor: `fedpax train` in a process of its own.
+    """The training process of a supervisor: `fedpax train` with these arguments and variables."""
 
-    Its input is a pipe that only the supervisor can write to. It is closed when the supervisor
-    ends, also by SIGKILL, and ends the training process (`end_with_supervisor`).
-
-    Args:
-        arguments: the arguments of `fedpax train`.
-        environment: variables to set.
-    """
+    # Its input is a pipe that only the supervisor can write to. It is closed when the supervisor
+    # ends, also by SIGKILL, and ends the training process (`end_with_supervisor`).
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(

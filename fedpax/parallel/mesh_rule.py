@@ -15,52 +15,20 @@ _SHARDING = ("fsdp", "tensor", "sequence")
 
 
 class ShardedSize(NamedTuple):
-    """A size of an experiment that axes of the mesh divide.
+    """A size of an experiment that axes of the mesh divide."""
 
-    Attributes:
-        field: the experiment's field, such as `"data.batch_size"`.
-        size: its value.
-        axes: the mesh axes whose product divides it.
-    """
-
-    field: str
-    size: int
-    axes: tuple[str, ...]
+    field: str  # the experiment's field, such as "data.batch_size"
+    size: int  # its value
+    axes: tuple[str, ...]  # the mesh axes whose product divides it
 
 
 def follow(
     mesh: MeshConfig, sharded: Sequence[ShardedSize], num_devices: int, slices: int = 1
 ) -> MeshConfig:
-    """Set the sizes of a mesh that are not stated, so that it takes all devices.
-
-    One axis after another takes as many of the remaining devices as divide its sizes: first the
-    axis of the placement, then the axis of size -1, then fsdp, tensor and sequence. With one
-    island on several slices, `data` runs between the slices.
-
-    Args:
-        mesh: the stated sizes.
-        sharded: the sizes that the axes divide. Empty: sizes that are not stated are 1.
-        num_devices: number of devices.
-        slices: number of slices in which the devices are.
-
-    Returns:
-        The mesh. It is `mesh` itself if it is the mesh of one device (`SINGLE_DEVICE`), or if the
-        stated sizes do not divide the devices: then `make` raises.
-
-    Raises:
-        MeshSizeError: the axes cannot share the devices; the message names a field to change.
-
-    Example:
-        >>> sharded = [
-        ...     ShardedSize("islands", 4, ("islands",)),
-        ...     ShardedSize("data.batch_size", 4, ("data", "fsdp")),
-        ...     ShardedSize("model.num_heads", 4, ("tensor",)),
-        ... ]
-        >>> follow(MeshConfig(), sharded, 32).stated
-        {'islands': 4, 'fsdp': 4, 'tensor': 2}
-        >>> follow(MeshConfig(fsdp=2), sharded, 8).stated
-        {'islands': 4, 'fsdp': 2}
-    """
+    """Set the sizes of a mesh that are not stated, so that it takes all devices."""
+    # One axis after another takes as many of the remaining devices as divide its sizes. With one
+    # island on several slices, `data` runs between the slices. The mesh of one device stays as it
+    # is, and so does one whose stated sizes do not divide the devices: `make` raises for it.
     stated = mesh.stated
     fixed = math.prod(size for size in stated.values() if size != -1)
     if not sharded or mesh == SINGLE_DEVICE or num_devices % fixed:

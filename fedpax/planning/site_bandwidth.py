@@ -19,17 +19,11 @@ BACKWARD_FRACTION = 2 / 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SiteWorkload:
-    """A model and its time per step, on one site.
+    """A model and its time per step, on one site."""
 
-    Attributes:
-        num_params: number of parameters that are exchanged, in layers of equal size.
-        num_layers: number of layers.
-        step_seconds: seconds of a step that communicates nothing.
-    """
-
-    num_params: float
+    num_params: float  # parameters that are exchanged, in layers of equal size
     num_layers: int
-    step_seconds: float
+    step_seconds: float  # seconds of a step that communicates nothing
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -39,21 +33,12 @@ class SiteWorkload:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SiteExchange:
-    """Content, period and overlap of the exchanges between sites.
+    """Content, period and overlap of the exchanges between sites."""
 
-    Attributes:
-        period: H, number of steps between two exchanges of a layer. 1 is data parallelism.
-        fragments: number of groups of layers that are exchanged at different times, evenly spaced
-            over the period; layer l is in fragment `l % fragments` (strided).
-        bits: bits of a parameter on the link, for a number of sites: 16 for two sites that exchange
-            bfloat16.
-        overlap_steps: tau, number of steps after the exchange begins before its result is needed.
-    """
-
-    period: int = 1
-    fragments: int = 1
-    bits: float = 16
-    overlap_steps: int = 0
+    period: int = 1  # H, steps between two exchanges of a layer; 1 is data parallelism
+    fragments: int = 1  # groups of layers, evenly spaced over the period; strided
+    bits: float = 16  # of a parameter on the link; 16: two sites exchange bfloat16
+    overlap_steps: int = 0  # tau, steps after an exchange begins before its result is needed
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -67,20 +52,7 @@ class SiteExchange:
 def exposed_seconds(
     workload: SiteWorkload, exchange: SiteExchange, bits_per_second: float
 ) -> float:
-    """Return the seconds of one period in which a site waits for transfers.
-
-    Args:
-        workload: the model.
-        exchange: what is exchanged.
-        bits_per_second: bandwidth of the link.
-
-    Example:
-        >>> model = SiteWorkload(num_params=1e9, num_layers=24, step_seconds=0.1)
-        >>> exposed_seconds(model, SiteExchange(period=100), 10e9) > 1
-        True
-        >>> exposed_seconds(model, SiteExchange(period=100, fragments=8, overlap_steps=2), 10e9)
-        0.0
-    """
+    """Return the seconds of one period in which a site waits for transfers."""
     if not bits_per_second > 0:
         raise ArgumentError(f"bits_per_second is {bits_per_second}, expected a number above 0.")
     num_layers = workload.num_layers
@@ -99,13 +71,7 @@ def exposed_seconds(
 def compute_utilization(
     workload: SiteWorkload, exchange: SiteExchange, bits_per_second: float
 ) -> float:
-    """Return the part of the time in which a site computes, from 0 to 1.
-
-    Example:
-        >>> model = SiteWorkload(num_params=1e9, num_layers=24, step_seconds=0.1)
-        >>> f"{compute_utilization(model, SiteExchange(period=100), 10e9):.2f}"
-        '0.87'
-    """
+    """Return the part of the time in which a site computes, from 0 to 1."""
     computing = exchange.period * workload.step_seconds
     return computing / (computing + exposed_seconds(workload, exchange, bits_per_second))
 
@@ -113,25 +79,7 @@ def compute_utilization(
 def required_bandwidth(
     workload: SiteWorkload, exchange: SiteExchange, utilization: float, grid: Sequence[float]
 ) -> float:
-    """Return the smallest bandwidth of a grid that reaches a compute utilization.
-
-    Args:
-        workload: the model.
-        exchange: what is exchanged.
-        utilization: the compute utilization to reach, above 0 and at most 1.
-        grid: bandwidths in bits per second.
-
-    Returns:
-        Bits per second; infinity if no bandwidth of the grid reaches it.
-
-    Raises:
-        ValueError: `utilization` is out of range.
-
-    Example:
-        >>> model = SiteWorkload(num_params=1e9, num_layers=24, step_seconds=0.1)
-        >>> required_bandwidth(model, SiteExchange(period=100), 0.95, [1e9, 1e10, 1e11])
-        100000000000.0
-    """
+    """Return the smallest bandwidth of a grid that reaches a utilization; infinity: none does."""
     if not 0 < utilization <= 1:
         raise ArgumentError(f"utilization is {utilization}, expected above 0 and at most 1.")
     reached = (b for b in sorted(grid) if compute_utilization(workload, exchange, b) >= utilization)

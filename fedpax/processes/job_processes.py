@@ -33,29 +33,9 @@ class JobProcesses(NamedTuple):
 
 
 def find_job_processes(environment: Mapping[str, str] | None = None) -> JobProcesses | None:
-    """Read the processes of the job from the environment.
-
-    `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` take precedence over the
-    variables of a Slurm step. The coordinator of a Slurm step is its first host. Its port is the
-    one that JAX uses: `JAX_COORDINATOR_PORT`, or 61,440 plus the job's number modulo 4,096.
-
-    Args:
-        environment: the variables. Default None: the environment of this process.
-
-    Returns:
-        The processes. None if neither the explicit nor the Slurm variables are set: JAX may find
-        the processes itself, for example on a TPU pod.
-
-    Raises:
-        JobProcessesError: a variable is missing or malformed, or the values contradict each other.
-
-    Example:
-        >>> find_job_processes({
-        ...     "SLURM_JOB_ID": "4100", "SLURM_STEP_NODELIST": "gpu[07-09,12],fat1",
-        ...     "SLURM_NTASKS": "32", "SLURM_PROCID": "9", "SLURM_LOCALID": "1",
-        ... })
-        JobProcesses(coordinator='gpu07:61444', num_processes=32, process_id=9, source='SLURM_*')
-    """
+    """Read the job from variables, by default the environment's; None: JAX may find it itself."""
+    # The explicit variables take precedence over those of a Slurm step, whose coordinator is its
+    # first host.
     environment = os.environ if environment is None else environment
     read = {name: environment.get(name, "") for name in EXPLICIT}
     explicit = [name for name, value in read.items() if value]

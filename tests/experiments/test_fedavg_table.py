@@ -107,7 +107,7 @@ def test_equals_the_same_arrays_passed_in_python(folder: Path, label: str) -> No
     experiment = make(folder, label)
     run = experiment.build()
     names, columns = read_by_hand(folder)
-    table = experiment.table
+    table = experiment.opened
     assert list(table.names) == names
     training = table.training
     assert 0.6 < training.mean() < 0.95
@@ -172,7 +172,7 @@ def test_metrics_of_clients_are_those_of_all_examples(folder: Path) -> None:
             assert np.average(values, weights=weights) == pytest.approx(together[key], rel=1e-4)
     # No example of a new client is trained on.
     owners = np.concatenate(list(experiment.training_parts.values()))
-    assert not experiment.table.is_new[experiment.table.owners[owners]].any()
+    assert not experiment.opened.is_new[experiment.opened.owners[owners]].any()
     one_class = [name.startswith("東京") for name in found.names].index(True)
     assert np.isnan(found.metrics["auc"][one_class])
 
@@ -187,7 +187,7 @@ def test_numbers_are_measured_in_their_own_unit(folder: Path) -> None:
         together, found = run.evaluate(params), run.evaluate_clients(params)
     _, columns = read_by_hand(folder)
     score = columns["score"].astype(float)
-    table = experiment.table
+    table = experiment.opened
     errors = score[table.heldout] - score[table.training].mean()
     assert together["rmse"] == pytest.approx(np.sqrt(np.mean(errors**2)), rel=1e-4)
     explained = 1 - np.mean(errors**2) / np.var(score[table.heldout])
@@ -307,7 +307,7 @@ def test_examples_without_a_label_can_be_left_out(folder: Path) -> None:
     experiment = make(folder, "kön", missing_label="skip", columns=("outcome=category",))
     _, columns = read_by_hand(folder)
     missing = int((columns["kön"] == "").sum())
-    assert missing and f"left out: {missing} examples without 'kön'" in experiment.table.notes
+    assert missing and f"left out: {missing} examples without 'kön'" in experiment.opened.notes
     assert len(experiment.prepared.examples["label"]) == 214 - missing
     assert experiment.prepared.label.classes == ("kvinna", "man")
 
@@ -320,7 +320,7 @@ def test_splits_in_paths(folder: Path, tmp_path: Path) -> None:
     experiment = make(tmp_path, "outcome")
     data = dataclasses.replace(experiment.data, files=(f"{tmp_path}/{{split}}/{{client}}.csv",))
     experiment = dataclasses.replace(experiment, data=data)
-    assert experiment.table.heldout.sum() == 25 and experiment.table.training.sum() == 33
+    assert experiment.opened.heldout.sum() == 25 and experiment.opened.training.sum() == 33
     found = {name: len(rows) for name, rows in experiment.training_parts.items()}
     assert found == {"Oslo": 25, "Lund": 8} or found == {"Lund": 8, "Oslo": 25}
 
@@ -354,8 +354,8 @@ def test_a_column_that_only_some_files_have(folder: Path, tmp_path: Path) -> Non
     names = experiment.prepared.features.names
     values = experiment.prepared.examples["features"][:, names.index("blodtryck")]
     missing = experiment.prepared.examples["features"][:, names.index("blodtryck is missing")]
-    is_bonn = np.array(experiment.table.names)[experiment.table.owners] == "Bonn"
+    is_bonn = np.array(experiment.opened.names)[experiment.opened.owners] == "Bonn"
     np.testing.assert_array_equal(missing, ~is_bonn)
     assert not values[~is_bonn].any()
-    own = values[is_bonn & experiment.table.training]
+    own = values[is_bonn & experiment.opened.training]
     assert abs(own.mean()) < 1e-5 and own.std() == pytest.approx(1, abs=1e-4)

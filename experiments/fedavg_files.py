@@ -1,0 +1,280 @@
+"""FedAvg on users' files: what tables and images share, from the parts to the metrics by client."""
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, Self
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from fedpax.algorithm import LossFn, Params
+from fedpax.checks import NON_NEGATIVE, check_ranges
+from fedpax.data import ClientSampler, Partition, cohort_rounds, example_batches
+from fedpax.data.rounds.preprocess import Arrays, Preprocess
+from fedpax.data.tables import Label
+from fedpax.experiments.client_evaluation import EvaluateClients
+from fedpax.experiments.client_files import FilesConfig, OpenFiles, open_files
+from fedpax.experiments.fedavg_clients import ClientExperiment
+from fedpax.experiments.personal_evaluation import own_models, pad_cohort, with_own_models
+from fedpax.models.losses import (
+    ModelLoss,
+    classification_loss,
+    l2_regularized,
+    squared_error_loss,
+)
+from fedpax.models.nnx_functional import FunctionalModel
+from fedpax.parallel.mesh_rule import ShardedSize
+from fedpax.training.client_metrics import (
+    ExampleOwners,
+    classification_by_client,
+    regression_by_client,
+)
+from fedpax.training.evaluation import Batch, map_examples
+from fedpax.training.experiment import Run
+
+NEW = "new_clients/"
+"""Before the names of metrics on clients that are held out with all their examples."""
+
+
+class PreparedFiles(Protocol):
+    """Examples as arrays, and their label."""
+
+    @property
+    def examples(self) -> Mapping[str, NDArray[Any]]:
+        """The fields of all examples, arrays `[examples, ...]`, with `label`."""
+        ...
+
+    @property
+    def label(self) -> Label:
+        """What is predicted."""
+        ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Lines that are printed when a run starts."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FedAvgFiles(ClientExperiment):
+    """A model of the examples in users' files, trained on clients of different sizes.
+
+    If there are fewer clients than `cohort.size`, a round has all of them.
+
+    Attributes:
+        data: the files.
+        l2_factor: factor of the squared weights in the training loss. Default 0: none.
+        field: the field of a batch that the model takes.
+    """
+
+    data: FilesConfig
+    l2_factor: float = 0.0
+    field: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        super().__post_init__()
+        check_ranges(self, "", l2_factor=NON_NEGATIVE)
+
+    @functools.cached_property
+    def opened(self) -> OpenFiles:
+        """The files, read when they are first needed."""
+        return open_files(self.data)
+
+    @property
+    @abc.abstractmethod
+    def prepared(self) -> PreparedFiles:
+        """The files as arrays."""
+
+    @functools.cached_property
+    def training_parts(self) -> dict[str, NDArray[np.int64]]:
+        """The training examples of each client."""
+        return self.opened.parts(self.opened.training)
+
+    def fit_cohort(self) -> Self:
+        """Return the experiment with at most as many clients in a round as there are."""
+        size = min(self.cohort.size, len(self.training_parts))
+        if size == self.cohort.size:
+            return self
+        fitting = dataclasses.replace(self, cohort=dataclasses.replace(self.cohort, size=size))
+        fitting.__dict__.update({"opened": self.opened, "training_parts": self.training_parts})
+        return fitting
+
+    def sharded_sizes(self) -> list[ShardedSize]:
+        """Return the size that the axis of clients divides."""
+        size = min(self.cohort.size, len(self.training_parts))
+        return [ShardedSize("cohort.size", size, ("clients",))]
+
+    def read_population(self) -> tuple[Partition, NDArray[np.integer] | None]:
+        """Return the indices of each client's examples, and the class of each example."""
+        labels = self.prepared.examples["label"]
+        is_class = self.prepared.label.task == "classification"
+        return list(self.training_parts.values()), labels if is_class else None
+
+    def read_clients(self) -> tuple[Arrays, Partition]:
+        """Return all examples, and the indices of each client's training examples."""
+        return self.prepared.examples, list(self.training_parts.values())
+
+    def make_preprocess(self) -> Preprocess:
+        """Make the function from the fields of examples to those of batches; by default, equal."""
+        return dict
+
+    def open_heldout(self, preprocess: Preprocess) -> Callable[[], Sequence[Batch]]:
+        """Return the function that makes the batches of the held-out examples."""
+        del preprocess
+        table = self.opened
+        chosen = table.heldout if table.heldout.any() else table.is_new[table.owners]
+        return lambda: self._batches(chosen)
+
+    def _batches(self, chosen: NDArray[np.bool_]) -> Sequence[Batch]:
+        return example_batches(self._read(chosen), self.heldout_batch_size)
+
+    def _read(self, rows: NDArray[Any]) -> dict[str, NDArray[Any]]:
+        """Return the fields of some examples as those of a batch."""
+        examples = {name: values[rows] for name, values in self.prepared.examples.items()}
+        return self.make_preprocess()(examples)
+
+    def make_loss(self, model: FunctionalModel) -> LossFn:
+        """Make the cross-entropy or the squared error, regularized if `l2_factor` is set."""
+        loss_fn = self._plain_loss(model)
+        return l2_regularized(loss_fn, self.l2_factor) if self.l2_factor else loss_fn
+
+    def _plain_loss(self, model: FunctionalModel) -> ModelLoss:
+        if self.prepared.label.task == "regression":
+            return squared_error_loss(model.apply, field=self.field)
+        return classification_loss(model.apply, field=self.field)
+
+    def make_evaluation(
+        self, evaluate: Callable[..., Callable[[Params], dict[str, float]]], model: FunctionalModel
+    ) -> Callable[[Params], dict[str, float]]:
+        """Evaluate on the held-out examples, and on the held-out clients if there are any."""
+        table, loss_fn = self.opened, self._plain_loss(model)
+        of_new = table.is_new[table.owners]
+        parts = {"": table.heldout, NEW: of_new} if table.heldout.any() else {"": of_new}
+        evaluations = {
+            prefix: (
+                evaluate(loss_fn, batches=self._batches(chosen)),
+                self.prepared.examples["label"][chosen],
+            )
+            for prefix, chosen in parts.items()
+            if chosen.any()
+        }
+
+        def evaluate_parts(params: Params) -> dict[str, float]:
+            return {
+                f"{prefix}{name}": value
+                for prefix, (evaluate_part, labels) in evaluations.items()
+                for name, value in self._with_units(evaluate_part(params), labels).items()
+            }
+
+        return evaluate_parts
+
+    def _with_units(
+        self, metrics: dict[str, float], labels: NDArray[np.floating]
+    ) -> dict[str, float]:
+        """Add the error in the label's unit, and the share of variance that is explained."""
+        label = self.prepared.label
+        if label.task == "classification":
+            return metrics
+        variance = float(np.var(labels, dtype=np.float64))
+        r2 = 1 - metrics["loss"] / variance if variance else float("nan")
+        return {**metrics, "rmse": metrics["loss"] ** 0.5 * label.scale, "r2": r2}
+
+    def make_client_evaluation(self, model: FunctionalModel) -> EvaluateClients:
+        """Make the evaluation by client, on its held-out examples.
+
+        Clients that are held out with all their examples are marked "(new)". A client without a
+        held-out example has no metrics.
+        """
+        table, label = self.opened, self.prepared.label
+        chosen = np.flatnonzero(table.heldout | table.is_new[table.owners])
+        names = [
+            name + " (new)" * bool(is_new)
+            for name, is_new in zip(table.names, table.is_new, strict=True)
+        ]
+        clients = ExampleOwners(names, table.owners[chosen])
+        examples, field = self._read(chosen), self.field
+        outputs = map_examples(
+            lambda params, batch: model.apply(params, batch[field])[0], {field: examples[field]}
+        )
+        if label.task == "classification":
+            return lambda params: classification_by_client(
+                outputs(params), examples["label"], clients
+            )
+
+        def in_units(values: Any) -> NDArray[np.float64]:
+            return np.asarray(values, np.float64) * label.scale + label.mean
+
+        return lambda params: regression_by_client(
+            in_units(outputs(params)[:, 0]), in_units(examples["label"]), clients
+        )
+
+    def build(self) -> Run:
+        """Read the files, and make the run; a method's own models are evaluated by client."""
+        fitting = self.fit_cohort()
+        if fitting is not self:
+            run = fitting.build()
+            size = f"cohort.size={self.cohort.size}: a round has all {fitting.cohort.size} clients"
+            return run._replace(notes=(*run.notes, size))
+        run = super().build()._replace(notes=(*self.opened.notes, *self.prepared.notes))
+        if not own_models(self.method):
+            return run
+        return with_own_models(run, self.method, functools.cache(self.evaluate_own_models))
+
+    def evaluate_own_models(self) -> Callable[[Any], dict[str, float]]:
+        """Make the evaluation of the clients' own models, each on its held-out examples.
+
+        The training batches of all clients are in memory. Clients that are held out with all their
+        examples have no model of their own.
+
+        Returns:
+            `state -> metrics`, means over the held-out examples; `state` is that of the algorithm.
+        """
+        examples, population = self.read_clients()
+        sampler = ClientSampler(len(population), len(population), self.cohort.seed)
+        every_client = next(
+            cohort_rounds(
+                examples,
+                population,
+                sampler,
+                batch_size=self.cohort.batch_size,
+                local_epochs=self.cohort.local_epochs,
+                max_steps=self.cohort.max_steps,
+                seed=self.cohort.seed,
+                preprocess=self.make_preprocess(),
+            )
+        )
+        cohort = pad_cohort(every_client, self.make_mesh().shape.get("clients", 1))
+        heldout, none = self.opened.parts(self.opened.heldout), np.zeros(0, np.int64)
+        names = [*self.training_parts, None]  # the last one for absent clients, whose id is -1
+        own = self._read_padded(
+            [heldout.get(names[k] or "", none) for k in np.asarray(cohort.client_ids)]
+        )
+        model, rate = self.make_model(), self.client_learning_rate
+        train_loss, loss_fn = self.make_loss(model), self._plain_loss(model)
+
+        @jax.jit
+        def evaluate(state: Any, cohort: Any, own: Any) -> dict[str, jax.Array]:
+            models = self.method.personal_models(train_loss, rate, state, cohort)
+            loss, metrics = jax.vmap(loss_fn)(models, own)
+            weights = own["mask"].sum(axis=1)
+            found = {**metrics, "loss": loss}
+            return {name: jnp.sum(weights * x) / weights.sum() for name, x in found.items()}
+
+        return lambda state: {
+            name: float(value) for name, value in evaluate(state, cohort, own).items()
+        }
+
+    def _read_padded(self, parts: Sequence[NDArray[np.int64]]) -> dict[str, chex.Array]:
+        """Return the examples of each client, `[clients, most examples, ...]`, with a mask."""
+        most = max(1, *(len(part) for part in parts))
+        rows = np.stack([np.pad(part, (0, most - len(part))) for part in parts])
+        mask = np.arange(most) < np.array([len(part) for part in parts])[:, None]
+        read = self._read(rows.ravel())
+        padded = {name: x.reshape(*rows.shape, *x.shape[1:]) for name, x in read.items()}
+        return {**padded, "mask": mask.astype(np.float32)}

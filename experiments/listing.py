@@ -28,6 +28,7 @@ EXPERIMENTS: Mapping[str, Entry] = {
     "fedadam_emnist": Entry("fedavg_images", "FedAdam on EMNIST by writer, 62 classes, 10 of 3,400 writers per round. Downloads once."),
     "fedadam_stackoverflow": Entry("fedavg_words", "FedAdam on Stack Overflow, next-word prediction, 50 of 342,477 users a round. Downloads once."),
     "fedavg_digits": Entry("fedavg_images", "FedAvg on handwritten digits, 30 clients with few labels each. Takes seconds."),
+    "fedavg_images": Entry("fedavg_image_files", "FedAvg on images of your own, such as photos/{client}/{label}/*.jpg. Needs files."),
     "fedavg_leaf_synthetic": Entry("fedavg_synthetic", "FedAvg on LEAF's synthetic data, logistic regression of 1,000 clients. Takes seconds."),
     "fedavg_lora_text": Entry("fedavg_text", "FedAvg of adapters (LoRA) on Python's own sources, a module per client. Needs weights."),
     "fedavg_population": Entry("fedavg_images", "FedAvg on handwritten digits, 1,000 clients per round of a population of 100,000."),

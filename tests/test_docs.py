@@ -123,12 +123,21 @@ def commands() -> list[tuple[str, list[str]]]:
     return found
 
 
+def fields_of(words: list[str]) -> list[str]:
+    """Return the fields of an experiment, with the further values of a field that has several."""
+    fields, is_field = [], False
+    for word in words:
+        is_field = bool(FIELD.match(word)) if word.startswith("--") else is_field
+        fields += [word] * is_field
+    return fields
+
+
 def test_commands_of_pages_have_fields_and_meshes_that_exist() -> None:
     known = experiments()
     assert len(commands()) > 20
     for text, words in commands():
         flags = dict(word.removeprefix("--").split("=", 1) for word in words if "=" in word)
-        fields = [word for word in words if FIELD.match(word)]
+        fields = fields_of(words)
         for name in filter(known.get, flags.get("exp", "").split(",")):
             try:
                 experiment = override(known[name](), fields, "fedpax", "")

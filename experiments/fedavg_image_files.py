@@ -1,0 +1,142 @@
+"""FedAvg on users' images: files in folders, or a column of images.
+
+`fedpax train --exp=fedavg_images --data.files='photos/{client}/{label}/*.jpg'`
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedpax.checks import COUNT, check_ranges
+from fedpax.data.rounds.preprocess import Preprocess, preprocess_images
+from fedpax.data.tables import Label, infer_label
+from fedpax.errors import ArgumentError
+from fedpax.experiments.client_files import FilesConfig
+from fedpax.experiments.fedavg_clients import CohortConfig
+from fedpax.experiments.fedavg_files import FedAvgFiles
+from fedpax.models.classifiers import CNNConfig, cnn
+from fedpax.models.nnx_functional import FunctionalModel
+from fedpax.models.resnet import ResNetConfig, resnet
+from fedpax.training.experiment import TrainingConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class ImagesConfig(FilesConfig):
+    """Files of images that have clients and labels.
+
+    Attributes:
+        label: the column to predict, or `{label}` in the path.
+        image: the column with the images.
+        image_size: the height and width to which images are resized. Default None: all images have
+            one size.
+    """
+
+    label: str | None = "label"
+    image: str = "image"
+    image_size: tuple[int, int] | None = None
+
+    def load_arguments(self) -> dict[str, Any]:
+        """Return the arguments of `fedpax.data.load` beside the files and the split."""
+        return {**super().load_arguments(), "image_size": self.image_size}
+
+
+class PreparedImages(NamedTuple):
+    """Images as arrays.
+
+    Attributes:
+        examples: `image`, uint8 or float32 `[examples, height, width, channels]`, and `label`,
+            int32.
+        label: the label.
+        notes: lines that tell the sizes and the label.
+    """
+
+    examples: Mapping[str, NDArray[Any]]
+    label: Label
+    notes: Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FedAvgImageFiles(FedAvgFiles):
+    """An image classifier on users' images, whose network has the size of the images.
+
+    Integers of images are scaled to 0 to 1 when a batch is made.
+
+    Attributes:
+        data: the files.
+        network: "cnn", two convolutions and a hidden layer, or "resnet", ResNet-18.
+        filters: output channels of the two convolutions of "cnn".
+        hidden_dim: features of the hidden layer of "cnn".
+    """
+
+    data: ImagesConfig = dataclasses.field(default_factory=ImagesConfig)
+    network: Literal["cnn", "resnet"] = "cnn"
+    filters: tuple[int, int] = (32, 64)
+    hidden_dim: int = 128
+    field = "image"
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        super().__post_init__()
+        check_ranges(self, "", hidden_dim=COUNT)
+
+    @functools.cached_property
+    def prepared(self) -> PreparedImages:
+        """The images as arrays."""
+        columns, data = self.opened.columns, self.data
+        assert data.label is not None
+        if data.image not in columns:
+            raise ArgumentError(
+                f"data.image={data.image!r} is no column of {' '.join(data.files)}, expected one "
+                f"of {', '.join(map(repr, columns))}. Set --data.image to that of the images."
+            )
+        from fedpax.data.files.columns import to_numpy
+
+        images, label = to_numpy(columns[data.image]), columns[data.label]
+        if np.ma.isMaskedArray(images) or images.ndim not in (3, 4):
+            raise ArgumentError(
+                f"The column {data.image!r} has {images.dtype}{list(images.shape)}, expected "
+                "images of one size without missing ones, [examples, height, width, channels]. Set "
+                "--data.image_size 32 32 to resize image files."
+            )
+        made = infer_label(data.label, label, "classification")
+        height, width = images.shape[1:3]
+        note = f"{len(made.classes):,} classes, images of {height} x {width}"
+        examples = {"image": images, "label": made.encode(label)}
+        return PreparedImages(examples, made, (note,))
+
+    def make_preprocess(self) -> Preprocess:
+        """Make the function that scales integers of images to 0 to 1."""
+        return preprocess_images
+
+    def make_model(self) -> FunctionalModel:
+        """Make the network for the images."""
+        images, classes = self.prepared.examples["image"], len(self.prepared.label.classes)
+        channels = images.shape[3] if images.ndim == 4 else 1
+        if self.network == "resnet":
+            return resnet(ResNetConfig(num_channels=channels, num_classes=classes))
+        return cnn(
+            CNNConfig(
+                image_height=images.shape[1],
+                image_width=images.shape[2],
+                num_channels=channels,
+                filters=self.filters,
+                hidden_dim=self.hidden_dim,
+                num_classes=classes,
+            )
+        )
+
+
+def fedavg_images() -> FedAvgImageFiles:
+    """FedAvg on images of your own, such as photos/{client}/{label}/*.jpg. Needs files.
+
+    Set `--data.files`. A client is `{client}` in the path, or `--data.client` names a column.
+    """
+    return FedAvgImageFiles(
+        cohort=CohortConfig(size=100, batch_size=20),
+        client_learning_rate=0.1,
+        training=TrainingConfig(rounds=100, evaluate_every=10, checkpoint_every=50),
+    )

@@ -1,0 +1,86 @@
+"""fedavg_images: image files become clients, batches and metrics by client."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedpax.experiments.fedavg_image_files import FedAvgImageFiles, ImagesConfig, fedavg_images
+from fedpax.training.experiment import TrainingConfig
+
+CLIENTS = {"Zoë": 9, "Ana": 14, "Bo": 5}
+LABELS = ("katt", "hund")
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Bright images of one label and dark ones of the other, of two sizes."""
+    folder, rng = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    for client, count in CLIENTS.items():
+        for k in range(count):
+            label = LABELS[k % 2]
+            low = 0 if label == "katt" else 128
+            path = folder / client / label / f"{k}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            size = (12, 10, 3) if client == "Bo" else (8, 8, 3)
+            Image.fromarray(rng.integers(low, low + 128, size, np.uint8)).save(path)
+    return folder
+
+
+def make(folder: Path, **data: Any) -> FedAvgImageFiles:
+    base = fedavg_images()
+    files = (f"{folder}/{{client}}/{{label}}/*.png",)
+    return dataclasses.replace(
+        base,
+        data=ImagesConfig(files=files, **{"image_size": (8, 8), "heldout_fraction": 0.3, **data}),
+        filters=(4, 4),
+        hidden_dim=8,
+        cohort=dataclasses.replace(base.cohort, batch_size=4),
+        training=TrainingConfig(rounds=1, evaluate_every=0, checkpoint_every=0),
+    )
+
+
+def test_images_become_clients_and_are_learned(photos: Path) -> None:
+    experiment = make(photos)
+    run = experiment.build()
+    assert list(experiment.opened.names) == ["Ana", "Bo", "Zoë"]
+    images = experiment.prepared.examples["image"]
+    assert images.shape == (28, 8, 8, 3) and images.dtype == np.uint8
+    # The pixels of the files, in the files' places.
+    owner = experiment.opened.owners == list(experiment.opened.names).index("Ana")
+    ana = images[owner & (experiment.prepared.examples["label"] == 1)]
+    expected = [np.asarray(Image.open(path)) for path in (photos / "Ana" / "katt").glob("*.png")]
+    found = {image.tobytes() for image in ana}
+    assert found == {image.tobytes() for image in expected}
+
+    cohort = next(run.cohorts)
+    assert cohort.batches["image"].dtype == np.float32 and cohort.batches["image"].max() <= 1
+    with jax.set_mesh(run.mesh):
+        state = run.algorithm.init(jax.jit(run.init)(jax.random.key(0)))
+        step = jax.jit(run.algorithm.round)
+        for _ in range(8):
+            state, _ = step(state, cohort)
+            cohort = next(run.cohorts)
+        together, by_client = run.evaluate(state.params), run.evaluate_clients(state.params)
+    assert together["accuracy"] > 0.8
+    present = by_client.num_examples > 0
+    for name in ("loss", "accuracy"):
+        mean = np.average(by_client.metrics[name][present], weights=by_client.num_examples[present])
+        assert mean == pytest.approx(together[name], rel=1e-4)
+
+
+def test_images_of_several_sizes_and_other_columns_are_told(photos: Path) -> None:
+    with pytest.raises(ValueError, match=r"image_size"):
+        make(photos, image_size=None).build()
+    with pytest.raises(ValueError, match=r"data\.image='picture' is no column of .*'image'"):
+        make(photos, image="picture").build()
+
+
+def test_a_residual_network_has_the_images_channels(photos: Path) -> None:
+    experiment = dataclasses.replace(make(photos), network="resnet")
+    shapes = jax.eval_shape(experiment.make_model().init, jax.random.key(0))
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) > 10_000_000

@@ -21,6 +21,7 @@ from fedpax.checkpoints.orbax_files import (
     QuietFailedSaves,
     Retention,
     atomicity_of,
+    on_one_device,
     open_checkpoints,
 )
 from fedpax.checkpoints.participant_states import (
@@ -164,12 +165,12 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             numbers,
         )
         items: dict[str, ocp.args.CheckpointArgs] = {
-            "state": ocp.args.StandardSave(state),
+            "state": ocp.args.StandardSave(on_one_device(state)),
             "progress": ocp.args.JsonSave(position.to_json()),
         }
         if "params" not in getattr(state, "_fields", ("params",)):
             # A model that the state computes from its fields, such as the islands' mean.
-            items["params"] = ocp.args.StandardSave(state.params)
+            items["params"] = ocp.args.StandardSave(on_one_device(state.params))
         self.is_saved()
         if self._exports is not None:
             self._exports.wait_if_due(round_number)

@@ -11,12 +11,16 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
+import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
 from fedpax.checkpoints.object_store import is_object_store
 from fedpax.errors import ConfigurationError
 from fedpax.run_files.paths import complete_rounds
+
+SMALL = 2**20  # bytes of an array that one device writes alone
 
 _LocalPath: Any = type(epath.Path("/"))
 
@@ -77,6 +81,24 @@ def atomicity_of(folder: Path) -> ocp.options.AtomicityOptions:
     if not is_object_store(folder):
         return ocp.options.AtomicityOptions(mode.AUTO)
     return ocp.options.AtomicityOptions(mode.COMMIT_FILE, allow_legacy_atomic_rename=True)
+
+
+def on_one_device(tree: Any) -> Any:
+    """Replace small replicated arrays by their copies on one device.
+
+    Orbax compiles a slice for each device that has a copy, so that the devices write an array
+    together. For small arrays, compiling takes longer than writing them from one device.
+    """
+    if jax.process_count() > 1:  # Orbax then needs the arrays of all processes
+        return tree
+
+    def smaller(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            return leaf
+        is_small = leaf.is_fully_replicated and leaf.nbytes <= SMALL
+        return leaf.addressable_data(0) if is_small else leaf
+
+    return jax.tree.map(smaller, tree)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -147,11 +147,17 @@ def test_a_state_is_restored_onto_another_mesh(
     assert_same_bits(restored, state)
 
 
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [((512, 2048), ("clients", "fsdp")), ((512, 2048), ()), ((8, 128), ())],
+    ids=["sharded", "replicated", "small and replicated"],
+)
 def test_the_arrays_may_be_donated_as_soon_as_save_returns(
-    tmp_path: Path, sharding: NamedSharding
+    tmp_path: Path, sharding: NamedSharding, shape: tuple[int, int], spec: tuple[str, ...]
 ) -> None:
+    sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))
     advance = jax.jit(lambda x: 2 * x + 1, donate_argnums=0, out_shardings=sharding)
-    x = jax.device_put(np.random.default_rng(0).normal(size=(512, 2048)).astype("f"), sharding)
+    x = jax.device_put(np.random.default_rng(0).normal(size=shape).astype("f"), sharding)
     expected = np.array(x)
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         checkpoints.save(1, {"params": x}, {}, {})
@@ -159,6 +165,18 @@ def test_the_arrays_may_be_donated_as_soon_as_save_returns(
             x = advance(x)
         x.block_until_ready()
     np.testing.assert_array_equal(load_params(tmp_path), expected)
+
+
+def test_small_replicated_arrays_are_saved_without_a_compilation(
+    tmp_path: Path, sharding: NamedSharding, caplog: pytest.LogCaptureFixture
+) -> None:
+    replicated = NamedSharding(sharding.mesh, PartitionSpec())
+    x = jax.device_put(np.random.default_rng(0).normal(size=(24, 7)).astype("f"), replicated)
+    with Checkpoints(tmp_path, keep=2) as checkpoints, jax.log_compiles():
+        checkpoints.save(1, {"params": x}, {}, {})
+        checkpoints.wait()
+    assert not [text for text in caplog.messages if "ompil" in text]
+    np.testing.assert_array_equal(load_params(tmp_path), x)
 
 
 def test_the_newest_checkpoints_are_kept(tmp_path: Path, sharding: NamedSharding) -> None:

@@ -66,6 +66,7 @@ fedpax: federated and multi-island training on JAX
   fedpax prepare FILES --out=DIR [--client=COLUMN] [--label=COLUMN] [--split=NAME]
                  [--columns=NAME,...] [--types=COLUMN=TYPE,...] [--delimiter=';']
                  [--image_size=32x32] [--on_bad_row=skip] [--memory=4GB]
+                 [--heldout_fraction=0.1] [--heldout_by=client]
       Sort files by client once, larger than memory, into a folder of memory-mapped columns, which
       takes the place of the files.
   fedpax syncer --exp=NAME --listen=HOST:PORT --job_log_dir=DIR [--certificates=DIR]
@@ -159,6 +160,10 @@ fedpax: federated and multi-island training on JAX
   --image_size      the height and width to which images are resized
   --on_bad_row      error (default), or skip to leave out and count damaged rows and those without
                     a client
+  --heldout_fraction
+                    the share of the examples that --split=heldout has and --split=train has not,
+                    chosen by a hash of their content
+  --heldout_by      what is hashed: example (default), client or a column
   --memory          the memory for sorting; default: half of the machine's
   --round           the checkpoint's round, or best: that of the best held-out metric
                     (--training.keep_best); default: the newest

@@ -35,6 +35,8 @@ def prepare(arguments: Sequence[str]) -> int:
         options.out,
         on_bad_row=options.on_bad_row,
         memory=options.memory,
+        heldout_fraction=options.heldout_fraction,
+        heldout_by=options.heldout_by,
         **reading,
     )
     for path, count in prepared.skipped.items():
@@ -51,4 +53,6 @@ def define_flags(options: flags.FlagValues) -> None:
     define_file_flags(options)
     flags.DEFINE_string("out", None, "The folder to make.", flag_values=options)
     flags.DEFINE_enum("on_bad_row", "error", ["error", "skip"], "Bad rows.", flag_values=options)
+    flags.DEFINE_float("heldout_fraction", 0.0, "The share to hold out.", flag_values=options)
+    flags.DEFINE_string("heldout_by", "example", "What is hashed.", flag_values=options)
     flags.DEFINE_string("memory", None, "The memory for sorting.", flag_values=options)

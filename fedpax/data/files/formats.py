@@ -166,5 +166,7 @@ def find_stream(file: DataFile) -> Reader | None:
 
 def _import(place: str) -> Reader:
     module, _, function = place.partition(":")
-    reader: Reader = getattr(importlib.import_module(f"fedpax.data.files.{module}"), function)
+    reader: Reader = getattr(
+        importlib.import_module(f"fedpax.data.files.readers.{module}"), function
+    )
     return reader

@@ -10,6 +10,7 @@ from jaxtyping import Bool, UInt64
 
 from fedpax.data.files.columns import to_numpy
 from fedpax.data.shuffle import hash_key
+from fedpax.errors import ArgumentError
 
 
 def held_out(table: pa.Table, fraction: float) -> Bool[np.ndarray, " examples"]:
@@ -32,6 +33,44 @@ def held_out(table: pa.Table, fraction: float) -> Bool[np.ndarray, " examples"]:
         keys = hash_key(keys, _hash_bytes(name.encode()), _hash_column(table.column(name)))
     # 53 bits, which a float64 holds exactly.
     return (keys >> np.uint64(11)).astype(np.float64) * 2.0**-53 < fraction
+
+
+def part_of_split(
+    name: str, table: pa.Table, split: str | None, fraction: float, by: str, client: str | None
+) -> pa.Table:
+    """Return the examples of a split that a share of the examples makes.
+
+    Args:
+        name: what is opened, for the message.
+        table: the examples.
+        split: `"train"`, another name for those that are held out, or None for all.
+        fraction: the share that is held out.
+        by: `"example"`, `"client"` or a column.
+        client: the column of clients, or None.
+
+    Raises:
+        ValueError: `by` is no column.
+    """
+    if not fraction or split is None:
+        return table
+    if by == "client" and client is not None:
+        by = client
+    if by != "example" and by not in table.column_names:
+        raise ArgumentError(
+            f"heldout_by={by!r} is no column of {name}, expected 'example', 'client' for files "
+            f"with clients, or one of {', '.join(map(repr, table.column_names))}."
+        )
+    is_held_out = held_out(table if by == "example" else table.select([by]), fraction)
+    return table.filter(pa.array(is_held_out == (split != "train")))
+
+
+def check_any(name: str, table: pa.Table, split: str | None, fraction: float) -> None:
+    """Raise an error for a split without examples."""
+    if not table.num_rows:
+        raise ArgumentError(
+            f"The split {split!r} of {name} has no examples with heldout_fraction={fraction}, "
+            "expected at least one. Set another fraction."
+        )
 
 
 def _hash_column(column: Any) -> UInt64[np.ndarray, " examples"]:

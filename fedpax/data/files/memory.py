@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from fedpax.data.files.columns import array_to_arrow
 from fedpax.data.files.formats import ReadOptions
-from fedpax.data.files.hugging_face import decode_features
+from fedpax.data.files.readers.hugging_face import decode_features
 from fedpax.errors import ArgumentError
 
 _VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from jaxtyping import Bool
 
 from fedpax.data.files.file_sizes import check_memory
-from fedpax.data.files.held_out import held_out
+from fedpax.data.files.held_out import check_any, part_of_split
 from fedpax.data.files.memory import memory_table
 from fedpax.data.files.path_columns import add_path_columns, path_fields
 from fedpax.data.files.prepared import open_prepared, prepared_folder
@@ -37,12 +36,15 @@ def open_files(
     heldout_by: str = "example",
 ) -> TableSource:
     """Open files as a source; see `fedpax.data.load`, which passes its arguments."""
+    if isinstance(files, list | tuple) and len(files) == 1:
+        files = files[0]
     if isinstance(files, str | os.PathLike) and (folder := prepared_folder(files, split)):
-        return _open_prepared(folder, client, label, columns)
+        return _open_prepared(folder, client, label, columns, heldout_fraction)
     if (table := memory_table(files, columns)) is not None:
         check_columns(table.column_names, {"client": client, "label": label}, "the table")
         check_split("the table", split, heldout_fraction)
-        table = _held_out_part("the table", table, split, heldout_fraction, heldout_by, client)
+        table = part_of_split("the table", table, split, heldout_fraction, heldout_by, client)
+        check_any("the table", table, split, heldout_fraction)
         return sort_by_client("the table", Path(), table, client, label)
     selected = select_files(
         files,
@@ -68,12 +70,17 @@ def open_files(
         raise ArgumentError(f"{name} has no examples, expected at least one. Name other files.")
     check_columns(table.column_names, {"client": client, "label": label}, name)
     if not selected.names_split:
-        table = _held_out_part(name, table, split, heldout_fraction, heldout_by, client)
+        table = part_of_split(name, table, split, heldout_fraction, heldout_by, client)
+        check_any(name, table, split, heldout_fraction)
     return sort_by_client(name, Path(groups[0][0].path).parent, table, client, label)
 
 
 def _open_prepared(
-    folder: Path, client: str | None, label: str | None, columns: Sequence[str]
+    folder: Path,
+    client: str | None,
+    label: str | None,
+    columns: Sequence[str],
+    heldout_fraction: float,
 ) -> TableSource:
     source = open_prepared(folder, label)
     check_columns(source.fields, {"client": client, "label": label}, str(folder))
@@ -82,39 +89,13 @@ def _open_prepared(
             f"{folder} is sorted by the client {source.client!r}, and client is {client!r}. Leave "
             f"client out, or prepare the files again with client={client!r}."
         )
+    if heldout_fraction:
+        raise ArgumentError(
+            f"heldout_fraction={heldout_fraction} would copy the prepared folder {folder}, expected "
+            "0. Prepare each split in a folder of its own: `fedpax prepare FILES --out=data/train "
+            "--split=train --heldout_fraction=0.1`, and the same for heldout."
+        )
     return source.select(columns) if columns else source
-
-
-def _held_out_part(
-    name: str, table: pa.Table, split: str | None, fraction: float, by: str, client: str | None
-) -> pa.Table:
-    """Return the examples of a split that a share of the examples makes."""
-    if not fraction or split is None:
-        return table
-    is_held_out = _held_out(name, table, fraction, by, client)
-    part = table.filter(pa.array(is_held_out == (split != "train")))
-    if not part.num_rows:
-        raise ArgumentError(
-            f"The split {split!r} of {name} has no examples with heldout_fraction={fraction}, "
-            "expected at least one. Set another fraction."
-        )
-    return part
-
-
-def _held_out(
-    name: str, table: pa.Table, fraction: float, by: str, client: str | None
-) -> Bool[np.ndarray, " examples"]:
-    """Return whether each example is held out, by its content or by one column."""
-    if by == "client" and client is not None:
-        by = client
-    if by == "example":
-        return held_out(table, fraction)
-    if by not in table.column_names:
-        raise ArgumentError(
-            f"heldout_by={by!r} is no column of {name}, expected 'example', 'client' for files "
-            f"with clients, or one of {', '.join(map(repr, table.column_names))}."
-        )
-    return held_out(table.select([by]), fraction)
 
 
 def sort_by_client(

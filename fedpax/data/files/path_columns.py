@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from fedpax.data.files.finding import CLIENT, DataFile
 from fedpax.data.files.formats import is_image, is_shard
-from fedpax.data.files.own_clients import has_own_clients
+from fedpax.data.files.readers.own_clients import has_own_clients
 from fedpax.errors import ArgumentError
 
 Fields = list[dict[str, str]]

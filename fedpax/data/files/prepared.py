@@ -66,6 +66,10 @@ def write_prepared(
                 write(waiting.slice(0, cut))
                 waiting = waiting.slice(cut)
         write(waiting)
+    if not rows:
+        raise ArgumentError(
+            f"{about['files']} has no examples, expected at least one. Name others."
+        )
     if client is not None:
         names, starts = index.finish()
         clients = pa.table({"name": names, "start": pa.array(starts)})

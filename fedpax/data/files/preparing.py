@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +16,12 @@ import pyarrow as pa
 from fedpax.data.files.file_sizes import estimate_bytes
 from fedpax.data.files.finding import DataFile
 from fedpax.data.files.formats import BadRows, ReadOptions, TypeChangedError
+from fedpax.data.files.held_out import part_of_split
 from fedpax.data.files.path_columns import Fields, add_path_columns, path_fields
 from fedpax.data.files.prepared import open_prepared, write_prepared
 from fedpax.data.files.read_table import stream_tables
 from fedpax.data.files.schemas import conform, fits, unify
-from fedpax.data.files.selection import select_files
+from fedpax.data.files.selection import Selection, select_files
 from fedpax.data.files.sorting import MEMORY, sort_tables
 from fedpax.data.files.table_source import TableSource, check_columns
 from fedpax.errors import ArgumentError
@@ -52,6 +53,9 @@ def prepare_files(
     types: Mapping[str, str] | None,
     delimiter: str | None,
     image_size: tuple[int, int] | None,
+    optional_columns: Sequence[str],
+    heldout_fraction: float,
+    heldout_by: str,
     on_bad_row: str,
     memory: str | None,
 ) -> Prepared:
@@ -72,10 +76,15 @@ def prepare_files(
         types=types,
         delimiter=delimiter,
         image_size=image_size,
-        heldout_fraction=0.0,
+        heldout_fraction=heldout_fraction,
     )
+
+    def part(table: pa.Table, client: str | None) -> pa.Table:
+        fraction = 0.0 if selected.names_split else heldout_fraction
+        return part_of_split(selected.name, table, split, fraction, heldout_by, client)
+
     bad_rows = BadRows() if on_bad_row == "skip" else None
-    reading = _Reading(selected.groups, selected.options, client, bad_rows)
+    reading = _Reading(selected, client, optional_columns, part, bad_rows)
     reading.read_schema(first_part=True)
     check_columns(reading.schema.names, {"client": reading.client, "label": label}, selected.name)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -126,16 +135,19 @@ class _Reading:
 
     def __init__(
         self,
-        groups: list[list[DataFile]],
-        options: ReadOptions,
+        selected: Selection,
         client: str | None,
+        optional_columns: Sequence[str],
+        part: Callable[[pa.Table, str | None], pa.Table],
         bad_rows: BadRows | None,
     ) -> None:
-        self.groups = groups
+        self.groups = selected.groups
         self.client = client
         self.schema = pa.schema([])
         self._named_client = client
-        self._options = options._replace(bad_rows=bad_rows)
+        self._options = selected.options._replace(bad_rows=bad_rows)
+        self._optional_columns = optional_columns
+        self._part = part
         self._bad_rows = bad_rows
         self._types: dict[str, dict[str, pa.DataType]] = {}
         self._fields: list[Fields] = []
@@ -153,7 +165,8 @@ class _Reading:
             for schema, fields in zip(schemas, self._fields, strict=True)
         ]
         known = self.schema.names  # whose order stays when types of columns change
-        together = unify([group[0] for group in self.groups], schemas)
+        files = [group[0] for group in self.groups]
+        together = unify(files, schemas, self._optional_columns)
         names = [*known, *(name for name in together.names if name not in known)]
         self.schema = pa.schema([together.field(name) for name in names])
 
@@ -186,6 +199,7 @@ class _Reading:
                 if self.client is not None:
                     table = self._with_clients(table, group[0], row)
                 row += part.num_rows
+                table = self._part(table, self.client)
                 if table.num_rows:
                     yield table
 

@@ -7,8 +7,8 @@ import pyarrow as pa
 
 from fedpax.data.files.finding import CLIENT, DataFile
 from fedpax.data.files.formats import ReadOptions, find_reader, find_stream, is_image
-from fedpax.data.files.hugging_face import decode_features
-from fedpax.data.files.own_clients import has_own_clients
+from fedpax.data.files.readers.hugging_face import decode_features
+from fedpax.data.files.readers.own_clients import has_own_clients
 from fedpax.errors import ArgumentError
 
 

@@ -159,6 +159,9 @@ def prepare(
     types: Mapping[str, str] | None = None,
     delimiter: str | None = None,
     image_size: tuple[int, int] | None = None,
+    optional_columns: Sequence[str] = (),
+    heldout_fraction: float = 0.0,
+    heldout_by: str = "example",
     on_bad_row: Literal["error", "skip"] = "error",
     memory: str | None = None,
 ) -> "Prepared":
@@ -173,11 +176,14 @@ def prepare(
         out: the folder to write, which must not exist.
         client: as for `load`.
         label: as for `load`; kept in the folder.
-        split: as for `load`, the text for `{split}`.
+        split: as for `load`.
         columns: as for `load`.
         types: as for `load`.
         delimiter: as for `load`.
         image_size: as for `load`.
+        optional_columns: as for `load`.
+        heldout_fraction: as for `load`; prepare each split into a folder of its own.
+        heldout_by: as for `load`.
         on_bad_row: `"error"`, or `"skip"` to leave out and count rows of CSV with another number of
             columns, lines of JSON lines that are not objects, and examples without a client.
         memory: the memory for sorting, such as `"4GB"`. Default None: half of the machine's.
@@ -211,6 +217,9 @@ def prepare(
             types=types,
             delimiter=delimiter,
             image_size=image_size,
+            optional_columns=optional_columns,
+            heldout_fraction=heldout_fraction,
+            heldout_by=heldout_by,
             on_bad_row=on_bad_row,
             memory=memory,
         )

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from pyarrow import csv, ipc, parquet
 
 from fedpax.data import ClientSampler, cohort_rounds, load, prepare
-from fedpax.data.files import csv_files, json_files, prepared
+from fedpax.data.files import prepared
 from fedpax.data.files.columns import array_to_arrow
+from fedpax.data.files.readers import csv_files, json_files
 from fedpax.data.populations.contiguous_clients import ContiguousClients
 
 
@@ -276,6 +277,21 @@ def test_too_little_space_is_told_before_and_while_writing(
     assert not (tmp_path / "out").exists()
 
 
+def test_splits_have_folders_of_their_own(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    table = pa.table({"user": rng.integers(0, 9, 300), "x": rng.normal(size=300)})
+    path = write_arrow(table, tmp_path / "a.arrow")
+    options: Any = {"client": "user", "heldout_fraction": 0.2}
+    for split in ("train", "heldout"):
+        made = prepare(path, tmp_path / "out" / split, split=split, **options).source
+        assert_equal(made, load(path, split, **options))
+        assert_equal(load(tmp_path / "out", split), made)
+    with pytest.raises(ValueError, match=r"would copy the prepared folder.*--split=train"):
+        load(tmp_path / "out", "train", heldout_fraction=0.2)
+    with pytest.raises(ValueError, match="has no examples, expected at least one"):
+        prepare(path, tmp_path / "none", split="heldout", client="user", heldout_fraction=1e-9)
+
+
 def test_damaged_folders_are_told(tmp_path: Path) -> None:
     path = write_arrow(pa.table({"user": np.arange(1000) % 7}), tmp_path / "a.arrow")
     prepare(path, tmp_path / "out", client="user")
@@ -285,6 +301,7 @@ def test_damaged_folders_are_told(tmp_path: Path) -> None:
         load(tmp_path / "out", client="x")
     (tmp_path / "in" / "train").parent.mkdir()
     shutil.copytree(tmp_path / "out", tmp_path / "in" / "train")
+    assert len(load([tmp_path / "out"])) == 1000
     assert len(load(tmp_path / "in", "train")) == len(load(f"{tmp_path}/in/{{split}}", "train"))
     content = (tmp_path / "out" / "examples.arrow").read_bytes()
     (tmp_path / "out" / "examples.arrow").write_bytes(content[:-100])

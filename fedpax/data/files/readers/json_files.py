@@ -11,7 +11,7 @@ from pyarrow import json as arrow_json
 from fedpax.data.files.columns import concatenate_values
 from fedpax.data.files.finding import DataFile
 from fedpax.data.files.formats import ReadOptions, TypeChangedError
-from fedpax.data.files.own_clients import add_clients
+from fedpax.data.files.readers.own_clients import add_clients
 from fedpax.errors import ArgumentError
 
 _BLOCK = 1 << 26  # the longest line that is read, in bytes

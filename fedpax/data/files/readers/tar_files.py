@@ -105,7 +105,7 @@ def _to_table(rows: list[dict[str, Any]], options: ReadOptions) -> pa.Table:
 
 
 def _images(rows: list[dict[str, Any]], options: ReadOptions) -> Any:
-    from fedpax.data.files.image_files import decode_images
+    from fedpax.data.files.readers.image_files import decode_images
 
     if missing := [row["key"] for row in rows if row.get("image") is None]:
         raise ArgumentError(f"its example {missing[0]!r} has no image, which others have")

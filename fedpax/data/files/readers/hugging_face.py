@@ -16,7 +16,7 @@ def decode_features(table: pa.Table, options: ReadOptions) -> pa.Table:
     """
     for name in image_columns(table.schema):
         if not options.columns or name in options.columns:
-            from fedpax.data.files.image_files import decode_column
+            from fedpax.data.files.readers.image_files import decode_column
 
             position = table.column_names.index(name)
             table = table.set_column(position, name, decode_column(table.column(name), options))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from fedpax.data.files.columns import array_to_arrow
 from fedpax.data.files.finding import DataFile
 from fedpax.data.files.formats import ReadOptions
-from fedpax.data.files.own_clients import add_clients
+from fedpax.data.files.readers.own_clients import add_clients
 from fedpax.errors import ArgumentError
 
 _TFF_ROOT = "examples"

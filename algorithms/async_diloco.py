@@ -119,7 +119,7 @@ def async_diloco(
             at once, such as a median; in a round, batches without an axis of size `islands`.
 
     Example:
-        >>> import fedpax, jax.numpy as jnp
+        >>> import fedpax, jax, jax.numpy as jnp
         >>> loss_fn = lambda w, x: (jnp.mean((w - x) ** 2), {})
         >>> algorithm = async_diloco(
         ...     loss_fn, islands=2, inner_optimizer=optax.sgd(0.5), learning_rate=1.0, momentum=0.5

@@ -70,7 +70,7 @@ class MethodConfig(Settings):
         """Return the methods of `fedpax.algorithms` for clients, by name."""
         methods = {name: getattr(algorithms, name) for name in algorithms.__all__}
         methods |= {
-            f.__name__.strip("_"): f for f in (_fedac, _mime, _mime_lite, _self_tuning_fedavg)
+            f.__name__.strip("_"): f for f in (_fedac, _MIME, _MIME_LITE, _self_tuning_fedavg)
         }
         return {
             name: method
@@ -196,56 +196,36 @@ def _fedac(  # noqa: D417
     )
 
 
-def _mime(  # noqa: D417
-    loss_fn: LossFn,
-    *,
-    cohort_size: int,
-    client_learning_rate: float,
-    momentum: float = 0.9,
-    server_optimizer: optax.GradientTransformation | None = None,
-    aggregator: Aggregator | None = None,
-    chunk_size: ChunkSize = None,
-) -> FederatedAlgorithm:
-    """Train with Mime: SGD with a fixed momentum, and local gradients without client bias.
+def _with_momentum(mime: Callable[..., FederatedAlgorithm]) -> Callable[..., FederatedAlgorithm]:
+    """Make Mime or MimeLite with SGD on the clients, whose momentum the server holds."""
 
-    Args:
-        momentum: momentum of the clients' SGD, which the server holds.
-    """
-    check_setting("mime", "momentum", momentum, DECAY, remedy="Pass 0.9, as the paper.")
-    return algorithms.mime(
-        loss_fn,
-        cohort_size=cohort_size,
-        client_optimizer=optax.sgd(client_learning_rate, momentum),
-        server_optimizer=server_optimizer,
-        aggregator=aggregator,
-        chunk_size=chunk_size,
-    )
+    def method(
+        loss_fn: LossFn,
+        *,
+        cohort_size: int,
+        client_learning_rate: float,
+        momentum: float = 0.9,
+        server_optimizer: optax.GradientTransformation | None = None,
+        aggregator: Aggregator | None = None,
+        chunk_size: ChunkSize = None,
+    ) -> FederatedAlgorithm:
+        check_setting(mime.__name__, "momentum", momentum, DECAY, remedy="Pass 0.9, as the paper.")
+        return mime(
+            loss_fn,
+            cohort_size=cohort_size,
+            client_optimizer=optax.sgd(client_learning_rate, momentum),
+            server_optimizer=server_optimizer,
+            aggregator=aggregator,
+            chunk_size=chunk_size,
+        )
+
+    method.__name__ = mime.__name__
+    summary = (inspect.getdoc(mime) or "").partition("\n")[0]
+    method.__doc__ = f"{summary}\n\nArgs:\n    momentum: momentum of the clients' SGD."
+    return method
 
 
-def _mime_lite(  # noqa: D417
-    loss_fn: LossFn,
-    *,
-    cohort_size: int,
-    client_learning_rate: float,
-    momentum: float = 0.9,
-    server_optimizer: optax.GradientTransformation | None = None,
-    aggregator: Aggregator | None = None,
-    chunk_size: ChunkSize = None,
-) -> FederatedAlgorithm:
-    """Train with MimeLite: SGD with a fixed momentum, and the clients' own gradients.
-
-    Args:
-        momentum: momentum of the clients' SGD, which the server holds.
-    """
-    check_setting("mime_lite", "momentum", momentum, DECAY, remedy="Pass 0.9, as the paper.")
-    return algorithms.mime_lite(
-        loss_fn,
-        cohort_size=cohort_size,
-        client_optimizer=optax.sgd(client_learning_rate, momentum),
-        server_optimizer=server_optimizer,
-        aggregator=aggregator,
-        chunk_size=chunk_size,
-    )
+_MIME, _MIME_LITE = _with_momentum(algorithms.mime), _with_momentum(algorithms.mime_lite)
 
 
 def _self_tuning_fedavg(  # noqa: D417

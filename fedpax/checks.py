@@ -69,8 +69,8 @@ class IntRange(Range):
 
     def __contains__(self, number: float) -> bool:
         """Return whether a number is an integer in the range."""
-        is_int = isinstance(number, numbers.Integral) and not isinstance(number, bool)
-        return is_int and super().__contains__(number) and not (self.even and number % 2)
+        in_range = _is_integer(number) and super().__contains__(number)
+        return in_range and not (self.even and number % 2)
 
     def __str__(self) -> str:
         """Describe the range for a message."""

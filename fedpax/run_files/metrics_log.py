@@ -6,6 +6,7 @@ lines that a caller chooses are parsed. All lines after that, and those of a fil
 checksum, are parsed and checked one by one.
 """
 
+import functools
 import itertools
 import json
 import sys
@@ -215,11 +216,9 @@ class _Reader:
         codes = _code(np.stack([array[places + i] for i in range(CODE_LETTERS)]))
         for code in np.unique(codes).tolist():
             (where,) = np.nonzero(codes == code)
-            numbers = where + self._number + 1
-            begin, end = starts[where], ends[where]
-            self._choice(self._codes.get(code, "")).add(
-                numbers, lambda i, begin=begin, end=end: data[begin[i] : end[i]]
-            )
+            numbers = (where + self._number + 1).tolist()
+            line = functools.partial(_cut, data, starts[where], ends[where])
+            self._choice(self._codes.get(code, "")).add(numbers, line)
         self._number += len(starts)
 
     def _choice(self, kind: str) -> Choice:
@@ -238,7 +237,7 @@ class _Reader:
             if line is None:
                 damaged.append(self._number)
             elif keep(line):
-                self._choice(line["kind"]).add([self._number], lambda i, line=line: line)
+                self._choice(line["kind"]).add([self._number], [line].__getitem__)
                 crc, last_round = zlib.crc32(text + b"\n", crc), max(last_round, line["round"])
                 if kept and kept[-1][1] == start:
                     kept[-1] = (kept[-1][0], size)
@@ -251,6 +250,10 @@ class _Reader:
         ]
         known = Sum(sum(end - start for start, end in kept), crc, last_round)
         return MetricsLog(lines, damaged, kept, known)
+
+
+def _cut(data: bytes, starts: np.ndarray, ends: np.ndarray, i: int) -> bytes:
+    return data[starts[i] : ends[i]]
 
 
 def _code(letters: np.ndarray) -> Any:

@@ -7,6 +7,7 @@ that begins with a file name in a comment (`# mine.py`) is saved there under thi
 
 import doctest
 import importlib
+import itertools
 import pkgutil
 import re
 import shlex
@@ -126,7 +127,7 @@ def commands() -> list[tuple[str, list[str]]]:
 def fields_of(words: list[str]) -> list[str]:
     """Return the fields of an experiment, with the further values of a field that has several."""
     fields, is_field = [], False
-    for word in words:
+    for word in itertools.takewhile(lambda word: word not in ("&", "|", ">"), words):
         is_field = bool(FIELD.match(word)) if word.startswith("--") else is_field
         fields += [word] * is_field
     return fields

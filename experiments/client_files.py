@@ -114,7 +114,9 @@ def open_files(data: FilesConfig) -> OpenFiles:
         )
     has_split = any("{split}" in file for file in data.files)
     splits = ["train", data.heldout_split] if has_split else [None]
-    sources: list[Any] = [load(data.files, split, **data.load_arguments()) for split in splits]
+    # One name alone can be the folder of a prepared data set.
+    files = data.files[0] if len(data.files) == 1 else data.files
+    sources: list[Any] = [load(files, split, **data.load_arguments()) for split in splits]
     if (client := sources[0].client) is None:
         raise ArgumentError(
             f"data.files={' '.join(data.files)} is one file without clients, expected the column "

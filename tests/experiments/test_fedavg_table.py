@@ -13,7 +13,7 @@ import pytest
 
 from fedpax.algorithms import fedavg
 from fedpax.commands.parts.options import configure
-from fedpax.data import ClientSampler, cohort_rounds
+from fedpax.data import ClientSampler, cohort_rounds, prepare
 from fedpax.data.tables import Label, TableFeatures
 from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
 from fedpax.experiments.client_methods import method
@@ -359,3 +359,15 @@ def test_a_column_that_only_some_files_have(folder: Path, tmp_path: Path) -> Non
     assert not values[~is_bonn].any()
     own = values[is_bonn & experiment.opened.training]
     assert abs(own.mean()) < 1e-5 and own.std() == pytest.approx(1, abs=1e-4)
+
+
+def test_prepared_files_equal_the_files(folder: Path, tmp_path: Path) -> None:
+    prepare([str(folder / "*.csv")], tmp_path / "prepared", label="outcome")
+    experiment = make(folder, "outcome")
+    data = dataclasses.replace(experiment.data, files=(str(tmp_path / "prepared"),))
+    prepared = dataclasses.replace(experiment, data=data)
+    assert list(prepared.training_parts) == list(experiment.training_parts)
+    for name, rows in experiment.training_parts.items():
+        np.testing.assert_array_equal(prepared.training_parts[name], rows)
+    for name, values in experiment.prepared.examples.items():
+        np.testing.assert_array_equal(prepared.prepared.examples[name], values)

@@ -56,6 +56,12 @@ fedpax: federated and multi-island training on JAX
       Write the model of a run to a new folder: config.json, safetensors and tokenizer.json, or with
       --format=orbax a checkpoint of the parameters. --out=FILE.npz and --out=FILE.safetensors write
       the parameters of any model, by name. Adapters are merged into their model.
+  fedpax export --stages --job_log_dir=DIR --out=FOLDER [--FIELD=VALUE ...]
+      Write the round of a run as the parts of its server and of one participant, which run with JAX
+      and NumPy alone.
+  fedpax inspect FOLDER
+      Show what exported stages receive, have, send and keep, their FLOPs and temporary bytes, and
+      whether devices without JAX can run them.
   fedpax partition --exp=NAME [--picture=FILE.png] [--FIELD=VALUE ...]
       Show how the clients of an experiment differ in the amounts and labels of their examples.
   fedpax data FILES [--client=COLUMN] [--label=COLUMN] [--split=NAME] [--columns=NAME,...]

@@ -14,6 +14,7 @@ COMMANDS = {
     "evaluate": "fedpax.commands.evaluate:evaluate",
     "generate": "fedpax.commands.generate:generate",
     "export": "fedpax.commands.export:export",
+    "inspect": "fedpax.commands.inspect:inspect",
     "partition": "fedpax.commands.partition:partition",
     "data": "fedpax.commands.data:data",
     "prepare": "fedpax.commands.prepare:prepare",

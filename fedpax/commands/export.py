@@ -21,10 +21,13 @@ from fedpax.commands.parts.saved_run import (
     read_saved_run,
 )
 from fedpax.console import print_error, print_line
+from fedpax.deploy.artifacts import export_stages
+from fedpax.deploy.runtime import MANIFEST
 from fedpax.errors import UsageError
 from fedpax.experiments.language_model import LanguageModelExperiment
 from fedpax.experiments.weights import huggingface_obstacle
 from fedpax.run_files.configuration import write_configuration
+from fedpax.transforms.stages import stages
 
 FORMATS = ("huggingface", "orbax", *FILE_WRITERS)
 
@@ -34,6 +37,8 @@ def export(arguments: Sequence[str]) -> int:
     # Adapters are merged into the model that they adapt.
     options, fields = parse("export", arguments, define_flags, needs_exp=False)
     saved = read_saved_run("export", arguments, options, fields)
+    if options.stages:
+        return _export_stages(saved, options)
     number = checkpoint_round("export", saved, options.round)
     suffix = Path(options.out or "").suffix[1:]
     as_file = suffix in FILE_WRITERS
@@ -70,6 +75,40 @@ def export(arguments: Sequence[str]) -> int:
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     names = "" if as_file else f": {', '.join(sorted(path.name for path in out.iterdir()))}"
     print_line(f"{saved.exp} round {number}: {count:,} parameters in {out}{names}")
+    return 0
+
+
+def _export_stages(saved: SavedRun, options: flags.FlagValues) -> int:
+    """Write the stages of a run's round."""
+    for name in ("format", "dtype", "round"):
+        if options[name].value is not None:
+            raise UsageError(
+                f"--{name} is of an exported model, and --stages exports the round. Leave one out."
+            )
+    out = _new_path(options.out, is_folder=True)
+    run = build_run(saved.experiment)
+    if run.frozen is not None or run.cohort_shapes is None:
+        obstacle = "reads frozen parameters" if run.frozen else "states no cohort_shapes"
+        raise UsageError(
+            f"{saved.exp} {obstacle}, expected a run whose round is (state, cohort), with cohorts "
+            "of known shapes. In Python, fedpax.stages(program, *args) takes any arguments."
+        )
+    state = jax.eval_shape(lambda key: run.algorithm.init(run.init(key)), jax.random.key(0))
+    divided = stages(run.algorithm.round, state, run.cohort_shapes)
+    draft = out.with_name(f".{out.name}.draft")
+    _remove(draft)  # of an export that was killed
+    try:
+        artifact = export_stages(divided, draft)
+        if out.exists():
+            out.rmdir()
+        rename_folder(draft, out, last=MANIFEST)
+    finally:
+        _remove(draft)
+    size = sum(path.stat().st_size for path in out.glob("client_*.jax"))
+    print_line(
+        f"{saved.exp}: {len(artifact)} {'stage' if len(artifact) == 1 else 'stages'} in {out}, "
+        f"{size:,} bytes for a participant, program {artifact.program[:12]}"
+    )
     return 0
 
 
@@ -155,6 +194,7 @@ def define_flags(options: flags.FlagValues) -> None:
     """Define the flags of the command."""
     define_saved_run_flags(options)
     flags.DEFINE_string("out", None, "The folder or file to write.", flag_values=options)
+    flags.DEFINE_bool("stages", False, "Export the round, not the model.", flag_values=options)
     flags.DEFINE_enum("format", None, FORMATS, "The format.", flag_values=options)
     dtypes = ("float32", "bfloat16", "float16")
     flags.DEFINE_enum("dtype", None, dtypes, "Cast the parameters.", flag_values=options)

@@ -13,6 +13,7 @@ import jax
 import fedpax
 from fedpax.deploy.runtime import FORMAT, MANIFEST, VERSION, Artifact, load, program_hash
 from fedpax.errors import ArgumentError, MissingPackageError
+from fedpax.inspect.flops import count_flops
 from fedpax.primitives._jax import without_locations
 from fedpax.transforms.client_stages import Stage, Value
 from fedpax.transforms.stages import Stages
@@ -82,8 +83,7 @@ def export_stages(
         )
     folder.mkdir(parents=True, exist_ok=True)
     writer = _Writer(folder, platforms)
-    for number, stage in enumerate(stages):
-        _write_stage(writer, stages, number, stage)
+    flops = [_write_stage(writer, stages, number, stage) for number, stage in enumerate(stages)]
     wiring = stages.wiring()
     for part, wires in enumerate(wiring.parts):
         writer.write(f"server_{part}", wires.run, wires.types)
@@ -99,6 +99,7 @@ def export_stages(
         "stages": [
             {kind: _described(getattr(stage, kind)) for kind in Stage._fields} for stage in stages
         ],
+        "flops": flops,
         "server": [
             {
                 "inputs": wires.inputs,
@@ -121,7 +122,8 @@ def export_stages(
     return load(folder)
 
 
-def _write_stage(writer: "_Writer", stages: Stages, number: int, stage: Stage) -> None:
+def _write_stage(writer: "_Writer", stages: Stages, number: int, stage: Stage) -> int:
+    """Write the functions of a stage; return the FLOPs of a participant."""
     own = [value.name for value in stage.own]
     kept = [value.name for value in stage.kept]
     num_shared, num_rows = len(stage.shared), len(stage.rows)
@@ -145,6 +147,7 @@ def _write_stage(writer: "_Writer", stages: Stages, number: int, stage: Stage) -
     (size,) = jax.export.symbolic_shape("participants")
     many = [jax.ShapeDtypeStruct((size, *t.shape), t.dtype) for t in terms]
     writer.write(f"fold_{number}", lambda *terms: list(stages.fold(number)(terms)), many)
+    return count_flops(jax.make_jaxpr(client)(index, *given).jaxpr).number
 
 
 class _Writer:

@@ -133,18 +133,21 @@ class Artifact:
             placed.append(rows.at[indices].set(shown[i]) if len(indices) else rows)
         return placed
 
+    def exported(self, name: str) -> jax.export.Exported:
+        """Return a function of the folder, such as `client_0`, as JAX exports it."""
+        content = _checked(self._folder, f"{name}.jax", self.manifest["files"])
+        try:
+            return jax.export.deserialize(bytearray(content))
+        except Exception as error:
+            raise ArtifactError(
+                f"{self._folder / name}.jax cannot be read by jax {jax.__version__} "
+                f"({type(error).__name__}: {error}). Export again, with a jax of about the "
+                f"same age; this one was made by {self.manifest['versions']['jax']}."
+            ) from error
+
     def _function(self, name: str) -> Callable[..., Any]:
         if name not in self._functions:
-            content = _checked(self._folder, f"{name}.jax", self.manifest["files"])
-            try:
-                exported = jax.export.deserialize(bytearray(content))
-            except Exception as error:
-                raise ArtifactError(
-                    f"{self._folder / name}.jax cannot be read by jax {jax.__version__} "
-                    f"({type(error).__name__}: {error}). Export again, with a jax of about the "
-                    f"same age; this one was made by {self.manifest['versions']['jax']}."
-                ) from error
-            self._functions[name] = jax.jit(exported.call)
+            self._functions[name] = jax.jit(self.exported(name).call)
         return self._functions[name]
 
 

@@ -293,7 +293,7 @@ class _Builder:
             for i, _ in enumerate(reduction.monoids):
                 is_weight = i == 1 and operation == "mean"
                 name = self.names.of_placed(operands[min(i, len(operands) - 1)])
-                if is_weight and name == CONSTANT:
+                if name == CONSTANT and (is_weight or operation == "sum"):
                     yield f"number of {self.plan.placement.name}"
                 else:
                     yield f"{'sum' if is_weight else operation} of {name}"

@@ -138,7 +138,7 @@ def decoupled_diloco(
         state: StreamingDiLoCoState, cohort: Cohort
     ) -> tuple[StreamingDiLoCoState, Metrics]:
         check_cohort("decoupled_diloco", cohort, islands, Syncs, size_argument="islands")
-        parts = make_fragments(fragments, state.params)
+        parts = make_fragments(fragments, state.params, inner_optimizer)
         schedule: Any = cohort.schedule
         most = _steps_per_merge(cohort.batches, schedule, len(parts), delay)
         inner_reports: list[InnerReport] = []

@@ -10,6 +10,7 @@ import optax
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.algorithms.parts.frozen_leaves import frozen_leaves, keep_leaves
 from fedpax.algorithms.parts.inner_steps import make_outer_gradient
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer
@@ -120,8 +121,9 @@ def diloco(
         )
         metrics = mean_metrics(metrics, weights, combine) | reported
         before = state.params, state.outer_optimizer_state
-        stepped = optimizer_step(outer, delta, before[1], before[0])
-        params, outer_state = unless_all_absent(weights, stepped, before, combine)
+        x, outer_state = optimizer_step(outer, delta, before[1], before[0])
+        x = keep_leaves(frozen_leaves(inner_optimizer, x), x, before[0])
+        params, outer_state = unless_all_absent(weights, (x, outer_state), before, combine)
         return DiLoCoState(params, outer_state, inner_state, aggregator_state), metrics
 
     return FederatedAlgorithm(init, diloco_round)

@@ -11,6 +11,7 @@ import optax
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.algorithms.parts.frozen_leaves import frozen_leaves, keep_leaves
 from fedpax.algorithms.parts.inner_steps import make_outer_gradient
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer
@@ -152,7 +153,8 @@ def eager_diloco(
             gradient = jax.tree.map(
                 lambda a, new, old: a + (new - old) / islands, average, fresh, stale
             )
-            return optimizer_step(outer, gradient, outer_state, x)
+            stepped, outer_state = optimizer_step(outer, gradient, outer_state, x)
+            return keep_leaves(frozen_leaves(inner_optimizer, x), stepped, x), outer_state
 
         models, outer_state = federated_map(
             outer_step,

@@ -165,9 +165,10 @@ def streaming_diloco(
     @program(islands=islands)
     def init(params: Params) -> StreamingDiLoCoState:
         check_no_keys(params)
-        parts = [fragment.take(params) for fragment in make_fragments(fragments, params)]
         local_params = federated_broadcast(params)
-        outer_states, aggregator_states = server.init(parts)
+        outer_states, aggregator_states = server.init(
+            params, make_fragments(fragments, params, inner_optimizer)
+        )
         inner_state = federated_map(inner_optimizer.init, local_params)
         return StreamingDiLoCoState(
             params, outer_states, local_params, inner_state, aggregator_states
@@ -179,7 +180,7 @@ def streaming_diloco(
     ) -> tuple[StreamingDiLoCoState, Metrics]:
         check_cohort("streaming_diloco", cohort, islands, size_argument="islands")
         cohort = without_absent(cohort, cohort.client_ids)
-        parts = make_fragments(fragments, state.params)
+        parts = make_fragments(fragments, state.params, inner_optimizer)
         num_steps = jax.tree.leaves(cohort.batches)[0].shape[1]
         num_blocks = _number_of_blocks(num_steps, len(parts), delay)
         steps_per_block, per_block = num_steps // num_blocks, len(parts) // num_blocks

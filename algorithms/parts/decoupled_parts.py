@@ -123,7 +123,7 @@ def decoupled_diloco_parts(
         islands=islands,
         init_inner=inner_optimizer.init,
         inner_steps=make_inner_steps(loss_fn, inner_optimizer),
-        make_fragments=lambda params: make_fragments(fragments, params),
+        make_fragments=lambda params: make_fragments(fragments, params, inner_optimizer),
         outer_optimizer=outer_sgd(name, outer_optimizer, 0.4),
         aggregator=given_aggregator(aggregator, directional_mean()),
         steps_per_sync=steps_per_sync,

@@ -9,8 +9,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import chex
 import jax
 import jax.numpy as jnp
+import optax
 
 from fedpax.algorithm import Params
+from fedpax.algorithms.parts.frozen_leaves import frozen_leaves
 from fedpax.errors import ArgumentError, ArgumentTypeError
 
 FragmentFn: TypeAlias = Callable[[str, Any], int | Sequence[int]]
@@ -28,6 +30,8 @@ class Fragment(NamedTuple):
     # for each leaf, in the order of `jax.tree.leaves`: its rows, or None where the leaf has no part
     # in the fragment. `slice(None)` is the whole leaf.
     rows: tuple[slice | None, ...]
+    # for each leaf of the fragment: whether the inner optimizer never moves it. Empty: none is.
+    frozen: tuple[bool, ...] = ()
 
     def take(self, tree: chex.ArrayTree) -> chex.ArrayTree:
         """Cut the fragment from a pytree."""
@@ -127,8 +131,12 @@ def layer_fragments(
     return fragment_of
 
 
-def make_fragments(fragments: int | FragmentFn, params: Params) -> tuple[Fragment, ...]:
-    """Divide parameters into fragments."""
+def make_fragments(
+    fragments: int | FragmentFn,
+    params: Params,
+    optimizer: optax.GradientTransformation | None = None,
+) -> tuple[Fragment, ...]:
+    """Divide parameters into fragments, and mark those that an inner optimizer never moves."""
     # Returns the fragments. Each part of each parameter belongs to exactly one of them.
     fragment_of = fragments if callable(fragments) else layer_fragments(fragments)
     parts = [
@@ -145,7 +153,14 @@ def make_fragments(fragments: int | FragmentFn, params: Params) -> tuple[Fragmen
                 "outside of them. For a model without one of these, pass a function "
                 "fragments=(path, leaf) -> fragment that uses every number from 0."
             )
-    return tuple(Fragment(tuple(part.get(number) for part in parts)) for number in range(count))
+    frozen = [False] * len(parts) if optimizer is None else frozen_leaves(optimizer, params)
+
+    def fragment(number: int) -> Fragment:
+        rows = tuple(part.get(number) for part in parts)
+        own = tuple(f for f, own_rows in zip(frozen, rows, strict=True) if own_rows is not None)
+        return Fragment(rows, own if any(own) else ())
+
+    return tuple(map(fragment, range(count)))
 
 
 def _rows_by_fragment(path: str, leaf: Any, fragment_of: FragmentFn) -> dict[int, slice]:

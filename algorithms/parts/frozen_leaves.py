@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import chex
@@ -45,32 +46,57 @@ def without_frozen_leaves(
     aggregator: Aggregator, optimizer: optax.GradientTransformation
 ) -> Aggregator:
     """Aggregate only the parameters that the participants' optimizer moves."""
-    # The others are not sent. Their aggregate is 0: an aggregator that adds noise or rounds would
-    # move them.
 
-    def split(tree: Params, types: Params) -> tuple[list[Any], list[bool]]:
-        frozen = frozen_leaves(optimizer, types)
-        leaves = jax.tree.leaves(tree)
-        return [x for x, is_frozen in zip(leaves, frozen, strict=True) if not is_frozen], frozen
-
-    def init(params: Params) -> chex.ArrayTree:
-        moved, frozen = split(params, params)
-        return aggregator.init(moved if any(frozen) else params)
+    def moved(types: Params) -> Aggregator:
+        return without_leaves(aggregator, frozen_leaves(optimizer, types))
 
     def aggregate(
         state: chex.ArrayTree, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
     ) -> tuple[chex.ArrayTree, chex.ArrayTree, Metrics]:
         types = jax.tree.map(lambda u: unplaced_aval(jax.typeof(u)), updates)
-        moved, frozen = split(updates, types)
-        if not any(frozen):
-            return aggregator.aggregate(state, updates, weights)
-        aggregates, state, metrics = aggregator.aggregate(state, moved, weights)
+        return moved(types).aggregate(state, updates, weights)
+
+    return aggregator._replace(init=lambda params: moved(params).init(params), aggregate=aggregate)
+
+
+def without_leaves(aggregator: Aggregator, frozen: Sequence[bool]) -> Aggregator:
+    """Aggregate all leaves but the frozen ones, whose aggregate is 0."""
+    # They are not sent, and an aggregator that adds noise or rounds does not move them. If all are
+    # frozen, the aggregator has its usual state and metrics.
+    if not any(frozen):
+        return aggregator
+    sent = [True] * len(frozen) if all(frozen) else [not x for x in frozen]
+
+    def split(tree: Params) -> list[Any]:
+        return [x for x, is_sent in zip(jax.tree.leaves(tree), sent, strict=True) if is_sent]
+
+    def aggregate(
+        state: chex.ArrayTree, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
+    ) -> tuple[chex.ArrayTree, chex.ArrayTree, Metrics]:
+        types, tree = jax.tree.flatten(
+            jax.tree.map(lambda u: unplaced_aval(jax.typeof(u)), updates)
+        )
+        aggregates, state, metrics = aggregator.aggregate(state, split(updates), weights)
         rest = iter(aggregates)
-        leaves, tree = jax.tree.flatten(types)
+        found = [next(rest) if is_sent else None for is_sent in sent]
         filled = [
-            jnp.zeros(leaf.shape, leaf.dtype) if is_frozen else next(rest)
-            for leaf, is_frozen in zip(leaves, frozen, strict=True)
+            jnp.zeros(leaf.shape, leaf.dtype) if is_frozen else x
+            for leaf, is_frozen, x in zip(types, frozen, found, strict=True)
         ]
         return jax.tree.unflatten(tree, filled), state, metrics
 
-    return aggregator._replace(init=init, aggregate=aggregate)
+    return aggregator._replace(
+        init=lambda params: aggregator.init(split(params)), aggregate=aggregate
+    )
+
+
+def keep_leaves(frozen: Sequence[bool], params: Params, before: Params) -> Params:
+    """Return parameters with the frozen ones as they were before a step.
+
+    The weight decay or the momentum of a server's optimizer would move them.
+    """
+    if not any(frozen):
+        return params
+    leaves, tree = jax.tree.flatten(params)
+    kept = zip(leaves, jax.tree.leaves(before), frozen, strict=True)
+    return jax.tree.unflatten(tree, [old if is_frozen else new for new, old, is_frozen in kept])

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Num
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import Metrics, Params
 from fedpax.algorithms.parts.checked_aggregator import checked_aggregator
-from fedpax.algorithms.parts.frozen_leaves import without_frozen_leaves
+from fedpax.algorithms.parts.frozen_leaves import frozen_leaves, keep_leaves, without_frozen_leaves
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
 from fedpax.algorithms.parts.method_checks import check_optimizer
 from fedpax.algorithms.parts.optimizer_step import optimizer_step
@@ -30,6 +30,7 @@ class Server(NamedTuple):
 
     optimizer: optax.GradientTransformation  # steps along the aggregated pseudo-gradient
     aggregator: Aggregator  # combines the participants' pseudo-gradients x - y_i
+    client_optimizer: optax.GradientTransformation | None = None  # what it freezes stays
 
     def init(self, params: Params) -> tuple[optax.OptState, chex.ArrayTree]:
         """Return the initial `server_optimizer_state` and `aggregator_state`. Inside a program."""
@@ -52,7 +53,10 @@ class Server(NamedTuple):
     ) -> State:
         """Step the model along a pseudo-gradient, unless all participants are absent."""
         before = state.params, state.server_optimizer_state
-        stepped = optimizer_step(self.optimizer, pseudo_gradient, before[1], before[0])
+        x, stepped_state = optimizer_step(self.optimizer, pseudo_gradient, before[1], before[0])
+        if self.client_optimizer is not None:
+            x = keep_leaves(frozen_leaves(self.client_optimizer, before[0]), x, before[0])
+        stepped = x, stepped_state
         params, optimizer_state = unless_all_absent(weights, stepped, before, self.aggregator)
         return state._replace(params=params, server_optimizer_state=optimizer_state)
 
@@ -108,6 +112,7 @@ def make_server(
     return Server(
         optax.sgd(1.0) if optimizer is None else optimizer,
         given_aggregator(aggregator, mean(), client_optimizer),
+        client_optimizer,
     )
 
 

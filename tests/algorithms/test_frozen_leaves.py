@@ -19,8 +19,10 @@ from fedpax.aggregators import (
     quantized_mean,
     secure_mean,
 )
-from fedpax.algorithms import diloco, fedavg
+from fedpax.algorithms import diloco, eager_diloco, fedavg, streaming_diloco
+from fedpax.algorithms.parts.decoupled_parts import decoupled_diloco_parts
 from fedpax.algorithms.parts.frozen_leaves import frozen_leaves
+from fedpax.sites.syncer.outer_model import Contribution, OuterModel
 
 N = 4
 PARAMS = {"body": jnp.array([0.5, -1.0, 2.0]), "head": jnp.zeros(3)}
@@ -110,3 +112,66 @@ def test_diloco_sends_no_frozen_parameter():
     np.testing.assert_array_equal(state.params["body"], PARAMS["body"])
     text = str(jax.make_jaxpr(method.round)(state, cohort))
     assert text.count("federated_sum[") == 5  # of the head, of norms, and of three metrics
+
+
+DECAY = optax.adamw(0.1, weight_decay=0.1)
+FREEZE = freeze(optax.sgd(0.1, momentum=0.9))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: fedavg(loss_fn, cohort_size=N, client_optimizer=FREEZE, server_optimizer=DECAY),
+        lambda: diloco(loss_fn, islands=N, inner_optimizer=FREEZE, outer_optimizer=DECAY),
+        pytest.param(
+            lambda: eager_diloco(loss_fn, islands=N, inner_optimizer=FREEZE, outer_optimizer=DECAY),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["fedavg", "diloco", "eager_diloco"],
+)
+def test_the_weight_decay_of_a_server_moves_no_frozen_parameter(make):
+    method = make()
+    cohort = Cohort(np.random.default_rng(0).normal(size=(N, 2, 4, 3)).astype(np.float32))
+    state, step = method.init(PARAMS), jax.jit(method.round)
+    for _ in range(2):
+        state, _ = step(state, cohort)
+    np.testing.assert_array_equal(state.params["body"], PARAMS["body"])
+    assert np.abs(state.params["head"]).min() > 0
+
+
+@pytest.mark.parametrize("body", [0, 1], ids=["with the head", "a fragment of its own"])
+def test_no_fragment_moves_a_frozen_parameter(body):
+    method = streaming_diloco(
+        loss_fn,
+        islands=N,
+        inner_optimizer=FREEZE,
+        outer_optimizer=DECAY,
+        fragments=lambda path, leaf: body if path == "body" else 0,
+        delay=0,
+        aggregator=private_mean(max_norm=1.0, noise_multiplier=1.0, seed=0),
+    )
+    cohort = Cohort(np.random.default_rng(0).normal(size=(N, 2, 4, 3)).astype(np.float32))
+    state, step = method.init(PARAMS), jax.jit(method.round)
+    for _ in range(2):
+        state, metrics = step(state, cohort)
+    np.testing.assert_array_equal(state.params["body"], PARAMS["body"])
+    np.testing.assert_array_equal(state.local_params["body"], np.tile(PARAMS["body"], (N, 1)))
+    assert np.abs(state.params["head"]).min() > 0 and np.isfinite(metrics["loss"])
+
+
+def test_a_syncer_moves_no_frozen_parameter():
+    parts = decoupled_diloco_parts(
+        loss_fn,
+        islands=2,
+        inner_optimizer=FREEZE,
+        steps_per_sync=2,
+        outer_optimizer=DECAY,
+        fragments=lambda path, leaf: 0,
+        aggregator=chain(add_noise(0.5, seed=0), mean()),
+    )
+    model = OuterModel(parts, PARAMS)
+    gradient = jax.tree.map(np.ones_like, PARAMS)
+    new, _ = model.merge(0, [Contribution(0, gradient, 1.0), Contribution(1, gradient, 1.0)])
+    np.testing.assert_array_equal(new.params["body"], PARAMS["body"])
+    assert np.abs(new.params["head"]).min() > 0

@@ -11,6 +11,7 @@ import optax
 
 from fedpax.aggregators import random_stream
 from fedpax.algorithm import AlgorithmParts, Params
+from fedpax.algorithms.parts.frozen_leaves import keep_leaves, without_leaves
 from fedpax.algorithms.parts.optimizer_step import optimizer_step
 from fedpax.sites.fragment_format import FragmentFormat
 from fedpax.transforms.program import program
@@ -44,9 +45,14 @@ class OuterModel:
         taken = [fragment.take(params) for fragment in self._split]
         self.formats = [FragmentFormat(parts, part) for part in taken]
         self.decode = [jax.jit(form.decode) for form in self.formats]
-        self._merge = jax.jit(self._make_merge())
-        start = jax.jit(self._make_init())
-        self.fragments = [self._on_host(part, *start(part), version=0) for part in taken]
+        frozen = [getattr(fragment, "frozen", ()) for fragment in self._split]
+        merges = {flags: jax.jit(self._make_merge(flags)) for flags in set(frozen)}
+        starts = {flags: jax.jit(self._make_init(flags)) for flags in set(frozen)}
+        self._merges = [merges[flags] for flags in frozen]
+        self.fragments = [
+            self._on_host(part, *starts[flags](part), version=0)
+            for part, flags in zip(taken, frozen, strict=True)
+        ]
 
     def params(self, fragments: Sequence[FragmentState] | None = None) -> Params:
         """Return the whole model in the initial dtypes, by default of the current states."""
@@ -74,7 +80,7 @@ class OuterModel:
             lambda *leaves: np.stack(leaves), *[zeros if row is None else row for row in rows]
         )
         with random_stream(p):  # noise of its own for each fragment, as in decoupled_diloco
-            *new, metrics = self._merge(*state[:3], stacked, weights)
+            *new, metrics = self._merges[p](*state[:3], stacked, weights)
         values = {name: float(value) for name, value in metrics.items()}
         return self._on_host(*new, version=state.version + 1), values
 
@@ -82,8 +88,9 @@ class OuterModel:
         """Replace the state of a fragment."""
         self.fragments[p] = state
 
-    def _make_merge(self) -> Any:
+    def _make_merge(self, frozen: Sequence[bool]) -> Any:
         parts = self._parts
+        aggregator = without_leaves(parts.aggregator, frozen)
 
         @program(islands=parts.islands)
         def merge(
@@ -93,20 +100,22 @@ class OuterModel:
             gradients: Params,
             weights: jax.Array,
         ) -> tuple[Params, optax.OptState, chex.ArrayTree, dict[str, jax.Array]]:
-            delta, aggregator_state, metrics = parts.aggregator.aggregate(
+            delta, aggregator_state, metrics = aggregator.aggregate(
                 aggregator_state, gradients, weights
             )
-            x, outer_state = optimizer_step(parts.outer_optimizer, delta, outer_state, x)
+            stepped, outer_state = optimizer_step(parts.outer_optimizer, delta, outer_state, x)
+            x = keep_leaves(frozen, stepped, x)
             return x, outer_state, aggregator_state, metrics
 
         return merge
 
-    def _make_init(self) -> Any:
+    def _make_init(self, frozen: Sequence[bool]) -> Any:
         parts = self._parts
+        aggregator = without_leaves(parts.aggregator, frozen)
 
         @program(islands=parts.islands)
         def init(part: Params) -> tuple[optax.OptState, chex.ArrayTree]:
-            return parts.outer_optimizer.init(part), parts.aggregator.init(part)
+            return parts.outer_optimizer.init(part), aggregator.init(part)
 
         return init
 

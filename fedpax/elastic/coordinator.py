@@ -168,7 +168,7 @@ class ElasticCoordinator:
             )
         elif number in self._members:
             refusal = (
-                f"number {number} is that of a process on {self._hosts[number]}, expected one "
+                f"number {number} belongs to a process on {self._hosts[number]}, expected one "
                 "supervisor per number. End the other one"
             )
         if refusal is not None or number is None:

@@ -64,9 +64,9 @@ class CNNConfig:
         filters: output channels of the first and of the second convolution.
         hidden_dim: features of the hidden dense layer.
         num_classes: number of classes.
-        dropout_rates: probabilities with which dropout sets a feature to 0, of those after pooling
-            and of those of the hidden dense layer, at least 0 and below 1. Only an `apply` with
-            seeds drops features.
+        dropout_rates: probabilities with which dropout sets a feature to 0, after pooling and in
+            the hidden dense layer, at least 0 and below 1. Only an `apply` with seeds drops
+            features.
 
     Raises:
         ValueError: a size is too small, or a rate is out of range.

@@ -45,7 +45,7 @@ def assumptions(plan: CompiledPlan) -> list[str]:
     lines = [
         f"Matmuls run at the chip's bfloat16 peak, {chip.peak_flops / 1e12:,.0f} "
         f"TFLOP/s{narrow_peaks}. "
-        "Their FLOPs are those of the compiled program, recomputation included.",
+        "Their FLOPs are counted in the compiled program, recomputation included.",
         "The memory bandwidth of a device is "
         f"{chip.hbm_bandwidth / chip.devices_per_chip / 1e9:,.0f} GB/s.",
     ]
@@ -65,7 +65,7 @@ def assumptions(plan: CompiledPlan) -> list[str]:
     if plan.overlap is not None:
         lines.append(
             "A local step that waits for no transfer between slices takes the largest bound but "
-            "that of DCN. Transfers use the bandwidth out of a slice one after another, in the "
+            "DCN's. Transfers use the bandwidth out of a slice one after another, in the "
             "order of their starts."
         )
     if plan.int8_flops or plan.fp8_flops:

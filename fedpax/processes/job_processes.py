@@ -34,8 +34,8 @@ class JobProcesses(NamedTuple):
 
 def find_job_processes(environment: Mapping[str, str] | None = None) -> JobProcesses | None:
     """Read the job from variables, by default the environment's; None: JAX may find it itself."""
-    # The explicit variables take precedence over those of a Slurm step, whose coordinator is its
-    # first host.
+    # The explicit variables take precedence over a Slurm step's. A step's coordinator is its first
+    # host.
     environment = os.environ if environment is None else environment
     read = {name: environment.get(name, "") for name in EXPLICIT}
     explicit = [name for name, value in read.items() if value]

@@ -126,8 +126,9 @@ def _refusal(processes: JobProcesses, hosts: dict[int, str], number: int, count:
         )
     if number in hosts:
         return (
-            f"its number {number} is that of a process on {hosts[number]}, expected one process "
-            "per number. Give every process its own JAX_PROCESS_ID, and end those of a former job."
+            f"its number {number} belongs to a process on {hosts[number]}, expected one process "
+            "per number. Give every process its own JAX_PROCESS_ID, and end the processes of a "
+            "former job."
         )
     return None
 

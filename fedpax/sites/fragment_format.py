@@ -74,7 +74,7 @@ class FragmentFormat:
 
 
 def model_axes() -> tuple[str, ...]:
-    """Return the mesh axes that can shard a fragment: all but those of placements."""
+    """Return the mesh axes that can shard a fragment: all but the axes of placements."""
     names = jax.sharding.get_abstract_mesh().axis_names
     return tuple(name for name in names if name not in ("islands", "clients"))
 

@@ -23,7 +23,7 @@ def preprocess_images(fields: Arrays) -> dict[str, NDArray[Any]]:
         raise KeyError(
             f"The examples have the fields {', '.join(map(repr, fields))}, expected 'image' and "
             "'label', which preprocess takes by default. Pass preprocess=dict to leave the fields "
-            "as they are, or a function from these fields to those of a batch."
+            "as they are, or a function from these fields to the fields of a batch."
         )
     image, label = fields["image"], fields["label"]
     if image.dtype == object:

@@ -1,7 +1,7 @@
 """The standard federated data sets in TFDS: EMNIST, Shakespeare, Stack Overflow, CIFAR-100.
 
-Each is prepared from the archive that TensorFlow Federated publishes, so clients, splits and
-examples are those of the papers that used it. Examples are sorted by client, and their field
+Each is prepared from the archive that TensorFlow Federated publishes, so it has the clients,
+splits and examples of the papers that used it. Examples are sorted by client, and their field
 `client` names the client: `partition_natural(source, "client")` makes every client a participant,
 and `partition_by_field(source, "client", n)` gives n participants whole clients. On a machine
 without a network, put the archive into `<data_dir>/downloads/manual` under its own file name.

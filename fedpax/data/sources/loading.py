@@ -167,7 +167,7 @@ def prepare(
 ) -> "Prepared":
     r"""Sort files by client into a folder that `fedpax.data.load` opens without reading it.
 
-    The examples equal those of `load(files, client=...)`, in the same order. Files are read in
+    The examples equal what `load(files, client=...)` has, in the same order. Files are read in
     parts, and DuckDB sorts them on the disk where they exceed the memory. The folder appears at the
     end, by one rename: after an interruption, prepare again.
 

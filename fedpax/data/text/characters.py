@@ -27,8 +27,8 @@ def character_rows(
     # any other byte, V + 2 the begin and V + 3 the end of a text. Begin, characters and end of a
     # text are split into rows of `seq_len` + 1 numbers, the last one padded: `character_batch`
     # makes inputs and targets of them. The first number of a row is therefore no target.
-    # Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, appendix C; the rows are
-    # those of the authors' code, TensorFlow Federated, research/optimization/shakespeare.
+    # Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, appendix C; the rows
+    # follow the authors' code, TensorFlow Federated, research/optimization/shakespeare.
     if seq_len < 1:
         raise ArgumentError(f"seq_len is {seq_len}, expected at least 1.")
     size = len(characters)

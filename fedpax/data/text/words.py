@@ -19,8 +19,8 @@ class WordRows:
     # It is a `preprocess` of `cohort_rounds`. A word is a number: 0 is padding, 1 to V are the
     # vocabulary from its first word on, V + 1 is a word outside it, V + 2 the begin and V + 3 the
     # end of a sentence. Row: begin, up to `seq_len` words, and the end if the sentence is shorter.
-    # Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, appendix C; the numbers are
-    # those of the authors' code, google-research/federated,
+    # Reddi et al., Adaptive Federated Optimization, arXiv:2003.00295, appendix C; the numbers
+    # follow the authors' code, google-research/federated,
     # utils/datasets/stackoverflow_word_prediction.py.
 
     def __init__(self, words: Sequence[bytes], seq_len: int, *, field: str = "text") -> None:

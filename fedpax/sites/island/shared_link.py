@@ -41,13 +41,13 @@ class SharedLink:
         # Process 0 calls `on_wait` after each attempt without an answer.
         while not self._preemption.should_stop(next(self._count)):
             try:
-                membership = self._share(lambda link: link.join()._asdict())
+                fields = self._share(lambda link: link.join()._asdict())
             except DisconnectedError as error:
                 on_wait(error)
-                membership = self._channel.broadcast(None)
+                fields = self._channel.broadcast(None)
                 time.sleep(min(SECONDS_BETWEEN_JOINS, seconds))
-            if membership is not None:
-                return _read_membership(membership)
+            if fields is not None:
+                return _read_reply(fields)
             if self.poll().silent_seconds >= seconds:
                 break
         return None
@@ -115,7 +115,7 @@ class SharedLink:
             self._link.close()
 
 
-def _read_membership(fields: Mapping[str, Any]) -> JoinReply:
-    """Read a membership from JSON, which has texts as keys and lists instead of tuples."""
+def _read_reply(fields: Mapping[str, Any]) -> JoinReply:
+    """Read a reply from JSON, which has texts as keys and lists instead of tuples."""
     received = {int(p): (process, n) for p, (process, n) in fields["received"].items()}
     return JoinReply(**{**fields, "received": received})

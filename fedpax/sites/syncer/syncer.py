@@ -190,7 +190,7 @@ class Syncer:
             raise RefusedError(difference)
         if run is not None and run != self.run:
             raise RefusedError(
-                f"island {name!r} has trained in another run ({run}), not in that of this syncer "
+                f"island {name!r} has trained in another run ({run}) than this syncer's "
                 f"({self.run}). Give `fedpax join` an empty --job_log_dir, or `fedpax syncer` the "
                 "folder of that run."
             )

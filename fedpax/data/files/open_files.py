@@ -91,8 +91,8 @@ def _open_prepared(
         )
     if heldout_fraction:
         raise ArgumentError(
-            f"heldout_fraction={heldout_fraction} would copy the prepared folder {folder}, expected "
-            "0. Prepare each split in a folder of its own: `fedpax prepare FILES --out=data/train "
+            f"heldout_fraction={heldout_fraction} would copy the prepared folder {folder}, "
+            "expected 0. Prepare each split in a folder of its own: `fedpax prepare FILES --out=data/train "
             "--split=train --heldout_fraction=0.1`, and the same for heldout."
         )
     return source.select(columns) if columns else source

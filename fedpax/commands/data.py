@@ -74,6 +74,9 @@ def _describe_columns(source: Any) -> list[str]:
     rows = []
     for summary in summarize_columns(table, treatments):
         cells = summary.cells()
+        kind = source.table.schema.field(summary.treatment.name).type
+        if hasattr(kind, "value_type") and hasattr(kind, "shape"):  # a tensor
+            cells[1], cells[-1] = f"{kind.value_type}{list(kind.shape)}", "an array"
         if role := roles.get(summary.treatment.name):
             cells[-2:] = [role, "stated" if role == "label" else "names the clients"]
         rows.append(cells)

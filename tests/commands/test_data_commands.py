@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from small_runs import Command
 
 from fedpax.data import load, partition_natural, partition_statistics
@@ -49,6 +50,16 @@ def test_many_clients_and_numbers_as_labels(command: Command, tmp_path: Path) ->
     assert status == 0 and "| ..." in output and "most frequent" not in output
     status, output, _ = command("data", f"{tmp_path}/a.csv")
     assert status == 0 and "999 examples\n" in output and "participants" not in output
+
+
+def test_images_by_client_and_label(command: Command, tmp_path: Path) -> None:
+    for client, label in [("ann", "cat"), ("ann", "dog"), ("bö", "cat")]:
+        (tmp_path / client / label).mkdir(parents=True)
+        Image.new("RGB", (4, 3)).save(tmp_path / client / label / "1.png")
+    status, output, _ = command("data", f"{tmp_path}/{{client}}/{{label}}/*.png", "--label=label")
+    assert status == 0 and "3 examples of 2 clients" in output and "uint8[3, 4, 3]" in output
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in output.splitlines()]
+    assert ["bö", "1", "cat (100%)"] in cells and ["labels per participant", "1.5"] in cells
 
 
 def test_prepared_files_are_those_of_load(command: Command, hospitals: Path) -> None:

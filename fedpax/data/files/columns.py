@@ -126,9 +126,11 @@ def _object_array(values: Sequence[Any]) -> NDArray[Any]:
 
 def _nested(value: Any) -> Any:
     """Return a list of numbers or texts as an array; any other value as it is."""
-    if not isinstance(value, list) or any(v is None or isinstance(v, list | dict) for v in value):
+    if not isinstance(value, list):
         return value
-    return np.asarray(value)
+    kinds = {type(v) for v in value}
+    is_flat = kinds <= {str} or kinds <= {bool} or kinds <= {int, float}
+    return np.asarray(value) if is_flat else value
 
 
 def _fill(array: Any) -> Any:

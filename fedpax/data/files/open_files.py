@@ -91,8 +91,8 @@ def _open_prepared(
         )
     if heldout_fraction:
         raise ArgumentError(
-            f"heldout_fraction={heldout_fraction} would copy the prepared folder {folder}, "
-            "expected 0. Prepare each split in a folder of its own: `fedpax prepare FILES --out=data/train "
+            f"heldout_fraction={heldout_fraction} would copy the folder {folder}, expected 0. "
+            "Prepare each split in a folder of its own: `fedpax prepare FILES --out=data/train "
             "--split=train --heldout_fraction=0.1`, and the same for heldout."
         )
     return source.select(columns) if columns else source
@@ -111,10 +111,11 @@ def sort_by_client(
     if client is None:
         return TableSource(name, folder, table, label=label)
     column = table.column(client)
-    if column.null_count:
-        row = int(np.argmax(column.is_null().to_numpy()))
+    missing = np.asarray(pc.is_null(column, nan_is_null=True))
+    if missing.any():
+        row = int(np.argmax(missing))
         raise ArgumentError(
-            f"The column {client!r} of {name} has no value in {column.null_count} examples, such "
+            f"The column {client!r} of {name} has no value in {missing.sum()} examples, such "
             f"as example {row}, expected the client of each example. Fill the values in, or leave "
             "these rows out."
         )

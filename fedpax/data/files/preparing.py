@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from fedpax.data.files.file_sizes import estimate_bytes
 from fedpax.data.files.finding import DataFile
@@ -206,9 +207,9 @@ class _Reading:
     def _with_clients(self, table: pa.Table, file: DataFile, row: int) -> pa.Table:
         """Leave out the examples without a client, or raise an error."""
         column = table.column(self.client)
-        if not column.null_count:
+        missing = np.asarray(pc.is_null(column, nan_is_null=True))
+        if not missing.any():
             return table
-        missing = np.asarray(column.is_null())
         if self._bad_rows is None:
             raise ArgumentError(
                 f"{file.path} has no client in the column {self.client!r} of example "

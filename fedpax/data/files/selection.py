@@ -10,7 +10,7 @@ import pyarrow as pa
 from fedpax.data.files.finding import DataFile, find_files, is_url
 from fedpax.data.files.folders import find_in_folder
 from fedpax.data.files.formats import ReadOptions, is_image
-from fedpax.errors import ArgumentError
+from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.paths import expand_home
 
 HELD_OUT_SPLITS = ("heldout", "test", "validation")
@@ -50,6 +50,12 @@ def select_files(
     """Find the files, and check the options; the arguments are those of `fedpax.data.load`."""
     if isinstance(files, str | os.PathLike):
         files = [files]
+    if not isinstance(files, list | tuple) or not all(
+        isinstance(file, str | os.PathLike) for file in files
+    ):
+        raise ArgumentTypeError(_expected(files))
+    if not files:
+        raise ArgumentError(_expected(files))
     patterns = [os.fspath(file) for file in files]
     name = ",".join(patterns)
     found, names_split = _find(patterns, split, heldout_fraction)
@@ -63,6 +69,13 @@ def select_files(
         image_size,
     )
     return Selection(name, _group(found), options, names_split)
+
+
+def _expected(files: object) -> str:
+    return (
+        f"load() got {files!r:.80}, expected the name of a data set, files, a list of files, or a "
+        "table. Name for example 'hospitals/*.csv'."
+    )
 
 
 def check_split(name: str, split: str | None, heldout_fraction: float) -> None:

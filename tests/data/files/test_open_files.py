@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import csv, parquet
 
-from fedpax.data import ClientSampler, cohort_rounds, load, partition_natural
+from fedpax.data import ClientSampler, cohort_rounds, load, partition_natural, prepare
 from fedpax.data.files.open_files import open_files
 from fedpax.data.populations.contiguous_clients import ContiguousClients
 
@@ -271,6 +271,8 @@ def test_files_cover_all_rows_once(tmp_path_factory: Any, rows: list[Any], data:
             r"a.csv cannot be read as csv: .*Row #3: Expected 2 columns",
         ),
         ({"a.csv": "x,y\n"}, {}, r"has no examples"),
+        ({"a.csv": "x;y\n1;2,5\n"}, {}, r"one column, 'x;y'.*Set delimiter=';'"),
+        ({"a.csv": "c\nNaN\n1.5\n"}, {"client": "c"}, r"'c' .*has no value in 1 examples"),
         ({"a.csv": ""}, {}, r"a.csv cannot be read as csv: Empty CSV"),
         ({"a.csv": "x,x\n1,2\n"}, {}, r"several columns named 'x'.*Rename"),
         ({"a.csv": "x;y\n1;2\n"}, {}, r"one column, 'x;y'.*Set delimiter=';'"),
@@ -316,10 +318,23 @@ def test_what_is_wrong_is_told_with_a_remedy(
 def test_missing_files_and_options_of_files_for_a_data_set(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"No file matches .*\*.csv"):
         load(tmp_path / "*.csv")
+    for nothing in (3, [], b"x", [3]):
+        with pytest.raises((ValueError, TypeError), match="expected the name of a data set, files"):
+            load(nothing)
     with pytest.raises(ValueError, match="client='a' is for files, but 'digits' is the name"):
         load("digits", "train", client="a")
     with pytest.raises(ValueError, match=r"The split of the data set 'digits' is None"):
         load("digits")
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_other_encodings_are_told(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "a.csv").write_bytes("name,x\nZoë,1\n".encode(encoding))
+    for read in (load, lambda path: prepare(path, tmp_path / "out")):
+        with pytest.raises(ValueError, match=r"a.csv cannot be read.*not UTF-8.*iconv -f"):
+            read(tmp_path / "a.csv")
+    (tmp_path / "b.csv").write_bytes(b"name,x\nZoe,1\n")
+    assert load(tmp_path / "b.csv")[0]["name"] == "Zoe"
 
 
 def test_types_replace_what_the_parser_finds(tmp_path: Path) -> None:

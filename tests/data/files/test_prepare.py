@@ -286,7 +286,7 @@ def test_splits_have_folders_of_their_own(tmp_path: Path) -> None:
         made = prepare(path, tmp_path / "out" / split, split=split, **options).source
         assert_equal(made, load(path, split, **options))
         assert_equal(load(tmp_path / "out", split), made)
-    with pytest.raises(ValueError, match=r"would copy the prepared folder.*--split=train"):
+    with pytest.raises(ValueError, match=r"would copy the folder.*--split=train"):
         load(tmp_path / "out", "train", heldout_fraction=0.2)
     with pytest.raises(ValueError, match="has no examples, expected at least one"):
         prepare(path, tmp_path / "none", split="heldout", client="user", heldout_fraction=1e-9)

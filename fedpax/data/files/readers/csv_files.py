@@ -19,8 +19,9 @@ def read_csv(file: DataFile, options: ReadOptions) -> pa.Table:
     try:
         table = _read(file, options, use_threads=True)
     except pa.ArrowInvalid:
+        _check_header(file, options)
         table = _read(file, options, use_threads=False)  # the message of one thread names the row
-    _check_delimiter(file, options, table.schema)
+    _check_schema(file, options, table.schema)
     return table
 
 
@@ -35,6 +36,7 @@ def stream_csv(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
     except pa.ArrowInvalid as error:
         column = _column_of(error, file, options)
         if column is None:
+            _check_header(file, options)
             for _ in _blocks(file, options, use_threads=False):  # the message names the row
                 pass
         if column is None or column in options.types:
@@ -46,7 +48,7 @@ def stream_csv(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
 def _blocks(file: DataFile, options: ReadOptions, *, use_threads: bool) -> Iterator[pa.Table]:
     with file.open() as opened:
         reader = csv.open_csv(opened, **_options(file, options, options.types, use_threads))
-        _check_delimiter(file, options, reader.schema)
+        _check_schema(file, options, reader.schema)
         for batch in reader:
             yield pa.Table.from_batches([batch])
 
@@ -87,12 +89,38 @@ def _delimiter(file: DataFile, options: ReadOptions) -> str:
     return options.delimiter or ("\t" if file.suffix in (".tsv", ".tab") else ",")
 
 
-def _check_delimiter(file: DataFile, options: ReadOptions, schema: pa.Schema) -> None:
-    if len(schema) == 1 and (found := [c for c in ";\t|" if c in schema.names[0]]):
+def _check_header(file: DataFile, options: ReadOptions) -> None:
+    """Raise an error for a file in another encoding, or with another delimiter, than the usual."""
+    with file.open() as opened:
+        header = opened.read(1 << 16).split(b"\n")[0]
+    if header.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise ArgumentError(_recode("UTF-16", file))
+    delimiter = _delimiter(file, options)
+    if delimiter.encode() not in header:
+        _check_delimiter(delimiter, header.decode(errors="replace").strip())
+
+
+def _check_schema(file: DataFile, options: ReadOptions, schema: pa.Schema) -> None:
+    if len(schema) == 1:
+        _check_delimiter(_delimiter(file, options), schema.names[0])
+    for field in schema:
+        if pa.types.is_binary(field.type) and field.name not in options.types:
+            raise ArgumentError(f"its column {field.name!r} {_recode('LATIN1', file)}")
+
+
+def _check_delimiter(delimiter: str, name: str) -> None:
+    if found := [c for c in ";\t|" if c in name]:
         raise ArgumentError(
-            f"it has one column, {schema.names[0]!r}, which delimiter="
-            f"{_delimiter(file, options)!r} does not divide. Set delimiter={found[0]!r}"
+            f"it has one column, {name!r}, which delimiter={delimiter!r} does not divide. Set "
+            f"delimiter={found[0]!r}"
         )
+
+
+def _recode(encoding: str, file: DataFile) -> str:
+    return (
+        f"is not UTF-8, expected this encoding. Convert the file, such as by `iconv -f {encoding} "
+        f"-t UTF-8 {file.path} > new.csv`"
+    )
 
 
 def _column_of(error: Exception, file: DataFile, options: ReadOptions) -> str | None:

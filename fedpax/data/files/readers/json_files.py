@@ -14,6 +14,7 @@ from fedpax.data.files.formats import ReadOptions, TypeChangedError
 from fedpax.data.files.readers.own_clients import add_clients
 from fedpax.errors import ArgumentError
 
+_LEAF = re.compile(rb'\{\s*"(users|num_samples|user_data|hierarchies)"\s*:\s*[\[{]')
 _BLOCK = 1 << 26  # the longest line that is read, in bytes
 _STREAM_BLOCK = 1 << 24
 _LARGEST_BLOCK = (1 << 31) - 1
@@ -93,8 +94,10 @@ def read_json(file: DataFile, options: ReadOptions) -> pa.Table:
         start = opened.read(1 << 16).lstrip(b"\xef\xbb\xbf \t\r\n")
     if start.startswith(b"["):
         return pa.Table.from_pylist(_parse(file))
-    if start.startswith(b"{") and b'"users"' in start.split(b"[", 1)[0]:
-        return read_leaf(_parse(file))
+    if _LEAF.match(start):
+        content = _parse(file)
+        if {"users", "user_data"} <= content.keys():
+            return read_leaf(content)
     return read_json_lines(file, options)
 
 

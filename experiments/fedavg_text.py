@@ -187,8 +187,8 @@ class FedAvgText(LanguageModelExperiment):
         rows, population = self._pack(heldout, tokenizer)
         names = [client_name(name) for name in partition_natural(heldout, data.client_field).names]
 
-        def finish(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-            return {"loss": found["loss"], "perplexity": np.exp(found["loss"])}
+        def finish(means: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            return {"loss": means["loss"], "perplexity": np.exp(means["loss"])}
 
         return masked_loss_by_client(
             loss_fn, rows_by_client(preprocess_rows(rows), population), names, finish

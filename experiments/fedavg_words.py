@@ -106,9 +106,9 @@ class FedAvgTokens(FedAvgExperiment):
         owners = clients.owners[examples]
         parts = partition_natural(owners)
 
-        def finish(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-            accuracy = found["known_correct"] / np.maximum(found["known"], 1e-9)
-            return {"loss": found["loss"], "accuracy": accuracy}
+        def finish(means: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            accuracy = means["known_correct"] / np.maximum(means["known"], 1e-9)
+            return {"loss": means["loss"], "accuracy": accuracy}
 
         return masked_loss_by_client(
             next_word_loss(model.apply, self.num_known),

@@ -7,8 +7,11 @@ from typing import Any
 
 from fedpax.reports.table import number_or_nan
 
-DEVIATION = "deviation"
-"""The key of an averaged line for the standard deviations of its numbers, by their names."""
+DEVIATION = "\N{PLUS-MINUS SIGN}"
+"""The key of an averaged line for the standard deviations of its numbers, by their names.
+
+It differs from the names of metrics, such as "deviation".
+"""
 
 
 def average_lines(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
@@ -18,7 +21,7 @@ def average_lines(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str,
         >>> def run(loss):
         ...     return [{"kind": "evaluation", "round": 1, "loss": loss}]
         >>> average_lines([run(1.0), run(2.0), run(3.0)])
-        [{'kind': 'evaluation', 'round': 1, 'loss': 2.0, 'deviation': {'loss': 1.0}}]
+        [{'kind': 'evaluation', 'round': 1, 'loss': 2.0, '±': {'loss': 1.0}}]
     """
     if len(runs) == 1:
         return [dict(line) for line in runs[0]]
@@ -54,7 +57,7 @@ def format_mean(line: Mapping[str, Any], name: str, digits: int = 4) -> str:
     """Format a number of a line, with its standard deviation if it has one.
 
     Example:
-        >>> line = {"loss": 2.0, "deviation": {"loss": 0.5}}
+        >>> line = {"loss": 2.0, DEVIATION: {"loss": 0.5}}
         >>> format_mean(line, "loss"), format_mean({"loss": 2.0}, "loss"), format_mean({}, "loss")
         ('2.0000 ± 0.5000', '2.0000', '-')
     """

@@ -150,3 +150,19 @@ def test_runs_in_virtual_time_have_a_column_and_a_panel(
     assert picture_of_two[0] == widths[0]
     content = json.loads((tmp_path / "comparison.json").read_text())
     assert [run["virtual_seconds"] for run in content] == [None] * 4 + [160.0]
+
+
+def test_a_metric_called_deviation_is_a_metric(tmp_path: Path) -> None:
+    repeats = {"mine": []}
+    for seed in range(3):
+        folder = tmp_path / f"mine_{seed}"
+        record(folder, [2.0, 1.0 + seed], 0.0, 1.0)
+        lines = (folder / "metrics.jsonl").read_text().replace('"kind"', '"deviation": 5.0, "kind"')
+        (folder / "metrics.jsonl").write_text(lines)
+        repeats["mine"].append(folder)
+    for folders in ({"one": repeats["mine"][0]}, repeats):
+        text = write_comparison(folders, tmp_path)
+        assert "held-out deviation" in text and "5.0000" in text
+    (run,) = json.loads((tmp_path / "comparison.json").read_text())
+    assert run["metrics"]["evaluation"]["deviation"] == 5.0
+    assert run["loss_deviation"] == pytest.approx(1.0)

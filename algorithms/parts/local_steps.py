@@ -221,6 +221,11 @@ def as_metrics(loss: jax.Array, aux: Mapping[str, jax.Array] | None) -> Metrics:
             "Leave it out, or rename it."
         )
     for name, value in aux.items():
+        if not isinstance(name, str):
+            raise ArgumentTypeError(
+                f"loss_fn returned a metric named {name!r}, expected a text. Return for example "
+                "loss, {'accuracy': accuracy}."
+            )
         if not is_scalar(value):
             raise ArgumentTypeError(
                 f"loss_fn returned a metric {name!r} of {describe_value(value)}, expected a "

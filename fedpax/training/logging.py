@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from fedpax.algorithm import RESERVED_METRICS, Metrics, State
-from fedpax.errors import ArgumentError, FedpaxError
+from fedpax.errors import ArgumentError, ArgumentTypeError, FedpaxError
 from fedpax.run_files.goodput import GoodputClock, line_values
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.run_files.quantiles import is_vector, with_quantiles
@@ -211,8 +211,8 @@ def _as_floats(values: HeldoutMetrics) -> tuple[dict[str, float], dict[str, np.n
         )
     if "loss" not in values:
         raise ArgumentError(
-            f'Run.evaluate returns the metrics {sorted(values)}, expected the key "loss". Add the '
-            'loss on held-out data as metrics["loss"].'
+            f"Run.evaluate returns the metrics {sorted(map(str, values))}, expected the key "
+            '"loss". Add the loss on held-out data as metrics["loss"].'
         )
     if reserved := sorted(RESERVED_METRICS & values.keys()):
         raise ArgumentError(
@@ -220,12 +220,19 @@ def _as_floats(values: HeldoutMetrics) -> tuple[dict[str, float], dict[str, np.n
             "does not use itself: it would overwrite them in metrics.jsonl. Rename them."
         )
     for name, value in values.items():
+        if not isinstance(name, str):
+            raise ArgumentTypeError(
+                f"Run.evaluate returns a metric named {name!r}, expected a text. Return for "
+                "example {'accuracy': accuracy}."
+            )
         try:
+            if value is None:  # NaN to NumPy
+                raise TypeError("None")
             if not is_vector(value) or name == "loss":
                 np.asarray(value, np.float64).item()
             else:
                 np.asarray(value, np.float64)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             shape = getattr(value, "shape", None)
             described = f"a {type(value).__name__}" if shape is None else f"an array {list(shape)}"
             raise ArgumentError(

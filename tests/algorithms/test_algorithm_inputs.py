@@ -280,6 +280,7 @@ def test_a_loss_without_metrics(name: str):
         (jnp.zeros(()), TypeError, "array float32.*beside the loss, expected a dict of metrics"),
         ((), TypeError, "loss_fn returned a tuple of 0 beside the loss"),
         ({"loss": 0.0}, ValueError, "Leave it out, or rename it"),
+        ({0: jnp.zeros(())}, TypeError, "a metric named 0, expected a text"),
     ],
 )
 def test_metrics_that_are_no_dict_raise(name: str, aux: Any, error: type[Exception], words: str):

@@ -11,41 +11,40 @@
   `ScheduledRounds` and `with_virtual_seconds`.
 """
 
-from fedpax.run_files.metrics import read_metrics
-from fedpax.training.evaluation import evaluate_by_client, evaluator, placed_evaluator
-from fedpax.training.exchanged_bytes import with_exchanged_bytes
-from fedpax.training.experiment import (
-    Experiment,
-    HeldoutMetrics,
-    Run,
-    Shardings,
-    TrainingConfig,
-)
-from fedpax.training.logging import NonFiniteError
-from fedpax.training.spikes import RepeatedSpikesError
-from fedpax.training.stored_params import StoredParams, with_frozen_argument
-from fedpax.training.trainer import StorageError, TrainingResult, train
-from fedpax.training.virtual_time import ScheduledRounds, TimedSchedule, with_virtual_seconds
+import importlib
 
-__all__ = [
-    "Experiment",
-    "HeldoutMetrics",
-    "NonFiniteError",
-    "RepeatedSpikesError",
-    "Run",
-    "ScheduledRounds",
-    "Shardings",
-    "StorageError",
-    "StoredParams",
-    "TimedSchedule",
-    "TrainingConfig",
-    "TrainingResult",
-    "evaluate_by_client",
-    "evaluator",
-    "placed_evaluator",
-    "read_metrics",
-    "train",
-    "with_exchanged_bytes",
-    "with_frozen_argument",
-    "with_virtual_seconds",
-]
+_MODULES = {
+    "Experiment": "fedpax.training.experiment",
+    "HeldoutMetrics": "fedpax.training.experiment",
+    "NonFiniteError": "fedpax.training.logging",
+    "RepeatedSpikesError": "fedpax.training.spikes",
+    "Run": "fedpax.training.experiment",
+    "ScheduledRounds": "fedpax.training.virtual_time",
+    "Shardings": "fedpax.training.experiment",
+    "StorageError": "fedpax.training.trainer",
+    "StoredParams": "fedpax.training.stored_params",
+    "TimedSchedule": "fedpax.training.virtual_time",
+    "TrainingConfig": "fedpax.training.experiment",
+    "TrainingResult": "fedpax.training.trainer",
+    "evaluate_by_client": "fedpax.training.evaluation",
+    "evaluator": "fedpax.training.evaluation",
+    "placed_evaluator": "fedpax.training.evaluation",
+    "read_metrics": "fedpax.run_files.metrics",
+    "train": "fedpax.training.trainer",
+    "with_exchanged_bytes": "fedpax.training.exchanged_bytes",
+    "with_frozen_argument": "fedpax.training.stored_params",
+    "with_virtual_seconds": "fedpax.training.virtual_time",
+}
+__all__ = list(_MODULES)
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name on first use: commands that do not train need not load the models."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'fedpax.training' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -21,7 +21,7 @@ from fedpax.algorithms.parts.method_checks import (
     cohort_of_population,
 )
 from fedpax.algorithms.parts.participation import takes_part
-from fedpax.algorithms.parts.rematerialized_map import map_clients
+from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
 from fedpax.algorithms.parts.server import make_server
 from fedpax.checks import NON_NEGATIVE
 from fedpax.clients.cohort import Cohort, check_cohort
@@ -149,7 +149,7 @@ def agnostic(
             ascent = jnp.zeros_like(mixture).at[client].add(jnp.where(is_measured, loss, 0))
             return pseudo_gradient, metrics, weight, ascent, is_measured.astype(jnp.float32)
 
-        pseudo_gradients, metrics, weights, ascent, is_measured = map_clients(
+        pseudo_gradients, metrics, weights, ascent, is_measured = rematerialized_map(
             local_train,
             client_ids,
             takes_part(cohort),

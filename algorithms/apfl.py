@@ -21,7 +21,7 @@ from fedpax.algorithms.parts.method_checks import (
     cohort_of_population,
 )
 from fedpax.algorithms.parts.participation import participant_weights
-from fedpax.algorithms.parts.rematerialized_map import map_clients
+from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
 from fedpax.algorithms.parts.server import make_server
 from fedpax.algorithms.parts.tree_arithmetic import scale, subtract
 from fedpax.checks import FRACTION, NON_NEGATIVE
@@ -147,7 +147,7 @@ def apfl(
             return subtract(x, w), metrics | {"personal_loss": end.loss / steps}, end.personal
 
         personal = gather_clients(state.personal, client_ids)
-        pseudo_gradients, metrics, personal = map_clients(
+        pseudo_gradients, metrics, personal = rematerialized_map(
             local_train, personal, cohort.batches, cohort.num_steps, chunk_size=chunk_size
         )
         state, metrics = server.step(state, pseudo_gradients, metrics, participant_weights(cohort))

@@ -20,7 +20,7 @@ from fedpax.algorithms.parts.method_checks import (
     cohort_of_population,
 )
 from fedpax.algorithms.parts.participation import participant_weights
-from fedpax.algorithms.parts.rematerialized_map import map_clients
+from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
 from fedpax.algorithms.parts.server import make_server
 from fedpax.checks import NON_NEGATIVE
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
@@ -141,7 +141,7 @@ def ditto(
             return pseudo_gradient, metrics | {"personal_loss": reported["loss"]}, v
 
         v = gather_clients(state.personal_params, client_ids)
-        pseudo_gradients, metrics, v = map_clients(
+        pseudo_gradients, metrics, v = rematerialized_map(
             local_train, v, cohort.batches, cohort.num_steps, chunk_size=chunk_size
         )
         state, metrics = server.step(state, pseudo_gradients, metrics, participant_weights(cohort))

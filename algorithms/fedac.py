@@ -16,7 +16,7 @@ from fedpax.algorithms.parts.local_steps import local_steps
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_setting
 from fedpax.algorithms.parts.participation import participant_weights
-from fedpax.algorithms.parts.rematerialized_map import map_clients
+from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
 from fedpax.algorithms.parts.server import given_aggregator
 from fedpax.algorithms.parts.tree_arithmetic import subtract, weighted_sum
 from fedpax.checks import POSITIVE, Range
@@ -135,7 +135,7 @@ def fedac(
             end = weighted_sum(1, middle, -share, u), weighted_sum(1, middle, 1 - share, u)
             return subtract(start, end), metrics
 
-        differences, metrics = map_clients(
+        differences, metrics = rematerialized_map(
             local_train, cohort.batches, cohort.num_steps, chunk_size=chunk_size
         )
         weights = participant_weights(cohort)

@@ -14,7 +14,7 @@ from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.local_steps import local_update
 from fedpax.algorithms.parts.method_checks import check_no_keys
 from fedpax.algorithms.parts.participation import participant_weights
-from fedpax.algorithms.parts.rematerialized_map import map_clients
+from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
 from fedpax.algorithms.parts.server import make_server
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives.placement import ChunkSize
@@ -109,7 +109,7 @@ def fedavg(
         local_train: Callable[..., Any] = functools.partial(
             local_update, loss_fn, client_optimizer, state.params
         )
-        pseudo_gradients, metrics = map_clients(
+        pseudo_gradients, metrics = rematerialized_map(
             local_train, cohort.batches, cohort.num_steps, chunk_size=chunk_size
         )
         return server.step(state, pseudo_gradients, metrics, participant_weights(cohort))

@@ -15,7 +15,7 @@ from fedpax.algorithms.parts.history import History, start_history
 from fedpax.algorithms.parts.local_steps import local_update
 from fedpax.algorithms.parts.method_checks import check_no_keys
 from fedpax.algorithms.parts.participation import participant_weights
-from fedpax.algorithms.parts.rematerialized_map import map_clients
+from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
 from fedpax.algorithms.parts.server import make_server
 from fedpax.algorithms.parts.staleness import StalenessFn, polynomial_staleness
 from fedpax.algorithms.parts.tree_arithmetic import scale
@@ -132,7 +132,7 @@ def fedbuff(
             return local_update(loss_fn, client_optimizer, start, batches, num_steps)
 
         if cohort.schedule is None:
-            updates, metrics = map_clients(
+            updates, metrics = rematerialized_map(
                 lambda *inputs: train_from(state.params, *inputs),
                 cohort.batches,
                 cohort.num_steps,
@@ -146,7 +146,7 @@ def fedbuff(
                 return scale(weigh(stale), update), metrics | {"staleness": stale}
 
             staleness = cohort.schedule.staleness
-            updates, metrics = map_clients(
+            updates, metrics = rematerialized_map(
                 train, staleness, cohort.batches, cohort.num_steps, chunk_size=chunk_size
             )
             weights = federated_map(

@@ -21,7 +21,7 @@ from fedpax.algorithms.parts.method_checks import (
     cohort_of_population,
 )
 from fedpax.algorithms.parts.participation import participant_weights, takes_part
-from fedpax.algorithms.parts.rematerialized_map import map_clients
+from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
 from fedpax.algorithms.parts.server import as_floats, make_server
 from fedpax.algorithms.parts.tree_arithmetic import scale
 from fedpax.checks import NON_NEGATIVE
@@ -145,7 +145,7 @@ def feddyn(
             return pseudo_gradient, metrics, client_gradient
 
         client_gradient = gather_clients(state.client_gradients, client_ids)
-        pseudo_gradients, metrics, client_gradient = map_clients(
+        pseudo_gradients, metrics, client_gradient = rematerialized_map(
             local_train, client_gradient, cohort.batches, cohort.num_steps, chunk_size=chunk_size
         )
         weights = as_floats(participant_weights(cohort))

@@ -18,7 +18,7 @@ from fedpax.algorithms.parts.local_steps import local_update
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
 from fedpax.algorithms.parts.method_checks import check_no_keys
 from fedpax.algorithms.parts.participation import participant_weights
-from fedpax.algorithms.parts.rematerialized_map import map_clients
+from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
 from fedpax.algorithms.parts.server import as_floats, make_server
 from fedpax.algorithms.parts.tree_arithmetic import scale
 from fedpax.clients.cohort import Cohort, check_cohort
@@ -106,7 +106,7 @@ def fednova(
             inverse = 1 / jnp.where(length == 0, 1, length)
             return scale(inverse, pseudo_gradient), metrics, length
 
-        normalized, metrics, lengths_taken = map_clients(
+        normalized, metrics, lengths_taken = rematerialized_map(
             local_train, cohort.batches, cohort.num_steps, chunk_size=chunk_size
         )
         weights = as_floats(participant_weights(cohort))

@@ -15,7 +15,7 @@ from fedpax.algorithms.parts.gradient_terms import proximal_term
 from fedpax.algorithms.parts.local_steps import local_update
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_setting
 from fedpax.algorithms.parts.participation import participant_weights
-from fedpax.algorithms.parts.rematerialized_map import map_clients
+from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
 from fedpax.algorithms.parts.server import make_server
 from fedpax.checks import NON_NEGATIVE
 from fedpax.clients.cohort import Cohort, check_cohort
@@ -87,7 +87,7 @@ def fedprox(
         x = state.params
         optimizer = optax.chain(proximal_term(mu, x), client_optimizer)
         local_train: Callable[..., Any] = functools.partial(local_update, loss_fn, optimizer, x)
-        pseudo_gradients, metrics = map_clients(
+        pseudo_gradients, metrics = rematerialized_map(
             local_train, cohort.batches, cohort.num_steps, chunk_size=chunk_size
         )
         return server.step(state, pseudo_gradients, metrics, participant_weights(cohort))

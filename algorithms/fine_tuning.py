@@ -13,7 +13,7 @@ from fedpax.algorithms.parts.local_evaluation import local_metrics
 from fedpax.algorithms.parts.local_steps import local_steps
 from fedpax.algorithms.parts.method_checks import check_optimizer
 from fedpax.algorithms.parts.participation import participant_weights
-from fedpax.algorithms.parts.rematerialized_map import map_clients
+from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives import federated_mean
 from fedpax.primitives.placement import ChunkSize
@@ -81,7 +81,7 @@ def fine_tuning_evaluation(
             )
             return before | {f"fine_tuned_{name}": value for name, value in after.items()}
 
-        metrics = map_clients(
+        metrics = rematerialized_map(
             local_evaluate,
             cohort.batches,
             cohort.num_steps,

@@ -18,7 +18,7 @@ from fedpax.algorithms.parts.mean_metrics import mean_metrics
 from fedpax.algorithms.parts.method_checks import check_no_keys
 from fedpax.algorithms.parts.optimizer_step import optimizer_step
 from fedpax.algorithms.parts.participation import participant_weights
-from fedpax.algorithms.parts.rematerialized_map import map_clients
+from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
 from fedpax.algorithms.parts.server import make_server
 from fedpax.algorithms.parts.tree_arithmetic import select
 from fedpax.checks import COUNT, check_argument
@@ -138,8 +138,10 @@ def hypcluster(
 
         # A separate map: an aggregator that needs the weights before the updates, which depend on
         # the choices, does not train the clients twice.
-        clusters = map_clients(choose, cohort.batches, cohort.num_steps, chunk_size=chunk_size)
-        pseudo_gradients, metrics = map_clients(
+        clusters = rematerialized_map(
+            choose, cohort.batches, cohort.num_steps, chunk_size=chunk_size
+        )
+        pseudo_gradients, metrics = rematerialized_map(
             local_train, cohort.batches, cohort.num_steps, clusters, chunk_size=chunk_size
         )
         weights = participant_weights(cohort)

@@ -17,7 +17,7 @@ from fedpax.algorithms.parts.local_evaluation import full_gradient
 from fedpax.algorithms.parts.local_steps import gradient_and_metrics, local_update
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_setting
 from fedpax.algorithms.parts.participation import participant_weights
-from fedpax.algorithms.parts.rematerialized_map import map_clients
+from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
 from fedpax.algorithms.parts.server import as_floats, make_server, unless_all_absent
 from fedpax.algorithms.parts.tree_arithmetic import subtract, weighted_sum
 from fedpax.checks import DECAY, NON_NEGATIVE, POSITIVE
@@ -271,7 +271,7 @@ def _mime(
         def gradient_at_x(batches: chex.ArrayTree, num_steps: Int[Array, ""] | None) -> Params:
             return full_gradient(loss_fn, x, batches, num_steps)
 
-        gradients = map_clients(
+        gradients = rematerialized_map(
             gradient_at_x, cohort.batches, cohort.num_steps, chunk_size=chunk_size
         )
         c = federated_mean(gradients, weights)
@@ -284,7 +284,7 @@ def _mime(
         ) -> tuple[Params, Metrics]:
             return local_update(loss_fn, optimizer, x, batches, num_steps)
 
-        pseudo_gradients, metrics = map_clients(
+        pseudo_gradients, metrics = rematerialized_map(
             local_train, cohort.batches, cohort.num_steps, chunk_size=chunk_size
         )
         state, metrics = server.step(state, pseudo_gradients, metrics, weights)

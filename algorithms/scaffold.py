@@ -26,7 +26,7 @@ from fedpax.algorithms.parts.method_checks import (
     cohort_of_population,
 )
 from fedpax.algorithms.parts.participation import participant_weights, takes_part
-from fedpax.algorithms.parts.rematerialized_map import map_clients
+from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
 from fedpax.algorithms.parts.server import make_server
 from fedpax.algorithms.parts.tree_arithmetic import scale, select, subtract
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
@@ -159,7 +159,7 @@ def scaffold(
             return moved, metrics, change, select(is_present, gradient, client_control)
 
         client_control = gather_clients(state.client_controls, client_ids)
-        pseudo_gradients, metrics, changes, new = map_clients(
+        pseudo_gradients, metrics, changes, new = rematerialized_map(
             local_train,
             client_control,
             takes_part(cohort),

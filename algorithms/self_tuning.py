@@ -17,7 +17,7 @@ from fedpax.algorithms.parts.local_evaluation import accumulator, count_steps, m
 from fedpax.algorithms.parts.local_steps import fold_steps, gradient_and_metrics
 from fedpax.algorithms.parts.method_checks import check_optimizer, check_setting
 from fedpax.algorithms.parts.participation import participant_weights
-from fedpax.algorithms.parts.rematerialized_map import map_clients
+from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
 from fedpax.algorithms.parts.tree_arithmetic import select
 from fedpax.checks import COUNT, POSITIVE, check_argument
 from fedpax.clients.cohort import Cohort
@@ -217,7 +217,7 @@ def _evaluate(
             total, metrics = fold_steps(add, accumulator(params), first, num_steps)
             return metrics["loss"], mean_of(total, count_steps(first, num_steps), params)
 
-        values = map_clients(local, cohort.batches, cohort.num_steps, chunk_size=chunk_size)
+        values = rematerialized_map(local, cohort.batches, cohort.num_steps, chunk_size=chunk_size)
         weights = participant_weights(cohort)
         is_measured = jnp.bool_(True) if weights is None else federated_max(weights) > 0
         return federated_mean(values, weights), is_measured

@@ -11,7 +11,7 @@ from fedpax.primitives import federated_map
 from fedpax.primitives.placement import ChunkSize
 
 
-def map_clients(
+def rematerialized_map(
     fn: Callable[..., chex.ArrayTree], *args: chex.ArrayTree, chunk_size: ChunkSize
 ) -> chex.ArrayTree:
     """Run a function on every client; in chunks, derivatives recompute it. Inside a program."""

@@ -56,7 +56,13 @@ def data(arguments: Sequence[str]) -> int:
     for line in str(partition_statistics(population, labels)).splitlines():
         print_line(line)
     if picture:
-        plot_partition(population, labels, picture, class_names=names)
+        plot_partition(
+            population,
+            labels,
+            picture,
+            class_names=names,
+            participant_names=source.client_names,
+        )
     return 0
 
 

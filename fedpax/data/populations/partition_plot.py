@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -29,6 +29,7 @@ def plot_partition(
     path: str | Path,
     *,
     class_names: Sequence[str] | None = None,
+    participant_names: Sequence[Any] | None = None,
     max_participants: int = 40,
 ) -> None:
     """Draw the sizes and labels of a partition's participants to a PNG file.
@@ -43,17 +44,35 @@ def plot_partition(
         labels: integers `[examples]`, one for each example of the source; None draws sizes alone.
         path: the PNG file to write.
         class_names: the names of the labels 0, 1, .... Default None: use the numbers.
+        participant_names: the names beside the bars. Default None: those of the partition, as
+            `partition_natural` gives them, else the numbers.
         max_participants: the largest number of participants to draw as bars.
 
     Raises:
-        ValueError: as in `partition_statistics`; or a label has no name in `class_names`.
+        ValueError: as in `partition_statistics`; a label has no name in `class_names`; or there is
+            another number of `participant_names` than of participants.
     """
     from fedpax.pictures import save_picture
 
     statistics = partition_statistics(partition, labels)
     names = _names(statistics.classes, class_names)
-    draw = _bars if len(statistics.sizes) <= max_participants else _overview
-    save_picture(draw(statistics, names), path)
+    if len(statistics.sizes) > max_participants:
+        save_picture(_overview(statistics, names), path)
+        return
+    if participant_names is None:
+        participant_names = getattr(partition, "names", range(len(statistics.sizes)))
+    if len(participant_names) != len(statistics.sizes):
+        raise ArgumentError(
+            f"participant_names has {len(participant_names)} names, expected one for each of the "
+            f"{len(statistics.sizes)} participants."
+        )
+    texts = [_short(str(name)) for name in participant_names]
+    save_picture(_bars(statistics, names, texts), path)
+
+
+def _short(name: str) -> str:
+    """Shorten a name to fit beside a bar; a dollar sign does not begin a formula."""
+    return (name if len(name) <= 30 else name[:29] + "…").replace("$", r"\$")
 
 
 def _names(
@@ -72,7 +91,9 @@ def _names(
     return [class_names[label] for label in classes]
 
 
-def _bars(statistics: PartitionStatistics, names: list[str] | None) -> "Figure":
+def _bars(
+    statistics: PartitionStatistics, names: list[str] | None, participant_names: list[str]
+) -> "Figure":
     """Draw one bar per participant, as long as its number of examples and divided by label."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -101,7 +122,7 @@ def _bars(statistics: PartitionStatistics, names: list[str] | None) -> "Figure":
     _style_axes(axes, "examples", "participant")
     axes.set_xlim(0, 1.01 * statistics.largest)
     axes.set_ylim(participants - 0.5, -0.5)  # the first at the top
-    axes.set_yticks(range(participants))
+    axes.set_yticks(range(participants), participant_names)
     axes.tick_params(axis="y", length=0)
     axes.grid(False, axis="y")
     axes.set_title(_title(statistics), loc="left", fontweight="bold")

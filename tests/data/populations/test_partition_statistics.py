@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from fedpax.data import (
     partition_by_quantity,
     partition_dirichlet,
     partition_iid,
+    partition_natural,
     partition_statistics,
     plot_partition,
 )
@@ -140,6 +142,24 @@ def test_bars_have_lengths_in_proportion_to_label_counts(tmp_path: Path) -> None
     expected = np.sum(counts, axis=0)
     # Lines between bars and the squares of the legend are less than 5 %.
     assert np.abs(seen / seen.sum() / (expected / expected.sum()) - 1).max() < 0.05
+
+
+def test_participants_are_named_beside_their_bars(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[list[str]] = []
+
+    def keep(figure: Figure, path: Path) -> None:
+        shown.append([text.get_text() for text in figure.axes[0].get_yticklabels()])
+
+    monkeypatch.setattr("fedpax.pictures.save_picture", keep)
+    parts = partition_natural(["b", "ö$x$", "b"])
+    plot_partition(parts, None, tmp_path / "x.png")
+    plot_partition([*parts], None, tmp_path / "x.png", participant_names=["Åre" * 20, 7])
+    plot_partition([*parts], None, tmp_path / "x.png")
+    assert shown == [["b", r"ö\$x\$"], [("Åre" * 20)[:29] + "…", "7"], ["0", "1"]]
+    with pytest.raises(ValueError, match="participant_names has 1 names, expected one for each"):
+        plot_partition(parts, None, tmp_path / "x.png", participant_names=["b"])
 
 
 def test_the_map_shows_the_frequency_of_each_label(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from fedpax.algorithm import LossFn, Params
 from fedpax.checks import NON_NEGATIVE, check_ranges
+from fedpax.clients.cohort import Cohort
 from fedpax.data import ClientSampler, Partition, cohort_rounds, example_batches
 from fedpax.data.rounds.preprocess import Arrays, Preprocess
 from fedpax.data.tables import Label
@@ -30,6 +31,7 @@ from fedpax.models.losses import (
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.parallel.mesh_rule import ShardedSize
 from fedpax.training.client_metrics import (
+    ClientMetrics,
     ExampleOwners,
     classification_by_client,
     regression_by_client,
@@ -191,28 +193,30 @@ class FedAvgFiles(ClientExperiment):
         Clients that are held out with all their examples are marked "(new)". A client without a
         held-out example has no metrics.
         """
-        table, label = self.opened, self.prepared.label
-        chosen = np.flatnonzero(table.heldout | table.is_new[table.owners])
-        names = [
-            name + " (new)" * bool(is_new)
-            for name, is_new in zip(table.names, table.is_new, strict=True)
-        ]
-        clients = ExampleOwners(names, table.owners[chosen])
-        examples, field = self._read(chosen), self.field
+        opened, field = self.opened, self.field
+        chosen = np.flatnonzero(opened.heldout | opened.is_new[opened.owners])
+        clients = ExampleOwners(self._client_names, opened.owners[chosen])
+        examples = self._read(chosen)
         outputs = map_examples(
             lambda params, batch: model.apply(params, batch[field])[0], {field: examples[field]}
         )
+        return lambda params: self._measure(outputs(params), examples["label"], clients)
+
+    @property
+    def _client_names(self) -> list[str]:
+        opened = self.opened
+        pairs = zip(opened.names, opened.is_new, strict=True)
+        return [f"{name} (new)" if is_new else name for name, is_new in pairs]
+
+    def _measure(
+        self, outputs: NDArray[Any], labels: NDArray[Any], clients: ExampleOwners
+    ) -> ClientMetrics:
+        """Return the metrics of each client from the model's outputs for its examples."""
+        label = self.prepared.label
         if label.task == "classification":
-            return lambda params: classification_by_client(
-                outputs(params), examples["label"], clients
-            )
-
-        def in_units(values: Any) -> NDArray[np.float64]:
-            return np.asarray(values, np.float64) * label.scale + label.mean
-
-        return lambda params: regression_by_client(
-            in_units(outputs(params)[:, 0]), in_units(examples["label"]), clients
-        )
+            return classification_by_client(outputs, labels, clients)
+        in_units = [np.float64(x) * label.scale + label.mean for x in (outputs[:, 0], labels)]
+        return regression_by_client(in_units[0], in_units[1], clients)
 
     def build(self) -> Run:
         """Read the files, and make the run; a method's own models are evaluated by client."""
@@ -224,17 +228,15 @@ class FedAvgFiles(ClientExperiment):
         run = super().build()._replace(notes=(*self.opened.notes, *self.prepared.notes))
         if not own_models(self.method):
             return run
+        own_by_client = functools.cache(self.evaluate_own_by_client)
+        run = run._replace(evaluate_own_models=lambda state: own_by_client()(state))
+        if not self.method.has_shared_model:
+            run = run._replace(evaluate_clients=None)
         return with_own_models(run, self.method, functools.cache(self.evaluate_own_models))
 
-    def evaluate_own_models(self) -> Callable[[Any], dict[str, float]]:
-        """Make the evaluation of the clients' own models, each on its held-out examples.
-
-        The training batches of all clients are in memory. Clients that are held out with all their
-        examples have no model of their own.
-
-        Returns:
-            `state -> metrics`, means over the held-out examples; `state` is that of the algorithm.
-        """
+    @functools.cached_property
+    def _own_examples(self) -> tuple[Cohort, dict[str, chex.Array]]:
+        """A round of all training clients, and the held-out examples of each, in memory."""
         examples, population = self.read_clients()
         sampler = ClientSampler(len(population), len(population), self.cohort.seed)
         every_client = next(
@@ -252,14 +254,24 @@ class FedAvgFiles(ClientExperiment):
         cohort = pad_cohort(every_client, self.make_mesh().shape.get("clients", 1))
         heldout, none = self.opened.parts(self.opened.heldout), np.zeros(0, np.int64)
         names = [*self.training_parts, None]  # the last one for absent clients, whose id is -1
-        own = self._read_padded(
-            [heldout.get(names[k] or "", none) for k in np.asarray(cohort.client_ids)]
-        )
-        model, rate = self.make_model(), self.client_learning_rate
+        chosen = [names[k] for k in np.asarray(cohort.client_ids)]
+        return cohort, self._read_padded([heldout.get(name or "", none) for name in chosen])
+
+    def evaluate_own_models(self) -> Callable[[Any], dict[str, float]]:
+        """Make the evaluation of the clients' own models, each on its held-out examples.
+
+        The training batches of all clients are in memory. Clients that are held out with all their
+        examples have no model of their own.
+
+        Returns:
+            `state -> metrics`, means over the held-out examples; `state` is that of the algorithm.
+        """
+        (cohort, own), model = self._own_examples, self.make_model()
         train_loss, loss_fn = self.make_loss(model), self._plain_loss(model)
 
         @jax.jit
         def evaluate(state: Any, cohort: Any, own: Any) -> dict[str, jax.Array]:
+            rate = self.client_learning_rate
             models = self.method.personal_models(train_loss, rate, state, cohort)
             loss, metrics = jax.vmap(loss_fn)(models, own)
             weights = own["mask"].sum(axis=1)
@@ -269,6 +281,34 @@ class FedAvgFiles(ClientExperiment):
         return lambda state: {
             name: float(value) for name, value in evaluate(state, cohort, own).items()
         }
+
+    def evaluate_own_by_client(self) -> Callable[[Any], ClientMetrics]:
+        """Make the evaluation by client of the clients' own models.
+
+        Returns:
+            `state -> metrics of each client`; `state` is that of the algorithm.
+        """
+        (cohort, own), model = self._own_examples, self.make_model()
+        train_loss, names = self.make_loss(model), self._client_names
+        places = {name: place for place, name in enumerate(self.opened.names)}
+        of_training = np.array([*(places[name] for name in self.training_parts), -1])
+        is_example = own["mask"] > 0
+        owners = np.broadcast_to(
+            of_training[np.asarray(cohort.client_ids)][:, None], is_example.shape
+        )[is_example]
+
+        @jax.jit
+        def outputs(state: Any, cohort: Any, inputs: Any) -> jax.Array:
+            rate = self.client_learning_rate
+            models = self.method.personal_models(train_loss, rate, state, cohort)
+            return jax.vmap(model.apply)(models, inputs)
+
+        def evaluate(state: Any) -> ClientMetrics:
+            found = np.asarray(outputs(state, cohort, own[self.field]))
+            clients = ExampleOwners(names, owners)
+            return self._measure(found[is_example], np.asarray(own["label"])[is_example], clients)
+
+        return evaluate
 
     def _read_padded(self, parts: Sequence[NDArray[np.int64]]) -> dict[str, chex.Array]:
         """Return the examples of each client, `[clients, most examples, ...]`, with a mask."""

@@ -114,6 +114,31 @@ def load_field(job_log_dir: str | Path, field: str, round_number: int | None = N
         return _restore_field(manager, round_number, field, item, arguments)
 
 
+def load_state(job_log_dir: str | Path, round_number: int, like: Any) -> Any:
+    """Load the state of a run's algorithm, to evaluate what its clients keep.
+
+    Args:
+        job_log_dir: the run's folder, or one in a bucket (`gs://`).
+        round_number: the checkpoint's round.
+        like: the state's abstract values, a NamedTuple, from `jax.eval_shape(algorithm.init, ...)`.
+
+    Returns:
+        A NamedTuple of the structure of `like`, whose leaves are NumPy arrays.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        DamagedCheckpointError: its files are damaged.
+        ValueError: a field has other leaves than the saved state.
+    """
+    fields = {}
+    for name, struct in like._asdict().items():
+        wanted = ocp.tree.to_flat_dict(struct)
+        saved = ocp.tree.to_flat_dict(load_field(job_log_dir, name, round_number)) if wanted else {}
+        check_same_leaves(wanted, saved, round_number)
+        fields[name] = ocp.tree.from_flat_dict(saved, target=struct)
+    return type(like)(**fields)
+
+
 def best_round(job_log_dir: str | Path) -> int:
     """Return the round of the best checkpoint of a run, by its `training.keep_best`.
 

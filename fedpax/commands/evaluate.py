@@ -3,11 +3,14 @@
 import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 from absl import flags
 
+from fedpax.algorithm import Params
+from fedpax.checkpoints.saved_state import load_state
 from fedpax.commands.parts.options import output_file, parse
 from fedpax.commands.parts.saved_run import (
     build_run,
@@ -21,6 +24,8 @@ from fedpax.errors import UsageError
 from fedpax.reports.client_report import clients_json, format_clients, plot_clients
 from fedpax.run_files.paths import write_atomically
 from fedpax.run_files.quantiles import with_quantiles
+from fedpax.training.client_metrics import ClientMetrics
+from fedpax.training.experiment import Run
 from fedpax.training.progress import describe_devices, format_metrics
 
 
@@ -38,7 +43,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     number = checkpoint_round("evaluate", saved, options.round)
     run = build_run(saved.experiment)
     print_error(f"{saved.exp}: evaluating round {number} on {describe_devices(run.mesh)}")
-    if options.by_client and run.evaluate_clients is None:
+    if options.by_client and run.evaluate_clients is None and run.evaluate_own_models is None:
         raise UsageError(
             f"--by_client: the held-out data of {saved.exp} have no clients, expected an "
             "experiment with clients, such as fedavg_table. Leave out --by_client."
@@ -47,8 +52,8 @@ def evaluate(arguments: Sequence[str]) -> int:
     with jax.set_mesh(run.mesh):
         params = load_saved_params(saved, run, number)
         evaluation = run.evaluate(params)
-        if options.by_client and run.evaluate_clients is not None:
-            clients = run.evaluate_clients(params)
+        if options.by_client:
+            clients = measure_clients(run, params, saved.saved_in, number)
     metrics = {name: float(value) for name, value in with_quantiles(evaluation).items()}
     print_line(f"{saved.exp} round {number}: held-out {format_metrics(metrics)}")
     if clients is not None:
@@ -67,6 +72,30 @@ def evaluate(arguments: Sequence[str]) -> int:
             content["clients"] = clients_json(clients)
         write_atomically(report, json.dumps(content, indent=2) + "\n")
     return 0
+
+
+def measure_clients(run: Run, params: Params, folder: Path, number: int) -> ClientMetrics:
+    """Measure the shared model on each client, and the clients' own models if there are any.
+
+    Args:
+        run: the run. Its held-out data have clients.
+        params: the parameters of the checkpoint.
+        folder: the folder of the checkpoints.
+        number: the checkpoint's round.
+
+    Returns:
+        The metrics; those of own models have the prefix `personal_`.
+    """
+    shared = None if run.evaluate_clients is None else run.evaluate_clients(params)
+    if run.evaluate_own_models is None:
+        assert shared is not None
+        return shared
+    like = jax.eval_shape(run.algorithm.init, params)
+    own = run.evaluate_own_models(load_state(folder, number, like))
+    found = {f"personal_{name}": values for name, values in own.metrics.items()}
+    if shared is None:
+        return own._replace(metrics=found)
+    return shared._replace(metrics={**shared.metrics, **found})
 
 
 def define_flags(options: flags.FlagValues) -> None:

@@ -24,6 +24,16 @@ MOST_ROWS = 20
 """Clients in the table, and with their names in the picture."""
 
 
+def smaller_is_better(name: str) -> bool:
+    """Return whether smaller values of a metric are better, also of clients' own models.
+
+    Example:
+        >>> smaller_is_better("personal_loss"), smaller_is_better("auc")
+        (True, False)
+    """
+    return name.removeprefix("personal_") in SMALLER_IS_BETTER
+
+
 class Spread(NamedTuple):
     """How a metric differs between clients. Clients for which it is not defined are left out.
 
@@ -54,7 +64,7 @@ def spread_of(name: str, values: Float64[np.ndarray, " clients"]) -> Spread:
     if not finite.size:
         return Spread(None, math.nan, math.nan, None, 0)
     known = values[finite]
-    smaller = name in SMALLER_IS_BETTER
+    smaller = smaller_is_better(name)
     worst, best = (known.argmax(), known.argmin()) if smaller else (known.argmin(), known.argmax())
     percentile = float(np.quantile(known, 0.9 if smaller else 0.1))
     return Spread(
@@ -137,7 +147,7 @@ def worst_first(found: ClientMetrics) -> Int64[np.ndarray, " clients"]:
     """Return the places of clients from the worst by the first metric to the best."""
     # Clients for which it is not defined are last.
     name, values = next(iter(found.metrics.items()))
-    return np.argsort(-values if name in SMALLER_IS_BETTER else values, kind="stable")
+    return np.argsort(-values if smaller_is_better(name) else values, kind="stable")
 
 
 def plot_clients(found: ClientMetrics, path: str | Path) -> None:
@@ -192,7 +202,7 @@ def _draw_metric(axes: Axes, found: ClientMetrics, name: str, *, has_rows: bool)
         axes.axvline(spread.mean, color="dimgray", linewidth=1)
         return
     known = np.sort(values[np.isfinite(values)])
-    known = known[::-1] if name in SMALLER_IS_BETTER else known
+    known = known[::-1] if smaller_is_better(name) else known
     share = 100 * (np.arange(len(known)) + 0.5) / len(known)
     axes.plot(share, known, color=COLORS[0], linewidth=1.8)
     axes.scatter(share[0], known[0], s=30, color=COLORS[1], zorder=4)

@@ -89,6 +89,8 @@ class Run(NamedTuple):
             algorithm's state, such as those of the models that clients keep. Default None: none.
         evaluate_clients: `params -> metrics of each client` on its held-out data, for
             `fedpax evaluate --by_client`. Default None: the held-out data have no clients.
+        evaluate_own_models: `state -> metrics of each client`, those of the clients' own models,
+            from the algorithm's state. Default None: clients have no own models.
         notes: lines on the data that are printed when the run starts.
     """
 
@@ -110,6 +112,7 @@ class Run(NamedTuple):
     compiler_options: Mapping[str, str] | None = None
     evaluate_state: Callable[[Any], HeldoutMetrics] | None = None
     evaluate_clients: Callable[[Params], ClientMetrics] | None = None
+    evaluate_own_models: Callable[[Any], ClientMetrics] | None = None
     notes: Sequence[str] = ()
 
     @property

@@ -19,7 +19,9 @@ from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
 from fedpax.experiments.client_methods import method
 from fedpax.experiments.fedavg_table import FedAvgTable, fedavg_table
 from fedpax.experiments.table_data import TableConfig, statistics_aggregator
+from fedpax.main import main
 from fedpax.models.losses import classification_loss, squared_error_loss
+from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.experiment import TrainingConfig
 
 SIZES = {
@@ -244,13 +246,17 @@ def test_personal_models_are_evaluated_on_their_own_examples(folder: Path, name:
     with jax.set_mesh(run.mesh):
         state = run.algorithm.init(jax.jit(run.init)(jax.random.key(0)))
         state, _ = jax.jit(run.algorithm.round)(state, next(run.cohorts))
-        found = run.evaluate_state(state)
+        found, own = run.evaluate_state(state), run.evaluate_own_models(state)
     assert set(found) == {"personal_loss", "personal_accuracy"}
+    assert list(own.names) == list(experiment.opened.names)
+    present = own.num_examples > 0
+    for metric in ("loss", "accuracy"):
+        mean = np.average(own.metrics[metric][present], weights=own.num_examples[present])
+        assert mean == pytest.approx(found[f"personal_{metric}"], rel=1e-4)
     if name == "ditto":  # models that stayed at 0 predict both classes alike
         assert 0 < found["personal_loss"] < 0.8
     else:
-        with pytest.raises(ValueError, match="has no single shared model"):
-            run.evaluate_clients(state.params)
+        assert run.evaluate_clients is None
 
 
 def test_the_exported_model_has_its_columns(folder: Path, tmp_path: Path) -> None:
@@ -371,3 +377,26 @@ def test_prepared_files_equal_the_files(folder: Path, tmp_path: Path) -> None:
         np.testing.assert_array_equal(prepared.training_parts[name], rows)
     for name, values in experiment.prepared.examples.items():
         np.testing.assert_array_equal(prepared.prepared.examples[name], values)
+
+
+@pytest.mark.parametrize("name", ["apfl", pytest.param("hypcluster", marks=pytest.mark.slow)])
+def test_the_command_measures_own_models(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture, name: str
+) -> None:
+    run, report = tmp_path / "run", tmp_path / "clients.json"
+    flags = ["--data.label=outcome", "--data.columns", "score=left_out", "--cohort.size=5"]
+    training = ["--training.rounds=2", "--training.evaluate_every=2", f"--method={name}"]
+    files = f"--data.files={folder}/*.csv"
+    command = ["train", "--exp=fedavg_table", files, *flags, *training, f"--job_log_dir={run}"]
+    assert main(command) == 0
+    evaluate = ["evaluate", f"--job_log_dir={run}", "--by_client", f"--json={report}"]
+    assert main(evaluate) == 0, capsys.readouterr().err
+    content = json.loads(report.read_text("utf-8"))
+    own = {"personal_loss", "personal_accuracy", "personal_auc", "personal_calibration_error"}
+    shared = {name.removeprefix("personal_") for name in own} if name == "apfl" else set()
+    assert set(content["clients"][0]) == {"client", "examples"} | own | shared
+    examples = np.array([line["examples"] for line in content["clients"]])
+    losses = [line["personal_loss"] for line in content["clients"] if line["examples"]]
+    evaluations = select(read_metrics(run), "evaluation")
+    mean = np.average(losses, weights=examples[examples > 0])
+    assert mean == pytest.approx(evaluations[-1]["personal_loss"], rel=1e-4)

@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fast-tests test-all docs package test-docs test-pods lint typecheck clean
+.PHONY: help demo test fast-tests test-all docs package test-docs test-browser test-pods lint typecheck clean
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -43,6 +43,11 @@ docs: $(INSTALLED)  ## Build the documentation site, build/site/index.html, with
 
 test-docs: $(INSTALLED)  ## Build the site, and run the examples of all pages and docstrings, the slow ones too.
 	$(HURRY) $(PYTEST) tests/test_docs.py tests/test_site.py
+
+# Chromium is the system's: Debian's package chromium.
+test-browser: $(INSTALLED)  ## Read the site in Chromium: widths, search, dark mode, errors.
+	$(BIN)/pip install --quiet --target build/browser playwright
+	PYTHONPATH=build/browser $(BIN)/pytest tests/test_site_in_browser.py
 
 # libtpu compiles for topologies: no TPU is needed. It stays outside of the environment, where the
 # fast tests would use it. The largest models take hours of CPU time.

@@ -48,6 +48,7 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False
 html_copy_source = False
+html_context = {"default_mode": "auto"}  # light or dark, as the system
 html_theme_options = {"show_toc_level": 2, "use_download_button": False}
 
 

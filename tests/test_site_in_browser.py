@@ -1,0 +1,111 @@
+"""The documentation site in Chromium: every page at three widths, the search, and dark mode.
+
+`make test-browser` installs playwright; Chromium is the system's (Debian's package chromium).
+"""
+
+import functools
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+playwright = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
+]
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(
+    path.relative_to(ROOT / "docs").with_suffix(".html").as_posix()
+    for path in (ROOT / "docs").rglob("*.md")
+)
+WIDTHS = (390, 820, 1400)  # a phone, a tablet, a screen
+TERMS = (
+    "federated_mean",
+    "SCAFFOLD",
+    "DiLoCo",
+    "chunk_size",
+    "Dirichlet",
+    "privacy",
+    "checkpoint",
+    "Slurm",
+    "tokenizer",
+    "Parquet",
+)
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Build the site and serve it on the loopback interface."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-q", "-b", "html", "-d", folder / "doctrees"]
+    subprocess.run([*command, ROOT / "docs", folder / "html"], check=True, timeout=600)
+    handler = functools.partial(QuietHandler, directory=str(folder / "html"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    # Without networking of its own: no update, no look-up of other hosts.
+    arguments = ["--disable-background-networking", "--disable-component-update", "--disable-quic"]
+    with playwright.sync_playwright() as session:
+        process = session.chromium.launch(
+            executable_path=CHROMIUM, args=arguments, chromium_sandbox=False
+        )
+        yield process
+        process.close()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_pages_fit_the_width_and_load_without_errors(
+    browser: Any, address: str, width: int
+) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    errors: list[str] = []
+    page.on("console", lambda message: message.type == "error" and errors.append(message.text))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on(
+        "request",
+        lambda request: request.url.startswith((address, "data:")) or errors.append(request.url),
+    )
+    wide = []
+    for name in PAGES:
+        page.goto(f"{address}/{name}")
+        if page.evaluate("document.documentElement.scrollWidth > window.innerWidth"):
+            wide.append(name)
+    page.close()
+    assert len(PAGES) > 30 and not wide and not errors
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_the_search_finds(browser: Any, address: str, term: str) -> None:
+    page = browser.new_page()
+    page.goto(f"{address}/search.html?q={term}")
+    page.wait_for_selector("#search-results li a", timeout=60_000)
+    assert page.locator("#search-results li").count() >= 1
+    page.close()
+
+
+def test_dark_mode_changes_the_background(browser: Any, address: str) -> None:
+    colors = []
+    for scheme in ("light", "dark"):
+        page = browser.new_page(color_scheme=scheme)
+        page.goto(f"{address}/index.html")
+        colors.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+        page.close()
+    assert colors[0] != colors[1]

@@ -147,7 +147,7 @@ def _write_stage(writer: "_Writer", stages: Stages, number: int, stage: Stage) -
     (size,) = jax.export.symbolic_shape("participants")
     many = [jax.ShapeDtypeStruct((size, *t.shape), t.dtype) for t in terms]
     writer.write(f"fold_{number}", lambda *terms: list(stages.fold(number)(terms)), many)
-    return count_flops(jax.make_jaxpr(client)(index, *given).jaxpr).number
+    return int(count_flops(jax.make_jaxpr(client)(index, *given).jaxpr).number)
 
 
 class _Writer:

@@ -65,8 +65,9 @@ def _describe_stage(
     exported = artifact.exported(f"client_{number}")
     compiled = jax.jit(exported.call).lower(*map(_type, exported.in_avals)).compile()
     memory = compiled.memory_analysis()
+    temporary = "unknown" if memory is None else f"{memory.temp_size_in_bytes:,}"
     flops = artifact.manifest["flops"][number]
-    yield f"  {flops:,} FLOPs, {memory.temp_size_in_bytes:,} temporary bytes on this machine"
+    yield f"  {flops:,} FLOPs, {temporary} temporary bytes on this machine"
     text = exported.mlir_module()
     obstacles = [f"the custom call {name}" for name in sorted(set(_CUSTOM_CALL.findall(text)))]
     if "tensor<?" in text:

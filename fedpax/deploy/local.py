@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from fedpax.errors import ArgumentError
 from fedpax.transforms.stages import Stages
 
 
@@ -19,6 +20,9 @@ def run_local(stages: Stages, *args: Any, participants: Sequence[int] | None = N
     Returns:
         The result of the program.
 
+    Raises:
+        ArgumentError: there is no participant of a number in `participants`.
+
     Example:
         >>> import fedpax, jax.numpy as jnp
         >>> @fedpax.program(clients=3)
@@ -29,7 +33,14 @@ def run_local(stages: Stages, *args: Any, participants: Sequence[int] | None = N
         >>> run_local(stages, *args).item(), run_local(stages, *args, participants=[0, 1]).item()
         (8.0, 5.0)
     """
-    answer = range(stages.placement.size) if participants is None else participants
+    size = stages.placement.size
+    answer = list(range(size) if participants is None else participants)
+    for i in answer:
+        if not 0 <= i < size:
+            raise ArgumentError(
+                f"run_local(): participants has {i}, expected numbers from 0 to {size - 1}, of the "
+                f"{size} {stages.placement.name}."
+            )
     states = stages.own(*args)
     own = {i: {name: rows[i] for name, rows in states.items()} for i in answer}
     kept: dict[int, dict[str, Any]] = {i: {} for i in own}
@@ -43,17 +54,17 @@ def run_local(stages: Stages, *args: Any, participants: Sequence[int] | None = N
             break
         client, merge = stages.client(request.stage), stages.merge(request.stage)
         merged: Any = ()
-        shown = []
+        shown: list[Any] = []
         for i in own:
-            rows = [row[i] for row in request.rows]
-            terms, seen, new = client(i, request.shared, rows, own[i] | kept[i])
+            received = [rows[i] for rows in request.rows]
+            terms, seen, new = client(i, request.shared, received, own[i] | kept[i])
             kept[i] |= new
             merged = merge(merged, terms) if shown else terms
             shown.append(seen)
         reply = merged, [jnp.stack(rows) for rows in zip(*shown, strict=True)], list(own)
     for name, rows in states.items():
-        new = [(i, kept[i][name]) for i in own if name in kept[i]]
-        if new:
-            indices, values = zip(*new, strict=True)
-            states[name] = rows.at[jnp.array(indices)].set(jnp.stack(values))
+        changed = [i for i in own if name in kept[i]]
+        if changed:
+            new_rows = jnp.stack([kept[i][name] for i in changed])
+            states[name] = rows.at[jnp.array(changed)].set(new_rows)
     return stages.with_kept(result, args, states)

@@ -48,7 +48,9 @@ class Artifact:
 
     def client(
         self, stage: int
-    ) -> Callable[[Any, Sequence[Any], Sequence[Any], Mapping[str, Any]], tuple[Any, Any, dict]]:
+    ) -> Callable[
+        [Any, Sequence[Any], Sequence[Any], Mapping[str, Any]], tuple[Any, Any, dict[str, Any]]
+    ]:
         """Return the function of one participant, as `Stages.client` does."""
         messages = self.manifest["stages"][stage]
         own_names = [value["name"] for value in messages["own"]]

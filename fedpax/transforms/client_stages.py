@@ -141,6 +141,11 @@ class ClientStage(NamedTuple):
         """Return the totals and the stored values for the server, given a reply."""
         where = f"The reply to stage {self.number}"
         indices = np.asarray(participants, int)
+        if len(beyond := indices[(indices < 0) | (indices >= self.size)]):
+            raise ArgumentError(
+                f"{where} counts participant {beyond[0]}, expected numbers from 0 to "
+                f"{self.size - 1}. Send the indices that the participants ran with."
+            )
         answered = np.zeros(self.size, bool)
         answered[indices] = True
         if len(indices) != answered.sum():
@@ -214,7 +219,9 @@ class _Builder:
         given = zip(plan.jaxpr.invars, (*server_names, *own), strict=True)
         self.names = Names(plan.jaxpr, {v: [(name, type_of(v))] for v, name in given})
         results = len(server.outputs) - len(kept)
-        self.kept = list(zip(kept, server.outputs[results:], strict=True))
+        # Kept values are results of maps, and no literals.
+        outputs = [v for v in server.outputs[results:] if isinstance(v, Var)]
+        self.kept = list(zip(kept, outputs, strict=True))
         self.read_by_server = {v for inputs in server.inputs for v in inputs}
         self.read_by_server.update(v for v in server.outputs[:results] if isinstance(v, Var))
         self.phases = [p for p in sorted(plan.loops) if plan.stored[p] or plan.reductions.get(p)]
@@ -312,7 +319,8 @@ def _sent_terms(
     """Return the terms that are sent, once if they are equal, and each term's place among them."""
     equal = EqualValues(body.jaxpr)
     place: dict[Hashable, int] = {}
-    sent, places = [], []
+    sent: list[int] = []
+    places: list[int] = []
     for i, (v, monoid) in enumerate(zip(body.jaxpr.outvars[num_stored:], monoids, strict=True)):
         key: Hashable = i
         if monoid in ELEMENTWISE:

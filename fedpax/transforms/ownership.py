@@ -169,7 +169,7 @@ def divide(
     servers = {i: v for i, v in enumerate(jaxpr.invars) if i not in owned}
     results = [i for i in range(len(jaxpr.outvars)) if i not in written]
     missing = _missing(closed, [*(jaxpr.outvars[i] for i in results), *(v for v, _ in kept)], own)
-    for i in sorted(owned.intersection(missing)):
+    for i in sorted(missing.intersection(owned)):
         raise ArgumentError(
             f"stages(): the program reads the store {signature.names[i]} in other ways than by "
             "gather_clients() and scatter_clients(). Pass own= without it: the server then keeps "

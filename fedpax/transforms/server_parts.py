@@ -29,7 +29,7 @@ class ServerParts:
         self.inputs = [self._inputs(part) for part in range(self.number)]
         self.results = [self._results(part) for part in range(self.number)]
 
-    def run(self, part: int, inputs: Sequence[Any], totals: Sequence[Any]) -> list:
+    def run(self, part: int, inputs: Sequence[Any], totals: Sequence[Any]) -> list[Any]:
         """Run a part.
 
         Args:

@@ -397,17 +397,16 @@ def _replaced(
     found: list[int | None] = []
     first = 0
     for position, result in enumerate(results):
-        count, start = jax.tree.structure(result).num_leaves, len(found)
+        count = len(jax.tree.leaves(result))
+        kinds = [(a.shape, a.dtype) for a in out_types[len(found) : len(found) + count]]
         own = range(first, first)
+        same = False
         if position < len(avals):
-            own = range(first, first + jax.tree.structure(avals[position]).num_leaves)
+            own = range(first, first + len(jax.tree.leaves(avals[position])))
+            structure: Any = jax.tree.structure
+            same = structure(result) == structure(avals[position])
         first = own.stop
-        kinds = [(a.shape, a.dtype) for a in out_types[start : start + count]]
-        same = (
-            position < len(avals)
-            and jax.tree.structure(result) == jax.tree.structure(avals[position])
-            and kinds == [(types[i].shape, types[i].dtype) for i in own]
-        )
+        same = same and kinds == [(types[i].shape, types[i].dtype) for i in own]
         found += own if same else [None] * count
     return tuple(found)
 

@@ -257,6 +257,10 @@ def test_a_reply_that_does_not_fit_is_named():
 
     with pytest.raises(ValueError, match="counts a participant twice"):
         send((), (), [3, 3])
+    with pytest.raises(ValueError, match="counts participant 12, expected numbers from 0 to 11"):
+        send((), (), [12])
+    with pytest.raises(ValueError, match="participants has -1, expected numbers from 0 to 11"):
+        run_local(stages, W, X, WEIGHTS, participants=[-1])
     with pytest.raises(ValueError, match=r"has 0 terms, expected \d"):
         send((), (), [3])
 

@@ -150,10 +150,11 @@ def _fields(
     """Yield the name, the plain type and the default of each setting of a function."""
     function = inspect.unwrap(function)
     for name, parameter in inspect.signature(function).parameters.items():
-        if name in given:
+        if name in given or parameter.kind is parameter.VAR_KEYWORD:
             continue
-        hint = _plain_type(_hint(function, name))
-        default = parameter.default
+        hint, default = _plain_type(_hint(function, name)), parameter.default
+        if parameter.annotation is parameter.empty and type(default) in PLAIN:
+            hint = type(default)
         if hint is not None and parameter.kind is not parameter.VAR_POSITIONAL:
             yield name, hint, dataclasses.MISSING if default is parameter.empty else default
         elif default is parameter.empty:
@@ -169,7 +170,7 @@ def _hint(function: Callable[..., Any], name: str) -> Any:
     hint = inspect.get_annotations(function).get(name, Any)
     try:
         return eval(hint, function.__globals__) if isinstance(hint, str) else hint
-    except NameError:
+    except (AttributeError, NameError):
         return Any
 
 

@@ -64,7 +64,7 @@ def fedmine(
     )
 
 
-def halves(share: float = 0.5, *, seed: int) -> Aggregator:
+def halves(share=0.5, *, seed: int, **unused: Any) -> Aggregator:
     """Average with an aggregator of this test.
 
     Args:

@@ -22,7 +22,7 @@ def test_the_stub_has_every_public_name() -> None:
 
 
 def test_an_unknown_name_raises() -> None:
-    with pytest.raises(AttributeError, match="fedpax.training' has no attribute 'unknown"):
+    with pytest.raises(AttributeError, match=r"fedpax\.training' has no attribute 'unknown"):
         fedpax.training.unknown  # noqa: B018
 
 

@@ -120,12 +120,15 @@ def agnostic(
         "agnostic", "mixture_learning_rate", mixture_learning_rate, NON_NEGATIVE, remedy=remedy
     )
     check_population("agnostic", cohort_size, num_clients)
-    first = _checked_mixture(initial_mixture, num_clients)
+    mixture = None if initial_mixture is None else _checked_mixture(initial_mixture, num_clients)
     server = make_server("agnostic", server_optimizer, aggregator, client_optimizer)
 
     @program(clients=cohort_size)
     def init(params: Params) -> AgnosticState:
         check_no_keys(params)
+        # Made here: a configuration makes the method before JAX has devices.
+        even = jnp.full(num_clients, 1 / num_clients, jnp.float32)
+        first = even if mixture is None else mixture
         return AgnosticState(params, *server.init(params), first)
 
     @program(clients=cohort_size, chunk_size=chunk_size)
@@ -175,9 +178,7 @@ def project_to_simplex(v: Float[Array, " n"]) -> Float[Array, " n"]:
     return jnp.maximum(v - thresholds[jnp.sum(descending > thresholds) - 1], 0)
 
 
-def _checked_mixture(mixture: Num[Array, " population"] | None, size: int) -> jax.Array:
-    if mixture is None:
-        return jnp.full(size, 1 / size, jnp.float32)
+def _checked_mixture(mixture: Num[Array, " population"], size: int) -> jax.Array:
     mixture = jnp.asarray(mixture, jnp.float32)
     if mixture.shape != (size,) or not (jnp.all(mixture >= 0) and jnp.any(mixture > 0)):
         raise ArgumentError(

@@ -15,8 +15,14 @@ PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
-demo: $(INSTALLED)  ## Train DiLoCo, Streaming DiLoCo, data parallelism and one island, and compare them.
-	$(BIN)/fedpax compare --exp=diloco_text,streaming_diloco_text,data_parallel_text,single_island_text --job_log_dir=runs/demo
+# The two experiments of the first table, and those that `make demo FULL=1` adds.
+DEMO := diloco_text,data_parallel_text
+ifdef FULL
+DEMO := diloco_text,streaming_diloco_text,data_parallel_text,single_island_text
+endif
+
+demo: $(INSTALLED)  ## Train DiLoCo and data parallelism, and compare them; FULL=1 adds two experiments.
+	$(BIN)/fedpax compare --exp=$(DEMO) --job_log_dir=runs/demo
 
 # The fast tests spend most of their time in the compiler. These options shorten it: XLA's simple
 # fusion emitters, LLVM without its expensive passes, one LLVM module for each program in place of

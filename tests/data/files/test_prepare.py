@@ -310,3 +310,19 @@ def test_damaged_folders_are_told(tmp_path: Path) -> None:
     (tmp_path / "out" / "prepared.json").write_text('{"format": 99}')
     with pytest.raises(ValueError, match=r"prepared.json is not of format 1"):
         load(tmp_path / "out")
+
+
+def test_files_in_a_bucket_are_prepared(tmp_path: Path) -> None:
+    import fsspec
+
+    rng = np.random.default_rng(6)
+    system = fsspec.filesystem("memory")
+    for name in ("a", "b"):
+        table = pa.table({"user": rng.integers(0, 9, 60), "x": rng.normal(size=60)})
+        for suffix, write in ((".parquet", parquet.write_table), (".csv", write_csv)):
+            write(table, tmp_path / f"{name}{suffix}")
+            content = (tmp_path / f"{name}{suffix}").read_bytes()
+            system.pipe(f"/prepared/{name}{suffix}", content)
+    for suffix in (".parquet", ".csv"):
+        made = prepare(f"memory://prepared/*{suffix}", tmp_path / suffix[1:], client="user").source
+        assert_equal(made, load(tmp_path / f"*{suffix}", client="user"))

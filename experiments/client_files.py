@@ -26,6 +26,8 @@ class FilesConfig:
             `{split}` in the path, the split "train" is trained on.
         client: the column that names an example's client. Default None: `{client}` in the path, or
             each file is a client.
+        partition: clients for files that have none, such as "dirichlet:0.3:100", as for
+            `fedpax.data.load`.
         label: the column to predict.
         missing_label: what examples without a label are: an "error", or left out, "skip".
         heldout_fraction: share of each client's examples that is held out, chosen by a hash of the
@@ -39,6 +41,7 @@ class FilesConfig:
 
     files: tuple[str, ...] = ()
     client: str | None = None
+    partition: str | None = None
     label: str | None = None
     missing_label: Literal["error", "skip"] = "error"
     heldout_fraction: float = 0.2
@@ -54,6 +57,7 @@ class FilesConfig:
         """Return the arguments of `fedpax.data.load` beside the files and the split."""
         return {
             "client": self.client,
+            "partition": self.partition,
             "label": self.label,
             "optional_columns": self.optional_columns,
         }
@@ -113,6 +117,11 @@ def open_files(data: FilesConfig) -> OpenFiles:
             "to predict. Set for example --data.files='hospitals/*.csv' --data.label=outcome."
         )
     has_split = any("{split}" in file for file in data.files)
+    if has_split and data.partition is not None:
+        raise ArgumentError(
+            f"data.partition={data.partition!r} divides the examples of one split, but data.files "
+            "has {split}. Name all files with *, and hold out with --data.heldout_fraction."
+        )
     splits = ["train", data.heldout_split] if has_split else [None]
     # One name alone can be the folder of a prepared data set.
     files = data.files[0] if len(data.files) == 1 else data.files

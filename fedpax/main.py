@@ -66,7 +66,7 @@ fedpax: federated and multi-island training on JAX
       Show how the clients of an experiment differ in the amounts and labels of their examples.
   fedpax data FILES [--client=COLUMN] [--label=COLUMN] [--split=NAME] [--columns=NAME,...]
               [--types=COLUMN=TYPE,...] [--delimiter=';'] [--image_size=32x32]
-              [--picture=FILE.png]
+              [--partition=dirichlet:0.3:100] [--picture=FILE.png]
       Show the columns, types, missing values, clients and label skew of files, such as
       'hospitals/*.csv' or 'photos/{client}/{label}/*.jpg'.
   fedpax prepare FILES --out=DIR [--client=COLUMN] [--label=COLUMN] [--split=NAME]
@@ -159,6 +159,8 @@ fedpax: federated and multi-island training on JAX
   --client          the column of files that names clients; default: {client} in the path, else each
                     of several files is a client
   --label           the column of files with the label
+  --partition       clients for files that have none: iid:CLIENTS, dirichlet:ALPHA:CLIENTS,
+                    shards:SHARDS:CLIENTS or quantity:ALPHA:CLIENTS
   --split           the text for {split} in the path of files
   --columns         the columns of files to read; default: all
   --types           types of Arrow for columns of files, such as zip=string

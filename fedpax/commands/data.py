@@ -35,7 +35,8 @@ def data(arguments: Sequence[str]) -> int:
     """
     options, files, reading = parse_files("data", arguments, define_flags)
     picture = output_file("picture", options.picture, ".png")
-    source: Any = load(files if len(files) > 1 else files[0], **reading)
+    named = files if len(files) > 1 else files[0]
+    source: Any = load(named, partition=options.partition, **reading)
     clients = "" if source.client is None else f" of {len(source.client_names):,} clients"
     print_line(f"{source.name}: {len(source):,} examples{clients}")
     for line in _describe_columns(source):
@@ -69,6 +70,7 @@ def data(arguments: Sequence[str]) -> int:
 def define_flags(options: flags.FlagValues) -> None:
     """Define the flags of the command."""
     define_file_flags(options)
+    flags.DEFINE_string("partition", None, "Clients by a partition.", flag_values=options)
     flags.DEFINE_string("picture", None, "A PNG file for the clients.", flag_values=options)
 
 

@@ -13,9 +13,10 @@ import pytest
 
 from fedpax.algorithms import fedavg
 from fedpax.commands.parts.options import configure
-from fedpax.data import ClientSampler, cohort_rounds, prepare
+from fedpax.data import ClientSampler, cohort_rounds, load, prepare
 from fedpax.data.tables import Label, TableFeatures
 from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
+from fedpax.experiments.client_files import open_files
 from fedpax.experiments.client_methods import method
 from fedpax.experiments.fedavg_table import FedAvgTable, fedavg_table
 from fedpax.experiments.table_data import TableConfig, statistics_aggregator
@@ -294,7 +295,7 @@ def test_the_start_tells_what_is_left_out(folder: Path) -> None:
         (["--data.files={}/Oslo.csv", "--data.label=outcome"], "is one file without clients"),
         (["--data.files={}/*.csv", "--data.label=kön"], "The label 'kön' has no value in"),
         (
-            ["--data.files={}/*.csv", "--data.label=outcome", "--data.heldout_fraction=0"],
+            ["--data.files={}/*.csv", "--data.label=outcome"],
             "holds out none of 214 examples",
         ),
         (
@@ -329,6 +330,18 @@ def test_splits_in_paths(folder: Path, tmp_path: Path) -> None:
     assert experiment.opened.heldout.sum() == 25 and experiment.opened.training.sum() == 33
     found = {name: len(rows) for name, rows in experiment.training_parts.items()}
     assert found == {"Oslo": 25, "Lund": 8} or found == {"Lund": 8, "Oslo": 25}
+
+
+def test_a_partition_makes_the_clients(folder: Path) -> None:
+    flags = [f"--data.files={folder}/*.csv", "--data.label=outcome"]
+    data = configure("fedavg_table", [*flags, "--data.partition=dirichlet:0.5:7"]).data
+    found = open_files(data)
+    expected = load(folder / "*.csv", label="outcome", partition="dirichlet:0.5:7")
+    assert found.names == [str(k) for k in range(7)]
+    np.testing.assert_array_equal(np.bincount(found.owners), np.diff(expected.client_starts))
+    split = dataclasses.replace(data, files=(f"{folder}/{{split}}.csv",))
+    with pytest.raises(ValueError, match=r"data.partition='dirichlet:0.5:7' divides the examples"):
+        open_files(split)
 
 
 def test_a_private_run_tells_what_is_not_private(folder: Path) -> None:

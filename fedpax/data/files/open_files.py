@@ -10,8 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedpax.data.files.file_sizes import check_memory
+from fedpax.data.files.finding import CLIENT
 from fedpax.data.files.held_out import check_any, part_of_split
 from fedpax.data.files.memory import memory_table
+from fedpax.data.files.partitioned import add_partition
 from fedpax.data.files.path_columns import add_path_columns, path_fields
 from fedpax.data.files.prepared import open_prepared, prepared_folder
 from fedpax.data.files.read_table import read_table
@@ -27,6 +29,7 @@ def open_files(
     split: str | None = None,
     client: str | None = None,
     label: str | None = None,
+    partition: str | None = None,
     columns: Sequence[str] = (),
     optional_columns: Sequence[str] = (),
     types: Mapping[str, str] | None = None,
@@ -39,8 +42,15 @@ def open_files(
     if isinstance(files, list | tuple) and len(files) == 1:
         files = files[0]
     if isinstance(files, str | os.PathLike) and (folder := prepared_folder(files, split)):
+        if partition is not None:
+            raise ArgumentError(
+                f"partition={partition!r} makes clients, but {folder} is a prepared folder. "
+                "Leave partition out, or name the files."
+            )
         return _open_prepared(folder, client, label, columns, heldout_fraction)
     if (table := memory_table(files, columns)) is not None:
+        if partition is not None:
+            table, client = add_partition(table, partition, client, label), CLIENT
         check_columns(table.column_names, {"client": client, "label": label}, "the table")
         check_split("the table", split, heldout_fraction)
         table = part_of_split("the table", table, split, heldout_fraction, heldout_by, client)
@@ -61,13 +71,19 @@ def open_files(
     if not columns:
         check_memory(name, groups)
     tables = [read_table(group, selected.options) for group in groups]
-    fields, client = path_fields(groups, [table.schema for table in tables], client)
+    # With a partition, a file is not a client.
+    named = client if partition is None else client or CLIENT
+    fields, in_path = path_fields(groups, [table.schema for table in tables], named)
+    if partition is None:
+        client = in_path
     tables = [add_path_columns(*pair) for pair in zip(tables, fields, strict=True)]
     schemas = [table.schema for table in tables]
     schema = unify([group[0] for group in groups], schemas, optional_columns)
     table = pa.concat_tables([conform(table, schema) for table in tables]).unify_dictionaries()
     if not table.num_rows:
         raise ArgumentError(f"{name} has no examples, expected at least one. Name other files.")
+    if partition is not None:
+        table, client = add_partition(table, partition, client, label), CLIENT
     check_columns(table.column_names, {"client": client, "label": label}, name)
     if not selected.names_split:
         table = part_of_split(name, table, split, heldout_fraction, heldout_by, client)

@@ -26,6 +26,7 @@ def load(
     *,
     client: str | None = None,
     label: str | None = None,
+    partition: str | None = None,
     columns: Sequence[str] = (),
     optional_columns: Sequence[str] = (),
     types: Mapping[str, str] | None = None,
@@ -73,6 +74,9 @@ def load(
             path; else each of several files is a client, named after the file in the column
             `"client"`; else one file has no clients.
         label: the column of files with the label.
+        partition: clients for files that have none: `"iid:100"`, `"dirichlet:0.3:100"`,
+            `"shards:2:100"` or `"quantity:0.5:100"`, with the parameter of the `partition_...`
+            function and the number of clients.
         columns: the columns of files to read. Default: all.
         optional_columns: columns that some of the files lack; their values are missing there.
             Default (): all files have the same columns.
@@ -121,6 +125,7 @@ def load(
     of_files: dict[str, Any] = {
         "client": client,
         "label": label,
+        "partition": partition,
         "columns": columns,
         "optional_columns": optional_columns,
         "types": types,

@@ -215,8 +215,11 @@ class FedAvgFiles(ClientExperiment):
         label = self.prepared.label
         if label.task == "classification":
             return classification_by_client(outputs, labels, clients)
-        in_units = [np.float64(x) * label.scale + label.mean for x in (outputs[:, 0], labels)]
-        return regression_by_client(in_units[0], in_units[1], clients)
+
+        def in_units(values: NDArray[Any]) -> NDArray[np.float64]:
+            return values.astype(np.float64) * label.scale + label.mean
+
+        return regression_by_client(in_units(outputs[:, 0]), in_units(labels), clients)
 
     def build(self) -> Run:
         """Read the files, and make the run; a method's own models are evaluated by client."""

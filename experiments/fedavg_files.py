@@ -4,6 +4,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
 import chex
@@ -22,6 +23,7 @@ from fedpax.experiments.client_evaluation import EvaluateClients
 from fedpax.experiments.client_files import FilesConfig, OpenFiles, open_files
 from fedpax.experiments.fedavg_clients import ClientExperiment
 from fedpax.experiments.personal_evaluation import own_models, pad_cohort, with_own_models
+from fedpax.experiments.saved_inputs import INPUTS, read_saved_inputs, write_saved_inputs
 from fedpax.models.losses import (
     ModelLoss,
     classification_loss,
@@ -83,6 +85,24 @@ class FedAvgFiles(ClientExperiment):
         super().__post_init__()
         check_ranges(self, "", l2_factor=NON_NEGATIVE)
 
+    @property
+    def saved_inputs(self) -> Mapping[str, Any] | None:
+        """What `write_inputs` wrote when the run began; None in a new run."""
+        found: Mapping[str, Any] | None = self.__dict__.get("_saved_inputs")
+        return found
+
+    def read_inputs(self, folder: Path) -> None:
+        """Read `table.json`, so that a model keeps its columns and classes on other files."""
+        if (path := folder / INPUTS).is_file():
+            self.__dict__["_saved_inputs"] = read_saved_inputs(path, self.data)
+
+    def write_inputs(self, folder: Path) -> None:
+        """Write `table.json`: the label and, for tables, the columns, as `saved_inputs` has them.
+
+        `fedpax.data.tables.TableFeatures.from_json` and `Label.from_json` read it.
+        """
+        write_saved_inputs(folder / INPUTS, self.data, self.prepared)
+
     @functools.cached_property
     def opened(self) -> OpenFiles:
         """The files, read when they are first needed."""
@@ -104,7 +124,8 @@ class FedAvgFiles(ClientExperiment):
         if size == self.cohort.size:
             return self
         fitting = dataclasses.replace(self, cohort=dataclasses.replace(self.cohort, size=size))
-        fitting.__dict__.update({"opened": self.opened, "training_parts": self.training_parts})
+        kept = {"opened": self.opened, "training_parts": self.training_parts}
+        fitting.__dict__.update(kept | {"_saved_inputs": self.saved_inputs})
         return fitting
 
     def sharded_sizes(self) -> list[ShardedSize]:

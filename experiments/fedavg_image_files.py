@@ -102,7 +102,10 @@ class FedAvgImageFiles(FedAvgFiles):
                 "images of one size without missing ones, [examples, height, width, channels]. Set "
                 "--data.image_size 32 32 to resize image files."
             )
-        made = infer_label(data.label, label, "classification")
+        if self.saved_inputs is not None:
+            made = Label.from_json(self.saved_inputs["label"])
+        else:
+            made = infer_label(data.label, label, "classification")
         height, width = images.shape[1:3]
         note = f"{len(made.classes):,} classes, images of {height} x {width}"
         examples = {"image": images, "label": made.encode(label)}

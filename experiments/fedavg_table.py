@@ -5,8 +5,6 @@
 
 import dataclasses
 import functools
-import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +13,12 @@ from fedpax.checks import COUNT
 from fedpax.errors import ArgumentError
 from fedpax.experiments.fedavg_clients import CohortConfig
 from fedpax.experiments.fedavg_files import FedAvgFiles
-from fedpax.experiments.table_data import PreparedTable, TableConfig, prepare_table
+from fedpax.experiments.table_data import (
+    PreparedTable,
+    TableConfig,
+    apply_saved_table,
+    prepare_table,
+)
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.training.experiment import TrainingConfig
@@ -50,6 +53,8 @@ class FedAvgTable(FedAvgFiles):
     @functools.cached_property
     def prepared(self) -> PreparedTable:
         """The table as arrays."""
+        if self.saved_inputs is not None:
+            return apply_saved_table(self.data, self.opened, self.saved_inputs)
         return prepare_table(self.data, self.opened, self.aggregator, self.cohort.seed)
 
     def make_model(self) -> FunctionalModel:
@@ -63,18 +68,6 @@ class FedAvgTable(FedAvgFiles):
         return model._replace(
             init=lambda key: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         )
-
-    def write_inputs(self, folder: Path) -> None:
-        """Write `table.json`: the treatments, means, deviations and categories of the columns.
-
-        `fedpax.data.tables.TableFeatures.from_json` and `Label.from_json` read it.
-        """
-        content = {
-            "columns": self.prepared.features.to_json(),
-            "label": self.prepared.label.to_json(),
-        }
-        text = json.dumps(content, indent=2, ensure_ascii=False)
-        (folder / "table.json").write_text(text + "\n", encoding="utf-8")
 
 
 def fedavg_table() -> FedAvgTable:

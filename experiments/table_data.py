@@ -144,6 +144,35 @@ def prepare_table(
     return PreparedTable(examples, fitted, label, notes)
 
 
+def apply_saved_table(
+    data: TableConfig, table: OpenFiles, saved: Mapping[str, Any]
+) -> PreparedTable:
+    """Make features and labels with the columns that a run saved when it began.
+
+    Args:
+        data: the settings.
+        table: the columns, of the same files or of others.
+        saved: the label and the columns, see `fedpax.experiments.saved_inputs`.
+
+    Raises:
+        ValueError: a column is missing, or a label is not one of the classes.
+    """
+    label = Label.from_json(saved["label"])
+    features = TableFeatures.from_json(saved["columns"])
+    for column in features.columns:
+        if (name := column.treatment.name) not in {*table.columns, *data.optional_columns}:
+            raise ArgumentError(
+                f"data.files={' '.join(data.files)} has no column {name!r}, which the model was "
+                f"trained with. Add it, or set --data.optional_columns {name!r}: its values are "
+                "then missing."
+            )
+    examples = {
+        "features": features(table.columns),
+        "label": label.encode(table.columns[label.name]),
+    }
+    return PreparedTable(examples, features, label, _describe([], features, label))
+
+
 def _describe(
     treatments: Sequence[Treatment], features: TableFeatures, label: Label
 ) -> tuple[str, ...]:

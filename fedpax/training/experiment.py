@@ -357,7 +357,17 @@ class Experiment(abc.ABC):
         """Write what turns raw data into the model's inputs, beside a model. By default nothing.
 
         Args:
-            folder: the folder of the exported model.
+            folder: the folder of the run, or of an exported model.
+        """
+        del folder
+
+    def read_inputs(self, folder: Path) -> None:
+        """Read what `write_inputs` wrote in the run's folder, if it did, before `build`.
+
+        A model keeps the inputs that it was trained with, also on other data.
+
+        Args:
+            folder: the folder of the run.
         """
         del folder
 

@@ -215,6 +215,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         )
         if jax.process_index() == 0:
             write_configuration(self._folder, self._experiment, self._exp)
+            self._experiment.write_inputs(self._folder)
         self._logger.log_run(compiled.num_parameters, compiled.num_participants, run.item_unit)
         self._saved = self.done
         self._clock.mark_checkpoint(self.done)

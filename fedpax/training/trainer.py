@@ -140,6 +140,7 @@ def train(
             allow_config_change=allow_config_change,
         )
         check(folder)
+        experiment.read_inputs(folder)
         checkpoint_dir = None
         if saved_in != folder:
             check(saved_in, flag="--training.checkpoint_dir")

@@ -413,3 +413,37 @@ def test_the_command_measures_own_models(
     evaluations = select(read_metrics(run), "evaluation")
     mean = np.average(losses, weights=examples[examples > 0])
     assert mean == pytest.approx(evaluations[-1]["personal_loss"], rel=1e-4)
+
+
+def test_a_model_keeps_its_columns_on_other_files(folder: Path, tmp_path: Path) -> None:
+    trained = make(folder, "outcome")
+    (tmp_path / "run").mkdir()
+    trained.write_inputs(tmp_path / "run")
+    other = tmp_path / "other"
+    other.mkdir()
+    text = (folder / "Oslo.csv").read_text("utf-8").replace("kvinna", "annat")
+    for name in ("Ny", "Äldre"):
+        (other / f"{name}.csv").write_text(text, encoding="utf-8")
+    again = make(other, "outcome")
+    again.read_inputs(tmp_path / "run")
+    assert again.prepared.features == trained.prepared.features
+    assert again.prepared.label == trained.prepared.label
+    features = again.prepared.examples["features"]
+    assert features.shape[1] == 6 and not features[:, 3].any()  # no "kvinna" there
+    # Other settings, and a lost column, are told.
+    changed = make(other, "outcome", columns=("age=left_out", "score=left_out"))
+    with pytest.raises(ValueError, match=r"data.columns=.* but the model was trained with"):
+        changed.read_inputs(tmp_path / "run")
+    for name in ("Ny", "Äldre"):
+        lines = [line.split(",", 1)[1] for line in text.splitlines()]
+        (other / f"{name}.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    lost = make(other, "outcome")
+    lost.read_inputs(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"has no column 'age', which the model was trained with"):
+        _ = lost.prepared
+    optional = make(other, "outcome", optional_columns=("age",))
+    optional.read_inputs(tmp_path / "run")
+    assert np.all(optional.prepared.examples["features"][:, 1] == 1)
+    (tmp_path / "run" / "table.json").write_text("{")
+    with pytest.raises(ValueError, match=r"table.json is damaged"):
+        optional.read_inputs(tmp_path / "run")

@@ -137,6 +137,7 @@ def read_saved_run(
             names = ", ".join(f"--{name}" for name in options)
             print_error(f"`fedpax {command}` takes {names} and the fields of the experiment.")
         raise
+    experiment.read_inputs(folder)
     return SavedRun(exp or saved["class"], folder, experiment)
 
 

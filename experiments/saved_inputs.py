@@ -1,0 +1,65 @@
+"""table.json: the label and the columns of a model, saved when its run begins."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedpax.errors import ArgumentError
+from fedpax.experiments.client_files import FilesConfig
+from fedpax.run_files.paths import write_atomically
+
+INPUTS = "table.json"
+"""The file's name, in the folder of a run and of an exported model."""
+
+# Settings of what is saved. Those of files and of held-out parts may change.
+_SETTINGS = ("label", "task", "columns", "max_categories", "category_clients", "standardize")
+
+
+def write_saved_inputs(path: Path, data: FilesConfig, prepared: Any) -> None:
+    """Write the label, the columns if there are any, and the settings that they follow from.
+
+    Args:
+        path: the file.
+        data: the settings.
+        prepared: an object with `label`, a `Label`, and for tables `features`.
+    """
+    content: dict[str, Any] = {"settings": _settings(data), "label": prepared.label.to_json()}
+    if (features := getattr(prepared, "features", None)) is not None:
+        content["columns"] = features.to_json()
+    write_atomically(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_saved_inputs(path: Path, data: FilesConfig) -> Mapping[str, Any]:
+    """Read what `write_saved_inputs` wrote.
+
+    Args:
+        path: the file.
+        data: the settings, which must be those that were saved.
+
+    Raises:
+        ValueError: the file is damaged, or a setting is another one.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        saved = content["settings"]
+        _ = content["label"]["classes"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ArgumentError(
+            f"{path} is damaged ({type(error).__name__}: {error}), expected the file as `fedpax "
+            "train` writes it. Restore it from a copy."
+        ) from error
+    for name, value in _settings(data).items():
+        if saved.get(name) != value:
+            raise ArgumentError(
+                f"data.{name}={value!r}, but the model was trained with {saved.get(name)!r}, "
+                f"expected the same. Leave --data.{name} out, or train in another folder."
+            )
+    return content  # type: ignore[no-any-return]
+
+
+def _settings(data: FilesConfig) -> dict[str, Any]:
+    fields = dataclasses.asdict(data)
+    found = {name: fields[name] for name in _SETTINGS if name in fields}
+    return {n: list(value) if isinstance(value, tuple) else value for n, value in found.items()}

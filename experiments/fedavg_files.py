@@ -247,6 +247,8 @@ class FedAvgFiles(ClientExperiment):
         fitting = self.fit_cohort()
         if fitting is not self:
             run = fitting.build()
+            # Made once: on the mesh of the run, means would differ in their last digit.
+            self.__dict__["prepared"] = fitting.prepared
             size = f"cohort.size={self.cohort.size}: a round has all {fitting.cohort.size} clients"
             return run._replace(notes=(*run.notes, size))
         run = super().build()._replace(notes=(*self.opened.notes, *self.prepared.notes))

@@ -56,7 +56,8 @@ def read_saved_inputs(path: Path, data: FilesConfig) -> Mapping[str, Any]:
                 f"data.{name}={value!r}, but the model was trained with {saved.get(name)!r}, "
                 f"expected the same. Leave --data.{name} out, or train in another folder."
             )
-    return content  # type: ignore[no-any-return]
+    found: Mapping[str, Any] = content
+    return found
 
 
 def _settings(data: FilesConfig) -> dict[str, Any]:

@@ -447,3 +447,17 @@ def test_a_model_keeps_its_columns_on_other_files(folder: Path, tmp_path: Path) 
     (tmp_path / "run" / "table.json").write_text("{")
     with pytest.raises(ValueError, match=r"table.json is damaged"):
         optional.read_inputs(tmp_path / "run")
+
+
+def test_a_run_resumes_with_the_columns_that_it_began_with(folder: Path, tmp_path: Path) -> None:
+    flags = ["--exp=fedavg_table", f"--data.files={folder}/*.csv", "--data.label=outcome"]
+    flags += ["--training.evaluate_every=2", "--data.columns", "score=left_out"]
+    for name, stops in {"once": [4], "twice": [2, 4]}.items():
+        for rounds in stops:
+            run = [f"--job_log_dir={tmp_path / name}", f"--training.rounds={rounds}"]
+            assert main(["train", *flags, *run]) == 0
+    losses = {
+        name: select(read_metrics(tmp_path / name), "evaluation")[-1]["loss"]
+        for name in ("once", "twice")
+    }
+    assert losses["once"] == losses["twice"]

@@ -44,6 +44,7 @@ copybutton_prompt_is_regexp = True
 
 html_theme = "sphinx_book_theme"
 html_title = "fedpax"
+html_favicon = "_static/favicon.svg"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False

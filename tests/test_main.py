@@ -71,10 +71,13 @@ print(sorted(heavy & sys.modules.keys()))
 from fedpax.main import main
 main(["list"])
 print(sorted(heavy & sys.modules.keys() - {"flax", "optax", "tyro"}))
+import fedpax.commands.train
+used = {"flax", "optax", "orbax.checkpoint", "tensorboardX", "tqdm", "tyro"}
+print(sorted(heavy & sys.modules.keys() - used))
 """
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     lines = process.stdout.splitlines()
-    assert (lines[0], lines[-1], process.stderr) == ("[]", "[]", "")
+    assert (lines[0], *lines[-2:], process.stderr) == ("[]", "[]", "[]", "")
 
 
 @pytest.mark.parametrize(

@@ -90,12 +90,17 @@ def _check_group(exp: str, group: ExperimentGroup) -> None:
     """Check that a group has experiments, and that their names can name folders."""
     from fedpax.training.experiment import Experiment
 
+    if not isinstance(group.experiments, Mapping):
+        raise UnknownExperimentError(
+            f"--exp={exp} is a group of a {type(group.experiments).__name__}, expected a dict of "
+            "experiments by name. Return ExperimentGroup({'name': experiment})."
+        )
     if not group.experiments:
         raise UnknownExperimentError(
             f"--exp={exp} is a group of 0 experiments, expected at least one. Add one to it."
         )
     for name, experiment in group.experiments.items():
-        if not re.fullmatch(r"\w[\w.+-]*", str(name)):
+        if not (isinstance(name, str) and re.fullmatch(r"\w[\w.+-]*", name)):
             raise UnknownExperimentError(
                 f"--exp={exp}: the group has an experiment of the name {name!r}, expected letters, "
                 "digits and any of _ . + -, because it names a folder. Rename the experiment."

@@ -61,3 +61,11 @@ def wrong():
 
 def functions():
     return ExperimentGroup({"a": line})
+
+
+def numbers():
+    return ExperimentGroup({1: line()})
+
+
+def listed():
+    return ExperimentGroup([line()])

@@ -99,6 +99,8 @@ def deviation_of(folders: list[Path]) -> float:
         (["train", "--exp=./leaf.py:three:rate_1"], "Did you mean rate_0.1"),
         (["train", "--exp=./leaf.py:line:a"], "returns no ExperimentGroup"),
         (["compare", "--exp=./leaf.py:wrong"], "name 'a/b', expected letters"),
+        (["compare", "--exp=./leaf.py:numbers"], "name 1, expected letters"),
+        (["compare", "--exp=./leaf.py:listed"], "is a group of a list, expected a dict"),
         (["compare", "--exp=./leaf.py:functions"], "'a' of the group is a function"),
         (["compare", "--exp=./leaf.py:two", "--seeds=0,0"], "expected different integers"),
         (["compare", "--exp=./leaf.py:two", "--seeds=a"], "expected different integers"),

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Int
 
 from fedpax.errors import ArgumentError, ArgumentTypeError
-from fedpax.primitives.casts import checked_tree, conversion, device_array
+from fedpax.primitives.casts import check_integers, checked_tree, conversion, device_array
 from fedpax.transforms.marks import KEPT
 
 if TYPE_CHECKING:  # chex imports absl.flags
@@ -92,6 +92,7 @@ def client_store(
         >>> store.num_clients, store.to_host()["control"].shape
         (5, (5, 3))
     """
+    check_integers(num_clients=num_clients)
     if num_clients < 1:
         raise ArgumentError(f"client_store(): num_clients is {num_clients}, expected at least 1.")
     axis, num_devices = _axis(placement)
@@ -208,8 +209,8 @@ def scatter_clients(
         [9.0, 0.0, 0.0, 7.0, 0.0]
     """
     client_ids = _check_call("scatter_clients", store, client_ids, placement)
-    _check_states(store, states)
     states = checked_tree(states, "scatter_clients(): states")
+    _check_states(store, states, np.shape(client_ids)[0])
     return _scatter(store, client_ids, _mark_kept(states), placement)
 
 
@@ -340,16 +341,33 @@ def _names(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _check_states(store: ClientStore[Any], states: Any) -> None:
-    """Raise a TypeError for floats that would be truncated to the integers of the store."""
+def _check_states(store: ClientStore[Any], states: Any, size: int) -> None:
+    """Raise for states of another structure or shape, or that the dtypes of the store would cut."""
+    if jax.tree.structure(states) != jax.tree.structure(store.rows):
+        raise ArgumentTypeError(
+            f"scatter_clients(): states has the structure {jax.tree.structure(states)}, expected "
+            f"that of the store, {jax.tree.structure(store.rows)}. Pass what gather_clients "
+            "returned, with new values."
+        )
     leaves = jax.tree.leaves_with_path(states)
-    for (path, new), rows in zip(leaves, jax.tree.leaves(store.rows), strict=False):
-        dtype = jnp.result_type(new)
-        if jnp.issubdtype(dtype, jnp.inexact) and not jnp.issubdtype(rows.dtype, jnp.inexact):
+    for (path, new), rows in zip(leaves, jax.tree.leaves(store.rows), strict=True):
+        dtype, name = jnp.result_type(new), f"states{jax.tree_util.keystr(path)}"
+        expected = (size, *rows.shape[1:])
+        if np.shape(new) != expected:
+            raise ArgumentError(
+                f"scatter_clients(): {name} has shape {list(np.shape(new))}, expected "
+                f"{list(expected)}, one state for each of client_ids. Stack the states along the "
+                "first axis."
+            )
+        is_cut = any(
+            jnp.issubdtype(dtype, kind) and not jnp.issubdtype(rows.dtype, kind)
+            for kind in (jnp.inexact, jnp.complexfloating)
+        )
+        if is_cut:
             raise ArgumentTypeError(
-                f"scatter_clients(): states{jax.tree_util.keystr(path)} has dtype {dtype}, but the "
-                f"store has {rows.dtype}, expected equal dtypes. Make the store with floats: "
-                "client_store(state, num_clients) keeps the dtypes of state."
+                f"scatter_clients(): {name} has dtype {dtype}, but the store has {rows.dtype}, "
+                "expected equal dtypes. Make the store with this dtype: client_store(state, "
+                "num_clients) keeps the dtypes of state."
             )
 
 
@@ -361,18 +379,22 @@ def _check_call(name: str, store: Any, client_ids: ClientIds, placement: str) ->
             "client_store(state, num_clients)."
         )
     _, num_devices = _axis(placement)
+    values = client_ids if hasattr(client_ids, "dtype") else np.asarray(client_ids)
+    if not jnp.issubdtype(values.dtype, jnp.integer):
+        raise ArgumentTypeError(
+            f"{name}(): client_ids has dtype {values.dtype}, expected integers, each client's "
+            "index in the population. Number the clients from 0."
+        )
+    if np.ndim(values) < 1:
+        raise ArgumentError(
+            f"{name}(): client_ids is one number, expected integers [cohort]. Pass [client_id]."
+        )
     size = np.shape(client_ids)[0]
     if size % num_devices:
         raise ArgumentError(
             f"{name}(): client_ids has {size} entries, which the {num_devices} devices of the mesh "
             f"axis {placement!r} do not divide. Pad it with -1 to {size + -size % num_devices}, or "
             "use a mesh axis that divides it."
-        )
-    dtype = jnp.result_type(client_ids if hasattr(client_ids, "dtype") else np.asarray(client_ids))
-    if not jnp.issubdtype(dtype, jnp.integer):
-        raise ArgumentTypeError(
-            f"{name}(): client_ids has dtype {dtype}, expected integers, each client's index in "
-            "the population. Number the clients from 0."
         )
     is_concrete = not isinstance(client_ids, jax.core.Tracer)
     if is_concrete and size and getattr(client_ids, "is_fully_addressable", True):

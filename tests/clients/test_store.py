@@ -325,3 +325,40 @@ def test_indices_that_are_no_integers_raise(client_ids):
         gather_clients(store, client_ids)
     with pytest.raises(TypeError, match=r"state\['a'\] .*dtype object.*\.astype\(np\.float32\)"):
         client_store({"a": np.array([1, None])}, 5)
+
+
+@pytest.mark.parametrize("num_clients", [2.5, "5", None, np.array([3]), 1e3, float("nan")])
+def test_a_number_of_clients_that_is_no_integer_raises(num_clients):
+    with pytest.raises(TypeError, match=r"num_clients is .*, expected an integer"):
+        client_store(np.zeros(3, np.float32), num_clients)
+
+
+@pytest.mark.parametrize("ids", [None, 3, np.array(["a"]), np.array([1, None])])
+def test_indices_of_another_form_raise(ids):
+    store = client_store({"w": np.zeros(3, np.float32)}, 5)
+    words = r"client_ids (has dtype \S+, expected integers|is one number, expected integers)"
+    with pytest.raises((TypeError, ValueError), match=words):
+        gather_clients(store, ids)
+    with pytest.raises((TypeError, ValueError), match=words):
+        scatter_clients(store, ids, {"w": np.zeros((2, 3), np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("states", "words"),
+    [
+        ({"w": np.ones((3, 3))}, r"states\['w'\] has shape \[3, 3\], expected \[2, 3\]"),
+        ({"w": np.ones((2, 4))}, r"states\['w'\] has shape \[2, 4\], expected \[2, 3\]"),
+        ({"w": np.ones((2, 3), complex)}, r"states\['w'\] has dtype complex64, but the store has"),
+        ({"w": np.full((2, 3), "a")}, r"states\['w'\] has dtype <U1"),
+        ({"v": np.ones((2, 3))}, "states has the structure .*'v'.*, expected .*'w'"),
+        ({"w": np.ones((2, 3)), "b": np.ones(2)}, "states has the structure"),
+        (None, "states has the structure"),
+    ],
+)
+def test_states_of_another_form_raise(states, words):
+    store = client_store({"w": np.zeros(3, np.float32)}, 5)
+    for run in (scatter_clients, jax.jit(lambda *a: scatter_clients(store, *a[1:]))):
+        if run is not scatter_clients and "dtype <U1" in words:
+            continue  # JAX refuses it
+        with pytest.raises((TypeError, ValueError), match=words):
+            run(store, np.array([0, 1]), states)

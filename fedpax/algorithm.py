@@ -1,10 +1,11 @@
 """The contract of a federated method: a pair of pure functions, as in optax."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 from typing_extensions import TypeVar  # with defaults, which `typing` has from Python 3.13 on
@@ -12,6 +13,7 @@ from typing_extensions import TypeVar  # with defaults, which `typing` has from 
 from fedpax.aggregators import Aggregator
 from fedpax.aggregators.codecs import Codec
 from fedpax.clients.cohort import Cohort
+from fedpax.errors import ArgumentError, ArgumentTypeError
 
 Params: TypeAlias = Any
 """The server's model: a pytree of arrays. A loss can name a narrower type."""
@@ -241,3 +243,63 @@ class FederatedAlgorithm(NamedTuple, Generic[StateT]):
     init: Callable[[Params], StateT]
     round: Callable[[StateT, Cohort], tuple[StateT, Metrics]]
     parts: AlgorithmParts | None = None
+
+
+def loss_and_metrics(loss_fn: LossFn, params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
+    """Call a loss function, check what it returns, and collect its metrics."""
+    # Returns the loss, and a dict of the metrics with `"loss"`.
+    returned = loss_fn(params, batch)
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise ArgumentTypeError(
+            f"loss_fn returned {describe_value(returned)}, expected a pair (loss, metrics). Return "
+            "loss, {'accuracy': accuracy}, or loss, None."
+        )
+    loss, aux = returned
+    if not is_scalar(loss) or jnp.iscomplexobj(loss):
+        raise ArgumentTypeError(
+            f"loss_fn returned a loss of {describe_value(loss)}, expected a scalar. Average it "
+            "over the batch, for example with jnp.mean."
+        )
+    return loss, as_metrics(loss, aux)
+
+
+def as_metrics(loss: jax.Array, aux: Mapping[str, jax.Array] | None) -> Metrics:
+    """Add the loss to the metrics that a loss function returns beside it."""
+    if aux is None:
+        return {"loss": loss}
+    if not isinstance(aux, Mapping):
+        raise ArgumentTypeError(
+            f"loss_fn returned {describe_value(aux)} beside the loss, expected a dict of metrics. "
+            "Return loss, {'accuracy': accuracy}, or loss, None."
+        )
+    if "loss" in aux:
+        raise ArgumentError(
+            "loss_fn returned a metric called 'loss', the name under which its loss is reported. "
+            "Leave it out, or rename it."
+        )
+    for name, value in aux.items():
+        if not isinstance(name, str):
+            raise ArgumentTypeError(
+                f"loss_fn returned a metric named {name!r}, expected a text. Return for example "
+                "loss, {'accuracy': accuracy}."
+            )
+        if not is_scalar(value) or jnp.iscomplexobj(value):
+            raise ArgumentTypeError(
+                f"loss_fn returned a metric {name!r} of {describe_value(value)}, expected a "
+                "scalar. Average it over the batch, for example with jnp.mean."
+            )
+    return {**aux, "loss": loss}
+
+
+def is_scalar(value: Any) -> bool:
+    """Return whether a value is a number or an array without axes, which can be traced."""
+    return isinstance(value, int | float) or (hasattr(value, "dtype") and value.ndim == 0)
+
+
+def describe_value(value: Any) -> str:
+    """Name a value's type for a message, with its shape if it is an array."""
+    if hasattr(value, "dtype"):
+        return f"an array {value.dtype}{list(value.shape)}"
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return f"a {type(value).__name__}"

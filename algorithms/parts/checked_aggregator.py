@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Num
 
 from fedpax.aggregators import Aggregator
-from fedpax.algorithm import Metrics
-from fedpax.algorithms.parts.method_checks import describe_value, is_scalar
+from fedpax.algorithm import Metrics, describe_value, is_scalar
 from fedpax.errors import ArgumentError, ArgumentTypeError
 
 

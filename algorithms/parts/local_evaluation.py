@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from fedpax.algorithm import LossFn, Metrics, Params
-from fedpax.algorithms.parts.local_steps import fold_steps, gradient_and_metrics, loss_and_metrics
+from fedpax.algorithm import LossFn, Metrics, Params, loss_and_metrics
+from fedpax.algorithms.parts.local_steps import fold_steps, gradient_and_metrics
 from fedpax.algorithms.parts.participation import valid_steps
 
 

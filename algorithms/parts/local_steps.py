@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import chex
@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
-from fedpax.algorithm import LossFn, Metrics, Params, WithGradientNorm
-from fedpax.algorithms.parts.method_checks import check_float_params, describe_value, is_scalar
+from fedpax.algorithm import LossFn, Metrics, Params, WithGradientNorm, loss_and_metrics
+from fedpax.algorithms.parts.method_checks import check_float_params
 from fedpax.algorithms.parts.optimizer_step import optimizer_step
 from fedpax.algorithms.parts.participation import valid_steps
 from fedpax.algorithms.parts.tree_arithmetic import select, subtract
-from fedpax.errors import ArgumentError, ArgumentTypeError
+from fedpax.errors import ArgumentError
 
 Carry = TypeVar("Carry", bound=chex.ArrayTree)
 
@@ -184,54 +184,6 @@ def gradient_and_metrics(
             )
         metrics = {**metrics, **measured}
     return gradient, metrics
-
-
-def loss_and_metrics(
-    loss_fn: LossFn, params: Params, batch: chex.ArrayTree
-) -> tuple[jax.Array, Metrics]:
-    """Call a loss function, check what it returns, and collect its metrics."""
-    # Returns the loss, and a dict of the metrics with `"loss"`.
-    returned = loss_fn(params, batch)
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        raise ArgumentTypeError(
-            f"loss_fn returned {describe_value(returned)}, expected a pair (loss, metrics). Return "
-            "loss, {'accuracy': accuracy}, or loss, None."
-        )
-    loss, aux = returned
-    if not is_scalar(loss):
-        raise ArgumentTypeError(
-            f"loss_fn returned a loss of {describe_value(loss)}, expected a scalar. Average it "
-            "over the batch, for example with jnp.mean."
-        )
-    return loss, as_metrics(loss, aux)
-
-
-def as_metrics(loss: jax.Array, aux: Mapping[str, jax.Array] | None) -> Metrics:
-    """Add the loss to the metrics that a loss function returns beside it."""
-    if aux is None:
-        return {"loss": loss}
-    if not isinstance(aux, Mapping):
-        raise ArgumentTypeError(
-            f"loss_fn returned {describe_value(aux)} beside the loss, expected a dict of metrics. "
-            "Return loss, {'accuracy': accuracy}, or loss, None."
-        )
-    if "loss" in aux:
-        raise ArgumentError(
-            "loss_fn returned a metric called 'loss', the name under which its loss is reported. "
-            "Leave it out, or rename it."
-        )
-    for name, value in aux.items():
-        if not isinstance(name, str):
-            raise ArgumentTypeError(
-                f"loss_fn returned a metric named {name!r}, expected a text. Return for example "
-                "loss, {'accuracy': accuracy}."
-            )
-        if not is_scalar(value):
-            raise ArgumentTypeError(
-                f"loss_fn returned a metric {name!r} of {describe_value(value)}, expected a "
-                "scalar. Average it over the batch, for example with jnp.mean."
-            )
-    return {**aux, "loss": loss}
 
 
 def _float_mean(values: jax.Array) -> jax.Array:

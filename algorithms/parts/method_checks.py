@@ -88,20 +88,6 @@ def cohort_of_population(
     return cohort._replace(client_ids=client_ids), client_ids
 
 
-def is_scalar(value: Any) -> bool:
-    """Return whether a value is a number or an array without axes, which can be traced."""
-    return isinstance(value, int | float) or (hasattr(value, "dtype") and value.ndim == 0)
-
-
-def describe_value(value: Any) -> str:
-    """Name a value's type for a message, with its shape if it is an array."""
-    if hasattr(value, "dtype"):
-        return f"an array {value.dtype}{list(value.shape)}"
-    if isinstance(value, tuple):
-        return f"a tuple of {len(value)}"
-    return f"a {type(value).__name__}"
-
-
 def _describe(value: Any) -> str:
     """Name a value of a wrong type: its type, unless it is None, a number or short text."""
     if value is None or isinstance(value, str | int | float):

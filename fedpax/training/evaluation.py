@@ -10,8 +10,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
-from fedpax.algorithm import LossFn, Params
-from fedpax.errors import ArgumentError
+from fedpax.algorithm import LossFn, Params, loss_and_metrics
+from fedpax.checks import COUNT, check_argument
+from fedpax.clients.cohort import MASK
+from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives import federated_map, federated_sum
 from fedpax.primitives.casts import checked_tree
 from fedpax.training.prefetch import put_on_mesh
@@ -57,6 +59,9 @@ def evaluator(
         >>> evaluate(jnp.float32(4.0))
         {'loss': 5.0}
     """
+    remedy = "It is the placement's size."
+    check_argument("evaluator", "num_participants", num_participants, COUNT, remedy=remedy)
+    batches = _checked("evaluator", "batch", batches, of_equal_sizes=True)
     if not batches:
         raise ArgumentError(
             "evaluator() got no batches, expected at least one. Load a held-out split that has "
@@ -65,7 +70,6 @@ def evaluator(
     num_steps = -(-len(batches) // num_participants)
     padding = num_steps * num_participants - len(batches)
     weights = np.array([*[_weight(b) for b in batches], *[0.0] * padding], np.float32)
-    batches = [checked_tree(batch, "batch") for batch in batches]
     stacked = jax.tree.map(lambda *xs: np.stack([*xs, *[xs[0]] * padding]), *batches)
     placed, placed_weights = jax.tree.map(
         lambda x: x.reshape(num_participants, num_steps, *x.shape[1:]), (stacked, weights)
@@ -109,11 +113,11 @@ def placed_evaluator(
                 batch_and_weight: tuple[chex.ArrayTree, Float[Array, ""]],
             ) -> dict[str, jax.Array]:
                 batch, weight = batch_and_weight
-                loss, aux = loss_fn(params, batch)
+                _, metrics = loss_and_metrics(loss_fn, params, batch)
                 # Padding repeats a batch with weight 0: its metrics, even NaN, must add nothing.
                 return {
-                    name: jnp.where(weight > 0, weight * value.astype(jnp.float32), 0)
-                    for name, value in {**(aux or {}), "loss": loss}.items()
+                    name: jnp.where(weight > 0, weight * jnp.asarray(value, jnp.float32), 0)
+                    for name, value in metrics.items()
                 }
 
             return jax.tree.map(lambda x: jnp.sum(x), jax.lax.map(one, (batches, weights)))
@@ -163,6 +167,7 @@ def evaluate_by_client(
         >>> evaluate_by_client(loss_fn, clients)(jnp.float32(3.0))
         {'loss': array([2., 4.])}
     """
+    clients = _checked("evaluate_by_client", "client", clients, of_equal_sizes=False)
     sizes = [len(jax.tree.leaves(client)[0]) for client in clients]
     if not sum(sizes) or batch_size < 1:
         raise ArgumentError(
@@ -170,9 +175,7 @@ def evaluate_by_client(
             f"batch_size={batch_size}, expected at least one of each. Load a held-out split that "
             "has examples."
         )
-    examples = jax.tree.map(
-        lambda *xs: np.concatenate(xs), *[checked_tree(client, "client") for client in clients]
-    )
+    examples = jax.tree.map(lambda *xs: np.concatenate(xs), *clients)
     owners = np.repeat(np.arange(len(clients)), sizes)
     weights = np.ones(len(owners))
     if "mask" in examples:
@@ -180,8 +183,8 @@ def evaluate_by_client(
     present = np.bincount(owners, weights, len(clients))
 
     def losses(params: Params, batch: chex.ArrayTree) -> dict[str, jax.Array]:
-        loss, aux = loss_fn(params, batch)
-        return {name: jnp.float32(value) for name, value in {**(aux or {}), "loss": loss}.items()}
+        _, metrics = loss_and_metrics(loss_fn, params, batch)
+        return {name: jnp.float32(value) for name, value in metrics.items()}
 
     evaluate_examples = map_examples(losses, examples, batch_size=batch_size)
 
@@ -239,3 +242,49 @@ def _weight(batch: Batch) -> float:
     if "mask" in batch:
         return float(np.sum(batch["mask"], dtype=np.float64))
     return float(jax.tree.leaves(batch)[0].shape[0])
+
+
+def _checked(function: str, noun: str, batches: Any, *, of_equal_sizes: bool) -> list[Batch]:
+    """Return batches whose arrays JAX can hold and that can be stacked, or raise."""
+    if isinstance(batches, Mapping) or not hasattr(batches, "__len__"):
+        remedy = f"[{noun}]" if isinstance(batches, Mapping) else "list(...)"
+        raise ArgumentTypeError(
+            f"{function}() got a {type(batches).__name__}, expected a list with the arrays of each "
+            f"{noun}. Pass {remedy}."
+        )
+    checked = [checked_tree(batch, noun) for batch in batches]
+    first: dict[str, tuple[int, ...]] = {}
+    for k, batch in enumerate(checked):
+        shapes = {
+            jax.tree_util.keystr(path): np.shape(leaf)
+            for path, leaf in jax.tree.leaves_with_path(batch)
+        }
+        sizes = sorted({shape[:1] for shape in shapes.values()})
+        if len(sizes) != 1 or sizes == [()]:
+            raise ArgumentError(
+                f"{function}(): {noun} {k} has arrays of the shapes {shapes}, expected arrays "
+                "[examples, ...] with the same number of examples. Stack the examples along axis 0."
+            )
+        skip = 0 if of_equal_sizes else 1
+        first = first or shapes
+        if shapes.keys() != first.keys() or any(
+            shape[skip:] != first[name][skip:] for name, shape in shapes.items()
+        ):
+            raise ArgumentError(
+                f"{function}(): {noun} {k} has arrays of the shapes {shapes}, expected those of "
+                f"{noun} 0, {first}. Pad the arrays, and mark the padding in a field 'mask'."
+            )
+        _check_mask(function, f"{noun} {k}", batch)
+    return checked
+
+
+def _check_mask(function: str, name: str, batch: Any) -> None:
+    if not isinstance(batch, Mapping) or MASK not in batch:
+        return
+    mask = np.asarray(batch[MASK], np.float64)
+    wrong = mask[~(np.isfinite(mask) & (mask >= 0))]
+    if wrong.size:
+        raise ArgumentError(
+            f"{function}(): the mask of {name} has the value {wrong[0]}, expected finite numbers "
+            "of at least 0. Mark padding with 0, and other examples with 1."
+        )

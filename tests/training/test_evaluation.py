@@ -1,12 +1,14 @@
 """Held-out metrics: weighted means over all batches, for any split among participants."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from fedpax.training.evaluation import evaluator
+from fedpax.training.evaluation import evaluate_by_client, evaluator
 
 
 def make_batches(count, rng, masked):
@@ -72,3 +74,60 @@ def test_a_value_that_jax_cannot_hold_is_named():
     batches = [{"x": np.ones((4, 3)), "label": np.array([1, 2, 3, 2**32 + 1])}]
     with pytest.raises(ValueError, match=r"batch\['label'\] has the value 4294967297 \(int64\)"):
         evaluator(loss_fn, batches, placement="islands", num_participants=1)
+
+
+BATCH = {"x": np.ones((4, 2), np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("batches", "words"),
+    [
+        (BATCH, r"got a dict, expected a list .* Pass \[(batch|client)\]"),
+        ((b for b in [BATCH]), r"got a generator, expected a list .*list"),
+        (None, "got a NoneType, expected a list"),
+        ([BATCH, {"y": np.ones((4, 2))}], r"(batch|client) 1 has arrays .*'y'.*expected those of"),
+        ([BATCH, {"x": np.ones((4, 3), np.float32)}], r"1 has arrays .*\(4, 3\).*Pad the arrays"),
+        ([{"x": np.float32(1)}], r"0 has arrays of the shapes .*\(\).* expected arrays \[examples"),
+        ([BATCH | {"mask": np.ones(3)}], r"same number of examples"),
+        ([BATCH | {"mask": np.full(4, "a")}], r"\['mask'\] has dtype <U1"),
+        ([BATCH | {"mask": -np.ones(4)}], r"the mask of (batch|client) 0 has the value -1"),
+        ([BATCH | {"mask": np.full(4, np.nan)}], r"the mask of (batch|client) 0 has the value nan"),
+    ],
+)
+@pytest.mark.parametrize("by_client", [False, True])
+def test_batches_of_another_form_are_named(batches: Any, words: str, by_client: bool) -> None:
+    loss_fn = lambda w, batch: (jnp.mean((w - batch["x"]) ** 2), {})
+    with pytest.raises((TypeError, ValueError), match=words):
+        if by_client:
+            evaluate_by_client(loss_fn, batches)
+        else:
+            evaluator(loss_fn, batches, placement="clients", num_participants=1)
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.5])
+def test_a_number_of_participants_that_is_no_count_is_named(number: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"num_participants is .*expected an int of"):
+        evaluator(lambda w, b: (w, {}), [BATCH], placement="clients", num_participants=number)
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (lambda w, x: (x, {}), "a loss of .*expected a scalar"),
+        (lambda w, x: None, "expected a pair"),
+        (lambda w, x: w, "expected a pair"),
+        (lambda w, x: (w, {"a": "x"}), "metric 'a' of a str"),
+        (lambda w, x: (w, {"loss": 1.0}), "called 'loss'"),
+        (lambda w, x: (w * 1j, {}), "a loss of .*complex64.*expected a scalar"),
+    ],
+)
+@pytest.mark.parametrize("by_client", [False, True])
+def test_what_a_loss_function_returns_is_checked(
+    returned: Any, words: str, by_client: bool
+) -> None:
+    loss_fn = lambda w, batch: returned(w, batch["x"])
+    with pytest.raises((TypeError, ValueError), match=words):
+        if by_client:
+            evaluate_by_client(loss_fn, [BATCH])(jnp.float32(2))
+        else:
+            evaluator(loss_fn, [BATCH], placement="clients", num_participants=1)(jnp.float32(2))

@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from absl import flags
@@ -93,6 +94,7 @@ def _train_elastically(
     options: flags.FlagValues, experiment: Experiment, folder: Path, arguments: Sequence[str]
 ) -> int:
     """Supervise a training process of an experiment, configured for all processes."""
+    values: dict[str, Any] = {name: options[name].value for name in ElasticOptions._fields}
     allowed = "mesh,islands" if hasattr(experiment, "islands") else "mesh"
 
     def fit(
@@ -108,7 +110,7 @@ def _train_elastically(
         folder,
         folder_of_checkpoints(folder, experiment.training.checkpoint_dir),
         arguments,
-        ElasticOptions(**{name: options[name].value for name in ElasticOptions._fields}),
+        ElasticOptions(**values),
         fit=fit,
         processes_per_island=functools.partial(processes_per_island, experiment),
     )

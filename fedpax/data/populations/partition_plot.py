@@ -59,14 +59,18 @@ def plot_partition(
     if len(statistics.sizes) > max_participants:
         save_picture(_overview(statistics, names), path)
         return
-    if participant_names is None:
-        participant_names = getattr(partition, "names", range(len(statistics.sizes)))
-    if len(participant_names) != len(statistics.sizes):
+    numbers = range(len(statistics.sizes))
+    participants: Sequence[Any] = numbers
+    if participant_names is not None:
+        participants = participant_names
+    elif hasattr(partition, "names"):
+        participants = partition.names
+    if len(participants) != len(numbers):
         raise ArgumentError(
-            f"participant_names has {len(participant_names)} names, expected one for each of the "
+            f"participant_names has {len(participants)} names, expected one for each of the "
             f"{len(statistics.sizes)} participants."
         )
-    texts = [_short(str(name)) for name in participant_names]
+    texts = [_short(str(name)) for name in participants]
     save_picture(_bars(statistics, names, texts), path)
 
 

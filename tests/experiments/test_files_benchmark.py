@@ -1,0 +1,18 @@
+"""The benchmark of files runs, and leaves nothing behind."""
+
+from pathlib import Path
+
+import pytest
+
+from fedpax.experiments.benchmarks import files
+
+
+def test_the_benchmark_prints_a_row_for_each_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--clients=50", "--cohort=5", "--repetitions=2", f"--folder={tmp_path}"]
+    rows = files.main.run([*arguments, f"--json={tmp_path / 'a.json'}"])
+    assert [len(row.seconds) for row in rows] == [2] * 5
+    assert [len(row.ratio) for row in rows] == [2, 0, 0, 2, 2]
+    assert "prepare; DuckDB's sort" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]

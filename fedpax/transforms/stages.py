@@ -17,10 +17,12 @@ import jax
 import numpy as np
 
 from fedpax.errors import ArgumentError, ArgumentTypeError
-from fedpax.primitives._jax import Literal, Var, aval_of, evaluate, result_names
+from fedpax.primitives._jax import ClosedJaxpr, Literal, Var, aval_of, evaluate, result_names
+from fedpax.primitives.broadcast import federated_broadcast_p
 from fedpax.primitives.casts import device_array, is_host_number
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.placement import Placement
+from fedpax.primitives.reduction import REDUCTIONS
 from fedpax.primitives.signatures import argument_names, function_name
 from fedpax.transforms.client_stages import ClientFn, Stage, client_stages
 from fedpax.transforms.ownership import Division, Signature, divide, one_placement, store_reads
@@ -151,8 +153,13 @@ class Stages:
                 `fedpax.stages`.
             ValueError: a reply does not fit the stage.
         """
-        leaves = self._ends.leaves(args, self._division.server_arguments)
         jaxpr = self._plan.jaxpr
+        arguments = zip(self._division.server_arguments, jaxpr.invars, strict=False)
+        used = {v for inputs in self._server.inputs for v in inputs}
+        used.update(v for v in self._server.outputs if isinstance(v, Var))
+        for stage in self._stages:
+            used.update(stage.shared, stage.rows)
+        leaves = self._ends.leaves(args, [i for i, v in arguments if v in used])
         values: dict[Var, Any] = dict(zip(jaxpr.constvars, self._division.core.consts, strict=True))
         given = [leaves[i] for i in self._division.server_arguments]
         values.update(zip(jaxpr.invars, given, strict=False))
@@ -363,7 +370,10 @@ def stages(program: Callable[..., Any], *avals: Any, own: Iterable[str] | None =
         i for i, v in enumerate(closed.jaxpr.invars) if aval_of(v).shape[:1] == (placement.size,)
     }
     stores = set(store_reads(closed).values())
-    owned = stores | sized if own is None else _named(names, own, sized | stores, placement)
+    if own is None:
+        owned = stores | (sized & _read_by_rows(closed, placement))
+    else:
+        owned = _named(names, own, sized | stores, placement)
     while True:
         division = divide(closed, placement, signature, owned)
         plan = make_plan(division.core.jaxpr, placement)
@@ -444,6 +454,25 @@ def _named(
 # ---- checks of a plan
 
 
+def _read_by_rows(closed: ClosedJaxpr, placement: Placement) -> set[int]:
+    """Return the arguments of which participants read rows, or that a reduction reads.
+
+    The others are the server's, also if their first axis has the number of participants by chance.
+    """
+    plan = make_plan(closed.jaxpr, placement)
+    read: set[Var] = set()
+    for phase in plan.loops:
+        read.update(plan.loop_inputs(phase)[1])
+    for eqn in reversed(closed.jaxpr.eqns):
+        reduces = eqn.primitive in REDUCTIONS and eqn.params["placement"] == placement
+        if eqn.primitive is federated_broadcast_p:
+            continue  # every participant reads all rows
+        if reduces or not read.isdisjoint(eqn.outvars):
+            operands = (v for v in eqn.invars if isinstance(v, Var))
+            read.update(v for v in operands if aval_of(v).shape[:1] == (placement.size,))
+    return {i for i, v in enumerate(closed.jaxpr.invars) if v in read}
+
+
 def _read_by_server(plan: StreamingPlan, division: Division) -> dict[str, bool]:
     """Return the own values that the server reads, and whether participants read them too."""
     own = dict(zip(plan.jaxpr.invars[len(division.server_arguments) :], division.own, strict=True))
@@ -461,9 +490,11 @@ def _read_by_server(plan: StreamingPlan, division: Division) -> dict[str, bool]:
     by_clients: set[Var] = set()
     for phase in plan.loops:
         read += plan.loop_inputs(phase)[0]
-        eqns = [one.eqn for one in plan.computed(phase)]
-        eqns += [reduction.eqn for reduction in plan.reductions.get(phase, ())]
-        by_clients.update(v for eqn in eqns for v in plan.operands(eqn) if isinstance(v, Var))
+        uses = [(one.eqn, one.axes.operands) for one in plan.computed(phase)]
+        uses += [(each.eqn, each.axes) for each in plan.reductions.get(phase, ())]
+        for eqn, axes in uses:
+            rows = zip(plan.operands(eqn), axes, strict=True)
+            by_clients.update(v for v, a in rows if isinstance(v, Var) and a is not None)
     names = {**own, **copies}
     found = dict.fromkeys(v for v in read if isinstance(v, Var) and v in names)
     return {names[v]: v in copies and v in by_clients for v in found}

@@ -153,6 +153,22 @@ def linear_round(**settings):
     return method.round, state, fedpax.Cohort(X[:, :, None], np.arange(1, N + 1))
 
 
+def test_parameters_with_as_many_rows_as_participants_are_the_servers():
+    """Their first axis has the number of participants by chance."""
+
+    def loss(params, batch):
+        return jnp.mean((jnp.tanh(batch @ params["in"]) @ params["out"]) ** 2), {}
+
+    params = {"in": jnp.asarray(normal(N, N)), "out": jnp.asarray(normal(N, 2))}
+    method = fedavg(loss, cohort_size=N, client_optimizer=optax.sgd(0.1))
+    cohort = fedpax.Cohort(normal(N, 2, 4, N), np.arange(1, N + 1))
+    stages = fedpax.stages(method.round, method.init(params), cohort)
+    assert [v.name for v in stages[0].own] == ["cohort.batches", "cohort.num_examples"]
+    assert [v.shape for v in stages[0].shared] == [(N, N), (N, 2)]
+    state = method.init(params)
+    agree(run_local(stages, state, cohort), jax.jit(method.round)(state, cohort))
+
+
 def test_equal_terms_are_sent_once():
     """A weighted mean of four leaves has four sums of the weights."""
     step, state, cohort = linear_round()

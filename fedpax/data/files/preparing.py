@@ -2,13 +2,14 @@
 
 import contextlib
 import errno
+import glob
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -27,6 +28,8 @@ from fedpax.data.files.sorting import MEMORY, sort_tables
 from fedpax.data.files.table_source import TableSource, check_columns
 from fedpax.errors import ArgumentError
 from fedpax.paths import expand_home
+
+_LOCK = "lock"  # held by the process that writes the draft
 
 
 class Prepared(NamedTuple):
@@ -91,19 +94,45 @@ def prepare_files(
     out.parent.mkdir(parents=True, exist_ok=True)
     needed = estimate_bytes(selected.groups)
     _check_space(out.parent, needed)
-    draft = Path(tempfile.mkdtemp(prefix=f".{out.name}.draft-", dir=out.parent))
-    try:
-        about = {"client": reading.client, "label": label, "files": selected.name}
-        written = _write(reading, draft, about, memory or _half_of_memory())
-        written.rename(out)
-    except OSError as error:
-        if error.errno != errno.ENOSPC and "No space left" not in str(error):
-            raise
-        raise _no_space(out.parent, needed) from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+    with _draft(out) as draft:
+        try:
+            about = {"client": reading.client, "label": label, "files": selected.name}
+            written = _write(reading, draft, about, memory or _half_of_memory())
+            written.rename(out)
+        except OSError as error:
+            if error.errno != errno.ENOSPC and "No space left" not in str(error):
+                raise
+            raise _no_space(out.parent, needed) from error
     bad = bad_rows or BadRows()
     return Prepared(open_prepared(out), bad.count, bad.first)
+
+
+@contextlib.contextmanager
+def _draft(out: Path) -> Iterator[Path]:
+    """Make a folder beside `out`, removed at the end; those of killed processes are removed now."""
+    prefix = f".{out.name}.draft-"
+    for stale in out.parent.glob(f"{glob.escape(prefix)}*/{_LOCK}"):
+        with stale.open("rb") as file:
+            if lock_file(file):
+                shutil.rmtree(stale.parent, ignore_errors=True)
+    draft = Path(tempfile.mkdtemp(prefix=prefix, dir=out.parent))
+    try:
+        with (draft / _LOCK).open("wb") as file:
+            lock_file(file)
+            yield draft
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def lock_file(file: IO[bytes]) -> bool:
+    """Lock a file until it is closed or the process ends; return False if another holds it."""
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (ImportError, OSError):  # no POSIX system, or no locks
+        return False
+    return True
 
 
 def _write(reading: "_Reading", draft: Path, about: dict[str, Any], memory: str) -> Path:

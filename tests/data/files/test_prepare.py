@@ -16,6 +16,7 @@ from pyarrow import csv, ipc, parquet
 from fedpax.data import ClientSampler, cohort_rounds, load, prepare
 from fedpax.data.files import prepared
 from fedpax.data.files.columns import array_to_arrow
+from fedpax.data.files.preparing import lock_file
 from fedpax.data.files.readers import csv_files, json_files
 from fedpax.data.populations.contiguous_clients import ContiguousClients
 
@@ -226,6 +227,18 @@ def test_nothing_appears_before_the_end(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
+def test_remains_of_a_killed_process_are_removed_and_drafts_in_use_stay(tmp_path: Path) -> None:
+    path = write_arrow(pa.table({"user": [2, 1]}), tmp_path / "a.arrow")
+    for name in (".[o]ut.draft-killed", ".[o]ut.draft-used", ".other.draft-killed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").write_bytes(b"")
+    with (tmp_path / ".[o]ut.draft-used" / "lock").open("rb") as file:
+        assert lock_file(file)
+        prepare(path, tmp_path / "[o]ut", client="user")
+    names = {item.name for item in tmp_path.iterdir()}
+    assert names == {"a.arrow", "[o]ut", ".[o]ut.draft-used", ".other.draft-killed"}
+
+
 def test_memory_that_is_exceeded_goes_to_the_disk(tmp_path: Path) -> None:
     rng = np.random.default_rng(4)
     for k in range(4):  # 150 MB in all

@@ -343,11 +343,12 @@ def _names(entry: Any) -> tuple[str, ...]:
 
 def _check_states(store: ClientStore[Any], states: Any, size: int) -> None:
     """Raise for states of another structure or shape, or that the dtypes of the store would cut."""
-    if jax.tree.structure(states) != jax.tree.structure(store.rows):
+    structure: Any = jax.tree.structure(states)
+    expected_structure: Any = jax.tree.structure(store.rows)
+    if structure != expected_structure:
         raise ArgumentTypeError(
-            f"scatter_clients(): states has the structure {jax.tree.structure(states)}, expected "
-            f"that of the store, {jax.tree.structure(store.rows)}. Pass what gather_clients "
-            "returned, with new values."
+            f"scatter_clients(): states has the structure {structure}, expected that of the store, "
+            f"{expected_structure}. Pass what gather_clients returned, with new values."
         )
     leaves = jax.tree.leaves_with_path(states)
     for (path, new), rows in zip(leaves, jax.tree.leaves(store.rows), strict=True):

@@ -157,8 +157,8 @@ class Stages:
         arguments = zip(self._division.server_arguments, jaxpr.invars, strict=False)
         used = {v for inputs in self._server.inputs for v in inputs}
         used.update(v for v in self._server.outputs if isinstance(v, Var))
-        for stage in self._stages:
-            used.update(stage.shared, stage.rows)
+        for each in self._stages:
+            used.update(each.shared, each.rows)
         leaves = self._ends.leaves(args, [i for i, v in arguments if v in used])
         values: dict[Var, Any] = dict(zip(jaxpr.constvars, self._division.core.consts, strict=True))
         given = [leaves[i] for i in self._division.server_arguments]

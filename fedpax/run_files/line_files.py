@@ -13,7 +13,7 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from fedpax.files import (
     LINES_BYTES,
@@ -36,7 +36,8 @@ def read_chunks(path: Path, start: int = 0) -> Iterator[bytes]:
     """Yield the bytes of a file and its further parts, in pieces of at most `CHUNK_BYTES`."""
     part, begin = path, 0
     while begin == 0 or part.exists():
-        size = part.stat().st_size
+        status: Any = part.stat()
+        size = status.length if is_remote(part) else status.st_size
         if begin + size > LINES_BYTES:  # before it is read: a sparse file can have terabytes
             reason = f"it has {begin + size} bytes, expected at most {LINES_BYTES}"
             raise UnusableFileError(errno.EINVAL, reason, str(path))

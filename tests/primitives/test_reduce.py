@@ -367,3 +367,14 @@ def test_weights_from_outside_of_the_mesh_have_gradients():
     with jax.set_mesh(mesh):
         for run in (lambda f: f, jax.jit):
             assert_close(run(jax.grad(program, argnums=(0, 1)))(x, n), expected)
+
+
+def test_a_traced_sum_of_weights_above_the_range_gives_nan() -> None:
+    @jax.jit
+    @fedpax.program(clients=2)
+    def mean(x, weights):
+        return fedpax.federated_mean(x, weights=weights)
+
+    x = normal(2, 3)
+    assert np.isnan(mean(x, np.float32([3e38, 3e38]))).all()  # and not x / infinity, 0
+    assert_close(mean(x, np.float32([1e30, 2e30])), (x[0] + 2 * x[1]) / 3)

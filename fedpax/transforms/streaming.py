@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from fedpax.primitives._jax import (
     ClosedJaxpr,
+    JaxprEqn,
     Literal,
     Var,
     aval_of,
@@ -28,7 +29,7 @@ from fedpax.primitives._jax import (
     rebind,
 )
 from fedpax.primitives.broadcast import federated_broadcast_p, federated_index_p
-from fedpax.primitives.layout import replicate_over_placement
+from fedpax.primitives.layout import explicit_axis, replicate_over_placement
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.mask import apply_mask, federated_mask_p
 from fedpax.primitives.monoids import Monoid, apply_by_monoid
@@ -106,10 +107,21 @@ def whole_value(plan: StreamingPlan, values: dict[Var, Any], v: Atom) -> Any:
         return v.val
     if v not in values:  # a value that needs no map, or that no loop stores
         eqn = plan.producer[v].eqn
+        if _is_constant(eqn):  # without a layout, which devices would gather it from
+            return jnp.full(aval_of(v).shape, eqn.invars[0].val, aval_of(v).dtype)
         outputs = rebind(eqn, [whole_value(plan, values, o) for o in plan.operands(eqn)])
         values.update(zip(eqn.outvars, outputs, strict=True))
     value = materialize(values[v])
     return jnp.moveaxis(value, 0, plan.axis[v]) if plan.is_stored(v) else value
+
+
+def _is_constant(eqn: JaxprEqn) -> bool:
+    """Tell whether an equation broadcasts a number to participants on an automatic axis."""
+    return (
+        eqn.primitive is federated_broadcast_p
+        and isinstance(eqn.invars[0], Literal)
+        and not explicit_axis(eqn.params["placement"])
+    )
 
 
 def _placed_value(plan: StreamingPlan, values: dict[Var, Any], v: Var) -> Any:

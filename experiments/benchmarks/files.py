@@ -8,6 +8,7 @@ to Parquet; opens the prepared folder, and makes a stream of rounds over it; and
 """
 
 import dataclasses
+import functools
 import itertools
 import tempfile
 import time
@@ -88,6 +89,10 @@ def _numbers(fields: Any) -> dict[str, Any]:
     return {name: fields[name] for name in ("x", "y", "label")}
 
 
+def _images(dtype: type[np.generic], fields: Any) -> dict[str, np.ndarray]:
+    return {"image": fields["image"].astype(dtype, copy=False)}
+
+
 def _image_rounds(settings: Settings) -> Iterator[Row]:
     clients = 4 * settings.cohort
     pixels = np.random.default_rng(0).integers(0, 256, (clients * IMAGES, 28, 28, 1), np.uint8)
@@ -99,13 +104,11 @@ def _image_rounds(settings: Settings) -> Iterator[Row]:
             ContiguousClients(source.client_starts),
             ClientSampler(clients, settings.cohort),
             batch_size=IMAGES,
-            preprocess=lambda fields, dtype=dtype: {
-                "image": fields["image"].astype(dtype, copy=False)
-            },
+            preprocess=functools.partial(_images, dtype),
         )
         image = next(rounds).batches["image"]
         name = f"round as {np.dtype(dtype)}; copy of its {image.nbytes / 1e6:.0f} MB"
-        yield _pair(name, lambda r=rounds: next(r), lambda i=image: np.array(i), settings)
+        yield _pair(name, functools.partial(next, rounds), image.copy, settings)
 
 
 def _pair(

@@ -107,21 +107,27 @@ def whole_value(plan: StreamingPlan, values: dict[Var, Any], v: Atom) -> Any:
         return v.val
     if v not in values:  # a value that needs no map, or that no loop stores
         eqn = plan.producer[v].eqn
-        if _is_constant(eqn):  # without a layout, which devices would gather it from
-            return jnp.full(aval_of(v).shape, eqn.invars[0].val, aval_of(v).dtype)
+        if (rows := _constant_rows(eqn)) is not None:
+            return rows
         outputs = rebind(eqn, [whole_value(plan, values, o) for o in plan.operands(eqn)])
         values.update(zip(eqn.outvars, outputs, strict=True))
     value = materialize(values[v])
     return jnp.moveaxis(value, 0, plan.axis[v]) if plan.is_stored(v) else value
 
 
-def _is_constant(eqn: JaxprEqn) -> bool:
-    """Tell whether an equation broadcasts a number to participants on an automatic axis."""
-    return (
-        eqn.primitive is federated_broadcast_p
-        and isinstance(eqn.invars[0], Literal)
-        and not explicit_axis(eqn.params["placement"])
-    )
+def _constant_rows(eqn: JaxprEqn) -> jax.Array | None:
+    """Return a number that an equation broadcasts to participants, without a layout.
+
+    Devices would gather an array with the layout of a placed value.
+    """
+    if eqn.primitive is not federated_broadcast_p:
+        return None
+    (number,), (result,) = eqn.invars, eqn.outvars
+    if not isinstance(number, Literal):
+        return None
+    if explicit_axis(eqn.params["placement"]):  # then the layout is part of the type
+        return None
+    return jnp.full(aval_of(result).shape, number.val, aval_of(result).dtype)
 
 
 def _placed_value(plan: StreamingPlan, values: dict[Var, Any], v: Var) -> Any:

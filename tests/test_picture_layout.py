@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from fedpax.data import partition_dirichlet, partition_statistics
-from fedpax.data.populations.partition_plot import _bars
+from fedpax.data.populations.partition_plot import _bars, _short
 from fedpax.reports.plot import draw_losses
 from fedpax.reports.target import Course, Target, draw_courses
 
@@ -104,4 +104,6 @@ def test_texts_of_partitions_do_not_overlap(participants: int, classes: int) -> 
     parts = partition_dirichlet(labels, participants, alpha=0.5)
     statistics = partition_statistics(parts, labels)
     assert statistics.classes is not None
-    check_texts(_bars(statistics, [f"class_{'x' * 30}_{k}" for k in statistics.classes]))
+    classes = [f"class_{'x' * 30}_{k}" for k in statistics.classes]
+    participants = [_short(f"hospital_{'x' * 30}_{k}") for k in range(len(statistics.sizes))]
+    check_texts(_bars(statistics, classes, participants))

@@ -227,7 +227,7 @@ def _as_floats(values: HeldoutMetrics) -> tuple[dict[str, float], dict[str, np.n
             )
         try:
             if value is None:  # NaN to NumPy
-                raise TypeError("None")
+                raise ArgumentTypeError("None")
             if not is_vector(value) or name == "loss":
                 np.asarray(value, np.float64).item()
             else:

@@ -122,7 +122,9 @@ def test_the_tokenizer_is_that_of_the_folder(tmp_path: Path) -> None:
 def test_a_tokenizer_of_more_tokens_than_the_weights_raises(tmp_path: Path) -> None:
     folder = write_model(tmp_path, vocab_size=200)
     flags = [f"--model.weights={folder}", "--data.tokenizer=bytes", "--mesh.fsdp=1"]
-    with pytest.raises(ValueError, match=r"256 tokens, but .*Set --data.tokenizer to that of the"):
+    with pytest.raises(
+        ValueError, match=r"256 tokens, but .*Set --data.tokenizer to the tokenizer of the"
+    ):
         next(configure("pretrain_text", flags).build().cohorts)
 
 

@@ -96,8 +96,8 @@ def test_a_data_set_without_the_field_is_refused_before_training(corpora: Path) 
         (["=0.5"], "has '=0.5', which names no data set. Write NAME=WEIGHT"),
         (["c4/en"], "has 'c4/en', which names no data set"),
         (["a=1", "a=2"], "names 'a' twice: add its weights up"),
-        (["a=much"], "has 'a=much', whose weight 'much' is no number. Write"),
-        (["a=1,2@3"], "has 'a=1,2@3', whose weight '1,2@3' is no number"),
+        (["a=much"], "has 'a=much', whose weight 'much' is not a number. Write"),
+        (["a=1,2@3"], "has 'a=1,2@3', whose weight '1,2@3' is not a number"),
         (["a=-1"], "weight of 'a' is -1.0 at round 0"),
         (["a=0", "b=0"], "weights of 'a', 'b' sum to 0 in round 0, expected a positive sum"),
         (["a=1@0,0@50"], "weights of 'a' sum to 0 in round 50"),
@@ -117,7 +117,9 @@ def test_malformed_mixtures_are_refused_on_the_command_line(
 def test_a_tokenizer_of_another_size_than_the_weights_is_refused() -> None:
     base = pretrain_text()
     trained = dataclasses.replace(base.model, vocab_size=32_000, weights="models/base")
-    with pytest.raises(ValueError, match=r"has 256 tokens.*for 32,000.*that of the weights"):
+    with pytest.raises(
+        ValueError, match=r"has 256 tokens.*for 32,000.*the tokenizer of the weights"
+    ):
         dataclasses.replace(base, model=trained).read_tokenizer()
     larger = dataclasses.replace(base.model, vocab_size=200)
     with pytest.raises(ValueError, match=r"model.vocab_size=200.*Set --model.vocab_size to at"):

@@ -130,7 +130,7 @@ def _bars(
     axes.tick_params(axis="y", length=0)
     axes.grid(False, axis="y")
     axes.set_title(_title(statistics), loc="left", fontweight="bold")
-    _note(axes, ", ".join(_notes(statistics)))
+    _note(axes, "\n".join(_notes(statistics)))  # long names make the axes narrow
     if names is not None and len(names) <= len(COLORS):
         patches = [Patch(color=color) for color in colors]
         add_legend(figure, patches, names, handlelength=1, handleheight=1)

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from fedpax.errors import ArgumentError
 
-_ROW = "__fedpax_row"  # keeps the order of a client's examples
+_ROW = "row"  # keeps the order of a client's examples
 _BATCH_BYTES = 1 << 23
 _BYTES_PER_THREAD = 1 << 28  # with less, threads of DuckDB run out of memory before they spill
 
@@ -39,7 +39,10 @@ def sort_tables(
     tables = itertools.chain([first], tables)
     # Rows of a batch: a multiple of DuckDB's vectors of 2,048.
     rows = 2048 * min(64, max(1, _BATCH_BYTES // (2048 * max(1, first.nbytes // first.num_rows))))
-    stored = pa.schema([pa.field(field.name, _stored_type(field.type)) for field in schema])
+    # Numbers as names: DuckDB takes columns whose names differ in case alone for one.
+    stored = pa.schema(
+        [pa.field(f"c{number}", _stored_type(kind)) for number, kind in enumerate(schema.types)]
+    )
     failed: list[BaseException] = []
 
     def numbered() -> Iterator[pa.RecordBatch]:
@@ -68,8 +71,8 @@ def sort_tables(
     with duckdb.connect(config=settings) as connection:
         connection.execute("SET enable_progress_bar = false")
         connection.register("examples", reader)
-        names = ", ".join(map(_quote, schema.names))
-        order = ", ".join(map(_quote, [*keys, _ROW]))
+        names = ", ".join(stored.names)
+        order = ", ".join([*(stored.names[schema.names.index(key)] for key in keys), _ROW])
         try:
             result = connection.sql(f"SELECT {names} FROM examples ORDER BY {order}")
             for batch in result.to_arrow_reader(rows):
@@ -91,10 +94,6 @@ def _bytes(memory: str) -> int:
     assert found is not None  # it has been checked
     number, prefix, binary = found.groups()
     return int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(prefix) + 1))
-
-
-def _quote(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
 
 
 def _stored_type(kind: pa.DataType) -> pa.DataType:

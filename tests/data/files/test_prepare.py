@@ -305,6 +305,14 @@ def test_splits_have_folders_of_their_own(tmp_path: Path) -> None:
         prepare(path, tmp_path / "none", split="heldout", client="user", heldout_fraction=1e-9)
 
 
+def test_columns_whose_names_differ_in_case_keep_their_values(tmp_path: Path) -> None:
+    table = pa.table({"user": ["b", "a"], "x": [1, 2], "X": [3, 4], "__fedpax_row": [5, 6]})
+    path = write_arrow(table, tmp_path / "a.arrow")
+    made = prepare(path, tmp_path / "out", client="user").source
+    assert_equal(made, load(path, client="user"))
+    assert made.column("X").tolist() == [4, 3]
+
+
 def test_damaged_folders_are_told(tmp_path: Path) -> None:
     path = write_arrow(pa.table({"user": np.arange(1000) % 7}), tmp_path / "a.arrow")
     prepare(path, tmp_path / "out", client="user")

@@ -36,13 +36,17 @@ def stream_tables(files: Sequence[DataFile], options: ReadOptions) -> Iterator[p
         yield read_table(files, options)
         return
     parts = iter(stream(files[0], options))
+    is_empty = True
     while True:
         with _named(files[0]):
             table = next(parts, None)
             if table is None:
-                return
+                break
             table = decode_features(table, options)
+        is_empty = False
         yield _check_columns(files[0], table, options)
+    if is_empty:  # no examples, but columns
+        yield read_table(files, options)
 
 
 @contextlib.contextmanager

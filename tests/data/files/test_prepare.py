@@ -313,6 +313,20 @@ def test_columns_whose_names_differ_in_case_keep_their_values(tmp_path: Path) ->
     assert made.column("X").tolist() == [4, 3]
 
 
+@pytest.mark.parametrize("suffix", ["csv", "parquet", "arrow"])
+def test_a_client_without_examples_has_none(tmp_path: Path, suffix: str) -> None:
+    write = {
+        "csv": csv.write_csv,
+        "parquet": parquet.write_table,
+        "arrow": lambda table, path: write_arrow(table, path),
+    }[suffix]
+    write(pa.table({"x": pa.array([], pa.int64())}), tmp_path / f"a.{suffix}")
+    write(pa.table({"x": [1, 2]}), tmp_path / f"b.{suffix}")
+    made = prepare(tmp_path / f"*.{suffix}", tmp_path / "out").source
+    assert_equal(made, load(tmp_path / f"*.{suffix}"))
+    assert made.client_names == ["b"]
+
+
 def test_damaged_folders_are_told(tmp_path: Path) -> None:
     path = write_arrow(pa.table({"user": np.arange(1000) % 7}), tmp_path / "a.arrow")
     prepare(path, tmp_path / "out", client="user")

@@ -112,13 +112,23 @@ def prepared_folder(path: str | os.PathLike[str], split: str | None) -> Path | N
     Args:
         path: the folder, or the parent folder of those of the splits, or with `{split}`.
         split: the split, or None.
+
+    Raises:
+        ValueError: the folder is prepared, and the split is another name than "train" that the
+            path does not have.
     """
     text = os.fspath(path)
     if is_url(text):
         return None
     folder = expand_home(text if split is None else text.replace("{split}", split))
-    inner = folder if split is None else folder / split
-    return next((place for place in (folder, inner) if (place / PREPARED).is_file()), None)
+    if (folder / PREPARED).is_file():
+        if split not in (None, "train", folder.name) and "{split}" not in text:
+            raise ArgumentError(
+                f"The prepared folder {folder} has no split {split!r}. Prepare each split in a "
+                f"folder of its own, such as {folder}/{split}, or leave split out."
+            )
+        return folder
+    return folder / split if split is not None and (folder / split / PREPARED).is_file() else None
 
 
 def open_prepared(folder: Path, label: str | None = None) -> TableSource:

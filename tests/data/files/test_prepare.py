@@ -327,6 +327,14 @@ def test_a_client_without_examples_has_none(tmp_path: Path, suffix: str) -> None
     assert made.client_names == ["b"]
 
 
+def test_a_prepared_folder_is_no_other_split(tmp_path: Path) -> None:
+    path = write_arrow(pa.table({"user": [1, 2]}), tmp_path / "a.arrow")
+    prepare(path, tmp_path / "out", client="user")
+    assert len(load(tmp_path / "out", "train")) == 2
+    with pytest.raises(ValueError, match=r"out has no split 'test'. Prepare each split"):
+        load(tmp_path / "out", "test")
+
+
 def test_damaged_folders_are_told(tmp_path: Path) -> None:
     path = write_arrow(pa.table({"user": np.arange(1000) % 7}), tmp_path / "a.arrow")
     prepare(path, tmp_path / "out", client="user")

@@ -90,7 +90,7 @@ def _names(path: Path, field: str, of: str | None = None) -> list[str]:
     names = []
     for item in items if isinstance(items, list) else []:
         name = item.get(of) if of and isinstance(item, dict) else item
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or Path(name).name != name or name == "..":
             raise ArgumentError(
                 f"{path} names {name!r}, expected a file or folder beside it. Save the data set "
                 "again."

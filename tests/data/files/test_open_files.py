@@ -315,6 +315,14 @@ def test_what_is_wrong_is_told_with_a_remedy(
         load(tmp_path / ("*" if len(files) > 1 else next(iter(files))), **options)
 
 
+def test_a_folder_does_not_name_the_one_above_it(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "a.arrow"}]}')
+    (tmp_path / "in" / "dataset_dict.json").write_text('{"splits": [".."]}')
+    with pytest.raises(ValueError, match=r"names '\.\.', expected a file or folder beside it"):
+        load(tmp_path / "in")
+
+
 def test_missing_files_and_options_of_files_for_a_data_set(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"No file matches .*\*.csv"):
         load(tmp_path / "*.csv")

@@ -40,7 +40,7 @@ class Rows:
         self.order = order
         self.by_batch = [
             (int(number), order[a:b])
-            for number, a, b in zip(found, first, [*first[1:], len(order)], strict=True)
+            for number, a, b in zip(found, first, [*first, len(order)][1:], strict=True)
         ]
 
 

@@ -14,7 +14,7 @@ from fedpax.data.files.columns import to_numpy
 from fedpax.data.files.gathering import ColumnGatherer, Rows
 from fedpax.data.sources.client_starts import Starts
 from fedpax.data.sources.source import Source
-from fedpax.errors import ArgumentError
+from fedpax.errors import ArgumentError, ArgumentTypeError
 
 
 class TableSource(Source):
@@ -95,6 +95,7 @@ class TableSource(Source):
 
         Raises:
             IndexError: an index is out of range.
+            TypeError: the indices are no integers, such as a mask.
         """
         rows = Rows(self._check(indices), self._ends)
         return _Taken(self.fields, lambda field: self._gatherer(field).gather(rows))
@@ -136,7 +137,13 @@ class TableSource(Source):
         return self.table.slice(begin, end - begin)
 
     def _check(self, indices: ArrayLike) -> Int64[np.ndarray, " n"]:
-        positions = np.asarray(indices, np.int64)
+        given = np.asarray(indices)
+        if given.size and given.dtype.kind not in "iu":
+            raise ArgumentTypeError(
+                f"take() got indices of type {given.dtype}, expected integers. Pass the places of "
+                "a mask: np.flatnonzero(mask)."
+            )
+        positions = given.astype(np.int64)
         outside = positions[(positions < -len(self)) | (positions >= len(self))]
         if outside.size:
             raise IndexError(

@@ -323,6 +323,13 @@ def test_a_folder_does_not_name_the_one_above_it(tmp_path: Path) -> None:
         load(tmp_path / "in")
 
 
+def test_a_mask_is_no_list_of_indices() -> None:
+    source = load({"x": [5, 6, 7]})
+    with pytest.raises(TypeError, match=r"of type bool, expected integers.*np.flatnonzero"):
+        source.take([False, True, True])
+    assert source.take([])["x"].tolist() == [] and source.take([-1])["x"].tolist() == [7]
+
+
 def test_missing_files_and_options_of_files_for_a_data_set(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"No file matches .*\*.csv"):
         load(tmp_path / "*.csv")

@@ -42,9 +42,13 @@ def unify(
 
 
 def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Give a table the columns and types of a schema from `unify`."""
+    """Give a table the columns and types of a schema from `unify`.
+
+    Raises:
+        ValueError: a value is not of the type, such as an integer beyond 2^53 among floats.
+    """
     columns = [
-        _cast(table.column(field.name), field.type)
+        _cast(table.column(field.name), field)
         if field.name in table.column_names
         else pa.nulls(table.num_rows, field.type)
         for field in schema
@@ -52,9 +56,17 @@ def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
     return pa.table(columns, schema=schema)
 
 
-def _cast(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+def _cast(column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
+    kind = field.type
     if column.type == kind or not (_are_images(kind) and _are_images(column.type)):
-        return column.cast(kind)
+        try:
+            return column.cast(kind)
+        except pa.ArrowException as error:
+            raise ArgumentError(
+                f"The column {field.name!r} is {column.type} in one file and {kind} for all files, "
+                f"which does not hold its values: {error}. Set types={{{field.name!r}: 'string'}}, "
+                "or leave the column out with columns=."
+            ) from error
     gray = to_numpy(column)
     return pa.chunked_array([array_to_arrow(np.broadcast_to(gray, (len(gray), *kind.shape)))])
 

@@ -291,6 +291,11 @@ def test_files_cover_all_rows_once(tmp_path_factory: Any, rows: list[Any], data:
             {},
             r"'x' is int64 in .*a.csv and string in .*b.csv",
         ),
+        (
+            {"a.csv": "x\n9007199254740993\n", "b.csv": "x\n0.5\n"},
+            {},
+            r"'x' is int64 in one file and double for all files, which does not hold its values",
+        ),
         ({"a.csv": "client\n1\n", "b.csv": "client\n2\n"}, {}, r"Set client='client' if"),
         ({"a.csv": "x\n1\n"}, {"split": "test"}, r"no split 'test'. Write \{split\}"),
         ({"a.csv": "x\n1\n"}, {"split": "q", "heldout_fraction": 0.5}, r"split is 'q', expected"),

@@ -1,5 +1,6 @@
 """memory_table: tables and arrays in Python as Arrow tables; their libraries are not imported."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from fedpax.data.files.formats import ReadOptions
 from fedpax.data.files.readers.hugging_face import decode_features
 from fedpax.errors import ArgumentError
 
+_INDEX = re.compile(r"__index_level_\d+__")  # of rows that pandas has filtered or sorted
 _VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 
 
@@ -20,10 +22,10 @@ def memory_table(data: Any, columns: Sequence[str]) -> pa.Table | None:
     Args:
         data: a table or data frame of pandas, Polars, DuckDB or pyarrow (all that exports Arrow
             streams), a `Dataset` of Hugging Face, or a dict of arrays `[examples, ...]`.
-        columns: the columns to keep. Empty: all.
+        columns: the columns to keep. Empty: all but an index of pandas without a name.
 
     Raises:
-        ValueError: the table has no examples, or no column of a name.
+        ValueError: the table has no examples, no column of a name, or two of one name.
     """
     if isinstance(data, Mapping):
         table = pa.table({name: _to_arrow(values) for name, values in data.items()})
@@ -33,6 +35,12 @@ def memory_table(data: Any, columns: Sequence[str]) -> pa.Table | None:
         table = pa.table(data)
     else:
         return None
+    names = table.column_names
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ArgumentError(
+            f"The table has several columns named {twice[0]!r}, expected different names. Rename "
+            "them."
+        )
     if missing := [name for name in columns if name not in table.column_names]:
         raise ArgumentError(
             f"columns has {missing[0]!r}, expected names among "
@@ -41,7 +49,7 @@ def memory_table(data: Any, columns: Sequence[str]) -> pa.Table | None:
     if not table.num_rows:
         raise ArgumentError("The table has no examples, expected at least one. Pass another one.")
     table = decode_features(table, ReadOptions(tuple(columns), {}, None))
-    table = table.select(list(columns) or table.column_names)
+    table = table.select(list(columns) or [n for n in names if not _INDEX.fullmatch(n)])
     kinds = [field.with_type(_VIEWS.get(field.type, field.type)) for field in table.schema]
     return table.cast(pa.schema(kinds))
 

@@ -70,7 +70,15 @@ def test_missing_values_and_what_is_refused() -> None:
     assert source.fields == ("x",) and source[1] == {"x": None}
     with pytest.raises(ValueError, match=r"columns has 'z', expected names among 'x'"):
         load({"x": [1]}, columns=["z"])
+    with pytest.raises(ValueError, match="several columns named 'x', expected different"):
+        load(pa.table([[1], [2]], ["x", "x"]))
     with pytest.raises(ValueError, match="no examples"):
         load({"x": []})
     with pytest.raises(ValueError, match=r"client='u' is no column of the table"):
         load({"x": [1]}, client="u")
+
+
+def test_the_index_of_a_filtered_data_frame_is_no_column() -> None:
+    frame = Frame(pa.table({"x": [1.5, 2.5], "__index_level_0__": [3, 7]}))
+    assert load(frame).fields == ("x",)
+    assert load(frame, columns=["__index_level_0__"]).fields == ("__index_level_0__",)

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from fedpax.aggregators import Aggregator, mean
 from fedpax.transforms.program import program
 
+_ROUNDING = 1e-6
+
 
 class Averages(NamedTuple):
     """Averages over the examples of each client.
@@ -104,7 +106,9 @@ def federated_moments(
         return Moments(center + half * average, half**2 * variance)
     rough = _moments(_averages(values, clients, counts), counts, aggregator).mean
     exact = _moments(_averages(values - rough, clients, counts), counts, aggregator)
-    return Moments(rough + exact.mean, exact.variance)
+    # Below that, a variance is the rounding of float32, such as that of a constant column.
+    known = exact.variance > _ROUNDING * (exact.variance + exact.mean**2)
+    return Moments(rough + exact.mean, np.where(known, exact.variance, 0))
 
 
 def _averages(

@@ -106,6 +106,14 @@ def test_a_constant_column_is_zero_and_missing_values_can_be_errors():
             fit({"age": np.where(np.arange(SIZE) == 3, value, AGE)})
 
 
+def test_a_constant_that_float32_rounds_has_scale_1():
+    constants = RNG.normal(size=50)
+    clients = np.repeat(np.arange(5), [3, 7, 1, 9, 4])
+    table = {f"x{k}": np.full(24, x) for k, x in enumerate(constants)}
+    fitted = fit_features(table, infer_treatments(table), clients, 5)
+    assert {column.scale for column in fitted.columns} == {1.0}
+
+
 def test_json_restores_equal_features():
     features = fit(stated=["kön=category(m|f|x)", "age=number(0..100)"])
     restored = TableFeatures.from_json(json.loads(json.dumps(features.to_json())))

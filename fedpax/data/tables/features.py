@@ -59,14 +59,15 @@ class FittedColumn:
             values: the column's values of these examples.
 
         Raises:
-            ValueError: a value is missing and the treatment is "error", or a number is too large.
+            ValueError: a value is missing and the treatment is "error", a number is too large, or
+                a boolean is neither true nor false.
         """
         column = arrow_column(values)
         missing = checked_missing(self.treatment, column)
         if self.treatment.kind == "category":
             found = self._one_hot(*encode_texts(column))
         elif self.treatment.kind == "boolean":
-            found = [np.where(missing, 0, _booleans(column))]
+            found = [np.where(missing, 0, _booleans(self.treatment.name, column))]
         else:
             x = bounded_numbers(self.treatment, column)
             found = [np.where(missing, 0, (x - self.mean) / self.scale)]
@@ -284,9 +285,14 @@ def bounded_numbers(treatment: Treatment, column: Any) -> Float64[np.ndarray, " 
     return values
 
 
-def _booleans(column: Any) -> Float64[np.ndarray, " examples"]:
+def _booleans(name: str, column: Any) -> Float64[np.ndarray, " examples"]:
     """Return booleans as 0 and 1."""
     distinct, codes = encode_texts(column)
+    if unknown := sorted(set(distinct) - {"0", "1", "true", "false"}):
+        raise ArgumentError(
+            f"The column {name!r} has the value {unknown[0]!r}, expected true, false, 0 or 1, as "
+            "in training. Correct it."
+        )
     return np.array([*(value in ("true", "1") for value in distinct), False], np.float64)[codes]
 
 

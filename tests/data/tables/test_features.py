@@ -114,6 +114,14 @@ def test_a_constant_that_float32_rounds_has_scale_1():
     assert {column.scale for column in fitted.columns} == {1.0}
 
 
+def test_other_texts_than_booleans_raise():
+    table = {"flag": [True, False]}
+    fitted = fit_features(table, infer_treatments(table), np.zeros(2, int), 1)
+    assert fitted({"flag": ["true", "0"]}).tolist() == [[1.0], [0.0]]
+    with pytest.raises(ValueError, match="'flag' has the value 'True', expected true, false, 0"):
+        fitted({"flag": ["True", "false"]})
+
+
 def test_json_restores_equal_features():
     features = fit(stated=["kön=category(m|f|x)", "age=number(0..100)"])
     restored = TableFeatures.from_json(json.loads(json.dumps(features.to_json())))

@@ -189,7 +189,7 @@ def _without_decimal_point(column: Any, missing: Bool[np.ndarray, " examples"]) 
     import pyarrow.compute as pc
 
     values = np.where(missing, 0, _floats(column))
-    if np.all(np.isfinite(values)) and np.all(np.trunc(values) == values):
+    if np.all(np.abs(values) < 2.0**63) and np.all(np.trunc(values) == values):
         column = pa.array(values.astype(np.int64))
     return pc.cast(column, pa.string())
 

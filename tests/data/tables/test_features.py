@@ -122,6 +122,10 @@ def test_other_texts_than_booleans_raise():
         fitted({"flag": ["True", "false"]})
 
 
+def test_large_whole_numbers_are_different_categories():
+    assert infer_label("y", [1e19, 2e19], "classification").classes == ("1e+19", "2e+19")
+
+
 def test_json_restores_equal_features():
     features = fit(stated=["kön=category(m|f|x)", "age=number(0..100)"])
     restored = TableFeatures.from_json(json.loads(json.dumps(features.to_json())))

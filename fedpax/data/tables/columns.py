@@ -351,9 +351,12 @@ def _range(column: Any) -> str:
 
     if not (is_number(column.type) or is_date(column.type)):
         return ""
-    ends = pc.min_max(column).as_py()
-    if ends["min"] is None:
+    if str(column.type).startswith("duration"):  # whose least value Arrow does not find
+        column = numbers(column)
+        return "" if np.isnan(column).all() else f"{np.nanmin(column):g} to {np.nanmax(column):g} d"
+    ends = pc.min_max(column)
+    if not ends["min"].is_valid:
         return ""
-    if is_date(column.type):
-        return f"{ends['min']} to {ends['max']}"
-    return f"{float(ends['min']):g} to {float(ends['max']):g}"
+    if is_date(column.type):  # as text, for those that Python's dates cannot hold
+        return " to ".join(str(ends[name].cast("string")) for name in ("min", "max"))
+    return " to ".join(f"{float(ends[name].as_py()):g}" for name in ("min", "max"))

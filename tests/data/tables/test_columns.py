@@ -106,6 +106,18 @@ def test_the_summary_shows_types_missing_values_and_ranges() -> None:
     assert cells["scores"] == ["list<item: double>", "", "", ""]
 
 
+def test_the_summary_shows_times_that_python_has_not() -> None:
+    table = {
+        "ns": pa.array([1, 2], pa.timestamp("ns")),
+        "took": pa.array([86_400_000_000_000, None], pa.duration("ns")),
+    }
+    ranges = [s.range for s in summarize_columns(table, infer_treatments(table))]
+    assert ranges == [
+        "1970-01-01 00:00:00.000000001 to 1970-01-01 00:00:00.000000002",
+        "1 to 1 d",
+    ]
+
+
 def test_values_of_every_form_are_equal() -> None:
     x = RNG.normal(size=20).astype(np.float32)
     mask = RNG.random(20) < 0.3

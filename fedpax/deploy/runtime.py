@@ -99,6 +99,10 @@ class Artifact:
 
         Returns:
             The server's results. What participants keep is not among them.
+
+        Raises:
+            ArtifactError: an argument is missing, or a reply counts a participant twice or one that
+                there is not.
         """
         values: dict[int, Any] = {}
         for name, number in self.manifest["arguments"].items():
@@ -120,11 +124,24 @@ class Artifact:
                     stage, tuple(values[v] for v in shared), tuple(values[v] for v in rows)
                 )
                 terms, shown, participants = yield request
+                self._check_participants(stage, participants)
                 if not len(participants):
                     terms = self._function(f"empty_{stage}")()
                 placed = self._place(stage, shown, participants)
                 values.update(zip(wires["shown"], placed, strict=True))
         return {name: values[v] for name, v in self.manifest["results"].items()}
+
+    def _check_participants(self, stage: int, participants: Sequence[int]) -> None:
+        size, indices = self.manifest["placement"]["size"], np.asarray(participants, int)
+        if len(beyond := indices[(indices < 0) | (indices >= size)]):
+            raise ArtifactError(
+                f"The reply to stage {stage} counts participant {beyond[0]}, expected numbers from "
+                f"0 to {size - 1}. Send the indices that the participants ran with."
+            )
+        if len(np.unique(indices)) != len(indices):
+            raise ArtifactError(
+                f"The reply to stage {stage} counts a participant twice. Merge each answer once."
+            )
 
     def _place(self, stage: int, shown: Sequence[Any], participants: Sequence[int]) -> list[Any]:
         """Place the rows of the participants that answered among zeros."""
@@ -187,7 +204,13 @@ def load(folder: str | Path, *, today: datetime.date | None = None) -> Artifact:
         )
     if program_hash(manifest) != manifest.get("program"):
         raise ArtifactError(f"{path} is damaged: it does not match its sha256. Export again.")
-    last = datetime.date.fromisoformat(manifest["not_after"])
+    try:
+        last = datetime.date.fromisoformat(manifest.get("not_after"))
+    except (TypeError, ValueError) as error:
+        raise ArtifactError(
+            f"{path} is damaged: its not_after is {manifest.get('not_after')!r}, expected a day "
+            "such as '2030-12-31'. Export again."
+        ) from error
     if (today or datetime.date.today()) > last:
         raise ArtifactError(
             f"{folder} could be used until {last}: later versions of jax need not read it. "

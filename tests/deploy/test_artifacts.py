@@ -205,6 +205,7 @@ def damage(folder: Path) -> None:
         (lambda f: (f / "manifest.json").write_text('{"a": 1}'), "is no manifest of exported"),
         (lambda f: change_manifest(f, format_version=2), "has format 2, and this runtime reads 1"),
         (lambda f: change_manifest(f, files={"../x": "0"}), "lists no file '../x'"),
+        (lambda f: change_manifest(f, not_after="2100-1-1"), "its not_after is '2100-1-1', exp"),
         (
             lambda f: (f / "manifest.json").write_text(
                 (f / "manifest.json").read_text().replace('"size": 4', '"size": 5')
@@ -218,6 +219,18 @@ def test_bad_folders_are_told_in_a_sentence(spoil, message, tmp_path):
     spoil(tmp_path / "round")
     with pytest.raises(ArtifactError, match=message):
         load(tmp_path / "round")
+
+
+@pytest.mark.parametrize(
+    ("participants", "message"),
+    [([0, 4], "counts participant 4, expected numbers from 0 to 3"), ([1, 1], "twice")],
+)
+def test_replies_of_wrong_participants_are_told(participants, message, tmp_path):
+    artifact = export_small(tmp_path / "round")
+    server = artifact.run({"state.params['b']": jnp.zeros(()), "state.params['w']": jnp.ones(3)})
+    next(server)
+    with pytest.raises(ArtifactError, match=message):
+        server.send(((), (), participants))
 
 
 def test_the_last_day_of_use(tmp_path):

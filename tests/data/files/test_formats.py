@@ -68,6 +68,14 @@ def test_examples_of_rows(tmp_path: Path, name: str) -> None:
         assert {**found, "words": example["words"]} == example
 
 
+def test_a_list_of_json_has_the_names_of_all_objects(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[{"x": 1}, {"x": 2, "y": 3}]')
+    assert load(tmp_path / "a.json").table.to_pydict() == {"x": [1, 2], "y": [None, 3]}
+    (tmp_path / "b.json").write_text('[{"x": 1}, 7]')
+    with pytest.raises(ValueError, match="its entry 1 is 7, expected an object"):
+        load(tmp_path / "b.json")
+
+
 def test_leaf(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     images = {f"f{k}": rng.random((k + 1, 6)).round(3) for k in (3, 0, 2)}

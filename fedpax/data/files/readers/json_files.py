@@ -93,12 +93,21 @@ def read_json(file: DataFile, options: ReadOptions) -> pa.Table:
     with file.open() as opened:
         start = opened.read(1 << 16).lstrip(b"\xef\xbb\xbf \t\r\n")
     if start.startswith(b"["):
-        return pa.Table.from_pylist(_parse(file))
+        return _read_list(_parse(file))
     if _LEAF.match(start):
         content = _parse(file)
         if {"users", "user_data"} <= content.keys():
             return read_leaf(content)
     return read_json_lines(file, options)
+
+
+def _read_list(examples: list[Any]) -> pa.Table:
+    for number, example in enumerate(examples):
+        if not isinstance(example, dict):
+            raise ArgumentError(f"its entry {number} is {example!r:.40}, expected an object")
+    # The names of all objects: the first one may lack some.
+    names = dict.fromkeys(name for example in examples for name in example)
+    return pa.table({name: [example.get(name) for example in examples] for name in names})
 
 
 def _parse(file: DataFile) -> Any:

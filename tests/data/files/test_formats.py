@@ -76,6 +76,19 @@ def test_a_list_of_json_has_the_names_of_all_objects(tmp_path: Path) -> None:
         load(tmp_path / "b.json")
 
 
+def test_arrays_in_other_files_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "secret.txt").write_text("secret")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", 6, np.uint8, external=[(str(tmp_path / "secret.txt"), 0, 6)])
+    with h5py.File(tmp_path / "b.h5", "w") as file:
+        layout = h5py.VirtualLayout((3,), np.int64)
+        layout[:] = h5py.VirtualSource("other.h5", "y", (3,))
+        file.create_virtual_dataset("x", layout)
+    for name in ("a.h5", "b.h5"):
+        with pytest.raises(ValueError, match=rf"{name} .*'x' is stored in another file"):
+            load(tmp_path / name)
+
+
 def test_leaf(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     images = {f"f{k}": rng.random((k + 1, 6)).round(3) for k in (3, 0, 2)}

@@ -50,6 +50,11 @@ def _read_group(group: Any, options: ReadOptions) -> dict[str, NDArray[Any]]:
     for name, values in group.items():
         if not isinstance(values, h5py.Dataset):
             raise ArgumentError(f"its group {group.name!r} has the group {name!r}, expected arrays")
+        if values.external or values.is_virtual:  # any file of this machine could be named
+            raise ArgumentError(
+                f"its array {name!r} is stored in another file, expected it in this one. Copy the "
+                "data with h5repack"
+            )
         if not options.columns or name in options.columns:
             is_text = h5py.check_string_dtype(values.dtype) is not None
             arrays[name] = values.asstr()[:] if is_text else values[:]

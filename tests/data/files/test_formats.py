@@ -89,6 +89,19 @@ def test_arrays_in_other_files_are_not_read(tmp_path: Path) -> None:
             load(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    "members", [{"1.jpg": b"a", "1.png": b"b"}, {"1.cls": b"3", "1.json": b'{"label": 7}'}]
+)
+def test_members_that_are_one_column_are_told(tmp_path: Path, members: dict[str, bytes]) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    with pytest.raises(ValueError, match=r"its example '1' has two values of '(image|label)'"):
+        load(tmp_path / "a.tar")
+
+
 def test_leaf(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     images = {f"f{k}": rng.random((k + 1, 6)).round(3) for k in (3, 0, 2)}

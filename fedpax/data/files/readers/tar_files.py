@@ -36,7 +36,13 @@ def stream_tar(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
     for key, members in _examples(file):
         row: dict[str, Any] = {"key": key}
         for suffix, content in members.items():
-            row |= _decode(key, suffix, content)
+            for name, value in _decode(key, suffix, content).items():
+                if name in row and not np.array_equal(row[name], value):
+                    raise ArgumentError(
+                        f"its example {key!r} has two values of {name!r}, one of them in "
+                        f"{key}.{suffix}, expected one. Rename one, such as {key}.mask"
+                    )
+                row[name] = value
             size += len(content)
         rows.append(row)
         if len(rows) == _EXAMPLES_AT_ONCE or size >= _MOST_BYTES:

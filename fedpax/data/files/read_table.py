@@ -54,10 +54,10 @@ def _named(file: DataFile) -> Iterator[None]:
     """Name the file in errors of the libraries that parse it."""
     try:
         yield
-    except (pa.ArrowException, OSError, ValueError) as error:
+    except (pa.ArrowException, MemoryError, OSError, ValueError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
-        text = " ".join(str(error).split()).rstrip(".")
+        text = " ".join(str(error).split()).rstrip(".") or "a size in it exceeds the memory"
         what = "" if is_image(file) else f"{file.path} cannot be read as {file.suffix[1:]}: "
         raise ArgumentError(f"{what}{text}.") from error
 

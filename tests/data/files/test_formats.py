@@ -89,6 +89,18 @@ def test_arrays_in_other_files_are_not_read(tmp_path: Path) -> None:
             load(tmp_path / name)
 
 
+def test_sizes_beyond_the_memory_are_told(tmp_path: Path) -> None:
+    header = io.BytesIO()
+    about = {"descr": "<f8", "fortran_order": False, "shape": (2**58,)}
+    np.lib.format.write_array_header_1_0(header, about)
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        member = tarfile.TarInfo("1.npy")
+        member.size = len(header.getvalue())
+        archive.addfile(member, io.BytesIO(header.getvalue()))
+    with pytest.raises(ValueError, match=r"a.tar cannot be read as tar: Unable to allocate"):
+        load(tmp_path / "a.tar")
+
+
 @pytest.mark.parametrize(
     "members", [{"1.jpg": b"a", "1.png": b"b"}, {"1.cls": b"3", "1.json": b'{"label": 7}'}]
 )

@@ -2,6 +2,7 @@
 
 import fnmatch
 import glob
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -99,8 +100,13 @@ def find_files(patterns: Sequence[str], split: str | None) -> list[DataFile]:
                 f"No file matches {pattern!r}. Quote a pattern on the command line, and check it "
                 "with ls; {client}, {label} and {split} each stand for a part of the path."
             )
-        found |= {file.path: file for file in matches}
-    return [found[path] for path in sorted(found)]
+        found |= {absolute(file.path): file for file in matches}
+    return sorted(found.values(), key=lambda file: file.path)
+
+
+def absolute(path: str) -> str:
+    """Return the full path of a file; a URL is one."""
+    return path if is_url(path) else os.path.abspath(path)
 
 
 def _is_file(file: DataFile) -> bool:

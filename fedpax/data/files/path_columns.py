@@ -1,13 +1,14 @@
 """path_fields and add_path_columns: the columns that the paths of files name, such as `client`."""
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 import numpy as np
 import pyarrow as pa
 
-from fedpax.data.files.finding import CLIENT, DataFile
+from fedpax.data.files.finding import CLIENT, DataFile, absolute
 from fedpax.data.files.formats import is_image, is_shard
 from fedpax.data.files.readers.own_clients import has_own_clients
 from fedpax.errors import ArgumentError
@@ -63,10 +64,16 @@ def add_path_columns(table: pa.Table, fields: Fields) -> pa.Table:
 
 
 def _client_names(files: Sequence[DataFile]) -> list[str]:
-    """Name clients after their files; with the folders that tell equal names apart."""
+    """Name clients after their files; with folders and suffixes that tell equal names apart."""
     names = [file.name for file in files]
     if len({*names}) == len(names):
         return names
-    shared = os.path.commonpath([os.path.dirname(file.path) for file in files])
-    paths = [PurePosixPath(os.path.relpath(file.path, shared)) for file in files]
-    return [path.with_name(name).as_posix() for path, name in zip(paths, names, strict=True)]
+    whole = [absolute(file.path) for file in files]
+    shared = os.path.commonpath([os.path.dirname(path) for path in whole])
+    paths = [PurePosixPath(os.path.relpath(path, shared)) for path in whole]
+    names = [path.with_name(name).as_posix() for path, name in zip(paths, names, strict=True)]
+    count = Counter(names)
+    return [
+        name if count[name] == 1 else path.as_posix()
+        for path, name in zip(paths, names, strict=True)
+    ]

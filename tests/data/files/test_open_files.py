@@ -162,6 +162,14 @@ def test_clients_of_equal_file_names_are_told_apart_by_folder(tmp_path: Path) ->
     assert load(tmp_path / "*" / "data.csv").client_names == ["north/data", "south/data"]
 
 
+def test_files_are_clients_once_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a.csv", "a.tsv", "b.csv"):
+        (tmp_path / name).write_text("x\n1\n")
+    monkeypatch.chdir(tmp_path)
+    source = load(["*.csv", "a.tsv", tmp_path / "b.csv"])
+    assert sorted(source.client_names) == ["a.csv", "a.tsv", "b"] and len(source) == 3
+
+
 def test_files_in_a_bucket(tmp_path: Path) -> None:
     import fsspec
 

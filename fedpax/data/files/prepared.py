@@ -147,19 +147,24 @@ def open_prepared(folder: Path, label: str | None = None) -> TableSource:
         raise ArgumentError(f"{folder / PREPARED} is not of format {_FORMAT}. {remedy}")
     try:
         table = _map(folder / EXAMPLES)
-        clients = None if about["client"] is None else _map(folder / CLIENTS)
+        starts = names = None
+        if about["client"] is not None:
+            clients = _map(folder / CLIENTS)
+            starts = np.append(clients["start"].to_numpy(), table.num_rows)
+            names = ClientNames(clients["name"])
     except (pa.ArrowException, OSError, KeyError) as error:
         raise ArgumentError(
             f"The prepared folder {folder} is damaged: {error}. {remedy}"
         ) from error
-    starts = names = None
-    if clients is not None:
-        starts = np.append(clients["start"].to_numpy(), table.num_rows)
-        names = ClientNames(clients["name"])
     if about.get("num_examples") != table.num_rows or (starts is not None and starts[0] != 0):
         raise ArgumentError(
             f"The prepared folder {folder} has {table.num_rows} examples, expected "
             f"{about.get('num_examples')}. {remedy}"
+        )
+    if starts is not None and not (np.diff(starts) > 0).all():
+        raise ArgumentError(
+            f"The prepared folder {folder} is damaged: its clients do not follow one another. "
+            f"{remedy}"
         )
     return TableSource(
         str(folder),

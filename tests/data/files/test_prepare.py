@@ -346,6 +346,14 @@ def test_damaged_folders_are_told(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "out", tmp_path / "in" / "train")
     assert len(load([tmp_path / "out"])) == 1000
     assert len(load(tmp_path / "in", "train")) == len(load(f"{tmp_path}/in/{{split}}", "train"))
+    clients = tmp_path / "in" / "train" / "clients.arrow"
+    for damaged, message in [
+        ({"name": [0, 1], "start": [0, 2000]}, "its clients do not follow one another"),
+        ({"name": [0, 1]}, "is damaged: .*start"),
+    ]:
+        write_arrow(pa.table(damaged), clients)
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path / "in" / "train")
     content = (tmp_path / "out" / "examples.arrow").read_bytes()
     (tmp_path / "out" / "examples.arrow").write_bytes(content[:-100])
     with pytest.raises(ValueError, match=r"out is damaged: .*prepare it again"):

@@ -54,13 +54,22 @@ class Label:
             The number of each class, int32, or the standardized label, float32.
 
         Raises:
-            ValueError: a value is missing or not one of the classes.
+            ValueError: a value is missing, not one of the classes, or not finite.
         """
         column = arrow_column(values)
         if is_missing(column).any():
             raise ArgumentError(missing_label_message(self.name, is_missing(column)))
         if self.task == "regression":
-            return ((numbers(column) - self.mean) / self.scale).astype(np.float32)
+            values = numbers(column)
+            with np.errstate(over="ignore"):
+                scaled = ((values - self.mean) / self.scale).astype(np.float32)
+            if not np.isfinite(scaled).all():
+                first = int(np.argmin(np.isfinite(scaled)))
+                raise ArgumentError(
+                    f"The label {self.name!r} is {values[first]:g} in example {first}, expected "
+                    "finite numbers that float32 holds. Correct it."
+                )
+            return scaled
         places = {name: place for place, name in enumerate(self.classes)}
         distinct, codes = encode_texts(column)
         if unknown := sorted(set(distinct) - places.keys()):

@@ -122,6 +122,11 @@ def test_other_texts_than_booleans_raise():
         fitted({"flag": ["True", "false"]})
 
 
+def test_infinite_labels_raise():
+    with pytest.raises(ValueError, match="'y' is inf in example 1, expected finite numbers"):
+        infer_label("y", [0.5, 1.5]).encode([1.5, np.inf])
+
+
 def test_large_whole_numbers_are_different_categories():
     assert infer_label("y", [1e19, 2e19], "classification").classes == ("1e+19", "2e+19")
 

@@ -186,7 +186,9 @@ def _held_out(
     """Return which examples of training clients, and which clients, are held out."""
     from fedpax.data.files.held_out import held_out
 
-    chosen = of_heldout if has_split else held_out(table, data.heldout_fraction)
+    # Clients that a partition made are no content: equal examples are on one side.
+    content = table if data.partition is None else table.drop_columns([client])
+    chosen = of_heldout if has_split else held_out(content, data.heldout_fraction)
     of_clients = held_out(table.select([client]), data.heldout_clients)
     is_new = np.zeros(len(names), np.bool_)
     is_new[owners[of_clients]] = True

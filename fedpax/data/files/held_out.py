@@ -36,7 +36,13 @@ def held_out(table: pa.Table, fraction: float) -> Bool[np.ndarray, " examples"]:
 
 
 def part_of_split(
-    name: str, table: pa.Table, split: str | None, fraction: float, by: str, client: str | None
+    name: str,
+    table: pa.Table,
+    split: str | None,
+    fraction: float,
+    by: str,
+    client: str | None,
+    made: str | None = None,
 ) -> pa.Table:
     """Return the examples of a split that a share of the examples makes.
 
@@ -47,6 +53,7 @@ def part_of_split(
         fraction: the share that is held out.
         by: `"example"`, `"client"` or a column.
         client: the column of clients, or None.
+        made: a column that a partition made, which is no content of an example.
 
     Raises:
         ValueError: `by` is no column.
@@ -60,7 +67,8 @@ def part_of_split(
             f"heldout_by={by!r} is no column of {name}, expected 'example', 'client' for files "
             f"with clients, or one of {', '.join(map(repr, table.column_names))}."
         )
-    is_held_out = held_out(table if by == "example" else table.select([by]), fraction)
+    columns = [c for c in table.column_names if c != made] if by == "example" else [by]
+    is_held_out = held_out(table.select(columns), fraction)
     return table.filter(pa.array(is_held_out == (split != "train")))
 
 

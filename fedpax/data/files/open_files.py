@@ -48,12 +48,13 @@ def open_files(
                 "Leave partition out, or name the files."
             )
         return _open_prepared(folder, client, label, columns, heldout_fraction)
+    made = None if partition is None else CLIENT
     if (table := memory_table(files, columns)) is not None:
         if partition is not None:
             table, client = add_partition(table, partition, client, label), CLIENT
         check_columns(table.column_names, {"client": client, "label": label}, "the table")
         check_split("the table", split, heldout_fraction)
-        table = part_of_split("the table", table, split, heldout_fraction, heldout_by, client)
+        table = part_of_split("the table", table, split, heldout_fraction, heldout_by, client, made)
         check_any("the table", table, split, heldout_fraction)
         return sort_by_client("the table", Path(), table, client, label)
     selected = select_files(
@@ -86,7 +87,7 @@ def open_files(
         table, client = add_partition(table, partition, client, label), CLIENT
     check_columns(table.column_names, {"client": client, "label": label}, name)
     if not selected.names_split:
-        table = part_of_split(name, table, split, heldout_fraction, heldout_by, client)
+        table = part_of_split(name, table, split, heldout_fraction, heldout_by, client, made)
         check_any(name, table, split, heldout_fraction)
     return sort_by_client(name, Path(groups[0][0].path).parent, table, client, label)
 

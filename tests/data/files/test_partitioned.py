@@ -75,3 +75,11 @@ def test_both_sides_of_a_held_out_split_have_the_same_clients(folder: Path) -> N
 def test_what_is_refused(folder: Path, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load(folder / "*.parquet", **options)
+
+
+def test_equal_examples_of_several_clients_are_on_one_side() -> None:
+    data = {"x": np.arange(200) % 20}
+    train, heldout = (
+        load(data, split, partition="iid:10", heldout_fraction=0.5) for split in ("train", "test")
+    )
+    assert not {*train.column("x").tolist()} & {*heldout.column("x").tolist()}

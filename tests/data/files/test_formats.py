@@ -101,6 +101,16 @@ def test_sizes_beyond_the_memory_are_told(tmp_path: Path) -> None:
         load(tmp_path / "a.tar")
 
 
+def test_sparse_members_are_not_read(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        member = tarfile.TarInfo("1.x")
+        member.pax_headers = {"GNU.sparse.map": "0,0", "GNU.sparse.size": str(10**13)}
+        archive.addfile(member)
+    assert (tmp_path / "a.tar").stat().st_size < 20_000
+    with pytest.raises(ValueError, match=r"its member 1\.x is sparse, expected whole files"):
+        load(tmp_path / "a.tar")
+
+
 @pytest.mark.parametrize(
     "members", [{"1.jpg": b"a", "1.png": b"b"}, {"1.cls": b"3", "1.json": b'{"label": 7}'}]
 )

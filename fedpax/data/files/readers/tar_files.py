@@ -63,6 +63,11 @@ def _examples(file: DataFile) -> Iterator[tuple[str, dict[str, bytes]]]:
                 if not member.isfile() or not name or not dot:
                     continue
                 own = (path.parent / name).as_posix()
+                if member.issparse():  # some bytes can stand for any number of zeros
+                    raise ArgumentError(
+                        f"its member {member.name} is sparse, expected whole files. Make it again "
+                        "without tar --sparse"
+                    )
                 if own != key and members:
                     yield key, members
                     members = {}

@@ -205,8 +205,8 @@ def load(folder: str | Path, *, today: datetime.date | None = None) -> Artifact:
     if program_hash(manifest) != manifest.get("program"):
         raise ArtifactError(f"{path} is damaged: it does not match its sha256. Export again.")
     try:
-        last = datetime.date.fromisoformat(manifest.get("not_after"))
-    except (TypeError, ValueError) as error:
+        last = datetime.date.fromisoformat(str(manifest.get("not_after")))
+    except ValueError as error:
         raise ArtifactError(
             f"{path} is damaged: its not_after is {manifest.get('not_after')!r}, expected a day "
             "such as '2030-12-31'. Export again."

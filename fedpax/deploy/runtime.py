@@ -202,6 +202,12 @@ def load(folder: str | Path, *, today: datetime.date | None = None) -> Artifact:
             f"{path} has format {manifest.get('format_version')!r}, and this runtime reads "
             f"{VERSION}. Update fedpax, or export again with the version here."
         )
+    versions = manifest.get("versions")
+    if not isinstance(versions, dict) or not {"fedpax", "jax"} <= versions.keys():
+        raise ArtifactError(
+            f"{path} is damaged: its versions are {versions!r}, expected those of fedpax and jax. "
+            "Export again."
+        )
     if program_hash(manifest) != manifest.get("program"):
         raise ArtifactError(f"{path} is damaged: it does not match its sha256. Export again.")
     try:

@@ -1,6 +1,7 @@
 """to_numpy and array_to_arrow: columns between Arrow and NumPy, masked where values are missing."""
 
 import itertools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -139,3 +140,8 @@ def _fill(array: Any) -> Any:
         return pc.fill_null(array, pa.scalar(np.nan, array.type))
     valid = np.asarray(array.is_valid().to_numpy(zero_copy_only=False))
     return array.take(np.where(valid, np.arange(len(array)), np.argmax(valid)))
+
+
+def is_pandas_index(name: str) -> bool:
+    """Tell whether a column is the unnamed index of rows that pandas filtered or sorted."""
+    return re.fullmatch(r"__index_level_\d+__", name) is not None

@@ -1,18 +1,16 @@
 """memory_table: tables and arrays in Python as Arrow tables; their libraries are not imported."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from fedpax.data.files.columns import array_to_arrow
+from fedpax.data.files.columns import array_to_arrow, is_pandas_index
 from fedpax.data.files.formats import ReadOptions
 from fedpax.data.files.readers.hugging_face import decode_features
 from fedpax.errors import ArgumentError
 
-_INDEX = re.compile(r"__index_level_\d+__")  # of rows that pandas has filtered or sorted
 _VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 
 
@@ -49,7 +47,7 @@ def memory_table(data: Any, columns: Sequence[str]) -> pa.Table | None:
     if not table.num_rows:
         raise ArgumentError("The table has no examples, expected at least one. Pass another one.")
     table = decode_features(table, ReadOptions(tuple(columns), {}, None))
-    table = table.select(list(columns) or [n for n in names if not _INDEX.fullmatch(n)])
+    table = table.select(list(columns) or [n for n in names if not is_pandas_index(n)])
     kinds = [field.with_type(_VIEWS.get(field.type, field.type)) for field in table.schema]
     return table.cast(pa.schema(kinds))
 

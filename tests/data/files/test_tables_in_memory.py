@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from fedpax.data import load
+from fedpax.data import load, prepare
 
 
 class Frame:
@@ -82,3 +82,12 @@ def test_the_index_of_a_filtered_data_frame_is_no_column() -> None:
     frame = Frame(pa.table({"x": [1.5, 2.5], "__index_level_0__": [3, 7]}))
     assert load(frame).fields == ("x",)
     assert load(frame, columns=["__index_level_0__"]).fields == ("__index_level_0__",)
+
+
+def test_the_index_of_a_filtered_data_frame_in_parquet_is_no_column(tmp_path: Path) -> None:
+    path = tmp_path / "frame.parquet"
+    parquet.write_table(pa.table({"x": [1.5, 2.5], "__index_level_0__": [3, 7]}), path)
+    assert load(path).fields == ("x",)
+    assert load(path, columns=["__index_level_0__"]).column("__index_level_0__").tolist() == [3, 7]
+    prepare(path, tmp_path / "prepared")
+    assert load(tmp_path / "prepared").fields == ("x",)

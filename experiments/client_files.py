@@ -86,7 +86,7 @@ class OpenFiles(NamedTuple):
 
     @property
     def training(self) -> Bool[np.ndarray, " examples"]:
-        """Whether an example is trained on."""
+        """Tell for each example whether it is a training example."""
         return np.asarray(~self.heldout & ~self.is_new[self.owners], np.bool_)
 
     def parts(self, chosen: Bool[np.ndarray, " examples"]) -> dict[str, NDArray[np.int64]]:

@@ -97,12 +97,12 @@ class MethodConfig(Settings):
 
     @property
     def has_server_optimizer(self) -> bool:
-        """Whether the method takes the experiment's server optimizer."""
+        """Tell whether the method takes the experiment's server optimizer."""
         return "server_optimizer" in inspect.signature(self.function).parameters
 
     @property
     def has_shared_model(self) -> bool:
-        """Whether the parameters of the algorithm's state are one model, without clusters."""
+        """Tell whether the algorithm's state has one model, without clusters."""
         return not hasattr(self, "num_clusters")
 
     def make(self, loss_fn: LossFn, settings: ClientTraining) -> FederatedAlgorithm:

@@ -208,6 +208,38 @@ class ClientExperiment(Experiment):
         )
         return self.method.make(loss_fn, settings)
 
+    def make_rounds(
+        self,
+        examples: Examples | Arrays,
+        population: Partition,
+        sampler: ClientSampler,
+        preprocess: Preprocess,
+        *,
+        num_devices: int = 1,
+        chunk_size: int = 1,
+    ) -> CohortRounds:
+        """Make the rounds of the sampled clients, which are dealt to devices in chunks."""
+        return cohort_rounds(
+            examples,
+            population,
+            sampler,
+            batch_size=self.cohort.batch_size,
+            local_epochs=self.cohort.local_epochs,
+            max_steps=self.cohort.max_steps,
+            seed=self.cohort.seed,
+            num_devices=num_devices,
+            chunk_size=chunk_size,
+            preprocess=preprocess,
+        )
+
+    def make_rounds_of_all(
+        self, examples: Examples | Arrays, population: Partition
+    ) -> tuple[CohortRounds, ClientSampler]:
+        """Make rounds of all clients, and their sampler."""
+        sampler = ClientSampler(len(population), len(population), self.cohort.seed)
+        rounds = self.make_rounds(examples, population, sampler, self.make_preprocess())
+        return rounds, sampler
+
     def make_stream(self, rounds: CohortRounds, sampler: ClientSampler) -> CohortStream:
         """Make the stream of cohorts from the rounds of the sampled clients."""
         del sampler
@@ -229,17 +261,13 @@ class ClientExperiment(Experiment):
         preprocess = self.make_preprocess()
         training, population = self.read_clients()
         sampler = self.make_sampler(population)
-        rounds = cohort_rounds(
+        rounds = self.make_rounds(
             training,
             population,
             sampler,
-            batch_size=cohort.batch_size,
-            local_epochs=cohort.local_epochs,
-            max_steps=cohort.max_steps,
-            seed=cohort.seed,
+            preprocess,
             num_devices=num_devices,
             chunk_size=cohort.chunk_size,
-            preprocess=preprocess,
         )
         read_heldout = self.open_heldout(preprocess)
         model = self.make_model()

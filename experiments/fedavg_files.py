@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from fedpax.algorithm import LossFn, Params
 from fedpax.checks import NON_NEGATIVE, check_ranges
 from fedpax.clients.cohort import Cohort
-from fedpax.data import ClientSampler, Partition, cohort_rounds, example_batches
+from fedpax.data import Partition, example_batches
 from fedpax.data.rounds.preprocess import Arrays, Preprocess
 from fedpax.data.tables import Label
 from fedpax.experiments.client_evaluation import EvaluateClients
@@ -55,7 +55,7 @@ class PreparedFiles(Protocol):
 
     @property
     def label(self) -> Label:
-        """What is predicted."""
+        """The label that the model predicts."""
         ...
 
     @property
@@ -87,7 +87,7 @@ class FedAvgFiles(ClientExperiment):
 
     @property
     def saved_inputs(self) -> Mapping[str, Any] | None:
-        """What `write_inputs` wrote when the run began; None in a new run."""
+        """The columns and classes with which the run began; None in a new run."""
         found: Mapping[str, Any] | None = self.__dict__.get("_saved_inputs")
         return found
 
@@ -158,7 +158,7 @@ class FedAvgFiles(ClientExperiment):
         return example_batches(self._read(chosen), self.heldout_batch_size)
 
     def _read(self, rows: NDArray[Any]) -> dict[str, NDArray[Any]]:
-        """Return the fields of some examples as those of a batch."""
+        """Return some examples as a batch."""
         examples = {name: values[rows] for name, values in self.prepared.examples.items()}
         return self.make_preprocess()(examples)
 
@@ -264,19 +264,7 @@ class FedAvgFiles(ClientExperiment):
     def _own_examples(self) -> tuple[Cohort, dict[str, chex.Array]]:
         """A round of all training clients, and the held-out examples of each, in memory."""
         examples, population = self.read_clients()
-        sampler = ClientSampler(len(population), len(population), self.cohort.seed)
-        every_client = next(
-            cohort_rounds(
-                examples,
-                population,
-                sampler,
-                batch_size=self.cohort.batch_size,
-                local_epochs=self.cohort.local_epochs,
-                max_steps=self.cohort.max_steps,
-                seed=self.cohort.seed,
-                preprocess=self.make_preprocess(),
-            )
-        )
+        every_client = next(self.make_rounds_of_all(examples, population)[0])
         cohort = pad_cohort(every_client, self.make_mesh().shape.get("clients", 1))
         heldout, none = self.opened.parts(self.opened.heldout), np.zeros(0, np.int64)
         names = [*self.training_parts, None]  # the last one for absent clients, whose id is -1

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from fedpax import Cohort
 from fedpax.algorithm import Params
-from fedpax.data import ClientSampler, Partition, cohort_rounds
+from fedpax.data import Partition
 from fedpax.experiments.client_evaluation import label_weights
 from fedpax.experiments.fedavg_images import FedAvgImages
 from fedpax.experiments.personal_evaluation import with_own_models
@@ -62,17 +62,7 @@ class PersonalImages(FedAvgImages):
 
     def _read_cohort(self, population: Partition) -> Cohort:
         """Read a round of all clients."""
-        sampler = ClientSampler(len(population), len(population), self.cohort.seed)
-        rounds = cohort_rounds(
-            self.read_clients()[0],
-            population,
-            sampler,
-            batch_size=self.cohort.batch_size,
-            local_epochs=self.cohort.local_epochs,
-            max_steps=self.cohort.max_steps,
-            seed=self.cohort.seed,
-            preprocess=self.make_preprocess(),
-        )
+        rounds, sampler = self.make_rounds_of_all(self.read_clients()[0], population)
         return next(self.make_stream(rounds, sampler))
 
 

@@ -97,7 +97,9 @@ def counted_examples(cohort: Cohort) -> Num[Array, " participants"] | None:
     """Return `cohort.num_examples` with 0 for negative numbers. Inside a program."""
     if cohort.num_examples is None:
         return None
-    return federated_map(lambda n: jnp.maximum(n, jnp.zeros_like(n)), cohort.num_examples)
+    # Under `jax.checkpoint`, a derivative recomputes the number and stores none per participant.
+    not_negative = jax.checkpoint(lambda n: jnp.maximum(n, jnp.zeros_like(n)))
+    return federated_map(not_negative, cohort.num_examples)
 
 
 def participant_weights(cohort: Cohort) -> Num[Array, " participants"] | None:

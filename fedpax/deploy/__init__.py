@@ -1,8 +1,16 @@
 """Engines that run the stages of a program, and their export to files."""
 
-from fedpax.deploy.artifacts import export_stages
+from fedpax.deploy.artifacts import export_stages, pack_stages
 from fedpax.deploy.inspection import inspect_round
 from fedpax.deploy.local import run_local
 from fedpax.deploy.runtime import Artifact, ArtifactError, load
 
-__all__ = ["Artifact", "ArtifactError", "export_stages", "inspect_round", "load", "run_local"]
+__all__ = [
+    "Artifact",
+    "ArtifactError",
+    "export_stages",
+    "inspect_round",
+    "load",
+    "pack_stages",
+    "run_local",
+]

@@ -71,22 +71,49 @@ def export_stages(
         ...     print(stop.value["result"])
         8.0
     """
-    if importlib.util.find_spec("flatbuffers") is None:
-        raise MissingPackageError(
-            "export_stages() needs the package flatbuffers. Install it: pip install "
-            "'fedpax[deploy]'."
-        )
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ArgumentError(
             f"export_stages(): {folder} has files, expected a new or an empty folder. Give another."
         )
+    manifest, files = pack_stages(stages, platforms=platforms, not_after=not_after)
     folder.mkdir(parents=True, exist_ok=True)
-    writer = _Writer(folder, platforms)
-    flops = [_write_stage(writer, stages, number, stage) for number, stage in enumerate(stages)]
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    text = json.dumps(manifest, indent=1, sort_keys=True)
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")  # last: the folder is whole
+    return load(folder)
+
+
+def pack_stages(
+    stages: Stages,
+    *,
+    platforms: Sequence[str] = ("cpu",),
+    portable: bool = True,
+    not_after: datetime.date | None = None,
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Export stages as `export_stages` does, in memory.
+
+    Args:
+        stages: the stages.
+        platforms: the platforms to export for.
+        portable: add the client as portable StableHLO.
+        not_after: the last day of use.
+
+    Returns:
+        The manifest, and the content of each file by name: the arguments of
+        `fedpax.deploy.Artifact`.
+    """
+    if importlib.util.find_spec("flatbuffers") is None:
+        raise MissingPackageError(
+            "export_stages() needs the package flatbuffers. Install it: pip install "
+            "'fedpax[deploy]'."
+        )
+    files = _Files(platforms, portable)
+    flops = [_add_stage(files, stages, number, stage) for number, stage in enumerate(stages)]
     wiring = stages.wiring()
     for part, wires in enumerate(wiring.parts):
-        writer.write(f"server_{part}", wires.run, wires.types)
+        files.add(f"server_{part}", wires.run, wires.types)
     last = not_after or datetime.date.today() + datetime.timedelta(days=VALID_DAYS)
     manifest: dict[str, Any] = {
         "format": FORMAT,
@@ -111,19 +138,17 @@ def export_stages(
             }
             for wires in wiring.parts
         ],
-        "files": writer.files,
+        "files": {name: hashlib.sha256(x).hexdigest() for name, x in files.content.items()},
         "versions": {"fedpax": fedpax.__version__, "jax": jax.__version__},
         "created": datetime.date.today().isoformat(),
         "not_after": last.isoformat(),
     }
     manifest["program"] = program_hash(manifest)
-    text = json.dumps(manifest, indent=1, sort_keys=True)
-    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")  # last: the folder is whole
-    return load(folder)
+    return manifest, files.content
 
 
-def _write_stage(writer: "_Writer", stages: Stages, number: int, stage: Stage) -> int:
-    """Write the functions of a stage; return the FLOPs of a participant."""
+def _add_stage(files: "_Files", stages: Stages, number: int, stage: Stage) -> int:
+    """Add the functions of a stage; return the FLOPs of a participant."""
     own = [value.name for value in stage.own]
     kept = [value.name for value in stage.kept]
     num_shared, num_rows = len(stage.shared), len(stage.rows)
@@ -141,23 +166,23 @@ def _write_stage(writer: "_Writer", stages: Stages, number: int, stage: Stage) -
     index = jax.ShapeDtypeStruct((), jax.numpy.int32)
     terms = list(map(_type, stage.terms))
     given = [*map(_type, (*stage.shared, *stage.rows, *stage.own))]
-    writer.write(f"client_{number}", client, [index, *given], portable=True)
-    writer.write(f"merge_{number}", merge, [*terms, *terms])
-    writer.write(f"empty_{number}", lambda: list(stages.empty(number)), [])
+    files.add(f"client_{number}", client, [index, *given], portable=True)
+    files.add(f"merge_{number}", merge, [*terms, *terms])
+    files.add(f"empty_{number}", lambda: list(stages.empty(number)), [])
     (size,) = jax.export.symbolic_shape("participants")
     many = [jax.ShapeDtypeStruct((size, *t.shape), t.dtype) for t in terms]
-    writer.write(f"fold_{number}", lambda *terms: list(stages.fold(number)(terms)), many)
+    files.add(f"fold_{number}", lambda *terms: list(stages.fold(number)(terms)), many)
     return int(count_flops(jax.make_jaxpr(client)(index, *given).jaxpr).number)
 
 
-class _Writer:
-    """Writes functions to a folder, and notes the sha256 of each file."""
+class _Files:
+    """Exported functions, as the content of files by name."""
 
-    def __init__(self, folder: Path, platforms: Sequence[str]) -> None:
-        self.folder, self.platforms = folder, list(platforms)
-        self.files: dict[str, str] = {}
+    def __init__(self, platforms: Sequence[str], portable: bool) -> None:
+        self.platforms, self.portable = list(platforms), portable
+        self.content: dict[str, bytes] = {}
 
-    def write(
+    def add(
         self, name: str, fn: Callable[..., Any], types: Sequence[Any], *, portable: bool = False
     ) -> None:
         """Export a function."""
@@ -167,13 +192,9 @@ class _Writer:
 
         exported = jax.export.export(jax.jit(function), platforms=self.platforms)(*types)
         exported = without_locations(exported)
-        self._write(f"{name}.jax", bytes(exported.serialize()))
-        if portable:
-            self._write(f"{name}.stablehlo", exported.mlir_module_serialized)
-
-    def _write(self, name: str, content: bytes) -> None:
-        (self.folder / name).write_bytes(content)
-        self.files[name] = hashlib.sha256(content).hexdigest()
+        self.content[f"{name}.jax"] = bytes(exported.serialize())
+        if portable and self.portable:
+            self.content[f"{name}.stablehlo"] = exported.mlir_module_serialized
 
 
 def _type(value: Value) -> jax.ShapeDtypeStruct:

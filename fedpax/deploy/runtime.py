@@ -38,8 +38,8 @@ class Artifact:
         program: the sha256 of the program. Two exports of one program have the same.
     """
 
-    def __init__(self, folder: Path, manifest: Mapping[str, Any]) -> None:
-        self._folder, self.manifest = folder, manifest
+    def __init__(self, manifest: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+        self.manifest, self._files = manifest, files
         self.program: str = manifest["program"]
         self._functions: dict[str, Callable[..., Any]] = {}
 
@@ -104,31 +104,54 @@ class Artifact:
             ArtifactError: an argument is missing, or a reply counts a participant twice or one that
                 there is not.
         """
-        values: dict[int, Any] = {}
-        for name, number in self.manifest["arguments"].items():
+        values, terms = self.begin(arguments), ()
+        for part, wires in enumerate(self.manifest["server"]):
+            values, request = self.advance(part, values, terms)
+            terms = ()
+            if request is not None:
+                terms, shown, participants = yield request
+                self._check_participants(request.stage, participants)
+                if not len(participants):
+                    terms = self._function(f"empty_{request.stage}")()
+                placed = self._place(request.stage, shown, participants)
+                values.update(zip(wires["shown"], placed, strict=True))
+        return self.results(values)
+
+    def begin(self, arguments: Mapping[str, Any]) -> dict[int, Any]:
+        """Return the values of the server at the start of `run`, by number."""
+        for name in self.manifest["arguments"]:
             if name not in arguments:
                 raise ArtifactError(
                     f"run(): arguments has no {name!r}, expected the server's arguments "
                     f"{list(self.manifest['arguments'])}."
                 )
-            values[number] = arguments[name]
-        terms: Sequence[Any] = ()
-        for part, wires in enumerate(self.manifest["server"]):
-            given = [values[v] for v in wires["inputs"]]
-            results = self._function(f"server_{part}")(*given, *terms)
-            values.update(zip(wires["results"], results, strict=True))
-            terms, stage = (), wires["stage"]
-            if stage is not None:
-                shared, rows = wires["shared"], wires["rows"]
-                request = Request(
-                    stage, tuple(values[v] for v in shared), tuple(values[v] for v in rows)
-                )
-                terms, shown, participants = yield request
-                self._check_participants(stage, participants)
-                if not len(participants):
-                    terms = self._function(f"empty_{stage}")()
-                placed = self._place(stage, shown, participants)
-                values.update(zip(wires["shown"], placed, strict=True))
+        return {number: arguments[name] for name, number in self.manifest["arguments"].items()}
+
+    def advance(
+        self, part: int, values: Mapping[int, Any], terms: Sequence[Any]
+    ) -> tuple[dict[int, Any], Request | None]:
+        """Run one part of the server, for an engine that keeps the values between the parts.
+
+        Args:
+            part: number of the part, from 0 to `len(manifest["server"]) - 1`.
+            values: values of the server by number. Shown values of the stage before are among
+                them, under the numbers in `manifest["server"][part - 1]["shown"]`.
+            terms: the merged terms of the stage before; empty without one.
+
+        Returns:
+            The values and the results of the part, and the request that follows, or None.
+        """
+        wires = self.manifest["server"][part]
+        given = [values[v] for v in wires["inputs"]]
+        results = self._function(f"server_{part}")(*given, *terms)
+        values = {**values, **dict(zip(wires["results"], results, strict=True))}
+        if wires["stage"] is None:
+            return values, None
+        shared, rows = (tuple(values[v] for v in wires[kind]) for kind in ("shared", "rows"))
+        return values, Request(wires["stage"], shared, rows)
+
+    def results(self, values: Mapping[int, Any]) -> dict[str, Any]:
+        """Return the server's results by name, from its values after the last part."""
         return {name: values[v] for name, v in self.manifest["results"].items()}
 
     def _check_participants(self, stage: int, participants: Sequence[int]) -> None:
@@ -154,12 +177,16 @@ class Artifact:
 
     def exported(self, name: str) -> jax.export.Exported:
         """Return a function of the folder, such as `client_0`, as JAX exports it."""
-        content = _checked(self._folder, f"{name}.jax", self.manifest["files"])
+        if f"{name}.jax" not in self._files:
+            raise ArtifactError(
+                f"The exported stages have no function {name!r}, expected one of "
+                f"{sorted(self._files)}. Export again."
+            )
         try:
-            return jax.export.deserialize(bytearray(content))
+            return jax.export.deserialize(bytearray(self._files[f"{name}.jax"]))
         except Exception as error:
             raise ArtifactError(
-                f"{self._folder / name}.jax cannot be read by jax {jax.__version__} "
+                f"{name}.jax cannot be read by jax {jax.__version__} "
                 f"({type(error).__name__}: {error}). Export again, with a jax of about the "
                 f"same age; this one was made by {self.manifest['versions']['jax']}."
             ) from error
@@ -222,9 +249,8 @@ def load(folder: str | Path, *, today: datetime.date | None = None) -> Artifact:
             f"{folder} could be used until {last}: later versions of jax need not read it. "
             "Export again."
         )
-    for name in manifest["files"]:
-        _checked(folder, name, manifest["files"])
-    return Artifact(folder, manifest)
+    files = {name: _checked(folder, name, manifest["files"]) for name in manifest["files"]}
+    return Artifact(manifest, files)
 
 
 def program_hash(manifest: Mapping[str, Any]) -> str:

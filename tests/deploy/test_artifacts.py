@@ -15,7 +15,15 @@ import pytest
 import fedpax
 from fedpax import federated_map, federated_mean, federated_sum
 from fedpax.algorithms import diloco, fedavg, scaffold
-from fedpax.deploy import ArtifactError, export_stages, load, run_local, runtime
+from fedpax.deploy import (
+    Artifact,
+    ArtifactError,
+    export_stages,
+    load,
+    pack_stages,
+    run_local,
+    runtime,
+)
 
 N = 4
 SGD = optax.sgd(0.1)
@@ -119,6 +127,36 @@ def test_exported_stages_equal_the_stages(name, participants, tmp_path):
                     new = expected[key.replace("state", "result[0]", 1)][i]
                     np.testing.assert_allclose(kept[i][key], new, rtol=0, atol=1e-6)
                     assert key.endswith("count") or not np.allclose(new, rows[i])
+
+
+def test_a_server_whose_values_are_kept_between_its_parts():
+    program, *args = CALLS["three stages"]()
+    stages = fedpax.stages(program, *args)
+    artifact = Artifact(*pack_stages(stages, portable=False))
+    states = stages.own(*args)
+    own = [{k: rows[i] for k, rows in states.items()} for i in range(N)]
+    named = dict(zip(stages.argument_names, jax.tree.leaves(args), strict=True))
+    values, terms = artifact.begin(named), ()
+    for part, wires in enumerate(artifact.manifest["server"]):
+        values, request = artifact.advance(part, values, terms)
+        terms = ()
+        if request is None:
+            continue
+        answers = []
+        for i in range(N):
+            rows = [row[i] for row in request.rows]
+            sent, shown, kept = artifact.client(request.stage)(i, request.shared, rows, own[i])
+            own[i] |= kept
+            answers.append((sent, shown))
+        terms = artifact.fold(request.stage)(
+            [jnp.stack(t) for t in zip(*(a[0] for a in answers), strict=True)]
+        )
+        shown = [jnp.stack(s) for s in zip(*(a[1] for a in answers), strict=True)]
+        values |= dict(zip(wires["shown"], shown, strict=True))
+    result = run_local(stages, *args)
+    np.testing.assert_allclose(
+        artifact.results(values)["result[0]['w']"], result[0]["w"], rtol=0, atol=1e-6
+    )
 
 
 def export_small(folder, **options):

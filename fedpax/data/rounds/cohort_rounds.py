@@ -48,6 +48,14 @@ from fedpax.primitives.casts import checked_cast
 Read = Callable[[NDArray[np.int64]], dict[str, NDArray[Any]]]
 
 
+class _Located(NamedTuple):
+    """Where the examples of sampled clients are."""
+
+    sizes: NDArray[np.int64]  # the number of examples of each sampled client, int64 `[sampled]`
+    # `(position of the client among the sampled, example of the client) -> index`.
+    indices: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]
+
+
 class CohortRounds:
     """An endless iterator over the rounds of a population; made by `cohort_rounds`.
 
@@ -113,18 +121,62 @@ class CohortRounds:
 
     def __next__(self) -> Cohort:
         """Return the cohort of the next round, in new arrays."""
-        batch_size, epochs, seed, num_examples = (
-            int(self.settings[name])
-            for name in ("batch_size", "local_epochs", "seed", "num_examples")
-        )
-        sampled = self._sample()
+        cohort = self._read_rows(self._round, *self._order(self._round))
+        self._round += 1
+        return cohort
+
+    def client_ids(self, round_number: int) -> NDArray[np.int64]:
+        """Return the clients of a round in the order of a cohort's rows; -1 is an empty slot.
+
+        Args:
+            round_number: the round, counted from 0.
+        """
+        return self._order(round_number)[0]
+
+    def read_clients(self, round_number: int, client_ids: NDArray[np.integer]) -> Cohort:
+        """Read some clients of a round alone: the same batches that the round has.
+
+        Args:
+            round_number: the round, counted from 0.
+            client_ids: the clients, integers `[n]`; -1 is an empty slot.
+
+        Returns:
+            A cohort of n clients.
+        """
+        client_ids = np.asarray(client_ids, np.int64)
+        present = np.flatnonzero(client_ids >= 0)
+        found = self._locate(client_ids[present])
+        sizes = np.zeros(len(client_ids), np.int64)
+        sizes[present] = found.sizes
+        place = np.cumsum(client_ids >= 0) - 1
+        located = _Located(sizes, lambda row, k: found.indices(place[row], k))
+        return self._read_rows(round_number, client_ids, located)
+
+    def _locate(self, client_ids: NDArray[np.int64]) -> _Located:
+        return _locate_examples(self._population, client_ids, int(self.settings["num_examples"]))
+
+    def _num_steps(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+        batch_size, epochs = int(self.settings["batch_size"]), int(self.settings["local_epochs"])
+        return _num_steps(sizes, batch_size, epochs, self.max_steps)
+
+    def _order(self, round_number: int) -> tuple[NDArray[np.int64], _Located]:
+        """Sample the clients of a round, and locate the examples of each of its rows."""
+        sampled = self._sample(round_number)
         absent = self._sampler.cohort_size - len(sampled)
         client_ids = np.concatenate([sampled, np.full(absent, -1, np.int64)])
-        examples = _locate_examples(self._population, sampled, num_examples)
-        sizes = np.concatenate([examples.sizes, np.zeros(absent, np.int64)])
-        num_steps = _num_steps(sizes, batch_size, epochs, self.max_steps)
+        located = self._locate(sampled)
+        sizes = np.concatenate([located.sizes, np.zeros(absent, np.int64)])
+        num_steps = self._num_steps(sizes)
         order = balanced_order(num_steps, self._num_devices, chunk_size=self._chunk_size)
-        client_ids, num_steps, sizes = client_ids[order], num_steps[order], sizes[order]
+        in_order = _Located(sizes[order], lambda row, k: located.indices(order[row], k))
+        return client_ids[order], in_order
+
+    def _read_rows(
+        self, round_number: int, client_ids: NDArray[np.int64], located: _Located
+    ) -> Cohort:
+        batch_size, seed = int(self.settings["batch_size"]), int(self.settings["seed"])
+        sizes = located.sizes
+        num_steps = self._num_steps(sizes)
 
         # For each example of the round: its client's row, and its slot among the row's batches.
         epoch_slots = -(-sizes // batch_size) * batch_size  # the last batch may not be full
@@ -134,9 +186,9 @@ class CohortRounds:
         is_example = slot % epoch_slots[row] < sizes[row]
         row, slot = row[is_example], slot[is_example]
         # The keys do not depend on the row: a client has the same batches on any number of devices.
-        keys = hash_key(seed, self._round, client_ids[row], slot // epoch_slots[row])
+        keys = hash_key(seed, round_number, client_ids[row], slot // epoch_slots[row])
         offset = shuffled_index(slot % epoch_slots[row], sizes[row], keys)
-        chosen = examples.indices(order[row], offset)
+        chosen = located.indices(row, offset)
 
         mask = np.zeros((len(client_ids), self.max_steps * batch_size), np.bool_)
         mask[row, slot] = True
@@ -150,7 +202,6 @@ class CohortRounds:
         }
         batches[MASK] = combine_masks(mask.reshape(shape), batches.get(MASK))
         self._check_shapes(batches)
-        self._round += 1
         return Cohort(
             batches,
             num_examples=checked_cast(np.minimum(sizes, row_slots), np.int32, "num_examples"),
@@ -158,9 +209,9 @@ class CohortRounds:
             client_ids=checked_cast(client_ids, np.int32, "client_ids", "Sample fewer clients."),
         )
 
-    def _sample(self) -> NDArray[np.int64]:
-        """Sample the clients of the round, and check what a subclass of `ClientSampler` returns."""
-        sampled = np.asarray(self._sampler.sample(self._round))
+    def _sample(self, round_number: int) -> NDArray[np.int64]:
+        """Sample the clients of a round, and check what a subclass of `ClientSampler` returns."""
+        sampled = np.asarray(self._sampler.sample(round_number))
         cohort_size, num_clients = self._sampler.cohort_size, self._sampler.num_clients
         if (
             sampled.ndim != 1
@@ -169,7 +220,7 @@ class CohortRounds:
             or sampled.max(initial=0) >= num_clients
         ):
             raise ArgumentError(
-                f"{type(self._sampler).__name__}.sample({self._round}) returned {sampled.dtype}"
+                f"{type(self._sampler).__name__}.sample({round_number}) returned {sampled.dtype}"
                 f"{list(sampled.shape)}, expected the clients of the round: at most cohort_size="
                 f"{cohort_size} integers from 0 to {num_clients - 1}. Return fewer clients, or "
                 "make the sampler with a larger cohort_size."
@@ -178,14 +229,14 @@ class CohortRounds:
 
     def _check_shapes(self, batches: Arrays) -> None:
         """Check that a round has the fields, shapes and dtypes of every other round."""
-        expected = {name: (x.shape, x.dtype) for name, x in self.shapes.batches.items()}
-        actual = {name: (x.shape, x.dtype) for name, x in batches.items()}
+        expected = {name: (x.shape[1:], x.dtype) for name, x in self.shapes.batches.items()}
+        actual = {name: (x.shape[1:], x.dtype) for name, x in batches.items()}
         for name in sorted(expected.keys() | actual.keys()):
             if expected.get(name) != actual.get(name):
                 raise ArgumentError(
                     f"preprocess returned the field {name!r} with another shape or dtype than for "
                     f"the first example: {actual.get(name)}, expected {expected.get(name)} for "
-                    f"{' x '.join(map(str, self.shapes.batches[MASK].shape[:3]))} examples. Pad "
+                    f"{' x '.join(map(str, self.shapes.batches[MASK].shape[1:3]))} examples. Pad "
                     "or resize the field, so that all rounds are equal."
                 )
 
@@ -363,14 +414,6 @@ def _sampler_settings(sampler: ClientSampler) -> dict[str, int | str]:
     if sampler.sampling_probability is not None:
         settings["sampling_probability"] = str(sampler.sampling_probability)
     return settings
-
-
-class _Located(NamedTuple):
-    """Where the examples of sampled clients are."""
-
-    sizes: NDArray[np.int64]  # the number of examples of each sampled client, int64 `[sampled]`
-    # `(position of the client among the sampled, example of the client) -> index`.
-    indices: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]
 
 
 def _locate_examples(

@@ -382,3 +382,25 @@ def test_bad_arguments_raise(changes, remedy):
     } | changes
     with pytest.raises(ValueError, match=re.escape(remedy)):
         cohort_rounds(**arguments)
+
+
+@pytest.mark.parametrize("sampling_probability", [None, 0.4])
+def test_some_clients_of_a_round_have_the_batches_of_the_round(sampling_probability):
+    sizes = [3, 7, 0, 12, 1, 5, 9]
+    x = np.random.default_rng(3).normal(size=(sum(sizes), 2)).astype(np.float32)
+    parts = np.split(np.arange(len(x)), np.cumsum(sizes)[:-1])
+    sampler = ClientSampler(7, 6, seed=2, sampling_probability=sampling_probability)
+    rounds = cohort_rounds(
+        {"x": x}, parts, sampler, batch_size=2, local_epochs=2, max_steps=5, preprocess=dict
+    )
+    for number in range(3):
+        client_ids, cohort = rounds.client_ids(number), next(rounds)
+        np.testing.assert_array_equal(client_ids, cohort.client_ids)
+        some = np.random.default_rng(number).permutation(6)[:4]
+        found = rounds.read_clients(number, client_ids[some])
+        mask = found.batches["mask"]
+        assert mask.any() and not mask.all()
+        np.testing.assert_array_equal(mask, cohort.batches["mask"][some])
+        np.testing.assert_array_equal(found.batches["x"][mask], cohort.batches["x"][some][mask])
+        for field in ("num_examples", "num_steps", "client_ids"):
+            np.testing.assert_array_equal(getattr(found, field), getattr(cohort, field)[some])

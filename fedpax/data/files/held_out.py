@@ -9,6 +9,7 @@ import pyarrow as pa
 from jaxtyping import Bool, UInt64
 
 from fedpax.data.files.columns import to_numpy
+from fedpax.data.files.load_options import LoadOptions
 from fedpax.data.shuffle import hash_key
 from fedpax.errors import ArgumentError
 
@@ -38,27 +39,25 @@ def held_out(table: pa.Table, fraction: float) -> Bool[np.ndarray, " examples"]:
 def part_of_split(
     name: str,
     table: pa.Table,
-    split: str | None,
-    fraction: float,
-    by: str,
+    options: LoadOptions,
     client: str | None,
-    made: str | None = None,
+    added: str | None = None,
 ) -> pa.Table:
     """Return the examples of a split that a share of the examples makes.
 
     Args:
-        name: what is opened, for the message.
+        name: the name of the files, for the message.
         table: the examples.
-        split: `"train"`, another name for those that are held out, or None for all.
-        fraction: the share that is held out.
-        by: `"example"`, `"client"` or a column.
+        options: the split: `"train"`, another name for the held-out examples, or None for all; and
+            which share is held out, by what.
         client: the column of clients, or None.
-        made: a column that a partition made, which is no content of an example.
+        added: the column that a partition added, which is not content of an example.
 
     Raises:
-        ValueError: `by` is no column.
+        ValueError: `heldout_by` names no column.
     """
-    if not fraction or split is None:
+    split, by = options.split, options.heldout_by
+    if not options.heldout_fraction or split is None:
         return table
     if by == "client" and client is not None:
         by = client
@@ -67,17 +66,17 @@ def part_of_split(
             f"heldout_by={by!r} is no column of {name}, expected 'example', 'client' for files "
             f"with clients, or one of {', '.join(map(repr, table.column_names))}."
         )
-    columns = [c for c in table.column_names if c != made] if by == "example" else [by]
-    is_held_out = held_out(table.select(columns), fraction)
+    columns = [c for c in table.column_names if c != added] if by == "example" else [by]
+    is_held_out = held_out(table.select(columns), options.heldout_fraction)
     return table.filter(pa.array(is_held_out == (split != "train")))
 
 
-def check_any(name: str, table: pa.Table, split: str | None, fraction: float) -> None:
+def check_any(name: str, table: pa.Table, options: LoadOptions) -> None:
     """Raise an error for a split without examples."""
     if not table.num_rows:
         raise ArgumentError(
-            f"The split {split!r} of {name} has no examples with heldout_fraction={fraction}, "
-            "expected at least one. Set another fraction."
+            f"The split {options.split!r} of {name} has no examples with heldout_fraction="
+            f"{options.heldout_fraction}, expected at least one. Set another fraction."
         )
 
 

@@ -1,7 +1,6 @@
 """open_files: the files that patterns name as one source, sorted by client."""
 
 import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,107 +11,88 @@ import pyarrow.compute as pc
 from fedpax.data.files.file_sizes import check_memory
 from fedpax.data.files.finding import CLIENT
 from fedpax.data.files.held_out import check_any, part_of_split
+from fedpax.data.files.load_options import LoadOptions
 from fedpax.data.files.memory import memory_table
 from fedpax.data.files.partitioned import add_partition
 from fedpax.data.files.path_columns import add_path_columns, path_fields
 from fedpax.data.files.prepared import open_prepared, prepared_folder
 from fedpax.data.files.read_table import read_table
 from fedpax.data.files.schemas import conform, unify
-from fedpax.data.files.selection import check_split, select_files
+from fedpax.data.files.selection import Selection, check_split, select_files
 from fedpax.data.files.table_source import ClientNames, TableSource, check_columns
 from fedpax.errors import ArgumentError
 
 
-def open_files(
-    files: Any,
-    *,
-    split: str | None = None,
-    client: str | None = None,
-    label: str | None = None,
-    partition: str | None = None,
-    columns: Sequence[str] = (),
-    optional_columns: Sequence[str] = (),
-    types: Mapping[str, str] | None = None,
-    delimiter: str | None = None,
-    image_size: tuple[int, int] | None = None,
-    heldout_fraction: float = 0.0,
-    heldout_by: str = "example",
-) -> TableSource:
-    """Open files as a source; see `fedpax.data.load`, which passes its arguments."""
+def open_files(files: Any, options: LoadOptions) -> TableSource:
+    """Open files, a prepared folder or a table in memory as a source; see `fedpax.data.load`."""
     if isinstance(files, list | tuple) and len(files) == 1:
         files = files[0]
-    if isinstance(files, str | os.PathLike) and (folder := prepared_folder(files, split)):
-        if partition is not None:
-            raise ArgumentError(
-                f"partition={partition!r} makes clients, but {folder} is a prepared folder. "
-                "Leave partition out, or name the files."
-            )
-        return _open_prepared(folder, client, label, columns, heldout_fraction)
-    made = None if partition is None else CLIENT
-    if (table := memory_table(files, columns)) is not None:
-        if partition is not None:
-            table, client = add_partition(table, partition, client, label), CLIENT
-        check_columns(table.column_names, {"client": client, "label": label}, "the table")
-        check_split("the table", split, heldout_fraction)
-        table = part_of_split("the table", table, split, heldout_fraction, heldout_by, client, made)
-        check_any("the table", table, split, heldout_fraction)
-        return sort_by_client("the table", Path(), table, client, label)
-    selected = select_files(
-        files,
-        split=split,
-        client=client,
-        label=label,
-        columns=columns,
-        types=types,
-        delimiter=delimiter,
-        image_size=image_size,
-        heldout_fraction=heldout_fraction,
-    )
-    name, groups = selected.name, selected.groups
-    if not columns:
-        check_memory(name, groups)
-    tables = [read_table(group, selected.options) for group in groups]
-    # With a partition, a file is not a client.
-    named = client if partition is None else client or CLIENT
-    fields, in_path = path_fields(groups, [table.schema for table in tables], named)
-    if partition is None:
-        client = in_path
-    tables = [add_path_columns(*pair) for pair in zip(tables, fields, strict=True)]
-    schemas = [table.schema for table in tables]
-    schema = unify([group[0] for group in groups], schemas, optional_columns)
-    table = pa.concat_tables([conform(table, schema) for table in tables]).unify_dictionaries()
-    if not table.num_rows:
-        raise ArgumentError(f"{name} has no examples, expected at least one. Name other files.")
-    if partition is not None:
-        table, client = add_partition(table, partition, client, label), CLIENT
-    check_columns(table.column_names, {"client": client, "label": label}, name)
-    if not selected.names_split:
-        table = part_of_split(name, table, split, heldout_fraction, heldout_by, client, made)
-        check_any(name, table, split, heldout_fraction)
-    return sort_by_client(name, Path(groups[0][0].path).parent, table, client, label)
+    if isinstance(files, str | os.PathLike) and (folder := prepared_folder(files, options.split)):
+        return _open_prepared(folder, options)
+    if (table := memory_table(files, options.columns)) is not None:
+        check_split("the table", options)
+        return _make_source("the table", Path(), table, options, options.client)
+    selected = select_files(files, options)
+    table, client = _read(selected, options)
+    if selected.names_split:
+        options = options._replace(heldout_fraction=0.0)
+    folder = Path(selected.groups[0][0].path).parent
+    return _make_source(selected.name, folder, table, options, client)
 
 
-def _open_prepared(
-    folder: Path,
-    client: str | None,
-    label: str | None,
-    columns: Sequence[str],
-    heldout_fraction: float,
-) -> TableSource:
-    source = open_prepared(folder, label)
-    check_columns(source.fields, {"client": client, "label": label}, str(folder))
+def _open_prepared(folder: Path, options: LoadOptions) -> TableSource:
+    client = options.client
+    if options.partition is not None:
+        raise ArgumentError(
+            f"partition={options.partition!r} makes clients, but {folder} is a prepared folder. "
+            "Leave partition out, or name the files."
+        )
+    source = open_prepared(folder, options.label)
+    check_columns(source.fields, {"client": client, "label": options.label}, str(folder))
     if client not in (None, source.client):
         raise ArgumentError(
             f"{folder} is sorted by the client {source.client!r}, and client is {client!r}. Leave "
             f"client out, or prepare the files again with client={client!r}."
         )
-    if heldout_fraction:
+    if options.heldout_fraction:
         raise ArgumentError(
-            f"heldout_fraction={heldout_fraction} would copy the folder {folder}, expected 0. "
-            "Prepare each split in a folder of its own: `fedpax prepare FILES --out=data/train "
+            f"heldout_fraction={options.heldout_fraction} would copy the folder {folder}, expected "
+            "0. Prepare each split in a folder of its own: `fedpax prepare FILES --out=data/train "
             "--split=train --heldout_fraction=0.1`, and the same for heldout."
         )
-    return source.select(columns) if columns else source
+    return source.select(options.columns) if options.columns else source
+
+
+def _read(selected: Selection, options: LoadOptions) -> tuple[pa.Table, str | None]:
+    """Read files as one table; return it with the column of clients, which paths can name."""
+    name, groups = selected.name, selected.groups
+    if not options.columns:
+        check_memory(name, groups)
+    tables = [read_table(group, selected.options) for group in groups]
+    # With a partition, a file is not a client.
+    client = options.client if options.partition is None else options.client or CLIENT
+    fields, in_path = path_fields(groups, [table.schema for table in tables], client)
+    tables = [add_path_columns(*pair) for pair in zip(tables, fields, strict=True)]
+    schemas = [table.schema for table in tables]
+    schema = unify([group[0] for group in groups], schemas, options.optional_columns)
+    table = pa.concat_tables([conform(table, schema) for table in tables]).unify_dictionaries()
+    if not table.num_rows:
+        raise ArgumentError(f"{name} has no examples, expected at least one. Name other files.")
+    return table, in_path if options.partition is None else options.client
+
+
+def _make_source(
+    name: str, folder: Path, table: pa.Table, options: LoadOptions, client: str | None
+) -> TableSource:
+    """Add the clients of a partition, select the split, and sort by client."""
+    added = None
+    if options.partition is not None:
+        table, client = add_partition(table, options), CLIENT
+        added = CLIENT
+    check_columns(table.column_names, {"client": client, "label": options.label}, name)
+    table = part_of_split(name, table, options, client, added)
+    check_any(name, table, options)
+    return sort_by_client(name, folder, table, client, options.label)
 
 
 def sort_by_client(

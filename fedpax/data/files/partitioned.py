@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from fedpax.data.files.columns import to_numpy
 from fedpax.data.files.finding import CLIENT
+from fedpax.data.files.load_options import LoadOptions
 from fedpax.data.populations.label_skew import partition_by_shards, partition_dirichlet
 from fedpax.data.populations.partition import partition_iid
 from fedpax.data.populations.quantity_skew import partition_by_quantity
@@ -38,20 +39,18 @@ _KINDS = {
 }
 
 
-def add_partition(
-    table: pa.Table, partition: str, client: str | None, label: str | None
-) -> pa.Table:
+def add_partition(table: pa.Table, options: LoadOptions) -> pa.Table:
     """Add the column of clients that a partition makes: the numbers from 0.
 
     Args:
         table: the examples.
-        partition: such as `"dirichlet:0.3:100"`; without a number of clients there are 100.
-        client: the column of clients that the user names, or None.
-        label: the column of the labels, or None.
+        options: the partition, such as `"dirichlet:0.3:100"`; without a number of clients there
+            are 100. And the columns of clients and labels that the user names.
 
     Raises:
         ValueError: the partition is malformed or needs labels, or the files have clients.
     """
+    partition, label = options.partition or "", options.label
     name, *numbers = partition.split(":")
     kind = _KINDS.get(name)
     try:
@@ -66,10 +65,10 @@ def add_partition(
             f"partition={partition!r}, expected one of {_FORMS}. Set for example "
             "partition='dirichlet:0.3:100'."
         ) from None
-    if client is not None or CLIENT in table.column_names:
+    if options.client is not None or CLIENT in table.column_names:
         raise ArgumentError(
             f"partition={partition!r} makes clients, but the files have them in the column "
-            f"{client or CLIENT!r}. Leave partition out, or the column and client=."
+            f"{options.client or CLIENT!r}. Leave partition out, or the column and client=."
         )
     if kind.by_label and label not in table.column_names:
         raise ArgumentError(

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -19,6 +19,7 @@ from fedpax.data.files.file_sizes import estimate_bytes
 from fedpax.data.files.finding import DataFile
 from fedpax.data.files.formats import BadRows, ReadOptions, TypeChangedError
 from fedpax.data.files.held_out import part_of_split
+from fedpax.data.files.load_options import LoadOptions
 from fedpax.data.files.path_columns import Fields, add_path_columns, path_fields
 from fedpax.data.files.prepared import open_prepared, write_prepared
 from fedpax.data.files.read_table import stream_tables
@@ -49,21 +50,12 @@ class Prepared(NamedTuple):
 def prepare_files(
     files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str],
+    options: LoadOptions,
     *,
-    client: str | None,
-    label: str | None,
-    split: str | None,
-    columns: Sequence[str],
-    types: Mapping[str, str] | None,
-    delimiter: str | None,
-    image_size: tuple[int, int] | None,
-    optional_columns: Sequence[str],
-    heldout_fraction: float,
-    heldout_by: str,
     on_bad_row: str,
     memory: str | None,
 ) -> Prepared:
-    """Prepare files; see `fedpax.data.prepare`, which passes its arguments."""
+    """Prepare files; see `fedpax.data.prepare`."""
     if on_bad_row not in ("error", "skip"):
         raise ArgumentError(f"on_bad_row is {on_bad_row!r}, expected 'error' or 'skip'.")
     if memory is not None and not re.fullmatch(MEMORY, memory):
@@ -71,32 +63,19 @@ def prepare_files(
     out = expand_home(Path(out)).absolute()
     if out.exists():
         raise ArgumentError(f"out={str(out)!r} exists, expected a new folder. Give another one.")
-    selected = select_files(
-        files,
-        split=split,
-        client=client,
-        label=label,
-        columns=columns,
-        types=types,
-        delimiter=delimiter,
-        image_size=image_size,
-        heldout_fraction=heldout_fraction,
-    )
-
-    def part(table: pa.Table, client: str | None) -> pa.Table:
-        fraction = 0.0 if selected.names_split else heldout_fraction
-        return part_of_split(selected.name, table, split, fraction, heldout_by, client)
-
+    selected = select_files(files, options)
     bad_rows = BadRows() if on_bad_row == "skip" else None
-    reading = _Reading(selected, client, optional_columns, part, bad_rows)
+    reading = _Reading(selected, options, bad_rows)
     reading.read_schema(first_part=True)
-    check_columns(reading.schema.names, {"client": reading.client, "label": label}, selected.name)
+    check_columns(
+        reading.schema.names, {"client": reading.client, "label": options.label}, selected.name
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     needed = estimate_bytes(selected.groups)
     _check_space(out.parent, needed)
     with _draft(out) as draft:
         try:
-            about = {"client": reading.client, "label": label, "files": selected.name}
+            about = {"client": reading.client, "label": options.label, "files": selected.name}
             written = _write(reading, draft, about, memory or _half_of_memory())
             written.rename(out)
         except OSError as error:
@@ -163,21 +142,13 @@ class _Reading:
         client: the column of clients, or None.
     """
 
-    def __init__(
-        self,
-        selected: Selection,
-        client: str | None,
-        optional_columns: Sequence[str],
-        part: Callable[[pa.Table, str | None], pa.Table],
-        bad_rows: BadRows | None,
-    ) -> None:
+    def __init__(self, selected: Selection, options: LoadOptions, bad_rows: BadRows | None) -> None:
         self.groups = selected.groups
-        self.client = client
+        self.client = options.client
         self.schema = pa.schema([])
-        self._named_client = client
-        self._options = selected.options._replace(bad_rows=bad_rows)
-        self._optional_columns = optional_columns
-        self._part = part
+        self._name = selected.name
+        self._options = options._replace(heldout_fraction=0.0) if selected.names_split else options
+        self._read_options = selected.options._replace(bad_rows=bad_rows)
         self._bad_rows = bad_rows
         self._types: dict[str, dict[str, pa.DataType]] = {}
         self._fields: list[Fields] = []
@@ -189,14 +160,14 @@ class _Reading:
             parts = stream_tables(group, self._options_of(group[0]))
             own = [table.schema for table in ([next(parts)] if first_part else parts)]
             schemas.append(unify([group[0]] * len(own), own))
-        self._fields, self.client = path_fields(self.groups, schemas, self._named_client)
+        self._fields, self.client = path_fields(self.groups, schemas, self._options.client)
         schemas = [
             _decode(add_path_columns(schema.empty_table(), fields[:1])).schema
             for schema, fields in zip(schemas, self._fields, strict=True)
         ]
         known = self.schema.names  # whose order stays when types of columns change
         files = [group[0] for group in self.groups]
-        together = unify(files, schemas, self._optional_columns)
+        together = unify(files, schemas, self._options.optional_columns)
         names = [*known, *(name for name in together.names if name not in known)]
         self.schema = pa.schema([together.field(name) for name in names])
 
@@ -229,7 +200,7 @@ class _Reading:
                 if self.client is not None:
                     table = self._with_clients(table, group[0], row)
                 row += part.num_rows
-                table = self._part(table, self.client)
+                table = part_of_split(self._name, table, self._options, self.client)
                 if table.num_rows:
                     yield table
 
@@ -251,8 +222,8 @@ class _Reading:
         return table.filter(pa.array(~missing))
 
     def _options_of(self, file: DataFile) -> ReadOptions:
-        types = {**self._options.types, **self._types.get(file.path, {})}
-        return self._options._replace(types=types)
+        types = {**self._read_options.types, **self._types.get(file.path, {})}
+        return self._read_options._replace(types=types)
 
 
 def _decode(table: pa.Table) -> pa.Table:

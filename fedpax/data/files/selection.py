@@ -10,6 +10,7 @@ import pyarrow as pa
 from fedpax.data.files.finding import DataFile, find_files, is_url
 from fedpax.data.files.folders import find_in_folder
 from fedpax.data.files.formats import ReadOptions, is_image
+from fedpax.data.files.load_options import LoadOptions
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.paths import expand_home
 
@@ -36,18 +37,9 @@ class Selection(NamedTuple):
 
 
 def select_files(
-    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    *,
-    split: str | None,
-    client: str | None,
-    label: str | None,
-    columns: Sequence[str],
-    types: Mapping[str, str] | None,
-    delimiter: str | None,
-    image_size: tuple[int, int] | None,
-    heldout_fraction: float,
+    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], options: LoadOptions
 ) -> Selection:
-    """Find the files, and check the options; the arguments are those of `fedpax.data.load`."""
+    """Find the files, and check the options."""
     if isinstance(files, str | os.PathLike):
         files = [files]
     if not isinstance(files, list | tuple) or not all(
@@ -58,17 +50,17 @@ def select_files(
         raise ArgumentError(_expected(files))
     patterns = [os.fspath(file) for file in files]
     name = ",".join(patterns)
-    found, names_split = _find(patterns, split, heldout_fraction)
-    check_split(name, "train" if names_split else split, heldout_fraction)
+    found, names_split = _find(patterns, options)
+    check_split(name, options._replace(split="train") if names_split else options)
     in_path = {field for file in found for field in file.fields}
-    kept = [c for c in (client, label) if c is not None and c not in in_path]
-    options = ReadOptions(
-        tuple(dict.fromkeys([*columns, *kept])) if columns else (),
-        _arrow_types(types),
-        delimiter,
-        image_size,
+    kept = [c for c in (options.client, options.label) if c is not None and c not in in_path]
+    read_options = ReadOptions(
+        tuple(dict.fromkeys([*options.columns, *kept])) if options.columns else (),
+        _arrow_types(options.types),
+        options.delimiter,
+        options.image_size,
     )
-    return Selection(name, _group(found), options, names_split)
+    return Selection(name, _group(found), read_options, names_split)
 
 
 def _expected(files: object) -> str:
@@ -78,12 +70,13 @@ def _expected(files: object) -> str:
     )
 
 
-def check_split(name: str, split: str | None, heldout_fraction: float) -> None:
+def check_split(name: str, options: LoadOptions) -> None:
     """Check the name of a split that a share of the examples makes.
 
     Raises:
         ValueError: the share is out of range, or the split has another name.
     """
+    split, heldout_fraction = options.split, options.heldout_fraction
     if not 0 <= heldout_fraction < 1:
         raise ArgumentError(
             f"heldout_fraction is {heldout_fraction}, expected a share from 0 to below 1, such as "
@@ -116,10 +109,9 @@ def _arrow_types(types: Mapping[str, str] | None) -> dict[str, pa.DataType]:
     return found
 
 
-def _find(
-    patterns: Sequence[str], split: str | None, heldout_fraction: float
-) -> tuple[list[DataFile], bool]:
+def _find(patterns: Sequence[str], options: LoadOptions) -> tuple[list[DataFile], bool]:
     """Return the files of a split, and whether paths or folders name the splits."""
+    split = options.split
     folders = [p for p in patterns if not is_url(p) and expand_home(p).is_dir()]
     if not folders:
         names_split = any("{split}" in pattern for pattern in patterns)
@@ -130,12 +122,12 @@ def _find(
             f"as '{folders[0]}/*.parquet'."
         )
     folder = expand_home(folders[0])
-    if heldout_fraction and split in HELD_OUT_SPLITS:
+    if options.heldout_fraction and split in HELD_OUT_SPLITS:
         with contextlib.suppress(ValueError):  # the folder has no such split
             return find_in_folder(folder, split)
         split = "train"
     found, names_split = find_in_folder(folder, split)
-    return found, names_split and not heldout_fraction
+    return found, names_split and not options.heldout_fraction
 
 
 def _group(files: Sequence[DataFile]) -> list[list[DataFile]]:

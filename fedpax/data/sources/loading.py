@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from fedpax.data.files.formats import is_files
+from fedpax.data.files.load_options import LoadOptions
 from fedpax.data.sources.source import (
     EMBEDDED,
     FEDERATED,
@@ -122,29 +123,32 @@ def load(
         >>> hospitals[1]
         {'age': None, 'outcome': np.int64(0), 'client': 'north'}
     """
-    of_files: dict[str, Any] = {
-        "client": client,
-        "label": label,
-        "partition": partition,
-        "columns": columns,
-        "optional_columns": optional_columns,
-        "types": types,
-        "delimiter": delimiter,
-        "image_size": image_size,
-        "heldout_fraction": heldout_fraction,
-    }
+    options = LoadOptions(
+        split=split,
+        client=client,
+        label=label,
+        partition=partition,
+        columns=columns,
+        optional_columns=optional_columns,
+        types=types,
+        delimiter=delimiter,
+        image_size=image_size,
+        heldout_fraction=heldout_fraction,
+        heldout_by=heldout_by,
+    )
     if isinstance(name, str) and name.endswith(SUFFIX):
         return open_records(name.replace("{split}", split or "train"))
     if not isinstance(name, str) or (name not in {*EMBEDDED, *FEDERATED} and is_files(name)):
         with _needs_extra(name):
             from fedpax.data.files.open_files import open_files
 
-            return open_files(name, split=split, heldout_by=heldout_by, **of_files)
-    if given := [argument for argument, value in of_files.items() if value]:
-        raise ArgumentError(
-            f"{given[0]}={of_files[given[0]]!r} is for files, but {name!r} is the name of a data "
-            f"set. Leave {given[0]} out, or name files, such as './{name}/*.csv'."
-        )
+            return open_files(name, options)
+    for argument, value in options._asdict().items():
+        if value and argument not in ("split", "heldout_by"):
+            raise ArgumentError(
+                f"{argument}={value!r} is for files, but {name!r} is the name of a data set. "
+                f"Leave {argument} out, or name files, such as './{name}/*.csv'."
+            )
     if split is None:
         raise ArgumentError(
             f"The split of the data set {name!r} is None, expected a name such as 'train'. Give "
@@ -212,22 +216,19 @@ def prepare(
     with _needs_extra(files):
         from fedpax.data.files.preparing import prepare_files
 
-        return prepare_files(
-            files,
-            out,
+        options = LoadOptions(
+            split=split,
             client=client,
             label=label,
-            split=split,
             columns=columns,
+            optional_columns=optional_columns,
             types=types,
             delimiter=delimiter,
             image_size=image_size,
-            optional_columns=optional_columns,
             heldout_fraction=heldout_fraction,
             heldout_by=heldout_by,
-            on_bad_row=on_bad_row,
-            memory=memory,
         )
+        return prepare_files(files, out, options, on_bad_row=on_bad_row, memory=memory)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from pyarrow import csv, parquet
 
 from fedpax.data import ClientSampler, cohort_rounds, load, partition_natural, prepare
-from fedpax.data.files.open_files import open_files
 from fedpax.data.populations.contiguous_clients import ContiguousClients
 
 
@@ -259,7 +258,7 @@ def test_files_cover_all_rows_once(tmp_path_factory: Any, rows: list[Any], data:
             }
         )
         write(table, folder / f"{k}.parquet")
-    source = open_files(folder / "*.parquet", client="c")
+    source = load(folder / "*.parquet", client="c")
     assert [(r["c"], r["x"]) for r in source] == sorted(rows, key=lambda row: row[0])
 
 

@@ -1,0 +1,20 @@
+"""LoadOptions: how files become a source, checked and passed on as one value."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+
+class LoadOptions(NamedTuple):
+    """How files become a source; `fedpax.data.load` describes each option."""
+
+    split: str | None = None
+    client: str | None = None
+    label: str | None = None
+    partition: str | None = None
+    columns: Sequence[str] = ()
+    optional_columns: Sequence[str] = ()
+    types: Mapping[str, str] | None = None
+    delimiter: str | None = None
+    image_size: tuple[int, int] | None = None
+    heldout_fraction: float = 0.0
+    heldout_by: str = "example"

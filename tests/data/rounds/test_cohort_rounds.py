@@ -384,7 +384,7 @@ def test_bad_arguments_raise(changes, remedy):
         cohort_rounds(**arguments)
 
 
-@pytest.mark.parametrize("sampling_probability", [None, 0.4])
+@pytest.mark.parametrize("sampling_probability", [None, 0.6])
 def test_some_clients_of_a_round_have_the_batches_of_the_round(sampling_probability):
     sizes = [3, 7, 0, 12, 1, 5, 9]
     x = np.random.default_rng(3).normal(size=(sum(sizes), 2)).astype(np.float32)
@@ -396,7 +396,7 @@ def test_some_clients_of_a_round_have_the_batches_of_the_round(sampling_probabil
     for number in range(3):
         client_ids, cohort = rounds.client_ids(number), next(rounds)
         np.testing.assert_array_equal(client_ids, cohort.client_ids)
-        some = np.random.default_rng(number).permutation(6)[:4]
+        some = np.random.default_rng(number).permutation(6)[:5]
         found = rounds.read_clients(number, client_ids[some])
         mask = found.batches["mask"]
         assert mask.any() and not mask.all()

@@ -91,6 +91,12 @@ fedpax: federated and multi-island training on JAX
   fedpax certificates --out=DIR --names=HOST,NAME,... [--days=365] [--authority=DIR/authority]
       Make the certificates of a syncer and its islands: HOST is the syncer's host name, each
       further NAME a site. --authority adds sites to an existing authority.
+  fedpax certificates --request --name=NAME --out=DIR
+      At a site: make a private key, which stays there, and a request to send to the coordinator.
+  fedpax certificates --sign=REQUEST.pem --authority=DIR/authority --out=DIR [--days=365]
+                      [--replace]
+      At the coordinator: sign the request of a site, which copies the signed files beside its key.
+      --replace signs for a name that another request was given, such as an expired certificate.
   fedpax doctor
       Show versions, devices, caches and extras, and what is broken.
   fedpax completion bash

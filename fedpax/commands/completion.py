@@ -24,8 +24,8 @@ SHELLS = ("bash", "zsh")
 GLOBAL_WORDS = ("--help", "--version")
 # The shell itself completes the values of these flags and fields, which are files or folders.
 PATHS = (
-    "exp", "job_log_dir", "json", "picture", "hlo", "out", "authority", "certificates", "copy_dir",
-    "model.weights", "data.data_dir", "data_dir",
+    "exp", "job_log_dir", "json", "picture", "hlo", "out", "authority", "certificates", "sign",
+    "copy_dir", "model.weights", "data.data_dir", "data_dir",
 )  # fmt: skip
 
 

@@ -95,7 +95,7 @@ def test_a_stranger_who_trusts_the_syncer_is_refused(
         shutil.copytree(folder / "other" / "authority", tmp_path / "site")
     else:
         past = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=9)
-        monkeypatch.setattr(module, "_now", lambda: past)
+        monkeypatch.setattr("fedpax.sites.transport.authority.now", lambda: past)
         authority = folder / "own" / "authority"
         make_certificates(tmp_path / "expired", ["site-1"], days=1, authority=authority)
         monkeypatch.undo()
@@ -148,7 +148,7 @@ def test_files_can_be_read_by_their_owner_alone(tmp_path: Path) -> None:
     finally:
         os.umask(former)
     paths = [tmp_path / "new" / "certificates", *(tmp_path / "new" / "certificates").rglob("*")]
-    assert len(paths) == 1 + 2 + 5
+    assert len(paths) == 1 + 2 + 6
     for path in paths:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
     assert os.listdir(tmp_path / "new") == ["certificates"]
@@ -221,7 +221,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "_issue", interrupt)
+    monkeypatch.setattr(module, "record_issued", interrupt)
     with pytest.raises(KeyboardInterrupt):
         make_certificates(tmp_path / "new", ["a"])
     assert os.listdir(tmp_path) == []

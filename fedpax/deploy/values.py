@@ -1,0 +1,76 @@
+"""Arrays by name as bytes: the messages of engines, and states in files.
+
+It needs JAX and NumPy alone, and imports nothing else of fedpax. Nothing is unpickled.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_LENGTH = 8
+
+
+def encode_values(values: Mapping[str, Any]) -> bytes:
+    """Encode arrays by name: the length of a JSON header, the header, and the arrays.
+
+    Args:
+        values: arrays of numbers, or of JAX's random keys, by name.
+
+    Returns:
+        The bytes. Equal arrays in the same order have equal bytes.
+
+    Example:
+        >>> values = {"w": jnp.arange(3, dtype=jnp.bfloat16), "key": jax.random.key(1)}
+        >>> decoded = decode_values(encode_values(values))
+        >>> decoded["w"], decoded["key"] == values["key"]
+        (array([0, 1, 2], dtype=bfloat16), Array(True, dtype=bool))
+    """
+    header, arrays = [], []
+    for name, value in values.items():
+        is_key = jnp.issubdtype(getattr(value, "dtype", None), jax.dtypes.prng_key)
+        array = np.asarray(jax.random.key_data(value) if is_key else value)
+        kind = f"key<{jax.random.key_impl(value)}>" if is_key else str(array.dtype)
+        header.append([name, kind, array.shape])
+        arrays.append(array.tobytes())
+    described = json.dumps(header).encode()
+    return b"".join([len(described).to_bytes(_LENGTH, "little"), described, *arrays])
+
+
+def decode_values(content: bytes) -> dict[str, Any]:
+    """Decode what `encode_values` has encoded.
+
+    Args:
+        content: the bytes.
+
+    Returns:
+        Read-only NumPy arrays by name; random keys are JAX arrays.
+
+    Raises:
+        ValueError: the bytes are damaged.
+    """
+    start = _LENGTH + int.from_bytes(content[:_LENGTH], "little")
+    values: dict[str, Any] = {}
+    try:
+        for name, kind, shape in json.loads(content[_LENGTH:start]):
+            is_key = kind.startswith("key<")
+            dtype = np.dtype(np.uint32) if is_key else jnp.dtype(kind)
+            count = math.prod(shape)
+            array = np.frombuffer(content, dtype, count, start).reshape(shape)
+            start += array.nbytes
+            values[name] = jax.random.wrap_key_data(array, impl=kind[4:-1]) if is_key else array
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"decode_values(): {len(content)} bytes are damaged ({error}), expected those of "
+            "encode_values(). Send or write them again."
+        ) from error
+    if start != len(content):
+        raise ValueError(
+            f"decode_values(): {len(content)} bytes are damaged, expected {start}. Send or write "
+            "them again."
+        )
+    return values

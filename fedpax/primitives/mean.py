@@ -13,7 +13,7 @@ from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives._jax import Primitive, Zero, define, is_zero, zero_tangent
 from fedpax.primitives.broadcast import broadcast
 from fedpax.primitives.casts import device_weights, is_host_number
-from fedpax.primitives.integer_sums import check_weights, collect_weights
+from fedpax.primitives.integer_sums import check_weights, collect_means, collect_weights
 from fedpax.primitives.layout import shard_over_placement
 from fedpax.primitives.mask import federated_mask_p
 from fedpax.primitives.monoids import ADDITION, accumulation_dtype, whole_byte_dtype
@@ -71,8 +71,9 @@ def federated_mean(
 
     The weights are added up in float32 (float64 for float64 values). If their sum is out of range,
     above 3.4e38, or below 1.2e-38 and not 0, it raises where its value is known, outside of
-    `jax.jit`. Inside, a sum above the range gives NaN, and weights below it count as 0. Divide such
-    weights by their largest one first.
+    `jax.jit`, and so does a mean whose products `w[i] x[i]` are out of range. Inside, a sum above
+    the range gives NaN, and weights and products below it count as 0. Divide such weights by their
+    largest one first.
 
     Args:
         x: pytree of arrays `[n, ...]`, placed.
@@ -87,8 +88,8 @@ def federated_mean(
     Raises:
         RuntimeError: called outside a program.
         TypeError: a leaf is not an array or a number, or the weights are complex.
-        ValueError: a leaf lacks the placement's axis, the weights do not have shape `[n]` or their
-            sum is known and out of range, the placement is unknown, or the program has
+        ValueError: a leaf lacks the placement's axis, the weights do not have shape `[n]`, their
+            sum or products are known and out of range, the placement is unknown, or the program has
             several placements and `placement` is None.
 
     Example:
@@ -111,10 +112,12 @@ def federated_mean(
     collect_weights(w)
     leaves = check_placed("federated_mean", x, target, "x")
     check_numbers("federated_mean", x, ordered=False)
-    means = [
-        federated_mean_p.bind(shard_over_placement(leaf, target), w, placement=target)
-        for leaf in leaves
-    ]
+
+    def average(leaf: jax.Array, w: jax.Array) -> jax.Array:
+        return federated_mean_p.bind(shard_over_placement(leaf, target), w, placement=target)
+
+    means = [average(leaf, w) for leaf in leaves]
+    collect_means(x, means, w, average)
     return jax.tree.unflatten(jax.tree.structure(x), means)
 
 

@@ -14,7 +14,13 @@ from fedpax.primitives._jax import ClosedJaxpr, trace
 from fedpax.primitives.call_rules import define_call
 from fedpax.primitives.casts import conversion, device_array, is_host_number
 from fedpax.primitives.federated_program import federated_program_p
-from fedpax.primitives.integer_sums import IntegerSum, check_sums, collect_sums, is_eager
+from fedpax.primitives.integer_sums import (
+    IntegerSum,
+    check_sums,
+    collect_sums,
+    has_unusual_weights,
+    is_eager,
+)
 from fedpax.primitives.layout import check_placement_divisible, find_mesh
 from fedpax.primitives.placement import (
     ActivePlacement,
@@ -221,6 +227,7 @@ def _call(
     static: StaticArguments,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    check_means: bool = False,
 ) -> ArrayTree:
     """Trace a program's function on the types of its arguments, and bind the primitive."""
     name = function_name(fn)
@@ -247,7 +254,7 @@ def _call(
     def run(*traced: ArrayTree, **traced_by_name: ArrayTree) -> list[jax.Array]:
         args, kwargs = merge(*traced, **traced_by_name)
         own = (entry._replace(depth=len(enclosing)) for entry in entries)
-        with activate((*enclosing, *own)), collect_sums(eager) as found:
+        with activate((*enclosing, *own)), collect_sums(eager, check_means) as found:
             out = fn(*args, **kwargs)
         sums[:] = found
         outputs, out_tree = jax.tree.flatten_with_path(out)
@@ -279,7 +286,11 @@ def _call(
         )
     if sums:
         outputs, both = outputs[: -2 * len(sums)], outputs[-2 * len(sums) :]
-        check_sums(list(map(IntegerSum, (s.where for s in sums), both[::2], both[1::2])))
+        known = list(map(IntegerSum, (s.where for s in sums), both[::2], both[1::2]))
+        check_sums(known)
+        if has_unusual_weights(known) and not (check_means or jaxpr.effects):
+            # Only then, because it takes as long again.
+            return _call(fn, entries, static, args, kwargs, check_means=True)
     return jax.tree.unflatten(out_trees[0], outputs)
 
 

@@ -1,11 +1,15 @@
 """`federated_sum`, `mean`, `max`, `min` against NumPy, for every kind of dtype and weight."""
 
+import re
+
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from federated_cases import assert_close, normal, positive
+from hypothesis import given, settings
 
 import fedpax
 
@@ -46,6 +50,49 @@ def test_weights_whose_sum_is_out_of_range_raise(weights, expected):
             assert mean() == expected
     if weights[0] > 1:
         assert np.isnan(jax.jit(weighted_mean)(x, w)) == (expected is None)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.floats(0.1, 9.0), min_size=N, max_size=N),
+    st.integers(-37, 37),
+    st.integers(-25, 25),
+    st.booleans(),
+)
+def test_a_mean_is_right_or_its_products_are_told(weights, of_weights, of_values, mapped):
+    w = np.float32(np.array(weights) * 10.0**of_weights)
+    x = np.float32(normal(N, 3) * 10.0**of_values)
+
+    @fedpax.program(clients=N, chunk_size=1)
+    def mean(x, w):
+        value = fedpax.federated_map(jnp.negative, x) if mapped else -x
+        return fedpax.federated_mean({"value": value}, weights=w)["value"]
+
+    expected = -weighted_reference(x, w)
+    products = np.abs(w[:, None] * np.float64(x))
+    in_range = products.min() > 1e-36 and max(products.sum(), w.sum(dtype=float)) < 1e38
+    try:
+        found = mean(x, w)
+    except ValueError as error:
+        words = r"mean of x\['value'\] is .* out of the range of float32|weights has the sum"
+        assert re.search(words + ".*Divide the weights by their largest", str(error))
+        assert not in_range
+        return
+    np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max())
+
+
+def test_products_in_range_return_and_run_effects_once():
+    printed = []
+
+    @fedpax.program(clients=2)
+    def mean(x, w):
+        jax.debug.callback(lambda: printed.append(1))
+        return fedpax.federated_mean(x, weights=w)
+
+    weights = np.float32([1e30, 3e30])
+    assert mean(np.float32([1.0, 5.0]), weights).item() == 4.0
+    jax.effects_barrier()
+    assert printed == [1]
 
 
 def draw(dtype, *shape):

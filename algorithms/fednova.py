@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.fedavg import FedAvgState
+from fedpax.algorithms.parts.frozen_leaves import UNSUITABLE
 from fedpax.algorithms.parts.local_evaluation import count_steps
 from fedpax.algorithms.parts.local_steps import local_update
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
@@ -123,7 +124,7 @@ def _check_scalar_rule(optimizer: optax.GradientTransformation) -> None:
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     try:
         jax.eval_shape(lambda x: optimizer.update(x, optimizer.init(x), x), scalar)
-    except Exception as error:
+    except UNSUITABLE as error:
         raise ArgumentError(
             "fednova(): client_optimizer does not take a scalar parameter, from which fednova "
             "reads the length of local training. Expected the same rule for all parameters: leave "

@@ -52,6 +52,22 @@ def _escape_record(record: logging.LogRecord) -> bool:
     return True
 
 
+def hide_late_writes() -> None:
+    """Hide the errors of writes of Orbax that end after its event loop is closed.
+
+    After a failed save they are as many as the arrays of the state, and add nothing to the error
+    that is raised. The hook belongs to the process, so only a program calls this, not a library.
+    """
+    former = sys.unraisablehook
+
+    def report(unraisable: "sys.UnraisableHookArgs") -> None:
+        error = unraisable.exc_value
+        if not isinstance(error, RuntimeError) or str(error) != "Event loop is closed":
+            former(unraisable)
+
+    sys.unraisablehook = report
+
+
 def print_line(text: str) -> None:
     """Print a line on stdout with its control characters escaped; drop it if stdout is closed.
 

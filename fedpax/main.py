@@ -14,6 +14,7 @@ from fedpax.console import (
     discard_output,
     escape_logs,
     escape_unknown_characters,
+    hide_late_writes,
     open_closed_streams,
     print_error,
 )
@@ -273,6 +274,7 @@ def program() -> int:
     """
     open_closed_streams()
     escape_logs()
+    hide_late_writes()
     with exit_on_signals():
         try:
             return main()

@@ -16,6 +16,10 @@ from fedpax.algorithm import Metrics, Params
 from fedpax.primitives.layout import unplaced_aval
 from fedpax.primitives.zeros import zero_results
 
+# Raised by an optimizer whose update takes further arguments, or whose masks and labels belong to
+# other parameters. Other errors are defects in its code.
+UNSUITABLE = (TypeError, ValueError, LookupError, AttributeError)
+
 
 def frozen_leaves(optimizer: optax.GradientTransformation, params: Params) -> list[bool]:
     """Return for each parameter whether an optimizer leaves it as it is, whatever the gradient."""
@@ -31,7 +35,7 @@ def frozen_leaves(optimizer: optax.GradientTransformation, params: Params) -> li
         init = jax.make_jaxpr(optimizer.init)(types)
         state = jax.eval_shape(optimizer.init, types)
         step = jax.make_jaxpr(update)(state, types, types)
-    except Exception:  # it takes further arguments, or other parameters than these
+    except UNSUITABLE:
         return [False] * count
     zeros, moving = zero_results(init, [False] * count), [False] * 2 * count
     while True:

@@ -4,9 +4,8 @@ import dataclasses
 import glob
 import logging
 import os
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
@@ -154,25 +153,17 @@ LOGGERS = ("absl", "asyncio")
 class QuietFailedSaves(AbstractContextManager["QuietFailedSaves"]):
     """A context manager that hides the tracebacks which follow the first error of a save.
 
-    Orbax writes arrays concurrently. The first error is raised. The others appear as tracebacks:
-    in Orbax's log; as exceptions of asyncio that were not retrieved; and as callbacks of
-    TensorStore to an event loop that is closed by then. All other messages remain.
-
-    The last two can come late, so after an error this object stays in effect. Objects of several
-    threads share one hook, which the last one removes.
+    Orbax writes arrays concurrently. The first error is raised. Orbax and asyncio log the others,
+    asyncio when their futures are collected: after an error the filters of both logs stay.
     """
 
     _lock = threading.Lock()
     _in_effect = 0
-    _former_hook: Callable[[Any], object] = sys.__unraisablehook__
 
     def __enter__(self) -> "QuietFailedSaves":
         """Start to hide them."""
-        shared = QuietFailedSaves
-        with shared._lock:
-            shared._in_effect += 1
-            if sys.unraisablehook is not _hook:
-                shared._former_hook, sys.unraisablehook = sys.unraisablehook, _hook
+        with self._lock:
+            QuietFailedSaves._in_effect += 1
             for name in LOGGERS:
                 logging.getLogger(name).addFilter(_is_no_failed_save)
         return self
@@ -181,22 +172,11 @@ class QuietFailedSaves(AbstractContextManager["QuietFailedSaves"]):
         """Stop to hide them, unless there was an error."""
         if kind is not None:
             return
-        shared = QuietFailedSaves
-        with shared._lock:
-            shared._in_effect -= 1
-            if shared._in_effect:
-                return
-            if sys.unraisablehook is _hook:
-                sys.unraisablehook = shared._former_hook
-            for name in LOGGERS:
-                logging.getLogger(name).removeFilter(_is_no_failed_save)
-
-
-def _hook(unraisable: Any) -> None:
-    error = unraisable.exc_value
-    if isinstance(error, RuntimeError) and str(error) == "Event loop is closed":
-        return
-    QuietFailedSaves._former_hook(unraisable)
+        with self._lock:
+            QuietFailedSaves._in_effect -= 1
+            if not QuietFailedSaves._in_effect:
+                for name in LOGGERS:
+                    logging.getLogger(name).removeFilter(_is_no_failed_save)
 
 
 def _is_no_failed_save(record: logging.LogRecord) -> bool:

@@ -70,6 +70,26 @@ def test_a_parameter_that_an_optimizer_moves_is_not(optimizer):
 
 
 @pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.polyak_sgd(),  # whose update needs the value of the loss
+        optax.masked(optax.set_to_zero(), {"body": True}),
+        optax.masked(optax.set_to_zero(), lambda params: {"body": params["other"]}),
+    ],
+)
+def test_an_optimizer_that_does_not_fit_the_parameters_freezes_none(optimizer):
+    assert frozen_leaves(optimizer, PARAMS) == [False, False]
+
+
+def test_a_defect_of_an_optimizer_is_not_hidden():
+    def update(*_):
+        raise RuntimeError("a defect")
+
+    with pytest.raises(RuntimeError, match="a defect"):
+        frozen_leaves(optax.GradientTransformation(lambda _: (), update), PARAMS)
+
+
+@pytest.mark.parametrize(
     "aggregator",
     [
         private_mean(max_norm=1.0, noise_multiplier=1.0, seed=0),

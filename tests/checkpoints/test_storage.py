@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from small_regression import ModelConfig, Regression, regression
 
 from fedpax.checkpoints.saved_rounds import DamagedCheckpointError, set_aside_after
 from fedpax.checkpoints.saved_state import load_params
+from fedpax.console import hide_late_writes
 from fedpax.errors import ConfigurationError
 from fedpax.main import main
 from fedpax.run_files.metrics import MetricsWriter, read_metrics
@@ -68,6 +70,7 @@ def test_a_disk_that_is_full_for_checkpoints_keeps_the_last_one(
     before = load_params(folder)
     unraisable: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    hide_late_writes()  # as the program does
     with largest_file(8000), pytest.raises(StorageError) as caught:  # too small for the state
         train(short(8), folder, exp="small_regression:regression")
     assert str(caught.value) == (
@@ -81,6 +84,18 @@ def test_a_disk_that_is_full_for_checkpoints_keeps_the_last_one(
     chex.assert_trees_all_equal(load_params(folder), before)
     assert train(short(8), folder, exp="small_regression:regression").rounds_trained == 4
     assert latest_round(folder) == 8
+
+
+def test_only_late_writes_to_a_closed_event_loop_are_hidden(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", shown.append)
+    hide_late_writes()
+    errors = [RuntimeError("Event loop is closed"), RuntimeError("closed"), ValueError("x"), None]
+    for error in errors:
+        sys.unraisablehook(types.SimpleNamespace(exc_value=error))
+    assert [unraisable.exc_value for unraisable in shown] == errors[1:]
 
 
 def test_a_disk_that_is_full_for_metrics_keeps_the_last_checkpoint(

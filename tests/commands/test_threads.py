@@ -97,14 +97,11 @@ def test_failed_saves_stay_quiet_until_the_last_thread_ends(
 ) -> None:
     # After an error of an earlier run they stay quiet.
     monkeypatch.setattr(QuietFailedSaves, "_in_effect", 0)
-    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
-    before = sys.unraisablehook
-    filters = [f for f in logging.getLogger("absl").filters if f is not _is_no_failed_save]
+    hook, logger = sys.unraisablehook, logging.getLogger("absl")
     first, second = QuietFailedSaves(), QuietFailedSaves()
     first.__enter__()
     second.__enter__()
-    quiet = sys.unraisablehook
     first.__exit__(None)
-    assert sys.unraisablehook is quiet is not before
+    assert _is_no_failed_save in logger.filters and sys.unraisablehook is hook
     second.__exit__(None)
-    assert sys.unraisablehook is before and logging.getLogger("absl").filters == filters
+    assert _is_no_failed_save not in logger.filters

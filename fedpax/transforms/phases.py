@@ -9,18 +9,22 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from fedpax.primitives._jax import Jaxpr, JaxprEqn, Var, is_rematerialized
+from fedpax.primitives._jax import Jaxpr, JaxprEqn, Literal, Var, is_rematerialized
 from fedpax.primitives.broadcast import federated_broadcast_p, federated_index_p
 from fedpax.primitives.layout import explicit_axis
 from fedpax.primitives.map import federated_map_p
+from fedpax.primitives.max_min import federated_max_p, federated_min_p
 from fedpax.primitives.placement import Placement
-from fedpax.transforms.loop_reductions import loop_reduction
+from fedpax.transforms.loop_reductions import LoopReduction, loop_reduction
 from fedpax.transforms.streaming_plan import Atom, StreamingPlan, is_map
 from fedpax.transforms.unstack import Unstacked, unstack
 from fedpax.transforms.unstack_rules import AxisMap
 
 # The longest chain of maps of different phases that a loop runs to rematerialize a value.
 MAX_REMAT_DEPTH = 2
+
+
+EXTREMA = (federated_max_p, federated_min_p)
 
 
 class EffectOrder(NamedTuple):
@@ -52,83 +56,249 @@ def plan_phases(
     Returns:
         The plan. It has no loops if the jaxpr has no map of the placement at its top level.
     """
-    plan = StreamingPlan(jaxpr, placement, not_before)
-    last_effect = EffectOrder(phase=0, in_loop=False)
-    size, mesh_axis = placement.size, explicit_axis(placement)
-    others: list[JaxprEqn] = []
+    builder = _PlanBuilder(jaxpr, placement, not_before, computed_by_server)
     for eqn in jaxpr.eqns:
-        operands, known = plan.operands(eqn), plan.known_axes(eqn)
-        federated = eqn.params.get("placement") == placement
-        # Federated equations work along axis 0. If the participants of an operand are on another
-        # axis of the same size, the loop needs the whole value.
-        swapped = {
-            v
-            for v, axis in zip(operands, known, strict=True)
-            if federated and axis and isinstance(v, Var)
-        }
-        if swapped:
+        if swapped := builder.operands_on_another_axis(eqn):
             return plan_phases(jaxpr, placement, not_before, computed_by_server | swapped)
-        one: Unstacked | None = None
-        if is_map(eqn, placement):
-            one = _federated(eqn, 0)
-        elif federated and eqn.primitive in (federated_broadcast_p, federated_index_p):
-            one = _federated(eqn, None)
-        elif not computed_by_server.intersection(eqn.outvars) and known != [None] * len(known):
-            one = unstack(eqn, size, mesh_axis, known)
-        if one is not None:
-            phase = max(_loop_phase(plan, one), not_before.get(id(eqn), 0))
-            if eqn.effects:
-                phase = max(phase, last_effect.phase)
-                last_effect = EffectOrder(phase, in_loop=True)
+        builder.add(eqn)
+    return builder.build()
+
+
+class _PlanBuilder:
+    """Makes a plan, equation by equation, in the order of the jaxpr.
+
+    Attributes:
+        plan: reads what has been planned so far.
+    """
+
+    def __init__(
+        self,
+        jaxpr: Jaxpr,
+        placement: Placement,
+        not_before: Mapping[int, int],
+        computed_by_server: frozenset[Var],
+    ) -> None:
+        self._mesh_axis = explicit_axis(placement)
+        # Effects, such as callbacks, keep the order of the jaxpr.
+        self._not_before = dict(not_before)
+        self._last_effect = EffectOrder(phase=0, in_loop=False)
+        self._computed_by_server = computed_by_server
+        self._others: list[JaxprEqn] = []  # equations that no loop computes
+        self._aliases: dict[Var, Atom] = {}
+        self._producer: dict[Var, Unstacked] = {}
+        self._axis: dict[Var, int] = {}
+        self._mapped: set[Var] = set()
+        self._remat_depth: dict[Var, int] = {}
+        self._phase: dict[Var, int] = {}
+        self._candidates: dict[int, LoopReduction] = {}
+        self._loops: dict[int, list[JaxprEqn]] = {}
+        self._reductions: dict[int, list[LoopReduction]] = {}
+        self._stored: dict[int, dict[Var, str]] = {}
+        self._on_server: set[Var] = set()
+        self._server: dict[int, list[JaxprEqn]] = {}
+        self.plan = StreamingPlan(
+            jaxpr,
+            placement,
+            aliases=self._aliases,
+            producer=self._producer,
+            axis=self._axis,
+            mapped=self._mapped,
+            remat_depth=self._remat_depth,
+            phase=self._phase,
+            candidates=self._candidates,
+            loops=self._loops,
+            reductions=self._reductions,
+            stored=self._stored,
+            on_server=self._on_server,
+            server=self._server,
+        )
+        for eqn in jaxpr.eqns:
             if is_map(eqn, placement):
-                plan.loops.setdefault(phase, []).append(eqn)
-                plan.stored.setdefault(phase, {})
-            _add_producer(plan, one)
-            plan.phase.update(dict.fromkeys(eqn.outvars, phase))
-            if eqn.primitive is federated_map_p or any(map(plan.is_mapped, operands)):
-                plan.mapped.update(eqn.outvars)
-                depth = _remat_depth(plan, eqn, operands, phase)
-                if depth is not None:
-                    own = (v for v in eqn.outvars if v not in plan.extremum_operands)
-                    plan.remat_depth.update((v, depth) for v in own)
-            continue
-        reduction = loop_reduction(eqn, placement, mesh_axis, known)
+                self._alias_forwarded_arguments(eqn)
+        # A later phase reads these from memory, because a recomputed value can round differently,
+        # and is then not equal to the extremum.
+        extrema = (eqn for eqn in jaxpr.eqns if eqn.primitive in EXTREMA)
+        self._extremum_operands = {v for eqn in extrema for v in self.plan.operands(eqn)}
+
+    def _alias_forwarded_arguments(self, eqn: JaxprEqn) -> None:
+        """Record the results of a map that are its arguments: residuals are often of this kind."""
+        inner = eqn.params["jaxpr"].jaxpr
+        if inner.effects:
+            return  # the map must run, even if only these results are used
+        operand = dict(zip(inner.invars, self.plan.operands(eqn), strict=True))
+        for outer, v in zip(eqn.outvars, inner.outvars, strict=True):
+            if isinstance(v, Var) and v in operand:
+                self._aliases[outer] = operand[v]
+
+    def operands_on_another_axis(self, eqn: JaxprEqn) -> frozenset[Var]:
+        """Return operands of a federated equation whose participants are not on axis 0.
+
+        Federated equations work along axis 0. If the participants of an operand are on another axis
+        of the same size, the loop needs the whole value.
+        """
+        if eqn.params.get("placement") != self.plan.placement:
+            return frozenset()
+        pairs = zip(self.plan.operands(eqn), self._known_axes(eqn), strict=True)
+        return frozenset(v for v, axis in pairs if axis and isinstance(v, Var))
+
+    def add(self, eqn: JaxprEqn) -> None:
+        """Plan the next equation: the phase of the loop that can compute it, or of the server."""
+        one = self._unstack(eqn)
+        if one is not None:
+            self._add_to_loop(one)
+            return
+        known = self._known_axes(eqn)
+        reduction = loop_reduction(eqn, self.plan.placement, self._mesh_axis, known)
         if reduction is not None:
-            plan.candidates[id(eqn)] = reduction
+            self._candidates[id(eqn)] = reduction
         if eqn.effects:
-            plan.not_before[id(eqn)] = last_effect.phase + last_effect.in_loop
-            last_effect = EffectOrder(plan.server_phase(eqn), in_loop=False)
-        plan.phase.update(dict.fromkeys(eqn.outvars, plan.server_phase(eqn)))
-        others.append(eqn)
-    _move_into_loops(plan, others, mesh_axis)
-    for eqn in others:
-        _assign(plan, eqn)
-    for out in jaxpr.outvars:
-        plan.store(plan.resolve(out), "the program returns it")
-    for phase in sorted(plan.loops, reverse=True):
-        for v, _, one in list(plan.walk(phase)):
-            if one is None:
-                plan.store(v, "a later phase reads it, after a reduction")
-    return plan
+            self._not_before[id(eqn)] = self._last_effect.phase + self._last_effect.in_loop
+            self._last_effect = EffectOrder(self._server_phase(eqn), in_loop=False)
+        self._phase.update(dict.fromkeys(eqn.outvars, self._server_phase(eqn)))
+        self._others.append(eqn)
 
+    def _unstack(self, eqn: JaxprEqn) -> Unstacked | None:
+        """Return an equation on the slices of one participant, or None if no loop computes it."""
+        if is_map(eqn, self.plan.placement):
+            return _federated(eqn, 0)
+        if (
+            eqn.primitive in (federated_broadcast_p, federated_index_p)
+            and eqn.params["placement"] == self.plan.placement
+        ):
+            return _federated(eqn, None)
+        known = self._known_axes(eqn)
+        if self._computed_by_server.intersection(eqn.outvars) or known == [None] * len(known):
+            return None
+        return unstack(eqn, self.plan.placement.size, self._mesh_axis, known)
 
-def _assign(plan: StreamingPlan, eqn: JaxprEqn) -> None:
-    """Assign an equation that no loop computes: to a loop that accumulates it, or to the server."""
-    operands = plan.operands(eqn)
-    phase = plan.server_phase(eqn)
-    # The loop of the preceding phase can accumulate it if it has all operands. Weights can be the
-    # result of a later phase.
-    available = phase - 1 == max(map(plan.phase_of, operands), default=0)
-    rematerializable = any(map(plan.is_rematerializable, operands))
-    has_loop = rematerializable or phase - 1 in plan.loops
-    if id(eqn) in plan.candidates and available and has_loop:
-        plan.loops.setdefault(phase - 1, [])
-        plan.stored.setdefault(phase - 1, {})
-        plan.reductions.setdefault(phase - 1, []).append(plan.candidates[id(eqn)])
-        return
-    plan.server.setdefault(phase, []).append(eqn)
-    for operand in operands:
-        plan.store(operand, f"the server reads it in {eqn.primitive.name!r}")
+    def _known_axes(self, eqn: JaxprEqn) -> list[int | None]:
+        """Return, for each operand that a loop can compute, the participants' axis."""
+        operands = self.plan.operands(eqn)
+        return [self._axis.get(v) if isinstance(v, Var) else None for v in operands]
+
+    def _add_to_loop(self, one: Unstacked) -> None:
+        plan, eqn = self.plan, one.eqn
+        operands = plan.operands(eqn)
+        phase = max(_loop_phase(plan, one), self._not_before.get(id(eqn), 0))
+        if eqn.effects:
+            phase = max(phase, self._last_effect.phase)
+            self._last_effect = EffectOrder(phase, in_loop=True)
+        if is_map(eqn, plan.placement):
+            self._loops.setdefault(phase, []).append(eqn)
+            self._stored.setdefault(phase, {})
+        self._add_producer(one)
+        self._phase.update(dict.fromkeys(eqn.outvars, phase))
+        if eqn.primitive is federated_map_p or any(map(plan.is_mapped, operands)):
+            self._mapped.update(eqn.outvars)
+            depth = _remat_depth(plan, eqn, operands, phase)
+            if depth is not None:
+                results = (v for v in eqn.outvars if v not in self._extremum_operands)
+                self._remat_depth.update((v, depth) for v in results)
+
+    def _add_producer(self, one: Unstacked) -> None:
+        for v, axis in zip(one.eqn.outvars, one.axes.results, strict=True):
+            assert axis is not None  # `unstack` returns no equation that combines participants
+            self._producer[v] = one
+            self._axis[v] = axis
+
+    def _server_phase(self, eqn: JaxprEqn) -> int:
+        """Return the phase of an equation of the server: after the loops that it depends on."""
+        plan, operands = self.plan, self.plan.operands(eqn)
+        if id(eqn) in self._candidates and any(map(plan.is_rematerializable, operands)):
+            return 1 + max(map(plan.phase_of, operands))
+        phases = [plan.phase_of(v) + plan.is_mapped(v) for v in operands]
+        return max([*phases, self._not_before.get(id(eqn), 0)])
+
+    def build(self) -> StreamingPlan:
+        """Assign the equations that no loop computes, and store what must be; return the plan."""
+        plan = self.plan
+        self._move_into_loops()
+        for eqn in self._others:
+            self._assign(eqn)
+        for out in plan.jaxpr.outvars:
+            self._store(plan.resolve(out), "the program returns it")
+        for phase in sorted(plan.loops, reverse=True):
+            for v, _, one in list(plan.walk(phase)):
+                if one is None:
+                    self._store(v, "a later phase reads it, after a reduction")
+        return plan
+
+    def _move_into_loops(self) -> None:
+        """Move equations of the server into the loops where only loops need their results.
+
+        These are equations on placed arguments in front of a map, and server values that are
+        broadcast along the participants' axis.
+        """
+        users = self._users()
+        for eqn in reversed(self._others):
+            axes = {
+                axis
+                for v in eqn.outvars
+                for user in users.get(v, ())
+                for axis in self._axes_read(user, v)
+            }
+            if len(axes) != 1 or None in axes or any(a is not None for a in self._known_axes(eqn)):
+                continue
+            size, unknown = self.plan.placement.size, [None] * len(eqn.invars)
+            one = unstack(eqn, size, self._mesh_axis, unknown, result_axis=axes.pop())
+            if one is not None:
+                self._others.remove(eqn)
+                self._add_producer(one)
+
+    def _users(self) -> dict[Var, list[JaxprEqn | None]]:
+        """Return the equations that read each value; None: the program returns it."""
+        users: dict[Var, list[JaxprEqn | None]] = {}
+        for eqn in self.plan.jaxpr.eqns:
+            for v in self.plan.operands(eqn):
+                if isinstance(v, Var):
+                    users.setdefault(v, []).append(eqn)
+        for v in map(self.plan.resolve, self.plan.jaxpr.outvars):
+            if isinstance(v, Var):
+                users.setdefault(v, []).append(None)
+        return users
+
+    def _axes_read(self, user: JaxprEqn | None, v: Var) -> set[int | None]:
+        """Return the axes along which a user reads slices of a value; None: as a whole."""
+        axes: Sequence[int | None]
+        if user is None:
+            return {None}
+        operands = self.plan.operands(user)
+        if user.outvars and user.outvars[0] in self._producer:
+            axes = self._producer[user.outvars[0]].axes.operands
+        elif id(user) in self._candidates and any(map(self.plan.is_mapped, operands)):
+            axes = self._candidates[id(user)].axes
+        else:
+            return {None}
+        return {axis for operand, axis in zip(operands, axes, strict=True) if operand == v}
+
+    def _assign(self, eqn: JaxprEqn) -> None:
+        """Assign an equation to a loop that accumulates it, or to the server."""
+        plan, operands = self.plan, self.plan.operands(eqn)
+        phase = self._server_phase(eqn)
+        # The loop of the preceding phase can accumulate it if it has all operands. Weights can be
+        # the result of a later phase.
+        available = phase - 1 == max(map(plan.phase_of, operands), default=0)
+        has_loop = any(map(plan.is_rematerializable, operands)) or phase - 1 in plan.loops
+        if id(eqn) in plan.candidates and available and has_loop:
+            self._loops.setdefault(phase - 1, [])
+            self._stored.setdefault(phase - 1, {})
+            self._reductions.setdefault(phase - 1, []).append(plan.candidates[id(eqn)])
+            return
+        self._server.setdefault(phase, []).append(eqn)
+        for operand in operands:
+            self._store(operand, f"the server reads it in {eqn.primitive.name!r}")
+
+    def _store(self, v: Atom, reason: str) -> None:
+        """Record that a value is needed for all participants at once."""
+        if isinstance(v, Literal) or v not in self._mapped:
+            return
+        phase = self.plan.phase_of(v)
+        if phase in self._loops:
+            self._stored[phase].setdefault(v, reason)
+            return
+        self._on_server.add(v)
+        for operand in self.plan.operands(self._producer[v].eqn):
+            self._store(operand, reason)
 
 
 def _loop_phase(plan: StreamingPlan, one: Unstacked) -> int:
@@ -138,13 +308,6 @@ def _loop_phase(plan: StreamingPlan, one: Unstacked) -> int:
     return max(
         (plan.phase_of(v) + (a is None and plan.is_mapped(v)) for v, a in operands), default=0
     )
-
-
-def _add_producer(plan: StreamingPlan, one: Unstacked) -> None:
-    for v, axis in zip(one.eqn.outvars, one.axes.results, strict=True):
-        assert axis is not None  # `unstack` returns no equation that combines participants
-        plan.producer[v] = one
-        plan.axis[v] = axis
 
 
 def _federated(eqn: JaxprEqn, operand_axis: int | None) -> Unstacked:
@@ -166,43 +329,3 @@ def _remat_depth(
     depth = max((plan.remat_depth[v] + (plan.phase_of(v) < phase) for v in mapped), default=1)
     # A longer chain, such as a state that each phase updates, would start over in every phase.
     return depth if depth <= MAX_REMAT_DEPTH else None
-
-
-def _move_into_loops(plan: StreamingPlan, others: list[JaxprEqn], mesh_axis: str | None) -> None:
-    """Move equations of the server into the loops where only loops need their results.
-
-    These are equations on placed arguments in front of a map, and server values that are broadcast
-    along the participants' axis.
-    """
-    users: dict[Var, list[JaxprEqn | None]] = {}
-    for eqn in plan.jaxpr.eqns:
-        for v in plan.operands(eqn):
-            if isinstance(v, Var):
-                users.setdefault(v, []).append(eqn)
-    for v in map(plan.resolve, plan.jaxpr.outvars):
-        if isinstance(v, Var):
-            users.setdefault(v, []).append(None)
-
-    def axes_read(user: JaxprEqn | None, v: Var) -> set[int | None]:
-        """Return the axes along which a user reads slices of a value; None: as a whole."""
-        axes: Sequence[int | None]
-        if user is None:
-            return {None}
-        if user.outvars and user.outvars[0] in plan.producer:
-            axes = plan.producer[user.outvars[0]].axes.operands
-        elif id(user) in plan.candidates and any(map(plan.is_mapped, plan.operands(user))):
-            axes = plan.candidates[id(user)].axes
-        else:
-            return {None}
-        pairs = zip(plan.operands(user), axes, strict=True)
-        return {axis for operand, axis in pairs if operand == v}
-
-    for eqn in reversed(others):
-        axes = {a for v in eqn.outvars for user in users.get(v, ()) for a in axes_read(user, v)}
-        if len(axes) != 1 or None in axes or any(a is not None for a in plan.known_axes(eqn)):
-            continue
-        unknown = [None] * len(eqn.invars)
-        one = unstack(eqn, plan.placement.size, mesh_axis, unknown, result_axis=axes.pop())
-        if one is not None:
-            others.remove(eqn)
-            _add_producer(plan, one)

@@ -1,19 +1,19 @@
 """The plan of the streaming pass: which equations run in which loop over the participants."""
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 from fedpax.primitives._jax import Jaxpr, JaxprEqn, Literal, Var, aval_of
 from fedpax.primitives.map import federated_map_p
-from fedpax.primitives.max_min import federated_max_p, federated_min_p
 from fedpax.primitives.placement import ChunkSize, Placement
 from fedpax.transforms.loop_reductions import LoopReduction
 from fedpax.transforms.unstack import Unstacked
 
 Atom = Var | Literal
 
-EXTREMA = (federated_max_p, federated_min_p)
 
-
+@dataclasses.dataclass(frozen=True, eq=False)
 class StreamingPlan:
     """The loops over the participants of one placement in a jaxpr, and the server's work.
 
@@ -30,9 +30,6 @@ class StreamingPlan:
         mapped: the values in `producer` that need a map.
         remat_depth: value -> length of the chain of maps that a later phase runs to rematerialize
             it. Mapped values that are not listed are stored.
-        extremum_operands: the operands of `federated_max` and `federated_min`. A later phase reads
-            them from memory, because a recomputed value can round differently, and is then not
-            equal to the extremum.
         phase: value -> its phase, if it is not phase 0.
         candidates: id of an equation -> the reduction that a loop can accumulate for it.
         loops: phase -> the maps of its loop. A phase that is not listed has no loop.
@@ -42,31 +39,22 @@ class StreamingPlan:
         on_server: the mapped values that the server computes for all participants, because their
             phase has no loop.
         server: phase -> the equations that the server runs before the loop.
-        not_before: id of an equation -> the first phase in which it may run. Effects, such as
-            callbacks, keep the order of the jaxpr.
     """
 
-    def __init__(self, jaxpr: Jaxpr, placement: Placement, not_before: Mapping[int, int]):
-        self.jaxpr = jaxpr
-        self.not_before = dict(not_before)
-        self.placement = placement
-        self.aliases: dict[Var, Atom] = {}
-        self.producer: dict[Var, Unstacked] = {}
-        self.axis: dict[Var, int] = {}
-        self.mapped: set[Var] = set()
-        self.remat_depth: dict[Var, int] = {}
-        for eqn in jaxpr.eqns:
-            if is_map(eqn, placement):
-                _alias_forwarded_arguments(self, eqn)
-        extrema = (eqn for eqn in jaxpr.eqns if eqn.primitive in EXTREMA)
-        self.extremum_operands = {v for eqn in extrema for v in self.operands(eqn)}
-        self.phase: dict[Var, int] = {}
-        self.candidates: dict[int, LoopReduction] = {}
-        self.loops: dict[int, list[JaxprEqn]] = {}
-        self.reductions: dict[int, list[LoopReduction]] = {}
-        self.stored: dict[int, dict[Var, str]] = {}
-        self.on_server: set[Var] = set()
-        self.server: dict[int, list[JaxprEqn]] = {}
+    jaxpr: Jaxpr
+    placement: Placement
+    aliases: Mapping[Var, Atom]
+    producer: Mapping[Var, Unstacked]
+    axis: Mapping[Var, int]
+    mapped: AbstractSet[Var]
+    remat_depth: Mapping[Var, int]
+    phase: Mapping[Var, int]
+    candidates: Mapping[int, LoopReduction]
+    loops: Mapping[int, Sequence[JaxprEqn]]
+    reductions: Mapping[int, Sequence[LoopReduction]]
+    stored: Mapping[int, Mapping[Var, str]]
+    on_server: AbstractSet[Var]
+    server: Mapping[int, Sequence[JaxprEqn]]
 
     def resolve(self, v: Atom) -> Atom:
         """Resolve an alias."""
@@ -77,10 +65,6 @@ class StreamingPlan:
     def operands(self, eqn: JaxprEqn) -> list[Atom]:
         """Return the operands of an equation, with aliases resolved."""
         return [self.resolve(v) for v in eqn.invars]
-
-    def known_axes(self, eqn: JaxprEqn) -> list[int | None]:
-        """Return, for each operand that a loop can compute, the participants' axis."""
-        return [self.axis.get(v) if isinstance(v, Var) else None for v in self.operands(eqn)]
 
     def phase_of(self, v: Atom) -> int:
         """Return the phase in which a value is computed."""
@@ -104,26 +88,6 @@ class StreamingPlan:
         if not self.is_mapped(v) or own >= phase or own not in self.loops:
             return False
         return not self.is_rematerializable(v) or self.is_stored(v)
-
-    def server_phase(self, eqn: JaxprEqn) -> int:
-        """Return the phase of an equation of the server: after the loops that it depends on."""
-        operands = self.operands(eqn)
-        if id(eqn) in self.candidates and any(map(self.is_rematerializable, operands)):
-            return 1 + max(map(self.phase_of, operands))
-        phases = [self.phase_of(v) + self.is_mapped(v) for v in operands]
-        return max([*phases, self.not_before.get(id(eqn), 0)])
-
-    def store(self, v: Atom, reason: str) -> None:
-        """Record that a value is needed for all participants at once."""
-        if isinstance(v, Literal) or v not in self.mapped:
-            return
-        phase = self.phase_of(v)
-        if phase in self.loops:
-            self.stored[phase].setdefault(v, reason)
-            return
-        self.on_server.add(v)
-        for operand in self.operands(self.producer[v].eqn):
-            self.store(operand, reason)
 
     def walk(self, phase: int) -> Iterator[tuple[Var, int | None, Unstacked | None]]:
         """Yield the values that the loop of a phase computes or reads.
@@ -208,14 +172,3 @@ def is_map(eqn: JaxprEqn, placement: Placement) -> bool:
     # A map without results runs for its effects, and belongs to no reduction.
     same = eqn.params.get("placement") == placement
     return eqn.primitive is federated_map_p and same and bool(eqn.outvars)
-
-
-def _alias_forwarded_arguments(plan: StreamingPlan, eqn: JaxprEqn) -> None:
-    """Record the results of a map that are its arguments: residuals are often of this kind."""
-    inner = eqn.params["jaxpr"].jaxpr
-    if inner.effects:
-        return  # the map must run, even if only these results are used
-    operand = dict(zip(inner.invars, plan.operands(eqn), strict=True))
-    for outer, v in zip(eqn.outvars, inner.outvars, strict=True):
-        if isinstance(v, Var) and v in operand:
-            plan.aliases[outer] = operand[v]

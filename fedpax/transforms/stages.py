@@ -8,28 +8,27 @@ devices on a network.
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
-from fedpax.errors import ArgumentError, ArgumentTypeError
-from fedpax.primitives._jax import ClosedJaxpr, Literal, Var, aval_of, evaluate, result_names
-from fedpax.primitives.broadcast import federated_broadcast_p
-from fedpax.primitives.casts import device_array, is_host_number
-from fedpax.primitives.map import federated_map_p
-from fedpax.primitives.placement import Placement
-from fedpax.primitives.reduction import REDUCTIONS
-from fedpax.primitives.signatures import argument_names, function_name
+from fedpax.errors import ArgumentError
+from fedpax.primitives._jax import Var, aval_of, evaluate
+from fedpax.primitives.signatures import function_name
 from fedpax.transforms.client_stages import ClientFn, Stage, client_stages
-from fedpax.transforms.ownership import Division, Signature, divide, one_placement, store_reads
+from fedpax.transforms.division_checks import (
+    check_means,
+    own_by_name,
+    read_by_rows,
+    read_by_server,
+)
+from fedpax.transforms.ownership import Division, divide, one_placement, store_reads
 from fedpax.transforms.plan import make_plan
+from fedpax.transforms.program_ends import ProgramEnds, trace_ends
 from fedpax.transforms.server_parts import ServerParts
-from fedpax.transforms.streaming_plan import Atom, StreamingPlan
-from fedpax.transforms.value_names import SAME, SAME_VALUE
+from fedpax.transforms.streaming_plan import StreamingPlan
 from fedpax.transforms.wiring import Wiring, output_of, wire
 
 
@@ -71,7 +70,9 @@ class Stages:
         placement: the name of the participants, and their number.
     """
 
-    def __init__(self, name: str, ends: _Ends, division: Division, plan: StreamingPlan) -> None:
+    def __init__(
+        self, name: str, ends: ProgramEnds, division: Division, plan: StreamingPlan
+    ) -> None:
         self.name, self.placement = name, plan.placement
         self._ends, self._division, self._plan = ends, division, plan
         self._server = ServerParts(plan)
@@ -249,51 +250,6 @@ _HEADINGS = {
 }
 
 
-class _Ends(NamedTuple):
-    """The arguments and the results of a program.
-
-    Attributes:
-        tree: structure of the arguments.
-        names: name of each argument.
-        avals: type of each argument.
-        out_tree: structure of the results.
-        result_names: name of each result.
-        out_avals: type of each result.
-    """
-
-    tree: Any
-    names: tuple[str, ...]
-    avals: tuple[Any, ...]
-    out_tree: Any
-    result_names: tuple[str, ...]
-    out_avals: tuple[Any, ...]
-
-    def leaves(self, args: Sequence[Any], needed: Iterable[int]) -> list[Any]:
-        """Return the flat arguments of a call; those that are needed are checked."""
-        leaves, tree = jax.tree.flatten(tuple(args))
-        if tree != self.tree:
-            raise ArgumentTypeError(
-                f"The arguments have the structure {tree}, expected {self.tree}, as in the call of "
-                "fedpax.stages(). Call fedpax.stages() again for other arguments."
-            )
-        for i in needed:
-            leaf, aval, name = leaves[i], self.avals[i], self.names[i]
-            if isinstance(leaf, jax.ShapeDtypeStruct):
-                raise ArgumentTypeError(
-                    f"{name} is a type, expected an array {aval.str_short()}: the server reads it. "
-                    "Pass its value; types will do only for what participants own."
-                )
-            leaf = device_array(leaf, name) if is_host_number(leaf) else leaf
-            if (leaf.shape, leaf.dtype) != (aval.shape, aval.dtype):
-                raise ArgumentTypeError(
-                    f"{name} is {leaf.dtype}{list(leaf.shape)}, expected {aval.dtype}"
-                    f"{list(aval.shape)}, as in the call of fedpax.stages(). Call fedpax.stages() "
-                    "again for other arguments."
-                )
-            leaves[i] = leaf
-        return leaves
-
-
 def stages(program: Callable[..., Any], *avals: Any, own: Iterable[str] | None = None) -> Stages:
     """Divide a program into the parts of the server and of one participant.
 
@@ -351,189 +307,29 @@ def stages(program: Callable[..., Any], *avals: Any, own: Iterable[str] | None =
         ...     print(stop.value)
         2.0
     """
-    leaves, tree = jax.tree.flatten(avals)
-    types = tuple(map(_type, leaves))
-    closed, out_shape = jax.make_jaxpr(
-        lambda *leaves: program(*jax.tree.unflatten(tree, leaves)), return_shape=True
-    )(*types)
-    paths = [path for path, _ in jax.tree.leaves_with_path(avals)]
-    positions = argument_names(program, len(avals))
-    names = tuple(positions[key.idx] + jax.tree_util.keystr(tuple(rest)) for key, *rest in paths)
-    out_avals = tuple(closed.out_avals)
-    results = tuple(
-        f"result{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(out_shape)
-    )
-    ends = _Ends(tree, names, types, jax.tree.structure(out_shape), results, out_avals)
-    signature = Signature(names, _replaced(avals, types, out_shape, out_avals))
+    closed, ends, signature = trace_ends(program, avals)
     closed, placement = one_placement(closed)
     sized = {
         i for i, v in enumerate(closed.jaxpr.invars) if aval_of(v).shape[:1] == (placement.size,)
     }
     stores = set(store_reads(closed).values())
     if own is None:
-        owned = stores | (sized & _read_by_rows(closed, placement))
+        owned = stores | (sized & read_by_rows(closed, placement))
     else:
-        owned = _named(names, own, sized | stores, placement)
+        owned = own_by_name(ends.names, own, sized | stores, placement)
     while True:
         division = divide(closed, placement, signature, owned)
         plan = make_plan(division.core.jaxpr, placement)
-        read_by_server = _read_by_server(plan, division)
-        for name, by_clients in read_by_server.items():
+        by_server = read_by_server(plan, division)
+        for name, by_clients in by_server.items():
             if own is not None or by_clients:
                 raise ArgumentError(
                     f"stages(): the server reads {name}, a value of the participants. To send it, "
                     "return it from a federated_map(). If the server has it, pass own= without it."
                 )
-        if not read_by_server:
+        if not by_server:
             break
         arguments = dict(zip(division.own, division.own_arguments, strict=True))
-        owned = owned - {arguments[name] for name in read_by_server}
-    _check_means(plan)
+        owned = owned - {arguments[name] for name in by_server}
+    check_means(plan)
     return Stages(function_name(program), ends, division, plan)
-
-
-def _type(leaf: Any) -> Any:
-    """Return the type that an argument has on the devices."""
-    if isinstance(leaf, jax.Array | int | float | complex):
-        return jax.typeof(leaf)
-    return jax.core.ShapedArray(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
-
-
-def _replaced(
-    avals: Sequence[Any], types: Sequence[Any], out: Any, out_types: Sequence[Any]
-) -> tuple[int | None, ...]:
-    """Return, for each result, the position of the argument whose place it takes, or None."""
-    results = list(out) if type(out) in (tuple, list) else [out]
-    found: list[int | None] = []
-    first = 0
-    for position, result in enumerate(results):
-        count = len(jax.tree.leaves(result))
-        kinds = [(a.shape, a.dtype) for a in out_types[len(found) : len(found) + count]]
-        own = range(first, first)
-        same = False
-        if position < len(avals):
-            own = range(first, first + len(jax.tree.leaves(avals[position])))
-            structure: Any = jax.tree.structure
-            same = structure(result) == structure(avals[position])
-        first = own.stop
-        same = same and kinds == [(types[i].shape, types[i].dtype) for i in own]
-        found += own if same else [None] * count
-    return tuple(found)
-
-
-def _named(
-    names: Sequence[str], own: Iterable[str], placed: set[int], placement: Placement
-) -> set[int]:
-    """Return the positions of the arguments that participants own, given by name."""
-    if isinstance(own, str):
-        raise ArgumentTypeError(
-            f"stages() got own={own!r}, expected a list of names. Pass own=[{own!r}]."
-        )
-    owned: set[int] = set()
-    for prefix in own:
-        found = {
-            i
-            for i, name in enumerate(names)
-            if name == prefix or name.startswith((f"{prefix}.", f"{prefix}["))
-        }
-        if not found:
-            close = difflib.get_close_matches(prefix, names, n=3, cutoff=0.0)
-            raise ArgumentError(
-                f"stages(): own names {prefix!r}, which is no argument. The nearest names are "
-                f"{', '.join(map(repr, close))}."
-            )
-        for i in sorted(found - placed):
-            raise ArgumentError(
-                f"stages(): own names {names[i]!r}, expected an argument with one row for each of "
-                f"the {placement.size} {placement.name}. Pass own= without it."
-            )
-        owned |= found
-    return owned
-
-
-# ---- checks of a plan
-
-
-def _read_by_rows(closed: ClosedJaxpr, placement: Placement) -> set[int]:
-    """Return the arguments of which participants read rows, or that a reduction reads.
-
-    The others are the server's, also if their first axis has the number of participants by chance.
-    """
-    plan = make_plan(closed.jaxpr, placement)
-    read: set[Var] = set()
-    for phase in plan.loops:
-        read.update(plan.loop_inputs(phase)[1])
-    for eqn in reversed(closed.jaxpr.eqns):
-        reduces = eqn.primitive in REDUCTIONS and eqn.params["placement"] == placement
-        if eqn.primitive is federated_broadcast_p:
-            continue  # every participant reads all rows
-        if reduces or not read.isdisjoint(eqn.outvars):
-            operands = (v for v in eqn.invars if isinstance(v, Var))
-            read.update(v for v in operands if aval_of(v).shape[:1] == (placement.size,))
-    return {i for i, v in enumerate(closed.jaxpr.invars) if v in read}
-
-
-def _read_by_server(plan: StreamingPlan, division: Division) -> dict[str, bool]:
-    """Return the own values that the server reads, and whether participants read them too."""
-    own = dict(zip(plan.jaxpr.invars[len(division.server_arguments) :], division.own, strict=True))
-    copies = {  # results of the map that returns its argument
-        v: own[operand]
-        for v, one in plan.producer.items()
-        if one.eqn.primitive is federated_map_p
-        and result_names(one.eqn.params["jaxpr"]) == (SAME,)
-        and isinstance(operand := plan.operands(one.eqn)[0], Var)
-        and operand in own
-    }
-    server = ServerParts(plan)
-    results = server.outputs[: len(division.server_results)]
-    read = [v for inputs in server.inputs for v in inputs] + results
-    by_clients: set[Var] = set()
-    for phase in plan.loops:
-        read += plan.loop_inputs(phase)[0]
-        uses = [(one.eqn, one.axes.operands) for one in plan.computed(phase)]
-        uses += [(each.eqn, each.axes) for each in plan.reductions.get(phase, ())]
-        for eqn, axes in uses:
-            rows = zip(plan.operands(eqn), axes, strict=True)
-            by_clients.update(v for v, a in rows if isinstance(v, Var) and a is not None)
-    names = {**own, **copies}
-    found = dict.fromkeys(v for v in read if isinstance(v, Var) and v in names)
-    return {names[v]: v in copies and v in by_clients for v in found}
-
-
-def _check_means(plan: StreamingPlan) -> None:
-    """Raise a ValueError if a sum over participants is divided by their number.
-
-    That number is a constant in the program, so participants that do not answer would count.
-    """
-    size = plan.placement.size
-    if size == 1:
-        return
-    sums: set[Var] = set()
-    constants: dict[Var, float] = {}
-
-    def constant(v: Atom) -> float | None:
-        if isinstance(v, Literal):
-            return float(np.asarray(v.val)) if np.size(v.val) == 1 else None
-        return constants.get(v)
-
-    def is_sum(v: Atom) -> bool:
-        return isinstance(v, Var) and v in sums
-
-    for eqn in plan.jaxpr.eqns:
-        name, operands = eqn.primitive.name, plan.operands(eqn)
-        if name == "reduce_sum" and id(eqn) in plan.candidates:
-            sums.update(eqn.outvars)
-        elif name in SAME_VALUE and operands:
-            if is_sum(operands[0]):
-                sums.update(eqn.outvars)
-            if (value := constant(operands[0])) is not None:
-                constants[eqn.outvars[0]] = value
-        elif name == "div" and is_sum(operands[0]):
-            divisor = constant(operands[1])
-            if divisor is not None and divisor % size == 0:
-                raise ArgumentError(
-                    f"stages() found a sum over the {plan.placement.name} divided by "
-                    f"{divisor:g}, a multiple of their number, as jnp.mean computes it: "
-                    "participants that do not answer would count. Use federated_mean(), or divide "
-                    "one federated_sum() by another."
-                )

@@ -1,0 +1,135 @@
+"""Which values the participants of a divided program own, and checks that a plan can be divided."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from fedpax.errors import ArgumentError, ArgumentTypeError
+from fedpax.primitives._jax import ClosedJaxpr, Literal, Var, aval_of, result_names
+from fedpax.primitives.broadcast import federated_broadcast_p
+from fedpax.primitives.map import federated_map_p
+from fedpax.primitives.placement import Placement
+from fedpax.primitives.reduction import REDUCTIONS
+from fedpax.transforms.ownership import Division
+from fedpax.transforms.plan import make_plan
+from fedpax.transforms.server_parts import ServerParts
+from fedpax.transforms.streaming_plan import Atom, StreamingPlan
+from fedpax.transforms.value_names import SAME, SAME_VALUE
+
+
+def own_by_name(
+    names: Sequence[str], own: Iterable[str], placed: set[int], placement: Placement
+) -> set[int]:
+    """Return the positions of the arguments that participants own, given by name."""
+    if isinstance(own, str):
+        raise ArgumentTypeError(
+            f"stages() got own={own!r}, expected a list of names. Pass own=[{own!r}]."
+        )
+    owned: set[int] = set()
+    for prefix in own:
+        found = {
+            i
+            for i, name in enumerate(names)
+            if name == prefix or name.startswith((f"{prefix}.", f"{prefix}["))
+        }
+        if not found:
+            close = difflib.get_close_matches(prefix, names, n=3, cutoff=0.0)
+            raise ArgumentError(
+                f"stages(): own names {prefix!r}, which is no argument. The nearest names are "
+                f"{', '.join(map(repr, close))}."
+            )
+        for i in sorted(found - placed):
+            raise ArgumentError(
+                f"stages(): own names {names[i]!r}, expected an argument with one row for each of "
+                f"the {placement.size} {placement.name}. Pass own= without it."
+            )
+        owned |= found
+    return owned
+
+
+def read_by_rows(closed: ClosedJaxpr, placement: Placement) -> set[int]:
+    """Return the arguments of which participants read rows, or that a reduction reads.
+
+    The others are the server's, also if their first axis has the number of participants by chance.
+    """
+    plan = make_plan(closed.jaxpr, placement)
+    read: set[Var] = set()
+    for phase in plan.loops:
+        read.update(plan.loop_inputs(phase)[1])
+    for eqn in reversed(closed.jaxpr.eqns):
+        reduces = eqn.primitive in REDUCTIONS and eqn.params["placement"] == placement
+        if eqn.primitive is federated_broadcast_p:
+            continue  # every participant reads all rows
+        if reduces or not read.isdisjoint(eqn.outvars):
+            operands = (v for v in eqn.invars if isinstance(v, Var))
+            read.update(v for v in operands if aval_of(v).shape[:1] == (placement.size,))
+    return {i for i, v in enumerate(closed.jaxpr.invars) if v in read}
+
+
+def read_by_server(plan: StreamingPlan, division: Division) -> dict[str, bool]:
+    """Return the own values that the server reads, and whether participants read them too."""
+    own = dict(zip(plan.jaxpr.invars[len(division.server_arguments) :], division.own, strict=True))
+    copies = {  # results of the map that returns its argument
+        v: own[operand]
+        for v, one in plan.producer.items()
+        if one.eqn.primitive is federated_map_p
+        and result_names(one.eqn.params["jaxpr"]) == (SAME,)
+        and isinstance(operand := plan.operands(one.eqn)[0], Var)
+        and operand in own
+    }
+    server = ServerParts(plan)
+    results = server.outputs[: len(division.server_results)]
+    read = [v for inputs in server.inputs for v in inputs] + results
+    by_clients: set[Var] = set()
+    for phase in plan.loops:
+        read += plan.loop_inputs(phase)[0]
+        uses = [(one.eqn, one.axes.operands) for one in plan.computed(phase)]
+        uses += [(each.eqn, each.axes) for each in plan.reductions.get(phase, ())]
+        for eqn, axes in uses:
+            rows = zip(plan.operands(eqn), axes, strict=True)
+            by_clients.update(v for v, a in rows if isinstance(v, Var) and a is not None)
+    names = {**own, **copies}
+    found = dict.fromkeys(v for v in read if isinstance(v, Var) and v in names)
+    return {names[v]: v in copies and v in by_clients for v in found}
+
+
+def check_means(plan: StreamingPlan) -> None:
+    """Raise a ValueError if a sum over participants is divided by their number.
+
+    That number is a constant in the program, so participants that do not answer would count.
+    """
+    size = plan.placement.size
+    if size == 1:
+        return
+    sums: set[Var] = set()
+    constants: dict[Var, float] = {}
+
+    def constant(v: Atom) -> float | None:
+        if isinstance(v, Literal):
+            return float(np.asarray(v.val)) if np.size(v.val) == 1 else None
+        return constants.get(v)
+
+    def is_sum(v: Atom) -> bool:
+        return isinstance(v, Var) and v in sums
+
+    for eqn in plan.jaxpr.eqns:
+        name, operands = eqn.primitive.name, plan.operands(eqn)
+        if name == "reduce_sum" and id(eqn) in plan.candidates:
+            sums.update(eqn.outvars)
+        elif name in SAME_VALUE and operands:
+            if is_sum(operands[0]):
+                sums.update(eqn.outvars)
+            if (value := constant(operands[0])) is not None:
+                constants[eqn.outvars[0]] = value
+        elif name == "div" and is_sum(operands[0]):
+            divisor = constant(operands[1])
+            if divisor is not None and divisor % size == 0:
+                raise ArgumentError(
+                    f"stages() found a sum over the {plan.placement.name} divided by "
+                    f"{divisor:g}, a multiple of their number, as jnp.mean computes it: "
+                    "participants that do not answer would count. Use federated_mean(), or divide "
+                    "one federated_sum() by another."
+                )

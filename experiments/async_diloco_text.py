@@ -11,9 +11,10 @@ import optax
 from fedpax.aggregators import codecs, compressed_mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.algorithms import async_diloco
-from fedpax.checks import COUNT, DECAY, NON_NEGATIVE, POSITIVE, check_ranges
+from fedpax.checks import COUNT, NON_NEGATIVE, check_ranges
 from fedpax.experiments.asynchronous_text import AsynchronousText
 from fedpax.experiments.diloco_text import diloco_text
+from fedpax.experiments.island_settings import OuterSGD, wire_codec
 from fedpax.experiments.text import text_fields
 from fedpax.experiments.traces import TraceConfig
 from fedpax.simulation import IslandArrivals, dynamic_local_steps, island_arrivals
@@ -22,12 +23,10 @@ from fedpax.training.virtual_time import with_virtual_seconds
 
 
 @dataclasses.dataclass(frozen=True)
-class AsyncConfig:
+class AsyncConfig(OuterSGD):
     """Asynchronous DiLoCo: its server, and when islands arrive.
 
     Attributes:
-        learning_rate: outer learning rate, eta.
-        momentum: Nesterov momentum, beta.
         period: arrivals between two updates of the momentum, N. Default None: number of islands.
         dynamic_steps: slow islands take fewer steps, `data.local_steps` times their speed over the
             fastest one's. If False, all islands take `data.local_steps`.
@@ -37,8 +36,7 @@ class AsyncConfig:
             compression.
     """
 
-    learning_rate: float = 0.7
-    momentum: float = 0.9
+    group = "asynchronous"
     period: int | None = None
     dynamic_steps: bool = True
     grace_seconds: float = 0.0
@@ -46,9 +44,10 @@ class AsyncConfig:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_ranges(self, "asynchronous", learning_rate=POSITIVE, momentum=DECAY, period=COUNT)
+        super().__post_init__()
+        check_ranges(self, self.group, period=COUNT)
         if self.grace_seconds != np.inf:
-            check_ranges(self, "asynchronous", grace_seconds=NON_NEGATIVE)
+            check_ranges(self, self.group, grace_seconds=NON_NEGATIVE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +80,7 @@ class AsyncDiLoCoText(AsynchronousText):
     ) -> FederatedAlgorithm:
         """Make asynchronous DiLoCo."""
         settings = self.asynchronous
-        codec = {"e3m0": codecs.e3m0(), "sign": codecs.sign()}.get(settings.compression)
+        codec = wire_codec(settings.compression)
         algorithm = async_diloco(
             loss_fn,
             islands=self.islands,

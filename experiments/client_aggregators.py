@@ -17,6 +17,12 @@ from fedpax.experiments.settings import Settings, is_choice
 CodecName = Literal["uniform", "drive", "terngrad", "sign", "e3m0", "top_k", "random_k"]
 """The names of the codecs."""
 
+_CODEC_SETTINGS: Mapping[str, Mapping[str, float]] = {
+    "uniform": {"bits": 4},
+    "top_k": {"fraction": 1 / 64},
+    "random_k": {"fraction": 1 / 64},
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class AggregatorConfig(Settings):
@@ -174,26 +180,19 @@ def _compressed_mean(  # noqa: D417
         ValueError: a number is out of range, the codec does not use it, or the codec cannot have
             error feedback.
     """
-    for name, value, users in (
-        ("bits", bits, ("uniform",)),
-        ("fraction", fraction, ("top_k", "random_k")),
-    ):
-        if value is not None and codec not in users:
+    given = {name: x for name, x in (("bits", bits), ("fraction", fraction)) if x is not None}
+    for name, value in given.items():
+        users = [user for user, settings in _CODEC_SETTINGS.items() if name in settings]
+        if codec not in users:
             raise ArgumentError(
                 f"aggregator.{name}={value} has no effect with aggregator.codec={codec}. Leave out "
                 f"--aggregator.{name}, or set --aggregator.codec={' or '.join(users)}."
             )
-    made = {
-        "uniform": lambda: codecs.uniform(4 if bits is None else bits),
-        "drive": lambda: codecs.drive(unbiased=not error_feedback),
-        "terngrad": codecs.terngrad,
-        "sign": codecs.sign,
-        "e3m0": codecs.e3m0,
-        "top_k": lambda: codecs.top_k(1 / 64 if fraction is None else fraction),
-        "random_k": lambda: codecs.random_k(
-            1 / 64 if fraction is None else fraction, unbiased=not error_feedback
-        ),
-    }[codec]()
+    settings: dict[str, Any] = {**_CODEC_SETTINGS.get(codec, {}), **given}
+    make = getattr(codecs, codec)
+    if "unbiased" in inspect.signature(make).parameters:
+        settings["unbiased"] = not error_feedback
+    made = make(**settings)
     if error_feedback and not made.contractive:
         change = "bits to 5 or more" if codec == "uniform" else "codec to another codec"
         raise ArgumentError(

@@ -5,16 +5,16 @@ from typing import Literal
 
 import optax
 
-from fedpax.aggregators import Aggregator, codecs, coordinate_median, mean, trimmed_mean
+from fedpax.aggregators import Aggregator, coordinate_median, mean, trimmed_mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn
 from fedpax.algorithms import (
     decoupled_diloco,
     decoupled_diloco_parts,
     directional_mean,
-    layer_fragments,
 )
-from fedpax.checks import COUNT, COUNT_OR_ZERO, DECAY, NON_NEGATIVE, POSITIVE, check_ranges
+from fedpax.checks import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, check_ranges
 from fedpax.errors import ArgumentError
+from fedpax.experiments.island_settings import FragmentSettings, wire_codec
 from fedpax.experiments.optimizers import OptimizerConfig
 from fedpax.experiments.text import TextConfig, TextExperiment
 from fedpax.models import presets
@@ -22,20 +22,15 @@ from fedpax.training.experiment import TrainingConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class DecoupledConfig:
+class DecoupledConfig(FragmentSettings):
     """Decoupled DiLoCo: its fragments, its merge, and when the syncer merges.
 
     Attributes:
-        fragments: number of fragments, P, as in `StreamingConfig`. `data.local_steps` is a multiple
-            of it.
-        pattern: how layers are dealt to fragments.
         merge: how the islands' outer gradients are combined. A median or a trimmed mean bounds the
             influence of a few islands that send anything.
         compression: format of an update on the wire, for `fedpax join`. `fedpax train` computes
             with float32.
         error_feedback: whether an island adds what the compression dropped to its next update.
-        learning_rate: outer learning rate.
-        momentum: Nesterov momentum of the outer optimizer; 0 is plain SGD.
         quorum: islands that have to send a fragment before it is merged; islands of one certificate
             count once.
         grace_seconds: seconds that the syncer waits for the other islands beyond the quorum.
@@ -45,13 +40,10 @@ class DecoupledConfig:
         max_norm: an update with a larger L2 norm is dropped. Default None: up to 1e18.
     """
 
-    fragments: int = 4
-    pattern: Literal["strided", "sequential"] = "strided"
+    group = "decoupled"
     merge: Literal["directional", "mean", "median", "trimmed_mean"] = "directional"
     compression: Literal["float32", "e3m0"] = "float32"
     error_feedback: bool = False
-    learning_rate: float = 0.4
-    momentum: float = 0.9
     quorum: int = 1
     grace_seconds: float = 0.5
     max_steps_ahead: int | None = None
@@ -60,12 +52,10 @@ class DecoupledConfig:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
+        super().__post_init__()
         check_ranges(
             self,
-            "decoupled",
-            fragments=COUNT,
-            learning_rate=POSITIVE,
-            momentum=DECAY,
+            self.group,
             quorum=COUNT,
             grace_seconds=NON_NEGATIVE,
             max_steps_ahead=COUNT,
@@ -110,8 +100,7 @@ class DecoupledDiLoCoText(TextExperiment):
                 f"most all islands. Set --decoupled.quorum to at most {self.islands}, or raise "
                 "--islands."
             )
-        outer = optax.sgd(decoupled.learning_rate, momentum=decoupled.momentum, nesterov=True)
-        fragments = layer_fragments(decoupled.fragments, decoupled.pattern)
+        outer, fragments = decoupled.optimizer(), decoupled.fragment_fn()
         parts = decoupled_diloco_parts(
             loss_fn,
             islands=self.islands,
@@ -120,7 +109,7 @@ class DecoupledDiLoCoText(TextExperiment):
             outer_optimizer=outer,
             fragments=fragments,
             aggregator=decoupled.aggregator(),
-            codec=codecs.e3m0() if decoupled.compression == "e3m0" else None,
+            codec=wire_codec(decoupled.compression),
             error_feedback=decoupled.error_feedback,
             quorum=decoupled.quorum,
             grace_seconds=decoupled.grace_seconds,

@@ -7,7 +7,7 @@ import optax
 from fedpax.aggregators.quantized_mean import check_num_levels, quantized_mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn
 from fedpax.algorithms import data_parallel, diloco
-from fedpax.checks import DECAY, POSITIVE, check_ranges
+from fedpax.experiments.island_settings import OuterSGD
 from fedpax.experiments.optimizers import OptimizerConfig
 from fedpax.experiments.text import TextConfig, TextExperiment, text_fields
 from fedpax.models import presets
@@ -16,23 +16,19 @@ from fedpax.training.experiment import TrainingConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class OuterConfig:
+class OuterConfig(OuterSGD):
     """DiLoCo's outer optimizer, and the quantization of its gradients.
 
     Attributes:
-        learning_rate: outer learning rate, eta.
-        momentum: Nesterov momentum, beta; 0 is plain SGD.
         num_levels: quantization levels of an island's outer gradient on the wire, 2 to 256, with
             error feedback. Default None: send float32.
     """
 
-    learning_rate: float = 0.7
-    momentum: float = 0.9
     num_levels: int | None = None
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_ranges(self, "outer", learning_rate=POSITIVE, momentum=DECAY)
+        super().__post_init__()
         if self.num_levels is not None:
             check_num_levels(self.num_levels)
 
@@ -51,12 +47,12 @@ class DiLoCoText(TextExperiment):
         self, loss_fn: LossFn, optimizer: optax.GradientTransformation
     ) -> FederatedAlgorithm:
         """Make DiLoCo."""
-        outer, num_levels = self.outer, self.outer.num_levels
+        num_levels = self.outer.num_levels
         return diloco(
             loss_fn,
             islands=self.islands,
             inner_optimizer=optimizer,
-            outer_optimizer=optax.sgd(outer.learning_rate, momentum=outer.momentum, nesterov=True),
+            outer_optimizer=self.outer.optimizer(),
             aggregator=None if num_levels is None else quantized_mean(num_levels),
         )
 

@@ -6,54 +6,36 @@ from typing import Literal
 import optax
 from jax.sharding import Mesh
 
-from fedpax.aggregators import Aggregator, codecs, compressed_mean
+from fedpax.aggregators import compressed_mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn
-from fedpax.algorithms import layer_fragments, streaming_diloco
-from fedpax.checks import COUNT, COUNT_OR_ZERO, DECAY, POSITIVE, check_ranges
+from fedpax.algorithms import streaming_diloco
+from fedpax.checks import COUNT_OR_ZERO, DECAY, check_ranges
 from fedpax.experiments.diloco_text import diloco_text
+from fedpax.experiments.island_settings import FragmentSettings, wire_codec
 from fedpax.experiments.pretrain import diloco_c4_1b, diloco_llama_8b
 from fedpax.experiments.text import TextExperiment
 from fedpax.parallel.compiler_options import overlap_options
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamingConfig:
+class StreamingConfig(FragmentSettings):
     """Streaming DiLoCo: its fragments, its outer optimizer, and what is sent.
 
     Attributes:
-        fragments: number of fragments, P: one for the embeddings and the final norm, the others for
-            the layers. `data.local_steps` is a multiple of it.
-        pattern: how layers are dealt to fragments.
         delay: inner steps between the start of a transfer and its use, tau; below local steps / P.
         mixing: alpha, share of its own fragment that an island keeps.
         compression: format of an outer gradient on the wire.
-        learning_rate: outer learning rate.
-        momentum: Nesterov momentum of the outer optimizer; 0 is plain SGD.
     """
 
-    fragments: int = 4
-    pattern: Literal["strided", "sequential"] = "strided"
+    group = "streaming"
     delay: int = 1
     mixing: float = 0.5
     compression: Literal["float32", "e3m0"] = "e3m0"
-    learning_rate: float = 0.4
-    momentum: float = 0.9
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_ranges(
-            self,
-            "streaming",
-            fragments=COUNT,
-            delay=COUNT_OR_ZERO,
-            mixing=DECAY,
-            learning_rate=POSITIVE,
-            momentum=DECAY,
-        )
-
-    def aggregator(self) -> Aggregator | None:
-        """Make the aggregator of the outer gradients; None for a mean in float32."""
-        return compressed_mean(codecs.e3m0()) if self.compression == "e3m0" else None
+        super().__post_init__()
+        check_ranges(self, self.group, delay=COUNT_OR_ZERO, mixing=DECAY)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,18 +52,16 @@ class StreamingDiLoCoText(TextExperiment):
         self, loss_fn: LossFn, optimizer: optax.GradientTransformation
     ) -> FederatedAlgorithm:
         """Make Streaming DiLoCo."""
-        streaming = self.streaming
+        streaming, codec = self.streaming, wire_codec(self.streaming.compression)
         return streaming_diloco(
             loss_fn,
             islands=self.islands,
             inner_optimizer=optimizer,
-            outer_optimizer=optax.sgd(
-                streaming.learning_rate, momentum=streaming.momentum, nesterov=True
-            ),
-            fragments=layer_fragments(streaming.fragments, streaming.pattern),
+            outer_optimizer=streaming.optimizer(),
+            fragments=streaming.fragment_fn(),
             delay=streaming.delay,
             mixing=streaming.mixing,
-            aggregator=streaming.aggregator(),
+            aggregator=None if codec is None else compressed_mean(codec),
         )
 
     def compiler_options(self, mesh: Mesh) -> dict[str, str]:

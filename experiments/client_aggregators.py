@@ -57,15 +57,7 @@ class AggregatorConfig(Settings):
         return defaults.get(function.__name__, {})
 
     def make(self, seed: int, expected_participants: float) -> Aggregator:
-        """Make the aggregator.
-
-        Args:
-            seed: random seed of its noise, masks and roundings.
-            expected_participants: number of clients in a round; the average with Poisson sampling.
-
-        Raises:
-            ValueError: the noise is too large for the number of clients.
-        """
+        """Make the aggregator."""
         if self.function.__name__ == "private_mean":
             _check_noise(self, expected_participants)
         aggregator: Aggregator = self.call(

@@ -16,22 +16,12 @@ EvaluateClients = Callable[[Params], ClientMetrics]
 
 
 def client_name(value: Any) -> str:
-    """Return a client's name as text, from the value of a field of its examples.
-
-    Example:
-        >>> client_name("Århus".encode()), client_name(np.int64(7))
-        ('Århus', '7')
-    """
+    """Return a client's name as text, from the value of a field of its examples."""
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
 def owners_by_field(source: Source, field: str) -> ExampleOwners:
-    """Return the clients that a field of held-out examples names.
-
-    Args:
-        source: the held-out examples.
-        field: the field.
-    """
+    """Return the clients that a field of held-out examples names."""
     parts = partition_natural(source, field)
     owners = np.empty(len(source), np.int64)
     for k, part in enumerate(parts):
@@ -75,10 +65,6 @@ def label_weights(
     parts: Sequence[Int[np.ndarray, " examples"]], heldout: Int[np.ndarray, " heldout"]
 ) -> Float[np.ndarray, "clients classes"]:
     """Weigh held-out examples by label, so that they stand for the examples of each client.
-
-    Args:
-        parts: for each client, the labels of its examples.
-        heldout: the labels of the held-out examples.
 
     Returns:
         For each client and label, the weight of a held-out example with this label. The sum over

@@ -102,15 +102,7 @@ class OpenFiles(NamedTuple):
 
 
 def open_files(data: FilesConfig) -> OpenFiles:
-    """Read files, and decide which examples are held out.
-
-    Args:
-        data: the files.
-
-    Raises:
-        ValueError: there are no files, no label, no clients, or no held-out examples; or a label is
-            missing.
-    """
+    """Read files, and decide which examples are held out."""
     if not data.files or data.label is None:
         raise ArgumentError(
             f"data.files={data.files} and data.label={data.label}, expected files and the column "

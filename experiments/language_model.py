@@ -118,27 +118,6 @@ class LanguageModelExperiment(Experiment):
         Its config.json sets the architecture and the dtype of the layers, and its
         tokenizer.json (or tokenizer.model) is `data.tokenizer`. A model of bytes, with 256 tokens,
         needs none.
-
-        Args:
-            folder: the folder.
-
-        Returns:
-            The changed experiment.
-
-        Raises:
-            FileNotFoundError: the folder or its config.json does not exist.
-            ValueError: the transformer does not have a feature that the folder's model has.
-
-        Example:
-            >>> import tempfile
-            >>> from fedpax.experiments.pretrain import pretrain_text
-            >>> from fedpax.models import huggingface
-            >>> config = TransformerConfig(num_layers=2, scale_embeddings=False)
-            >>> params = jax.jit(transformer(config).init)(jax.random.key(0))
-            >>> folder = tempfile.mkdtemp()
-            >>> huggingface.save(folder, config, params)
-            >>> pretrain_text().with_weights(folder).model.num_layers
-            2
         """
         folder = expand_home(folder).absolute()
         config, tokenizer = load_config(folder), folder / TOKENIZER

@@ -129,12 +129,6 @@ class OptimizerConfig:
                            `fedpax.experiments.schedules.stable_decay`
             warm_restarts  `fedpax.experiments.schedules.warm_restarts`
 
-        Args:
-            num_steps: optimizer steps of the whole run.
-
-        Returns:
-            The schedule.
-
         Reference:
             Cosine: Loshchilov and Hutter, arXiv:1608.03983, with one cycle.
         """

@@ -33,10 +33,6 @@ def own_models(method: MethodConfig) -> bool:
 def pad_cohort(cohort: Cohort, multiple: int) -> Cohort:
     """Pad a cohort with absent clients, whose id is -1, to a multiple of a number.
 
-    Args:
-        cohort: the cohort.
-        multiple: the number, such as the devices of the mesh axis of clients.
-
     Example:
         >>> cohort = Cohort({"x": np.ones((3, 2))}, client_ids=np.arange(3))
         >>> pad_cohort(cohort, 2).client_ids.tolist()
@@ -55,12 +51,6 @@ def with_own_models(
     run: Run, method: MethodConfig, evaluate: Callable[[], Callable[[Any], dict[str, float]]]
 ) -> Run:
     """Evaluate clients' own models in a run, and make a model for each cluster if there are any.
-
-    Args:
-        run: the run of one model.
-        method: the method.
-        evaluate: makes the evaluation of the own models, `state -> metrics`, at its first use:
-            `fedpax plan` compiles for devices that cannot hold data.
 
     Returns:
         The run. Its further metrics have the prefix `personal_`. A method with clusters has no

@@ -18,13 +18,7 @@ _SETTINGS = ("label", "task", "columns", "max_categories", "category_clients", "
 
 
 def write_saved_inputs(path: Path, data: FilesConfig, prepared: Any) -> None:
-    """Write the label, the columns if there are any, and the settings that they follow from.
-
-    Args:
-        path: the file.
-        data: the settings.
-        prepared: an object with `label`, a `Label`, and for tables `features`.
-    """
+    """Write the label, the columns if there are any, and the settings that they follow from."""
     content: dict[str, Any] = {"settings": _settings(data), "label": prepared.label.to_json()}
     if (features := getattr(prepared, "features", None)) is not None:
         content["columns"] = features.to_json()
@@ -32,15 +26,7 @@ def write_saved_inputs(path: Path, data: FilesConfig, prepared: Any) -> None:
 
 
 def read_saved_inputs(path: Path, data: FilesConfig) -> Mapping[str, Any]:
-    """Read what `write_saved_inputs` wrote.
-
-    Args:
-        path: the file.
-        data: the settings, which must be those that were saved.
-
-    Raises:
-        ValueError: the file is damaged, or a setting is another one.
-    """
+    """Read what `write_saved_inputs` wrote."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         saved = content["settings"]

@@ -21,12 +21,6 @@ def stable_decay(
     is in this phase. MiniCPM leaves the form of the decay open, and uses an exponential; this is
     the form that Hägele et al. found best, "1-sqrt".
 
-    Args:
-        peak: learning rate of the stable phase.
-        final: learning rate after the decay.
-        stable_steps: S, at least 0.
-        decay_steps: D. With 0 the learning rate is `final` from step S on.
-
     Returns:
         The learning rate as a function of the number of steps so far.
 

@@ -88,14 +88,7 @@ class PreparedTable(NamedTuple):
 def prepare_table(
     data: TableConfig, table: OpenFiles, config: AggregatorConfig, seed: int
 ) -> PreparedTable:
-    """Make features and labels, with means and variances over the training clients.
-
-    Args:
-        data: the settings.
-        table: the columns.
-        config: the aggregator of the run.
-        seed: random seed of the run.
-    """
+    """Make features and labels, with means and variances over the training clients."""
     assert data.label is not None
     stated = [parse_treatment(text) for text in data.columns]
     of_label = next((t for t in stated if t.name == data.label), None)
@@ -147,16 +140,7 @@ def prepare_table(
 def apply_saved_table(
     data: TableConfig, table: OpenFiles, saved: Mapping[str, Any]
 ) -> PreparedTable:
-    """Make features and labels with the columns that a run saved when it began.
-
-    Args:
-        data: the settings.
-        table: the columns, of the same files or of others.
-        saved: the label and the columns, see `fedpax.experiments.saved_inputs`.
-
-    Raises:
-        ValueError: a column is missing, or a label is not one of the classes.
-    """
+    """Make features and labels with the columns that a run saved when it began."""
     label = Label.from_json(saved["label"])
     features = TableFeatures.from_json(saved["columns"])
     for column in features.columns:
@@ -247,15 +231,6 @@ def statistics_aggregator(
     It is the aggregator of the run: private, secure or robust. Two differ: one that compresses is
     replaced by the mean, because these are few numbers, sent once. A clipping norm that follows a
     quantile stays at its first value.
-
-    Args:
-        config: the aggregator of the run.
-        seed: random seed of the run; that of the statistics is another one.
-        num_clients: number of clients that take part, all of them.
-
-    Example:
-        >>> statistics_aggregator(aggregator("private_mean", max_norm=2.0), 0, 5).limit(4)
-        1.0
     """
     settings: Any = config
     fields = {field.name for field in dataclasses.fields(config)}

@@ -176,14 +176,7 @@ class AlgorithmParts(NamedTuple):
 
 
 def most_phases_ahead(parts: AlgorithmParts) -> int:
-    """Return the most phases of S steps that an island takes after its last received merge.
-
-    Args:
-        parts: the method.
-
-    Returns:
-        `max_steps_ahead / S`, rounded down; 32 if `max_steps_ahead` is None.
-    """
+    """Return the most phases of S steps that an island takes after its last received merge."""
     if parts.max_steps_ahead is None:
         return 32
     return parts.max_steps_ahead // parts.steps_per_sync

@@ -69,24 +69,12 @@ def hide_late_writes() -> None:
 
 
 def print_line(text: str) -> None:
-    """Print a line on stdout with its control characters escaped; drop it if stdout is closed.
-
-    Args:
-        text: the line, without its newline.
-
-    Example:
-        >>> print_line("Finished 3 of 3 rounds.")
-        Finished 3 of 3 rounds.
-    """
+    """Print a line on stdout with its control characters escaped; drop it if stdout is closed."""
     _write(text, sys.stdout)
 
 
 def print_error(text: str) -> None:
-    """Print a line on stderr with its control characters escaped; drop it if stderr is closed.
-
-    Args:
-        text: the line, without its newline.
-    """
+    """Print a line on stderr with its control characters escaped; drop it if stderr is closed."""
     _write(text, sys.stderr)
 
 
@@ -95,10 +83,6 @@ def escape_controls(text: str, keep: str = "") -> str:
 
     Texts in a folder of others, such as an experiment's name, could clear the screen, change its
     title or reverse the order of the letters.
-
-    Args:
-        text: the text.
-        keep: control characters to leave as they are.
 
     Example:
         >>> escape_controls("loss\x1b[2J\n"), escape_controls("a\nb", keep="\n")
@@ -120,9 +104,6 @@ def discard_output(stream: TextIO) -> None:
 
     The reader of a pipe can exit early, as `head` does. Every later write would raise again, and
     so would Python's own flush at exit.
-
-    Args:
-        stream: `sys.stdout` or `sys.stderr`.
     """
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())

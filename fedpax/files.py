@@ -44,18 +44,6 @@ class UnusableFileError(FedpaxError, OSError):
 def read_file(path: PurePath, max_bytes: int = JSON_BYTES) -> bytes:
     """Read a regular file: not a pipe or a device, which could block or never end.
 
-    Args:
-        path: the file, or a file in a bucket. A link to a regular file is read.
-        max_bytes: the largest size.
-
-    Returns:
-        The content.
-
-    Raises:
-        UnusableFileError: the file is no regular file, or is too large.
-        OSError: the file is missing or cannot be read.
-        ValueError: it is a pointer of Git LFS.
-
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "a"
@@ -82,15 +70,7 @@ def read_file(path: PurePath, max_bytes: int = JSON_BYTES) -> bytes:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file to read it: not a pipe or a device, which could block or never end.
-
-    Args:
-        path: the file. A link to a regular file is opened.
-
-    Raises:
-        UnusableFileError: the file is no regular file.
-        OSError: the file is missing or cannot be read.
-    """
+    """Open a regular file to read it: not a pipe or a device, which could block or never end."""
     _check_is_regular(path.stat(), path)  # to open a device can have effects
     # If the file is a pipe by now, do not wait for its other end.
     file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -105,12 +85,6 @@ def open_regular(path: Path) -> BinaryIO:
 
 def check_fetched(path: Path) -> None:
     """Raise a ValueError if Git LFS has left a pointer in the place of a file's content.
-
-    Args:
-        path: the file, which another library reads.
-
-    Raises:
-        UnusableFileError: the file is no regular file.
 
     Example:
         >>> import tempfile
@@ -134,25 +108,7 @@ def _check_is_content(start: bytes, path: Path) -> None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON whose nesting is bounded, so that functions can follow it.
-
-    Args:
-        text: the JSON.
-
-    Returns:
-        Dicts, lists and plain values.
-
-    Raises:
-        ValueError: it is not JSON, or nested deeper than `NESTING`.
-
-    Example:
-        >>> parse_json('{"a": [1, 2]}')
-        {'a': [1, 2]}
-        >>> parse_json("[" * 200 + "]" * 200)
-        Traceback (most recent call last):
-            ...
-        fedpax.errors.ArgumentError: it nests lists or objects deeper than 100 levels
-    """
+    """Parse JSON whose nesting is bounded, so that functions can follow it."""
     too_deep = f"it nests lists or objects deeper than {NESTING} levels"
     try:
         value = json.loads(text)
@@ -174,16 +130,7 @@ def _items(value: Any) -> list[Any]:
 
 
 def read_json(path: PurePath, max_bytes: int = JSON_BYTES) -> Any:
-    """Read a JSON file as `read_file` and `parse_json` do.
-
-    Args:
-        path: the file, or a file in a bucket.
-        max_bytes: the largest size.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not JSON, or nested too deeply.
-    """
+    """Read a JSON file as `read_file` and `parse_json` do."""
     return parse_json(read_file(path, max_bytes))
 
 
@@ -191,27 +138,6 @@ def open_unlinked(path: Path, flags: int, *, other_names: bool = False) -> int:
     """Open a file of a run's folder to change it in place, if no other path leads to the file.
 
     A symbolic link, or another name of the file (a hard link), could lead to a file of the user.
-
-    Args:
-        path: the file.
-        flags: such as `os.O_WRONLY | os.O_APPEND | os.O_CREAT`.
-        other_names: open a file with several names too; the caller does not change its content.
-
-    Returns:
-        The descriptor.
-
-    Raises:
-        UnusableFileError: the file is a link, has several names, or is no regular file.
-        OSError: the file cannot be opened.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> (folder / "link").symlink_to(folder / "file")
-        >>> open_unlinked(folder / "link", os.O_WRONLY | os.O_CREAT)
-        Traceback (most recent call last):
-            ...
-        fedpax.files.UnusableFileError: [Errno 22] it is a link, expected a regular ...
     """
     if path.is_symlink():  # for the message; the flag below closes the gap until the file is open
         raise _error("it is a link, expected a regular file of this folder", path)
@@ -243,14 +169,6 @@ def replace_file(path: Path, content: bytes, *, sync: bool = True) -> None:
 
     A link at its place is replaced, not followed.
 
-    Args:
-        path: the file, in an existing folder.
-        content: the new content.
-        sync: wait until the content is on the disk, so that a crash of the machine leaves no part.
-
-    Raises:
-        OSError: the file cannot be written.
-
     Example:
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
@@ -270,12 +188,7 @@ def replace_file(path: Path, content: bytes, *, sync: bool = True) -> None:
 
 
 def find_links(folder: Path, names: Iterable[str]) -> list[Path]:
-    """Return the links among folders and the entries directly in them.
-
-    Args:
-        folder: a folder, such as that of a run.
-        names: the names of folders in it, which may be missing.
-    """
+    """Return the links among folders and the entries directly in them."""
     found = []
     for path in (folder / name for name in names):
         if path.is_symlink():
@@ -287,14 +200,7 @@ def find_links(folder: Path, names: Iterable[str]) -> list[Path]:
 
 
 def is_private(folder: Path) -> bool:
-    """Return whether a folder belongs to this user alone, and is no link.
-
-    Args:
-        folder: the folder.
-
-    Raises:
-        OSError: the folder is missing.
-    """
+    """Return whether a folder belongs to this user alone, and is no link."""
     status = folder.lstat()
     is_folder = stat.S_ISDIR(status.st_mode)
     if not hasattr(os, "getuid"):
@@ -303,17 +209,7 @@ def is_private(folder: Path) -> bool:
 
 
 def create_draft(path: Path) -> int:
-    """Create a new file for writing, in place of the remains of a killed process.
-
-    Args:
-        path: the file.
-
-    Returns:
-        The descriptor of a file that did not exist before.
-
-    Raises:
-        OSError: the file cannot be created.
-    """
+    """Create a new file for writing, in place of the remains of a killed process."""
     path.unlink(missing_ok=True)  # a link is removed, not followed
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
     return os.open(path, flags | getattr(os, "O_BINARY", 0), 0o666)
@@ -332,11 +228,7 @@ def _error(reason: str, path: Path) -> UnusableFileError:
 
 
 def describe_no_permission(path: PurePath) -> str:
-    """Return the message for a file that this user must not read or write.
-
-    Args:
-        path: the file or folder.
-    """
+    """Return the message for a file that this user must not read or write."""
     try:
         owner = f"it belongs to {Path(path).owner()}"
     except (OSError, KeyError, NotImplementedError):

@@ -10,9 +10,6 @@ from fedpax.errors import ArgumentError
 def expand_home(path: str | Path) -> Path:
     """Return a path with `~` expanded.
 
-    Raises:
-        ValueError: the home folder is unknown.
-
     Example:
         >>> expand_home("~/data") == Path.home() / "data"
         True
@@ -36,9 +33,6 @@ def find_paths(pattern: str | Path) -> list[Path]:
 
     A part of the pattern that exists as it is written stands for itself, so a folder can be named
     `corpus[1]`.
-
-    Args:
-        pattern: a path, whose parts may have the patterns of `glob`, such as `train-*`.
     """
     whole = expand_home(pattern)
     found = [Path(whole.anchor)]
@@ -55,10 +49,6 @@ def _match(folder: Path, part: str) -> list[Path]:
 
 def split_list(text: str, exists: Callable[[str], bool]) -> list[str]:
     """Split a list at its commas, but for the commas in a name that exists.
-
-    Args:
-        text: names, separated by commas.
-        exists: returns whether a name with commas exists.
 
     Example:
         >>> split_list("runs/a,b,runs/c", {"runs/a,b"}.__contains__)

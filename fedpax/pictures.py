@@ -26,11 +26,7 @@ _MARGIN = 0.15  # inches between a legend and the border of the picture
 
 
 def line_style(number: int) -> dict[str, Any]:
-    """Return the color and the line style of a run; 28 runs look different.
-
-    Args:
-        number: the run's number.
-    """
+    """Return the color and the line style of a run; 28 runs look different."""
     return {
         "color": COLORS[number % len(COLORS)],
         "linestyle": LINE_STYLES[number // len(COLORS) % len(LINE_STYLES)],
@@ -51,35 +47,20 @@ def note_no_values(axes: Axes, metric: str) -> None:
 
 
 def count_ticks(axis: Axis) -> None:
-    """Put the ticks of a linear axis on whole numbers, few enough that their labels fit.
-
-    Args:
-        axis: an axis of rounds, examples or tokens.
-    """
+    """Put the ticks of a linear axis on whole numbers, few enough that their labels fit."""
     axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
     axis.set_major_formatter(EngFormatter())
 
 
 def log_ticks(axis: Axis, ratio: float, unit: str = "") -> None:
-    """Label powers of ten of a logarithmic axis, and their threefolds if there are few.
-
-    Args:
-        axis: the axis.
-        ratio: the largest position divided by the smallest.
-        unit: the unit of the labels.
-    """
+    """Label powers of ten of a logarithmic axis, and their threefolds if there are few."""
     axis.set_major_locator(LogLocator(subs=(1.0, 3.0) if ratio < 100 else (1.0,), numticks=7))
     axis.set_major_formatter(EngFormatter(unit=unit))
     axis.set_minor_formatter(NullFormatter())
 
 
 def byte_axis(axes: Axes, positions: Sequence[float]) -> None:
-    """Scale a horizontal axis of bytes: logarithmic from a factor of ten on, otherwise linear.
-
-    Args:
-        axes: the panel.
-        positions: all positions on the axis; zeros and NaN have no effect.
-    """
+    """Scale a horizontal axis of bytes: logarithmic from a factor of ten on, otherwise linear."""
     shown = [x for x in positions if x > 0 and math.isfinite(x)]
     if shown and max(shown) >= 10 * min(shown):
         axes.set_xscale("log")
@@ -91,10 +72,6 @@ def byte_axis(axes: Axes, positions: Sequence[float]) -> None:
 
 def plain_text(text: str, width: int = 60) -> str:
     r"""Return a text for a picture: without control characters, in lines of a largest width.
-
-    Args:
-        text: a name, which can come from a file.
-        width: the largest number of characters in a line.
 
     Example:
         >>> plain_text("cost_$x", width=4)
@@ -122,12 +99,6 @@ def add_legend(
     """Add a legend below the panels of a figure, which gets higher by as much.
 
     Long names have several lines, and there are as many columns as fit the figure's width.
-
-    Args:
-        figure: a figure with a constrained layout.
-        handles: the line or patch of each name.
-        names: the names.
-        style: further arguments of `Figure.legend`.
     """
     renderer = FigureCanvasAgg(figure).get_renderer()
     width, height = figure.get_size_inches()
@@ -157,10 +128,6 @@ def save_picture(figure: Figure, path: str | Path) -> None:
     """Write a figure to a file; a link at its place is replaced, not followed.
 
     Dollar signs in labels are characters: a name such as `$x` is not a formula.
-
-    Args:
-        figure: the figure.
-        path: the file, in an existing folder. Its suffix names the format, such as `.png`.
     """
     axes = [axis for panel in figure.axes for axis in (panel.xaxis, panel.yaxis)]
     # Powers of ten beside the axes are formulas.

@@ -180,11 +180,6 @@ def run_subprocess(command: Sequence[str]) -> int:
     SIGTERM is forwarded, and the first SIGINT is forwarded as SIGTERM. A terminal sends Ctrl-C to
     both processes: a SIGTERM after it changes nothing, where a second SIGINT would stop without
     saving.
-
-    Example:
-        >>> import sys
-        >>> run_subprocess([sys.executable, "-c", "raise SystemExit(3)"])
-        3
     """
     process: subprocess.Popen[bytes] | None = None
     received: list[int] = []

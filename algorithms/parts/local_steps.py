@@ -154,18 +154,6 @@ def gradient_and_metrics(
     Returns:
         The gradient, of the structure of `params`, and a dict of the metrics with `"loss"`; if
         `loss_fn` is a `fedpax.algorithm.WithGradientNorm`, with the gradient's norm too.
-
-    Raises:
-        TypeError: a parameter is not a float; `loss_fn` does not return a pair, its loss or a
-            metric is not a scalar, or its metrics are not a dict.
-        ValueError: a metric is called `"loss"`, or as one of the gradient's.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> loss_fn = lambda w, x: (w * x, {"input": x})
-        >>> gradient, metrics = gradient_and_metrics(loss_fn, jnp.float32(2.0), jnp.float32(3.0))
-        >>> gradient.item(), metrics["loss"].item(), metrics["input"].item()
-        (3.0, 6.0, 3.0)
     """
     check_float_params(params)
     gradient, metrics = jax.grad(functools.partial(loss_and_metrics, loss_fn), has_aux=True)(

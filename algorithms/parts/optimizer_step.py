@@ -23,16 +23,6 @@ def optimizer_step(
     A setting that is a float32 array, such as a momentum to differentiate in, would make the state
     of bfloat16 parameters float32: the state of the next round would have another type.
 
-    Args:
-        optimizer: any optax optimizer.
-        gradient: of the structure of the parameters.
-        state: the optimizer's state.
-        params: the parameters.
-        **extra: extra arguments of `optimizer.update`.
-
-    Returns:
-        The new parameters and the new state.
-
     Example:
         >>> descent = optax.sgd(jnp.float32(0.5), momentum=jnp.float32(0.75))
         >>> x = jnp.bfloat16(3.0)

@@ -26,12 +26,7 @@ from fedpax.run_files.paths import CHECKPOINTS, complete_rounds, has_checksums, 
 
 
 def named_arrays(params: Params) -> dict[str, np.ndarray]:
-    """Name the leaves of a pytree by their paths.
-
-    Example:
-        >>> named_arrays({"dense": [{"kernel": np.ones((2, 3))}], "scale": np.ones(2)}).keys()
-        dict_keys(['dense.0.kernel', 'scale'])
-    """
+    """Name the leaves of a pytree by their paths."""
     arrays: dict[str, np.ndarray] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator=".") or "params"
@@ -49,15 +44,7 @@ def named_arrays(params: Params) -> dict[str, np.ndarray]:
 
 
 def write_npz(path: Path, params: Params) -> None:
-    """Write parameters as a file that `numpy.load` reads.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "model.npz"
-        >>> write_npz(path, {"dense": {"kernel": np.ones((2, 3))}})
-        >>> np.load(path)["dense.kernel"].shape
-        (2, 3)
-    """
+    """Write parameters as a file that `numpy.load` reads."""
     arrays = named_arrays(params)
     for name, array in arrays.items():
         if array.dtype.isbuiltin != 1:

@@ -26,10 +26,6 @@ def is_object_store(folder: Path) -> bool:
 
     Such a store has no operation that renames a folder with its files: the mount refuses it, or
     copies file by file. A file is written completely or not at all.
-
-    Example:
-        >>> is_object_store(Path.home())
-        False
     """
     if is_remote(folder):
         return True
@@ -60,13 +56,6 @@ def delete_folder(folder: Any, *, last: str) -> None:
 
     On a disk the folder is renamed to `.NAME.deleted.draft` first; in an object store, which has no
     such operation, one file is deleted first.
-
-    Args:
-        folder: a path, or a folder in a bucket.
-        last: name of the file in it without which it is incomplete.
-
-    Raises:
-        OSError: the files cannot be removed.
     """
     if is_object_store(folder):
         (folder / last).unlink(missing_ok=True)
@@ -80,16 +69,7 @@ def delete_folder(folder: Any, *, last: str) -> None:
 
 
 def rename_folder(source: Path, target: Path, *, last: str) -> None:
-    """Rename a folder; in an object store, or between two of them, move its files one by one.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> (folder / "draft").mkdir()
-        >>> rename_folder(folder / "draft", folder / "model", last="config.json")
-        >>> [path.name for path in folder.iterdir()]
-        ['model']
-    """
+    """Rename a folder; in an object store, or between two of them, move its files one by one."""
     one_store = not is_object_store(source) and not is_object_store(target)
     if one_store and source.stat().st_dev == target.parent.stat().st_dev:
         source.rename(target)

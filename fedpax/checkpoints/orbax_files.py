@@ -72,9 +72,6 @@ def atomicity_of(folder: Path) -> ocp.options.AtomicityOptions:
 
     A checkpoint in place is complete when it has `COMMITTED`. Checkpoints without this file, which
     were copied into the store, can be read too.
-
-    Args:
-        folder: the folder of the checkpoint, which may not exist.
     """
     mode = ocp.options.AtomicityMode
     if not is_object_store(folder):

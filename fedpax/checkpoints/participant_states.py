@@ -65,12 +65,7 @@ def check_rule(rule: str) -> None:
 def kept_participants(
     saved: Sequence[int] | None, now: Sequence[int] | None
 ) -> list[int | None] | None:
-    """Return for each participant its index among the saved ones, by their numbers.
-
-    Example:
-        >>> kept_participants([0, 1, 3], [0, 2, 3])
-        [0, None, 2]
-    """
+    """Return for each participant its index among the saved ones, by their numbers."""
     if saved is None or now is None:
         return None
     return [saved.index(number) if number in saved else None for number in now]
@@ -89,13 +84,6 @@ def resize_participants(
     as step counts, come from the saved participant of the largest weight; of several, the first.
     Random keys come from the same participant, and are folded with the new participant's index, so
     that they differ.
-
-    Example:
-        >>> from jax.sharding import SingleDeviceSharding
-        >>> here = SingleDeviceSharding(jax.devices()[0])
-        >>> like = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=here)
-        >>> resize_participants(jnp.array([4.0, 8.0, 0.0, -4.0]), like).tolist()
-        [5.0, 4.0, -3.0]
     """
     if saved.shape == like.shape:
         return saved

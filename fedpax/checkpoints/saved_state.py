@@ -117,18 +117,8 @@ def load_field(job_log_dir: str | Path, field: str, round_number: int | None = N
 def load_state(job_log_dir: str | Path, round_number: int, like: Any) -> Any:
     """Load the state of a run's algorithm, to evaluate what its clients keep.
 
-    Args:
-        job_log_dir: the run's folder, or one in a bucket (`gs://`).
-        round_number: the checkpoint's round.
-        like: the state's abstract values, a NamedTuple, from `jax.eval_shape(algorithm.init, ...)`.
-
-    Returns:
-        A NamedTuple of the structure of `like`, whose leaves are NumPy arrays.
-
-    Raises:
-        FileNotFoundError: there is no such checkpoint.
-        DamagedCheckpointError: its files are damaged.
-        ValueError: a field has other leaves than the saved state.
+    `like` is its abstract value, from `jax.eval_shape(algorithm.init, ...)`. The leaves of the
+    result are NumPy arrays.
     """
     fields = {}
     for name, struct in like._asdict().items():
@@ -140,15 +130,7 @@ def load_state(job_log_dir: str | Path, round_number: int, like: Any) -> Any:
 
 
 def best_round(job_log_dir: str | Path) -> int:
-    """Return the round of the best checkpoint of a run, by its `training.keep_best`.
-
-    Args:
-        job_log_dir: the run's folder or its `checkpoint_dir`, which can be in a bucket.
-
-    Raises:
-        ValueError: the run keeps no best model.
-        FileNotFoundError: there is no checkpoint of a round that was evaluated.
-    """
+    """Return the round of the best checkpoint of a run, by its `training.keep_best`."""
     folder = resolve_folder(job_log_dir)
     configuration = read_configuration_json(folder)
     fields = dict(flatten(configuration[1])) if configuration else {}

@@ -42,9 +42,6 @@ class IslandStream(CohortStream, Protocol):
         """Read only the rows of one island from now on.
 
         Its rows do not change. Of the arrays of a cohort, other rows cannot be indexed then.
-
-        Args:
-            island: the island's number, the index of its rows in a cohort.
         """
         ...
 

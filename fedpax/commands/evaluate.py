@@ -75,17 +75,7 @@ def evaluate(arguments: Sequence[str]) -> int:
 
 
 def measure_clients(run: Run, params: Params, folder: Path, number: int) -> ClientMetrics:
-    """Measure the shared model on each client, and the clients' own models if there are any.
-
-    Args:
-        run: the run. Its held-out data have clients.
-        params: the parameters of the checkpoint.
-        folder: the folder of the checkpoints.
-        number: the checkpoint's round.
-
-    Returns:
-        The metrics; those of own models have the prefix `personal_`.
-    """
+    """Measure the shared model on each client, and the clients' own models if there are any."""
     shared = None if run.evaluate_clients is None else run.evaluate_clients(params)
     if run.evaluate_own_models is None:
         assert shared is not None

@@ -132,14 +132,7 @@ class _Counter:
     def visit(
         self, jaxpr: Jaxpr, names: Names, executions: int, arguments: dict[Placement, Placed]
     ) -> Flops:
-        """Count one level of a program, and return the FLOPs of its server.
-
-        Args:
-            jaxpr: a jaxpr with its calls inlined.
-            names: the names of its values.
-            executions: number of executions of the jaxpr.
-            arguments: for each placement, the arguments that are known to be placed.
-        """
+        """Count one level of a program, and return the FLOPs of its server."""
         by_participants: set[int] = set()
         levels: list[PlacedValues] = []
         server = NO_FLOPS

@@ -61,18 +61,6 @@ def count_flops(jaxpr: Jaxpr) -> Flops:
     - The body of a loop counts as often as it runs; a loop of unknown length counts once. A
       conditional counts its costliest branch.
     - Arithmetic on integers, comparisons, sorting and custom kernels count 0.
-
-    Args:
-        jaxpr: any jaxpr.
-
-    Returns:
-        The count, for the work of all devices together.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> jaxpr = jax.make_jaxpr(lambda x, w: jnp.tanh(x @ w))(jnp.ones((2, 3)), jnp.ones((3, 4)))
-        >>> count_flops(jaxpr.jaxpr)
-        Flops(number=56, is_exact=True)
     """
     return sum((equation_flops(eqn) for eqn in jaxpr.eqns), start=NO_FLOPS)
 

@@ -22,22 +22,12 @@ def sent_values(placed: PlacedValues, names: Names, executions: int) -> list[Tra
     """List the values that a participant sends, the compressed ones last.
 
     Loops and conditionals that contain maps are not entered.
-
-    Args:
-        placed: the placed values of a jaxpr.
-        names: names of its values.
-        executions: number of executions of the jaxpr.
     """
     return list(_Sends(placed, names, executions).transfers())
 
 
 def sends_in_while(placed: PlacedValues, is_inside: bool = False) -> bool:
-    """Return whether participants send values in a loop of unknown length.
-
-    Args:
-        placed: the placed values of a jaxpr.
-        is_inside: whether the jaxpr runs in such a loop.
-    """
+    """Return whether participants send values in a loop of unknown length."""
     for eqn in placed.jaxpr.eqns:
         use = placed.uses[id(eqn)]
         if is_inside and (use.read or use.kind in (Kind.REDUCTION, Kind.EXCHANGE)):

@@ -134,18 +134,8 @@ def init(key: jax.Array, params: Params, config: LoRAConfig) -> Params:
 def logical_axes(model_axes: Params, config: LoRAConfig) -> Params:
     """Name the axes of the adapters after the weights' axes; the rank's axis has no name.
 
-    Args:
-        model_axes: the logical axes of the model's parameters, see `FunctionalModel`.
-        config: the adapters' size.
-
     Returns:
         The structure of `init`'s result with a tuple of names for each array.
-
-    Example:
-        >>> from fedpax.models import TransformerConfig, transformer
-        >>> axes = transformer(TransformerConfig()).logical_axes
-        >>> logical_axes(axes, LoRAConfig(targets=("down",)))["layers"]["feed_forward"]["down"]
-        {'a': ('layers', 'mlp', None), 'b': ('layers', None, 'embed')}
     """
 
     def make(names: tuple[str | None, ...], num_stacked: int, num_inputs: int) -> Params:
@@ -159,11 +149,6 @@ def logical_axes(model_axes: Params, config: LoRAConfig) -> Params:
 
 def attach(params: Params, adapters: Params, config: LoRAConfig) -> Params:
     """Put adapters into a model's parameters, without a computation.
-
-    Args:
-        params: the transformer's parameters.
-        adapters: its adapters.
-        config: the adapters' size.
 
     Returns:
         Parameters for the functions of `transformer(...)`, with an `AdaptedWeight` in place of each

@@ -136,17 +136,8 @@ def lstm(config: LSTMConfig) -> FunctionalModel:
     The initial values are Keras's defaults as the authors set them: uniform embeddings, He's
     normal kernels, orthogonal recurrent kernels, Glorot's normal projections, forget biases of 1.
 
-    Args:
-        config: the sizes.
-
     Returns:
         The model. `apply` takes tokens, integers `[batch, seq]`, and returns logits
         `[batch, seq, vocab_size]`.
-
-    Example:
-        >>> model = lstm(LSTMConfig(vocab_size=7, embed_dim=4, hidden_dim=5))
-        >>> params = jax.jit(model.init)(jax.random.key(0))
-        >>> jax.jit(model.apply)(params, jnp.zeros((2, 3), int)).shape
-        (2, 3, 7)
     """
     return to_functional(functools.partial(LSTM, config))

@@ -36,10 +36,6 @@ def explain_unknown_arguments(names: Iterable[str], namespace: MutableMapping[st
     A call with an argument that a function does not take, or with too many by position, raises a
     `TypeError` that lists those which it takes, and the nearest one.
 
-    Args:
-        names: names in the module; classes and values are left as they are.
-        namespace: the module's `globals()`.
-
     Example:
         >>> def mean_of(values, *, client_optimizer, cohort_size): ...
         >>> module = {"mean_of": mean_of}
@@ -83,10 +79,6 @@ def _explaining(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def nearest_argument(unknown: str, known: list[str]) -> str | None:
     """Return the argument that an unknown name most likely stands for, or None.
-
-    Args:
-        unknown: the name.
-        known: the arguments that are not given.
 
     Example:
         >>> nearest_argument("server_lr", ["cohort_size", "client_optimizer", "server_optimizer"])

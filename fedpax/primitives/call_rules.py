@@ -179,12 +179,7 @@ def _rematerializes_maps(closed: ClosedJaxpr) -> bool:
 
 
 def _maps(jaxpr: Jaxpr, under_checkpoint: bool = False) -> Iterator[tuple[bool, bool]]:
-    """Yield for each map whether its function is a `jax.checkpoint`, and whether it is in one.
-
-    Args:
-        jaxpr: the jaxpr to search, at every depth.
-        under_checkpoint: whether `jaxpr` itself is inside a `jax.checkpoint`.
-    """
+    """Yield for each map whether its function is a `jax.checkpoint`, and whether it is in one."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "federated_map" and is_rematerialized(eqn.params["jaxpr"]):
             yield True, under_checkpoint

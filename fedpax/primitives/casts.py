@@ -37,21 +37,6 @@ def checked_cast(
             dtype rounds to its precision; a finite value stays finite.
         name: what the values are, for messages: an argument or a field.
         remedy: what the user can do, for messages. Default None: use 64 bits, or other numbers.
-
-    Returns:
-        The array; `values` itself where it has the dtype.
-
-    Raises:
-        TypeError: `values` is not numbers, or it is complex and `dtype` is not.
-        ValueError: `dtype` cannot represent a value.
-
-    Example:
-        >>> checked_cast([0.0, 2.0], np.int32, "label").tolist()
-        [0, 2]
-        >>> checked_cast([0.0, 0.5], np.int32, "label", "Round it.")
-        Traceback (most recent call last):
-            ...
-        fedpax.errors.ArgumentError: label has the value 0.5 (float64), expected integers from ...
     """
     array, dtype = _numbers(values, name, remedy), np.dtype(dtype)
     if array.dtype == dtype:
@@ -81,28 +66,7 @@ def checked_cast(
 
 
 def device_array(values: Any, name: str, remedy: str | None = None) -> NDArray[Any]:
-    """Convert NumPy or Python numbers to the dtype in which JAX holds them.
-
-    Args:
-        values: numbers, as for `checked_cast`.
-        name: what the values are, for messages.
-        remedy: what the user can do, for messages. Default None: use 64 bits, or other numbers.
-
-    Returns:
-        The array, of 64 bits only under `jax_enable_x64`.
-
-    Raises:
-        TypeError: `values` is not numbers.
-        ValueError: the dtype cannot represent a value.
-
-    Example:
-        >>> device_array(np.array([7, 8]), "ids").dtype
-        dtype('int32')
-        >>> device_array(np.array([7, 2**40]), "ids", "Hash them.")
-        Traceback (most recent call last):
-            ...
-        fedpax.errors.ArgumentError: ids has the value 1099511627776 (int64), expected integers ...
-    """
+    """Convert NumPy or Python numbers to the dtype in which JAX holds them."""
     if isinstance(values, int) and not -(2**63) <= values < 2**64:
         raise ArgumentError(f"{name} is {values}, expected an integer of at most 64 bits.")
     array = _numbers(values, name, remedy)
@@ -178,20 +142,7 @@ def is_host_number(value: Any) -> bool:
 
 
 def checked_tree(tree: Any, name: str, remedy: str | None = None) -> Any:
-    """Check that JAX can hold the NumPy arrays of a pytree without changing a value.
-
-    Args:
-        tree: a pytree; leaves that are not NumPy's are ignored.
-        name: the pytree's name, for messages.
-        remedy: what the user can do, for messages. Default None: use 64 bits, or other numbers.
-
-    Returns:
-        The pytree. Arrays keep their dtypes, in the machine's byte order.
-
-    Raises:
-        TypeError: an array is not numbers.
-        ValueError: JAX cannot hold a value.
-    """
+    """Check that JAX can hold the NumPy arrays of a pytree without changing a value."""
 
     def check(path: Any, leaf: Any) -> Any:
         if not needs_cast(leaf):

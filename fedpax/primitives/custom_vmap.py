@@ -33,10 +33,6 @@ def expand_custom_vmap(closed: ClosedJaxpr) -> ClosedJaxpr:
     A rule that calls the function again, as `jax.custom_batching.sequential_vmap` does, runs
     it without its rule.
 
-    Args:
-        closed: any jaxpr. The functions of custom derivatives stay as they are, because their
-            derivatives are given.
-
     Returns:
         A jaxpr of the same arguments and results; the same object if there is no such call.
     """

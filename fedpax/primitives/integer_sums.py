@@ -75,13 +75,7 @@ def _current() -> _Collected | None:
 
 
 def collect(x: Any, totals: Any, add: Callable[[jax.Array], jax.Array]) -> None:
-    """Add the sums of a pytree's signed integers to those that are collected.
-
-    Args:
-        x: the summed pytree.
-        totals: its sums.
-        add: sums an array over the participants.
-    """
+    """Add the sums of a pytree's signed integers to those that are collected."""
     collected = _current()
     if collected is None:
         return
@@ -139,13 +133,7 @@ def has_unusual_weights(sums: Sequence[IntegerSum]) -> bool:
 
 
 def check_weights(total: float, count: int, dtype: Any) -> None:
-    """Raise a ValueError if a sum of weights is out of the range of its dtype.
-
-    Args:
-        total: the sum of the weights' absolute values.
-        count: the number of weights that are not 0.
-        dtype: a float dtype.
-    """
+    """Raise a ValueError if a sum of weights is out of the range of its dtype."""
     least, most = float(jnp.finfo(dtype).tiny), float(jnp.finfo(dtype).max)
     if total > most or (count and total < least):
         raise ArgumentError(

@@ -15,9 +15,6 @@ from fedpax.primitives.placement import Placement
 def mesh_axis(placement: Placement) -> str | None:
     """Return the mesh axis that shards a placement's participants.
 
-    Args:
-        placement: the placement.
-
     Returns:
         The placement's name. None if the mesh has no such axis, or an automatic one of size 1, or
         if that axis is manual: the code then runs on one shard already.
@@ -112,10 +109,6 @@ def has_own_shardings(eqn: JaxprEqn) -> bool:
 
 def move_to_mesh(x: jax.Array, mesh: AbstractMesh) -> jax.Array:
     """Change the mesh in an array's type to one with other axis types.
-
-    Args:
-        x: an array. Without a mesh in its type it is returned as it is.
-        mesh: the same mesh with other axis types. If empty, `x` is returned as it is.
 
     Returns:
         The array with the same values. Dimensions that were sharded over automatic axes are

@@ -48,11 +48,6 @@ def keep_leading_axis(jaxpr: ClosedJaxpr, placed: Sequence[bool], stacked: int) 
 
     An elementwise equation keeps the axis if an operand has it and a stacked result follows by
     elementwise equations alone. Other equations are evaluated without the axis.
-
-    Args:
-        jaxpr: the function of one participant.
-        placed: for each argument whether it gets the axis.
-        stacked: number of the first results, which get the axis.
     """
     wanted = [i < stacked for i in range(len(jaxpr.out_avals))]
 

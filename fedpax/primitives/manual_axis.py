@@ -27,13 +27,6 @@ def with_manual_axis(jaxpr: ClosedJaxpr, axis: str) -> Callable[..., list[jax.Ar
     its parameters, in the contexts of its equations. JAX raises if it runs where the type of an
     axis differs. This interpreter binds each equation again with the axis manual, and retraces the
     jaxprs among the parameters (of loops, conditionals and calls) in the same way.
-
-    Args:
-        jaxpr: traced with `axis` automatic or explicit. No value in it is sharded over `axis`.
-        axis: name of the mesh axis.
-
-    Returns:
-        A function from the jaxpr's flat arguments to its flat outputs.
     """
     return functools.partial(_Interpreter(axis).run, jaxpr)
 

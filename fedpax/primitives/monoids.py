@@ -47,9 +47,6 @@ def reduce_terms(
         monoid: combines the terms.
         operands: arrays `[n, ...]`.
         terms: `(*operands) -> list of arrays`, also of one participant. Default None: the operands.
-
-    Returns:
-        The totals.
     """
     make = terms or (lambda *own: list(own))
 
@@ -90,9 +87,6 @@ def apply_by_monoid(
         monoids: the monoid of each total.
         apply: `(monoid, *lists of its totals) -> list` of the same length.
         *totals: lists of the same length as `monoids`.
-
-    Returns:
-        The results, in the order of the totals.
     """
     found: list[Any] = [None] * len(monoids)
     for monoid in dict.fromkeys(monoids):
@@ -170,9 +164,6 @@ def _propagating_nan(extremum: Callable, nan_key: Callable) -> Callable:
     Args:
         extremum: `(arrays, axis) -> arrays`, a maximum or minimum.
         nan_key: `(integer dtype) -> integer` that represents NaN.
-
-    Returns:
-        A function with the signature of `extremum`.
     """
 
     def flip_negative(bits):
@@ -228,9 +219,6 @@ def equal_with_nan(x: jax.Array, y: jax.Array) -> jax.Array:
 
 def with_ties(extremum: Monoid) -> Monoid:
     """Extend an extremum by the participants that attain it.
-
-    Args:
-        extremum: `MAXIMUM` or `MINIMUM`.
 
     Returns:
         A monoid whose totals are four arrays each: the extremum, the first and the last index of a

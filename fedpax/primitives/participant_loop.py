@@ -311,14 +311,7 @@ class _DeviceLoop(NamedTuple):
         placed: Sequence[LazySlice],
         apart: Sequence[int] = (),
     ) -> list[jax.Array]:
-        """Run `size` participants and return their stacked outputs, then their totals.
-
-        Args:
-            size: number of participants.
-            start: index of the first one.
-            placed: the placed values.
-            apart: indices of the placed values whose rows are read by `read_rows`.
-        """
+        """Run `size` participants and return their stacked outputs, then their totals."""
         several = size > 1
         local_index = start + jnp.arange(size, dtype=jnp.int32) if several else jnp.int32(start)
         arguments = [local_index + self.first_index, *self.server_values]
@@ -362,9 +355,6 @@ class _DeviceLoop(NamedTuple):
 
     def aliased_inputs(self, placed: Sequence[LazySlice]) -> list[int | None]:
         """Assign input buffers to the stacked outputs.
-
-        Args:
-            placed: the placed values.
 
         Returns:
             For each stacked output, the index of an input buffer with the same shape, dtype and

@@ -79,20 +79,7 @@ def enter_participant(name: str) -> Iterator[None]:
 def declare_placements(
     sizes: Mapping[str, int], chunk_size: ChunkSize
 ) -> tuple[ActivePlacement, ...]:
-    """Check a program's placements and return the entries that its body is traced under.
-
-    Args:
-        sizes: number of participants by placement name.
-        chunk_size: the program's setting.
-
-    Returns:
-        One entry per placement, in the order of `sizes`.
-
-    Raises:
-        TypeError: a size is not an int.
-        ValueError: there is no placement, a name is not an identifier, a size is below 1, or
-            `chunk_size` is invalid.
-    """
+    """Check a program's placements and return the entries that its body is traced under."""
     if not sizes:
         raise ArgumentError(
             "fedpax.program() got no placement, expected at least one. Name the participants and "
@@ -131,20 +118,7 @@ def check_chunk_size(value: Any) -> None:
 
 
 def resolve_placement(function: str, name: str | None) -> ActivePlacement:
-    """Find the placement that a call of a federated function refers to.
-
-    Args:
-        function: name of the public function, for messages.
-        name: the user's `placement` argument, or None.
-
-    Returns:
-        The active placement.
-
-    Raises:
-        RuntimeError: called outside a program.
-        ValueError: the placement is unknown, several placements are active and `name` is None, or
-            the call is made on a participant of the placement.
-    """
+    """Find the placement that a call of a federated function refers to."""
     entries = active_placements()
     if not entries:
         raise RuntimeError(
@@ -193,13 +167,6 @@ def check_placed(
         tree: pytree of arrays `[n, ...]`.
         placement: the placement of `n` participants.
         argument: name of the argument, for messages.
-
-    Returns:
-        The leaves, in the order of the pytree.
-
-    Raises:
-        TypeError: a leaf is not an array or a number.
-        ValueError: a leaf lacks a leading axis of the placement's size. The message has its path.
     """
     leaves = []
     for path, leaf in jax.tree.leaves_with_path(tree):
@@ -222,21 +189,7 @@ def check_array(
     where: str,
     remedy: str = "Remove it from the pytree, or use it in the function as a closure.",
 ) -> jax.Array:
-    """Return a leaf as an array.
-
-    Args:
-        function: the called function, for messages.
-        leaf: the leaf.
-        where: argument and path of the leaf, for messages.
-        remedy: what the user can do, for messages.
-
-    Returns:
-        The leaf as an array.
-
-    Raises:
-        TypeError: the leaf is not an array or a number.
-        ValueError: JAX would change a value, such as an int64 that does not fit int32.
-    """
+    """Return a leaf as an array."""
     if is_host_number(leaf):
         array = device_array(leaf, f"{function}: {where}")
         return jnp.asarray(array if isinstance(leaf, np.ndarray | np.generic) else leaf)

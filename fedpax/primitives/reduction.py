@@ -38,14 +38,7 @@ REDUCTIONS: dict[Primitive, Reduction] = {}
 
 
 def define_reduction(primitive: Primitive, reduction: Reduction, **rules: Callable) -> None:
-    """Register a reduction and the rules of its primitive.
-
-    Args:
-        primitive: the primitive; its only parameter is `placement`.
-        reduction: its three parts.
-        **rules: `jvp`, `transpose` and `batch`, as `define` takes them. Default of `batch`: move
-            the batch axis behind the placement's axis.
-    """
+    """Register a reduction and the rules of its primitive."""
 
     def reduce_all(x, *others):
         totals = reduce_terms(reduction.monoid, [x, *others], reduction.terms)
@@ -94,9 +87,6 @@ def reduce_tree(
         x: pytree of arrays `[n, ...]`.
         placement: name of the placement. Default None: the only placement of the program.
         ordered: the reduction compares values, so complex leaves raise.
-
-    Returns:
-        The same pytree with leaves `[...]`.
     """
     target = resolve_placement(function, placement).placement
     leaves = check_placed(function, x, target, "x")
@@ -108,13 +98,7 @@ def reduce_tree(
 
 
 def check_numbers(function: str, x: ArrayTree, *, ordered: bool) -> None:
-    """Raise a TypeError that names a leaf which cannot be reduced.
-
-    Args:
-        function: name of the public function, for messages.
-        x: pytree of arrays.
-        ordered: the reduction compares values, so complex leaves raise.
-    """
+    """Raise a TypeError that names a leaf which cannot be reduced."""
     for path, leaf in jax.tree.leaves_with_path(x):
         dtype, where = jnp.result_type(leaf), "x" + jax.tree_util.keystr(path)
         if jnp.issubdtype(dtype, jax.dtypes.extended):

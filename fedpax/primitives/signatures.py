@@ -54,13 +54,6 @@ def resolve_static(
         argnums: positions, as in `jax.jit`.
         argnames: names, as in `jax.jit`. If only one of both is given, the other is inferred from
             the signature.
-
-    Returns:
-        The static arguments.
-
-    Raises:
-        TypeError: a position is not an int, or a name is not a string.
-        ValueError: the function has no such argument.
     """
     signature, name = signature_of(fn), function_name(fn)
     parameters = list(signature.parameters.values()) if signature else []
@@ -126,11 +119,6 @@ def split_static(
 ) -> tuple[list[Any], dict[str, Any], Callable[..., tuple[list[Any], dict[str, Any]]]]:
     """Separate the static arguments of a call from those that are traced.
 
-    Args:
-        static: which arguments are static.
-        args: the call's positional arguments.
-        kwargs: the call's keyword arguments.
-
     Returns:
         The traced positional arguments, the traced keyword arguments, and a function that takes
         these and returns all positional and all keyword arguments.
@@ -163,14 +151,6 @@ def named_like(
     """Copy the name, source line and argument names of the user's function to another function.
 
     JAX's messages about tracers contain these. Without them, a message names an internal function.
-
-    Args:
-        fn: the user's function.
-        run: a function that takes the arguments of `fn` without the static ones. It is modified.
-        static: the static arguments of `fn`. Default: none.
-
-    Returns:
-        `run`.
     """
     signature = signature_of(fn)
     functools.update_wrapper(run, fn, updated=())

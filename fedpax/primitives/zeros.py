@@ -22,10 +22,6 @@ def zero_results(closed: ClosedJaxpr, zeros: Sequence[bool]) -> list[bool]:
     A result is 0 if it is computed from zeros alone, by equations that keep them: no number is
     computed. False where this is not known.
 
-    Args:
-        closed: the jaxpr.
-        zeros: for each argument whether it is 0.
-
     Example:
         >>> import jax
         >>> jaxpr = jax.make_jaxpr(lambda x, y: (2 * x + 0, x * y, y))(1.0, 1.0)

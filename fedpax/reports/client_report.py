@@ -54,12 +54,7 @@ class Spread(NamedTuple):
 
 
 def spread_of(name: str, values: Float64[np.ndarray, " clients"]) -> Spread:
-    """Return how a metric differs between clients.
-
-    Example:
-        >>> spread_of("accuracy", np.array([0.5, 1.0, np.nan, 0.75]))
-        Spread(worst=0, percentile=0.55, mean=0.75, best=1, defined=3)
-    """
+    """Return how a metric differs between clients."""
     finite = np.flatnonzero(np.isfinite(values))
     if not finite.size:
         return Spread(None, math.nan, math.nan, None, 0)
@@ -76,19 +71,6 @@ def format_clients(found: ClientMetrics) -> str:
     """Format metrics by client as two Markdown tables: their spread, and the clients.
 
     The second table has at most 20 clients, the worst ones by the first metric.
-
-    Example:
-        >>> metrics = {"accuracy": np.array([0.5, 1.0]), "auc": np.array([0.25, np.nan])}
-        >>> print(format_clients(ClientMetrics(["Århus", "Oslo"], np.array([8, 2]), metrics)))
-        | metric   |          worst | 10th percentile |   mean |           best | clients |
-        |----------|----------------|-----------------|--------|----------------|---------|
-        | accuracy | 0.5000 (Århus) |          0.5500 | 0.7500 |  1.0000 (Oslo) |       2 |
-        | auc      | 0.2500 (Århus) |          0.2500 | 0.2500 | 0.2500 (Århus) |  1 of 2 |
-        <BLANKLINE>
-        | client | examples | accuracy |    auc |
-        |--------|----------|----------|--------|
-        | Århus  |        8 |   0.5000 | 0.2500 |
-        | Oslo   |        2 |   1.0000 |      - |
     """
     rows = []
     for name, values in found.metrics.items():
@@ -124,12 +106,7 @@ def format_clients(found: ClientMetrics) -> str:
 
 
 def clients_json(found: ClientMetrics) -> list[dict[str, Any]]:
-    """Return the metrics as JSON values, in the order of the clients; null where not defined.
-
-    Example:
-        >>> clients_json(ClientMetrics(["Oslo"], np.array([2]), {"auc": np.array([np.nan])}))
-        [{'client': 'Oslo', 'examples': 2, 'auc': None}]
-    """
+    """Return the metrics as JSON values, in the order of the clients; null where not defined."""
     return [
         {
             "client": name,

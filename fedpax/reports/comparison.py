@@ -88,15 +88,7 @@ def _summarize(
 
 
 def format_table(runs: Sequence[RunSummary]) -> str:
-    """Format runs as a Markdown table, one run per line.
-
-    Example:
-        >>> run = RunSummary("diloco", 2.5, 3.2e6, 10**6, 9e3, "tokens", 2 * 10**6, 130.0)
-        >>> print(format_table([run]))
-        | experiment | held-out loss | communicated | tokens/s | parameters | wall time |
-        |------------|---------------|--------------|----------|------------|-----------|
-        | diloco     |        2.5000 |       3.2 MB |    9,000 |  2,000,000 |     130 s |
-    """
+    """Format runs as a Markdown table, one run per line."""
     units = {run.item_unit for run in runs}
     throughput = f"{units.pop()}/s" if len(units) == 1 else "throughput"
     head: tuple[str, ...] = (

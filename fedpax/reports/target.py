@@ -49,12 +49,7 @@ class Target(NamedTuple):
         return self.metric.endswith("loss")
 
     def first(self, values: Sequence[float]) -> int | None:
-        """Return the index of the first value that reaches the target; None if none does.
-
-        Example:
-            >>> Target("accuracy", 0.8).first([0.5, 0.81, 0.7]), Target("loss", 0.1).first([0.2])
-            (1, None)
-        """
+        """Return the index of the first value that reaches the target; None if none does."""
         numbers = np.asarray(values)
         reached = numbers <= self.value if self.is_loss else numbers >= self.value
         return int(np.argmax(reached)) if reached.any() else None
@@ -66,12 +61,7 @@ class Target(NamedTuple):
 
 
 def parse_target(text: str) -> Target:
-    """Parse `METRIC=VALUE`.
-
-    Example:
-        >>> parse_target("accuracy=0.85")
-        Target(metric='accuracy', value=0.85)
-    """
+    """Parse `METRIC=VALUE`."""
     metric, _, number = text.partition("=")
     try:
         value = float(number)
@@ -108,11 +98,6 @@ def course_of(run: Run, evaluations: Sequence[Mapping[str, Any]], metric: str) -
     if the round is no fedpax program. The FLOPs of a round are scaled by its number of valid steps.
     If participants differ in their steps, the run's cohorts are drawn again up to the last
     evaluation.
-
-    Args:
-        run: the run, whose data is at the beginning; its mesh must be set.
-        evaluations: the evaluations, each with its `round` and the metric.
-        metric: the metric's name.
     """
     rounds = [line["round"] for line in evaluations]
     cohort = next(run.cohorts)
@@ -166,13 +151,7 @@ class CostToTarget(NamedTuple):
 
 
 def cost_to_target(course: Course, target: Target) -> CostToTarget:
-    """Return the costs at the first evaluation that reaches the target.
-
-    Example:
-        >>> course = Course([0.5, 0.9, 0.8], [10, 20, 30], [1e6, 2e6, 3e6], [1e9, 2e9, 3e9])
-        >>> cost_to_target(course, Target("accuracy", 0.85))
-        CostToTarget(rounds=20, num_bytes=2000000.0, flops=2000000000.0, best=0.9)
-    """
+    """Return the costs at the first evaluation that reaches the target."""
     best, index = target.best(course.values), target.first(course.values)
     if index is None:
         return CostToTarget(None, math.nan, math.nan, best)
@@ -180,15 +159,7 @@ def cost_to_target(course: Course, target: Target) -> CostToTarget:
 
 
 def format_target_table(costs: Mapping[str, Sequence[CostToTarget]], target: Target) -> str:
-    """Format the costs as a Markdown table, the experiment with the fewest rounds first.
-
-    Example:
-        >>> costs = {"fedavg": [CostToTarget(29, 11.2e6, 1.2e8, 0.946)]}
-        >>> print(format_target_table(costs, Target("accuracy", 0.85)))
-        | experiment | rounds to accuracy 0.85 | bytes   | FLOPs   | best accuracy |
-        |------------|-------------------------|---------|---------|---------------|
-        | fedavg     |                      29 | 11.2 MB | 1.2e+08 |        0.9460 |
-    """
+    """Format the costs as a Markdown table, the experiment with the fewest rounds first."""
     sign = 1 if target.is_loss else -1
 
     def order(name: str) -> tuple[int, float, float]:

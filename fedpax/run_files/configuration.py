@@ -72,13 +72,7 @@ def check_is_dataclass(configuration: Any) -> None:
 
 
 def class_name(configuration: Any) -> str:
-    """Return `module:Name` of a configuration's class.
-
-    Example:
-        >>> from fedpax.parallel.mesh import MeshConfig
-        >>> class_name(MeshConfig())
-        'fedpax.parallel.mesh:MeshConfig'
-    """
+    """Return `module:Name` of a configuration's class."""
     return name_of_class(type(configuration))
 
 
@@ -151,12 +145,7 @@ def _fits(value: Any, annotation: Any) -> bool:
 
 
 def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of `to_json`'s result with their paths.
-
-    Example:
-        >>> dict(flatten({"class": "m:C", "model": {"class": "m:D", "num_layers": 4}}))
-        {'class': 'm:C', 'model.class': 'm:D', 'model.num_layers': 4}
-    """
+    """Yield the leaves of `to_json`'s result with their paths."""
     if not isinstance(value, dict):
         yield path, value
         return

@@ -188,12 +188,7 @@ def read_goodput(folder: Path) -> tuple[Seconds, dict[int, Seconds]] | None:
 
 
 def describe_goodput(seconds: Mapping[Bucket, float]) -> str:
-    """Describe the wall time by its use, in one line.
-
-    Example:
-        >>> describe_goodput({"step": 90.0, "input": 2.0, "compile": 8.0, "lost": 0.0})
-        'goodput 90.0% of 100 s (input 2.0%, compile 8.0%, lost 0.0%)'
-    """
+    """Describe the wall time by its use, in one line."""
     wall = sum(seconds.values())
     shares = {name: part / wall if wall else 0.0 for name, part in seconds.items()}
     rest = ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if name != "step")
@@ -201,12 +196,7 @@ def describe_goodput(seconds: Mapping[Bucket, float]) -> str:
 
 
 def line_values(seconds: Mapping[Bucket, float]) -> dict[str, float]:
-    """Return the entries of a line of `metrics.jsonl`: `step_seconds` and others, and their sum.
-
-    Example:
-        >>> line_values({"input": 1.0, "step": 3.0})
-        {'input_seconds': 1.0, 'step_seconds': 3.0, 'wall_seconds': 4.0}
-    """
+    """Return the entries of a line of `metrics.jsonl`: `step_seconds` and others, and their sum."""
     named = {f"{bucket}_seconds": value for bucket, value in seconds.items()}
     return {**named, "wall_seconds": sum(seconds.values())}
 

@@ -65,15 +65,7 @@ def _read_part(part: Path, start: int) -> Iterator[bytes]:
 
 
 def read_lines(path: Path, start: int = 0) -> Iterator[bytes]:
-    r"""Yield the lines of a file, without the text after the last newline: a kill has left it.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "a"
-        >>> _ = path.write_text("1\n2\n3")
-        >>> list(read_lines(path))
-        [b'1', b'2']
-    """
+    r"""Yield the lines of a file, without the text after the last newline: a kill has left it."""
     pieces: list[bytes] = []  # of a line that can be longer than a chunk
     for chunk in read_chunks(path, start):
         first, *lines = chunk.split(b"\n")
@@ -111,12 +103,6 @@ def part_starts(size: int) -> list[int]:
 
     A file grows in its last part, up to `PART_BYTES`. `PARTS_MERGED` parts of one size become one.
     So each byte is written O(log size) times, and there are O(log size) parts.
-
-    Example:
-        >>> part_starts(PART_BYTES - 1)
-        [0]
-        >>> [start // PART_BYTES for start in part_starts(17 * PART_BYTES + 5)]
-        [0, 8, 16, 17]
     """
     whole, starts, at = size // PART_BYTES, [], 0
     span = 1

@@ -75,20 +75,7 @@ def read_metrics(job_log_dir: str | Path) -> list[dict[str, Any]]:
 def describe_damage(
     job_log_dir: str | Path, saved: int, log: MetricsLog | None = None
 ) -> list[str]:
-    """Describe the lines of `metrics.jsonl` that are damaged, and those that are missing.
-
-    Args:
-        job_log_dir: a run's folder.
-        saved: the round of its newest checkpoint, before which its lines were written; 0 if there
-            is none.
-        log: its lines, with the last one of a round. Default None: read them.
-
-    Returns:
-        Sentences; none if the file is whole.
-
-    Raises:
-        ConfigurationError: the file cannot be read.
-    """
+    """Describe the lines of `metrics.jsonl` that are damaged, and those that are missing."""
     log = read_log(job_log_dir, last_rounds) if log is None else log
     path, sentences = Path(job_log_dir) / METRICS, []
     if log.damaged:

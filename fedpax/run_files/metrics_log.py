@@ -173,12 +173,7 @@ def read_log(
 
 
 def last_line(job_log_dir: str | Path, after: int | None = None) -> dict[str, Any] | None:
-    """Return the last line of `metrics.jsonl`, of the rounds up to a given one; None without one.
-
-    Args:
-        job_log_dir: a run's folder.
-        after: the round. Default None: any round.
-    """
+    """Return the last line of `metrics.jsonl`, of the rounds up to one; None without a line."""
     log = read_log(
         job_log_dir,
         lambda: last_rounds(1),

@@ -40,12 +40,7 @@ def is_remote(folder: str | PurePath) -> bool:
 
 
 def resolve_job_log_dir(job_log_dir: str | Path) -> Path:
-    """Return a run's folder as an absolute path, with `~` expanded.
-
-    Example:
-        >>> resolve_job_log_dir("~/runs/digits") == Path.home() / "runs" / "digits"
-        True
-    """
+    """Return a run's folder as an absolute path, with `~` expanded."""
     if scheme := URL.match(str(job_log_dir)):
         remedy = (
             "Give a local folder, and the bucket for what must outlive this machine: "
@@ -79,10 +74,6 @@ def resolve_folder(folder: str | Path) -> Path:
     Orbax writes to `gs://` by TensorStore's driver for Google Cloud Storage. It has none for other
     stores: `build_kvstore_tspec` in its `serialization/tensorstore_utils.py`, version 0.12.8,
     takes any other URL for a path.
-
-    Example:
-        >>> resolve_folder("/tmp/runs") == Path("/tmp/runs")
-        True
     """
     if not is_remote(folder):
         return resolve_job_log_dir(folder)
@@ -216,13 +207,7 @@ def rounds_without_checksums(folder: Path) -> list[int]:
 
 
 def latest_round(job_log_dir: str | Path) -> int | None:
-    """Return the round of the newest complete checkpoint of a run, or None if there is none.
-
-    Example:
-        >>> import tempfile
-        >>> print(latest_round(tempfile.mkdtemp()))
-        None
-    """
+    """Return the round of the newest complete checkpoint of a run, or None if there is none."""
     rounds = complete_rounds(resolve_folder(job_log_dir) / CHECKPOINTS)
     return rounds[-1] if rounds else None
 

@@ -33,16 +33,8 @@ def check_agreement(folder: Path, experiment: Experiment, saved_in: Path | None 
     """Check that the processes have one experiment, one folder and one version of fedpax and JAX.
 
     If they differed, they would run different programs and wait for each other forever. With one
-    process, nothing is checked.
-
-    Args:
-        folder: the run's folder, which process 0 has locked (`JobDirLock`).
-        experiment: the experiment.
-        saved_in: the folder of the checkpoints. If it is another one, each process can have a run's
-            folder of its own. Default None: `folder`.
-
-    Raises:
-        ConfigurationError: a process differs from process 0; every process of the job raises.
+    process, nothing is checked. With a folder `saved_in` for checkpoints, each process can have a
+    run's folder of its own.
     """
     if jax.process_count() == 1:
         return
@@ -84,17 +76,7 @@ def check_same_data(cohorts: CohortStream) -> dict[str, str]:
 def describe_difference(
     everyone: list[Mapping[str, str]], remedies: Sequence[str] = SAME_COMMAND
 ) -> str | None:
-    """Describe how processes differ from process 0.
-
-    Example:
-        >>> one, other = {"host": "a", "--clients": "8"}, {"host": "b", "--clients": "9"}
-        >>> print(describe_difference([one, other]))
-        The processes of the job differ, expected the same in all of them:
-          process 1 on b: --clients is 9, in process 0 on a it is 8
-        Start every process with the same command and the same installation.
-        Set a --job_log_dir on a file system that all hosts share.
-        >>> describe_difference([one, {**one, "host": "b"}])
-    """
+    """Describe how processes differ from process 0."""
     first = everyone[0]
     lines = [
         f"  process {number} on {process['host']}: {name} is {process.get(name, 'missing')}, in "

@@ -102,21 +102,6 @@ def classification_by_client(
       confidence, the largest probability, in ten bins of the confidence, weighted by their numbers
       of examples.
 
-    Args:
-        logits: the outputs of the model.
-        labels: integers from 0 to classes - 1.
-        clients: the clients of the examples.
-
-    Returns:
-        The metrics; NaN for a client without an example.
-
-    Example:
-        >>> logits = np.log([[0.9, 0.1], [0.6, 0.4], [0.2, 0.8]])
-        >>> clients = ExampleOwners(["a", "b"], np.array([0, 0, 1]))
-        >>> found = classification_by_client(logits, np.array([0, 1, 1]), clients).metrics
-        >>> found["accuracy"].tolist(), found["auc"].tolist()
-        ([0.5, 1.0], [1.0, nan])
-
     Reference:
         Guo et al., "On Calibration of Modern Neural Networks" (arXiv:1706.04599), section 2.
     """
@@ -151,21 +136,6 @@ def regression_by_client(
     - `mean_absolute_error`.
     - `r2`: 1 minus the squared error divided by the squared deviation of the client's labels from
       their mean; NaN for a client whose labels are equal.
-
-    Args:
-        predictions: the predicted numbers.
-        labels: the numbers to predict.
-        clients: the clients of the examples.
-
-    Returns:
-        The metrics; NaN for a client without an example.
-
-    Example:
-        >>> clients = ExampleOwners(["a"], np.array([0, 0, 0]))
-        >>> labels = np.array([1.0, 2.0, 6.0])
-        >>> found = regression_by_client(np.array([1.0, 2.0, 3.0]), labels, clients)
-        >>> round(float(found.metrics["r2"][0]), 4)
-        0.3571
     """
     labels = np.asarray(labels, np.float64)
     errors = np.asarray(predictions, np.float64) - labels
@@ -198,18 +168,8 @@ def auc_by_client(
     It is the Mann-Whitney statistic: with the ranks of the scores within a client, and P positive
     and N negative examples, (sum of the positive ranks - P (P + 1) / 2) / (P N).
 
-    Args:
-        scores: a score for each example, larger for positive ones.
-        positive: 1 or True for positive examples.
-        clients: the clients of the examples.
-
     Returns:
         The areas; NaN for a client without positive or without negative examples.
-
-    Example:
-        >>> clients = ExampleOwners(["a"], np.zeros(4, int))
-        >>> auc_by_client(np.array([0.1, 0.4, 0.4, 0.8]), np.array([0, 0, 1, 1]), clients).tolist()
-        [0.875]
     """
     owners, positive = np.asarray(clients.owners), np.asarray(positive, np.float64)
     order = np.lexsort((scores, owners))

@@ -113,14 +113,7 @@ def run_state_shardings(
 
 
 def with_shardings(shapes: chex.ArrayTree, shardings: ShardingTree) -> Any:
-    """Attach shardings to abstract values.
-
-    Example:
-        >>> sharding = NamedSharding(jax.make_mesh((1,), ("clients",)), PartitionSpec("clients"))
-        >>> types = with_shardings({"x": jax.ShapeDtypeStruct((2, 3), "float32")}, sharding)
-        >>> types["x"].shape, tuple(types["x"].sharding.spec)
-        ((2, 3), ('clients',))
-    """
+    """Attach shardings to abstract values."""
     return jax.tree.map(
         lambda sharding, below: jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), below

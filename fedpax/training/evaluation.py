@@ -87,16 +87,8 @@ def placed_evaluator(
 ) -> Callable[[Params], dict[str, float]]:
     """Make a function that evaluates a model on batches that are divided among participants.
 
-    Args:
-        loss_fn: as in `evaluator`.
-        batches: a tree of arrays `[participants, steps, batch, ...]`. A process needs only the
-            blocks of its own devices (`fedpax.data.LocalRows`).
-        weights: the weight of each batch in the means; a batch of weight 0 adds nothing.
-        placement: the placement's name.
-        sharding: the batches' sharding. Default None: JAX's default device.
-
-    Returns:
-        A function `params -> metrics`, as `evaluator` returns it.
+    Batches are arrays `[participants, steps, batch, ...]`, of which a process needs only the blocks
+    of its own devices (`fedpax.data.LocalRows`). A batch of weight 0 adds nothing.
     """
 
     @jax.jit

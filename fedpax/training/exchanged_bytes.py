@@ -37,15 +37,6 @@ def with_exchanged_bytes(
     training loop logs `uploaded_bytes` divided by the number of participants: as the operand of an
     all-reduce, what one participant sends.
 
-    Args:
-        algorithm: an asynchronous method.
-        count: the numbers of updates and of models that a round exchanges.
-        update_bytes: bytes of an update for given parameters. Default None: those of the
-            parameters.
-
-    Returns:
-        The same method with two more metrics, float32 scalars.
-
     Example:
         >>> import optax
         >>> from fedpax.algorithms import async_diloco

@@ -134,17 +134,7 @@ class JobDirLock(AbstractContextManager["JobDirLock"]):
 
 
 def is_in_use(folder: Path) -> bool:
-    """Return whether a process trains in a folder.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> with JobDirLock(folder):
-        ...     is_in_use(folder)
-        True
-        >>> is_in_use(folder)
-        False
-    """
+    """Return whether a process trains in a folder."""
     if is_owned(folder):
         return True
     if sys.platform == "win32" or is_remote(folder):

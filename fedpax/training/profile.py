@@ -62,12 +62,7 @@ class Profile(AbstractContextManager["Profile"]):
         return self
 
     def before(self, round_number: int, wait: Callable[[], None]) -> None:
-        """Start the trace before its first round, or before a later one if the run resumes there.
-
-        Args:
-            round_number: the round that is about to be dispatched.
-            wait: waits until the rounds before it are finished.
-        """
+        """Start the trace before its first round, or before a later one where the run resumes."""
         if self._started is None and self._first <= round_number <= self._last:
             wait()
             self._check_no_links()

@@ -144,10 +144,6 @@ def describe_state_misfit(saved_in: Path, experiment: Experiment) -> str | None:
 
     The leaves and their shapes are compared. Nothing is compiled, and no array is read.
 
-    Args:
-        saved_in: the folder of the run's checkpoints.
-        experiment: the experiment.
-
     Returns:
         The difference and the remedy. None if the states fit, if there is no checkpoint, or if the
         experiment cannot be built here.

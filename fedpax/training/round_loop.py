@@ -264,16 +264,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         return None if membership is None else membership.participants
 
     def train(self, preemption: PreemptionGuard) -> None:
-        """Train until the last round or a signal, and save. Roll back at spikes if so configured.
-
-        Args:
-            preemption: says when to stop.
-
-        Raises:
-            NonFiniteError: the loss or the state is not finite.
-            RepeatedSpikesError: too many spikes.
-            OSError: a checkpoint or the metrics cannot be written.
-        """
+        """Train until the last round or a signal, and save; roll back at spikes if configured."""
         profile_at, note = self._training.profile_at, self._progress.note
         with Profile(profile_at, self._folder, note, done=self.done) as profile:
             while True:

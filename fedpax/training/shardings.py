@@ -38,19 +38,6 @@ def state_shardings(
 
     The compiler cannot infer these shardings: the zeros of a new optimizer state do not depend on
     the parameters.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jax.sharding import AxisType
-        >>> mesh = jax.make_mesh((1, 1), ("clients", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-        >>> like = jax.ShapeDtypeStruct
-        >>> params = {"w": like((6,), jnp.float32)}
-        >>> sharded = {"w": NamedSharding(mesh, PartitionSpec("fsdp"))}
-        >>> state = {"momentum": {"w": like((3, 6), jnp.float32)}, "step": like((), jnp.int32)}
-        >>> result = state_shardings(
-        ...     state, params, sharded, mesh, placement="clients", num_participants=3)
-        >>> tuple(result["momentum"]["w"].spec), tuple(result["step"].spec)
-        (('clients', 'fsdp'), ())
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     try:

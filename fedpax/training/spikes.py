@@ -47,10 +47,6 @@ def spike_threshold(losses: Sequence[float], deviations: float) -> float:
 
     median + k max(1.4826 MAD, 0.001 |median|), where MAD is the median of the distances from the
     median. A few outliers among the losses change the median and the MAD little.
-
-    Example:
-        >>> spike_threshold([2.0, 2.2, 1.8, 2.1, 50.0], deviations=6.0)
-        2.98956
     """
     window = np.asarray(losses, np.float64)
     median = np.median(window)
@@ -201,19 +197,6 @@ def skip_spikes(
 
     The choice is made on the devices, so that the host waits for nothing. It needs memory for the
     former state beside the new one.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> class State(NamedTuple):
-        ...     params: jax.Array
-        >>> descend = lambda state, cohort: (State(state.params - cohort), {"loss": cohort.sum()})
-        >>> guarded = skip_spikes(descend)
-        >>> for threshold in (9.0, 6.0):
-        ...     cohort = jnp.array([3.0, 4.0])
-        ...     state, metrics = guarded(State(jnp.zeros(2)), jnp.float32(threshold), cohort)
-        ...     state.params.tolist(), metrics["spikes"].item()
-        ([-3.0, -4.0], 0)
-        ([0.0, 0.0], 1)
     """
 
     def guarded(

@@ -33,35 +33,10 @@ def with_frozen_argument(
 ) -> FederatedAlgorithm:
     """Make an algorithm whose round takes the frozen values of its loss as an argument.
 
-    Args:
-        make: makes the algorithm from frozen values, which its loss closes over.
-        shapes: the frozen values' shapes and dtypes. `init` must not read the values.
-
     Returns:
         `init(params)` and `round(state, cohort, frozen)`. A `Run` with this algorithm has the
         frozen values as `Run.frozen`. The inner steps of its `parts`, if the method has some, take
         them as their last argument.
-
-    Example:
-        Clients learn an offset; the frozen value scales it:
-
-        >>> import jax, jax.numpy as jnp
-        >>> import fedpax
-        >>> class DescentState(NamedTuple):
-        ...     params: jax.Array
-        >>> def descent(scale):
-        ...     def loss_fn(offset, x):
-        ...         return jnp.mean((scale * offset - x) ** 2)
-        ...     def round(state, cohort):
-        ...         loss, gradient = jax.value_and_grad(loss_fn)(state.params, cohort.batches)
-        ...         return DescentState(state.params - 0.125 * gradient), {"loss": loss}
-        ...     return FederatedAlgorithm(DescentState, round)
-        >>> algorithm = with_frozen_argument(descent, jax.ShapeDtypeStruct((), "float32"))
-        >>> state = algorithm.init(jnp.float32(0.0))
-        >>> cohort = fedpax.Cohort(jnp.array([[[4.0]]]))  # participants, steps, batch
-        >>> state, metrics = jax.jit(algorithm.round)(state, cohort, jnp.float32(2.0))
-        >>> state.params.item(), metrics["loss"].item()
-        (2.0, 16.0)
     """
 
     def round_with_frozen(

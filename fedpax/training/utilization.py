@@ -25,24 +25,13 @@ class Utilization(NamedTuple):
     peak_flops: float
 
     def mfu(self, items_per_second: float) -> float:
-        """Return the fraction of the peak that the model uses.
-
-        Example:
-            >>> v5e = Utilization(6e9, "6 N", num_chips=4, chip="v5e", peak_flops=197e12)
-            >>> round(v5e.mfu(60_000.0), 3)
-            0.457
-        """
+        """Return the fraction of the peak that the model uses."""
         return model_flops_utilization(
             items_per_second, self.flops_per_item, self.num_chips, self.peak_flops
         )
 
     def describe(self, item_unit: str) -> str:
-        """Describe the convention in one line.
-
-        Example:
-            >>> print(Utilization(6e9, "6 N", 4, "v5e", 197e12).describe("tokens"))
-            MFU counts 6e+09 FLOPs per token (6 N), of 4 v5e with 197 bfloat16 TFLOP/s each
-        """
+        """Describe the convention in one line."""
         return (
             f"MFU counts {self.flops_per_item:.4g} FLOPs per {item_unit.removesuffix('s')} "
             f"({self.convention}), of {self.num_chips} {self.chip} with "

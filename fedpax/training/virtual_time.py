@@ -33,12 +33,6 @@ class TimedSchedule(NamedTuple):
 def with_virtual_seconds(algorithm: FederatedAlgorithm) -> FederatedAlgorithm:
     """Report the simulated time of each round, as the metric `"virtual_seconds"`.
 
-    Args:
-        algorithm: an asynchronous method.
-
-    Returns:
-        The same method, for cohorts whose schedule is a `TimedSchedule`.
-
     Example:
         >>> import optax
         >>> from fedpax.algorithms import async_diloco

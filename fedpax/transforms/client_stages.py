@@ -193,15 +193,7 @@ def client_stages(
     own: Sequence[str],
     kept: Sequence[str],
 ) -> list[ClientStage]:
-    """Make the stages of a plan.
-
-    Args:
-        plan: the plan of the core of a `Division`.
-        server: its parts of the server.
-        server_names: the names of the server's arguments, which come first.
-        own: the names of the own values, the other arguments.
-        kept: for each of the last results, the name of the own value that it replaces.
-    """
+    """Make the stages of a plan."""
     return list(_Builder(plan, server, server_names, own, kept).stages())
 
 

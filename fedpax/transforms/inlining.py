@@ -66,10 +66,6 @@ def inline(closed: ClosedJaxpr, inside: Callable[[ClosedJaxpr], ClosedJaxpr]) ->
 
     Calls are `jax.jit`, `jax.checkpoint`, custom derivatives and other programs.
 
-    Args:
-        closed: the jaxpr of a program, or of a mapped function.
-        inside: applied to the jaxprs of loops and conditionals that contain maps.
-
     Returns:
         A jaxpr of the same function; the same jaxpr if there is nothing to inline.
     """

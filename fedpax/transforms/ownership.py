@@ -82,12 +82,7 @@ class Division(NamedTuple):
 
 
 def one_placement(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, Placement]:
-    """Inline the calls of a program, and return it with the placement of its maps.
-
-    Raises:
-        ValueError: the maps at its top level are not of one placement, or some are in loops, or
-            some do the server's work.
-    """
+    """Inline the calls of a program, and return it with the placement of its maps."""
     closed = eliminate_dead_code(inline(closed, inside=lambda inner: inner))
     for eqn in closed.jaxpr.eqns:
         inner = inner_jaxprs(eqn)

@@ -47,12 +47,6 @@ def plan_phases(
 ) -> StreamingPlan:
     """Divide the equations of a jaxpr into phases, each as early as its operands permit.
 
-    Args:
-        jaxpr: the jaxpr of a program, with its calls inlined.
-        placement: the placement whose participants run in the loops.
-        not_before: id of the equation of a map -> the first phase in which it may run.
-        computed_by_server: values that no loop computes.
-
     Returns:
         The plan. It has no loops if the jaxpr has no map of the placement at its top level.
     """

@@ -47,12 +47,7 @@ class PlacedClosure(NamedTuple):
     placement: Placement
 
     def describe(self) -> str:
-        """Return a sentence without its full stop.
-
-        Example:
-            >>> PlacedClosure("x", "float32[4]", "local_loss", Placement("clients", 4)).describe()
-            'local_loss() closes over x, float32[4], the values of all clients'
-        """
+        """Return a sentence without its full stop."""
         computed = "a value " if self.value.startswith("computed from") else ""
         return (
             f"{self.function}() closes over {computed}{self.value}, {self.type}, the values of all "
@@ -65,13 +60,6 @@ def placed_closures(program: ClosedJaxpr, placements: Iterable[Placement]) -> li
 
     A value is known to be placed if a federated operation returns it, or takes it as a placed
     argument, or if it is computed from such values participant by participant.
-
-    Args:
-        program: the jaxpr of a program.
-        placements: the placements that it declares.
-
-    Returns:
-        One entry for each value and function.
     """
     closed = eliminate_dead_code(inline(program, inside=lambda inner: inner))
     names = argument_names(program)
@@ -112,13 +100,7 @@ _warned: weakref.WeakSet[Any] = weakref.WeakSet()
 def warn_of_placed_closures(
     fn: Callable[..., Any], program: ClosedJaxpr, placements: Sequence[Placement]
 ) -> None:
-    """Warn if a mapped function closes over a placed value, once per source of a program.
-
-    Args:
-        fn: the function of the program.
-        program: its jaxpr.
-        placements: the placements that it declares.
-    """
+    """Warn if a mapped function closes over a placed value, once per source of a program."""
     if not _marks_closure(program.jaxpr):
         return
     source: Any = fn

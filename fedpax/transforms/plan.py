@@ -64,10 +64,6 @@ class PlanCost(NamedTuple):
 def make_plan(jaxpr: Jaxpr, placement: Placement) -> StreamingPlan:
     """Plan the loops of a jaxpr over the participants of a placement.
 
-    Args:
-        jaxpr: as in `plan_phases`.
-        placement: as in `plan_phases`.
-
     Returns:
         The plan of `plan_phases`, or one of lower `PlanCost` in which some maps run later.
     """

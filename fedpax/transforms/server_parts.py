@@ -30,16 +30,7 @@ class ServerParts:
         self.results = [self._results(part) for part in range(self.number)]
 
     def run(self, part: int, inputs: Sequence[Any], totals: Sequence[Any]) -> list[Any]:
-        """Run a part.
-
-        Args:
-            part: its number.
-            inputs: the values that `inputs` lists.
-            totals: the totals of the preceding loop over all participants; empty without one.
-
-        Returns:
-            The values that `results` lists.
-        """
+        """Run a part."""
         values = dict(zip(self.inputs[part], inputs, strict=True))
         if part - 1 in self.plan.loops:
             values.update(finish_reductions(self.plan, part - 1, totals))

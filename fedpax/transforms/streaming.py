@@ -56,15 +56,7 @@ def stream(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def run_streamed(closed: ClosedJaxpr, *args: jax.Array | LazySlice) -> list[jax.Array]:
-    """Run a jaxpr with the participants of each placement in loops.
-
-    Args:
-        closed: the jaxpr of a program, or of a mapped function.
-        *args: its flat arguments.
-
-    Returns:
-        Its flat results.
-    """
+    """Run a jaxpr with the participants of each placement in loops."""
     if is_federated(closed.jaxpr):
         closed = eliminate_dead_code(inline(closed, stream))
     placements = placements_of(closed.jaxpr)
@@ -96,13 +88,7 @@ def _execute(plan: StreamingPlan, closed: ClosedJaxpr, *args: Any) -> list[jax.A
 
 
 def whole_value(plan: StreamingPlan, values: dict[Var, Any], v: Atom) -> Any:
-    """Return a server value, or a placed value of all participants.
-
-    Args:
-        plan: the plan of the program.
-        values: the values computed so far; those computed for `v` are added.
-        v: the value.
-    """
+    """Return a server value, or a placed value of all participants."""
     if isinstance(v, Literal):
         return v.val
     if v not in values:  # a value that needs no map, or that no loop stores
@@ -150,10 +136,6 @@ def loop_body(
     plan: StreamingPlan, phase: int
 ) -> Callable[[jax.Array, Sequence[Any], Sequence[Any]], list[Any]]:
     """Return the function of one participant in the loop of a phase.
-
-    Args:
-        plan: the plan of the program.
-        phase: a phase that has a loop.
 
     Returns:
         `(index, server values, slices) -> outputs`. The arguments are the inputs that

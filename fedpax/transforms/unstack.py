@@ -47,9 +47,6 @@ def unstack(
         mesh_axis: name of the explicit mesh axis that shards the participants' axis, or None.
         known: for each operand the participants' axis, or None if it is not known to have one.
         result_axis: the participants' axis of the results. Default None: follow from `known`.
-
-    Returns:
-        The equation on arrays that hold one participant.
     """
     if eqn.effects:
         return None
@@ -69,12 +66,6 @@ def unstack_reduction(
     eqn: JaxprEqn, size: int, mesh_axis: str | None, known: Sequence[int | None]
 ) -> Unstacked | None:
     """Return an equation that combines participants, on the slices of one of them.
-
-    Args:
-        eqn: an equation.
-        size: number of participants.
-        mesh_axis: name of the explicit mesh axis that shards the participants' axis, or None.
-        known: for each operand the participants' axis, or None if it is not known to have one.
 
     Returns:
         The equation whose results, combined over the participants, are those of `eqn`; None if

@@ -65,12 +65,7 @@ def _except(name: str) -> Rule:
 
 
 def _removes(name: str, combines: bool = False) -> Rule:
-    """Return the rule of a primitive that removes the axes that a parameter names.
-
-    Args:
-        name: the parameter.
-        combines: the primitive combines the slices along these axes.
-    """
+    """Return the rule of a primitive that removes the axes that a parameter names."""
 
     def rule(eqn: JaxprEqn) -> Iterator[AxisMap]:
         removed = eqn.params[name]
@@ -86,12 +81,7 @@ def _removes(name: str, combines: bool = False) -> Rule:
 
 
 def _batch_axes(*core_ranks: int) -> Rule:
-    """Return the rule of a primitive whose leading axes are a batch.
-
-    Args:
-        *core_ranks: number of trailing axes of each operand that are not part of the batch; the
-            last number applies to all further operands.
-    """
+    """Return the rule of a batched primitive, given the other axes of each operand and the rest."""
 
     def rule(eqn: JaxprEqn) -> Iterator[AxisMap]:
         ranks = [len(_shape(eqn, i)) for i in range(len(eqn.invars))]

@@ -54,14 +54,6 @@ def provide_devices(
 
     `fedpax.parallel.mesh_rule.simulated_count` tells how many. Several processes simulate the same
     number of devices each.
-
-    Args:
-        mesh: the sizes of the mesh's axes.
-        sharded: the sizes that the axes divide, from which sizes that are not stated follow.
-        num_processes: number of processes whose devices form the mesh; they are joined already.
-
-    Raises:
-        UsageError: there are fewer devices than the mesh needs.
     """
     skip_absent_tpus()
     sizes = mesh.stated

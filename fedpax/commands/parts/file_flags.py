@@ -13,19 +13,7 @@ from fedpax.errors import UsageError
 def parse_files(
     command: str, arguments: Sequence[str], define: Any
 ) -> tuple[flags.FlagValues, list[str], dict[str, Any]]:
-    """Parse the arguments of a command that reads files.
-
-    Args:
-        command: the command's name.
-        arguments: the arguments after the name.
-        define: adds the command's flags, with those of `define_file_flags`.
-
-    Returns:
-        The flags, the files, and the options for `fedpax.data.load`.
-
-    Raises:
-        UsageError: a flag is unknown or has a wrong value, or no file is named.
-    """
+    """Parse the arguments of a command that reads files."""
     options, files = parse(command, arguments, define, needs_exp=False)
     unknown = [word for word in files if word.startswith("--")]
     if unknown or options.exp:

@@ -37,13 +37,7 @@ def fit_mesh(experiment: Experiment, processes: int, num_processes: int) -> list
 
 
 def processes_per_island(experiment: Experiment, num_processes: int) -> int:
-    """Return the number of processes that train an island together.
-
-    Example:
-        >>> from fedpax.experiments.diloco_text import diloco_text
-        >>> processes_per_island(diloco_text(), 8)  # 4 islands
-        2
-    """
+    """Return the number of processes that train an island together."""
     if not _islands_are_processes(experiment):
         return 1
     group, remainder = divmod(num_processes, _sizes(experiment)["islands"])
@@ -53,17 +47,7 @@ def processes_per_island(experiment: Experiment, num_processes: int) -> int:
 def island_numbers(
     experiment: Experiment, members: Collection[int], num_processes: int
 ) -> list[int] | None:
-    """Return the numbers of the islands that some processes train.
-
-    Example:
-        >>> from fedpax.experiments.diloco_text import diloco_text
-        >>> island_numbers(diloco_text(), [0, 1, 3], 4)
-        [0, 1, 3]
-        >>> island_numbers(diloco_text(), [0, 1, 6, 7], 8)
-        [0, 3]
-        >>> island_numbers(diloco_text(), [1], 2)
-        [2, 3]
-    """
+    """Return the numbers of the islands that some processes train."""
     if not _islands_are_processes(experiment):
         return None
     islands = _sizes(experiment)["islands"]

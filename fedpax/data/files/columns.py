@@ -16,20 +16,10 @@ from fedpax.errors import ArgumentError
 def to_numpy(column: Any, *, masked: bool = False) -> NDArray[Any]:
     """Convert a column to NumPy, without a copy if it is numbers in one piece.
 
-    Args:
-        column: a `pyarrow.Array` or `ChunkedArray`.
-        masked: return a masked array even if no value is missing.
-
     Returns:
         Numbers, booleans and dates in their own dtype (dates with a time zone in UTC); texts,
         bytes, decimals and structures as objects; lists of equal length and tensors as
         `[examples, ...]`, other lists as objects. A `numpy.ma.MaskedArray` if values are missing.
-
-    Example:
-        >>> to_numpy(pa.array([3, None]))
-        masked_array(data=[3, --],
-                     mask=[False,  True],
-               fill_value=999999)
     """
     if isinstance(column, pa.ChunkedArray):
         column = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
@@ -54,18 +44,7 @@ def to_numpy(column: Any, *, masked: bool = False) -> NDArray[Any]:
 
 
 def array_to_arrow(array: NDArray[Any]) -> Any:
-    """Convert an array `[examples, ...]`; more than one axis becomes a tensor.
-
-    Args:
-        array: numbers, dates, texts, or objects of texts or bytes.
-
-    Raises:
-        ValueError: the array has no axis of examples.
-
-    Example:
-        >>> array_to_arrow(np.zeros((2, 28, 28), np.uint8)).type.shape
-        [28, 28]
-    """
+    """Convert an array `[examples, ...]`; more than one axis becomes a tensor."""
     if array.ndim == 1:
         return pa.array(array)
     if array.ndim == 0:

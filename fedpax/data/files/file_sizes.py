@@ -14,11 +14,7 @@ _MAPPED = (".arrow", ".bin", ".npy")  # read from the disk where they are needed
 
 
 def estimate_bytes(groups: Sequence[Sequence[DataFile]]) -> int:
-    """Estimate the bytes of the columns of local files.
-
-    Args:
-        groups: the files.
-    """
+    """Estimate the bytes of the columns of local files."""
     return sum(_estimate(file) for group in groups for file in group if not is_url(file.path))
 
 
@@ -34,15 +30,7 @@ def _estimate(file: DataFile) -> int:
 
 
 def check_memory(name: str, groups: Sequence[Sequence[DataFile]]) -> None:
-    """Raise an error for files that would exceed the memory that is available.
-
-    Args:
-        name: what is opened, for the message.
-        groups: the files.
-
-    Raises:
-        ValueError: the files exceed the memory.
-    """
+    """Raise an error for files that would exceed the memory that is available."""
     read = [[file for file in group if file.suffix not in _MAPPED] for group in groups]
     needed, available = _COPIES * estimate_bytes(read), _available_bytes()
     if available is not None and needed > available:

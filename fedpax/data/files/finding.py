@@ -83,14 +83,8 @@ def is_url(path: str) -> bool:
 def find_files(patterns: Sequence[str], split: str | None) -> list[DataFile]:
     """Return the files that patterns match, each once, in the order of their paths.
 
-    Args:
-        patterns: paths and patterns. A part of a path that exists as it is written stands for
-            itself. `{client}` and `{label}` match any text within a part of the path.
-        split: the text for `{split}`, or None.
-
-    Raises:
-        FileNotFoundError: a pattern matches no file.
-        ValueError: a pattern has `{split}` and `split` is None, or a file is a pointer of Git LFS.
+    A part of a path that exists as it is written stands for itself. `{client}` and `{label}` match
+    any text within a part of the path.
     """
     found: dict[str, DataFile] = {}
     for pattern in patterns:

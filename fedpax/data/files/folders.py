@@ -29,18 +29,7 @@ def is_data_folder(folder: Path) -> bool:
 
 
 def find_in_folder(folder: Path, split: str | None) -> tuple[list[DataFile], bool]:
-    """Return the files of a split, and whether the folder has several splits.
-
-    Args:
-        folder: a folder of Hugging Face's `save_to_disk`, or a downloaded data set of its hub,
-            whose files are named after their split.
-        split: the split's name; None if the folder has only one.
-
-    Raises:
-        FileNotFoundError: the folder has no data.
-        ValueError: the folder has several splits and `split` is not one of them, or its state names
-            a file outside of the folder.
-    """
+    """Return the files of a split, and whether the folder has several splits."""
     if (folder / SPLITS).is_file():
         names = _names(folder / SPLITS, "splits")
         return _saved_files(folder / _choose(folder, names, split)), True

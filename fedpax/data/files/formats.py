@@ -145,11 +145,7 @@ def is_image(file: DataFile) -> bool:
 
 
 def find_reader(file: DataFile) -> Reader:
-    """Return the function that reads a file.
-
-    Raises:
-        ValueError: the suffix is unknown.
-    """
+    """Return the function that reads a file."""
     if file.suffix not in FORMATS:
         raise ArgumentError(
             f"{file.path} has the suffix {file.suffix!r}, expected one of {', '.join(FORMATS)}, "

@@ -19,15 +19,6 @@ def held_out(table: pa.Table, fraction: float) -> Bool[np.ndarray, " examples"]:
 
     Equal examples are on the same side, so none is both trained and evaluated on. The order of
     files, rows and columns has no effect.
-
-    Args:
-        table: the examples; or the column of clients alone, to hold out whole clients.
-        fraction: the expected share of the examples, from 0 to 1.
-
-    Example:
-        >>> table = pa.table({"x": np.arange(10_000)})
-        >>> int(held_out(table, 0.05).sum())
-        551
     """
     keys = np.zeros(table.num_rows, np.uint64)
     for name in sorted(table.column_names):
@@ -45,16 +36,7 @@ def part_of_split(
 ) -> pa.Table:
     """Return the examples of a split that a share of the examples makes.
 
-    Args:
-        name: the name of the files, for the message.
-        table: the examples.
-        options: the split: `"train"`, another name for the held-out examples, or None for all; and
-            which share is held out, by what.
-        client: the column of clients, or None.
-        added: the column that a partition added, which is not content of an example.
-
-    Raises:
-        ValueError: `heldout_by` names no column.
+    `added` is the column that a partition added, which is not content of an example.
     """
     split, by = options.split, options.heldout_by
     if not options.heldout_fraction or split is None:

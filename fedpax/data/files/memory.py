@@ -21,9 +21,6 @@ def memory_table(data: Any, columns: Sequence[str]) -> pa.Table | None:
         data: a table or data frame of pandas, Polars, DuckDB or pyarrow (all that exports Arrow
             streams), a `Dataset` of Hugging Face, or a dict of arrays `[examples, ...]`.
         columns: the columns to keep. Empty: all but an index of pandas without a name.
-
-    Raises:
-        ValueError: the table has no examples, no column of a name, or two of one name.
     """
     if isinstance(data, Mapping):
         table = pa.table({name: _to_arrow(values) for name, values in data.items()})

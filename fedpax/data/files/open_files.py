@@ -101,9 +101,6 @@ def sort_by_client(
     """Make a source of a table: sorted by the name of the client, if there is such a column.
 
     The examples of a client keep their order.
-
-    Raises:
-        ValueError: a client is missing.
     """
     if client is None:
         return TableSource(name, folder, table, label=label)

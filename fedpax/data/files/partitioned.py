@@ -40,16 +40,7 @@ _KINDS = {
 
 
 def add_partition(table: pa.Table, options: LoadOptions) -> pa.Table:
-    """Add the column of clients that a partition makes: the numbers from 0.
-
-    Args:
-        table: the examples.
-        options: the partition, such as `"dirichlet:0.3:100"`; without a number of clients there
-            are 100. And the columns of clients and labels that the user names.
-
-    Raises:
-        ValueError: the partition is malformed or needs labels, or the files have clients.
-    """
+    """Add the column of clients that a partition makes: the numbers from 0."""
     partition, label = options.partition or "", options.label
     name, *numbers = partition.split(":")
     kind = _KINDS.get(name)

@@ -20,16 +20,7 @@ Fields = list[dict[str, str]]
 def path_fields(
     groups: Sequence[Sequence[DataFile]], schemas: Sequence[pa.Schema], client: str | None
 ) -> tuple[list[Fields], str | None]:
-    """Return the columns that paths name, and the column that names the clients.
-
-    Args:
-        groups: the files.
-        schemas: the schema of each group.
-        client: the column that the user names, or None.
-
-    Raises:
-        ValueError: a file has such a column itself.
-    """
+    """Return the columns that paths name, and the column that names the clients."""
     first = groups[0][0]
     if any(map(has_own_clients, schemas)) or CLIENT in first.fields:
         client = client or CLIENT

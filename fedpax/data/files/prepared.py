@@ -32,14 +32,7 @@ _BATCH_ROWS = 1 << 17
 def write_prepared(
     folder: Path, tables: Iterable[pa.Table], schema: pa.Schema, about: dict[str, Any]
 ) -> None:
-    """Write examples that are sorted by client.
-
-    Args:
-        folder: an empty folder.
-        tables: the examples.
-        schema: their schema.
-        about: what to keep in prepared.json; `client` is the column of clients, or None.
-    """
+    """Write examples that are sorted by `about["client"]`; prepared.json keeps `about`."""
     client = about["client"]
     index = _ClientIndex()
     rows = 0
@@ -109,13 +102,7 @@ class _ClientIndex:
 def prepared_folder(path: str | os.PathLike[str], split: str | None) -> Path | None:
     """Return the prepared folder that a path names, or None if it names something else.
 
-    Args:
-        path: the folder, or the parent folder of those of the splits, or with `{split}`.
-        split: the split, or None.
-
-    Raises:
-        ValueError: the folder is prepared, and the split is another name than "train" that the
-            path does not have.
+    A path is the folder, or the parent of the folders of splits, or has `{split}`.
     """
     text = os.fspath(path)
     if is_url(text):
@@ -132,15 +119,7 @@ def prepared_folder(path: str | os.PathLike[str], split: str | None) -> Path | N
 
 
 def open_prepared(folder: Path, label: str | None = None) -> TableSource:
-    """Open a prepared folder; nothing but the index of clients is read.
-
-    Args:
-        folder: the folder.
-        label: the column with the label. Default None: that which was stated at preparation.
-
-    Raises:
-        ValueError: the folder is damaged, or from a later version.
-    """
+    """Open a prepared folder; nothing but the index of clients is read."""
     remedy = "Delete the folder and prepare it again."
     about = read_json(folder / PREPARED)
     if not isinstance(about, dict) or about.get("format") != _FORMAT:

@@ -182,12 +182,7 @@ class _Reading:
                 changed = further
 
     def tables(self) -> Iterator[pa.Table]:
-        """Yield all parts.
-
-        Raises:
-            TypeChangedError: a part does not fit the schema.
-            ValueError: a file is damaged, or a client is missing.
-        """
+        """Yield all parts."""
         if self._bad_rows is not None:
             self._bad_rows.clear()
         for group, fields in zip(self.groups, self._fields, strict=True):

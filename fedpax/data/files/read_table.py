@@ -13,11 +13,7 @@ from fedpax.errors import ArgumentError
 
 
 def read_table(files: Sequence[DataFile], options: ReadOptions) -> pa.Table:
-    """Read one file, or several images, each an example.
-
-    Raises:
-        ValueError: the format is unknown, a file is damaged, or columns are missing or named twice.
-    """
+    """Read one file, or several images, each an example."""
     reader = find_reader(files[0])
     with _named(files[0]):
         table = reader(files if is_image(files[0]) else files[0], options)
@@ -26,11 +22,7 @@ def read_table(files: Sequence[DataFile], options: ReadOptions) -> pa.Table:
 
 
 def stream_tables(files: Sequence[DataFile], options: ReadOptions) -> Iterator[pa.Table]:
-    """Read one file in parts, or several images.
-
-    Raises:
-        ValueError: as in `read_table`.
-    """
+    """Read one file in parts, or several images."""
     stream = find_stream(files[0])
     if stream is None:
         yield read_table(files, options)

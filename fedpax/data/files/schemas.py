@@ -18,14 +18,6 @@ def unify(
     """Return the schema that holds the values of all files.
 
     Integers become floats, and floats wider, where another file has them. Nothing becomes a text.
-
-    Args:
-        files: the files.
-        schemas: the schema of each.
-        optional: columns that a file may lack.
-
-    Raises:
-        ValueError: a file lacks another column, or has another type in it.
     """
     together = schemas[0].remove_metadata()
     seen: dict[str, DataFile] = {name: files[0] for name in together.names}
@@ -42,11 +34,7 @@ def unify(
 
 
 def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Give a table the columns and types of a schema from `unify`.
-
-    Raises:
-        ValueError: a value is not of the type, such as an integer beyond 2^53 among floats.
-    """
+    """Give a table the columns and types of a schema from `unify`."""
     columns = [
         _cast(table.column(field.name), field)
         if field.name in table.column_names

@@ -71,11 +71,7 @@ def _expected(files: object) -> str:
 
 
 def check_split(name: str, options: LoadOptions) -> None:
-    """Check the name of a split that a share of the examples makes.
-
-    Raises:
-        ValueError: the share is out of range, or the split has another name.
-    """
+    """Check the name of a split that a share of the examples makes."""
     split, heldout_fraction = options.split, options.heldout_fraction
     if not 0 <= heldout_fraction < 1:
         raise ArgumentError(

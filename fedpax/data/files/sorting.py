@@ -22,15 +22,7 @@ MEMORY = r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B"
 def sort_tables(
     tables: Iterator[pa.Table], schema: pa.Schema, keys: list[str], spill: Path, memory: str
 ) -> Iterator[pa.Table]:
-    """Yield the rows of tables sorted by columns; rows that are equal in them keep their order.
-
-    Args:
-        tables: the tables, of this schema.
-        schema: their schema.
-        keys: the names of the columns.
-        spill: a folder for what does not fit in memory.
-        memory: the memory that the sort may use, such as `"4GB"`.
-    """
+    """Yield the rows of tables sorted by columns; rows that are equal in them keep their order."""
     import duckdb
 
     first = next(tables, None)

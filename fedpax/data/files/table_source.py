@@ -222,16 +222,7 @@ def _values(array: NDArray[Any]) -> Sequence[Any]:
 
 
 def check_columns(fields: Sequence[str], wanted: Mapping[str, str | None], name: str) -> None:
-    """Check that a table has columns.
-
-    Args:
-        fields: the names of its columns.
-        wanted: for each argument the column that it names, or None.
-        name: what was opened, for the message.
-
-    Raises:
-        ValueError: a column is missing.
-    """
+    """Check that a table has columns."""
     for argument, column in wanted.items():
         if column is not None and column not in fields:
             raise ArgumentError(

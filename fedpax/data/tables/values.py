@@ -17,22 +17,7 @@ MICROSECONDS_PER_DAY = 86_400_000_000
 
 
 def arrow_column(values: Any) -> Any:
-    """Return a column as one Arrow array; NaN of a NumPy array is null.
-
-    Args:
-        values: an Arrow array or chunked array, a NumPy array, a masked array, or a list with None
-            for missing values.
-
-    Returns:
-        A `pyarrow.Array`, decoded if it was a dictionary.
-
-    Raises:
-        TypeError: the values have no common type, such as numbers and texts.
-
-    Example:
-        >>> arrow_column([1, None, 3]).null_count
-        1
-    """
+    """Return a column as one Arrow array; NaN of a NumPy array is null."""
     import pyarrow as pa
 
     if isinstance(values, pa.ChunkedArray):
@@ -58,12 +43,7 @@ def arrow_column(values: Any) -> Any:
 
 
 def is_missing(column: Any) -> Bool[np.ndarray, " examples"]:
-    """Return where a column has no value: null, NaN, or an empty text.
-
-    Example:
-        >>> is_missing(arrow_column(["a", "", None])).tolist()
-        [False, True, True]
-    """
+    """Return where a column has no value: null, NaN, or an empty text."""
     import pyarrow.compute as pc
 
     missing = pc.is_null(column, nan_is_null=True)
@@ -139,9 +119,6 @@ def encode_texts(column: Any) -> tuple[list[str], Int64[np.ndarray, " examples"]
 
     Whole numbers have no decimal point, so that 3 and 3.0 are equal; booleans are "true" and
     "false".
-
-    Args:
-        column: an Arrow array.
 
     Returns:
         The distinct texts, in the order in which they first occur, and for each example an index

@@ -26,11 +26,7 @@ def read_csv(file: DataFile, options: ReadOptions) -> pa.Table:
 
 
 def stream_csv(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
-    """Read CSV or TSV in blocks, with the types of the first block.
-
-    Raises:
-        TypeChangedError: a later value has another type; the error has that of the whole column.
-    """
+    """Read CSV or TSV in blocks, with the types of the first block."""
     try:
         yield from _blocks(file, options, use_threads=True)
     except pa.ArrowInvalid as error:

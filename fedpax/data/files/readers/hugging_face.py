@@ -8,12 +8,7 @@ from fedpax.data.files.formats import ReadOptions
 
 
 def decode_features(table: pa.Table, options: ReadOptions) -> pa.Table:
-    """Decode the columns that the schema's metadata calls images; other columns stay.
-
-    Args:
-        table: a table that Hugging Face's `datasets` wrote, or any other.
-        options: the size of the images, and the columns that are read.
-    """
+    """Decode the columns that the schema's metadata calls images; other columns stay."""
     for name in image_columns(table.schema):
         if not options.columns or name in options.columns:
             from fedpax.data.files.readers.image_files import decode_column

@@ -27,9 +27,6 @@ def read_images(files: Sequence[DataFile], options: ReadOptions) -> pa.Table:
 
     Returns:
         The column `image`, uint8 `[examples, height, width, channels]`.
-
-    Raises:
-        ValueError: a file is not an image, or the images have several shapes.
     """
     return pa.table({IMAGE: decode_images(files, [file.path for file in files], options)})
 
@@ -39,17 +36,8 @@ def decode_images(
 ) -> pa.Array:
     """Decode images on all cores.
 
-    Args:
-        contents: encoded images, or their files.
-        names: the images' names, for messages.
-        options: `image_size` is the height and width to resize to, or None.
-
     Returns:
         Tensors of uint8 `[height, width, channels]`: one channel if all images are gray, else RGB.
-
-    Raises:
-        ValueError: an image is damaged or has more than 8 bits, or images have several shapes and
-            no size is set.
     """
 
     def decode(content: bytes | DataFile, name: str) -> UInt8[np.ndarray, "..."]:

@@ -118,15 +118,6 @@ def _parse(file: DataFile) -> Any:
 def read_leaf(content: Mapping[str, Any]) -> pa.Table:
     """Read LEAF's format: `user_data` has for each of the `users` lists of equal length by field.
 
-    Args:
-        content: the parsed file.
-
-    Returns:
-        The examples, with the column `client`.
-
-    Raises:
-        ValueError: a user has no data, or lists of different lengths.
-
     Example:
         >>> user_data = {"u1": {"x": [[0.5, 1.0], [0.0, 2.0]], "y": [1, 0]}}
         >>> read_leaf({"users": ["u1"], "user_data": user_data}).column_names

@@ -11,15 +11,7 @@ _MARK = {b"fedpax": b"client"}  # in the field's metadata, to tell it from a col
 
 
 def add_clients(table: pa.Table, clients: Sequence[str]) -> pa.Table:
-    """Add the name of each example's client to a table.
-
-    Args:
-        table: the examples.
-        clients: the name of each example's client.
-
-    Raises:
-        ValueError: the examples have a field of this name.
-    """
+    """Add the name of each example's client to a table."""
     if CLIENT in table.column_names:
         raise ArgumentError(
             f"its clients have a field {CLIENT!r}, which is the column of their names. Rename it"

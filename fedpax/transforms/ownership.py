@@ -66,6 +66,7 @@ class Division(NamedTuple):
         server_results: positions of the server's results among those of the program.
         own: the names of the own values.
         own_arguments: for each own value, the position of the argument that it is read from.
+        stores: the own values that are rows of a client store.
         kept: for each kept value, the name of the own value that it replaces.
         read: `(*arguments) -> own values`.
         write: `(*arguments, *kept values) -> results` that are not the server's, in order.
@@ -76,6 +77,7 @@ class Division(NamedTuple):
     server_results: tuple[int, ...]
     own: tuple[str, ...]
     own_arguments: tuple[int, ...]
+    stores: frozenset[str]
     kept: tuple[str, ...]
     read: ClosedJaxpr
     write: ClosedJaxpr
@@ -196,6 +198,7 @@ def divide(
         tuple(results),
         names,
         tuple(own.values()),
+        frozenset(by_argument[i] for i in reads.values()),
         tuple(by_argument[i] for _, i in kept),
         jax.make_jaxpr(
             lambda *flat: _evaluate(closed, dict(zip(jaxpr.invars, flat, strict=True)), own)

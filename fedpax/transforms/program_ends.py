@@ -24,6 +24,7 @@ class ProgramEnds(NamedTuple):
         out_tree: structure of the results.
         result_names: name of each result.
         out_avals: type of each result.
+        replaced: for each result, the position of the argument that it replaces, or None.
     """
 
     tree: Any
@@ -32,6 +33,7 @@ class ProgramEnds(NamedTuple):
     out_tree: Any
     result_names: tuple[str, ...]
     out_avals: tuple[Any, ...]
+    replaced: tuple[int | None, ...]
 
     def leaves(self, args: Sequence[Any], needed: Iterable[int]) -> list[Any]:
         """Return the flat arguments of a call; those that are needed are checked."""
@@ -75,8 +77,10 @@ def trace_ends(
     results = tuple(
         f"result{jax.tree_util.keystr(path)}" for path, _ in jax.tree.leaves_with_path(out_shape)
     )
-    ends = ProgramEnds(tree, names, types, jax.tree.structure(out_shape), results, out_avals)
-    return closed, ends, Signature(names, _replaced(avals, types, out_shape, out_avals))
+    replaced = _replaced(avals, types, out_shape, out_avals)
+    out_tree: Any = jax.tree.structure(out_shape)
+    ends = ProgramEnds(tree, names, types, out_tree, results, out_avals, replaced)
+    return closed, ends, Signature(names, replaced)
 
 
 def _type(leaf: Any) -> Any:

@@ -60,6 +60,23 @@ class Reply(NamedTuple):
     participants: Sequence[int]
 
 
+class Owned(NamedTuple):
+    """A value that participants own.
+
+    Attributes:
+        name: its name.
+        argument: the position among the leaves of the arguments that it is read from.
+        result: the position among the leaves of the results that takes its place after a round;
+            None: it stays.
+        in_store: whether it is the client's row of a client store, not that of the participant.
+    """
+
+    name: str
+    argument: int
+    result: int | None
+    in_store: bool
+
+
 class Stages:
     """A program divided into stages, as `fedpax.stages` makes it.
 
@@ -101,6 +118,35 @@ class Stages:
     def argument_names(self) -> tuple[str, ...]:
         """The name of each leaf of the arguments."""
         return self._ends.names
+
+    @property
+    def result_names(self) -> tuple[str, ...]:
+        """The name of each leaf of the results."""
+        return self._ends.result_names
+
+    @property
+    def replaced(self) -> dict[int, int]:
+        """The leaves of the results that are arguments of the next round.
+
+        The position of the result -> that of the argument.
+        """
+        return {i: k for i, k in enumerate(self._ends.replaced) if k is not None}
+
+    @property
+    def owned(self) -> tuple[Owned, ...]:
+        """What participants own."""
+        results = {argument: result for result, argument in self.replaced.items()}
+        division = self._division
+        return tuple(
+            Owned(name, i, results[i] if name in division.kept else None, name in division.stores)
+            for name, i in zip(division.own, division.own_arguments, strict=True)
+        )
+
+    def result(self, leaves: Mapping[int, Any]) -> Any:
+        """Return the result of a program from its leaves by position; missing ones are types."""
+        types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._ends.out_avals]
+        results = [leaves.get(i, aval) for i, aval in enumerate(types)]
+        return jax.tree.unflatten(self._ends.out_tree, results)
 
     def client(self, stage: int) -> ClientFn:
         """Return the function of one participant at a stage.
@@ -178,10 +224,8 @@ class Stages:
                 )
                 totals, shown = stage.read(*reply)
                 values.update(shown)
-        results: list[Any] = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._ends.out_avals]
-        for i, v in zip(self._division.server_results, self._server.outputs, strict=False):
-            results[i] = output_of(self._plan, values, v)
-        return jax.tree.unflatten(self._ends.out_tree, results)
+        outputs = zip(self._division.server_results, self._server.outputs, strict=False)
+        return self.result({i: output_of(self._plan, values, v) for i, v in outputs})
 
     def empty(self, stage: int) -> tuple[Any, ...]:
         """Return the terms of a stage without participants."""

@@ -41,7 +41,7 @@ class Wiring(NamedTuple):
 
     Attributes:
         parts: the parts, in order.
-        arguments: name of an argument of the server -> its number.
+        arguments: name of an argument that the server reads -> its number.
         results: name of a result of the server -> its number.
     """
 
@@ -128,6 +128,8 @@ def wire(
     parts = [make(index) for index in range(server.number)]
     final = [len(numbers) + i for i in range(len(outputs))]
     parts[-1].results.extend(final)
+    read = {number for part in parts for number in (*part.inputs, *part.shared, *part.rows)}
+    named = {name: number for name, number in named.items() if number in read}
     return Wiring(parts, named, dict(zip(results, final, strict=True)))
 
 

@@ -36,7 +36,8 @@ from fedpax.data.populations.partition_plot import plot_partition
 from fedpax.data.populations.partition_statistics import PartitionStatistics, partition_statistics
 from fedpax.data.populations.quantity_skew import partition_by_quantity
 from fedpax.data.populations.synthetic_clients import DirichletClients
-from fedpax.data.rounds.cohort_rounds import CohortRounds, cohort_rounds
+from fedpax.data.rounds.client_stream import CohortRounds
+from fedpax.data.rounds.cohort_rounds import cohort_rounds
 from fedpax.data.rounds.example_rounds import ExampleRounds, example_rounds
 from fedpax.data.rounds.heldout_tokens import heldout_token_batches
 from fedpax.data.rounds.labeled_examples import example_batches, read_examples

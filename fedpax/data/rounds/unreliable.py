@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float64, Int64
 from numpy.typing import ArrayLike
 
 from fedpax.clients.cohort import Cohort
-from fedpax.data.rounds.cohort_rounds import CohortRounds
+from fedpax.data.rounds.client_stream import CohortRounds
 from fedpax.data.rounds.stream import check_state
 from fedpax.data.shuffle import hash_key
 from fedpax.errors import ArgumentError, ArgumentTypeError

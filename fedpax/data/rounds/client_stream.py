@@ -1,0 +1,254 @@
+"""CohortRounds: the stream of `cohort_rounds`, and how it lays out a round.
+
+A round depends on the settings and the round number alone, so a stream's state is that number. Only
+the examples of the cohort are read, so a population can be larger than memory.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from fedpax.clients.cohort import MASK, Cohort
+from fedpax.data.populations.client_sampler import ClientSampler
+from fedpax.data.populations.contiguous_clients import ContiguousClients
+from fedpax.data.populations.partition import Partition, check_indices
+from fedpax.data.rounds.preprocess import Arrays, Preprocess, apply_preprocess, combine_masks
+from fedpax.data.rounds.scheduling import balanced_order
+from fedpax.data.rounds.stream import arrays_fingerprint, check_state, evenly_spaced
+from fedpax.data.shuffle import hash_key, shuffled_index
+from fedpax.errors import ArgumentError
+from fedpax.primitives.casts import checked_cast
+
+Read = Callable[[NDArray[np.int64]], dict[str, NDArray[Any]]]
+"""A function that reads the examples of given indices, arrays `[examples, ...]`."""
+
+
+class _Located(NamedTuple):
+    """Where the examples of sampled clients are."""
+
+    sizes: NDArray[np.int64]  # the number of examples of each sampled client, int64 `[sampled]`
+    # `(position of the client among the sampled, example of the client) -> index`.
+    indices: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.int64]]
+
+
+class CohortRounds:
+    """An endless iterator over the rounds of a population; made by `cohort_rounds`.
+
+    Attributes:
+        max_steps: the largest number of steps of a client in a round: the batches' second axis.
+        items_per_round: the average number of examples that a cohort trains on in a round, local
+            epochs included; estimated from at most 1,000 clients.
+        num_clients: the size of the population: `client_ids` are below it.
+        item_unit: `"examples"`, the unit of `items_per_round`.
+        shapes: the shapes and dtypes of a round, a `Cohort` of `jax.ShapeDtypeStruct`.
+        settings: the settings that determine the stream. A state can only be restored into a stream
+            with equal settings. A list of clients and the sampler's weights are identified by a
+            checksum of all their entries; arrays and lazily generated populations by their size and
+            a checksum of at most 1,000 evenly spaced entries; a data set and functions
+            (`preprocess`, and the sampler's `available`) by name. The numbers of devices and of
+            clients per chunk are not among the settings: they change the order of a round's
+            clients, and not which clients and batches it has.
+    """
+
+    item_unit = "examples"
+
+    def __init__(
+        self,
+        read: Read,
+        population: Partition,
+        sampler: ClientSampler,
+        max_steps: int,
+        preprocess: Preprocess,
+        example: Arrays,
+        items_per_round: int,
+        settings: dict[str, int | str],
+        *,
+        num_devices: int,
+        chunk_size: int,
+    ) -> None:
+        self.max_steps = max_steps
+        self.items_per_round = items_per_round
+        self.num_clients = sampler.num_clients
+        self.settings = settings
+        self._read = read
+        self._population = population
+        self._sampler = sampler
+        self._preprocess = preprocess
+        self._num_devices, self._chunk_size = num_devices, chunk_size
+        self._round = 0
+        shape = sampler.cohort_size, max_steps, int(settings["batch_size"])
+        fields: dict[str, Any] = {
+            name: jax.ShapeDtypeStruct((*shape, *values.shape[1:]), values.dtype)
+            for name, values in {MASK: np.ones(1, np.bool_), **example}.items()
+        }
+        per_client: Any = jax.ShapeDtypeStruct((sampler.cohort_size,), np.int32)
+        self.shapes = Cohort(fields, per_client, per_client, per_client)
+
+    def __iter__(self) -> Iterator[Cohort]:
+        return self
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return the size of the data and a checksum of a sample, by name."""
+        number = int(self.settings["num_examples"])
+        sample = arrays_fingerprint(self._read(evenly_spaced(number, 256)))
+        clients = f"{len(self._population)} clients {self.settings['population']}"
+        return {str(self.settings["source"]): f"{number} examples, {sample}, {clients}"}
+
+    def __next__(self) -> Cohort:
+        """Return the cohort of the next round, in new arrays."""
+        cohort = self._read_rows(self._round, *self._order(self._round))
+        self._round += 1
+        return cohort
+
+    def client_ids(self, round_number: int) -> NDArray[np.int64]:
+        """Return the clients of a round in the order of a cohort's rows; -1 is an empty slot.
+
+        Args:
+            round_number: the round, counted from 0.
+        """
+        return self._order(round_number)[0]
+
+    def read_clients(self, round_number: int, client_ids: NDArray[np.integer]) -> Cohort:
+        """Read some clients of a round alone: the same batches that the round has.
+
+        Args:
+            round_number: the round, counted from 0.
+            client_ids: the clients, integers `[n]`; -1 is an empty slot.
+
+        Returns:
+            A cohort of n clients.
+        """
+        ids = np.asarray(client_ids, np.int64)
+        present = np.flatnonzero(ids >= 0)
+        found = self._locate(ids[present])
+        sizes = np.zeros(len(ids), np.int64)
+        sizes[present] = found.sizes
+        place = np.cumsum(ids >= 0) - 1
+        located = _Located(sizes, lambda row, k: found.indices(place[row], k))
+        return self._read_rows(round_number, ids, located)
+
+    def _locate(self, client_ids: NDArray[np.int64]) -> _Located:
+        return _locate_examples(self._population, client_ids, int(self.settings["num_examples"]))
+
+    def _num_steps(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+        batch_size, epochs = int(self.settings["batch_size"]), int(self.settings["local_epochs"])
+        return client_steps(sizes, batch_size, epochs, self.max_steps)
+
+    def _order(self, round_number: int) -> tuple[NDArray[np.int64], _Located]:
+        """Sample the clients of a round, and locate the examples of each of its rows."""
+        sampled = self._sample(round_number)
+        absent = self._sampler.cohort_size - len(sampled)
+        client_ids = np.concatenate([sampled, np.full(absent, -1, np.int64)])
+        located = self._locate(sampled)
+        sizes = np.concatenate([located.sizes, np.zeros(absent, np.int64)])
+        num_steps = self._num_steps(sizes)
+        order = balanced_order(num_steps, self._num_devices, chunk_size=self._chunk_size)
+        in_order = _Located(sizes[order], lambda row, k: located.indices(order[row], k))
+        return client_ids[order], in_order
+
+    def _read_rows(
+        self, round_number: int, client_ids: NDArray[np.int64], located: _Located
+    ) -> Cohort:
+        batch_size, seed = int(self.settings["batch_size"]), int(self.settings["seed"])
+        sizes = located.sizes
+        num_steps = self._num_steps(sizes)
+
+        # For each example of the round: its client's row, and its slot among the row's batches.
+        epoch_slots = -(-sizes // batch_size) * batch_size  # the last batch may not be full
+        row_slots = num_steps * batch_size
+        row = np.repeat(np.arange(len(client_ids)), row_slots)
+        slot = np.arange(len(row)) - (np.cumsum(row_slots) - row_slots)[row]
+        is_example = slot % epoch_slots[row] < sizes[row]
+        row, slot = row[is_example], slot[is_example]
+        # The keys do not depend on the row: a client has the same batches on any number of devices.
+        keys = hash_key(seed, round_number, client_ids[row], slot // epoch_slots[row])
+        offset = shuffled_index(slot % epoch_slots[row], sizes[row], keys)
+        chosen = located.indices(row, offset)
+
+        mask = np.zeros((len(client_ids), self.max_steps * batch_size), np.bool_)
+        mask[row, slot] = True
+        # Padding repeats an example that is read anyway, the same one in any order of clients.
+        indices = np.full(mask.shape, chosen.min() if len(chosen) else 0)
+        indices[row, slot] = chosen
+        shape = (len(client_ids), self.max_steps, batch_size)
+        fields = apply_preprocess(self._preprocess, self._read(indices.ravel()), indices.size)
+        batches = {
+            name: values.reshape(*shape, *values.shape[1:]) for name, values in fields.items()
+        }
+        batches[MASK] = combine_masks(mask.reshape(shape), batches.get(MASK))
+        self._check_shapes(batches)
+        return Cohort(
+            batches,
+            num_examples=checked_cast(np.minimum(sizes, row_slots), np.int32, "num_examples"),
+            num_steps=checked_cast(num_steps, np.int32, "num_steps"),
+            client_ids=checked_cast(client_ids, np.int32, "client_ids", "Sample fewer clients."),
+        )
+
+    def _sample(self, round_number: int) -> NDArray[np.int64]:
+        """Sample the clients of a round, and check what a subclass of `ClientSampler` returns."""
+        sampled = np.asarray(self._sampler.sample(round_number))
+        cohort_size, num_clients = self._sampler.cohort_size, self._sampler.num_clients
+        if (
+            sampled.ndim != 1
+            or len(sampled) > cohort_size
+            or (sampled.size and (sampled.dtype.kind not in "iu" or sampled.min() < 0))
+            or sampled.max(initial=0) >= num_clients
+        ):
+            raise ArgumentError(
+                f"{type(self._sampler).__name__}.sample({round_number}) returned {sampled.dtype}"
+                f"{list(sampled.shape)}, expected the clients of the round: at most cohort_size="
+                f"{cohort_size} integers from 0 to {num_clients - 1}. Return fewer clients, or "
+                "make the sampler with a larger cohort_size."
+            )
+        return sampled.astype(np.int64)
+
+    def _check_shapes(self, batches: Arrays) -> None:
+        """Check that a round has the fields, shapes and dtypes of every other round."""
+        expected = {name: (x.shape[1:], x.dtype) for name, x in self.shapes.batches.items()}
+        actual = {name: (x.shape[1:], x.dtype) for name, x in batches.items()}
+        for name in sorted(expected.keys() | actual.keys()):
+            if expected.get(name) != actual.get(name):
+                raise ArgumentError(
+                    f"preprocess returned the field {name!r} with another shape or dtype than for "
+                    f"the first example: {actual.get(name)}, expected {expected.get(name)} for "
+                    f"{' x '.join(map(str, self.shapes.batches[MASK].shape[1:3]))} examples. Pad "
+                    "or resize the field, so that all rounds are equal."
+                )
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the stream's position after the last round, as JSON values."""
+        return {"settings": dict(self.settings), "round": self._round}
+
+    def set_state(self, state: Any) -> None:
+        """Move to a saved position of a stream with equal settings over the same source."""
+        # With equal `num_devices` and `chunk_size` the rounds are bitwise equal. Otherwise they
+        # have the same clients with the same batches, in an order for this number of devices.
+        self._round = int(check_state(state, self.settings, "round"))
+
+
+def _locate_examples(
+    population: Partition, sampled: NDArray[np.int64], num_examples: int
+) -> _Located:
+    """Locate the examples of sampled clients; contiguous ones without a list of their indices."""
+    if isinstance(population, ContiguousClients) and population.num_examples <= num_examples:
+        first = population.first_examples(sampled)
+        return _Located(population.sizes(sampled), lambda client, k: first[client] + k)
+    parts = [check_indices(population[k], num_examples, f"client {k}") for k in sampled]
+    sizes = np.array([len(part) for part in parts], np.int64)
+    together = np.concatenate([*parts, np.zeros(0, np.int64)])
+    starts = np.cumsum(sizes) - sizes
+    return _Located(sizes, lambda client, k: together[starts[client] + k])
+
+
+def client_steps(
+    sizes: Sequence[int] | NDArray[np.int64],
+    batch_size: int,
+    local_epochs: int,
+    max_steps: int | None,
+) -> NDArray[np.int64]:
+    """Return the steps of clients with given numbers of examples."""
+    steps = local_epochs * (-(-np.asarray(sizes, np.int64) // batch_size))
+    return steps if max_steps is None else np.minimum(steps, max_steps)

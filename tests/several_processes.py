@@ -13,6 +13,7 @@ from fedpax.run_files.metrics import read_metrics
 from fedpax.run_files.paths import METRICS
 
 HERE = Path(__file__).parent
+TRAINING = str(HERE / "training")
 FEDPAX = (sys.executable, "-m", "fedpax.main")
 
 
@@ -27,6 +28,8 @@ def environment(number: int, count: int, port: int) -> dict[str, str]:
     # The devices are those that fedpax simulates.
     kept = {k: v for k, v in os.environ.items() if k not in ("JAX_NUM_CPU_DEVICES", "PJRT_NPROC")}
     return kept | {
+        # Some experiments are beside the tests of training.
+        "PYTHONPATH": os.pathsep.join(filter(None, (TRAINING, os.environ.get("PYTHONPATH")))),
         "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
         "JAX_NUM_PROCESSES": str(count),
         "JAX_PROCESS_ID": str(number),

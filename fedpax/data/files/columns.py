@@ -44,16 +44,48 @@ def to_numpy(column: Any, *, masked: bool = False) -> NDArray[Any]:
 
 
 def array_to_arrow(array: NDArray[Any]) -> Any:
-    """Convert an array `[examples, ...]`; more than one axis becomes a tensor."""
-    if array.ndim == 1:
-        return pa.array(array)
+    """Convert an array `[examples, ...]`; more than one axis becomes a tensor.
+
+    Numbers of fewer bits than NumPy has, such as bfloat16, become float32 and int32.
+    """
     if array.ndim == 0:
         raise ArgumentError("an array has no axis, expected one entry for each example")
+    if 0 in array.shape[1:]:
+        raise ArgumentError(
+            f"an array has shape {list(array.shape)}, expected at least one number in each example"
+        )
+    array = _native(array)
+    try:
+        values = pa.array(np.ascontiguousarray(array).reshape(-1))
+    except (pa.ArrowException, TypeError) as error:
+        raise ArgumentError(
+            f"an array has dtype {array.dtype}, expected numbers, texts or dates. "
+            f"{_REMEDIES.get(array.dtype.kind, 'Give every example a value of one type')} ({error})"
+        ) from error
+    if array.ndim == 1:
+        return values
     shape = array.shape[1:]
-    values = pa.array(np.ascontiguousarray(array).reshape(-1))
     storage = pa.FixedSizeListArray.from_arrays(values, int(np.prod(shape)))
     tensor = pa.fixed_shape_tensor(values.type, shape)
     return pa.ExtensionArray.from_storage(tensor, storage)
+
+
+_REMEDIES = {
+    "c": "Give its real and its imaginary part as two columns, x.real and x.imag",
+    "f": "Convert it with .astype(np.float64)",
+    "V": "Give a column for each of its fields, or convert it to numbers",
+}
+
+
+def _native(array: NDArray[Any]) -> NDArray[Any]:
+    """Return the same values in the machine's byte order, and in dtypes that Arrow has."""
+    if not array.dtype.isnative:
+        return array.astype(array.dtype.newbyteorder("="))
+    if array.dtype.kind == "V" and array.dtype.names is None:
+        for wide in (np.int32, np.float32):  # of bfloat16, int4 and others
+            if np.can_cast(array.dtype, wide):
+                return array.astype(wide)
+    return array
 
 
 def concatenate_values(values: Sequence[Any]) -> Any:
@@ -65,13 +97,29 @@ def concatenate_values(values: Sequence[Any]) -> Any:
             return pa.array(values)
         if array.dtype.kind in "iufb":
             return array_to_arrow(array)
-    return pa.array(values)
+    return json_values(values)
+
+
+def json_values(values: Sequence[Any]) -> Any:
+    """Convert values of examples, as JSON has them, integers beyond int64 to uint64."""
+    try:
+        return pa.array(values)
+    except OverflowError:
+        try:
+            return pa.array(values, pa.uint64())
+        except (OverflowError, pa.ArrowException) as error:
+            raise ArgumentError(
+                "it has integers beyond int64, expected all of a column's within uint64. Write "
+                "them as texts"
+            ) from error
 
 
 def _plain(array: Any) -> NDArray[Any]:
     """Convert an array without nulls."""
     kind = array.type
     if isinstance(array, pa.FixedShapeTensorArray):
+        if not is_number(kind.value_type):  # pyarrow refuses booleans, texts and dates
+            return _plain(array.storage.flatten()).reshape(len(array), *kind.shape)
         tensor: NDArray[Any] = array.to_numpy_ndarray()
         return tensor
     if isinstance(array, pa.ExtensionArray):
@@ -96,6 +144,25 @@ def _is_list_of_numbers(kind: pa.DataType) -> bool:
 def is_number(kind: pa.DataType) -> bool:
     """Return whether a type is integers or floats."""
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+
+
+def check_client_numbers(column: Any, client: str, name: str) -> None:
+    """Raise a ValueError if the numbers of clients are floats that hold several integers.
+
+    Parsers read integers beyond int64 as float64, where different clients become equal.
+    """
+    if not pa.types.is_floating(column.type):
+        return
+    largest = np.abs(to_numpy(pc.drop_null(column)).astype(np.float64))
+    bound = 2.0 ** np.finfo(column.type.to_pandas_dtype()).nmant
+    if (beyond := largest[np.isfinite(largest)] > 2 * bound).any():
+        number = largest[np.isfinite(largest)][beyond][0]
+        raise ArgumentError(
+            f"The column {client!r} of {name} has the client {number:.0f} as {column.type}, which "
+            f"holds integers up to {2 * bound:.0f}: larger numbers of different clients would be "
+            f"equal. Set types={{{client!r}: 'uint64'}} (--types={client}=uint64), or 'string' for "
+            "longer numbers of CSV."
+        )
 
 
 def _object_array(values: Sequence[Any]) -> NDArray[Any]:

@@ -10,6 +10,7 @@ from fedpax.data.files.columns import array_to_arrow, is_pandas_index
 from fedpax.data.files.formats import ReadOptions
 from fedpax.data.files.readers.hugging_face import decode_features
 from fedpax.errors import ArgumentError
+from fedpax.primitives.casts import host_array
 
 _VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 
@@ -23,7 +24,7 @@ def memory_table(data: Any, columns: Sequence[str]) -> pa.Table | None:
         columns: the columns to keep. Empty: all but an index of pandas without a name.
     """
     if isinstance(data, Mapping):
-        table = pa.table({name: _to_arrow(values) for name, values in data.items()})
+        table = pa.table({name: _to_arrow(name, values) for name, values in data.items()})
     elif hasattr(data, "with_format") and hasattr(data, "features"):  # Hugging Face
         table = pa.table(data.with_format("arrow")[:])
     elif hasattr(data, "__arrow_c_stream__"):
@@ -49,7 +50,16 @@ def memory_table(data: Any, columns: Sequence[str]) -> pa.Table | None:
     return table.cast(pa.schema(kinds))
 
 
-def _to_arrow(values: Any) -> Any:
-    if isinstance(values, np.ma.MaskedArray):
-        return pa.array(values.data, mask=np.ma.getmaskarray(values))
-    return array_to_arrow(values) if isinstance(values, np.ndarray) else pa.array(values)
+def _to_arrow(name: str, values: Any) -> Any:
+    """Convert the values of a column, one for each example."""
+    try:
+        if isinstance(values, np.ma.MaskedArray) and values.ndim == 1:
+            return pa.array(values.data, mask=np.ma.getmaskarray(values))
+        is_array = isinstance(values, np.ndarray)
+        return array_to_arrow(host_array(values, "it")) if is_array else pa.array(values)
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        text = str(error).rstrip(".")
+        raise ArgumentError(
+            f"The column {name!r}, of type {type(values).__name__}, cannot be read: {text}. Pass "
+            "an array [examples, ...], or a list with one value for each example."
+        ) from error

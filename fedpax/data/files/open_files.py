@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fedpax.data.files.columns import check_client_numbers
 from fedpax.data.files.file_sizes import check_memory
 from fedpax.data.files.finding import CLIENT
 from fedpax.data.files.held_out import check_any, part_of_split
@@ -120,6 +121,7 @@ def sort_by_client(
             f"The column {client!r} of {name} has values of type {column.type}, expected texts or "
             "numbers that name a client."
         )
+    check_client_numbers(column, client, name)
     encoded = column.combine_chunks().dictionary_encode()
     if isinstance(encoded, pa.ChunkedArray):
         encoded = encoded.unify_dictionaries().combine_chunks()

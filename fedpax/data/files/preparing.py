@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fedpax.data.files.columns import check_client_numbers
 from fedpax.data.files.file_sizes import estimate_bytes
 from fedpax.data.files.finding import DataFile
 from fedpax.data.files.formats import BadRows, ReadOptions, TypeChangedError
@@ -202,6 +203,8 @@ class _Reading:
     def _with_clients(self, table: pa.Table, file: DataFile, row: int) -> pa.Table:
         """Leave out the examples without a client, or raise an error."""
         column = table.column(self.client)
+        if self.client is not None:
+            check_client_numbers(column, self.client, file.path)
         missing = np.asarray(pc.is_null(column, nan_is_null=True))
         if not missing.any():
             return table

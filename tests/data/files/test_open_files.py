@@ -1,6 +1,7 @@
 """Files as clients: equal to the arrays that were written to them, or refused with a remedy."""
 
 import gzip
+import json
 from pathlib import Path
 from typing import Any
 
@@ -399,3 +400,22 @@ def test_missing_values_do_not_reach_a_round(tmp_path: Path) -> None:
             source, [np.array([0, 1])], ClientSampler(1, 1), batch_size=2, preprocess=dict
         )
         next(rounds)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.json"])
+def test_clients_beyond_int64_stay_different(tmp_path: Path, name: str) -> None:
+    """Parsers read such numbers as floats, in which neighbors are equal."""
+    rng = np.random.default_rng(4)
+    clients = sorted({2**64 - int(k) for k in rng.integers(1, 3000, 20)})
+    lines = {
+        "a.csv": "user,x\n" + "".join(f"{c},1\n" for c in clients),
+        "a.jsonl": "".join(f'{{"user": {c}, "x": 1}}\n' for c in clients),
+        "a.json": json.dumps([{"user": c, "x": 1} for c in clients]),
+    }
+    (tmp_path / name).write_text(lines[name])
+    if name != "a.json":
+        for read in (load, lambda *args, **kwargs: prepare(*args, tmp_path / "out", **kwargs)):
+            with pytest.raises(ValueError, match=r"holds integers up to 9007199254740992.*uint64"):
+                read(tmp_path / name, client="user")
+    source = load(tmp_path / name, client="user", types={"user": "uint64"})
+    assert source.client_names == clients

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -76,6 +77,41 @@ def test_missing_values_and_what_is_refused() -> None:
         load({"x": []})
     with pytest.raises(ValueError, match=r"client='u' is no column of the table"):
         load({"x": [1]}, client="u")
+
+
+@pytest.mark.parametrize(
+    "dtype", [">i4", ">f8", "bool", "bfloat16", "int4", "U3", "datetime64[D]", "float16"]
+)
+@pytest.mark.parametrize("shape", [(7,), (7, 3), (7, 2, 3)])
+def test_arrays_of_every_dtype_keep_their_values(tmp_path: Path, dtype: str, shape: Any) -> None:
+    values = np.random.default_rng(3).integers(0, 7, shape)
+    x = values.astype(jnp.dtype(dtype) if dtype in ("bfloat16", "int4") else dtype)
+    found = load({"x": x}).column("x")
+    assert found.shape == shape and found.tolist() == x.tolist()
+    if x.dtype.kind != "V":  # which .npz does not keep
+        np.savez(tmp_path / "a.npz", x=x)
+        assert load(tmp_path / "a.npz").column("x").tolist() == x.tolist()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (np.ones(3) * 1j, "dtype complex128, expected numbers.*x.real and x.imag"),
+        (np.ones(3, np.longdouble), r"dtype float.*Convert it with .astype\(np.float64\)"),
+        (np.ones(3, [("a", int)]), r"dtype \[\('a', '<i8'\)\].*a column for each of its fields"),
+        (np.array([1, "a", 2], object), "dtype object.*a value of one type"),
+        (np.ones((3, 0)), r"shape \[3, 0\], expected at least one number"),
+        (np.ma.MaskedArray(np.ones((3, 2)), [[0, 1]] * 3), "masked values.*Fill them"),
+        (np.float32(3), "of type float32.*Pass an array"),
+    ],
+)
+def test_arrays_that_no_column_holds_are_told(tmp_path: Path, values: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"The column 'x', .*{message}"):
+        load({"x": values})
+    if isinstance(values, np.ndarray) and values.dtype != object and values.ndim == 1:
+        np.savez(tmp_path / "a.npz", x=values)
+        with pytest.raises(ValueError, match=f"a.npz cannot be read as npz: 'x': .*{message}"):
+            load(tmp_path / "a.npz")
 
 
 def test_the_index_of_a_filtered_data_frame_is_no_column() -> None:

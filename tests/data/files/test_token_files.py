@@ -71,6 +71,10 @@ def test_arrays_of_one_axis_are_tokens_and_others_rows(tmp_path: Path) -> None:
     source = load(tmp_path / "a.npy")
     assert [len(example["tokens"]) for example in source] == [65_536, 65_536, 18_928]
     np.testing.assert_array_equal(np.concatenate(source.column("tokens")), tokens)
+    np.save(tmp_path / "big_endian.npy", tokens.astype(">u4"))
+    np.testing.assert_array_equal(
+        np.concatenate(load(tmp_path / "big_endian.npy").column("tokens")), tokens
+    )
     np.save(tmp_path / "b.npy", tokens.reshape(-1, 10))
     np.testing.assert_array_equal(load(tmp_path / "b.npy").column("array"), tokens.reshape(-1, 10))
 

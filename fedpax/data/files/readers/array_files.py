@@ -65,4 +65,10 @@ def _to_table(arrays: Mapping[str, NDArray[Any]]) -> pa.Table:
     lengths = {name: array.shape[0] if array.ndim else 0 for name, array in arrays.items()}
     if len(set(lengths.values())) > 1:
         raise ArgumentError(f"its arrays have {lengths} examples, expected one number")
-    return pa.table({name: array_to_arrow(array) for name, array in arrays.items()})
+    columns = {}
+    for name, array in arrays.items():
+        try:
+            columns[name] = array_to_arrow(array)
+        except ArgumentError as error:
+            raise ArgumentError(f"{name!r}: {error}") from error
+    return pa.table(columns)

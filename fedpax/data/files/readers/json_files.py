@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import json as arrow_json
 
-from fedpax.data.files.columns import concatenate_values
+from fedpax.data.files.columns import concatenate_values, json_values
 from fedpax.data.files.finding import DataFile
 from fedpax.data.files.formats import ReadOptions, TypeChangedError
 from fedpax.data.files.readers.own_clients import add_clients
@@ -107,7 +107,7 @@ def _read_list(examples: list[Any]) -> pa.Table:
             raise ArgumentError(f"its entry {number} is {example!r:.40}, expected an object")
     # The names of all objects: the first one may lack some.
     names = dict.fromkeys(name for example in examples for name in example)
-    return pa.table({name: [example.get(name) for example in examples] for name in names})
+    return pa.table({name: json_values([e.get(name) for e in examples]) for name in names})
 
 
 def _parse(file: DataFile) -> Any:

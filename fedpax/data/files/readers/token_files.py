@@ -69,6 +69,8 @@ def read_npy(file: DataFile, options: ReadOptions) -> pa.Table:
     array = np.load(_local(file), mmap_mode="r", allow_pickle=False)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         return pa.table({"array": array_to_arrow(np.asarray(array))})
+    if not array.dtype.isnative:  # Arrow has the machine's byte order alone
+        array = array.astype(array.dtype.newbyteorder("="))
     return _documents(array, np.append(np.arange(0, len(array), _CHUNK), len(array)))
 
 

@@ -78,7 +78,8 @@ fedpax: federated and multi-island training on JAX
       takes the place of the files.
   fedpax syncer --exp=NAME --listen=HOST:PORT --job_log_dir=DIR [--certificates=DIR]
                 [--heartbeat_seconds=1] [--free_shard_after=1800] [--islands_per_certificate=1]
-                [--goodbye_seconds=15] [--allow_older_state] [--FIELD=VALUE ...]
+                [--goodbye_seconds=15] [--allow_older_state] [--messages_per_minute=N]
+                [--bytes_per_minute=N] [--FIELD=VALUE ...]
       Hold the outer model of an experiment whose islands are processes of their own, and merge
       their updates. Needs no accelerator; resumes after its last merge. An island keeps its name
       for the run, and its shard until it is silent for --free_shard_after seconds. At the end the
@@ -89,6 +90,11 @@ fedpax: federated and multi-island training on JAX
       Train one island of an experiment on this machine's devices, or with --multihost on those of
       all processes started with the same command, until the syncer has finished. If it waits for
       a syncer that does not answer for --give_up_after seconds, it saves and stops.
+  fedpax sites list --job_log_dir=DIR
+  fedpax sites expel NAME --job_log_dir=DIR [--reason=TEXT]
+  fedpax sites admit NAME --job_log_dir=DIR
+      List the sites of a syncer's run, expel one, or let it return. A running syncer notices it
+      within a second. A site is the name of a certificate, or without certificates of an island.
   fedpax certificates --out=DIR --names=HOST,NAME,... [--days=365] [--authority=DIR/authority]
       Make the certificates of a syncer and its islands: HOST is the syncer's host name, each
       further NAME a site. --authority adds sites to an existing authority.

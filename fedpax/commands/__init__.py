@@ -9,6 +9,7 @@ COMMANDS = {
     "compare": "fedpax.commands.compare:compare",
     "plan": "fedpax.commands.plan:plan",
     "syncer": "fedpax.commands.syncer:syncer",
+    "sites": "fedpax.commands.sites:sites",
     "join": "fedpax.commands.join:join",
     "show": "fedpax.commands.show:show",
     "evaluate": "fedpax.commands.evaluate:evaluate",

@@ -51,7 +51,7 @@ def script(shell: str) -> str:
     by_command = []
     for command, target in COMMANDS.items():
         words = _flag_words(target.partition(":")[0])
-        if command in ("show", "certificates", "data", "prepare"):
+        if command in ("show", "sites", "certificates", "data", "prepare"):
             words.remove("--exp=")  # they take folders alone
         elif words:
             words += [f"--exp={name}" for name in names]

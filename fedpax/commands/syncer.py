@@ -1,5 +1,6 @@
 """`fedpax syncer`: serve the outer model of an experiment to islands that join."""
 
+import math
 import os
 from collections.abc import Sequence
 
@@ -26,6 +27,7 @@ def syncer(arguments: Sequence[str]) -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from fedpax.commands.parts.compilation_cache import enable_compilation_cache
     from fedpax.sites.syncer.run_syncer import run_syncer
+    from fedpax.sites.transport.admission import SiteLimits
 
     enable_compilation_cache()
     result = run_syncer(
@@ -40,6 +42,7 @@ def syncer(arguments: Sequence[str]) -> int:
         islands_per_certificate=options.islands_per_certificate,
         goodbye_seconds=options.goodbye_seconds,
         allow_older_state=options.allow_older_state,
+        limits=SiteLimits(options.messages_per_minute, options.bytes_per_minute),
     )
     completed = f"{result.rounds} of {experiment.training.rounds} rounds"
     if result.signal is not None:
@@ -85,6 +88,14 @@ def define_flags(options: flags.FlagValues) -> None:
         lower_bound=0.0,
         flag_values=options,
     )
+    for unit in ("messages", "bytes"):
+        flags.DEFINE_float(
+            f"{unit}_per_minute",
+            math.inf,
+            f"The most {unit} that a site may send in a minute; beyond them it is muted.",
+            lower_bound=1.0,
+            flag_values=options,
+        )
     flags.DEFINE_boolean(
         "allow_older_state",
         False,

@@ -36,16 +36,11 @@ def read_islands(job_log_dir: str | Path) -> list[IslandReport]:
 
 def _is_whole(island: IslandReport) -> bool:
     """Return whether the fields have the types that the table shows."""
-    name, state, *numbers = island
+    name, state, *numbers, site = island
     optional = {"shard", "loss", "seconds_since_message"}
-    known = dict(zip(IslandReport._fields[2:], numbers, strict=True))
-    return (
-        isinstance(name, str)
-        and isinstance(state, str)
-        and all(
-            is_number(value) or (value is None and field in optional)
-            for field, value in known.items()
-        )
+    known = dict(zip(IslandReport._fields[2:-1], numbers, strict=True))
+    return all(isinstance(text, str) for text in (name, state, site)) and all(
+        is_number(value) or (value is None and field in optional) for field, value in known.items()
     )
 
 
@@ -89,9 +84,10 @@ def _shard(island: IslandReport) -> str:
     return "no shard" if island.shard is None else f"shard {island.shard}"
 
 
-def format_islands(islands: Sequence[IslandReport]) -> str:
-    """Format the islands of a syncer as a Markdown table."""
+def format_islands(islands: Sequence[IslandReport], *, sites: bool = False) -> str:
+    """Format the islands of a syncer as a Markdown table, with the name of each site or without."""
     head = (
+        *(("site",) if sites else ()),
         "island",
         "state",
         "shard",
@@ -104,6 +100,7 @@ def format_islands(islands: Sequence[IslandReport]) -> str:
     )
     rows = [
         (
+            *((island.site,) if sites else ()),
             island.name,
             island.state,
             "-" if island.shard is None else str(island.shard),

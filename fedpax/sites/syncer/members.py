@@ -2,13 +2,15 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from fedpax.sites.data_identity import describe_other_data
 from fedpax.sites.transport.calls import RefusedError
 
-State = Literal["starting", "training", "stalled", "silent", "left", "waiting", "finished"]
+State = Literal[
+    "starting", "training", "stalled", "silent", "left", "waiting", "finished", "expelled"
+]
 
 SILENT_AFTER = 1.75
 """An island is silent after this many heartbeats without a message."""
@@ -43,6 +45,7 @@ class IslandRecord:
     merged: dict[int, tuple[str, int]] = dataclasses.field(default_factory=dict)
     joined: bool = False  # whether its newest process has joined this syncer process
     left: bool = False  # whether it has told the syncer that it leaves
+    expelled: bool = False  # whether its certificate is expelled from the run
     heard_end: bool = False  # whether it has told the syncer that it knows the end of the run
     since: float = 0.0  # time at which the syncer has first heard of it, or was started
     # For each fragment, time of its last part in a merge.
@@ -77,6 +80,8 @@ class IslandRecord:
 
     def state(self, now: float, heartbeat_seconds: float) -> State:
         """Return the state of the island."""
+        if self.expelled:
+            return "expelled"
         if self.left:
             return "left"
         if not self.joined or now - self.last_message > SILENT_AFTER * heartbeat_seconds:
@@ -128,6 +133,7 @@ class IslandReport(NamedTuple):
     late: int
     dropped: int
     seconds_since_message: float
+    site: str = ""  # the name of its certificate, or without one its own name
 
 
 class Members:
@@ -226,7 +232,9 @@ class Members:
         return [
             IslandReport(
                 island.name,
-                "finished" if island.heard_end else island.state(now, self._heartbeat),
+                "finished"
+                if island.heard_end and not island.expelled
+                else island.state(now, self._heartbeat),
                 island.shard,
                 island.steps,
                 island.loss,
@@ -234,9 +242,19 @@ class Members:
                 island.late,
                 island.dropped,
                 now - island.last_message if island.joined else math.inf,
+                island.voter,
             )
             for island in sorted(self, key=lambda island: (island.shard is None, island.shard or 0))
         ]
+
+    def mark_expelled(self, is_expelled: Callable[[str], bool]) -> bool:
+        """Mark the islands of expelled certificates; return whether one has lost its shard."""
+        lost = False
+        for island in self:
+            island.expelled = is_expelled(island.voter)
+            if island.expelled and (island.joined or island.shard is not None):
+                island.joined, island.shard, lost = False, None, True
+        return lost
 
     def _check_return(
         self, island: IslandRecord, peer: str, folder: str, incarnation: str, now: float

@@ -34,6 +34,7 @@ from fedpax.sites.syncer.round_log import RoundLog
 from fedpax.sites.syncer.syncer import Syncer
 from fedpax.sites.syncer.syncer_store import SyncerStore
 from fedpax.sites.syncer.updates import MergeReport, Totals
+from fedpax.sites.transport.admission import NO_LIMITS, Admission, SiteLimits
 from fedpax.sites.transport.calls import serve
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.job_dir_lock import JobDirLock
@@ -78,6 +79,7 @@ def run_syncer(
     islands_per_certificate: int = 1,
     goodbye_seconds: float = 15.0,
     allow_older_state: bool = False,
+    limits: SiteLimits = NO_LIMITS,
 ) -> SyncerResult:
     """Serve the outer model of an experiment to islands, until all of its merges are done.
 
@@ -106,13 +108,15 @@ def run_syncer(
         goodbye_seconds: seconds after the end in which islands can learn it. Default 15.0.
         allow_older_state: whether the run may continue from a saved state that is older than the
             newest merge in `merges.jsonl`, such as a restored copy. Default False.
+        limits: what each site may send. Default: no limit of messages and bytes; a site that sends
+            malformed messages is muted, and expelled in the end.
 
     Returns:
         The number of completed rounds, and the signal that stopped the call.
 
     Raises:
         ConfigurationError: the folder holds another configuration, or another process uses it; or
-            the method cannot be divided into parts.
+            the method cannot be divided into parts; or `expelled.json` is damaged.
         DamagedStateError: the saved state is damaged, missing, or not the newest one.
         NonFiniteError: a merge made a parameter NaN or infinite.
         OSError: the state cannot be saved, or the address is in use.
@@ -128,6 +132,7 @@ def run_syncer(
         run = build_parts(experiment, SINGLE_DEVICE, exp)
         parts, params = parts_of(run), _initial_params(run, experiment)
         model = OuterModel(parts, params)
+        admission = Admission(folder, limits)
         reports: _Reports = queue.SimpleQueue()
         phases = len(model.fragments)
         syncer = Syncer(
@@ -140,6 +145,7 @@ def run_syncer(
             heartbeat_seconds=heartbeat_seconds,
             free_shard_after=free_shard_after,
             islands_per_certificate=islands_per_certificate,
+            is_expelled=admission.is_expelled,
             on_merge=lambda report: reports.put((report, list(model.fragments))),
         )
         write_configuration(folder, experiment, exp)
@@ -160,6 +166,7 @@ def run_syncer(
                 syncer.handle,
                 listen,
                 certificates=certificates,
+                admission=admission,
                 max_message_bytes=largest_message(model.formats),
                 max_calls=max(128, 4 * parts.islands),  # an island has up to two at a time
             ) as server,

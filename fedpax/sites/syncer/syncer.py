@@ -37,7 +37,7 @@ from fedpax.sites.syncer.updates import (
     why_dropped,
 )
 from fedpax.sites.syncer.votes import combine, group_votes, make_report
-from fedpax.sites.transport.calls import RefusedError
+from fedpax.sites.transport.calls import MalformedError, RefusedError
 from fedpax.sites.transport.checked_header import CheckedHeader
 from fedpax.sites.transport.limited_log import LimitedLog
 from fedpax.sites.transport.message import Message
@@ -69,6 +69,7 @@ class Syncer:
         heartbeat_seconds: float = 1.0,
         free_shard_after: float = FREE_SHARD_AFTER,
         islands_per_certificate: int = 1,
+        is_expelled: Callable[[str], bool] = lambda site: False,
         clock: Callable[[], float] = time.monotonic,
         on_merge: Callable[[MergeReport], None] = lambda report: None,
     ) -> None:
@@ -76,7 +77,7 @@ class Syncer:
         self._one_vote = parts.aggregator.needs_all  # of each certificate in a merge
         self._num_merges, self._tokens_per_step = num_merges, tokens_per_step
         self._store, self._heartbeat = store, heartbeat_seconds
-        self._clock, self._on_merge = clock, on_merge
+        self._clock, self._on_merge, self._is_expelled = clock, on_merge, is_expelled
         self._lock, self._log = threading.RLock(), LimitedLog(_logger)
         self._merging = threading.Lock()
         self._pending = PendingUpdates(len(model.fragments))
@@ -138,7 +139,7 @@ class Syncer:
             "heartbeat": self._note,
         }
         if kind not in (*kinds, "leave"):
-            raise RefusedError(
+            raise MalformedError(
                 f"the message has kind {kind[:100]!r}, expected join, push, pull, heartbeat or "
                 "leave. Use the same version of fedpax on both sides."
             )
@@ -250,7 +251,7 @@ class Syncer:
         return self._members.join(name, *asked)
 
     def _forget_updates_without_shard(self) -> None:
-        """Forget updates of islands whose shards were taken: such an island sends them again."""
+        """Forget updates of islands whose shards were taken, which send them again, or expelled."""
         for island in self._members:
             if island.shard is None:
                 self._credits.pop(island.name, None)
@@ -346,6 +347,8 @@ class Syncer:
 
     def _merge_if_due(self) -> bool:
         with self._lock:
+            if self._members.mark_expelled(self._is_expelled):
+                self._forget_updates_without_shard()
             p = self.merges % len(self._pending)
             if self.finished or not self._is_due(p):
                 return False

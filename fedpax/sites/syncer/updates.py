@@ -9,7 +9,7 @@ import numpy as np
 
 from fedpax.algorithm import AlgorithmParts
 from fedpax.sites.fragment_format import check_arrays
-from fedpax.sites.transport.calls import RefusedError
+from fedpax.sites.transport.calls import MalformedError
 from fedpax.sites.transport.checked_header import CheckedHeader
 
 LARGEST_NORM, LARGEST_LOSS = 1e18, 1e38
@@ -47,7 +47,7 @@ def read_update(
     # An update that was encoded for another shard than the island has now names it.
     stated = request.optional_count("shard")
     if stated is not None and stated >= num_shards:
-        raise RefusedError(
+        raise MalformedError(
             f"the update is encoded for shard {stated}, expected a number below {num_shards}. Use "
             "the same version of fedpax on both sides."
         )
@@ -75,18 +75,18 @@ def check_update(
 ) -> None:
     """Refuse an update that no island of this run can have sent."""
     if not update.base <= update.count <= version:
-        raise RefusedError(
+        raise MalformedError(
             f"the update of fragment {p} begins at merge {update.base} and is encoded for "
             f"{update.count}, but the fragment has {version}. Stop this island; start it in "
             "an empty --job_log_dir."
         )
     if not 0 < update.tokens <= tokens_per_step * update.steps:
-        raise RefusedError(
+        raise MalformedError(
             f"the update claims {update.tokens:g} tokens in {update.steps} steps, expected at "
             f"most {tokens_per_step:g} per step. Use the same data settings everywhere."
         )
     if difference := check_arrays(update.arrays, wire_shapes):
-        raise RefusedError(
+        raise MalformedError(
             f"the update of fragment {p} has other parameters: {difference}. Use the same "
             "model and the same version of fedpax on both sides."
         )

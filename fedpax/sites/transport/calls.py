@@ -5,7 +5,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from fedpax.errors import FedpaxError
 from fedpax.sites.transport.address import check_address
@@ -43,8 +43,29 @@ class RefusedError(FedpaxError, ValueError):
     """A call that the other side refuses, with its reason; do not repeat the call."""
 
 
+class MalformedError(RefusedError):
+    """A message that no site of this version sends; a `Guard` counts it against its sender."""
+
+
+class BusyError(FedpaxError, ConnectionError):
+    """A call that a server does not handle now; the peer gets a `DisconnectedError`."""
+
+
 class DisconnectedError(FedpaxError, ConnectionError):
     """A call that got no answer in time; the other side may have handled it. Repeat it later."""
+
+
+class Guard(Protocol):
+    """Decides which messages are handled; see `fedpax.sites.transport.admission.Admission`."""
+
+    def guard(self, handler: Handler) -> Handler:
+        """Return a handler that handles some messages, and raises for all others."""
+
+    def check(self, site: str) -> None:
+        """Raise the reason for which no message of a site is handled now, if there is one."""
+
+    def report(self, site: str, reason: str) -> None:
+        """Count a malformed message of a site."""
 
 
 class MessageServer:
@@ -111,6 +132,8 @@ class Connection:
                 f"the server at {self.address} is not a syncer of fedpax. Pass the address of "
                 "`fedpax syncer --listen`."
             )
+        if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+            raise DisconnectedError(f"{self.address}: {escape(details)}")
         if code == grpc.StatusCode.UNAVAILABLE:
             seconds = min(timeout, 3.0)
             if refusal := find_refusal(
@@ -145,11 +168,13 @@ def serve(
     address: str,
     *,
     certificates: Path | str | None = None,
+    admission: Guard | None = None,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     max_calls: int = 128,
     keepalive: float = 5.0,
 ) -> MessageServer:
     """Serve messages: call `handler` for each, in threads, and send its result back."""
+    # `admission` guards the handler. With certificates it is asked before a message is read.
     # If `handler` raises another exception than `RefusedError`, it is logged with its traceback,
     # the peer gets a `DisconnectedError`, and the server continues. A malformed message is refused
     # and logged. Memory for received messages is at most `max_calls * max_message_bytes`, and grows
@@ -165,7 +190,9 @@ def serve(
     check_address("address", address, certificates, any_port=True)
 
     pool = CallPool(max_calls)
-    method = grpc.stream_stream_rpc_method_handler(_respond(handler, max_message_bytes, pool))
+    method = grpc.stream_stream_rpc_method_handler(
+        _respond(handler, max_message_bytes, pool, admission)
+    )
     server = grpc.server(
         pool,
         handlers=[grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: method})],
@@ -259,12 +286,14 @@ def _max_connections() -> int:
 
 
 def _respond(
-    handler: Handler, max_message_bytes: int, pool: CallPool
+    handler: Handler, max_message_bytes: int, pool: CallPool, admission: Guard | None
 ) -> Callable[..., Iterator[bytes]]:
     """Return a gRPC method that decodes a message, calls the handler and encodes its answer."""
     import grpc
 
     log = LimitedLog(_logger)
+    if admission is not None:
+        handler = admission.guard(handler)
 
     def receive(chunks: Iterator[bytes], context: Any) -> Iterator[bytes]:
         while True:
@@ -279,25 +308,36 @@ def _respond(
             with pool.waits_for_peer(context.cancel):
                 yield chunk
 
+    def refuse(sender: str, error: RefusedError | BusyError, context: Any) -> NoReturn:
+        log.warning("%s is refused: %s", sender, error)
+        busy = isinstance(error, BusyError)
+        code = grpc.StatusCode.RESOURCE_EXHAUSTED if busy else grpc.StatusCode.FAILED_PRECONDITION
+        _abort(context, code, str(error))
+
     def respond(chunks: Iterator[bytes], context: Any) -> Iterator[bytes]:
         peer = _peer_name(context)
         sender = peer or context.peer()
         try:
+            if admission is not None and peer:
+                admission.check(peer)
             message = decode(receive(chunks, context), max_message_bytes)
         except MessageError as error:
             if not context.is_active():  # the peer has cancelled the call, or is gone
                 return iter(())
             log.warning("a message of %s is refused: %s", sender, error)
             damaged = isinstance(error, ChecksumError)
+            if admission is not None and not damaged:
+                admission.report(peer, str(error))
             code = grpc.StatusCode.DATA_LOSS if damaged else grpc.StatusCode.INVALID_ARGUMENT
             _abort(context, code, str(error))
         except grpc.RpcError:  # the peer has cancelled the call, or is gone
             return iter(())
+        except (RefusedError, BusyError) as error:
+            refuse(sender, error, context)
         try:
             return send(encode(handler(peer, message), max_message_bytes), context)
-        except RefusedError as error:
-            log.warning("%s is refused: %s", sender, error)
-            _abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except (RefusedError, BusyError) as error:
+            refuse(sender, error, context)
         except Exception:
             _logger.exception("a message of %s could not be handled", sender)
             _abort(context, grpc.StatusCode.INTERNAL, "internal error: see the log of the server")

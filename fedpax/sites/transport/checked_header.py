@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from fedpax.sites.transport.calls import RefusedError
+from fedpax.sites.transport.calls import MalformedError
 
 MAX_TEXT = 200
 
@@ -13,7 +13,7 @@ MAX_TEXT = 200
 class CheckedHeader:
     """The header of a message, whose fields are checked when they are read."""
 
-    # Every method raises a `RefusedError` if the field has another type, or is missing and not
+    # Every method raises a `MalformedError` if the field has another type, or is missing and not
     # optional.
 
     def __init__(self, header: Mapping[str, Any]) -> None:
@@ -91,8 +91,8 @@ class CheckedHeader:
             raise self._error("versions", f"{num_fragments} integers of at least -1")
         return value
 
-    def _error(self, name: str, expected: str) -> RefusedError:
-        return RefusedError(
+    def _error(self, name: str, expected: str) -> MalformedError:
+        return MalformedError(
             f"the message's field {name!r} is {repr(self._header.get(name))[:100]}, expected "
             f"{expected}. Use the same version of fedpax on both sides."
         )

@@ -17,7 +17,8 @@ from fedpax.primitives.layout import (
     shard_over_placement,
     unplaced_aval,
 )
-from fedpax.primitives.participant_loop import materialize, run_participants
+from fedpax.primitives.lazy_slice import materialize
+from fedpax.primitives.participant_loop import run_participants
 from fedpax.primitives.placement import (
     ArrayTree,
     ChunkSize,

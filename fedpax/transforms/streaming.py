@@ -30,10 +30,11 @@ from fedpax.primitives._jax import (
 )
 from fedpax.primitives.broadcast import federated_broadcast_p, federated_index_p
 from fedpax.primitives.layout import explicit_axis, replicate_over_placement
+from fedpax.primitives.lazy_slice import LazySlice, materialize
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.mask import apply_mask, federated_mask_p
 from fedpax.primitives.monoids import Monoid, apply_by_monoid
-from fedpax.primitives.participant_loop import LazySlice, materialize, run_participants
+from fedpax.primitives.participant_loop import run_participants
 from fedpax.primitives.placement import Placement
 from fedpax.transforms.inlining import inline, is_federated, placements_of
 from fedpax.transforms.plan import make_plan

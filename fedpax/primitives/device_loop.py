@@ -1,0 +1,198 @@
+"""DeviceLoop: the participants of one device run in chunks, and their reductions accumulate."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedpax.primitives.layout import unplaced_aval
+from fedpax.primitives.lazy_slice import LazySlice, aval_of_value
+from fedpax.primitives.monoids import Monoid, apply_by_monoid, reduce_terms
+from fedpax.primitives.placement import ChunkSize
+from fedpax.primitives.row_buffer import empty_rows, has_typed_mesh, read_rows, write_rows
+
+
+class DeviceLoop(NamedTuple):
+    """The participants of one device, run in chunks.
+
+    Attributes:
+        participant_fn: `(index, *server values, *slices) -> list of outputs` of one participant.
+            If the device has one participant, slices and stacked outputs have an axis of size 1.
+        out_avals: types of the outputs of one participant, without this axis.
+        server_values: arrays that all participants share.
+        monoids: the monoid of each of the last outputs. The outputs before them are stacked.
+        lazy: for each placed value, whether `participant_fn` takes a `LazySlice`.
+        outputs_by_slice: for each placed value, the outputs that may depend on it.
+        participants: number of participants on the device.
+        first_index: index of the first participant.
+        max_auto_chunk: largest chunk that "auto" may choose on an accelerator; 1 without "auto".
+    """
+
+    participant_fn: Callable[..., list]
+    out_avals: Sequence[Any]
+    server_values: Sequence[jax.Array]
+    monoids: Sequence[Monoid]
+    lazy: Sequence[bool]
+    outputs_by_slice: Sequence[Sequence[int]]
+    participants: int
+    first_index: int | jax.Array
+    max_auto_chunk: int
+
+    def run(self, placed: Sequence[LazySlice], chunk_size: ChunkSize) -> list[jax.Array]:
+        """Run all participants and return the stacked outputs, then the totals."""
+        if chunk_size == "auto":
+            return jax.lax.platform_dependent(
+                *placed,
+                cpu=lambda *placed: self.run(placed, 1),
+                default=lambda *placed: self.run(placed, self.auto_chunk_size()),
+            )
+        size = min(chunk_size or self.participants, self.participants)
+        chunks, rest = divmod(self.participants, size)
+        if chunks == 1 and not rest:
+            return self.run_chunk(size, 0, placed)
+
+        # A stacked output is written row by row into the buffer of an input of the same type, so a
+        # donated state needs no second buffer. XLA copies an input that is not donated.
+        aliases = self.aliased_inputs(placed)
+        # Where only the rows that overwrite an input depend on it, all reads precede the write.
+        apart = [
+            i
+            for output, i in enumerate(aliases)
+            if i is not None and set(self.outputs_by_slice[i]) - {output}
+        ]
+
+        def step(size: int, carry: tuple, in_loop: bool) -> tuple:
+            start, stacked, totals = carry
+            current = list(placed)
+            for i, buffer in zip(aliases, stacked, strict=True):
+                if i is not None:
+                    current[i] = LazySlice(buffer, ())
+            rows, terms = self.split(self.run_chunk(size, start, current, apart))
+            stacked = [
+                write_rows(all_, own, start, fusible=in_loop or i is None)
+                for all_, own, i in zip(stacked, rows, aliases, strict=True)
+            ]
+            totals = apply_by_monoid(self.monoids, lambda m, a, b: m.merge(a, b), totals, terms)
+            return start + size, stacked, totals
+
+        # Two arrays are avoided here. The start is counted in the carry: scanned over, an array of
+        # starts would grow with the clients. The outputs are carried: stacked by the scan, they
+        # would be copied when the last, smaller chunk is appended.
+        buffers = [
+            empty_rows(self.participants, aval) if i is None else placed[i].array
+            for i, aval in zip(aliases, self.split(self.out_avals)[0], strict=True)
+        ]
+        carry, _ = jax.lax.scan(
+            lambda carry, _: (step(size, carry, in_loop=chunks > 1), None),
+            (0, buffers, self.identities()),
+            length=chunks,
+        )
+        _, stacked, totals = step(rest, carry, in_loop=False) if rest else carry
+        return [*stacked, *totals]
+
+    def auto_chunk_size(self) -> int:
+        """Return the chunk size of "auto": the fewest chunks that fit, of about equal size."""
+        chunks = -(-self.participants // self.max_auto_chunk)
+        return -(-self.participants // chunks)
+
+    def run_chunk(
+        self,
+        size: int,
+        start: Any,
+        placed: Sequence[LazySlice],
+        apart: Sequence[int] = (),
+    ) -> list[jax.Array]:
+        """Run `size` participants and return their stacked outputs, then their totals."""
+        several = size > 1
+        local_index = start + jnp.arange(size, dtype=jnp.int32) if several else jnp.int32(start)
+        arguments = [local_index + self.first_index, *self.server_values]
+        axes: list[int | None] = [0, *[None] * len(self.server_values)]
+        for i, (value, is_lazy) in enumerate(zip(placed, self.lazy, strict=True)):
+            if is_lazy:
+                arguments += [value.array, *value.indices, local_index]
+                axes += [None, *[None] * len(value.indices), 0]
+            else:
+                if i in apart:
+                    rows = read_rows(value.array, start, size)
+                else:
+                    rows = self.rows_of(value, start, size)
+                keeps_axis = several or self.participants == 1
+                arguments.append(rows if keeps_axis else jax.lax.squeeze(rows, [0]))
+                axes.append(0)
+        if several:
+            outputs = jax.vmap(self.participant_fn, in_axes=axes)(*arguments)
+            stacked, terms = self.split(outputs)
+            return [*stacked, *apply_by_monoid(self.monoids, reduce_terms, terms)]
+        # Without vmap a conditional stays a conditional and a convolution stays ungrouped.
+        stacked, terms = self.split(self.participant_fn(*arguments))
+        if self.participants == 1:
+            return [*stacked, *terms]
+        return [*(jnp.expand_dims(x, 0) for x in stacked), *terms]
+
+    def rows_of(self, value: LazySlice, start: Any, size: int) -> jax.Array:
+        """Slice the rows of `size` participants out of a placed value."""
+        depth = len(value.indices)
+        if size == self.participants and not depth:
+            return value.array
+        starts = (*value.indices, start, *[0] * (value.array.ndim - depth - 1))
+        sizes = (*[1] * depth, size, *value.array.shape[depth + 1 :])
+        rows = jax.lax.dynamic_slice(value.array, [jnp.int32(i) for i in starts], sizes)
+        return jax.lax.squeeze(rows, range(depth))
+
+    def split(self, outputs: Sequence[Any]) -> tuple[list, list]:
+        """Split outputs into those that are stacked and those that are reduced."""
+        stacked = len(outputs) - len(self.monoids)
+        return list(outputs[:stacked]), list(outputs[stacked:])
+
+    def aliased_inputs(self, placed: Sequence[LazySlice]) -> list[int | None]:
+        """Assign input buffers to the stacked outputs.
+
+        Returns:
+            For each stacked output, the index of an input buffer with the same shape, dtype and
+            sharding that it can alias, or None. No input is assigned twice. Inputs that the output
+            depends on come first, such as the state that it replaces: XLA copies an input that
+            another output still reads.
+        """
+        free = {
+            i: _shape_and_layout(unplaced_aval(aval_of_value(v)))
+            for i, v in enumerate(placed)
+            if not v.indices and has_typed_mesh(v.array)
+        }
+        wanted = dict(enumerate(map(_shape_and_layout, self.split(self.out_avals)[0])))
+        found: list[int | None] = [None] * len(wanted)
+        for only_dependent in (True, False):
+            for output, layout in wanted.items():
+                fitting = (
+                    i
+                    for i, own in free.items()
+                    if own == layout and (output in self.outputs_by_slice[i] or not only_dependent)
+                )
+                if found[output] is None and (i := next(fitting, None)) is not None:
+                    found[output] = i
+                    del free[i]
+        return found
+
+    def identities(self) -> list[jax.Array]:
+        """Return the initial totals: the identities of the monoids."""
+        _, avals = self.split(self.out_avals)
+        values = apply_by_monoid(
+            self.monoids, lambda m, own: m.identity([a.dtype for a in own]), avals
+        )
+        found: dict[tuple, jax.Array] = {}  # leaves of one shape share their array
+        for value, aval in zip(values, avals, strict=True):
+            key = (id(value), *_shape_and_layout(aval))
+            if key not in found:
+                found[key] = _broadcast_to_aval(value, aval)
+        return [found[id(v), *_shape_and_layout(a)] for v, a in zip(values, avals, strict=True)]
+
+
+def _shape_and_layout(aval: Any) -> tuple:
+    return aval.shape, aval.dtype, aval.sharding.spec
+
+
+def _broadcast_to_aval(value: jax.Array, aval: Any) -> jax.Array:
+    spec = aval.sharding.spec
+    if all(entry is None for entry in spec):
+        return jnp.broadcast_to(value, aval.shape)
+    return jnp.broadcast_to(value, aval.shape, out_sharding=spec)

@@ -47,6 +47,23 @@ def _match(folder: Path, part: str) -> list[Path]:
     return [folder / name for name in glob.glob(part, root_dir=folder)]
 
 
+def existing_head(pattern: str) -> tuple[str, str]:
+    """Divide a pattern after its first parts that exist as they are written, such as `{client}`."""
+    whole = expand_home(pattern)
+    path, parts = Path(whole.anchor), whole.parts[bool(whole.anchor) :]
+    for count, part in enumerate(parts):
+        if not (path / part).exists():
+            return f"{path}/", "/".join(parts[count:])
+        path = path / part
+    return str(path), ""
+
+
+def fill_in_split(pattern: str, split: str) -> str:
+    """Replace `{split}` in a pattern, but for folders that are named so."""
+    head, tail = existing_head(pattern)
+    return head + tail.replace("{split}", glob.escape(split))
+
+
 def split_list(text: str, exists: Callable[[str], bool]) -> list[str]:
     """Split a list at its commas, but for the commas in a name that exists.
 

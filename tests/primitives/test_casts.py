@@ -86,6 +86,7 @@ def test_floats_of_few_bits_become_integers_exactly():
     ("values", "words"),
     [
         (np.array(["a", "b"]), r"dtype <U1 and values such as .*np.unique"),
+        (np.array(["a", None], object), r"dtype object and values such as 'a'.*np.unique"),
         (np.array([1, None]), r"dtype object and values such as 1, .*\.astype\(np.float32\)"),
         (np.array(["2020-01-01"], "M8[D]"), r"dtype datetime64\[D\].*\.astype\(np.int64\)"),
         (np.array([1], "m8[s]"), r"dtype timedelta64\[s\].*\.astype\(np.int64\)"),

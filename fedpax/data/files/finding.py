@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from fedpax.errors import ArgumentError
 from fedpax.files import check_fetched
-from fedpax.paths import expand_home, find_paths
+from fedpax.paths import existing_head, expand_home, find_paths
 
 PLACEHOLDER = re.compile(r"\{(client|label|split)\}")
 CLIENT = "client"
@@ -115,14 +115,14 @@ def _find(pattern: str, split: str | None) -> list[DataFile]:
     """Return what a pattern matches, folders included."""
     if not is_url(pattern) and Path(expand_home(pattern)).exists():
         return [DataFile(str(expand_home(pattern)), {})]
-    if "{split}" in pattern:
+    head, tail = ("", pattern) if is_url(pattern) else existing_head(pattern)
+    if "{split}" in tail:
         if split is None:
             raise ArgumentError(
                 f"The path {pattern!r} has {{split}}, but split is None, expected a split's name. "
                 'Give one, such as split="train".'
             )
-        pattern = pattern.replace("{split}", glob.escape(split))
-    head, tail = ("", pattern) if is_url(pattern) else _existing_head(pattern)
+        tail = tail.replace("{split}", glob.escape(split))
     plain = head + PLACEHOLDER.sub("*", tail)
     if is_url(pattern):
         import fsspec
@@ -144,17 +144,6 @@ def _find(pattern: str, split: str | None) -> list[DataFile]:
         ):
             files.append(DataFile(path, fields))
     return files
-
-
-def _existing_head(pattern: str) -> tuple[str, str]:
-    """Divide a pattern after its first parts that exist as they are written, such as `{client}`."""
-    whole = expand_home(pattern)
-    path, parts = Path(whole.anchor), whole.parts[bool(whole.anchor) :]
-    for count, part in enumerate(parts):
-        if not (path / part).exists():
-            return f"{path}/", "/".join(parts[count:])
-        path = path / part
-    return str(path), ""
 
 
 class _Part:

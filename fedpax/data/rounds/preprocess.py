@@ -38,6 +38,11 @@ def apply_preprocess(
     preprocess: Preprocess, fields: dict[str, NDArray[Any]], count: int
 ) -> dict[str, NDArray[Any]]:
     """Call `preprocess`, and check that it returns arrays of numbers `[examples, ...]`."""
+    if not callable(preprocess):
+        raise ArgumentTypeError(
+            f"preprocess is {preprocess!r:.80}, expected a function from a source's fields to the "
+            "fields of a batch. Pass preprocess=dict to leave the fields as they are."
+        )
     where = f"after preprocess ({qualified_name(preprocess)})"
     result = {
         name: host_array(values, f"The field {name!r} {where}")

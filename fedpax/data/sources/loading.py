@@ -16,6 +16,7 @@ from fedpax.data.sources.source import (
 )
 from fedpax.data.sources.text_records import SUFFIX
 from fedpax.errors import ArgumentError, MissingPackageError
+from fedpax.paths import fill_in_split
 
 if TYPE_CHECKING:
     from fedpax.data.files.preparing import Prepared
@@ -137,7 +138,7 @@ def load(
         heldout_by=heldout_by,
     )
     if isinstance(name, str) and name.endswith(SUFFIX):
-        return open_records(name.replace("{split}", split or "train"))
+        return open_records(fill_in_split(name, split or "train"))
     if not isinstance(name, str) or (name not in {*EMBEDDED, *FEDERATED} and is_files(name)):
         with _needs_extra(name):
             from fedpax.data.files.open_files import open_files

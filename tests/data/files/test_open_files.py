@@ -139,7 +139,9 @@ def test_paths_name_clients_and_labels(tmp_path: Path) -> None:
         load(pattern)
 
 
-@pytest.mark.parametrize("folder", ["{client}", "x{label}y", "corpus[1]", "~walk", "a*b"])
+@pytest.mark.parametrize(
+    "folder", ["{client}", "{split}", "x{label}y", "corpus[1]", "~walk", "a*b"]
+)
 def test_a_folder_with_the_characters_of_a_pattern_is_itself(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

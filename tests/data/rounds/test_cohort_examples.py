@@ -159,3 +159,15 @@ def test_damaged_records_raise(tmp_path):
     rounds = cohort_rounds(source, [np.arange(len(source))], ClientSampler(1, 1), batch_size=50)
     with pytest.raises(OSError, match="are damaged: delete that folder and load again"):
         next(rounds)
+
+
+@pytest.mark.parametrize("preprocess", [None, "label", {"x": 1}])
+def test_a_preprocess_that_is_no_function_is_told(preprocess):
+    with pytest.raises(TypeError, match=r"preprocess is .*expected a function.*preprocess=dict"):
+        cohort_rounds(
+            {"x": np.arange(4.0)},
+            [np.arange(4)],
+            ClientSampler(num_clients=1, cohort_size=1),
+            batch_size=2,
+            preprocess=preprocess,
+        )

@@ -78,11 +78,11 @@ def test_files_that_cannot_be_read_raise(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_exists_is_itself(tmp_path: Path) -> None:
-    for name in ("corpus1", "corpus[1]", "corpus*", "corpus1/in?"):
+    for name in ("corpus1", "corpus[1]", "{split}", "corpus*", "corpus1/in?"):
         (tmp_path / name).mkdir()
         write_records(tmp_path / name / "train-0.array_record", [name.encode()])
         write_records(tmp_path / name / "train-[1].array_record", [b"brackets"])
-    for name in ("corpus1", "corpus[1]", "corpus*", "corpus1/in?"):
+    for name in ("corpus1", "corpus[1]", "{split}", "corpus*", "corpus1/in?"):
         source = load(f"{tmp_path}/{name}/{{split}}-*.array_record", "train")
         assert [x["text"] for x in source] == [name.encode(), b"brackets"]
         one = load(f"{tmp_path}/{name}/train-[1].array_record", "train")

@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fast-tests test-all docs package test-docs test-browser test-pods lint typecheck clean
+.PHONY: help demo test fast-tests test-all docs gallery package test-docs test-browser test-pods lint typecheck clean
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -47,8 +47,12 @@ test-all: lint typecheck  ## The same with the slow tests.
 docs: $(INSTALLED)  ## Build the documentation site, build/site/index.html, with warnings as errors.
 	$(BIN)/python -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/site
 
+gallery: $(INSTALLED)  ## Train all methods on two problems, and draw the figures of the gallery of methods.
+	$(HURRY) $(BIN)/python -m fedpax.experiments.benchmarks.gallery --json=docs/gallery/results.json
+	$(BIN)/python docs/gallery_pages.py
+
 test-docs: $(INSTALLED)  ## Build the site, and run the examples of all pages and docstrings, the slow ones too.
-	$(HURRY) $(PYTEST) tests/test_docs.py tests/test_site.py
+	$(HURRY) $(PYTEST) tests/test_docs.py tests/test_site.py tests/test_gallery.py
 
 # Chromium is the system's: Debian's package chromium.
 test-browser: $(INSTALLED)  ## Read the site in Chromium: widths, search, dark mode, errors.

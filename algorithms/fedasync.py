@@ -133,7 +133,9 @@ def fedasync(
             batches: chex.ArrayTree,
             num_steps: Int[Array, ""] | None,
         ) -> tuple[Params, Metrics]:
-            start = state.history.read(staleness)
+            # Without a schedule, a client receives one model, as `fedpax.cost` counts it.
+            has_schedule = cohort.schedule is not None
+            start = state.history.read(staleness) if has_schedule else state.params
             optimizer = optax.chain(proximal_term(proximal, start), client_optimizer)
             difference, metrics = local_update(loss_fn, optimizer, start, batches, num_steps)
             if update == "model":

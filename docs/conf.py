@@ -1,6 +1,8 @@
 """Configuration of the documentation site: `make docs` builds it without a network."""
 
 import re
+import sys
+from pathlib import Path
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -14,7 +16,9 @@ author = "the fedpax authors"
 copyright = "the fedpax authors"
 version = release = fedpax.__version__
 
+sys.path.insert(0, str(Path(__file__).parent))
 extensions = [
+    "gallery_pages",
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",

@@ -37,7 +37,9 @@ MODULES = sorted(
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     }
 )
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# The build writes the pages of the gallery, whose examples are those of docstrings.
+GALLERY = ROOT / "docs/gallery"
+PAGES = [ROOT / "README.md", *sorted({*(ROOT / "docs").rglob("*.md")} - {*GALLERY.glob("*.md")})]
 # The others are slow: most compile what tests among the fast ones compile in other sizes. CI runs
 # all by `make test-docs`.
 FAST = {

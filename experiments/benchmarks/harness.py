@@ -24,6 +24,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import string
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -182,11 +183,13 @@ def write(path: Path | None, rows: Sequence[Row], **settings: Any) -> None:
         },
         "rows": [{k: v for k, v in vars(row).items() if k[0] != "_"} for row in rows],
     }
-    text = json.dumps(content, indent=None if path is None else 2, default=str)
     if path is None:
-        print(text)
-    else:
-        path.write_text(f"{text}\n", encoding="utf-8")
+        print(json.dumps(content, default=str))
+        return
+    text = json.dumps(content, indent=2, default=str)
+    # A list of numbers takes one line.
+    text = re.sub(r"\[[^][{}\"]*\]", lambda found: re.sub(r"\s+", " ", found[0]), text)
+    path.write_text(f"{text}\n", encoding="utf-8")
 
 
 def check_names(option: str, names: Sequence[str] | None, known: Collection[str]) -> None:

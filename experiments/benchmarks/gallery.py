@@ -1,0 +1,240 @@
+"""Every method and aggregator on the same two problems: the figures of the gallery of methods.
+
+    python -m fedpax.experiments.benchmarks.gallery --json=docs/gallery/results.json
+
+Ten participants train in each round, ten steps of ten examples each. `digits` is scikit-learn's
+digits with labels from Dirichlet(0.3), and an MLP with 32 hidden units. `synthetic` is FedProx's
+synthetic(1, 1), and logistic regression. All methods have the same batches and the same first
+model. Accuracy is the mean over the participants, each on its own held-out examples and with the
+model that it would use. Clients train with SGD, islands with AdamW. The learning rates and settings
+are not tuned. Aggregators run in FedAvg, and once more with two participants that send their
+updates reversed and four times as large. The participants of asynchronous methods differ in speed
+by a factor of up to three; their round is as many steps as a round of other methods.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.datasets import load_digits
+
+from fedpax import Cohort
+from fedpax import cost as cost_of
+from fedpax.algorithm import LossFn, Params
+from fedpax.data import partition_dirichlet
+from fedpax.data.populations.logistic_clients import logistic_clients
+from fedpax.experiments.benchmarks import harness
+from fedpax.experiments.benchmarks.gallery_methods import (
+    AGGREGATORS,
+    NAMES,
+    PARTICIPANTS,
+    STEPS,
+    Method,
+    Rates,
+    make_method,
+)
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
+from fedpax.models.classifiers import MLPConfig, mlp
+from fedpax.models.losses import classification_loss
+from fedpax.models.nnx_functional import FunctionalModel
+
+BATCH, SMALLEST = 10, 20
+Arrays = dict[str, NDArray[Any]]
+
+
+class Problem(NamedTuple):
+    """A problem: the model, each participant's training and held-out examples, learning rates."""
+
+    model: FunctionalModel
+    training: list[Arrays]
+    heldout: Arrays  # [participants, examples, ...], with a mask
+    rates: Rates
+
+    @property
+    def loss_fn(self) -> LossFn:
+        """The cross-entropy."""
+        return classification_loss(self.model.apply)
+
+    def batches(self, rounds: int) -> Arrays:
+        """Draw `[rounds, participants, steps, batch, ...]`: each participant's examples in turn."""
+        drawn = []
+        for seed, examples in enumerate(self.training):
+            random, size = np.random.default_rng(seed), rounds * STEPS * BATCH
+            count = len(examples["label"])
+            order = np.concatenate([random.permutation(count) for _ in range(-(-size // count))])
+            chosen = order[:size].reshape(rounds, STEPS, BATCH)
+            drawn.append({name: leaf[chosen] for name, leaf in examples.items()})
+        return jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *drawn)
+
+
+def _problem(examples: Arrays, parts: Any, hidden: tuple[int, ...], rates: Rates) -> Problem:
+    """Hold out a fifth of each participant's examples."""
+    training, heldout = [], []
+    for part in parts:
+        part = np.random.default_rng(0).permutation(part)
+        own = [
+            {k: v[i] for k, v in examples.items()} for i in (part[::5], np.delete(part, np.s_[::5]))
+        ]
+        heldout.append(own[0] | {"mask": np.ones(len(own[0]["label"]), np.float32)})
+        training.append(own[1])
+    largest = max(len(own["mask"]) for own in heldout)
+    padded = [
+        {k: np.pad(v, [(0, largest - len(v))] + [(0, 0)] * (v.ndim - 1)) for k, v in own.items()}
+        for own in heldout
+    ]
+    sizes = (examples["image"].shape[1], *hidden, 10)
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *padded)
+    return Problem(mlp(MLPConfig(layer_sizes=sizes)), training, stacked, rates)
+
+
+def digits() -> Problem:
+    """Make the problem of unlike labels."""
+    data = load_digits()
+    examples = {
+        "image": (data.data / 16).astype(np.float32),
+        "label": data.target.astype(np.int32),
+    }
+    parts = partition_dirichlet(
+        examples["label"], PARTICIPANTS, alpha=0.3, min_examples=SMALLEST, seed=0
+    )
+    return _problem(examples, parts, (32,), Rates(client=0.1, island=0.003))
+
+
+def synthetic() -> Problem:
+    """Make the problem of unlike inputs and unlike models."""
+    examples, parts = logistic_clients(PARTICIPANTS, alpha=1.0, beta=1.0, seed=0)
+    return _problem(examples, parts, (), Rates(client=0.03, island=0.01))
+
+
+PROBLEMS = {"digits": digits, "synthetic": synthetic}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options."""
+
+    rounds: int = option(30, "rounds to train", harness.integer)
+    methods: list[str] | None = option(
+        None, "names separated by commas; default: all", harness.names
+    )
+
+    def __post_init__(self) -> None:
+        harness.check_names("methods", self.methods, NAMES)
+
+
+def start(problem: Problem, method: Method) -> Any:
+    """Make the state of the first round."""
+    params = problem.model.init(jax.random.key(0))
+    if method.stack:
+        keys = jax.random.split(jax.random.key(0), method.stack)
+        params = jax.vmap(problem.model.init)(keys)
+    return jax.jit(method.algorithm.init)(params)
+
+
+def train(problem: Problem, method: Method, batches: Arrays, rounds: int) -> list[float]:
+    """Train a method; return the accuracy after each round, that of the first model in front."""
+    state, step = start(problem, method), jax.jit(method.algorithm.round)
+    evaluate = jax.jit(functools.partial(_accuracy, problem.model, method.models))
+    whole = cohort_of(method, batches, 0)
+    accuracies = [evaluate(state, whole, problem.heldout)]
+    if method.events is None:
+        for r in range(rounds):
+            cohort = cohort_of(method, batches, r)
+            state, _ = step(state, cohort)
+            accuracies.append(evaluate(state, cohort, problem.heldout))
+        return [round(float(accuracy), 4) for accuracy in accuracies]
+    work, turns = 0, np.zeros(PARTICIPANTS, int)
+    for event in method.events:
+        clients = event.get("clients", np.arange(PARTICIPANTS))
+        # A participant takes its batches in its own turn, whoever arrives in between.
+        own = jax.tree.map(lambda leaf: leaf[turns[clients] % rounds, clients], batches)  # noqa: B023
+        state, _ = step(state, Cohort(own, None, event.get("num_steps"), None, event["schedule"]))
+        turns[clients] += 1
+        work += int(np.sum(event.get("taken", STEPS * len(clients))))
+        while len(accuracies) <= min(rounds, work // (PARTICIPANTS * STEPS)):
+            accuracies.append(evaluate(state, whole, problem.heldout))
+    return [round(float(accuracy), 4) for accuracy in accuracies]
+
+
+def cohort_of(method: Method, batches: Arrays, number: int) -> Cohort:
+    """Make the cohort of a round in which all participants take part."""
+    own = jax.tree.map(lambda leaf: leaf[number], batches)
+    # Islands are all of them in place: without ids, the length of their loops is known.
+    ids = np.arange(PARTICIPANTS) if method.placement == "clients" else None
+    return Cohort(own, client_ids=ids)
+
+
+def _accuracy(
+    model: FunctionalModel, models: Any, state: Any, cohort: Cohort, heldout: Any
+) -> jax.Array:
+    """Compute the participants' mean accuracy, each with its own model if it has one."""
+    own: Params = (
+        jax.tree.map(lambda p: jnp.broadcast_to(p, (PARTICIPANTS, *p.shape)), state.params)
+        if models is None
+        else models(state, cohort)
+    )
+    logits = jax.vmap(model.apply)(own, heldout["image"])
+    correct = (logits.argmax(-1) == heldout["label"]) * heldout["mask"]
+    return jnp.mean(correct.sum(1) / heldout["mask"].sum(1))
+
+
+def measure(settings: Settings) -> Iterator[Row]:
+    """Train each method on both problems, and count the cost of a round on digits."""
+    problems = {name: make() for name, make in PROBLEMS.items()}
+    batches = {name: problem.batches(settings.rounds) for name, problem in problems.items()}
+    for name in settings.methods or NAMES:
+        make = functools.partial(make_method, name, rounds=settings.rounds)
+        accuracy, attacked = {}, {}
+        for at, problem in problems.items():
+            method = make(problem.loss_fn, problem.rates, is_attacked=False)
+            accuracy[at] = train(problem, method, batches[at], settings.rounds)
+            if name in AGGREGATORS:
+                faulty = make(problem.loss_fn, problem.rates, is_attacked=True)
+                attacked[at] = train(problem, faulty, batches[at], settings.rounds)
+        problem = problems["digits"]
+        method = make(problem.loss_fn, problem.rates, is_attacked=False)
+        each = cost_of(method.algorithm.round, start(problem, method), _costed(method, batches))
+        participant = each.placements[method.placement]
+        yield Row(
+            method=name,
+            placement=method.placement,
+            accuracy=accuracy,
+            attacked=attacked or None,
+            received_bytes=participant.broadcast_bytes,
+            sent_bytes=participant.sent_bytes,
+            flops=participant.flops,
+            digits=accuracy["digits"][-1],
+            synthetic=accuracy["synthetic"][-1],
+        )
+
+
+def _costed(method: Method, batches: dict[str, Arrays]) -> Cohort:
+    """Make a cohort in which every participant takes all steps."""
+    if method.events is None:
+        return cohort_of(method, batches["digits"], 0)
+    clients = method.events[0].get("clients", np.arange(PARTICIPANTS))
+    return Cohort(jax.tree.map(lambda leaf: leaf[0, clients], batches["digits"]))
+
+
+main = Benchmark(
+    __doc__,
+    Settings,
+    measure,
+    {
+        "method": "{method:20}",
+        "digits": "{digits:.3f}",
+        "synthetic": "{synthetic:.3f}",
+        "received": "{received_bytes:8,}",
+        "sent": "{sent_bytes:8,}",
+        "FLOPs": "{flops:9.3g}",
+    },
+)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,240 @@
+"""The methods of the gallery, with the settings and the order of events that its figures have."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from fedpax import Cohort, aggregators, algorithms, simulation
+from fedpax.aggregators import Aggregator, chain, codecs
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
+from fedpax.algorithms import fedavg
+from fedpax.experiments.client_aggregators import aggregator
+from fedpax.experiments.client_methods import ClientTraining, MethodConfig, method
+
+PARTICIPANTS, STEPS = 10, 10
+REGIONS = tuple(i % 2 for i in range(PARTICIPANTS))
+# The fastest participant is three times as fast as the slowest.
+TRACE = simulation.Trace(np.linspace(1.0, 3.0, PARTICIPANTS))
+
+
+class Rates(NamedTuple):
+    """Learning rates: of the clients' SGD, and of the islands' AdamW."""
+
+    client: float
+    island: float
+
+
+class Method(NamedTuple):
+    """A method on a problem.
+
+    Attributes:
+        algorithm: the method.
+        placement: its participants, "clients" or "islands".
+        events: the rounds of an asynchronous method. Default None: all participants in each round.
+        models: `(state, cohort) -> models [clients, ...]`. Default None: the shared model.
+        stack: number of models that `init` takes. Default 0: one, without an axis.
+    """
+
+    algorithm: FederatedAlgorithm
+    placement: str
+    events: list[dict[str, Any]] | None = None
+    models: Callable[[Any, Cohort], Params] | None = None
+    stack: int = 0
+
+
+def _methods() -> Mapping[str, tuple[MethodConfig, optax.GradientTransformation]]:
+    """Return the methods for clients, with their server optimizers."""
+    sgd = optax.sgd(1.0)
+    configured = {
+        "agnostic": {"mixture_learning_rate": 0.001},
+        "apfl": {"mixing": 0.25},
+        "ditto": {"lam": 0.3},
+        "fedac": {},
+        "fedavg": {},
+        "feddyn": {"alpha": 0.1},
+        "fednova": {},
+        "fedprox": {"mu": 0.1},
+        "hypcluster": {"num_clusters": 2},
+        "mime": {},
+        "mime_lite": {},
+        "per_fedavg": {"adaptation_learning_rate": 0.3},
+        "reptile": {"meta_learning_rate": 1.0},
+        "scaffold": {},
+    }
+    return {name: (method(name, **settings), sgd) for name, settings in configured.items()} | {
+        "self_tuning": (method("self_tuning_fedavg"), sgd),
+        "server_adagrad": (method("fedavg"), algorithms.server_adagrad(0.1)),
+        "server_adam": (method("fedavg"), algorithms.server_adam(0.03)),
+        "server_yogi": (method("fedavg"), algorithms.server_yogi(0.03)),
+    }
+
+
+CLIENTS = _methods()
+
+ISLANDS: Mapping[str, Mapping[str, Any]] = {
+    "branch_train_merge": {},
+    "data_parallel": {},
+    "diloco": {},
+    "eager_diloco": {},
+    "easgd": {},
+    "local_sgd": {},
+    "muloco": {},
+    "noloco": {},
+    "papa": {},
+    "papa_2": {},
+    "papa_all": {},
+    "sparseloco": {"codec": codecs.top_k(1 / 16)},
+    # The weights are a fragment, and so are the biases.
+    "streaming_diloco": {"fragments": lambda path, leaf: int(leaf.ndim == 1), "delay": 1},
+}
+"""The methods for islands: the settings that are not their defaults."""
+
+ASYNCHRONOUS = ("async_diloco", "decoupled_diloco", "fedasync", "fedbuff", "halos")
+
+AGGREGATORS: Mapping[str, Callable[[], Aggregator]] = {
+    "adaptive_clip": lambda: chain(
+        aggregators.adaptive_clip(initial_norm=1.0, quantile=0.5), aggregators.mean()
+    ),
+    "add_local_noise": lambda: chain(aggregators.add_local_noise(0.01, seed=0), aggregators.mean()),
+    "add_noise": lambda: chain(aggregators.add_noise(0.01, seed=0), aggregators.mean()),
+    "bulyan": lambda: aggregators.bulyan(1),
+    "chain": lambda: chain(aggregators.clip_by_norm(1.0), aggregators.quantized_mean(16)),
+    "clip_by_norm": lambda: chain(aggregators.clip_by_norm(1.0), aggregators.mean()),
+    "compressed_mean": lambda: aggregators.compressed_mean(
+        codecs.top_k(1 / 16), error_feedback=True
+    ),
+    "coordinate_median": aggregators.coordinate_median,
+    "directional_mean": algorithms.directional_mean,
+    "geometric_median": aggregators.geometric_median,
+    "krum": lambda: aggregators.krum(2, num_selected=4),
+    "mean": aggregators.mean,
+    "private_mean": lambda: aggregators.private_mean(max_norm=1.0, noise_multiplier=0.1, seed=0),
+    "private_secure_mean": lambda: aggregators.private_secure_mean(
+        max_norm=1.0, noise_multiplier=0.1, seed=0
+    ),
+    "quantized_mean": lambda: aggregators.quantized_mean(16),
+    "secure_mean": lambda: aggregator("secure_mean", max_value=1.0).make(0, PARTICIPANTS),
+    "trimmed_mean": lambda: aggregators.trimmed_mean(0.2),
+}
+
+NAMES = sorted([*CLIENTS, *ISLANDS, *ASYNCHRONOUS, *AGGREGATORS])
+
+
+def make_method(name: str, loss_fn: LossFn, rates: Rates, rounds: int, is_attacked: bool) -> Method:
+    """Make a method of the gallery.
+
+    Args:
+        name: its name, one of `NAMES`.
+        loss_fn: the loss.
+        rates: the learning rates of the problem.
+        rounds: number of rounds, of which an asynchronous method has the order of events.
+        is_attacked: whether two participants send faulty updates to an aggregator.
+    """
+    if name in CLIENTS:
+        config, server_optimizer = CLIENTS[name]
+        # With momentum m, a gradient moves the model by 1 / (1 - m) learning rates in the end.
+        rate = rates.client * (1 - getattr(config, "momentum", 0.0))
+        settings = ClientTraining(PARTICIPANTS, PARTICIPANTS, rate, server_optimizer, chunk_size=1)
+        return Method(
+            config.make(loss_fn, settings),
+            "clients",
+            models=lambda state, cohort: config.personal_models(loss_fn, rate, state, cohort),
+            stack=0 if config.has_shared_model else config.num_clusters,  # type: ignore[attr-defined]
+        )
+    if name in AGGREGATORS:
+        combine = AGGREGATORS[name]()
+        algorithm = fedavg(
+            loss_fn,
+            cohort_size=PARTICIPANTS,
+            client_optimizer=optax.sgd(rates.client),
+            aggregator=_with_faulty_updates(combine) if is_attacked else combine,
+        )
+        return Method(algorithm, "clients")
+    function: Callable[..., FederatedAlgorithm] = getattr(algorithms, name)
+    inner = optax.adamw(rates.island)
+    if name in ASYNCHRONOUS:
+        return _asynchronous(name, function, loss_fn, rates, inner, rounds)
+    accepted = inspect.signature(function).parameters
+    given = {"islands": PARTICIPANTS, "optimizer": inner, "inner_optimizer": inner}
+    given = {key: value for key, value in given.items() if key in accepted}
+    return Method(function(loss_fn, **given, **ISLANDS[name]), "islands")
+
+
+def _asynchronous(
+    name: str,
+    function: Callable[..., FederatedAlgorithm],
+    loss_fn: LossFn,
+    rates: Rates,
+    inner: optax.GradientTransformation,
+    rounds: int,
+) -> Method:
+    """Make an asynchronous method, with an order of events for participants of unlike speeds."""
+    steps = simulation.dynamic_local_steps(TRACE, STEPS)
+    if name in ("fedbuff", "fedasync"):
+        buffer_size = 5 if name == "fedbuff" else 1
+        order = simulation.buffered_arrivals(
+            TRACE,
+            num_rounds=rounds * PARTICIPANTS // buffer_size,
+            concurrency=PARTICIPANTS,
+            buffer_size=buffer_size,
+            num_steps=STEPS,
+        )
+        settings = {"buffer_size": buffer_size} if name == "fedbuff" else {"mixing": 0.3}
+        algorithm = function(
+            loss_fn,
+            max_staleness=order.max_staleness,
+            client_optimizer=optax.sgd(rates.client),
+            **settings,
+        )
+        return Method(algorithm, "clients", _each(order.schedule, clients=order.client_ids))
+    if name == "decoupled_diloco":
+        syncs = simulation.fragment_syncs(
+            TRACE,
+            num_rounds=rounds * 2,
+            steps_per_sync=STEPS // 2,
+            quorum=PARTICIPANTS // 2,
+            max_steps_per_sync=STEPS,
+        )
+        algorithm = function(loss_fn, islands=PARTICIPANTS, inner_optimizer=inner)
+        return Method(algorithm, "islands", _each(syncs.schedule, taken=syncs.num_steps.sum(2)))
+    arrivals: Any
+    if name == "async_diloco":
+        algorithm = function(loss_fn, islands=PARTICIPANTS, inner_optimizer=inner)
+        arrivals = simulation.island_arrivals(TRACE, num_rounds=rounds * 2, num_steps=steps)
+    else:
+        algorithm = function(loss_fn, regions=REGIONS, inner_optimizer=inner)
+        arrivals = simulation.regional_arrivals(
+            TRACE,
+            regions=REGIONS,
+            num_rounds=rounds * 2,
+            num_steps=steps,
+            updates_per_exchange=5,
+            seconds_to_global=5.0,
+            seconds_from_global=5.0,
+        )
+    events = _each(arrivals.schedule, num_steps=arrivals.num_steps, taken=arrivals.num_steps)
+    return Method(algorithm, "islands", events)
+
+
+def _each(schedule: Any, **fields: Any) -> list[dict[str, Any]]:
+    """Divide arrays of all rounds."""
+    everything = {"schedule": schedule, **fields}
+    rounds = len(jax.tree.leaves(everything)[0])
+    return [jax.tree.map(lambda leaf, r=r: leaf[r], everything) for r in range(rounds)]
+
+
+def _with_faulty_updates(combine: Aggregator) -> Aggregator:
+    """Reverse the updates of the first two participants, and make them four times as large."""
+    factors = np.where(np.arange(PARTICIPANTS) < 2, -4.0, 1.0).astype(np.float32)
+
+    def aggregate(state: Any, updates: Any, weights: Any) -> Any:
+        faulty = jax.tree.map(
+            lambda u: u * factors.reshape(-1, *[1] * (u.ndim - 1)).astype(u.dtype), updates
+        )
+        return combine.aggregate(state, faulty, weights)
+
+    return Aggregator(combine.init, aggregate)

@@ -10,13 +10,13 @@ import jax
 from absl import flags
 
 from fedpax.commands.parts.compilation_cache import enable_compilation_cache
-from fedpax.commands.parts.fitting_mesh import fit_mesh, island_numbers, processes_per_island
 from fedpax.commands.parts.options import allowed_changes, define_training_flags, parse_run
 from fedpax.commands.parts.processes import (
     define_process_flags,
     leave_on_failure,
     provide_processes,
 )
+from fedpax.commands.parts.scaled_mesh import fit_mesh, island_numbers, processes_per_island
 from fedpax.console import print_line
 from fedpax.elastic.membership import find_membership
 from fedpax.elastic.supervisor import ElasticOptions, supervise

@@ -19,7 +19,7 @@ from fedpax.primitives.federated_program import federated_program_p
 from fedpax.primitives.map import federated_map_p
 from fedpax.transforms.inlining import inline, is_federated, placements_of
 from fedpax.transforms.placed_closures import placed_closures
-from fedpax.transforms.plan import make_plan
+from fedpax.transforms.planner import make_plan
 
 
 def explain(program: Callable[..., Any], *args: Any, **kwargs: Any) -> str:

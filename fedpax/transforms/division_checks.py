@@ -14,7 +14,7 @@ from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.placement import Placement
 from fedpax.primitives.reduction import REDUCTIONS
 from fedpax.transforms.ownership import Division
-from fedpax.transforms.plan import make_plan
+from fedpax.transforms.planner import make_plan
 from fedpax.transforms.server_parts import ServerParts
 from fedpax.transforms.streaming_plan import Atom, StreamingPlan
 from fedpax.transforms.value_names import SAME, SAME_VALUE

@@ -23,7 +23,7 @@ from fedpax.primitives.casts import device_array, is_host_number, needs_cast
 from fedpax.primitives.layout import mesh_axis
 from fedpax.primitives.signatures import argument_names
 from fedpax.transforms.inlining import inline, placements_of
-from fedpax.transforms.plan import make_plan
+from fedpax.transforms.planner import make_plan
 from fedpax.transforms.server_parts import ServerParts
 from fedpax.transforms.streaming import merge_totals, run_loop, stream
 from fedpax.transforms.streaming_plan import Atom

@@ -35,7 +35,7 @@ from fedpax.primitives.placement import Placement
 from fedpax.primitives.reduction import REDUCTIONS
 from fedpax.transforms.inlining import CALLS
 from fedpax.transforms.loop_reductions import LoopReduction, loop_reduction
-from fedpax.transforms.plan import make_plan
+from fedpax.transforms.planner import make_plan
 from fedpax.transforms.unstack import unstack
 
 Axes = tuple[int | None, ...]

@@ -25,8 +25,8 @@ from fedpax.transforms.division_checks import (
     read_by_server,
 )
 from fedpax.transforms.ownership import Division, divide, one_placement, store_reads
-from fedpax.transforms.plan import make_plan
-from fedpax.transforms.program_ends import ProgramEnds, trace_ends
+from fedpax.transforms.planner import make_plan
+from fedpax.transforms.program_io import ProgramIO, trace_program
 from fedpax.transforms.server_parts import ServerParts
 from fedpax.transforms.streaming_plan import StreamingPlan
 from fedpax.transforms.wiring import Wiring, output_of, wire
@@ -87,17 +87,15 @@ class Stages:
         placement: the name of the participants, and their number.
     """
 
-    def __init__(
-        self, name: str, ends: ProgramEnds, division: Division, plan: StreamingPlan
-    ) -> None:
+    def __init__(self, name: str, io: ProgramIO, division: Division, plan: StreamingPlan) -> None:
         self.name, self.placement = name, plan.placement
-        self._ends, self._division, self._plan = ends, division, plan
+        self._io, self._division, self._plan = io, division, plan
         self._server = ServerParts(plan)
         self._parts = [
             jax.jit(functools.partial(self._server.run, part))
             for part in range(self._server.number)
         ]
-        servers = [ends.names[i] for i in division.server_arguments]
+        servers = [io.names[i] for i in division.server_arguments]
         self._stages = client_stages(plan, self._server, servers, division.own, division.kept)
         self._clients = [jax.jit(stage.client) for stage in self._stages]
         self._merges = [jax.jit(stage.merge) for stage in self._stages]
@@ -117,12 +115,12 @@ class Stages:
     @property
     def argument_names(self) -> tuple[str, ...]:
         """The name of each leaf of the arguments."""
-        return self._ends.names
+        return self._io.names
 
     @property
     def result_names(self) -> tuple[str, ...]:
         """The name of each leaf of the results."""
-        return self._ends.result_names
+        return self._io.result_names
 
     @property
     def replaced(self) -> dict[int, int]:
@@ -130,7 +128,7 @@ class Stages:
 
         The position of the result -> that of the argument.
         """
-        return {i: k for i, k in enumerate(self._ends.replaced) if k is not None}
+        return {i: k for i, k in enumerate(self._io.replaced) if k is not None}
 
     @property
     def owned(self) -> tuple[Owned, ...]:
@@ -144,9 +142,9 @@ class Stages:
 
     def result(self, leaves: Mapping[int, Any]) -> Any:
         """Return the result of a program from its leaves by position; missing ones are types."""
-        types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._ends.out_avals]
+        types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self._io.out_avals]
         results = [leaves.get(i, aval) for i, aval in enumerate(types)]
-        return jax.tree.unflatten(self._ends.out_tree, results)
+        return jax.tree.unflatten(self._io.out_tree, results)
 
     def client(self, stage: int) -> ClientFn:
         """Return the function of one participant at a stage.
@@ -206,7 +204,7 @@ class Stages:
         used.update(v for v in self._server.outputs if isinstance(v, Var))
         for each in self._stages:
             used.update(each.shared, each.rows)
-        leaves = self._ends.leaves(args, [i for i, v in arguments if v in used])
+        leaves = self._io.leaves(args, [i for i, v in arguments if v in used])
         values: dict[Var, Any] = dict(zip(jaxpr.constvars, self._division.core.consts, strict=True))
         given = [leaves[i] for i in self._division.server_arguments]
         values.update(zip(jaxpr.invars, given, strict=False))
@@ -233,14 +231,14 @@ class Stages:
 
     def wiring(self) -> Wiring:
         """Return the server's parts as functions of flat arrays with numbers, for an export."""
-        division, ends = self._division, self._ends
+        division, io = self._division, self._io
         return wire(
             self._plan,
             self._server,
             self._stages,
             division.core.consts,
-            [ends.names[i] for i in division.server_arguments],
-            [ends.result_names[i] for i in division.server_results],
+            [io.names[i] for i in division.server_arguments],
+            [io.result_names[i] for i in division.server_results],
         )
 
     def own(self, *args: Any) -> dict[str, jax.Array]:
@@ -249,7 +247,7 @@ class Stages:
         Args:
             *args: the arguments of the program, all of them arrays.
         """
-        leaves = self._ends.leaves(args, range(len(self._ends.names)))
+        leaves = self._io.leaves(args, range(len(self._io.names)))
         return dict(zip(self._division.own, self._read(*leaves), strict=True))
 
     def with_kept(self, result: Any, args: Sequence[Any], own: Mapping[str, Any]) -> Any:
@@ -260,13 +258,13 @@ class Stages:
             args: the arguments of the program, all of them arrays.
             own: the own values `[n, ...]` after the round, by name.
         """
-        leaves = self._ends.leaves(args, range(len(self._ends.names)))
+        leaves = self._io.leaves(args, range(len(self._io.names)))
         written = self._write(*leaves, *(own[name] for name in self._division.kept))
         results = jax.tree.leaves(result)
         servers = set(self._division.server_results)
         for i, x in zip((i for i in range(len(results)) if i not in servers), written, strict=True):
             results[i] = x
-        return jax.tree.unflatten(self._ends.out_tree, results)
+        return jax.tree.unflatten(self._io.out_tree, results)
 
     def explain(self) -> str:
         """Describe each stage: what a participant receives, has, sends and keeps, with bytes."""
@@ -351,7 +349,7 @@ def stages(program: Callable[..., Any], *avals: Any, own: Iterable[str] | None =
         ...     print(stop.value)
         2.0
     """
-    closed, ends, signature = trace_ends(program, avals)
+    closed, io, signature = trace_program(program, avals)
     closed, placement = one_placement(closed)
     sized = {
         i for i, v in enumerate(closed.jaxpr.invars) if aval_of(v).shape[:1] == (placement.size,)
@@ -360,7 +358,7 @@ def stages(program: Callable[..., Any], *avals: Any, own: Iterable[str] | None =
     if own is None:
         owned = stores | (sized & read_by_rows(closed, placement))
     else:
-        owned = own_by_name(ends.names, own, sized | stores, placement)
+        owned = own_by_name(io.names, own, sized | stores, placement)
     while True:
         division = divide(closed, placement, signature, owned)
         plan = make_plan(division.core.jaxpr, placement)
@@ -376,4 +374,4 @@ def stages(program: Callable[..., Any], *avals: Any, own: Iterable[str] | None =
         arguments = dict(zip(division.own, division.own_arguments, strict=True))
         owned = owned - {arguments[name] for name in by_server}
     check_means(plan)
-    return Stages(function_name(program), ends, division, plan)
+    return Stages(function_name(program), io, division, plan)

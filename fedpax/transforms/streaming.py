@@ -37,7 +37,7 @@ from fedpax.primitives.monoids import Monoid, apply_by_monoid
 from fedpax.primitives.participant_loop import run_participants
 from fedpax.primitives.placement import Placement
 from fedpax.transforms.inlining import inline, is_federated, placements_of
-from fedpax.transforms.plan import make_plan
+from fedpax.transforms.planner import make_plan
 from fedpax.transforms.streaming_plan import Atom, StreamingPlan
 from fedpax.transforms.unstack import Unstacked
 

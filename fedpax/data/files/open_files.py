@@ -13,7 +13,7 @@ from fedpax.data.files.file_sizes import check_memory
 from fedpax.data.files.finding import CLIENT
 from fedpax.data.files.held_out import check_any, part_of_split
 from fedpax.data.files.load_options import LoadOptions
-from fedpax.data.files.memory import memory_table
+from fedpax.data.files.memory_table import memory_table
 from fedpax.data.files.partitioned import add_partition
 from fedpax.data.files.path_columns import add_path_columns, path_fields
 from fedpax.data.files.prepared import open_prepared, prepared_folder

@@ -14,7 +14,7 @@ from fedpax.primitives.signatures import argument_names
 from fedpax.transforms.ownership import Signature
 
 
-class ProgramEnds(NamedTuple):
+class ProgramIO(NamedTuple):
     """The arguments and the results of a program.
 
     Attributes:
@@ -61,10 +61,10 @@ class ProgramEnds(NamedTuple):
         return leaves
 
 
-def trace_ends(
+def trace_program(
     program: Callable[..., Any], avals: Sequence[Any]
-) -> tuple[ClosedJaxpr, ProgramEnds, Signature]:
-    """Trace a program; return its jaxpr, its ends, and which results replace arguments."""
+) -> tuple[ClosedJaxpr, ProgramIO, Signature]:
+    """Trace a program; return its jaxpr, inputs and outputs, and what its results replace."""
     leaves, tree = jax.tree.flatten(tuple(avals))
     types = tuple(map(_type, leaves))
     closed, out_shape = jax.make_jaxpr(
@@ -79,8 +79,8 @@ def trace_ends(
     )
     replaced = _replaced(avals, types, out_shape, out_avals)
     out_tree: Any = jax.tree.structure(out_shape)
-    ends = ProgramEnds(tree, names, types, out_tree, results, out_avals, replaced)
-    return closed, ends, Signature(names, replaced)
+    io = ProgramIO(tree, names, types, out_tree, results, out_avals, replaced)
+    return closed, io, Signature(names, replaced)
 
 
 def _type(leaf: Any) -> Any:

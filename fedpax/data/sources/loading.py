@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fedpax.data.files.formats import is_files
 from fedpax.data.files.load_options import LoadOptions
-from fedpax.data.sources.source import (
+from fedpax.data.sources.data_sets import (
     EMBEDDED,
     FEDERATED,
-    Source,
     open_data_set,
     open_records,
 )
+from fedpax.data.sources.source import Source
 from fedpax.data.sources.text_records import SUFFIX
 from fedpax.errors import ArgumentError, MissingPackageError
 from fedpax.paths import fill_in_split

@@ -8,8 +8,8 @@ from pathlib import Path
 import tensorflow_datasets as tfds
 
 from fedpax.data.sources._reachability import unreachable_hosts
+from fedpax.data.sources.data_sets import data_folder
 from fedpax.data.sources.federated_archive import FOLDER, Archive, check
-from fedpax.data.sources.source import data_folder
 from fedpax.errors import ArgumentError
 
 ARCHIVE = Archive(

@@ -15,8 +15,8 @@ from federated_rows import CLIENTS, SPLITS, builder_of, random_example, random_r
 
 from fedpax.data import load, partition_by_field, partition_natural, token_rounds
 from fedpax.data.populations.contiguous_clients import ContiguousClients
+from fedpax.data.sources.data_sets import FEDERATED
 from fedpax.data.sources.federated_archive import Archive
-from fedpax.data.sources.source import FEDERATED
 
 
 def assert_same(found: Fields, expected: Fields) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from fedpax.data import Source, load, partition_by_field, partition_natural
-from fedpax.data.sources.source import _builder
+from fedpax.data.sources.data_sets import _builder
 
 VERSION = f"{sys.implementation.name}-{sys.version.split()[0]}"
 

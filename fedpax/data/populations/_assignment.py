@@ -8,6 +8,7 @@ versions of NumPy.)
 import numpy as np
 from jaxtyping import Float64, Int64
 
+from fedpax.data.populations.ragged_partition import RaggedPartition
 from fedpax.data.shuffle import hash_key
 from fedpax.errors import ArgumentError
 from fedpax.primitives.casts import real_number
@@ -67,20 +68,33 @@ def top_up(owner: Int64[np.ndarray, " examples"], num_participants: int, min_exa
         return
     # Number each participant's examples: those with the highest numbers are the ones that moving
     # one at a time would take.
+    order = sort_positions(owner, num_participants)
     number = np.empty_like(owner)
-    starts = np.cumsum(sizes) - sizes
-    number[np.argsort(owner, kind="stable")] = np.arange(len(owner)) - np.repeat(starts, sizes)
-    moved = np.argsort(-number, kind="stable")[: missing.sum()]
+    number[order] = np.arange(len(owner)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    moved = sort_positions(number.max() - number, int(number.max()) + 1)[: missing.sum()]
     owner[moved] = np.repeat(np.arange(num_participants), missing)
+
+
+def sort_positions(keys: Int64[np.ndarray, " n"], limit: int) -> Int64[np.ndarray, " n"]:
+    """Return the positions of integers from 0 to `limit - 1` in ascending order, ties in order."""
+    # Sorting integers that hold key and position takes a fifth of the time of a stable argsort.
+    bits = max(len(keys) - 1, 1).bit_length()
+    if limit.bit_length() + bits > 63:
+        return np.argsort(keys, kind="stable")
+    packed = (keys.astype(np.int64) << bits) | np.arange(len(keys))
+    packed.sort()
+    packed &= (1 << bits) - 1
+    return packed
 
 
 def to_partition(
     order: Int64[np.ndarray, " examples"],
     owner: Int64[np.ndarray, " examples"],
     num_participants: int,
-) -> list[Int64[np.ndarray, " part"]]:
+) -> RaggedPartition:
     """Make a partition from the participant of each example of a shuffled order."""
     owner_of_example = np.empty_like(owner)
     owner_of_example[order] = owner
-    ends = np.cumsum(np.bincount(owner, minlength=num_participants))
-    return np.split(np.argsort(owner_of_example, kind="stable"), ends[:-1])
+    starts = np.zeros(num_participants + 1, np.int64)
+    np.cumsum(np.bincount(owner, minlength=num_participants), out=starts[1:])
+    return RaggedPartition(sort_positions(owner_of_example, num_participants), starts)

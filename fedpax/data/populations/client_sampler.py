@@ -14,7 +14,12 @@ from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import check_integers, checked_cast, host_array
 
 # Part of the keys, so that the draws are independent of each other.
-_UNIFORM, _WEIGHTED, _GAP, _ORDER = 1, 2, 3, 4
+_UNIFORM, _WEIGHTED, _GAP, _ORDER, _DRAW = 1, 2, 3, 4, 5
+
+MOST_ARRIVALS = 2**17
+"""The size of a population up to which weighted draws take a random number for each client."""
+
+_MOST_DRAWS = 8  # as multiples of the cohort
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,8 +27,8 @@ class ClientSampler:
     """Samples clients without replacement: a fixed number of them, or each with a probability.
 
     A cohort depends on the seed and the round number alone. A run that resumes at round r therefore
-    sees the cohorts of an uninterrupted run, on any machine. Uniform sampling takes time in
-    proportion to the cohort, however large the population is.
+    sees the cohorts of an uninterrupted run, on any machine. Sampling takes time in proportion to
+    the cohort, however large the population is, unless a few clients have nearly all of the weight.
 
     With weights w, clients are drawn one after another, each with a probability in proportion to
     its weight among the clients that have not been drawn.
@@ -78,6 +83,10 @@ class ClientSampler:
     available: Callable[[int], ArrayLike] | None = None
     sampling_probability: float | None = None
     _weights: Float64[np.ndarray, " clients"] | None = field(init=False, repr=False, default=None)
+    # The sums of the weights up to each client; None: draw by arrivals.
+    _cumulative: Float64[np.ndarray, " clients"] | None = field(
+        init=False, repr=False, default=None
+    )
 
     def __post_init__(self) -> None:
         """Check the sizes, the probability and the weights."""
@@ -108,6 +117,9 @@ class ClientSampler:
                 f"{self.cohort_size}: reduce cohort_size, or give more clients a positive weight."
             )
         object.__setattr__(self, "_weights", weights)
+        if self.num_clients > max(MOST_ARRIVALS, 8 * self.cohort_size):
+            # Divided by the largest weight, since the sum of huge ones would overflow.
+            object.__setattr__(self, "_cumulative", np.cumsum(weights / weights.max()))
 
     def _check_probability(self, probability: float) -> None:
         """Check the probability of Poisson sampling."""
@@ -150,6 +162,11 @@ class ClientSampler:
             return float(self.cohort_size)
         return self.num_clients * self.sampling_probability
 
+    @property
+    def searches(self) -> bool:
+        """Return whether a cohort by weight is drawn by searches: of a large population."""
+        return self._cumulative is not None
+
     def sample(self, round_number: int) -> Int64[np.ndarray, " cohort"]:
         """Sample the cohort of a round.
 
@@ -179,19 +196,17 @@ class ClientSampler:
         if self.sampling_probability is not None:
             return self._poisson_sample(round_number, self.sampling_probability)
         candidates = self._candidates(round_number)
-        count = self.num_clients if candidates is None else len(candidates)
-        size = min(self.cohort_size, count)
-        if self._weights is None:
-            key = hash_key(self.seed, _UNIFORM, round_number)
-            sampled = shuffled_index(np.arange(size), count, key)
-            return sampled if candidates is None else candidates[sampled]
-        client_ids = np.arange(self.num_clients) if candidates is None else candidates
-        return client_ids[self._first_arrivals(client_ids, size, round_number)]
+        if self._weights is not None:
+            return self._weighted_sample(round_number, self._weights, candidates)
+        size = self.num_clients if candidates is None else np.count_nonzero(candidates)
+        key = hash_key(self.seed, _UNIFORM, round_number)
+        sampled = shuffled_index(np.arange(min(self.cohort_size, size)), size, key)
+        return sampled if candidates is None else np.flatnonzero(candidates)[sampled]
 
-    def _candidates(self, round_number: int) -> Int64[np.ndarray, " candidates"] | None:
-        """Return the clients that can be drawn in a round, or None for the whole population."""
+    def _candidates(self, round_number: int) -> Bool[np.ndarray, " population"] | None:
+        """Return which clients can be drawn in a round; None: all, those of weight 0 left out."""
         if self.available is None:
-            return None if self._weights is None else np.flatnonzero(self._weights)
+            return None
         available = self._available(round_number)
         if self._weights is not None:
             available = available & (self._weights > 0)
@@ -202,7 +217,7 @@ class ClientSampler:
                 "Raise the fraction of DailyAvailability, or let `available` return True for at "
                 f"least {client}."
             )
-        return np.flatnonzero(available)
+        return available
 
     def _available(self, round_number: int) -> Bool[np.ndarray, " population"]:
         """Return which clients are available in a round, checked."""
@@ -249,6 +264,40 @@ class ClientSampler:
             np.arange(len(sampled)), len(sampled), hash_key(self.seed, _ORDER, round_number)
         )
         return sampled[order]
+
+    def _weighted_sample(
+        self,
+        round_number: int,
+        weights: Float64[np.ndarray, " clients"],
+        candidates: Bool[np.ndarray, " clients"] | None,
+    ) -> Int64[np.ndarray, " cohort"]:
+        """Draw clients one after another by weight."""
+        # Draws with replacement, without those of clients that have been drawn or are not
+        # available, have the distribution of draws without replacement from the candidates. They
+        # take a search each, where arrivals take a random number for each client.
+        size = self.cohort_size
+        if candidates is not None:
+            size = min(size, int(np.count_nonzero(candidates)))
+        sampled, count = np.zeros(0, np.int64), size + size // 4 + 16
+        if self._cumulative is not None:
+            for first in range(0, _MOST_DRAWS * count, count):
+                uniform = _uniform(self.seed, _DRAW, round_number, np.arange(first, first + count))
+                sums = self._cumulative
+                drawn = np.searchsorted(sums, uniform * sums[-1], side="right")
+                drawn = np.minimum(drawn, np.searchsorted(sums, sums[-1]))  # against rounding
+                if candidates is not None:
+                    drawn = drawn[candidates[drawn]]
+                together = np.concatenate([sampled, drawn])
+                _, positions = np.unique(together, return_index=True)
+                sampled = together[np.sort(positions)]
+                if len(sampled) >= size:
+                    return sampled[:size]
+        # Few clients have nearly all of the weight: the remaining ones arrive after them.
+        is_left = weights > 0 if candidates is None else candidates.copy()
+        is_left[sampled] = False
+        client_ids = np.flatnonzero(is_left)
+        arrived = self._first_arrivals(client_ids, size - len(sampled), round_number)
+        return np.concatenate([sampled, client_ids[arrived]])
 
     def _first_arrivals(
         self, client_ids: Int64[np.ndarray, " candidates"], size: int, round_number: int

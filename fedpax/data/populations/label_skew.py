@@ -4,6 +4,9 @@ Each assigns every example to exactly one participant, gives every participant a
 and depends on its arguments alone.
 """
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import numpy as np
 from jaxtyping import Float64, Int64
 from numpy.typing import ArrayLike
@@ -14,12 +17,19 @@ from fedpax.data.populations._assignment import (
     even_sizes,
     frozen_random,
     log_gamma,
+    sort_positions,
     to_partition,
     top_up,
 )
-from fedpax.data.populations.partition import Indices, check_count, index_labels
+from fedpax.data.populations.partition import check_count, index_labels
+from fedpax.data.populations.ragged_partition import RaggedPartition
 from fedpax.errors import ArgumentError
 from fedpax.primitives.casts import check_integers
+
+MOST_IN_TURN = 8192
+"""The number of participants up to which each one draws alone."""
+
+_Counts: TypeAlias = Int64[np.ndarray, "..."]
 
 
 def partition_dirichlet(
@@ -30,7 +40,7 @@ def partition_dirichlet(
     equal_sizes: bool = False,
     min_examples: int = 1,
     seed: int = 0,
-) -> list[Indices]:
+) -> RaggedPartition:
     """Partition examples with Dirichlet-distributed label skew.
 
     By default (Li et al.), the examples of each label are divided in shares drawn from
@@ -88,21 +98,21 @@ def partition_dirichlet(
     alpha = check_positive("alpha", alpha, "the smaller it is, the more participants differ")
     random = frozen_random(seed)
     order = random.permutation(len(class_index))
-    positions = _positions_by_class(class_index[order])
-    owner = np.empty_like(order)
     if equal_sizes:
-        remaining = np.array([len(p) for p in positions])
-        counts = np.empty((num_participants, len(remaining)), np.int64)
-        for k, size in enumerate(even_sizes(len(order), num_participants)):
+
+        def draw(sizes: _Counts, remaining: _Counts) -> _Counts:
             prior = (
                 np.maximum(remaining, 1) / remaining.sum()
             )  # gamma variates need a shape above 0
-            log_weights = log_gamma(random, alpha * len(remaining) * prior)
-            counts[k] = draw_labels(random, np.array([size]), log_weights, np.array([0]), remaining)
-            remaining -= counts[k]
-        _assign_counts(owner, positions, counts)
+            shape = np.broadcast_to(alpha * len(prior) * prior, (len(sizes), len(prior)))
+            log_weights = log_gamma(random, shape)
+            return draw_labels(random, sizes, log_weights, np.array([0]), remaining)
+
+        owner = _assign_in_turn(class_index[order], num_participants, draw)
     else:
-        for p in positions:
+        owner = np.empty_like(order)
+        positions = sort_positions(class_index[order], len(class_index))
+        for p in np.split(positions, np.cumsum(np.bincount(class_index))[:-1]):
             log_shares = log_gamma(random, np.full(num_participants, alpha))
             owner[p] = assign_by_shares(random, len(p), log_shares)
         top_up(owner, num_participants, min_examples)
@@ -117,7 +127,7 @@ def partition_pachinko(
     alpha: float = 0.1,
     beta: float = 10.0,
     seed: int = 0,
-) -> list[Indices]:
+) -> RaggedPartition:
     """Partition examples by Pachinko allocation over two levels of labels, as federated CIFAR-100.
 
     One participant after another draws a distribution over the coarse labels from
@@ -178,26 +188,21 @@ def partition_pachinko(
     starts = np.flatnonzero(np.diff(np.sort(parent), prepend=-1))  # [coarse labels]
     random = frozen_random(seed)
     order = random.permutation(len(fine))
-    positions = _positions_by_class(fine[order])
-    remaining = np.array([len(p) for p in positions])
-    counts = np.empty((num_participants, len(remaining)), np.int64)
-    for k, size in enumerate(even_sizes(len(order), num_participants)):
-        log_weights = log_gamma(random, np.full(len(starts), alpha))
+
+    def draw(sizes: _Counts, remaining: _Counts) -> _Counts:
+        log_weights = log_gamma(random, np.full((len(sizes), len(starts)), alpha))
         coarse_remaining = np.add.reduceat(remaining, starts)
-        coarse_counts = draw_labels(
-            random, np.array([size]), log_weights, np.array([0]), coarse_remaining
-        )
-        log_weights = log_gamma(random, np.full(len(remaining), beta))
-        counts[k] = draw_labels(random, coarse_counts, log_weights, starts, remaining)
-        remaining -= counts[k]
-    owner = np.empty_like(order)
-    _assign_counts(owner, positions, counts)
+        coarse_counts = draw_labels(random, sizes, log_weights, np.array([0]), coarse_remaining)
+        log_weights = log_gamma(random, np.full((len(sizes), len(remaining)), beta))
+        return draw_labels(random, coarse_counts, log_weights, starts, remaining)
+
+    owner = _assign_in_turn(fine[order], num_participants, draw)
     return to_partition(order, owner, num_participants)
 
 
 def partition_by_shards(
     labels: ArrayLike, num_participants: int, *, shards_per_participant: int = 2, seed: int = 0
-) -> list[Indices]:
+) -> RaggedPartition:
     """Sort examples by label, split them into equal shards, and assign the shards at random.
 
     Most participants have at most `shards_per_participant` labels. The sizes of shards differ by at
@@ -243,47 +248,71 @@ def partition_by_shards(
 
 def draw_labels(
     random: np.random.RandomState,
-    group_counts: Int64[np.ndarray, " groups"],
-    log_weights: Float64[np.ndarray, " labels"],
+    group_counts: Int64[np.ndarray, "*participants groups"],
+    log_weights: Float64[np.ndarray, "*participants labels"],
     starts: Int64[np.ndarray, " groups"],
     remaining: Int64[np.ndarray, " labels"],
-) -> Int64[np.ndarray, " labels"]:
+) -> Int64[np.ndarray, "*participants labels"]:
     """Draw labels from groups of labels by weight, each at most as often as it has examples."""
     # Draws beyond a label's remaining examples are repeated among the other labels of its group.
-    # This has the distribution of drawing labels one at a time and removing each label that is used
-    # up. The labels of a group are contiguous: `starts` has the first label of each. `log_weights`
-    # are logarithms of unnormalized weights.
-    ends = np.append(starts[1:], len(remaining))
-    counts = np.zeros_like(remaining)
+    # For one participant this has the distribution of drawing labels one at a time and removing
+    # each label that is used up. Of several participants, the first ones keep their draws. The
+    # labels of a group are contiguous: `starts` has the first label of each. `log_weights` are
+    # logarithms of unnormalized weights.
+    number, shape = len(remaining), log_weights.shape
+    log_weights = log_weights.reshape(-1, number)
+    group_counts = group_counts.reshape(len(log_weights), len(starts))
+    # The groups of all participants, as positions in the flat weights.
+    first = np.arange(len(log_weights))[:, None] * number
+    group_starts = (first + starts).ravel()
+    group_ends = (first + np.append(starts[1:], number)).ravel()
+    counts = np.zeros(log_weights.shape, np.int64)
     while group_counts.any():
-        logs = np.where(counts < remaining, log_weights, -np.inf)
+        left = remaining - counts.sum(axis=0)
+        logs = np.where(left > 0, log_weights, -np.inf).ravel()
         # Divide a group's weights by the largest, which is 0 if the whole group is used up.
-        largest = np.maximum(np.maximum.reduceat(logs, starts), np.finfo(np.float64).min)
-        weights = np.exp(logs - np.repeat(largest, ends - starts))
+        largest = np.maximum(np.maximum.reduceat(logs, group_starts), np.finfo(np.float64).min)
+        weights = np.exp(logs - np.repeat(largest, group_ends - group_starts))
         sums = np.cumsum(weights)
-        low, high = (sums - weights)[starts], sums[ends - 1]
-        group = np.repeat(np.arange(len(starts)), group_counts)
+        low, high = (sums - weights)[group_starts], sums[group_ends - 1]
+        group = np.repeat(np.arange(len(group_starts)), group_counts.ravel())
         points = low[group] + random.random_sample(len(group)) * (high - low)[group]
         labels = np.searchsorted(sums, points, side="right")
-        labels = np.clip(labels, starts[group], ends[group] - 1)  # against rounding of the sums
-        drawn = np.bincount(labels, minlength=len(remaining))
-        accepted = np.minimum(drawn, remaining - counts)
+        # Against rounding of the sums.
+        labels = np.clip(labels, group_starts[group], group_ends[group] - 1)
+        drawn = np.bincount(labels, minlength=counts.size).reshape(counts.shape)
+        kept = np.minimum(np.cumsum(drawn, axis=0), left)
+        accepted = np.diff(kept, axis=0, prepend=0)
         counts += accepted
-        group_counts = np.add.reduceat(drawn - accepted, starts)
-    return counts
+        group_counts = np.add.reduceat(drawn - accepted, starts, axis=1)
+    return counts.reshape(shape)
 
 
-def _positions_by_class(class_index: Int64[np.ndarray, " examples"]) -> list[Indices]:
-    """Return the positions at which each class occurs."""
-    ends = np.cumsum(np.bincount(class_index))
-    return np.split(np.argsort(class_index, kind="stable"), ends[:-1])
+def _assign_in_turn(
+    class_index: Int64[np.ndarray, " examples"],
+    num_participants: int,
+    draw: Callable[[_Counts, _Counts], _Counts],
+) -> Int64[np.ndarray, " examples"]:
+    """Return the participant of each example, where participants draw one after another.
 
-
-def _assign_counts(
-    owner: Int64[np.ndarray, " examples"],
-    positions: list[Indices],
-    counts: Int64[np.ndarray, "participants classes"],
-) -> None:
-    """Assign each class's examples, in place, by counts `[participants, classes]`."""
-    for p, class_counts in zip(positions, counts.T, strict=True):
-        owner[p] = np.repeat(np.arange(len(counts)), class_counts)
+    `draw(sizes [participants], remaining [classes])` returns counts `[participants, classes]`.
+    """
+    # Many participants draw in blocks of up to 1/256 of the participants that are left: the
+    # examples that a block finds are nearly those that each of its participants would find.
+    in_blocks = num_participants > MOST_IN_TURN
+    sizes = even_sizes(len(class_index), num_participants)
+    by_class = sort_positions(class_index, len(class_index))
+    remaining = np.bincount(class_index)
+    next_position = np.cumsum(remaining) - remaining
+    owner = np.empty(len(class_index), np.int64)
+    begin = 0
+    while begin < num_participants:
+        end = begin + (max(1, (num_participants - begin) // 256) if in_blocks else 1)
+        counts = draw(sizes[begin:end], remaining)
+        taken = counts.sum(axis=0)
+        offset = np.arange(taken.sum()) - np.repeat(np.cumsum(taken) - taken, taken)
+        taken_examples = by_class[np.repeat(next_position, taken) + offset]
+        participants = np.tile(np.arange(begin, end), len(taken))
+        owner[taken_examples] = np.repeat(participants, counts.T.ravel())
+        remaining, next_position, begin = remaining - taken, next_position + taken, end
+    return owner

@@ -8,6 +8,7 @@ from jaxtyping import Float64, Int64
 from numpy.typing import ArrayLike
 
 from fedpax.data.populations.partition import Partition, check_sized, index_labels
+from fedpax.data.populations.ragged_partition import RaggedPartition
 from fedpax.errors import ArgumentError
 from fedpax.primitives.casts import checked_cast
 
@@ -119,7 +120,10 @@ def partition_statistics(
         | total variation distance |      0.333 |
     """
     check_sized(partition, "partition")
-    sizes = np.array([len(indices) for indices in partition], np.int64)
+    if isinstance(partition, RaggedPartition):
+        sizes = partition.sizes()
+    else:
+        sizes = np.array([len(indices) for indices in partition], np.int64)
     num_participants, num_examples = len(sizes), int(sizes.sum())
     if not num_examples:
         raise ArgumentError("The partition has no examples: assign at least one.")
@@ -139,9 +143,12 @@ def partition_statistics(
     if labels is None:
         return statistics
     all_classes, class_index = index_labels(labels)
-    indices = np.concatenate(
-        [checked_cast(part, np.int64, "The partition", "Give indices.") for part in partition]
-    )
+    if isinstance(partition, RaggedPartition):
+        indices = partition.indices
+    else:
+        indices = np.concatenate(
+            [checked_cast(part, np.int64, "The partition", "Give indices.") for part in partition]
+        )
     if indices.min() < 0 or indices.max() >= len(class_index):
         outside = indices.min() if indices.min() < 0 else indices.max()
         raise ArgumentError(

@@ -10,7 +10,8 @@ from fedpax.data.populations._assignment import (
     to_partition,
     top_up,
 )
-from fedpax.data.populations.partition import Indices, check_count
+from fedpax.data.populations.partition import check_count
+from fedpax.data.populations.ragged_partition import RaggedPartition
 from fedpax.errors import ArgumentError
 
 
@@ -22,7 +23,7 @@ def partition_by_quantity(
     sigma: float | None = None,
     min_examples: int = 1,
     seed: int = 0,
-) -> list[Indices]:
+) -> RaggedPartition:
     """Partition shuffled examples into parts of different sizes.
 
     The participants' shares are drawn from Dirichlet(alpha, ..., alpha), or from a log-normal

@@ -4,8 +4,10 @@ import zlib
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Int64
 from numpy.typing import ArrayLike
 
+from fedpax.data.populations.frozen_normals import first_normals
 from fedpax.data.populations.partition import Indices, index_labels
 from fedpax.errors import ArgumentError
 from fedpax.primitives.casts import check_integers, host_array, real_number
@@ -79,9 +81,10 @@ class DirichletClients(Sequence[Indices]):
         # The pool sorted by label, and the position of each label's first example.
         self._pool = np.argsort(class_index, kind="stable")
         self._counts, self._starts = counts, np.cumsum(counts) - counts
+        self._labels = np.arange(len(counts))
         self._concentration = float(alpha) * counts / counts.mean()
         self._num_clients, self._seed = num_clients, seed
-        self._median, self._sigma = float(median_examples), float(sigma)
+        self._log_median, self._sigma = np.log(float(median_examples)), float(sigma)
         self._max_examples = max_examples
         self._name = (
             f"DirichletClients(num_clients={num_clients}, alpha={alpha}, "
@@ -97,22 +100,45 @@ class DirichletClients(Sequence[Indices]):
         position = range(self._num_clients)[client]
         if isinstance(position, range):
             return [self[k] for k in position]
-        # NumPy promises that neither part of this generator ever changes, and making one takes a
-        # tenth of the time of a generator from a seed.
-        key = np.array([self._seed % 2**64, position], np.uint64)
-        random = np.random.RandomState(np.random.Philox(key=key))
-        size = np.exp(np.log(self._median) + self._sigma * random.standard_normal())
-        size = max(1, round(min(size, self._max_examples)))
+        random = self._random(position)
+        size = self._size(random.standard_normal())
         shares = random.standard_gamma(self._concentration)
-        if not shares.sum() > 0:  # all underflow if alpha is tiny: the client has a single label
+        if not (total := shares.sum()) > 0:
+            # All underflow if alpha is tiny: the client has a single label.
             shares = np.zeros(len(shares))
             shares[
                 np.searchsorted(np.cumsum(self._counts), random.randint(len(self._pool)), "right")
-            ] = 1
-        label_counts = random.multinomial(size, shares / shares.sum())
-        label = np.repeat(np.arange(len(shares)), label_counts)
-        offset = np.floor(random.random_sample(size) * self._counts[label]).astype(np.int64)
+            ] = total = 1
+        label = np.repeat(self._labels, random.multinomial(size, shares / total))
+        offset = (random.random_sample(size) * self._counts[label]).astype(np.int64)  # floor
         return self._pool[self._starts[label] + offset]
+
+    def sizes(self) -> Int64[np.ndarray, " clients"]:
+        """Return the number of examples of each client."""
+        if not self._sigma:
+            return np.full(self._num_clients, self._size(0.0))
+        sizes = np.empty(self._num_clients, np.int64)
+        for begin in range(0, self._num_clients, 2**18):  # for little memory
+            clients = np.arange(begin, min(begin + 2**18, self._num_clients))
+            values = np.exp(self._log_median + self._sigma * first_normals(self._seed, clients))
+            rounded = np.round(np.minimum(values, self._max_examples))
+            # Logarithms of NumPy's and C's libraries may differ in the last bit.
+            near = np.flatnonzero(np.abs(np.abs(values - rounded) - 0.5) < 1e-9 * values)
+            rounded[near] = [self._size(self._random(k).standard_normal()) for k in clients[near]]
+            sizes[clients] = np.maximum(rounded, 1)
+        return sizes
+
+    def _random(self, client: int) -> np.random.RandomState:
+        """Make the random number generator of a client."""
+        # NumPy promises that neither part of this generator ever changes, and making one takes a
+        # tenth of the time of a generator from a seed.
+        key = np.array([self._seed % 2**64, client], np.uint64)
+        return np.random.RandomState(np.random.Philox(key=key))
+
+    def _size(self, normal: float) -> int:
+        """Return the number of examples of a client from its normal variate."""
+        size = np.exp(self._log_median + self._sigma * normal)
+        return max(1, round(min(size, self._max_examples)))
 
     def __repr__(self) -> str:
         return self._name

@@ -15,6 +15,7 @@ from fedpax.clients.cohort import MASK, Cohort
 from fedpax.data.populations.client_sampler import ClientSampler
 from fedpax.data.populations.contiguous_clients import ContiguousClients
 from fedpax.data.populations.partition import Partition, check_indices
+from fedpax.data.populations.ragged_partition import RaggedPartition
 from fedpax.data.rounds.preprocess import Arrays, Preprocess, apply_preprocess, combine_masks
 from fedpax.data.rounds.scheduling import balanced_order
 from fedpax.data.rounds.stream import arrays_fingerprint, check_state, evenly_spaced
@@ -233,6 +234,9 @@ def _locate_examples(
     population: Partition, sampled: NDArray[np.int64], num_examples: int
 ) -> _Located:
     """Locate the examples of sampled clients; contiguous ones without a list of their indices."""
+    if isinstance(population, RaggedPartition):  # its indices have been checked
+        begin, end = population.starts[sampled], population.starts[sampled + 1]
+        return _Located(end - begin, lambda client, k: population.indices[begin[client] + k])
     if isinstance(population, ContiguousClients) and population.num_examples <= num_examples:
         first = population.first_examples(sampled)
         return _Located(population.sizes(sampled), lambda client, k: first[client] + k)

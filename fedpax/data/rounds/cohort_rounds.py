@@ -12,10 +12,12 @@ from fedpax.data.populations.contiguous_clients import ContiguousClients
 from fedpax.data.populations.partition import (
     Examples,
     Partition,
-    check_indices,
+    check_parts,
     check_sized,
     partition_checksum,
 )
+from fedpax.data.populations.ragged_partition import RaggedPartition
+from fedpax.data.populations.synthetic_clients import DirichletClients
 from fedpax.data.rounds.client_stream import CohortRounds, Read, client_steps
 from fedpax.data.rounds.preprocess import (
     Arrays,
@@ -108,12 +110,10 @@ def cohort_rounds(
     _check_devices(num_devices, chunk_size)
     _check_clients(population, sampler, num_devices)
     read, num_examples, name = _open(examples)
-    if is_list := isinstance(population, list | tuple | np.ndarray):
-        population = [
-            check_indices(part, num_examples, f"client {k}") for k, part in enumerate(population)
-        ]
+    if is_list := isinstance(population, list | tuple | np.ndarray | RaggedPartition):
+        population = check_parts(population, num_examples, "client")
     if max_steps is None:
-        if isinstance(population, ContiguousClients):
+        if isinstance(population, RaggedPartition | ContiguousClients | DirichletClients):
             largest = int(population.sizes().max())
         else:
             largest = max(map(len, population))
@@ -197,6 +197,8 @@ def _sampler_settings(sampler: ClientSampler) -> dict[str, int | str]:
     }
     if sampler.sampling_probability is not None:
         settings["sampling_probability"] = str(sampler.sampling_probability)
+    if sampler.searches:  # earlier versions drew other cohorts from these populations
+        settings["weighted_draws"] = "searches"
     return settings
 
 

@@ -14,12 +14,12 @@ from fedpax.clients.cohort import Cohort
 from fedpax.data.examples import as_examples
 from fedpax.data.populations.partition import (
     Examples,
-    Indices,
     Partition,
     check_partition,
     partition_checksum,
     partition_iid,
 )
+from fedpax.data.populations.ragged_partition import RaggedPartition
 from fedpax.data.rounds.labeled_examples import read_raw, scale_pixels
 from fedpax.data.rounds.stream import arrays_fingerprint, check_sizes, check_state, source_name
 from fedpax.data.shuffle import hash_key, shuffled_index
@@ -44,14 +44,14 @@ class ExampleRounds:
         self,
         images: Num[np.ndarray, "examples height width channels"],
         labels: Int32[np.ndarray, " examples"],
-        partition: list[Indices],
+        partition: RaggedPartition,
         settings: dict[str, int | str],
     ) -> None:
         self._images, self._labels = images, labels
-        self.examples_per_client = np.array([len(indices) for indices in partition], np.int64)
+        self.examples_per_client = partition.sizes()
         # The concatenated indices of all clients, and the position of each client's first.
-        self._indices = np.concatenate(partition)
-        self._starts = np.cumsum(self.examples_per_client) - self.examples_per_client
+        self._indices = partition.indices
+        self._starts = partition.starts[:-1]
         self.settings = settings
         self._shape = tuple(
             int(settings[name]) for name in ("num_clients", "local_steps", "batch_size")

@@ -5,6 +5,8 @@ Clients of similar size therefore share a chunk, and chunks are assigned to devi
 processing time first.
 """
 
+import heapq
+
 import numpy as np
 from jaxtyping import Float64, Int64
 from numpy.typing import ArrayLike
@@ -52,22 +54,29 @@ def balanced_order(
     ranked = np.argsort(-work, kind="stable")
     if num_devices == 1:
         return ranked
-    assigned: list[list[Int64[np.ndarray, " chunk"]]] = [[] for _ in range(num_devices)]
-    load = np.zeros(num_devices)
+    load = [0.0] * num_devices
+    device = np.empty(len(work), np.int64)  # of each client, from the largest to the smallest
 
-    def assign(chunks: Int64[np.ndarray, "number clients"], limit: int) -> None:
-        """Assign chunks, the largest first, at most `limit` to a device."""
-        counts = np.zeros(num_devices, np.int64)
-        for clients in chunks:
-            d = int(np.argmin(np.where(counts < limit, load, np.inf)))
-            assigned[d].append(clients)
+    def assign(first: int, size: int, limit: int) -> None:
+        """Assign chunks of `size` clients, the largest first, `limit` to each device."""
+        heap, counts = sorted(zip(load, range(num_devices), strict=True)), [0] * num_devices
+        largest = work[ranked[first : first + num_devices * limit * size : size]].tolist()
+        chosen = []
+        for steps in largest:
+            least, d = heap[0]
+            chosen.append(d)
             counts[d] += 1
-            load[d] += work[clients[0]]
+            load[d] = least + steps
+            if counts[d] < limit:
+                heapq.heapreplace(heap, (load[d], d))
+            else:
+                heapq.heappop(heap)
+        device[first : first + len(chosen) * size] = np.repeat(np.array(chosen, np.int64), size)
 
-    assign(ranked[: num_devices * num_chunks * chunk].reshape(-1, chunk), num_chunks)
+    assign(0, chunk, num_chunks)
     if remainder:  # the smallest clients form the incomplete chunks
-        assign(ranked[num_devices * num_chunks * chunk :].reshape(num_devices, remainder), 1)
-    return np.concatenate([clients for chunks in assigned for clients in chunks] or [ranked])
+        assign(num_devices * num_chunks * chunk, remainder, 1)
+    return ranked[np.argsort(device, kind="stable")]
 
 
 def idle_fraction(num_steps: ArrayLike, num_devices: int = 1, *, chunk_size: int = 1) -> float:

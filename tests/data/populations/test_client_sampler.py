@@ -1,5 +1,6 @@
 import itertools
 import re
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom
 
+from fedpax.data.populations import client_sampler
 from fedpax.data.populations.client_sampler import ClientSampler, poisson_cohort_size
 
 
@@ -53,12 +55,13 @@ def test_uniform_sampling_gives_all_pairs_equal_probability():
     np.testing.assert_allclose(pairs, 0.2, atol=4 * np.sqrt(0.2 * 0.8 / rounds))
 
 
+@pytest.mark.usefixtures("way")
 def test_weighted_sampling_equals_successive_draws():
     """The probability of each ordered pair is w_i / W * w_j / (W - w_i)."""
-    weights = np.array([4.0, 0.0, 2.0, 1.0, 0.5])
+    weights = np.concatenate([[4.0, 0.0, 2.0, 1.0, 0.5], np.zeros(12)])
     rounds = 10_000
-    cohorts = ClientSampler(5, 2, seed=5, weights=weights)
-    counts = np.zeros((5, 5))
+    cohorts = ClientSampler(17, 2, seed=5, weights=weights)
+    counts = np.zeros((17, 17))
     for r in range(rounds):
         counts[tuple(cohorts.sample(r))] += 1
     whole = weights.sum()
@@ -68,13 +71,60 @@ def test_weighted_sampling_equals_successive_draws():
         assert abs(counts[i, j] / rounds - probability) <= 4.5 * spread
 
 
+@pytest.fixture(params=["arrivals", "searches"])
+def way(request, monkeypatch):
+    """Draw by a random number for each client, and by a search for each draw."""
+    if request.param == "searches":
+        monkeypatch.setattr(client_sampler, "MOST_ARRIVALS", 0)
+
+
+@given(populations(), st.integers(0, 2**31), st.floats(0, 100), st.booleans())
+def test_searches_draw_distinct_clients_of_positive_weight(sizes, seed, spread, has_absent):
+    num_clients, size = sizes
+    rng = np.random.default_rng(seed)
+    weights = np.exp(spread * rng.standard_normal(8 * num_clients + 1))
+    weights[rng.choice(len(weights), len(weights) - 2 * size, replace=False)] = 0
+    present = rng.random(len(weights)) < 0.5
+    present[np.flatnonzero(weights)[0]] = True
+    available = (lambda _: present) if has_absent else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client_sampler, "MOST_ARRIVALS", 0)
+        sampler = ClientSampler(len(weights), size, seed, weights, available)
+    assert sampler.searches
+    sampled = sampler.sample(3)
+    can = (weights > 0) & present if has_absent else weights > 0
+    assert can[sampled].all()
+    assert len(set(sampled.tolist())) == len(sampled) == min(size, can.sum())
+    assert sampler.sample(3).tolist() == sampled.tolist() and sampled.dtype == np.int64
+
+
+def test_a_large_population_is_searched_and_a_small_one_has_the_draws_of_earlier_versions():
+    weights = np.random.default_rng(0).exponential(size=client_sampler.MOST_ARRIVALS + 1)
+    assert ClientSampler(len(weights), 10, weights=weights).searches
+    assert not ClientSampler(len(weights), len(weights) // 2, weights=weights).searches
+    small = ClientSampler(1000, 5, seed=3, weights=weights[:1000])
+    assert small.sample(2).tolist() == [210, 764, 926, 924, 249]
+
+
+def test_a_cohort_of_a_large_population_takes_few_draws():
+    """Of a million clients: 10 us a draw would be seen, 1 s for all clients too."""
+    rng = np.random.default_rng(0)
+    weights = rng.exponential(size=10**6)
+    sampler = ClientSampler(10**6, 1000, weights=weights)
+    with patch.object(client_sampler, "_uniform", wraps=client_sampler._uniform) as uniform:
+        sampled = sampler.sample(0)
+    assert sum(np.size(call.args[-1]) for call in uniform.call_args_list) < 1500
+    assert weights[sampled].mean() == pytest.approx(2, rel=0.2)  # E[w**2] / E[w]
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("largest", [1e-320, 1e308])
 def test_tiny_weights_are_sampled_in_proportion(largest):
     """With subnormal weights, alone and beside a huge one that is always sampled."""
     weights = np.array([0.0, 1e-320, 1e-320, 2e-320])
     weights[0] = 0 if largest == 1e-320 else largest
     size = 1 if largest == 1e-320 else 2
-    cohorts = ClientSampler(4, size, seed=1, weights=weights)
+    cohorts = ClientSampler(17, size, seed=1, weights=np.pad(weights, (0, 13)))
     counts = np.bincount([cohorts.sample(r)[-1] for r in range(2000)], minlength=4)
     np.testing.assert_allclose(counts / 2000, [0, 0.25, 0.25, 0.5], atol=0.05)
 

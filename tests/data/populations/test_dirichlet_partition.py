@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from fedpax.data import (
     partition_dirichlet,
     partition_pachinko,
 )
+from fedpax.data.populations import label_skew
 from fedpax.data.populations._assignment import frozen_random
 from fedpax.data.populations.label_skew import draw_labels
 from fedpax.data.populations.partition import Partition, partition_checksum
@@ -48,6 +50,52 @@ def test_label_distributions_of_equal_sizes_are_dirichlet_distributed(
     assert np.abs(first.mean(axis=0) - prior).max() < 0.05
     expected = prior * (1 - prior) * (1 / 3 + (1 - 1 / 3) / 100)
     assert np.abs(first.var(axis=0) / expected - 1).max() < 0.15
+
+
+@pytest.mark.parametrize("most_in_turn", [0, 8192])
+def test_blocks_of_participants_have_the_distribution_of_one_after_another(
+    most_in_turn: int, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    monkeypatch.setattr(label_skew, "MOST_IN_TURN", most_in_turn)
+    drawn = Mock(wraps=label_skew.draw_labels)
+    monkeypatch.setattr(label_skew, "draw_labels", drawn)
+    prior = np.array([0.1, 0.2, 0.3, 0.4])
+    labels = rng.choice(4, 40_000, p=prior)
+    parts = partition_dirichlet(labels, 2000, alpha=0.5, equal_sizes=True)
+    assert len(drawn.mock_calls) == 2000 if most_in_turn else len(drawn.mock_calls) < 1000
+    assert {len(indices) for indices in parts} == {20}
+    assert np.array_equal(np.sort(parts.indices), np.arange(40_000))
+    first = label_counts(parts[:1400], labels) / 20
+    expected = prior * (1 - prior) * (1 / 3 + (1 - 1 / 3) / 20)
+    assert np.abs(first.mean(axis=0) - prior).max() < 0.05
+    assert np.abs(first.var(axis=0) / expected - 1).max() < 0.15
+    # A label that is used up within a block goes to the first ones: with a small alpha, each
+    # participant has one label while there are 20 examples of it.
+    labels = rng.permutation(np.arange(40_000) % 4)
+    parts = partition_dirichlet(labels, 2000, alpha=1e-6, equal_sizes=True)
+    assert ((label_counts(parts, labels) > 0).sum(axis=1) == 1).all()
+
+
+def test_blocks_of_pachinko_use_every_example_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(label_skew, "MOST_IN_TURN", 0)
+    labels = np.repeat(np.arange(20), 300)
+    parts = partition_pachinko(labels, labels // 5, 1000, alpha=0.1, beta=10.0)
+    assert set(map(len, parts)) == {6}
+    assert np.array_equal(np.sort(parts.indices), np.arange(6000))
+    coarse = label_counts(parts, labels).reshape(1000, 4, 5).sum(axis=2)
+    # All 6 examples have one of 4 coarse labels with probability 4 * E[p**6], p of Dir(0.1).
+    expected = 4 * np.prod((0.1 + np.arange(6)) / (0.4 + np.arange(6)))
+    assert ((coarse > 0).sum(axis=1)[:500] == 1).mean() == pytest.approx(expected, abs=0.1)
+
+
+def test_labels_of_several_participants_are_drawn_without_using_one_too_often() -> None:
+    random = frozen_random(1)
+    remaining, sizes = np.array([3, 0, 40, 2]), np.full(9, 5)
+    counts = draw_labels(
+        random, sizes, np.log(np.tile([0.6, 0.2, 0.1, 0.1], (9, 1))), np.array([0]), remaining
+    )
+    assert (counts.sum(axis=1) == 5).all() and counts.sum(axis=0).tolist() == [3, 0, 40, 2]
+    assert counts[0, 0] == 3 or counts[:2, 0].sum() == 3  # the first ones find them
 
 
 @pytest.mark.parametrize("equal_sizes", [False, True])

@@ -1,3 +1,4 @@
+import zlib
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -21,7 +22,8 @@ from fedpax.data import (
     partition_natural,
     partition_pachinko,
 )
-from fedpax.data.populations._assignment import top_up
+from fedpax.data.populations import partition as partition_module
+from fedpax.data.populations._assignment import sort_positions, top_up
 from fedpax.data.populations.logistic_clients import logistic_clients
 from fedpax.data.populations.partition import (
     Partition,
@@ -29,6 +31,7 @@ from fedpax.data.populations.partition import (
     index_labels,
     partition_checksum,
 )
+from fedpax.data.populations.ragged_partition import as_ragged
 from fedpax.data.populations.synthetic_clients import DirichletClients
 
 Labels = NDArray[np.int64]
@@ -89,6 +92,40 @@ def test_a_partition_depends_on_its_arguments_alone(name: str, rng: np.random.Ge
     assert partition_checksum(SEEDED[name](labels.copy(), 7, 5)) == partition_checksum(first)
     assert np.random.randint(2**31) == np.random.RandomState(2).randint(2**31)
     assert partition_checksum(SEEDED[name](labels, 7, 6)) != partition_checksum(first)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2**40), max_size=4), max_size=9),
+    st.sampled_from([1, 2, 2**16]),
+)
+def test_the_checksum_is_over_the_bytes_of_each_part_with_a_bar_after_it(
+    parts: list[list[int]], together: int
+) -> None:
+    arrays = [np.array(part, np.int64) for part in parts]
+    written = b"".join(array.astype("<i8").tobytes() + b"|" for array in arrays)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partition_module, "CHECKSUM_PARTS", together)
+        assert partition_checksum(arrays) == zlib.crc32(written)
+        assert partition_checksum(as_ragged(arrays)) == zlib.crc32(written)
+
+
+@given(st.lists(st.integers(0, 30), max_size=60), st.integers(31, 2**62))
+def test_positions_are_sorted_as_a_stable_argsort_does(keys: list[int], limit: int) -> None:
+    expected = np.argsort(np.array(keys, np.int64), kind="stable")
+    for most in (31, limit):  # the packed integers fit 63 bits, or may not
+        assert np.array_equal(sort_positions(np.array(keys, np.int64), most), expected)
+
+
+def test_a_partition_is_a_sequence_of_two_arrays() -> None:
+    parts = partition_by_quantity(50, 6, alpha=0.5)
+    assert isinstance(parts, Sequence) and len(parts) == 6
+    assert [p.tolist() for p in parts[1:3]] == [parts[1].tolist(), parts[2].tolist()]
+    assert parts[-1].tolist() == parts[5].tolist()
+    assert parts.sizes().tolist() == [len(indices) for indices in parts]
+    assert parts[2].base is parts.indices
+    with pytest.raises(IndexError):
+        parts[6]
+    assert str(parts) == "RaggedPartition(6 participants, 50 examples)"
 
 
 # Saved states identify their partition by this checksum: it must not change.

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedpax.data import ClientSampler, cohort_rounds
 from fedpax.data.populations.synthetic_clients import DirichletClients
 
 LABELS = np.random.default_rng(0).choice(5, p=[0.4, 0.3, 0.15, 0.1, 0.05], size=600) * 3
@@ -64,6 +65,33 @@ def test_sizes_are_log_normal():
     assert sizes.std() == pytest.approx(0.7, rel=0.06)
     equal = DirichletClients(LABELS, 10, alpha=1.0, median_examples=7)
     assert {len(equal[k]) for k in range(10)} == {7}
+
+
+@given(st.integers(-(2**70), 2**70), st.floats(0, 3), st.integers(1, 400), st.integers(1, 60))
+def test_sizes_are_those_of_the_clients(seed, sigma, num_clients, most):
+    clients = DirichletClients(
+        LABELS,
+        num_clients,
+        alpha=1.0,
+        median_examples=9.5,
+        sigma=sigma,
+        max_examples=most,
+        seed=seed,
+    )
+    assert clients.sizes().tolist() == [len(indices) for indices in clients]
+
+
+def test_sizes_are_of_many_clients_at_a_time(monkeypatch):
+    clients = DirichletClients(LABELS, 2**18 + 7, alpha=1.0, median_examples=30, sigma=1.0)
+    made, getitem = [], DirichletClients.__getitem__
+    monkeypatch.setattr(
+        DirichletClients, "__getitem__", lambda *args: made.append(args) or getitem(*args)
+    )
+    rounds = cohort_rounds(
+        {"x": LABELS}, clients, ClientSampler(2**18 + 7, 2), batch_size=10, preprocess=dict
+    )
+    assert rounds.max_steps == -(-clients.sizes().max() // 10)
+    assert len(made) <= 1000  # of a sample
 
 
 def test_examples_of_a_label_are_equally_likely():

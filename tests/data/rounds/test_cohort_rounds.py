@@ -9,7 +9,8 @@ from cohort_problem import keep_fields, problem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpax.data.populations.client_sampler import ClientSampler
+from fedpax.data.populations.client_sampler import MOST_ARRIVALS, ClientSampler
+from fedpax.data.populations.contiguous_clients import ContiguousClients
 from fedpax.data.rounds.cohort_rounds import cohort_rounds
 from fedpax.data.rounds.scheduling import idle_fraction
 
@@ -404,3 +405,22 @@ def test_some_clients_of_a_round_have_the_batches_of_the_round(sampling_probabil
         np.testing.assert_array_equal(found.batches["x"][mask], cohort.batches["x"][some][mask])
         for field in ("num_examples", "num_steps", "client_ids"):
             np.testing.assert_array_equal(getattr(found, field), getattr(cohort, field)[some])
+
+
+def test_a_state_of_cohorts_that_were_drawn_otherwise_raises():
+    """Earlier versions drew other cohorts by weight from large populations."""
+    clients = MOST_ARRIVALS + 1
+    population = ContiguousClients(np.arange(clients + 1))
+    rounds = lambda weights: cohort_rounds(
+        {"x": np.zeros(clients)},
+        population,
+        ClientSampler(clients, 2, 0, weights),
+        batch_size=1,
+        preprocess=dict,
+    )
+    weighted = rounds(np.ones(clients))
+    state = weighted.get_state()
+    assert state["settings"].pop("weighted_draws") == "searches"
+    with pytest.raises(ValueError, match="weighted_draws is 'searches' and was None"):
+        weighted.set_state(state)
+    assert "weighted_draws" not in rounds(None).get_state()["settings"]

@@ -39,6 +39,25 @@ def test_the_order_has_every_client_once(case):
 
 
 @given(rounds())
+def test_each_chunk_goes_to_the_device_with_the_least_work_and_room(case):
+    steps, devices, chunk_size = case
+    each = len(steps) // devices
+    ranked = sorted(range(len(steps)), key=lambda k: -steps[k])
+    assigned, load = [[] for _ in range(devices)], [0] * devices
+    chunk = min(chunk_size, max(each, 1))
+    for size, limit in ((chunk, each // chunk), (each % chunk, 1)):
+        counts = [0] * devices
+        for _ in range(devices * limit * (size > 0)):
+            d = min((d for d in range(devices) if counts[d] < limit), key=lambda d: (load[d], d))
+            clients, ranked = ranked[:size], ranked[size:]
+            assigned[d] += clients
+            counts[d] += 1
+            load[d] += steps[clients[0]]
+    order = balanced_order(steps, devices, chunk_size=chunk_size)
+    assert order.tolist() == [k for own in assigned for k in own]
+
+
+@given(rounds())
 def test_idle_fraction_equals_a_loop_over_the_devices(case):
     steps, devices, chunk_size = case
     taken = loads(steps, devices, chunk_size)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from fedpax.experiments.catalog import ExperimentGroup
 from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
 from fedpax.experiments.fedavg_clients import ClientExperiment
-from fedpax.experiments.methods import methods_digits
+from fedpax.experiments.method_groups import methods_digits
 
 AGGREGATORS: Mapping[str, AggregatorConfig] = {
     "mean": aggregator("mean"),

@@ -45,6 +45,7 @@ EXTRAS = {
     "quantization": Extra("qwix", "int8 and fp8 matmuls"),
     "privacy": Extra("dp-accounting", "epsilon of private means"),
     "bench": Extra("drjax", "benchmarks against DrJAX"),
+    "beam": Extra("apache-beam", "rounds as batch jobs on Apache Beam"),
     "deploy": Extra("flatbuffers", "rounds as files for other engines"),
     "docs": Extra("sphinx", "the documentation site"),
     "peers": Extra("flwr", "tests against Flower, Opacus and PyTorch"),

@@ -83,6 +83,10 @@ class Artifact:
         call = self._function(f"fold_{stage}")
         return lambda terms: tuple(call(*terms))
 
+    def empty(self, stage: int) -> tuple[Any, ...]:
+        """Return the terms of a stage without participants."""
+        return tuple(self._function(f"empty_{stage}")())
+
     def run(
         self, arguments: Mapping[str, Any]
     ) -> Generator[Request, tuple[Sequence[Any], Sequence[Any], Sequence[int]], dict[str, Any]]:
@@ -112,7 +116,7 @@ class Artifact:
                 terms, shown, participants = yield request
                 self._check_participants(request.stage, participants)
                 if not len(participants):
-                    terms = self._function(f"empty_{request.stage}")()
+                    terms = self.empty(request.stage)
                 placed = self._place(request.stage, shown, participants)
                 values.update(zip(wires["shown"], placed, strict=True))
         return self.results(values)

@@ -1,0 +1,296 @@
+"""Rounds on Apache Beam: populations in files of any size, on one machine or on many.
+
+The server's parts, the participants and the merges of their terms are steps of one pipeline; a
+round's results are the next round's arguments. A participant's data are read where it runs.
+"""
+
+import functools
+import hashlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from fedpax.deploy.batch_job import check_program, fitting_block_size, make_work, read_results
+from fedpax.deploy.batch_work import (
+    CLIENT,
+    PARTICIPANT,
+    Clients,
+    Work,
+    check_clients,
+    split_states,
+    stack_states,
+)
+from fedpax.errors import ArgumentError, MissingPackageError
+from fedpax.transforms.stages import stages
+
+try:
+    import apache_beam as beam
+    from apache_beam.io.filesystems import FileSystems
+    from apache_beam.options.pipeline_options import PipelineOptions
+except ImportError as error:
+    raise MissingPackageError(
+        "fedpax.deploy.beam needs Apache Beam. Install it in an environment of its own: "
+        "pip install 'fedpax[beam]'."
+    ) from error
+
+LOCAL_RUNNERS = ("FnApiRunner", "DirectRunner", "BundleBasedDirectRunner")
+
+
+def run_beam(
+    program: Callable[..., Any],
+    *args: Any,
+    clients: Callable[[], Clients],
+    rounds: int = 1,
+    flags: Sequence[str] = (),
+    folder: str | None = None,
+    block_size: int | None = None,
+) -> list[Any]:
+    """Run rounds of a program on Apache Beam, in one pipeline.
+
+    The server's results take the place of its arguments in the next round, as in
+    `round(state, cohort) -> (state, metrics)`. States that participants keep stay in the pipeline
+    between rounds: those of a client store with their client, others with the participant of their
+    number. All participants of a round answer, or the pipeline fails.
+
+    Args:
+        program: a function decorated with `fedpax.program`, such as the `round` of an algorithm.
+            Its last argument is the data of the participants.
+        *args: its other arguments: arrays.
+        clients: opens the clients, and is called in each process: a function without arguments,
+            which is pickled. `fedpax.data.cohort_rounds` returns such clients, and
+            `fedpax.deploy.EachClient` makes them from a function.
+        rounds: number of rounds.
+        flags: flags of the pipeline, such as `["--runner=FlinkRunner", ...]`. Default: Beam's
+            FnApiRunner in this process.
+        folder: a folder for messages that this process and all workers reach, such as one in a
+            bucket. Default None: `--temp_location`, or a temporary folder for runners on this
+            machine.
+        block_size: number of clients whose data a worker reads at once. Default None: those of 32
+            MB, at most 64.
+
+    Returns:
+        For each round the result of the program. Of all but the last round, values that the next
+        round replaces are types (`jax.ShapeDtypeStruct`).
+
+    Raises:
+        ValueError: the program cannot be divided (`fedpax.stages`), the server reads the data of
+            the participants, or the workers of a runner reach no folder.
+        MissingPackageError: the package apache-beam is missing.
+
+    Example:
+        >>> import fedpax, jax.numpy as jnp
+        >>> from fedpax.deploy import EachClient
+        >>> from fedpax.deploy.beam import run_beam
+        >>> @fedpax.program(clients=100)
+        ... def step_towards_mean(w, x):
+        ...     gap = fedpax.federated_map(lambda x: x - w, x)
+        ...     return w + 0.5 * fedpax.federated_mean(gap), fedpax.federated_max(jnp.abs(gap))
+        >>> def open_clients():
+        ...     return EachClient(lambda client: jnp.float32(client), num_clients=100)
+        >>> results = run_beam(step_towards_mean, 0.0, clients=open_clients, rounds=2)
+        >>> [float(gap) for _, gap in results], float(results[-1][0])
+        ([99.0, 74.25], 37.125)
+    """
+    if rounds < 1:
+        raise ArgumentError(f"run_beam(): rounds={rounds}, expected at least 1.")
+    options = PipelineOptions([*flags] if _has_runner(flags) else ["--runner=FnApiRunner", *flags])
+    parent = _folder(folder, options)
+    opened = clients()
+    check_clients(opened)
+    divided = stages(program, *args, opened.shapes)
+    leaves: list[Any] = jax.tree.leaves(args)
+    check_program("run_beam", divided, len(leaves), rounds)
+    work, arguments, differing = make_work(divided, leaves, clients)
+    size = block_size or fitting_block_size(opened)
+    with tempfile.TemporaryDirectory() as temporary:
+        where = FileSystems.join(parent or temporary, work.job)
+        if not FileSystems.exists(where):
+            FileSystems.mkdirs(where)
+        _write(FileSystems.join(where, "arguments"), arguments)
+        for kind, content in differing.items():
+            _write(FileSystems.join(where, f"first-{kind}"), content)
+        with beam.Pipeline(options=options) as pipeline:
+            _Job(pipeline, work, where, rounds, size, set(differing)).build()
+        try:
+            return read_results(
+                divided,
+                leaves,
+                [_read(FileSystems.join(where, f"results-{n}")) for n in range(rounds)],
+                map(_read, _matching(FileSystems.join(where, "states-*"))),
+            )
+        finally:
+            FileSystems.delete([where])
+
+
+def _has_runner(flags: Sequence[str]) -> bool:
+    return any(flag.partition("=")[0] in ("--runner", "-r") for flag in flags)
+
+
+def _folder(folder: str | None, options: PipelineOptions) -> str | None:
+    """Return the folder of the messages of jobs; None: a temporary one will do."""
+    given = options.get_all_options()
+    found: str | None = folder or given.get("temp_location")
+    if found is None and given["runner"] not in LOCAL_RUNNERS:
+        raise ArgumentError(
+            f"run_beam(): the workers of --runner={given['runner']} may be on other machines, "
+            "expected a folder that they and this process reach. Pass folder=, or the flag "
+            "--temp_location, such as gs://BUCKET/FOLDER."
+        )
+    return found
+
+
+class _Job:
+    """Builds the pipeline of a job."""
+
+    def __init__(
+        self, pipeline: Any, work: Work, where: str, rounds: int, size: int, differing: set[int]
+    ) -> None:
+        self.pipeline, self.work, self.where = pipeline, work, where
+        self.rounds, self.size, self.differing = rounds, size, differing
+
+    def build(self) -> None:
+        work = self.work
+        start = self.pipeline | "start" >> beam.Create([0])
+        path = FileSystems.join(self.where, "arguments")
+        arguments = start | "read arguments" >> beam.Map(lambda _: _read(path))
+        states = {kind: self._first_states(kind) for kind in (PARTICIPANT, CLIENT)}
+        for number in range(self.rounds):
+            results, states = self._round(number, arguments, states)
+            is_last = number == self.rounds - 1
+            written = (
+                results if is_last else results | f"{number}: metrics" >> beam.Map(work.metrics)
+            )
+            out = FileSystems.join(self.where, f"results-{number}")
+            _ = written | f"{number}: write" >> beam.Map(functools.partial(_write, out))
+            if not is_last:
+                arguments = arguments | f"{number}: carry" >> beam.Map(
+                    work.next_arguments, beam.pvalue.AsSingleton(results)
+                )
+        for kind, found in states.items():
+            if found is not None:
+                out = FileSystems.join(self.where, f"states-{kind}")
+                _ = (
+                    found
+                    | f"batch states {kind}" >> _blocks(self.size)
+                    | f"write states {kind}" >> beam.Map(functools.partial(_write_states, out))
+                )
+
+    def _first_states(self, kind: int) -> Any:
+        """Return the states at the start that differ from the first one; None: no such states."""
+        if not self.work.states[kind]:
+            return None
+        paths = [FileSystems.join(self.where, f"first-{kind}")] if kind in self.differing else []
+        return (
+            self.pipeline
+            | f"files of states {kind}" >> beam.Create(paths)
+            | f"read states {kind}" >> beam.FlatMap(lambda path: split_states(_read(path)))
+        )
+
+    def _round(
+        self, number: int, arguments: Any, states: Mapping[int, Any]
+    ) -> tuple[Any, dict[int, Any]]:
+        """Add a round; return its results and the states after it."""
+        work, label = self.work, f"{number}: "
+        members = (
+            self.pipeline
+            | f"{label}round" >> beam.Create([number])
+            | f"{label}sample" >> beam.FlatMap(work.sample)
+            | f"{label}spread" >> beam.Reshuffle()
+        )
+        left: dict[int, Any] = dict(states)
+        for kind, found in states.items():
+            if found is not None:
+                members, left[kind] = self._join(f"{label}{kind}", kind, members, found)
+        served = arguments | f"{label}server" >> _outputs(work.start, "values", "request")
+        for stage in range(work.num_stages):
+            step = f"{label}stage {stage}"
+            run = functools.partial(_run_clients, work, stage, number)
+            request = beam.pvalue.AsSingleton(served["request"])
+            ran = (
+                members
+                | f"{step}: block" >> _blocks(self.size)
+                | f"{step}: clients"
+                >> _outputs(run, "terms", "shown", "members", *_STATES.values(), sides=[request])
+            )
+            members = ran["members"]
+            merge = functools.partial(work.merge, stage)
+            terms = ran["terms"] | f"{step}: merge" >> (
+                beam.CombineGlobally(merge).without_defaults()
+            )
+            serve = functools.partial(work.serve, stage)
+            sides = [beam.pvalue.AsSingleton(terms), beam.pvalue.AsList(ran["shown"])]
+            served = served["values"] | f"{step}: server" >> (
+                _outputs(serve, "values", "request", "results", sides=sides)
+            )
+        after: dict[int, Any] = {}
+        for kind, rest in left.items():
+            after[kind] = None
+            if rest is not None:
+                new = ran[_STATES[kind]]
+                after[kind] = (rest, new) | f"{label}keep {kind}" >> beam.Flatten()
+        return served["results"], after
+
+    def _join(self, label: str, kind: int, members: Any, states: Any) -> tuple[Any, Any]:
+        """Give members their states; return them, and the states of all others."""
+        work = self.work
+        keyed = members | f"{label}: key" >> beam.Map(lambda member: (member[kind], member))
+        joined = (
+            {"members": keyed, "states": states}
+            | f"{label}: group" >> beam.CoGroupByKey()
+            | f"{label}: join"
+            >> _outputs(
+                lambda found: work.join(found[0], found[1]["members"], found[1]["states"]),
+                "members",
+                "states",
+            )
+        )
+        return joined["members"], joined["states"]
+
+
+_STATES = {kind: f"states {kind}" for kind in (PARTICIPANT, CLIENT)}
+
+
+def _run_clients(
+    work: Work, stage: int, number: int, members: Sequence[Any], request: bytes
+) -> Iterator[tuple[str, Any]]:
+    count = beam.metrics.Metrics.counter
+    count("fedpax", f"participants of stage {stage}").inc(len(members))
+    count("fedpax", f"blocks of stage {stage}").inc()
+    return work.run_clients(stage, number, members, request)
+
+
+def _outputs(
+    function: Callable[..., Iterator[tuple[str, Any]]], *names: str, sides: Sequence[Any] = ()
+) -> Any:
+    """Return a step that sends what a function yields to outputs by name."""
+
+    def run(*args: Any) -> Iterator[Any]:
+        return (beam.pvalue.TaggedOutput(name, value) for name, value in function(*args))
+
+    return beam.FlatMap(run, *sides).with_outputs(*names)
+
+
+def _blocks(size: int) -> Any:
+    return beam.BatchElements(min_batch_size=size, max_batch_size=size)
+
+
+def _matching(pattern: str) -> list[str]:
+    return [found.path for found in FileSystems.match([pattern])[0].metadata_list]
+
+
+def _read(path: str) -> bytes:
+    with FileSystems.open(path) as file:
+        return bytes(file.read())
+
+
+def _write(path: str, content: bytes) -> None:
+    with FileSystems.create(path) as file:
+        file.write(content)
+
+
+def _write_states(start: str, states: Sequence[tuple[int, bytes]]) -> None:
+    """Write states to a file named by its content: a repeated step writes the same file."""
+    content = stack_states(states)
+    _write(f"{start}-{hashlib.sha256(content).hexdigest()}", content)

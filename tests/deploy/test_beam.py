@@ -1,0 +1,107 @@
+"""Rounds on Apache Beam equal the compiled rounds, also with several bundles and processes."""
+
+import functools
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from batch_rounds import CASES, assert_equal_rounds, by_jit, open_vectors, three_stages
+
+import fedpax
+from fedpax.deploy import Artifact, EachClient
+
+pytest.importorskip("apache_beam", reason="Apache Beam needs an environment of its own")
+pytestmark = pytest.mark.slow
+
+from fedpax.deploy.beam import run_beam  # noqa: E402
+
+THREADS = ["--runner=FnApiRunner", "--direct_running_mode=multi_threading"]
+PROCESSES = ["--runner=FnApiRunner", "--direct_running_mode=multi_processing"]
+
+
+@pytest.fixture
+def merges(monkeypatch):
+    """Count the merges of terms."""
+    counts, merge = [], Artifact.merge
+
+    def counted(artifact, stage):
+        function = merge(artifact, stage)
+
+        def run(some, others):
+            counts.append(stage)
+            return function(some, others)
+
+        return run
+
+    monkeypatch.setattr(Artifact, "merge", counted)
+    return counts
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rounds_equal_the_compiled_rounds(name, merges):
+    program, state, open_clients = CASES[name]()
+    flags = [*THREADS, "--direct_num_workers=3"]
+    found = run_beam(program, state, clients=open_clients, rounds=3, flags=flags, block_size=1)
+    assert len(merges) >= 3
+    assert_equal_rounds(found, by_jit(program, state, open_clients(), 3))
+
+
+def test_rounds_in_several_processes(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))  # open_rounds is pickled by name
+    program, state, open_clients = CASES["scaffold"]()
+    flags = [*PROCESSES, "--direct_num_workers=2"]
+    found = run_beam(program, state, clients=open_clients, rounds=2, flags=flags, block_size=2)
+    assert_equal_rounds(found, by_jit(program, state, open_clients(), 2))
+
+
+def test_states_continue_in_a_second_job(tmp_path):
+    program, state, open_clients = CASES["three stages"]()
+    expected = by_jit(program, state, open_clients(), 2)
+    ((state, _),) = run_beam(program, state, clients=open_clients, folder=str(tmp_path))
+    found = run_beam(program, state, clients=open_clients, folder=str(tmp_path))
+    assert_equal_rounds(found, expected[1:])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_analytics_have_data_alone():
+    @fedpax.program(clients=50)
+    def histogram(x):
+        return fedpax.federated_sum(
+            fedpax.federated_map(lambda x: jnp.histogram(x, 4, (-2.0, 2.0))[0], x)
+        )
+
+    def draw(client):
+        return np.random.default_rng(client).normal(size=7).astype(np.float32)
+
+    (found,) = run_beam(histogram, clients=lambda: EachClient(draw, 50), block_size=7)
+    expected, _ = np.histogram(np.stack([draw(k) for k in range(50)]), 4, (-2, 2))
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_server_that_reads_data_is_told():
+    @fedpax.program(clients=5)
+    def reads(w, data):
+        return (
+            w
+            + fedpax.federated_sum(fedpax.federated_map(lambda x: x.sum(), data["x"]))
+            * jnp.sort(data["scale"])[0]
+        )
+
+    with pytest.raises(ValueError, match=r"server reads data\['scale'\].*Return from a fed"):
+        run_beam(reads, 1.0, clients=open_vectors)
+
+
+def test_workers_elsewhere_need_a_folder():
+    run = functools.partial(run_beam, three_stages, 0, clients=open_vectors)
+    with pytest.raises(ValueError, match=r"--runner=FlinkRunner may be on other.*--temp_location"):
+        run(flags=["--runner=FlinkRunner"])
+
+
+def test_rounds_that_carry_nothing_are_told():
+    @fedpax.program(clients=5)
+    def total(data):
+        return fedpax.federated_sum(fedpax.federated_map(lambda x: x.sum(), data["x"]))
+
+    with pytest.raises(ValueError, match="no result of the program takes the place"):
+        run_beam(total, clients=open_vectors, rounds=2)

@@ -13,7 +13,7 @@ from matplotlib.text import Text
 from fedpax.data import partition_dirichlet, partition_statistics
 from fedpax.data.populations.partition_plot import _bars, _short
 from fedpax.reports.plot import draw_losses
-from fedpax.reports.target import Course, Target, draw_courses
+from fedpax.reports.target import MetricTrajectory, Target, draw_trajectories
 
 
 def run(rounds: int, num_bytes: float, loss: float | None = 2.0) -> list[dict[str, Any]]:
@@ -61,15 +61,17 @@ def check_texts(figure: Figure) -> None:
 def test_one_device_has_no_panel_for_bytes() -> None:
     assert len(losses({"single": run(3, 0)}).axes) == 2
     assert len(losses({"single": run(3, 0), "fedavg": run(3, 1e3)}).axes) == 3
-    figure = draw_courses({"a": Course([0.5], [1], [0.0], [1.0])}, Target("accuracy", 0.8))
+    figure = draw_trajectories(
+        {"a": MetricTrajectory([0.5], [1], [0.0], [1.0])}, Target("accuracy", 0.8)
+    )
     assert len(figure.axes) == 1
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_rounds_have_whole_ticks(rounds: int) -> None:
     numbers = list(range(1, rounds + 1))
-    course = Course([0.5] * rounds, numbers, [1e3] * rounds, [1.0] * rounds)
-    axes = draw_courses({"a": course}, Target("accuracy", 0.8)).axes[0]
+    trajectory = MetricTrajectory([0.5] * rounds, numbers, [1e3] * rounds, [1.0] * rounds)
+    axes = draw_trajectories({"a": trajectory}, Target("accuracy", 0.8)).axes[0]
     low, high = axes.get_xlim()
     assert [x for x in axes.get_xticks() if low <= x <= high] == numbers
 
@@ -92,10 +94,12 @@ def test_texts_of_losses_do_not_overlap(runs: dict[str, Any], metric: str) -> No
 
 def test_texts_of_targets_do_not_overlap() -> None:
     names = [f"run_number_{i}_with_a_name_{'x' * 40}" for i in range(8)]
-    courses = {name: Course([0.5, 0.9], [1, 10**6], [1e3, 1e12], [1.0] * 2) for name in names}
-    check_texts(draw_courses(courses, Target("accuracy", 0.8)))
-    unknown = Course([math.nan], [1], [math.nan], [1.0])
-    check_texts(draw_courses({"nan": unknown}, Target("accuracy", 0.8)))
+    trajectories = {
+        name: MetricTrajectory([0.5, 0.9], [1, 10**6], [1e3, 1e12], [1.0] * 2) for name in names
+    }
+    check_texts(draw_trajectories(trajectories, Target("accuracy", 0.8)))
+    unknown = MetricTrajectory([math.nan], [1], [math.nan], [1.0])
+    check_texts(draw_trajectories({"nan": unknown}, Target("accuracy", 0.8)))
 
 
 @pytest.mark.parametrize(("participants", "classes"), [(1, 1), (3, 4), (3, 100)])

@@ -28,12 +28,12 @@ from fedpax.experiments.fedavg_clients import ClientExperiment
 from fedpax.experiments.listing import GROUPS
 from fedpax.reports.table import format_bytes, markdown_table
 from fedpax.reports.target import (
-    Course,
+    MetricTrajectory,
     Target,
     cost_to_target,
-    course_of,
-    draw_courses,
+    draw_trajectories,
     parse_target,
+    trajectory_of,
 )
 
 
@@ -67,7 +67,7 @@ def train_method(
     name: str, experiment: ClientExperiment, target: Target, seeds: Sequence[int], num_rounds: int
 ) -> Row:
     """Train a method with each seed."""
-    algorithm, courses = None, []
+    algorithm, trajectories = None, []
     for seed in seeds:
         seeded = dataclasses.replace(
             experiment,
@@ -77,8 +77,8 @@ def train_method(
         if algorithm is None:
             algorithm = seeded.build().algorithm  # compiled for the first seed alone
             step = jax.jit(algorithm.round, donate_argnums=0)
-        courses.append(_train(seeded, algorithm, step, target.metric, num_rounds))
-    found = [cost_to_target(course, target) for course in courses]
+        trajectories.append(_train(seeded, algorithm, step, target.metric, num_rounds))
+    found = [cost_to_target(trajectory, target) for trajectory in trajectories]
     rounds = [cost.rounds for cost in found]
     return Row(
         method=name,
@@ -87,7 +87,7 @@ def train_method(
         num_bytes=[cost.num_bytes for cost in found],
         flops=[cost.flops for cost in found],
         best=[cost.best for cost in found],
-        courses=[course._asdict() for course in courses],
+        trajectories=[trajectory._asdict() for trajectory in trajectories],
         # Infinite if most seeds do not reach the target.
         median_rounds=statistics.median(np.inf if n is None else n for n in rounds),
     )
@@ -99,7 +99,7 @@ def _train(
     step: Any,
     metric: str,
     num_rounds: int,
-) -> Course:
+) -> MetricTrajectory:
     run = experiment.build()._replace(algorithm=algorithm)
     beginning, evaluations = run.cohorts.get_state(), []
     with jax.set_mesh(run.mesh):
@@ -109,7 +109,7 @@ def _train(
             state, _ = step(state, next(run.cohorts))
             evaluations.append({"round": number, **run.evaluate(state.params)})
         run.cohorts.set_state(beginning)
-        return course_of(run, evaluations, metric)
+        return trajectory_of(run, evaluations, metric)
 
 
 def speed(row: Row) -> tuple[float, float]:
@@ -167,8 +167,8 @@ def measure(settings: Settings) -> Iterator[Row]:
 
 def draw(settings: Settings, rows: Sequence[Row]) -> Figure:
     """Draw the metric of the first seed over rounds, bytes and FLOPs."""
-    courses = {row.method: Course(**row.courses[0]) for row in rows}
-    return draw_courses(courses, settings.goal())
+    trajectories = {row.method: MetricTrajectory(**row.trajectories[0]) for row in rows}
+    return draw_trajectories(trajectories, settings.goal())
 
 
 main = Benchmark(__doc__, Settings, measure, summary=table, draw=draw)

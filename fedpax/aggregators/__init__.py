@@ -15,7 +15,7 @@ from fedpax.aggregators.private_secure_mean import private_secure_mean
 from fedpax.aggregators.quantized_mean import quantized_mean
 from fedpax.aggregators.random_streams import random_stream
 from fedpax.aggregators.secure_mean import secure_mean
-from fedpax.aggregators.sent import mark_sent
+from fedpax.aggregators.sent_values import mark_sent
 from fedpax.primitives.argument_checks import explain_unknown_arguments
 
 __all__ = [

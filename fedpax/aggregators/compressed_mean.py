@@ -16,7 +16,7 @@ from fedpax.aggregators.codecs.rotated import check_codec
 from fedpax.aggregators.codecs.update_coder import UpdateCoder
 from fedpax.aggregators.encodable import check_floats, normalized_weights
 from fedpax.aggregators.random_streams import in_stream
-from fedpax.aggregators.sent import mark_sent
+from fedpax.aggregators.sent_values import mark_sent
 from fedpax.aggregators.transfer_work import work_under_transfer
 from fedpax.checks import PROBABILITY, check_argument, check_seed
 from fedpax.errors import ArgumentError

@@ -21,7 +21,7 @@ from fedpax.aggregators.integer_packing import (
     unpack,
 )
 from fedpax.aggregators.presence import count_all, num_participants, select
-from fedpax.aggregators.sent import mark_sent
+from fedpax.aggregators.sent_values import mark_sent
 from fedpax.checks import IntRange, check_argument
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, federated_sum
 

@@ -16,7 +16,7 @@ from fedpax.aggregators.all_updates import known_to_all
 from fedpax.aggregators.masks import Leaves, left_over, make_graph, mask
 from fedpax.aggregators.presence import mean_dtype, num_participants, present, select
 from fedpax.aggregators.random_streams import round_key
-from fedpax.aggregators.sent import mark_sent, mark_server
+from fedpax.aggregators.sent_values import mark_sent, mark_server
 from fedpax.checks import EVEN, POSITIVE, IntRange, check_argument, check_seed
 from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, federated_sum

@@ -31,10 +31,10 @@ from fedpax.paths import split_list
 from fedpax.preemption import run_subprocess
 from fedpax.reports.comparison import write_comparison
 from fedpax.reports.target import (
-    Course,
+    MetricTrajectory,
     Target,
-    course_of,
     parse_target,
+    trajectory_of,
     write_target_comparison,
 )
 from fedpax.run_files.metrics import describe_damage, read_metrics, select
@@ -206,7 +206,7 @@ def _compare_to_target(
             f"--target={metrics[0]}={target.value:g}; the runs are kept."
         )
     experiments = {run.label: run.experiment for run in runs}
-    courses: dict[str, Course] = {}
+    trajectories: dict[str, MetricTrajectory] = {}
 
     def simulated(name: str) -> int:
         experiment = experiments[name]
@@ -216,8 +216,8 @@ def _compare_to_target(
     for name in sorted(experiments, key=simulated, reverse=True):
         run = build_run(experiments[name])
         with jax.set_mesh(run.mesh):
-            courses[name] = course_of(run, evaluations[name], target.metric)
-    in_order = {run.label: courses[run.label] for run in runs}
+            trajectories[name] = trajectory_of(run, evaluations[name], target.metric)
+    in_order = {run.label: trajectories[run.label] for run in runs}
     titles = {run.label: run.title for run in runs}
     return write_target_comparison(in_order, target, destination, titles)
 

@@ -75,8 +75,8 @@ def parse_target(text: str) -> Target:
     return Target(metric, value)
 
 
-class Course(NamedTuple):
-    """A metric in the course of a run, one entry per evaluation.
+class MetricTrajectory(NamedTuple):
+    """A metric over a run, one entry per evaluation.
 
     Attributes:
         values: the metric.
@@ -91,7 +91,9 @@ class Course(NamedTuple):
     flops: Sequence[float]
 
 
-def course_of(run: Run, evaluations: Sequence[Mapping[str, Any]], metric: str) -> Course:
+def trajectory_of(
+    run: Run, evaluations: Sequence[Mapping[str, Any]], metric: str
+) -> MetricTrajectory:
     """Add the bytes and FLOPs of participants to the evaluations of a run.
 
     `fedpax.cost` counts both for a round in which all participants take all steps; they are unknown
@@ -120,7 +122,7 @@ def course_of(run: Run, evaluations: Sequence[Mapping[str, Any]], metric: str) -
             _valid_fraction(round_cohort) for round_cohort in itertools.chain([cohort], later)
         ]
     flops = full_flops * np.cumsum(fractions)
-    return Course(
+    return MetricTrajectory(
         values=[number_or_nan(line.get(metric)) for line in evaluations],
         rounds=rounds,
         num_bytes=[num_bytes * number for number in rounds],
@@ -150,12 +152,14 @@ class CostToTarget(NamedTuple):
     best: float
 
 
-def cost_to_target(course: Course, target: Target) -> CostToTarget:
+def cost_to_target(trajectory: MetricTrajectory, target: Target) -> CostToTarget:
     """Return the costs at the first evaluation that reaches the target."""
-    best, index = target.best(course.values), target.first(course.values)
+    best, index = target.best(trajectory.values), target.first(trajectory.values)
     if index is None:
         return CostToTarget(None, math.nan, math.nan, best)
-    return CostToTarget(course.rounds[index], course.num_bytes[index], course.flops[index], best)
+    return CostToTarget(
+        trajectory.rounds[index], trajectory.num_bytes[index], trajectory.flops[index], best
+    )
 
 
 def format_target_table(costs: Mapping[str, Sequence[CostToTarget]], target: Target) -> str:
@@ -203,15 +207,15 @@ def _format_flops(flops: float) -> str:
 
 
 def write_target_comparison(
-    courses: Mapping[str, Course],
+    trajectories: Mapping[str, MetricTrajectory],
     target: Target,
     destination: str | Path,
     titles: Mapping[str, str] | None = None,
 ) -> str:
     """Write `target.png` and `target.json`."""
-    titles = titles or {name: name for name in courses}
-    costs = {name: cost_to_target(course, target) for name, course in courses.items()}
-    save_picture(draw_courses(courses, target, titles), Path(destination) / "target.png")
+    titles = titles or {name: name for name in trajectories}
+    costs = {name: cost_to_target(trajectory, target) for name, trajectory in trajectories.items()}
+    save_picture(draw_trajectories(trajectories, target, titles), Path(destination) / "target.png")
     content = {
         "target": target._asdict(),
         "runs": [
@@ -227,17 +231,19 @@ def write_target_comparison(
     return format_target_table(by_title, target)
 
 
-def draw_courses(
-    courses: Mapping[str, Course], target: Target, titles: Mapping[str, str] | None = None
+def draw_trajectories(
+    trajectories: Mapping[str, MetricTrajectory],
+    target: Target,
+    titles: Mapping[str, str] | None = None,
 ) -> Figure:
     """Draw the metric of each run over rounds and over bytes, with the target."""
     # If no run has a known number of bytes above zero, there is no panel over bytes.
-    titles = titles or {name: name for name in courses}
+    titles = titles or {name: name for name in trajectories}
     styles = {
         title: line_style(number) | {"linewidth": 1.2}
-        for number, title in enumerate(dict.fromkeys(titles[name] for name in courses))
+        for number, title in enumerate(dict.fromkeys(titles[name] for name in trajectories))
     }
-    num_bytes = [x for course in courses.values() for x in course.num_bytes if x > 0]
+    num_bytes = [x for trajectory in trajectories.values() for x in trajectory.num_bytes if x > 0]
     columns = 2 if num_bytes else 1
     figure = Figure(figsize=(5.5 * columns, 4.5), dpi=110, layout="constrained")
     panels = figure.subplots(1, columns, sharey=True, squeeze=False)[0]
@@ -249,13 +255,13 @@ def draw_courses(
     if num_bytes:
         byte_axis(panels[1], num_bytes)
     handles = [Line2D([], [], **style) for style in styles.values()]
-    for name, course in courses.items():
+    for name, trajectory in trajectories.items():
         style = styles[titles[name]]
-        if len(course.rounds) == 1:  # a single point has no line
+        if len(trajectory.rounds) == 1:  # a single point has no line
             style = style | {"marker": "o"}
-        for axes, positions in zip(panels, (course.rounds, course.num_bytes), strict=False):
-            axes.plot(positions, course.values, **style)
-    if not any(math.isfinite(x) for course in courses.values() for x in course.values):
+        for axes, positions in zip(panels, (trajectory.rounds, trajectory.num_bytes), strict=False):
+            axes.plot(positions, trajectory.values, **style)
+    if not any(math.isfinite(x) for trajectory in trajectories.values() for x in trajectory.values):
         note_no_values(panels[0], target.metric)
     panels[0].set_ylabel(f"held-out {short_text(target.metric)}")
     add_legend(figure, handles, list(styles))

@@ -17,7 +17,7 @@ from fedpax.aggregators import (
     private_mean,
     quantized_mean,
 )
-from fedpax.aggregators.sent import mark_server
+from fedpax.aggregators.sent_values import mark_server
 from fedpax.algorithms import FedAcRates, diloco, fedac, fedavg, fednova, mime, scaffold
 from fedpax.hlo.collectives import operand_bytes_along
 from fedpax.inspect.flops import count_flops

@@ -15,13 +15,13 @@ from fedpax.algorithms import fedavg
 from fedpax.data import FunctionRounds
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.reports.target import (
-    Course,
+    MetricTrajectory,
     Target,
     cost_to_target,
-    course_of,
-    draw_courses,
+    draw_trajectories,
     format_target_table,
     parse_target,
+    trajectory_of,
     write_target_comparison,
 )
 from fedpax.training.experiment import Run
@@ -50,12 +50,12 @@ def make_run(has_steps: bool) -> Run:
 
 def test_flops_are_those_of_valid_steps_and_bytes_those_of_models() -> None:
     lines = [{"round": number, "accuracy": number / 10} for number in (1, 3)]
-    courses = []
+    trajectories = []
     for has_steps in (False, True):
         run = make_run(has_steps)
         with jax.set_mesh(run.mesh):
-            courses.append(course_of(run, lines, "accuracy"))
-    full, partial = courses
+            trajectories.append(trajectory_of(run, lines, "accuracy"))
+    full, partial = trajectories
     assert full.values == partial.values == [0.1, 0.3] and full.rounds == [1, 3]
     # Three clients receive 5 numbers, and send 5 and their loss.
     assert full.num_bytes[0] == 3 * 4 * (5 + 5 + 1) and full.num_bytes[1] == 3 * full.num_bytes[0]
@@ -66,23 +66,27 @@ def test_flops_are_those_of_valid_steps_and_bytes_those_of_models() -> None:
 
 
 def test_a_target_is_reached_from_below_or_for_a_loss_from_above() -> None:
-    course = Course([0.9, math.nan, 0.4, 0.6], [2, 4, 6, 8], [1, 2, 3, 4], [10, 20, 30, 40])
-    assert cost_to_target(course, Target("loss", 0.5)) == (6, 3, 30, 0.4)
-    assert cost_to_target(course, Target("accuracy", 0.5)) == (2, 1, 10, 0.9)
-    missed = cost_to_target(course, Target("accuracy", 0.95))
+    trajectory = MetricTrajectory(
+        [0.9, math.nan, 0.4, 0.6], [2, 4, 6, 8], [1, 2, 3, 4], [10, 20, 30, 40]
+    )
+    assert cost_to_target(trajectory, Target("loss", 0.5)) == (6, 3, 30, 0.4)
+    assert cost_to_target(trajectory, Target("accuracy", 0.5)) == (2, 1, 10, 0.9)
+    missed = cost_to_target(trajectory, Target("accuracy", 0.95))
     assert missed.rounds is None and math.isnan(missed.flops) and missed.best == 0.9
 
 
 def test_the_table_begins_with_the_fastest_run(tmp_path) -> None:
     target = Target("accuracy", 0.8)
-    courses = {
-        name: Course(values, [1, 2], [1e6, 2e6], [1e9, 2e9])
+    trajectories = {
+        name: MetricTrajectory(values, [1, 2], [1e6, 2e6], [1e9, 2e9])
         for name, values in {"never": [0.1, 0.7], "slow": [0.1, 0.9], "fast": [0.8, 0.8]}.items()
     }
-    text = write_target_comparison(courses, target, tmp_path)
+    text = write_target_comparison(trajectories, target, tmp_path)
     rows = [line.split("|")[1].strip() for line in text.splitlines()[2:]]
     assert rows == ["fast", "slow", "never"] and "not reached" in text
-    costs = {name: [cost_to_target(course, target)] for name, course in courses.items()}
+    costs = {
+        name: [cost_to_target(trajectory, target)] for name, trajectory in trajectories.items()
+    }
     assert text == format_target_table(costs, target)
     content = json.loads((tmp_path / "target.json").read_text())
     never = {"name": "never", "experiment": "never", "best": 0.7}
@@ -93,17 +97,19 @@ def test_the_table_begins_with_the_fastest_run(tmp_path) -> None:
 def test_an_experiment_with_several_seeds_is_one_row_of_means(tmp_path) -> None:
     random = np.random.default_rng(0)
     target, rounds = Target("loss", 0.5), np.arange(1, 9)
-    courses, titles = {}, {}
+    trajectories, titles = {}, {}
     for title, reach in {"a": (3, 5, 8), "b": (2, 4, 9), "c": (9, 9, 9)}.items():
         for seed, first in enumerate(reach):
             values = np.where(rounds < first, 0.9, 0.4) + random.uniform(0, 0.1, 8)
-            courses[f"{title}_seed_{seed}"] = Course(
+            trajectories[f"{title}_seed_{seed}"] = MetricTrajectory(
                 *(x.tolist() for x in (values, rounds, rounds, 10 * rounds))
             )
             titles[f"{title}_seed_{seed}"] = title
-    table = write_target_comparison(courses, target, tmp_path, titles)
+    table = write_target_comparison(trajectories, target, tmp_path, titles)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
-    best = {title: [min(courses[f"{title}_seed_{k}"].values) for k in range(3)] for title in "abc"}
+    best = {
+        title: [min(trajectories[f"{title}_seed_{k}"].values) for k in range(3)] for title in "abc"
+    }
     means = {t: f"{np.mean(x):.4f} ± {np.std(x, ddof=1):.4f}" for t, x in best.items()}
     assert rows == [  # an experiment that always reaches the target comes first
         ["a", f"5.3 ± {np.std((3, 5, 8), ddof=1):.1f}", "5.3 B", "53.3", means["a"]],
@@ -111,8 +117,8 @@ def test_an_experiment_with_several_seeds_is_one_row_of_means(tmp_path) -> None:
         ["c", "not reached", "-", "-", means["c"]],
     ]
     names = [run["name"] for run in json.loads((tmp_path / "target.json").read_text())["runs"]]
-    assert names == list(courses)
-    figure = draw_courses(courses, target, titles)
+    assert names == list(trajectories)
+    figure = draw_trajectories(trajectories, target, titles)
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b", "c"]
     colors = [line.get_color() for line in figure.axes[0].lines[1:]]
     assert len(colors) == 9 and len(set(colors)) == 3

@@ -19,14 +19,14 @@ def test_the_table_counts_rounds_bytes_and_flops_to_the_target(capsys, tmp_path)
         row = rows[name]
         assert row["learning_rate"] == 0.03
         for rounds, num_bytes, flops, course in zip(
-            row["rounds"], row["num_bytes"], row["flops"], row["courses"], strict=True
+            row["rounds"], row["num_bytes"], row["flops"], row["trajectories"], strict=True
         ):
             values = course["values"]
             assert values[rounds - 1] >= 0.7 > max(values[: rounds - 1])
             # Down and up, with the metrics (and the sum of weights) beside the update.
             assert 0 < num_bytes / rounds / 10 - 2 * copies * params <= 12
             assert flops > 0
-        assert row["courses"][0]["values"] != row["courses"][1]["values"]
+        assert row["trajectories"][0]["values"] != row["trajectories"][1]["values"]
     assert rows["scaffold"]["rounds"][0] < rows["fedavg"]["rounds"][0]
     out = capsys.readouterr().out
     assert "rounds to accuracy 0.7" in out

@@ -4,6 +4,8 @@ The server's parts, the participants and the merges of their terms are steps of 
 round's results are the next round's arguments. A participant's data are read where it runs.
 """
 
+from __future__ import annotations
+
 import functools
 import hashlib
 import tempfile
@@ -29,11 +31,8 @@ try:
     import apache_beam as beam
     from apache_beam.io.filesystems import FileSystems
     from apache_beam.options.pipeline_options import PipelineOptions
-except ImportError as error:
-    raise MissingPackageError(
-        "fedpax.deploy.beam needs Apache Beam. Install it in an environment of its own: "
-        "pip install 'fedpax[beam]'."
-    ) from error
+except ImportError:  # run_beam raises
+    beam = None
 
 LOCAL_RUNNERS = ("FnApiRunner", "DirectRunner", "BundleBasedDirectRunner")
 
@@ -89,10 +88,17 @@ def run_beam(
         ...     return w + 0.5 * fedpax.federated_mean(gap), fedpax.federated_max(jnp.abs(gap))
         >>> def open_clients():
         ...     return EachClient(lambda client: jnp.float32(client), num_clients=100)
-        >>> results = run_beam(step_towards_mean, 0.0, clients=open_clients, rounds=2)
-        >>> [float(gap) for _, gap in results], float(results[-1][0])
+        >>> results = run_beam(  # doctest: +SKIP
+        ...     step_towards_mean, 0.0, clients=open_clients, rounds=2
+        ... )
+        >>> [float(gap) for _, gap in results], float(results[-1][0])  # doctest: +SKIP
         ([99.0, 74.25], 37.125)
     """
+    if beam is None:
+        raise MissingPackageError(
+            "run_beam() needs the package apache-beam. Install it in an environment of its own: "
+            "pip install 'fedpax[beam]' --constraint constraints-beam.txt."
+        )
     if rounds < 1:
         raise ArgumentError(f"run_beam(): rounds={rounds}, expected at least 1.")
     options = PipelineOptions([*flags] if _has_runner(flags) else ["--runner=FnApiRunner", *flags])

@@ -6,7 +6,7 @@ import pytest
 from batch_rounds import CASES, assert_equal_rounds, by_jit
 
 import fedpax
-from fedpax.deploy import EachClient
+from fedpax.deploy import EachClient, beam
 from fedpax.deploy.batch_job import make_work, read_results
 from fedpax.deploy.batch_work import check_clients, split_states, stack_states
 from fedpax.deploy.values import decode_values, encode_values
@@ -88,3 +88,10 @@ def test_clients_without_a_method_are_told():
     check_clients(EachClient(lambda client: np.float32(client), 3))
     with pytest.raises(ValueError, match="dict without shapes, client_ids, read_clients"):
         check_clients({})
+
+
+def test_a_missing_beam_is_told(monkeypatch):
+    monkeypatch.setattr(beam, "beam", None)
+    program, state, open_clients = CASES["fedavg"]()
+    with pytest.raises(ImportError, match=r"needs the package apache-beam.*constraints-beam.txt"):
+        beam.run_beam(program, state, clients=open_clients)

@@ -1,5 +1,6 @@
 """Rounds on Apache Beam equal the compiled rounds, also with several bundles and processes."""
 
+import doctest
 import functools
 from pathlib import Path
 
@@ -105,3 +106,10 @@ def test_rounds_that_carry_nothing_are_told():
 
     with pytest.raises(ValueError, match="no result of the program takes the place"):
         run_beam(total, clients=open_vectors, rounds=2)
+
+
+def test_the_example_of_the_docstring_runs():
+    text = run_beam.__doc__.replace("# doctest: +SKIP", "")
+    test = doctest.DocTestParser().get_doctest(text, {}, "run_beam", None, 0)
+    assert doctest.DocTestRunner().run(test).attempted > 4
+    assert doctest.DocTestRunner().run(test).failed == 0

@@ -13,8 +13,9 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from fedpax.aggregators.aggregator import Aggregator
 from fedpax.aggregators.all_updates import known_to_all
+from fedpax.aggregators.fixed_point import FixedPoint
 from fedpax.aggregators.masks import Leaves, left_over, make_graph, mask
-from fedpax.aggregators.presence import mean_dtype, num_participants, present, select
+from fedpax.aggregators.presence import num_participants, present, select
 from fedpax.aggregators.random_streams import round_key
 from fedpax.aggregators.sent_values import mark_sent, mark_server
 from fedpax.checks import EVEN, POSITIVE, IntRange, check_argument, check_seed
@@ -99,22 +100,17 @@ def secure_mean(
     bits = check_argument(name, "bits", bits, IntRange(least=2, most=24), remedy=remedy)
     num_neighbors = check_neighbors(name, num_neighbors)
     seed = check_seed(name, seed)
-    largest = 2 ** (bits - 1) - 1
-    step = max_value / largest
+    code = FixedPoint(max_value, bits)
 
     def init(params: chex.ArrayTree) -> SecureMeanState:
         return SecureMeanState(jnp.int32(0))
 
-    def quantize(u: jax.Array) -> jax.Array:
-        clipped = jnp.clip(jnp.nan_to_num(u.astype(jnp.float32), nan=0.0), -max_value, max_value)
-        return jnp.round(clipped / step).astype(jnp.int32)
-
     def encode(update: chex.ArrayTree, index: Int[Array, ""]) -> chex.ArrayTree:
-        return jax.tree.map(quantize, update)
+        return jax.tree.map(code.encode, update)
 
     def clipped_entries(update: chex.ArrayTree, here: Bool[Array, ""]) -> Float[Array, ""]:
         leaves = jax.tree.leaves(update)
-        outside = [jnp.sum(~(jnp.abs(u) <= max_value)).astype(jnp.float32) for u in leaves]
+        outside = [jnp.sum(code.clipped(u)).astype(jnp.float32) for u in leaves]
         size = sum(u.size for u in leaves)
         return jnp.where(here, sum(outside) / max(size, 1), 0.0)
 
@@ -122,17 +118,14 @@ def secure_mean(
         state: SecureMeanState, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
     ) -> tuple[chex.ArrayTree, SecureMeanState, dict[str, jax.Array]]:
         here = present(weights)
-        check_sum(name, num_participants(), largest)
+        check_sum(name, num_participants(), code.largest)
         key = round_key(seed, "masks", state.round)
         total = secure_sum(name, encode, updates, here, key, num_neighbors)
         count = federated_sum(here)
 
-        def decode(total: jax.Array, u: jax.Array) -> jax.Array:
-            return (step * total / jnp.maximum(count, 1)).astype(mean_dtype(u))
-
         clipped = federated_mean(federated_map(clipped_entries, updates, here), here)
         metrics = {"clipped_fraction": clipped, "num_present": count}
-        mean = jax.tree.map(decode, total, updates)
+        mean = jax.tree.map(lambda k, u: code.decode(k, count, u), total, updates)
         return mean, SecureMeanState(state.round + 1), metrics
 
     return Aggregator(init, aggregate, needs_all=True, tolerates_non_finite=True)

@@ -1,0 +1,207 @@
+"""The coordinator of a secure sum, which learns the sum alone."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from fedpax.sites.secure_sums.errors import SecureSumError
+from fedpax.sites.secure_sums.keys import agree, public_key
+from fedpax.sites.secure_sums.masks import add_mask
+from fedpax.sites.secure_sums.roster import (
+    MAX_SITES,
+    PublicKeys,
+    Roster,
+    commit,
+    own_mask_key,
+    pair_purpose,
+    to_bytes,
+)
+from fedpax.sites.secure_sums.shamir import SHARE_BYTES, combine
+from fedpax.sites.transport.message import Message
+
+PHASES = ("keys", "share", "mask", "reveal")
+
+
+class CoordinatorSide:
+    """The coordinator's part in one secure sum: a state machine.
+
+    In each of the four phases it receives messages of sites, until `waiting` is empty or it waits
+    no longer. `advance` then ends the phase, and returns the request for each site that is left.
+    Sites may drop out in any phase as long as `threshold` are left. A site whose values have not
+    arrived has dropped out of the sum; values that arrive later are of no use to the coordinator.
+
+    Args:
+        session: the name of the sum, which no other sum has.
+        sites: the sites that are asked.
+        threshold: number of sites that have to stay until the end; more than half of those with
+            keys. If c sites tell the coordinator all they know, values stay secret while
+            `2 threshold > n + c`. Default None: one more than half of the sites in the first phase.
+        shapes: the shapes of the values by name. Default None: those of the first site that sends
+            values.
+
+    Attributes:
+        total: after the last phase, the sums modulo 2^32 of the present sites, int32 by name.
+        present: the sites in the sum.
+        phase: the current phase; "done" after the last one.
+    """
+
+    def __init__(
+        self,
+        session: str,
+        sites: Collection[str],
+        *,
+        threshold: int | None = None,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        if not 2 <= len(sites) <= MAX_SITES:
+            raise SecureSumError(f"a secure sum is of 2 to {MAX_SITES} sites, not of {len(sites)}")
+        self.session, self.phase = session, PHASES[0]
+        self.total: dict[str, np.ndarray] = {}
+        self.present: tuple[str, ...] = ()
+        self._threshold = threshold
+        self._asked = set(sites)
+        self._received: dict[str, Any] = {}
+        self._shared: set[str] = set()  # the sites with shares at all others that are left
+        self._roster = Roster(session, 0, {})
+        zeros = {name: np.zeros(shape, np.uint32) for name, shape in (shapes or {}).items()}
+        self._sum: dict[str, np.ndarray] = zeros
+
+    @property
+    def done(self) -> bool:
+        """Return whether `total` is the sum."""
+        return self.phase == "done"
+
+    @property
+    def waiting(self) -> set[str]:
+        """Return the sites that have not answered in this phase."""
+        return self._asked - set(self._received)
+
+    def receive(self, site: str, message: Message) -> bool:
+        """Receive the answer of a site; False if it is too late, or has come before."""
+        # A malformed answer raises, and changes nothing: the site can be treated as dropped out.
+        phase = message.header.get("phase")
+        if phase not in PHASES:
+            raise SecureSumError(f"a site sends the phase {str(phase)[:100]!r}")
+        if phase != self.phase or site not in self.waiting:
+            return False
+        self._received[site] = getattr(self, f"_receive_{phase}")(message)
+        return True
+
+    def advance(self) -> dict[str, Message]:
+        """End the phase, and return the request for each site that is left; {} at the end."""
+        left = set(self._received)
+        if self.phase == "keys":
+            least = len(left) // 2 + 1
+            self._threshold = least if self._threshold is None else self._threshold
+            if not len(left) // 2 < self._threshold <= len(left):
+                raise SecureSumError(
+                    f"threshold={self._threshold} of {len(left)} sites, expected at least {least} "
+                    "and at most all of them"
+                )
+        elif len(left) < self._roster.threshold:
+            missing = ", ".join(sorted(self.waiting))
+            raise SecureSumError(
+                f"{len(left)} sites are left in the phase {self.phase!r} of the sum "
+                f"{self.session!r}, expected at least {self._roster.threshold}. Missing: "
+                f"{missing[:300]}. Repeat the sum with the sites that answer"
+            )
+        requests: dict[str, Message] = getattr(self, f"_end_{self.phase}")()
+        self.phase = (*PHASES, "done")[PHASES.index(self.phase) + 1]
+        self._asked, self._received = left, {}
+        return requests
+
+    # The phases, in their order.
+
+    def _receive_keys(self, message: Message) -> PublicKeys:
+        return PublicKeys.from_json(message.header.get("keys"))
+
+    def _end_keys(self) -> dict[str, Message]:
+        assert self._threshold is not None
+        self._roster = Roster(self.session, self._threshold, dict(self._received))
+        return dict.fromkeys(self._received, Message({"phase": "share"} | self._roster.to_json()))
+
+    def _receive_share(self, message: Message) -> dict[str, str]:
+        shares = message.header.get("shares")
+        if not isinstance(shares, dict) or not all(
+            site in self._roster.sites and isinstance(text, str) and len(text) < 1000
+            for site, text in shares.items()
+        ):
+            raise SecureSumError("the shares of a site are malformed")
+        return shares
+
+    def _end_share(self) -> dict[str, Message]:
+        self._shared = set(self._received)
+        return {
+            site: Message(
+                {
+                    "phase": "mask",
+                    "shares": {
+                        sender: shares[site]
+                        for sender, shares in self._received.items()
+                        if sender != site and site in shares
+                    },
+                }
+            )
+            for site in self._received
+        }
+
+    def _receive_mask(self, message: Message) -> bool:
+        arrays = message.arrays
+        known = self._sum or {n: np.zeros(a.shape, np.uint32) for n, a in arrays.items()}
+        if {n: (a.shape, np.dtype(np.uint32)) for n, a in known.items()} != {
+            n: (a.shape, a.dtype) for n, a in arrays.items()
+        }:
+            raise SecureSumError("the values of a site have other names, shapes or dtypes")
+        for name, array in arrays.items():
+            known[name] += array
+        self._sum = known
+        return True
+
+    def _end_mask(self) -> dict[str, Message]:
+        self.present = tuple(sorted(self._received))
+        request = Message({"phase": "reveal", "present": list(self.present)})
+        return dict.fromkeys(self._received, request)
+
+    def _receive_reveal(self, message: Message) -> tuple[dict[str, bytes], dict[str, bytes]]:
+        own, keys = message.header.get("own"), message.header.get("keys")
+        if (
+            not isinstance(own, dict)
+            or not isinstance(keys, dict)
+            or set(own) != set(self.present)
+            or set(keys) != self._shared - set(self.present)
+        ):
+            raise SecureSumError("a site reveals other shares than it was asked for")
+        own = {site: to_bytes(text, SHARE_BYTES) for site, text in own.items()}
+        return own, {site: to_bytes(text, SHARE_BYTES) for site, text in keys.items()}
+
+    def _end_reveal(self) -> dict[str, Message]:
+        roster, digest = self._roster, self._roster.digest()
+        for site in self.present:
+            secret = self._restore(site, 0)
+            if commit(secret) != roster.sites[site].commitment:
+                raise self._does_not_fit(site)
+            add_mask(self._sum, own_mask_key(secret, digest), -1)
+        for dropped in sorted(self._shared - set(self.present)):
+            key = self._restore(dropped, 1)
+            if not key or public_key(key) != roster.sites[dropped].mask:
+                raise self._does_not_fit(dropped)
+            for site in self.present:
+                pair = agree(key, roster.sites[site].mask, pair_purpose(digest, site, dropped))
+                add_mask(self._sum, pair, -1 if site < dropped else +1)
+        self.total = {name: array.view(np.int32) for name, array in self._sum.items()}
+        self._sum = {}
+        return {}
+
+    def _restore(self, site: str, kind: int) -> bytes:
+        answers: Mapping[str, tuple[dict[str, bytes], dict[str, bytes]]] = self._received
+        senders = sorted(answers)[: self._roster.threshold]
+        return combine(
+            {self._roster.place(sender): answers[sender][kind][site] for sender in senders}
+        )
+
+    def _does_not_fit(self, site: str) -> SecureSumError:
+        return SecureSumError(
+            f"the shares of a secret of site {site!r} do not fit together: this site or one that "
+            "has its shares does not keep to the protocol. Repeat the sum with other sites"
+        )

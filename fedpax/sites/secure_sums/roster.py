@@ -1,0 +1,131 @@
+"""The sites of a secure sum with their public keys, as the coordinator tells them to each site."""
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+from fedpax.sites.secure_sums.errors import SecureSumError
+from fedpax.sites.secure_sums.keys import KEY_BYTES, derive
+
+MAX_SITES = 500
+"""The most sites: the shares for one site have to fit into the header of a message."""
+
+PROTOCOL = b"fedpax secure sum 1 "
+
+
+class Signer(Protocol):
+    """Signs the public keys of a site, and checks the signatures of other sites."""
+
+    def sign(self, content: bytes) -> dict[str, str]:
+        """Return a proof, as JSON, that this site states the content."""
+
+    def check(self, site: str, content: bytes, proof: Mapping[str, Any]) -> None:
+        """Raise a `SecureSumError` if the proof is not by the site."""
+
+
+class PublicKeys(NamedTuple):
+    """What a site advertises at the start of a secure sum."""
+
+    cipher: bytes  # the public key for shares
+    mask: bytes  # the public key for the masks of pairs
+    commitment: bytes  # to the secret of the site's own mask
+    proof: Mapping[str, Any]  # of a `Signer`; empty without one
+
+    def signed_content(self, session: str, site: str) -> bytes:
+        """Return the bytes that the site signs."""
+        fields = [session, site, *map(to_text, (self.cipher, self.mask, self.commitment))]
+        return PROTOCOL + json.dumps(fields).encode()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the keys as JSON."""
+        texts = {name: to_text(getattr(self, name)) for name in self._fields[:3]}
+        return {**texts, "proof": dict(self.proof)}
+
+    @classmethod
+    def from_json(cls, fields: Any) -> "PublicKeys":
+        """Read the keys from JSON of an untrusted process."""
+        match fields:
+            case {"proof": dict() as proof, **texts} if set(texts) == set(cls._fields[:3]):
+                return cls(**{k: to_bytes(v, KEY_BYTES) for k, v in texts.items()}, proof=proof)
+        raise SecureSumError("the public keys of a site are malformed")
+
+
+class Roster(NamedTuple):
+    """The sites of a secure sum; all sites and the coordinator must have the same."""
+
+    session: str
+    threshold: int  # number of sites without which no secret can be restored
+    sites: Mapping[str, PublicKeys]
+
+    def place(self, site: str) -> int:
+        """Return the place of a site, from 1: its argument in secret sharing."""
+        return sorted(self.sites).index(site) + 1
+
+    def digest(self) -> bytes:
+        """Return the hash of the roster, to which all keys are bound."""
+        sites = {site: keys.to_json() for site, keys in sorted(self.sites.items())}
+        content = json.dumps([self.session, self.threshold, sites], sort_keys=True)
+        return hashlib.sha256(PROTOCOL + content.encode()).digest()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the roster as JSON."""
+        sites = {site: keys.to_json() for site, keys in self.sites.items()}
+        return {"session": self.session, "threshold": self.threshold, "sites": sites}
+
+
+def read_roster(fields: Mapping[str, Any], session: str) -> Roster:
+    """Read a roster from JSON of an untrusted coordinator, and check that it protects the sites."""
+    match fields:
+        case {"session": str() as named, "threshold": int() as threshold, "sites": dict() as sites}:
+            pass
+        case _:
+            raise SecureSumError("the coordinator's list of sites is malformed")
+    if named != session:
+        raise SecureSumError(f"the coordinator mixes the sums {named[:100]!r} and {session!r}")
+    count = len(sites)
+    # With half of the sites or fewer, one half could be told that a site is present, and the other
+    # half that it has dropped out: the coordinator would learn both secrets of the site.
+    if isinstance(threshold, bool) or not count // 2 < threshold <= count <= MAX_SITES:
+        raise SecureSumError(
+            f"the coordinator's threshold is {threshold} of {count} sites, expected more than half "
+            f"of at most {MAX_SITES} sites"
+        )
+    return Roster(session, threshold, {k: PublicKeys.from_json(v) for k, v in sites.items()})
+
+
+def pair_purpose(roster_digest: bytes, first: str, second: str) -> bytes:
+    """Return the purpose of the key of a pair's mask."""
+    return PROTOCOL + b"mask" + roster_digest + json.dumps(sorted((first, second))).encode()
+
+
+def share_purpose(roster_digest: bytes, sender: str, receiver: str) -> bytes:
+    """Return the purpose of the key for the shares that one site sends to another."""
+    return PROTOCOL + b"share" + roster_digest + json.dumps((sender, receiver)).encode()
+
+
+def own_mask_key(secret: bytes, roster_digest: bytes) -> bytes:
+    """Return the key of a site's own mask."""
+    return derive(secret, PROTOCOL + b"self" + roster_digest)
+
+
+def commit(secret: bytes) -> bytes:
+    """Return a commitment to a random secret, which tells nothing about it."""
+    return derive(secret, PROTOCOL + b"commitment")
+
+
+def to_text(content: bytes) -> str:
+    """Return bytes as text for JSON."""
+    return base64.b64encode(content).decode()
+
+
+def to_bytes(text: Any, size: int) -> bytes:
+    """Return a number of bytes from text of an untrusted process."""
+    try:
+        content = base64.b64decode(text, validate=True) if isinstance(text, str) else b""
+    except ValueError:
+        content = b""
+    if len(content) != size:
+        raise SecureSumError(f"a text of the message is not base64 of {size} bytes")
+    return content

@@ -1,0 +1,201 @@
+"""A site in a secure sum."""
+
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from fedpax.sites.secure_sums.errors import SecureSumError
+from fedpax.sites.secure_sums.keys import agree, public_key, seal, unseal
+from fedpax.sites.secure_sums.masks import add_mask
+from fedpax.sites.secure_sums.roster import (
+    PublicKeys,
+    Roster,
+    Signer,
+    commit,
+    own_mask_key,
+    pair_purpose,
+    read_roster,
+    share_purpose,
+    to_bytes,
+    to_text,
+)
+from fedpax.sites.secure_sums.shamir import SECRET_BYTES, SHARE_BYTES, split
+from fedpax.sites.transport.message import Message
+
+_SEALED_BYTES = 2 * SHARE_BYTES + 16
+_PHASES = ("share", "mask", "reveal")
+
+
+class SiteSide:
+    """One site's part in one secure sum: a state machine, which answers the coordinator's requests.
+
+    The site trusts the coordinator with nothing but the sum. It answers one request of each phase.
+    The same request, which the coordinator repeats if an answer was lost, has the same answer. Any
+    other one raises: it could tell the coordinator two secrets of one site.
+
+    Args:
+        name: the site's name.
+        session: the name of the sum, which no other sum has.
+        values: arrays of int32 or uint32 by name, of the same names and shapes at all sites; or a
+            function that returns them, called when they are needed.
+        least_sites: number of sites whose values the sum must contain, at least 2. Default 3: of a
+            sum of two, each of the sites learns the other's value.
+        signer: signs the site's keys, and checks those of other sites. Default None: the site
+            believes the coordinator which keys belong to which site.
+        random: returns a number of random bytes.
+
+    Example:
+        >>> from fedpax.sites.secure_sums import CoordinatorSide
+        >>> values = {"a": [2, 0], "b": [2, 1], "c": [2, 2]}
+        >>> sites = {n: SiteSide(n, "round 1", {"x": np.int32(x)}) for n, x in values.items()}
+        >>> coordinator = CoordinatorSide("round 1", list(sites))
+        >>> requests = {name: None for name in sites}
+        >>> while not coordinator.done:
+        ...     for name, request in requests.items():
+        ...         coordinator.receive(name, sites[name].answer(request))
+        ...     requests = coordinator.advance()
+        >>> coordinator.total["x"].tolist()
+        [6, 3]
+
+    Reference:
+        Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning,
+        CCS 2017, IACR ePrint 2017/281, section 4, figure 4.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        session: str,
+        values: Mapping[str, np.ndarray] | Callable[[], Mapping[str, np.ndarray]],
+        *,
+        least_sites: int = 3,
+        signer: Signer | None = None,
+        random: Callable[[int], bytes] = secrets.token_bytes,
+    ) -> None:
+        self.name, self.session = name, session
+        self._values, self._least, self._signer = values, max(least_sites, 2), signer
+        self._random = random
+        self._cipher_key, self._mask_key, self._own = (random(SECRET_BYTES) for _ in range(3))
+        self._answers: dict[str, tuple[Any, Message]] = {}
+        self._roster: Roster | None = None
+        self._keys = self._advertise()
+        # By sender: its shares of the secret of its own mask, and of its key of pairs' masks.
+        self._shares: dict[str, tuple[bytes, bytes]] = {}
+
+    def answer(self, request: Message | None) -> Message:
+        """Answer a request of the coordinator; None: begin."""
+        if request is None:
+            return Message({"phase": "keys", "keys": self._keys.to_json()})
+        content = dict(request.header)
+        phase = content.get("phase")
+        if phase not in _PHASES:
+            raise SecureSumError(f"the coordinator asks for {str(phase)[:100]!r}")
+        if known := self._answers.get(phase):
+            if known[0] != content:
+                raise SecureSumError(
+                    f"the coordinator asks twice for the phase {phase!r} of the sum "
+                    f"{self.session!r}, and differently: it could learn this site's values"
+                )
+            return known[1]
+        if len(self._answers) != _PHASES.index(phase):
+            raise SecureSumError(f"the coordinator asks for the phase {phase!r} out of order")
+        answer = getattr(self, f"_{phase}")(content)
+        self._answers[phase] = content, answer
+        return answer
+
+    # The phases, in their order.
+
+    def _advertise(self) -> PublicKeys:
+        keys = PublicKeys(
+            public_key(self._cipher_key), public_key(self._mask_key), commit(self._own), {}
+        )
+        if self._signer is None:
+            return keys
+        return keys._replace(proof=self._signer.sign(keys.signed_content(self.session, self.name)))
+
+    def _share(self, content: dict[str, Any]) -> Message:
+        roster = read_roster(content, self.session)
+        if roster.sites.get(self.name) != self._keys:
+            raise SecureSumError("the coordinator's list has other keys of this site")
+        if len(roster.sites) < self._least:
+            raise SecureSumError(
+                f"the sum is of {len(roster.sites)} sites, expected at least {self._least}: it "
+                "would tell too much about each of them"
+            )
+        if self._signer is not None:
+            for site, keys in roster.sites.items():
+                self._signer.check(site, keys.signed_content(self.session, site), keys.proof)
+        self._roster, digest = roster, roster.digest()
+        places = {site: roster.place(site) for site in roster.sites}
+        own = split(self._own, roster.threshold, list(places.values()), self._random)
+        key = split(self._mask_key, roster.threshold, list(places.values()), self._random)
+        self._shares[self.name] = own[places[self.name]], key[places[self.name]]
+        sealed = {
+            site: seal(
+                agree(self._cipher_key, keys.cipher, share_purpose(digest, self.name, site)),
+                own[places[site]] + key[places[site]],
+                digest,
+            )
+            for site, keys in roster.sites.items()
+            if site != self.name
+        }
+        shares = {site: to_text(part) for site, part in sealed.items()}
+        return Message({"phase": "share", "shares": shares})
+
+    def _mask(self, content: dict[str, Any]) -> Message:
+        roster = self._known_roster()
+        shares, digest = content.get("shares"), roster.digest()
+        if not isinstance(shares, dict) or not set(shares) <= set(roster.sites) - {self.name}:
+            raise SecureSumError("the coordinator sends shares of unknown sites")
+        self._check_count(1 + len(shares))
+        for site, text in shares.items():
+            purpose = share_purpose(digest, site, self.name)
+            sealed = to_bytes(text, _SEALED_BYTES)
+            opened = unseal(
+                agree(self._cipher_key, roster.sites[site].cipher, purpose), sealed, digest
+            )
+            self._shares[site] = opened[:SHARE_BYTES], opened[SHARE_BYTES:]
+        values = self._values() if callable(self._values) else self._values
+        masked = {name: _to_words(name, array) for name, array in values.items()}
+        add_mask(masked, own_mask_key(self._own, digest), +1)
+        for site in shares:
+            purpose = pair_purpose(digest, self.name, site)
+            key = agree(self._mask_key, roster.sites[site].mask, purpose)
+            add_mask(masked, key, +1 if self.name < site else -1)
+        return Message({"phase": "mask"}, masked)
+
+    def _reveal(self, content: dict[str, Any]) -> Message:
+        present = content.get("present")
+        if not isinstance(present, list) or not all(isinstance(site, str) for site in present):
+            raise SecureSumError("the coordinator's list of present sites is malformed")
+        if len(set(present)) != len(present) or not set(present) <= set(self._shares):
+            raise SecureSumError("the coordinator's list of present sites has unknown ones")
+        if self.name not in present:
+            raise SecureSumError("the coordinator says that this site has dropped out")
+        self._check_count(len(present))
+        # Of each site one secret alone: of its own mask, or of its masks with others.
+        own = {site: to_text(self._shares[site][0]) for site in present}
+        keys = {site: to_text(self._shares[site][1]) for site in set(self._shares) - set(present)}
+        return Message({"phase": "reveal", "own": own, "keys": keys})
+
+    def _known_roster(self) -> Roster:
+        assert self._roster is not None
+        return self._roster
+
+    def _check_count(self, count: int) -> None:
+        needed = max(self._known_roster().threshold, self._least)
+        if count < needed:
+            raise SecureSumError(
+                f"{count} sites are left in the sum {self.session!r}, expected at least {needed}. "
+                "Repeat the sum with the sites that answer"
+            )
+
+
+def _to_words(name: str, array: np.ndarray) -> np.ndarray:
+    """Copy integers as words modulo 2^32."""
+    array = np.asarray(array)
+    if array.dtype not in (np.int32, np.uint32):
+        raise SecureSumError(f"values[{name!r}] has dtype {array.dtype}, expected int32 or uint32")
+    return np.array(array, order="C").view(np.uint32)

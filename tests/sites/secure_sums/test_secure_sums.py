@@ -1,0 +1,249 @@
+"""Secure sums: equal to sums by NumPy for each set of dropouts, and what the coordinator sees."""
+
+import hashlib
+import itertools
+import tracemalloc
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from secure_sum_runs import (
+    NAMES,
+    PHASES,
+    fixed_bytes,
+    make_sites,
+    random_values,
+    run,
+    true_sum,
+)
+
+import fedpax
+from fedpax.aggregators import secure_mean
+from fedpax.aggregators.fixed_point import FixedPoint
+from fedpax.sites.secure_sums import (
+    CertificateSigner,
+    CoordinatorSide,
+    SecureSumError,
+    SiteSide,
+    masks,
+)
+from fedpax.sites.transport.certificates import make_certificates, read_certificates
+from fedpax.sites.transport.message import Message
+
+VALUES = {name: random_values(i) for i, name in enumerate(NAMES)}
+SUBSETS = [set(s) for r in range(6) for s in itertools.combinations(NAMES, r)]
+
+
+def check_dropouts(drops: dict[str, str]) -> None:
+    """Run a sum of five sites, and compare it with NumPy's; or it ends in words."""
+    sites, coordinator = make_sites(VALUES), CoordinatorSide("s", NAMES)
+    before_keys = [name for name in NAMES if drops.get(name) != "keys"]
+    threshold = len(before_keys) // 2 + 1
+    stay = [name for name in NAMES if name not in drops]
+    if len(stay) < threshold or len(before_keys) < 3:
+        with pytest.raises(SecureSumError, match="expected at least"):
+            run(sites, drops, coordinator)
+        assert not coordinator.total
+        return
+    try:
+        run(sites, drops, coordinator)
+    except SecureSumError as error:  # three sites at the start, of which two are left
+        assert "2 sites are left" in str(error) and len(stay) == 2 and not coordinator.total
+        return
+    present = [name for name in NAMES if drops.get(name, "reveal") == "reveal"]
+    assert coordinator.present == tuple(present)
+    assert coordinator.total.keys() == VALUES["a"].keys()
+    for key, expected in true_sum(VALUES, present).items():
+        assert coordinator.total[key].dtype == np.int32
+        np.testing.assert_array_equal(coordinator.total[key], expected)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_each_set_of_dropouts_in_one_phase(phase: str) -> None:
+    for gone in SUBSETS:
+        check_dropouts(dict.fromkeys(gone, phase))
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), st.sampled_from(PHASES)))
+@settings(deadline=None, max_examples=30)
+def test_dropouts_in_several_phases(drops: dict[str, str]) -> None:
+    check_dropouts(drops)
+
+
+@pytest.mark.slow
+def test_each_set_of_dropouts_in_all_phases() -> None:
+    for phases in itertools.product((None, *PHASES), repeat=5):
+        check_dropouts({n: p for n, p in zip(NAMES, phases, strict=True) if p})
+
+
+def test_a_late_answer_is_of_no_use() -> None:
+    sites, coordinator = make_sites(VALUES), CoordinatorSide("s", NAMES)
+    requests: dict[str, Message | None] = dict.fromkeys(NAMES)
+    late = None
+    while not coordinator.done:
+        if coordinator.phase == "mask":
+            late = sites["e"].answer(requests["e"])  # its values arrive after the phase
+        for name in coordinator.waiting - ({"e"} if late else set()):
+            assert coordinator.receive(name, sites[name].answer(requests[name]))
+            assert not coordinator.receive(name, sites[name].answer(requests[name]))  # again
+        requests = dict(coordinator.advance())
+        if late:
+            assert not coordinator.receive("e", late)
+    np.testing.assert_array_equal(coordinator.total["x"], true_sum(VALUES, "abcd")["x"])
+
+
+def test_what_is_sent_does_not_depend_on_the_values() -> None:
+    # All bytes that the coordinator receives in one run, with the same random numbers; only the
+    # masked values differ, by the difference of the values.
+    answers = []
+    for values in (VALUES["a"], random_values(99)):
+        sites = {n: SiteSide(n, "s", values, random=fixed_bytes(n)) for n in NAMES}
+        coordinator, seen = CoordinatorSide("s", NAMES), []
+        requests: dict[str, Message | None] = dict.fromkeys(NAMES)
+        while not coordinator.done:
+            for name in NAMES:
+                seen.append(sites[name].answer(requests[name]))
+                coordinator.receive(name, seen[-1])
+            requests = dict(coordinator.advance())
+        answers.append(seen)
+    for one, other in zip(*answers, strict=True):
+        assert one.header == other.header
+        for name, array in one.arrays.items():
+            difference = array - other.arrays[name]
+            expected = VALUES["a"][name] - random_values(99)[name]
+            np.testing.assert_array_equal(difference, expected.view(np.uint32))
+
+
+def test_masked_values_look_uniform() -> None:
+    zeros = {"x": np.zeros(40_000, np.int32)}
+    sites, coordinator = make_sites(dict.fromkeys("abc", zeros)), CoordinatorSide("s", "abc")
+    requests: dict[str, Message | None] = dict.fromkeys("abc")
+    for _ in range(2):
+        for name in "abc":
+            coordinator.receive(name, sites[name].answer(requests[name]))
+        requests = dict(coordinator.advance())
+    sent = [sites[name].answer(requests[name]).arrays["x"] for name in "abc"]
+    for x in (*sent, sent[0] + sent[1], sent[0] - sent[2]):  # of pairs too: masks of their own
+        counts = np.bincount(x >> 29, minlength=8)
+        assert (abs(counts - 5000) < 6 * np.sqrt(5000)).all()
+
+
+def test_the_protocol_has_not_changed() -> None:
+    # With fixed random numbers: another version of fedpax can continue a sum of this one.
+    sites = {n: SiteSide(n, "s", VALUES[n], random=fixed_bytes(n)) for n in NAMES}
+    coordinator = run(sites, {"e": "mask", "d": "reveal"})
+    masked = sites["a"].answer(_request(sites["a"], "mask")).arrays
+    keys = sites["a"].answer(None).header["keys"]
+    assert keys["mask"] == "MC6eJBKrum6B28cFxDvJRlwIWRFhodFvGdfAIOcPVgU="
+    digest = hashlib.sha256(b"".join(masked[name].tobytes() for name in sorted(masked)))
+    assert digest.hexdigest() == "ccc390f7468f8aad70b71b648478bb8115c4575010ae374ecc3221f7a44ab032"
+    np.testing.assert_array_equal(coordinator.total["x"], true_sum(VALUES, "abcd")["x"])
+
+
+def _request(site: SiteSide, phase: str) -> Message:
+    return Message(site._answers[phase][0])
+
+
+def test_a_sum_of_two_needs_consent() -> None:
+    pair = {name: VALUES[name] for name in "ab"}
+    with pytest.raises(SecureSumError, match="the sum is of 2 sites, expected at least 3"):
+        run(make_sites(pair), {}, CoordinatorSide("s", "ab"))
+    coordinator = run(make_sites(pair, least_sites=2), {}, CoordinatorSide("s", "ab"))
+    np.testing.assert_array_equal(coordinator.total["x"], true_sum(pair, "ab")["x"])
+    with pytest.raises(SecureSumError, match="of 2 to 500 sites, not of 1"):
+        CoordinatorSide("s", "a")
+
+
+def test_values_can_be_made_when_they_are_needed() -> None:
+    calls = []
+
+    def values() -> dict[str, np.ndarray]:
+        calls.append(1)
+        return VALUES["a"]
+
+    sites = {name: SiteSide(name, "s", values) for name in "abc"}
+    coordinator = CoordinatorSide("s", "abc")
+    for name in "abc":
+        coordinator.receive(name, sites[name].answer(None))
+    assert not calls
+    coordinator = run(sites, {}, CoordinatorSide("s", "abc"))
+    assert len(calls) == 3
+
+
+def test_floats_are_averaged_as_by_secure_mean() -> None:
+    rng = np.random.default_rng(0)
+    updates = {"w": rng.normal(size=(5, 40, 3)), "b": rng.normal(size=(5, 7))}
+    updates = {name: x.astype(np.float32) for name, x in updates.items()}
+    updates["w"][0, 0] = [np.nan, 5.0, -5.0]
+    here = np.array([1, 1, 0, 1, 0], np.float32)
+    code, aggregator = FixedPoint(max_value=2.0, bits=16), secure_mean(max_value=2.0)
+
+    @fedpax.program(clients=5)
+    def average(updates, weights):
+        return aggregator.aggregate(aggregator.init(None), updates, weights)[0]
+
+    expected = jax.jit(average)(updates, here)
+    encode = jax.jit(code.encode)
+    values = {
+        name: {key: np.asarray(encode(x[i])) for key, x in updates.items()}
+        for i, name in enumerate(NAMES)
+    }
+    coordinator = run(make_sites(values), {"c": "mask", "e": "mask"})
+    assert coordinator.present == ("a", "b", "d")
+    for key, x in updates.items():
+        mean = jax.jit(code.decode)(coordinator.total[key], jnp.int32(3), like=x[0])
+        np.testing.assert_array_equal(mean, expected[key])
+
+
+def test_signed_keys(tmp_path: Path) -> None:
+    make_certificates(tmp_path / "own", NAMES)
+    sites = {
+        name: SiteSide(
+            name,
+            "s",
+            VALUES[name],
+            signer=CertificateSigner(read_certificates(tmp_path / "own" / name)),
+        )
+        for name in NAMES
+    }
+    coordinator = run(sites, {"a": "share", "b": "mask"})
+    np.testing.assert_array_equal(coordinator.total["x"], true_sum(VALUES, "cde")["x"])
+
+
+def test_memory_and_work_are_flat() -> None:
+    # The coordinator holds one sum, however many sites there are, and a site expands one mask for
+    # each other site.
+    size = 250_000
+    values = {"x": np.zeros(size, np.int32)}
+
+    def peak(count: int) -> int:
+        names = [f"site-{i}" for i in range(count)]
+        coordinator = CoordinatorSide("s", names)
+        sites = {name: SiteSide(name, "s", values) for name in names}
+        requests: dict[str, Message | None] = dict.fromkeys(names)
+        for _ in range(2):
+            for name in names:
+                coordinator.receive(name, sites[name].answer(requests[name]))
+            requests = dict(coordinator.advance())
+        tracemalloc.start()
+        for name in names:
+            coordinator.receive(name, sites.pop(name).answer(requests[name]))
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return found
+
+    assert peak(16) < 1.2 * peak(4) < 1.2 * 5 * 4 * size
+    add_mask, calls = masks.add_mask, []
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("site_side", "coordinator_side"):
+            patch.setattr(
+                f"fedpax.sites.secure_sums.{module}.add_mask",
+                lambda *args: [calls.append(1), add_mask(*args)],
+            )
+        run(make_sites(VALUES), {"e": "mask"})
+    # Four sites with their own mask and four others; the coordinator four own masks, and four of e.
+    assert len(calls) == 4 * 5 + 4 + 4

@@ -64,25 +64,15 @@ class FilesConfig:
 
 
 class OpenFiles(NamedTuple):
-    """The examples of files, and the part of each.
+    """The examples of files, and the part of each."""
 
-    Attributes:
-        columns: all columns by name, Arrow arrays, sorted by client.
-        client: the column of clients.
-        names: the clients' names.
-        owners: the client of each example.
-        heldout: whether an example of a training client is held out.
-        is_new: whether a client is held out with all its examples.
-        notes: lines that tell what was read.
-    """
-
-    columns: Mapping[str, Any]
-    client: str
-    names: Sequence[str]
-    owners: Int[np.ndarray, " examples"]
-    heldout: Bool[np.ndarray, " examples"]
-    is_new: Bool[np.ndarray, " clients"]
-    notes: tuple[str, ...]
+    columns: Mapping[str, Any]  # all columns by name, Arrow arrays, sorted by client
+    client: str  # the column of clients
+    names: Sequence[str]  # the clients' names
+    owners: Int[np.ndarray, " examples"]  # the client of each example
+    heldout: Bool[np.ndarray, " examples"]  # whether an example of a training client is held out
+    is_new: Bool[np.ndarray, " clients"]  # whether a client is held out with all its examples
+    notes: tuple[str, ...]  # lines that tell what was read
 
     @property
     def training(self) -> Bool[np.ndarray, " examples"]:

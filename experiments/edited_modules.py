@@ -16,17 +16,11 @@ from typing import NamedTuple
 
 
 class _Imports(NamedTuple):
-    """The modules of a folder that experiments have imported.
+    """The modules of a folder that experiments have imported."""
 
-    Attributes:
-        former: names of all modules that were imported before by other code.
-        when: time of the last import; modules that were imported later have no digest.
-        digests: digests of the files by module.
-    """
-
-    former: frozenset[str]
-    when: float
-    digests: dict[str, bytes]
+    former: frozenset[str]  # names of all modules that were imported before by other code
+    when: float  # time of the last import; modules that were imported later have no digest
+    digests: dict[str, bytes]  # digests of the files by module
 
 
 _IMPORTS: dict[Path, _Imports] = {}

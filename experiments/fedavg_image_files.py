@@ -45,18 +45,12 @@ class ImagesConfig(FilesConfig):
 
 
 class PreparedImages(NamedTuple):
-    """Images as arrays.
+    """Images as arrays."""
 
-    Attributes:
-        examples: `image`, uint8 or float32 `[examples, height, width, channels]`, and `label`,
-            int32.
-        label: the label.
-        notes: lines that tell the sizes and the label.
-    """
-
+    # `image`, uint8 or float32 `[examples, height, width, channels]`, and `label`, int32
     examples: Mapping[str, NDArray[Any]]
     label: Label
-    notes: Sequence[str]
+    notes: Sequence[str]  # lines that tell the sizes and the label
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,19 +18,12 @@ from fedpax.training.evaluation import placed_evaluator
 
 
 class HeldoutSet(NamedTuple):
-    """A data set to evaluate on beside the run's own.
+    """A data set to evaluate on beside the run's own."""
 
-    Attributes:
-        name: its name in the metrics.
-        dataset: a name for `fedpax.data.load`.
-        field: the field of an example with its text. None: as in the run's own data.
-        split: the split. None: as in the run's own data.
-    """
-
-    name: str
-    dataset: str
-    field: str | None
-    split: str | None
+    name: str  # its name in the metrics
+    dataset: str  # a name for `fedpax.data.load`
+    field: str | None  # the field of an example with its text. None: as in the run's own data.
+    split: str | None  # the split. None: as in the run's own data.
 
 
 class HeldoutRows(Protocol):
@@ -51,15 +44,10 @@ class HeldoutRows(Protocol):
 
 
 class HeldoutSets(NamedTuple):
-    """The rows to evaluate on.
+    """The rows to evaluate on."""
 
-    Attributes:
-        main: the rows of the run's own held-out split.
-        others: the rows of further data sets by name.
-    """
-
-    main: HeldoutRows
-    others: Mapping[str, HeldoutRows]
+    main: HeldoutRows  # the rows of the run's own held-out split
+    others: Mapping[str, HeldoutRows]  # the rows of further data sets by name
 
 
 _FORM = re.compile(

@@ -13,17 +13,11 @@ _REMEDY = "Write NAME=WEIGHT, NAME#FIELD=WEIGHT or NAME=WEIGHT@ROUND,WEIGHT@ROUN
 
 
 class MixtureItem(NamedTuple):
-    """One data set of a mixture.
+    """One data set of a mixture."""
 
-    Attributes:
-        name: a name for `fedpax.data.load`.
-        weight: its weight.
-        field: the field with its text. None: the configuration's.
-    """
-
-    name: str
+    name: str  # a name for `fedpax.data.load`
     weight: Weight
-    field: str | None
+    field: str | None  # the field with its text. None: the configuration's.
 
 
 def parse_mixture(items: Sequence[str]) -> list[MixtureItem]:

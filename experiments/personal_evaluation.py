@@ -16,13 +16,9 @@ from fedpax.training.experiment import Run
 
 
 class ServerState(NamedTuple):
-    """The part of an algorithm's state that an evaluation in training reads.
+    """The part of an algorithm's state that an evaluation in training reads."""
 
-    Attributes:
-        params: the parameters.
-    """
-
-    params: Params
+    params: Params  # the parameters
 
 
 def own_models(method: MethodConfig) -> bool:

@@ -70,19 +70,13 @@ class TableConfig(FilesConfig):
 
 
 class PreparedTable(NamedTuple):
-    """A table as arrays.
+    """A table as arrays."""
 
-    Attributes:
-        examples: `features`, float32 `[examples, features]`, and `label`, of all examples.
-        features: the function from columns to features.
-        label: the label.
-        notes: lines that tell the treatment of the columns and of the label.
-    """
-
+    # `features`, float32 `[examples, features]`, and `label`, of all examples
     examples: Mapping[str, NDArray[Any]]
-    features: TableFeatures
+    features: TableFeatures  # the function from columns to features
     label: Label
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # lines that tell the treatment of the columns and of the label
 
 
 def prepare_table(
@@ -209,18 +203,13 @@ def _list(texts: Any) -> str:
 
 
 class StatisticsAggregator(NamedTuple):
-    """The aggregator of means and variances, as arguments of `fit_features`.
-
-    Attributes:
-        aggregator: the aggregator.
-        limit: `number of entries -> largest absolute value of an entry`, or None if the aggregator
-            limits no update.
-        least_deviation: the least deviation of a column as a share of half its range.
-    """
+    """The aggregator of means and variances, as arguments of `fit_features`."""
 
     aggregator: Aggregator
+    # `number of entries -> largest absolute value of an entry`, or None if the aggregator limits no
+    # update
     limit: Callable[[int], float] | None = None
-    least_deviation: float = 0.0
+    least_deviation: float = 0.0  # the least deviation of a column as a share of half its range
 
 
 def statistics_aggregator(

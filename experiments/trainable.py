@@ -18,29 +18,19 @@ Evaluation = TypeVar("Evaluation")
 
 
 class Trainable(NamedTuple):
-    """The parameters that a run trains: a whole transformer, or adapters of a frozen one.
+    """The parameters that a run trains: a whole transformer, or adapters of a frozen one."""
 
-    Attributes:
-        init: `key -> params`.
-        logical_axes: the logical axes of the parameters.
-        shardings: the shardings of the parameters.
-        flops_per_token: floating-point operations per token, forward and backward.
-        flops_convention: what they count, in words.
-        initial: the initial parameters, where they are read from a folder, as in `Run`.
-        frozen: the transformer below adapters, as in `Run`.
-        whole_model: `params -> parameters of the transformer`, as in `Run`.
-        lora: the adapters' size.
-    """
-
-    init: Callable[[jax.Array], Params]
-    logical_axes: Params
-    shardings: ShardingTree
-    flops_per_token: float
-    flops_convention: str
+    init: Callable[[jax.Array], Params]  # `key -> params`
+    logical_axes: Params  # the logical axes of the parameters
+    shardings: ShardingTree  # the shardings of the parameters
+    flops_per_token: float  # floating-point operations per token, forward and backward
+    flops_convention: str  # what they count, in words
+    # the initial parameters, where they are read from a folder, as in `Run`
     initial: StoredParams | None = None
-    frozen: StoredParams | None = None
+    frozen: StoredParams | None = None  # the transformer below adapters, as in `Run`
+    # `params -> parameters of the transformer`, as in `Run`
     whole_model: Callable[[Params], Params] | None = None
-    lora: LoRAConfig = NO_ADAPTERS
+    lora: LoRAConfig = NO_ADAPTERS  # the adapters' size
 
     def algorithm(
         self, make: Callable[[LossFn], FederatedAlgorithm], loss_fn: LossFn

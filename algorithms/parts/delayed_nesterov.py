@@ -16,17 +16,11 @@ from fedpax.errors import ArgumentTypeError
 
 
 class DelayedNesterovState(NamedTuple):
-    """The state of delayed Nesterov.
+    """The state of delayed Nesterov."""
 
-    Attributes:
-        momentum: m, of the structure of the parameters.
-        accumulated: the sum D of the gradients since the last update of the momentum.
-        arrivals: float32 scalar, their number, below the period.
-    """
-
-    momentum: Params
-    accumulated: Params
-    arrivals: Float[Array, ""]
+    momentum: Params  # m, of the structure of the parameters
+    accumulated: Params  # the sum D of the gradients since the last update of the momentum
+    arrivals: Float[Array, ""]  # float32 scalar, their number, below the period
 
 
 class DelayedNesterov(NamedTuple):

@@ -77,17 +77,12 @@ def clip_by_norm(max_norm: float) -> AggregatorTransformation:
 
 
 class AdaptiveClipState(NamedTuple):
-    """The state of `adaptive_clip`.
+    """The state of `adaptive_clip`."""
 
-    Attributes:
-        max_norm: float32 scalar, the norm of the next round.
-        round: int32 scalar, number of rounds so far. With the seed it determines the noise.
-        aggregator_state: the state of the inner aggregator.
-    """
-
-    max_norm: Float[Array, ""]
+    max_norm: Float[Array, ""]  # float32 scalar, the norm of the next round
+    # int32 scalar, number of rounds so far. With the seed it determines the noise.
     round: Int[Array, ""]
-    aggregator_state: chex.ArrayTree
+    aggregator_state: chex.ArrayTree  # the state of the inner aggregator
 
 
 def adaptive_clip(

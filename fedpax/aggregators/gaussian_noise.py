@@ -22,15 +22,11 @@ _STDDEV_REMEDY = "Use 0.0 for no noise."
 
 
 class NoiseState(NamedTuple):
-    """The state of `add_noise` and `add_local_noise`.
+    """The state of `add_noise` and `add_local_noise`."""
 
-    Attributes:
-        round: int32 scalar, number of rounds so far. With the seed it determines the noise.
-        aggregator_state: the state of the inner aggregator.
-    """
-
+    # int32 scalar, number of rounds so far. With the seed it determines the noise.
     round: Int[Array, ""]
-    aggregator_state: chex.ArrayTree
+    aggregator_state: chex.ArrayTree  # the state of the inner aggregator
 
 
 def add_noise(stddev: float, *, seed: int) -> AggregatorTransformation:

@@ -27,15 +27,11 @@ from fedpax.primitives import federated_map, federated_sum
 
 
 class PrivateMeanState(NamedTuple):
-    """The state of `private_mean`.
+    """The state of `private_mean`."""
 
-    Attributes:
-        round: int32 scalar, number of rounds so far. With the seed it determines the noise.
-        max_norm: float32 scalar, the clipping norm C of the next round.
-    """
-
+    # int32 scalar, number of rounds so far. With the seed it determines the noise.
     round: Int[Array, ""]
-    max_norm: Float[Array, ""]
+    max_norm: Float[Array, ""]  # float32 scalar, the clipping norm C of the next round
 
 
 def private_mean(

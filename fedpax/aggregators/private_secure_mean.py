@@ -30,12 +30,9 @@ LEAST_STDDEV = 3.0  # of one participant's noise: the tau of proposition 14 is t
 
 
 class PrivateSecureMeanState(NamedTuple):
-    """The state of `private_secure_mean`.
+    """The state of `private_secure_mean`."""
 
-    Attributes:
-        round: int32 scalar, number of rounds so far. With the seed it determines noise and masks.
-    """
-
+    # int32 scalar, number of rounds so far. With the seed it determines noise and masks.
     round: Int[Array, ""]
 
 

@@ -27,13 +27,10 @@ from fedpax.primitives import federated_broadcast, federated_map, federated_mean
 
 
 class QuantizedMeanState(NamedTuple):
-    """The state of `quantized_mean`.
+    """The state of `quantized_mean`."""
 
-    Attributes:
-        residual: float32 `[participants, ...]`, placed, of the structure of the parameters: the
-            part of its updates that each participant has not sent yet (error feedback).
-    """
-
+    # float32 `[participants, ...]`, placed, of the structure of the parameters: the part of its
+    # updates that each participant has not sent yet (error feedback)
     residual: chex.ArrayTree
 
 

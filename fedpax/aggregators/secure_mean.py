@@ -25,12 +25,9 @@ from fedpax.primitives.layout import unplaced_aval
 
 
 class SecureMeanState(NamedTuple):
-    """The state of `secure_mean`.
+    """The state of `secure_mean`."""
 
-    Attributes:
-        round: int32 scalar, number of rounds so far. With the seed it determines the masks.
-    """
-
+    # int32 scalar, number of rounds so far. With the seed it determines the masks.
     round: Int[Array, ""]
 
 

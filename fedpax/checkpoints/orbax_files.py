@@ -101,14 +101,6 @@ def on_one_device(tree: Any) -> Any:
 class Retention(ocp.checkpoint_managers.PreservationPolicy):
     """A rule that says which checkpoints are kept when a new one is saved.
 
-    Attributes:
-        newest: number of the newest checkpoints that are kept.
-        every: checkpoints of rounds that are a multiple of it are kept too. Default 0: none.
-        scheduled: for each of these numbers, the newest checkpoint of a round that is a multiple of
-            it is kept too, however many are saved after it: a roll back returns to it, or an export
-            reads it. 0 and the default (): none.
-        best: rounds whose checkpoints are kept too; the training changes the set.
-
     Example:
         >>> Retention(newest=2, scheduled=(4,)).keeps([4, 8, 9, 10, 11])
         [False, True, False, True, True]
@@ -116,9 +108,13 @@ class Retention(ocp.checkpoint_managers.PreservationPolicy):
         [True, True, False, False, True]
     """
 
-    newest: int
-    every: int = 0
+    newest: int  # number of the newest checkpoints that are kept
+    every: int = 0  # checkpoints of rounds that are a multiple of it are kept too. Default 0: none.
+    # for each of these numbers, the newest checkpoint of a round that is a multiple of it is kept
+    # too, however many are saved after it: a roll back returns to it, or an export reads it. 0 and
+    # the default (): none.
     scheduled: tuple[int, ...] = ()
+    # rounds whose checkpoints are kept too; the training changes the set
     best: set[int] = dataclasses.field(default_factory=set, hash=False)
 
     def keeps(self, rounds: Sequence[int]) -> list[bool]:

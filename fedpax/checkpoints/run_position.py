@@ -16,20 +16,13 @@ StreamState = dict[str, Any] | bytes
 
 
 class RunPosition(NamedTuple):
-    """The position of a run: the values that a checkpoint holds beside the algorithm's state.
+    """The position of a run: the values that a checkpoint holds beside the algorithm's state."""
 
-    Attributes:
-        round: number of completed rounds.
-        stream: the position of the stream of cohorts after that round.
-        configuration: the experiment as JSON.
-        participants: the placement's size. Default None: not recorded.
-        numbers: the participants' numbers in an elastic job. Default None: there is no such job.
-    """
-
-    round: int
-    stream: StreamState
-    configuration: Mapping[str, Any]
-    participants: int | None = None
+    round: int  # number of completed rounds
+    stream: StreamState  # the position of the stream of cohorts after that round
+    configuration: Mapping[str, Any]  # the experiment as JSON
+    participants: int | None = None  # the placement's size. Default None: not recorded.
+    # the participants' numbers in an elastic job. Default None: there is no such job.
     numbers: Sequence[int] | None = None
 
     def to_json(self) -> dict[str, Any]:

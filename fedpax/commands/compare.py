@@ -109,21 +109,13 @@ def compare(arguments: Sequence[str]) -> int:
 
 
 class PlannedRun(NamedTuple):
-    """A run of the comparison.
+    """A run of the comparison."""
 
-    Attributes:
-        label: the name of its folder.
-        title: the experiment's name in tables.
-        exp: the experiment, as `fedpax train` takes it.
-        fields: the arguments that override fields, with the seed.
-        experiment: the configuration.
-    """
-
-    label: str
-    title: str
-    exp: str
-    fields: Sequence[str]
-    experiment: Experiment
+    label: str  # the name of its folder
+    title: str  # the experiment's name in tables
+    exp: str  # the experiment, as `fedpax train` takes it
+    fields: Sequence[str]  # the arguments that override fields, with the seed
+    experiment: Experiment  # the configuration
 
 
 def _plan(

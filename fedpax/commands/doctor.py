@@ -23,15 +23,10 @@ PACKAGES = (
 
 
 class Extra(NamedTuple):
-    """An optional dependency.
+    """An optional dependency."""
 
-    Attributes:
-        package: the distribution that it installs.
-        use: what it adds.
-    """
-
-    package: str
-    use: str
+    package: str  # the distribution that it installs
+    use: str  # what it adds
 
 
 EXTRAS = {
@@ -53,17 +48,11 @@ EXTRAS = {
 
 
 class Finding(NamedTuple):
-    """A line of the report.
+    """A line of the report."""
 
-    Attributes:
-        name: the subject, such as a package.
-        text: the finding.
-        problem: what is broken and its remedy; None if nothing essential is.
-    """
-
-    name: str
-    text: str
-    problem: str | None = None
+    name: str  # the subject, such as a package
+    text: str  # the finding
+    problem: str | None = None  # what is broken and its remedy; None if nothing essential is
 
 
 def doctor(arguments: Sequence[str]) -> int:

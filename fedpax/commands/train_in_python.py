@@ -27,20 +27,14 @@ from fedpax.training.trainer import train as train_in_folder
 
 @dataclasses.dataclass(frozen=True)
 class TrainedRun:
-    """A run that `fedpax.train` has trained.
-
-    Attributes:
-        experiment: the experiment.
-        folder: the run's folder.
-        rounds: number of completed rounds; all of them are saved.
-        evaluation: the newest held-out metrics. None: there was no evaluation.
-        stopped_early: why the run ended before its last round (`training.stop_after`), or None.
-    """
+    """A run that `fedpax.train` has trained."""
 
     experiment: Experiment = dataclasses.field(repr=False)
-    folder: Path
-    rounds: int
+    folder: Path  # the run's folder
+    rounds: int  # number of completed rounds; all of them are saved
+    # the newest held-out metrics. None: there was no evaluation.
     evaluation: dict[str, float] | None
+    # why the run ended before its last round (`training.stop_after`), or None
     stopped_early: str | None = None
 
     @functools.cached_property

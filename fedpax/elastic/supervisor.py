@@ -35,22 +35,15 @@ TICK = 0.05
 
 
 class ElasticOptions(NamedTuple):
-    """The options of an elastic job, the same in the command of each host.
+    """The options of an elastic job, the same in the command of each host."""
 
-    Attributes:
-        keeper: the command that runs the keeper: that of process 0 ("first"), this one, which does
-            not train ("alone"), or one with `--keeper=alone` ("elsewhere").
-        join_timeout: seconds to wait for the keeper.
-        heartbeat_timeout: seconds until a silent process is lost.
-        copy_every: rounds between copies of the state in the host's memory; 0: none.
-        copy_dir: the folder in the host's memory. None: `/dev/shm`.
-    """
-
+    # the command that runs the keeper: that of process 0 ("first"), this one, which does not train
+    # ("alone"), or one with `--keeper=alone` ("elsewhere")
     keeper: Literal["first", "alone", "elsewhere"]
-    join_timeout: float
-    heartbeat_timeout: float
-    copy_every: int
-    copy_dir: str | None
+    join_timeout: float  # seconds to wait for the keeper
+    heartbeat_timeout: float  # seconds until a silent process is lost
+    copy_every: int  # rounds between copies of the state in the host's memory; 0: none
+    copy_dir: str | None  # the folder in the host's memory. None: `/dev/shm`.
 
 
 FitJob: TypeAlias = Callable[[Sequence[int], int], tuple[list[str], list[int] | None] | None]

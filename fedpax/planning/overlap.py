@@ -21,28 +21,19 @@ UTILIZATIONS = (0.95, 0.99)
 
 
 class SliceTransfer(NamedTuple):
-    """A transfer between slices.
+    """A transfer between slices."""
 
-    Attributes:
-        name: name of the collective in the compiled text.
-        bytes: bytes that leave a slice in one execution, a lower bound.
-        executions: executions per round.
-        start: local steps of the round before its start. Inside a loop: before the loop.
-        end: local steps of the round before its completion. Inside a loop: before the loop's end.
-        in_loop: whether it is inside a loop.
-        local_steps: local steps between start and completion of one execution: the matmul FLOPs
-            that the schedule has between them, divided by the FLOPs of a local step.
-        exposed_seconds: seconds of a round in which the program waits for it.
-    """
-
-    name: str
-    bytes: float
-    executions: int
-    start: float
+    name: str  # name of the collective in the compiled text
+    bytes: float  # bytes that leave a slice in one execution, a lower bound
+    executions: int  # executions per round
+    start: float  # local steps of the round before its start. Inside a loop: before the loop.
+    # local steps of the round before its completion. Inside a loop: before the loop's end.
     end: float
-    in_loop: bool
+    in_loop: bool  # whether it is inside a loop
+    # local steps between start and completion of one execution: the matmul FLOPs that the schedule
+    # has between them, divided by the FLOPs of a local step
     local_steps: float
-    exposed_seconds: float
+    exposed_seconds: float  # seconds of a round in which the program waits for it
 
     @property
     def bytes_per_step(self) -> float:
@@ -51,21 +42,14 @@ class SliceTransfer(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """The transfers between slices of a round, at a bandwidth.
+    """The transfers between slices of a round, at a bandwidth."""
 
-    Attributes:
-        bandwidth: bytes per second out of a slice.
-        step_seconds: seconds of a local step, the bound without transfers between slices.
-        num_steps: local steps of a round.
-        transfers: the transfers, in the order of their starts.
-        required_bandwidth: a compute utilization, such as 0.95 -> the smallest bandwidth that
-            reaches it, in bytes per second.
-    """
-
-    bandwidth: float
-    step_seconds: float
-    num_steps: int
-    transfers: tuple[SliceTransfer, ...]
+    bandwidth: float  # bytes per second out of a slice
+    step_seconds: float  # seconds of a local step, the bound without transfers between slices
+    num_steps: int  # local steps of a round
+    transfers: tuple[SliceTransfer, ...]  # the transfers, in the order of their starts
+    # a compute utilization, such as 0.95 -> the smallest bandwidth that reaches it, in bytes per
+    # second
     required_bandwidth: Mapping[float, float]
 
     @property

@@ -91,21 +91,14 @@ def _trace(fn: Callable, avals: Sequence[Any]) -> ClosedJaxpr:
 
 
 class _Linearized(NamedTuple):
-    """The derivative of a function, in two parts.
+    """The derivative of a function, in two parts."""
 
-    Attributes:
-        primal: arguments -> outputs, then the residuals that are neither argument nor output.
-        linear: residuals, then tangents -> tangents of the active outputs.
-        used: for each argument whether `primal` takes it.
-        sources: for each residual the argument or output that holds it.
-        active: for each output whether it has a tangent.
-    """
-
+    # arguments -> outputs, then the residuals that are neither argument nor output
     primal: ClosedJaxpr
-    linear: ClosedJaxpr
-    used: list[bool]
-    sources: list[tuple[str, int]]
-    active: list[bool]
+    linear: ClosedJaxpr  # residuals, then tangents -> tangents of the active outputs
+    used: list[bool]  # for each argument whether `primal` takes it
+    sources: list[tuple[str, int]]  # for each residual the argument or output that holds it
+    active: list[bool]  # for each output whether it has a tangent
 
 
 def _linearize(jaxpr: ClosedJaxpr, nonzero: Sequence[bool]) -> _Linearized:

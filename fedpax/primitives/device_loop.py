@@ -14,30 +14,21 @@ from fedpax.primitives.row_buffer import empty_rows, has_typed_mesh, read_rows, 
 
 
 class DeviceLoop(NamedTuple):
-    """The participants of one device, run in chunks.
+    """The participants of one device, run in chunks."""
 
-    Attributes:
-        participant_fn: `(index, *server values, *slices) -> list of outputs` of one participant.
-            If the device has one participant, slices and stacked outputs have an axis of size 1.
-        out_avals: types of the outputs of one participant, without this axis.
-        server_values: arrays that all participants share.
-        monoids: the monoid of each of the last outputs. The outputs before them are stacked.
-        lazy: for each placed value, whether `participant_fn` takes a `LazySlice`.
-        outputs_by_slice: for each placed value, the outputs that may depend on it.
-        participants: number of participants on the device.
-        first_index: index of the first participant.
-        max_auto_chunk: largest chunk that "auto" may choose on an accelerator; 1 without "auto".
-    """
-
+    # `(index, *server values, *slices) -> list of outputs` of one participant. If the device has
+    # one participant, slices and stacked outputs have an axis of size 1.
     participant_fn: Callable[..., list]
-    out_avals: Sequence[Any]
-    server_values: Sequence[jax.Array]
+    out_avals: Sequence[Any]  # types of the outputs of one participant, without this axis
+    server_values: Sequence[jax.Array]  # arrays that all participants share
+    # the monoid of each of the last outputs. The outputs before them are stacked.
     monoids: Sequence[Monoid]
-    lazy: Sequence[bool]
+    lazy: Sequence[bool]  # for each placed value, whether `participant_fn` takes a `LazySlice`
+    # for each placed value, the outputs that may depend on it
     outputs_by_slice: Sequence[Sequence[int]]
-    participants: int
-    first_index: int | jax.Array
-    max_auto_chunk: int
+    participants: int  # number of participants on the device
+    first_index: int | jax.Array  # index of the first participant
+    max_auto_chunk: int  # largest chunk that "auto" may choose on an accelerator; 1 without "auto"
 
     def run(self, placed: Sequence[LazySlice], chunk_size: ChunkSize) -> list[jax.Array]:
         """Run all participants and return the stacked outputs, then the totals."""

@@ -21,17 +21,12 @@ WEIGHTS = "weights"
 
 
 class IntegerSum(NamedTuple):
-    """A sum of signed integers, or of weights, over participants; or a weighted mean.
+    """A sum of signed integers, or of weights, over participants; or a weighted mean."""
 
-    Attributes:
-        where: the summed leaf, for the message.
-        total: the sum in its integer dtype; of weights, in floats; or the mean.
-        estimate: the sum in floats, of the same shape; of weights, the number of those but 0; or
-            the mean with weights that are scaled.
-    """
-
-    where: str
-    total: Any
+    where: str  # the summed leaf, for the message
+    total: Any  # the sum in its integer dtype; of weights, in floats; or the mean
+    # the sum in floats, of the same shape; of weights, the number of those but 0; or the mean with
+    # weights that are scaled
     estimate: Any
 
 

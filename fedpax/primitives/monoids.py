@@ -18,18 +18,13 @@ class Monoid(NamedTuple):
     """An associative operation with an identity.
 
     All functions take and return lists of arrays, because one total can consist of several arrays.
-
-    Attributes:
-        reduce: `(arrays [n, ...]) -> totals` over participants.
-        merge: `(totals, totals) -> totals` of two groups of participants.
-        identity: `(dtypes) -> scalars`; merging with them changes nothing.
-        all_reduce: `(totals, mesh axis) -> totals` over devices.
     """
 
-    reduce: Callable[[list], list]
+    reduce: Callable[[list], list]  # `(arrays [n, ...]) -> totals` over participants
+    # `(totals, totals) -> totals` of two groups of participants
     merge: Callable[[list, list], list]
-    identity: Callable[[list], list]
-    all_reduce: Callable[[list, str], list]
+    identity: Callable[[list], list]  # `(dtypes) -> scalars`; merging with them changes nothing
+    all_reduce: Callable[[list, str], list]  # `(totals, mesh axis) -> totals` over devices
 
 
 def reduce_terms(

@@ -32,20 +32,14 @@ class Placement(NamedTuple):
 
 
 class ActivePlacement(NamedTuple):
-    """A placement of a program that is being traced.
-
-    Attributes:
-        placement: the placement.
-        chunk_size: the program's setting.
-        inside: the code being traced runs on one participant of the placement.
-        depth: number of placements that the enclosing programs declare; 0 for the outermost
-            program. The innermost program has the largest depth. A call without `placement` refers
-            to the placement of the innermost program.
-    """
+    """A placement of a program that is being traced."""
 
     placement: Placement
-    chunk_size: ChunkSize
-    inside: bool = False
+    chunk_size: ChunkSize  # the program's setting
+    inside: bool = False  # the code being traced runs on one participant of the placement
+    # number of placements that the enclosing programs declare; 0 for the outermost program. The
+    # innermost program has the largest depth. A call without `placement` refers to the placement of
+    # the innermost program.
     depth: int = 0
 
 

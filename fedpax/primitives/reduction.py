@@ -20,17 +20,13 @@ from fedpax.primitives.placement import ArrayTree, check_placed, resolve_placeme
 
 
 class Reduction(NamedTuple):
-    """A reduction in three parts.
+    """A reduction in three parts."""
 
-    Attributes:
-        monoid: combines the terms of participants into totals.
-        terms: `(*operands) -> list of arrays`, one term for each operand. It works on the operands
-            of all participants and on those of one participant.
-        finish: `(totals, number of participants, dtype of the first operand) -> results`.
-    """
-
-    monoid: Monoid
+    monoid: Monoid  # combines the terms of participants into totals
+    # `(*operands) -> list of arrays`, one term for each operand. It works on the operands of all
+    # participants and on those of one participant.
     terms: Callable[..., list[jax.Array]]
+    # `(totals, number of participants, dtype of the first operand) -> results`
     finish: Callable[[list[jax.Array], int, Any], list[jax.Array]]
 
 

@@ -13,15 +13,10 @@ BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ON
 
 
 class StaticArguments(NamedTuple):
-    """The static arguments of a function, which are Python values and are never traced.
+    """The static arguments of a function, which are Python values and are never traced."""
 
-    Attributes:
-        argnums: positions of those that are passed by position.
-        argnames: names of those that are passed by keyword.
-    """
-
-    argnums: tuple[int, ...] = ()
-    argnames: tuple[str, ...] = ()
+    argnums: tuple[int, ...] = ()  # positions of those that are passed by position
+    argnames: tuple[str, ...] = ()  # names of those that are passed by keyword
 
 
 NO_STATIC_ARGUMENTS = StaticArguments()

@@ -24,32 +24,21 @@ Folders: TypeAlias = str | Path | Sequence[str | Path]
 
 
 class RunSummary(NamedTuple):
-    """The results of one run.
+    """The results of one run."""
 
-    Attributes:
-        name: the experiment.
-        loss: held-out loss after the last round.
-        bytes_across_placement: bytes that participants exchanged in all rounds together; NaN if
-            the number is unknown.
-        items: tokens or examples that the model was trained on.
-        items_per_second: throughput over all rounds, without compilation, evaluation and saving.
-        item_unit: the unit of `items`: `"tokens"` or `"examples"`.
-        num_parameters: numbers in the model; NaN if the line of the run's sizes is lost.
-        wall_seconds: total time of all processes that trained the run.
-        virtual_seconds: simulated seconds of an asynchronous run; NaN for any other run.
-        loss_deviation: standard deviation of the loss over seeds; NaN for one run.
-    """
-
-    name: str
-    loss: float
+    name: str  # the experiment
+    loss: float  # held-out loss after the last round
+    # bytes that participants exchanged in all rounds together; NaN if the number is unknown
     bytes_across_placement: float
-    items: int
+    items: int  # tokens or examples that the model was trained on
+    # throughput over all rounds, without compilation, evaluation and saving
     items_per_second: float
-    item_unit: str
-    num_parameters: float
-    wall_seconds: float
+    item_unit: str  # the unit of `items`: `"tokens"` or `"examples"`
+    num_parameters: float  # numbers in the model; NaN if the line of the run's sizes is lost
+    wall_seconds: float  # total time of all processes that trained the run
+    # simulated seconds of an asynchronous run; NaN for any other run
     virtual_seconds: float = math.nan
-    loss_deviation: float = math.nan
+    loss_deviation: float = math.nan  # standard deviation of the loss over seeds; NaN for one run
 
     @property
     def has_deviation(self) -> bool:

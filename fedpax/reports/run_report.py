@@ -25,41 +25,28 @@ from fedpax.training.job_dir_lock import is_in_use
 
 
 class RunReport(NamedTuple):
-    """The progress of a run, as its folder records it.
+    """The progress of a run, as its folder records it."""
 
-    Attributes:
-        name: the experiment's name, or that of the folder if it is unknown.
-        state: `running` while a process holds the folder, `finished` when the last round is saved,
-            otherwise `stopped`.
-        rounds: number of rounds that are logged or saved.
-        total_rounds: number of rounds of the experiment, or None if it is unknown.
-        training_loss: training loss of the last logged round; NaN if there is none.
-        heldout_loss: held-out loss of the last evaluation; NaN if there is none.
-        items_per_second: throughput, as `fedpax.run_files.metrics.throughput` measures it;
-            of a long run, in the rounds of `lines`.
-        item_unit: the unit of items: `"tokens"` or `"examples"`.
-        bytes_across_placement: bytes that participants exchanged in all rounds; NaN if unknown.
-        wall_seconds: total time of all processes that trained the run.
-        goodput: seconds by use (`fedpax.run_files.goodput`); empty if they are unknown.
-        spikes: number of rounds that spiked.
-        damage: what cannot be read, in words.
-        lines: the lines of `metrics.jsonl`; of a long run, those of rounds and evaluations that are
-            evenly spread (`fedpax.run_files.metrics_log.SPREAD_ROUNDS`).
-    """
-
-    name: str
+    name: str  # the experiment's name, or that of the folder if it is unknown
+    # `running` while a process holds the folder, `finished` when the last round is saved, otherwise
+    # `stopped`
     state: Literal["running", "finished", "stopped"]
-    rounds: int
-    total_rounds: int | None
-    training_loss: float
-    heldout_loss: float
+    rounds: int  # number of rounds that are logged or saved
+    total_rounds: int | None  # number of rounds of the experiment, or None if it is unknown
+    training_loss: float  # training loss of the last logged round; NaN if there is none
+    heldout_loss: float  # held-out loss of the last evaluation; NaN if there is none
+    # throughput, as `fedpax.run_files.metrics.throughput` measures it; of a long run, in the rounds
+    # of `lines`
     items_per_second: float
-    item_unit: str
-    bytes_across_placement: float
-    wall_seconds: float
+    item_unit: str  # the unit of items: `"tokens"` or `"examples"`
+    bytes_across_placement: float  # bytes that participants exchanged in all rounds; NaN if unknown
+    wall_seconds: float  # total time of all processes that trained the run
+    # seconds by use (`fedpax.run_files.goodput`); empty if they are unknown
     goodput: Mapping[Bucket, float] = MappingProxyType({})
-    spikes: int = 0
-    damage: tuple[str, ...] = ()
+    spikes: int = 0  # number of rounds that spiked
+    damage: tuple[str, ...] = ()  # what cannot be read, in words
+    # the lines of `metrics.jsonl`; of a long run, those of rounds and evaluations that are evenly
+    # spread (`fedpax.run_files.metrics_log.SPREAD_ROUNDS`)
     lines: Sequence[Mapping[str, Any]] = ()
 
 

@@ -33,15 +33,10 @@ from fedpax.transforms.inlining import program_placements
 
 
 class Target(NamedTuple):
-    """A value that a held-out metric should reach.
+    """A value that a held-out metric should reach."""
 
-    Attributes:
-        metric: name of the metric, such as `accuracy`.
-        value: the value. A loss reaches it from above, any other metric from below.
-    """
-
-    metric: str
-    value: float
+    metric: str  # name of the metric, such as `accuracy`
+    value: float  # the value. A loss reaches it from above, any other metric from below.
 
     @property
     def is_loss(self) -> bool:
@@ -76,19 +71,13 @@ def parse_target(text: str) -> Target:
 
 
 class MetricTrajectory(NamedTuple):
-    """A metric over a run, one entry per evaluation.
+    """A metric over a run, one entry per evaluation."""
 
-    Attributes:
-        values: the metric.
-        rounds: numbers of rounds.
-        num_bytes: bytes that all participants together received and sent; NaN if unknown.
-        flops: floating-point operations of all participants together; NaN if unknown.
-    """
-
-    values: Sequence[float]
-    rounds: Sequence[int]
+    values: Sequence[float]  # the metric
+    rounds: Sequence[int]  # numbers of rounds
+    # bytes that all participants together received and sent; NaN if unknown
     num_bytes: Sequence[float]
-    flops: Sequence[float]
+    flops: Sequence[float]  # floating-point operations of all participants together; NaN if unknown
 
 
 def trajectory_of(
@@ -137,19 +126,12 @@ def _valid_fraction(cohort: Cohort) -> float:
 
 
 class CostToTarget(NamedTuple):
-    """Rounds, bytes and FLOPs of a run until the target.
+    """Rounds, bytes and FLOPs of a run until the target."""
 
-    Attributes:
-        rounds: number of rounds; None if the target was not reached.
-        num_bytes: bytes that all participants together received and sent; NaN if not reached.
-        flops: floating-point operations of all participants together; NaN if not reached.
-        best: the best value of all evaluations.
-    """
-
-    rounds: int | None
-    num_bytes: float
-    flops: float
-    best: float
+    rounds: int | None  # number of rounds; None if the target was not reached
+    num_bytes: float  # bytes that all participants together received and sent; NaN if not reached
+    flops: float  # floating-point operations of all participants together; NaN if not reached
+    best: float  # the best value of all evaluations
 
 
 def cost_to_target(trajectory: MetricTrajectory, target: Target) -> CostToTarget:

@@ -12,15 +12,10 @@ STOP = "stop"
 
 
 class BestMetric(NamedTuple):
-    """A held-out metric, and which of its values are better.
+    """A held-out metric, and which of its values are better."""
 
-    Attributes:
-        name: the metric's name.
-        smaller: whether smaller values are better.
-    """
-
-    name: str
-    smaller: bool
+    name: str  # the metric's name
+    smaller: bool  # whether smaller values are better
 
     def is_better(self, value: float, than: float) -> bool:
         """Return whether a value is finite and better; any finite value is better than NaN."""

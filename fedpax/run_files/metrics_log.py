@@ -52,19 +52,13 @@ class Sum(NamedTuple):
 
 
 class MetricsLog(NamedTuple):
-    """Lines of `metrics.jsonl`.
+    """Lines of `metrics.jsonl`."""
 
-    Attributes:
-        lines: the chosen lines that are whole, in their order.
-        damaged: the numbers of the damaged lines, from 1.
-        kept: the ranges of bytes of the lines that are whole and that `keep` keeps.
-        sum: the sum of these bytes.
-    """
-
-    lines: list[dict[str, Any]]
-    damaged: list[int]
+    lines: list[dict[str, Any]]  # the chosen lines that are whole, in their order
+    damaged: list[int]  # the numbers of the damaged lines, from 1
+    # the ranges of bytes of the lines that are whole and that `keep` keeps
     kept: list[tuple[int, int]]
-    sum: Sum
+    sum: Sum  # the sum of these bytes
 
 
 class Choice:

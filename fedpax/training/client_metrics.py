@@ -13,17 +13,13 @@ NUM_BINS = 10
 
 
 class ClientMetrics(NamedTuple):
-    """Metrics of a model on the held-out examples of each client.
+    """Metrics of a model on the held-out examples of each client."""
 
-    Attributes:
-        names: the clients.
-        num_examples: number of held-out examples of each client; the sum of their weights, if
-            examples stand for those of a client by weight.
-        metrics: each metric by name, float64 `[clients]`; NaN where it is not defined.
-    """
-
-    names: Sequence[str]
+    names: Sequence[str]  # the clients
+    # number of held-out examples of each client; the sum of their weights, if examples stand for
+    # those of a client by weight
     num_examples: Num[np.ndarray, " clients"]
+    # each metric by name, float64 `[clients]`; NaN where it is not defined
     metrics: Mapping[str, Float64[np.ndarray, " clients"]]
 
 
@@ -43,17 +39,13 @@ class Clients(Protocol):
 class ExampleOwners(NamedTuple):
     """Clients that have held-out examples of their own.
 
-    Attributes:
-        names: the clients' names.
-        owners: the client of each example, an index of `names`.
-
     Example:
         >>> ExampleOwners(["a", "b"], np.array([0, 0, 1])).sum(np.array([1.0, 2.0, 5.0])).tolist()
         [3.0, 5.0]
     """
 
-    names: Sequence[str]
-    owners: Int[np.ndarray, " examples"]
+    names: Sequence[str]  # the clients' names
+    owners: Int[np.ndarray, " examples"]  # the client of each example, an index of `names`
 
     def sum(self, values: Float[np.ndarray, " examples"]) -> Float64[np.ndarray, " clients"]:
         """Return the sum of a value over the examples of each client."""
@@ -63,11 +55,6 @@ class ExampleOwners(NamedTuple):
 class LabelWeights(NamedTuple):
     """Clients for which shared held-out examples stand, weighted by label.
 
-    Attributes:
-        names: the clients' names.
-        labels: the label of each example.
-        weights: the weight of an example with this label for a client.
-
     Example:
         >>> weights = np.array([[2.0, 0.0], [0.5, 0.5]])
         >>> clients = LabelWeights(["a", "b"], np.array([0, 1, 1]), weights)
@@ -75,8 +62,9 @@ class LabelWeights(NamedTuple):
         [2.0, 3.5]
     """
 
-    names: Sequence[str]
-    labels: Int[np.ndarray, " examples"]
+    names: Sequence[str]  # the clients' names
+    labels: Int[np.ndarray, " examples"]  # the label of each example
+    # the weight of an example with this label for a client
     weights: Float[np.ndarray, "clients labels"]
 
     def sum(self, values: Float[np.ndarray, " examples"]) -> Float64[np.ndarray, " clients"]:

@@ -24,24 +24,18 @@ from fedpax.transforms.inlining import program_placements
 
 
 class CompiledRound(NamedTuple):
-    """A compiled round.
+    """A compiled round."""
 
-    Attributes:
-        round: `(state, cohort) -> (state, metrics)`, or `(state, cohort, frozen) -> ...` if the run
-            has frozen values; the input state's buffers are donated. A round that skips spikes has
-            one more argument after the state, the threshold.
-        state: the state's abstract values, each with its sharding.
-        num_parameters: numbers in the server's model.
-        num_participants: the placement's size.
-        bytes_across_placement: operand bytes per round of collectives along the placement's mesh
-            axis, as the sum over the devices at one index of this axis; read from the compiled
-            text. NaN if they depend on values; 0 if the mesh has no axis of this name.
-    """
-
+    # `(state, cohort) -> (state, metrics)`, or `(state, cohort, frozen) -> ...` if the run has
+    # frozen values; the input state's buffers are donated. A round that skips spikes has one more
+    # argument after the state, the threshold.
     round: jax.stages.Compiled
-    state: State
-    num_parameters: int
-    num_participants: int
+    state: State  # the state's abstract values, each with its sharding
+    num_parameters: int  # numbers in the server's model
+    num_participants: int  # the placement's size
+    # operand bytes per round of collectives along the placement's mesh axis, as the sum over the
+    # devices at one index of this axis; read from the compiled text. NaN if they depend on values;
+    # 0 if the mesh has no axis of this name.
     bytes_across_placement: float
 
 

@@ -39,16 +39,11 @@ from fedpax.training.utilization import utilization_of
 
 
 class ResumeOptions(NamedTuple):
-    """Allowed changes since the folder's checkpoint was saved.
+    """Allowed changes since the folder's checkpoint was saved."""
 
-    Attributes:
-        allow_config_change: paths of fields of the configuration.
-        participant_states: how to make states for another number of participants.
-        membership: the part of this process in an elastic job; None: there is no such job.
-    """
-
-    allow_config_change: Collection[str]
-    participant_states: ParticipantRule
+    allow_config_change: Collection[str]  # paths of fields of the configuration
+    participant_states: ParticipantRule  # how to make states for another number of participants
+    # the part of this process in an elastic job; None: there is no such job
     membership: Membership | None = None
 
 

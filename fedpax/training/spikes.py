@@ -56,17 +56,11 @@ def spike_threshold(losses: Sequence[float], deviations: float) -> float:
 
 
 class SpikeCounts(NamedTuple):
-    """Numbers of rounds since the start of a run, including rounds that a roll back discarded.
+    """Numbers of rounds since the start of a run, including rounds that a roll back discarded."""
 
-    Attributes:
-        spikes: rounds that spiked.
-        skipped_rounds: rounds whose update was skipped.
-        non_finite_rounds: rounds whose loss was NaN or infinite.
-    """
-
-    spikes: int = 0
-    skipped_rounds: int = 0
-    non_finite_rounds: int = 0
+    spikes: int = 0  # rounds that spiked
+    skipped_rounds: int = 0  # rounds whose update was skipped
+    non_finite_rounds: int = 0  # rounds whose loss was NaN or infinite
 
 
 class SpikeHistory:

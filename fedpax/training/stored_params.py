@@ -14,17 +14,14 @@ from fedpax.clients.cohort import Cohort
 
 
 class StoredParams(NamedTuple):
-    """Parameters that a run reads from a folder.
+    """Parameters that a run reads from a folder."""
 
-    Attributes:
-        source: where they are, for messages, such as `"model.weights=models/llama"`. Empty if no
-            folder is given; `load` then raises.
-        shapes: their shapes and dtypes, a tree of `jax.ShapeDtypeStruct` with shardings.
-        load: reads them onto these shardings. May be called several times.
-    """
-
+    # where they are, for messages, such as `"model.weights=models/llama"`. Empty if no folder is
+    # given; `load` then raises.
     source: str
+    # their shapes and dtypes, a tree of `jax.ShapeDtypeStruct` with shardings
     shapes: chex.ArrayTree
+    # reads them onto these shardings. May be called several times.
     load: Callable[[], chex.ArrayTree]
 
 

@@ -53,22 +53,15 @@ class StorageError(FedpaxError, OSError):
 
 
 class TrainingResult(NamedTuple):
-    """The result of a call of `train`.
+    """The result of a call of `train`."""
 
-    Attributes:
-        rounds: number of completed rounds of the run; all of them are saved.
-        finished: whether these are all rounds of the experiment, or the run has stopped early.
-        rounds_trained: number of rounds that this call trained; 0 if the run was finished already.
-        signal: the signal that stopped the call, or None.
-        evaluation: the newest held-out metrics of this call, or None.
-        stopped_early: why the run ended before its last round (`training.stop_after`), or None.
-    """
-
-    rounds: int
-    finished: bool
+    rounds: int  # number of completed rounds of the run; all of them are saved
+    finished: bool  # whether these are all rounds of the experiment, or the run has stopped early
+    # number of rounds that this call trained; 0 if the run was finished already
     rounds_trained: int
-    signal: signal.Signals | None
-    evaluation: dict[str, float] | None
+    signal: signal.Signals | None  # the signal that stopped the call, or None
+    evaluation: dict[str, float] | None  # the newest held-out metrics of this call, or None
+    # why the run ended before its last round (`training.stop_after`), or None
     stopped_early: str | None = None
 
 

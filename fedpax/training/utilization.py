@@ -8,21 +8,13 @@ from fedpax.training.experiment import Run
 
 
 class Utilization(NamedTuple):
-    """The terms of MFU = items/s x FLOPs per item / (chips x peak FLOPs per second).
+    """The terms of MFU = items/s x FLOPs per item / (chips x peak FLOPs per second)."""
 
-    Attributes:
-        flops_per_item: FLOPs of the model per item, as `Run.flops_per_item` counts them.
-        convention: what `flops_per_item` counts, in words.
-        num_chips: chips of the mesh.
-        chip: name of the chip.
-        peak_flops: dense bfloat16 matmul FLOPs per second of one chip.
-    """
-
-    flops_per_item: float
-    convention: str
-    num_chips: int
-    chip: str
-    peak_flops: float
+    flops_per_item: float  # FLOPs of the model per item, as `Run.flops_per_item` counts them
+    convention: str  # what `flops_per_item` counts, in words
+    num_chips: int  # chips of the mesh
+    chip: str  # name of the chip
+    peak_flops: float  # dense bfloat16 matmul FLOPs per second of one chip
 
     def mfu(self, items_per_second: float) -> float:
         """Return the fraction of the peak that the model uses."""

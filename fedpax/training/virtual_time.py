@@ -18,15 +18,11 @@ VIRTUAL_SECONDS = "virtual_seconds"
 
 
 class TimedSchedule(NamedTuple):
-    """The schedule of a round, and when the round ends.
+    """The schedule of a round, and when the round ends."""
 
-    Attributes:
-        schedule: the method's schedule, such as `fedpax.clients.ArrivalOrder`.
-        seconds: float32 `[participants]`, the second of simulated time at which the round ends, the
-            same for all of them.
-    """
-
-    schedule: chex.ArrayTree
+    schedule: chex.ArrayTree  # the method's schedule, such as `fedpax.clients.ArrivalOrder`
+    # float32 `[participants]`, the second of simulated time at which the round ends, the same for
+    # all of them
     seconds: Float[jax.Array | np.ndarray, " participants"]
 
 

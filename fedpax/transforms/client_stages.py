@@ -26,16 +26,10 @@ ELEMENTWISE = (ADDITION, MAXIMUM, MINIMUM)
 
 
 class Value(NamedTuple):
-    """A value that a participant receives, has, sends or keeps.
+    """A value that a participant receives, has, sends or keeps."""
 
-    Attributes:
-        name: the name of an argument or a result, or the value that it is computed from.
-        shape: its shape for one participant.
-        dtype: its dtype.
-    """
-
-    name: str
-    shape: tuple[int, ...]
+    name: str  # the name of an argument or a result, or the value that it is computed from
+    shape: tuple[int, ...]  # its shape for one participant
     dtype: Any
 
     @property
@@ -48,59 +42,37 @@ class Value(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """The messages of one stage, as one participant sees them.
+    """The messages of one stage, as one participant sees them."""
 
-    Attributes:
-        shared: values of the server that all participants receive.
-        rows: values of the server of which each participant receives its own row.
-        own: values that the participant has: its data, its state, and values of earlier stages.
-        terms: values that it sends to be summed, or reduced otherwise, over participants.
-        shown: values that it sends and the server reads participant by participant.
-        kept: values that it keeps: new states, and values that a later stage reads.
-    """
-
-    shared: tuple[Value, ...]
-    rows: tuple[Value, ...]
+    shared: tuple[Value, ...]  # values of the server that all participants receive
+    rows: tuple[Value, ...]  # values of the server of which each participant receives its own row
+    # values that the participant has: its data, its state, and values of earlier stages
     own: tuple[Value, ...]
+    # values that it sends to be summed, or reduced otherwise, over participants
     terms: tuple[Value, ...]
-    shown: tuple[Value, ...]
-    kept: tuple[Value, ...]
+    shown: tuple[Value, ...]  # values that it sends and the server reads participant by participant
+    kept: tuple[Value, ...]  # values that it keeps: new states, and values that a later stage reads
 
 
 class ClientStage(NamedTuple):
-    """The function of one participant in the loop of a phase.
+    """The function of one participant in the loop of a phase."""
 
-    Attributes:
-        number: number of the stage.
-        phase: the phase.
-        size: number of participants.
-        body: `(index, *shared, *slices) -> (*stored values, *terms)`.
-        shared: the values of the server that all participants receive.
-        rows: the values of the server of which each participant receives its row.
-        slices: for each slice, the name of the own value; None for the next row.
-        stored: the values that the loop stores.
-        shown: the stored values that the server reads.
-        kept: name of a kept value -> the stored value, or the name under which it came from an
-            earlier stage.
-        monoids: the monoid of each term.
-        sent: the terms that are sent.
-        places: for each term, its place among those that are sent.
-        messages: the messages.
-    """
-
-    number: int
+    number: int  # number of the stage
     phase: int
-    size: int
-    body: ClosedJaxpr
-    shared: tuple[Var, ...]
-    rows: tuple[Var, ...]
+    size: int  # number of participants
+    body: ClosedJaxpr  # `(index, *shared, *slices) -> (*stored values, *terms)`
+    shared: tuple[Var, ...]  # the values of the server that all participants receive
+    rows: tuple[Var, ...]  # the values of the server of which each participant receives its row
+    # for each slice, the name of the own value; None for the next row
     slices: tuple[str | None, ...]
-    stored: tuple[Var, ...]
-    shown: tuple[Var, ...]
+    stored: tuple[Var, ...]  # the values that the loop stores
+    shown: tuple[Var, ...]  # the stored values that the server reads
+    # name of a kept value -> the stored value, or the name under which it came from an earlier
+    # stage
     kept: Mapping[str, Var | str]
-    monoids: tuple[Monoid, ...]
-    sent: tuple[int, ...]
-    places: tuple[int, ...]
+    monoids: tuple[Monoid, ...]  # the monoid of each term
+    sent: tuple[int, ...]  # the terms that are sent
+    places: tuple[int, ...]  # for each term, its place among those that are sent
     messages: Stage
 
     def client(

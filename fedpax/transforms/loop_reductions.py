@@ -32,23 +32,16 @@ CONTRACTIONS = ("dot_general", "conv_general_dilated")
 
 
 class LoopReduction(NamedTuple):
-    """A reduction in the parts that a loop over participants needs.
+    """A reduction in the parts that a loop over participants needs."""
 
-    Attributes:
-        eqn: the equation.
-        axes: the participants' axis of each operand.
-        monoids: how each total is combined.
-        terms: `(*operands) -> one term for each total`. The operands are slices, or have a
-            participants' axis of size 1.
-        finish: `(totals) -> results`.
-        takes_slices: whether the operands of `terms` are slices, without the participants' axis.
-    """
-
-    eqn: JaxprEqn
-    axes: tuple[int, ...]
-    monoids: list[Monoid]
+    eqn: JaxprEqn  # the equation
+    axes: tuple[int, ...]  # the participants' axis of each operand
+    monoids: list[Monoid]  # how each total is combined
+    # `(*operands) -> one term for each total`. The operands are slices, or have a participants'
+    # axis of size 1.
     terms: Callable[..., list[jax.Array]]
-    finish: Callable[[list[jax.Array]], list[jax.Array]]
+    finish: Callable[[list[jax.Array]], list[jax.Array]]  # `(totals) -> results`
+    # whether the operands of `terms` are slices, without the participants' axis
     takes_slices: bool = False
 
 

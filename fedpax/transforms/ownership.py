@@ -44,42 +44,30 @@ from fedpax.transforms.value_names import SAME
 
 
 class Signature(NamedTuple):
-    """The flat arguments and results of a program.
+    """The flat arguments and results of a program."""
 
-    Attributes:
-        names: name of each argument, such as `cohort.batches['x']`.
-        replaced: for each result the position of the argument that it replaces if participants own
-            that argument; None if it replaces none.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # name of each argument, such as `cohort.batches['x']`
+    # for each result the position of the argument that it replaces if participants own that
+    # argument; None if it replaces none
     replaced: tuple[int | None, ...]
 
 
 class Division(NamedTuple):
-    """A program whose values are divided between the server and the participants.
+    """A program whose values are divided between the server and the participants."""
 
-    Attributes:
-        core: the rewritten program: `(*server's arguments, *own values) -> (*server's results,
-            *kept values)`. Own and kept values are placed.
-        server_arguments: positions of the server's arguments among those of the program.
-        server_results: positions of the server's results among those of the program.
-        own: the names of the own values.
-        own_arguments: for each own value, the position of the argument that it is read from.
-        stores: the own values that are rows of a client store.
-        kept: for each kept value, the name of the own value that it replaces.
-        read: `(*arguments) -> own values`.
-        write: `(*arguments, *kept values) -> results` that are not the server's, in order.
-    """
-
+    # the rewritten program: `(*server's arguments, *own values) -> (*server's results, *kept
+    # values)`. Own and kept values are placed.
     core: ClosedJaxpr
+    # positions of the server's arguments among those of the program
     server_arguments: tuple[int, ...]
-    server_results: tuple[int, ...]
-    own: tuple[str, ...]
+    server_results: tuple[int, ...]  # positions of the server's results among those of the program
+    own: tuple[str, ...]  # the names of the own values
+    # for each own value, the position of the argument that it is read from
     own_arguments: tuple[int, ...]
-    stores: frozenset[str]
-    kept: tuple[str, ...]
-    read: ClosedJaxpr
+    stores: frozenset[str]  # the own values that are rows of a client store
+    kept: tuple[str, ...]  # for each kept value, the name of the own value that it replaces
+    read: ClosedJaxpr  # `(*arguments) -> own values`
+    # `(*arguments, *kept values) -> results` that are not the server's, in order
     write: ClosedJaxpr
 
 

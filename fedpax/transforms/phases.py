@@ -28,15 +28,10 @@ EXTREMA = (federated_max_p, federated_min_p)
 
 
 class EffectOrder(NamedTuple):
-    """The place of an effect, such as a callback, among the phases.
-
-    Attributes:
-        phase: its phase.
-        in_loop: whether it is in the loop of the phase, which follows the server's work.
-    """
+    """The place of an effect, such as a callback, among the phases."""
 
     phase: int
-    in_loop: bool
+    in_loop: bool  # whether it is in the loop of the phase, which follows the server's work
 
 
 def plan_phases(

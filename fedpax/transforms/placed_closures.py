@@ -32,18 +32,11 @@ class PlacedClosureWarning(UserWarning):
 
 
 class PlacedClosure(NamedTuple):
-    """A placed value that a mapped function closes over.
+    """A placed value that a mapped function closes over."""
 
-    Attributes:
-        value: its name, such as `data['x']`.
-        type: its type, such as `float32[8,3]`.
-        function: the mapped function.
-        placement: the placement.
-    """
-
-    value: str
-    type: str
-    function: str
+    value: str  # its name, such as `data['x']`
+    type: str  # its type, such as `float32[8,3]`
+    function: str  # the mapped function
     placement: Placement
 
     def describe(self) -> str:

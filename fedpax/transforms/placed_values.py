@@ -239,14 +239,10 @@ def _reduction(eqn: JaxprEqn, reduction: LoopReduction) -> Use:
 
 
 class Body(NamedTuple):
-    """A jaxpr of a loop, a conditional or a call.
-
-    Attributes:
-        jaxpr: the jaxpr.
-        operands: for each of its arguments, the position among the equation's operands.
-    """
+    """A jaxpr of a loop, a conditional or a call."""
 
     jaxpr: Jaxpr
+    # for each of its arguments, the position among the equation's operands
     operands: tuple[int, ...]
 
     def analyse(

@@ -19,25 +19,16 @@ from fedpax.transforms.streaming_plan import StreamingPlan
 
 
 class PlanCost(NamedTuple):
-    """The cost of the loops of a plan.
+    """The cost of the loops of a plan."""
 
-    Attributes:
-        runs: id of the equation of a map -> number of loops that run it.
-        loops: number of loops.
-        stored_bytes: bytes of the values that loops store for all participants.
-        server_reductions: number of reductions that no loop accumulates.
-        read_bytes: bytes of the placed values that loops read, once for each loop.
-        server_bytes: bytes of the mapped values that the server computes for all participants.
-        chunk_sizes: id of an equation -> the largest chunk size of a loop that runs it. "auto"
-            counts as 0, because it adapts to the memory.
-    """
-
-    runs: Counter[int]
-    loops: int
-    stored_bytes: int
-    server_reductions: int
-    read_bytes: int
-    server_bytes: int
+    runs: Counter[int]  # id of the equation of a map -> number of loops that run it
+    loops: int  # number of loops
+    stored_bytes: int  # bytes of the values that loops store for all participants
+    server_reductions: int  # number of reductions that no loop accumulates
+    read_bytes: int  # bytes of the placed values that loops read, once for each loop
+    server_bytes: int  # bytes of the mapped values that the server computes for all participants
+    # id of an equation -> the largest chunk size of a loop that runs it. "auto" counts as 0,
+    # because it adapts to the memory.
     chunk_sizes: dict[int, int]
 
     def is_below(self, other: "PlanCost") -> bool:

@@ -15,24 +15,15 @@ from fedpax.transforms.ownership import Signature
 
 
 class ProgramIO(NamedTuple):
-    """The arguments and the results of a program.
+    """The arguments and the results of a program."""
 
-    Attributes:
-        tree: structure of the arguments.
-        names: name of each argument.
-        avals: type of each argument.
-        out_tree: structure of the results.
-        result_names: name of each result.
-        out_avals: type of each result.
-        replaced: for each result, the position of the argument that it replaces, or None.
-    """
-
-    tree: Any
-    names: tuple[str, ...]
-    avals: tuple[Any, ...]
-    out_tree: Any
-    result_names: tuple[str, ...]
-    out_avals: tuple[Any, ...]
+    tree: Any  # structure of the arguments
+    names: tuple[str, ...]  # name of each argument
+    avals: tuple[Any, ...]  # type of each argument
+    out_tree: Any  # structure of the results
+    result_names: tuple[str, ...]  # name of each result
+    out_avals: tuple[Any, ...]  # type of each result
+    # for each result, the position of the argument that it replaces, or None
     replaced: tuple[int | None, ...]
 
     def leaves(self, args: Sequence[Any], needed: Iterable[int]) -> list[Any]:

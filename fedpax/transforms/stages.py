@@ -47,34 +47,23 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """The answers of the participants to a `Request`; a plain tuple will do.
+    """The answers of the participants to a `Request`; a plain tuple will do."""
 
-    Attributes:
-        terms: the terms of the participants that answered, merged. Without an answer, `()`.
-        shown: arrays `[answers, ...]`, a row for each participant that answered.
-        participants: the indices of these participants, in the order of the rows.
-    """
-
+    # the terms of the participants that answered, merged. Without an answer, `()`.
     terms: Sequence[Any]
-    shown: Sequence[Any]
-    participants: Sequence[int]
+    shown: Sequence[Any]  # arrays `[answers, ...]`, a row for each participant that answered
+    participants: Sequence[int]  # the indices of these participants, in the order of the rows
 
 
 class Owned(NamedTuple):
-    """A value that participants own.
-
-    Attributes:
-        name: its name.
-        argument: the position among the leaves of the arguments that it is read from.
-        result: the position among the leaves of the results that takes its place after a round;
-            None: it stays.
-        in_store: whether it is the client's row of a client store, not that of the participant.
-    """
+    """A value that participants own."""
 
     name: str
-    argument: int
+    argument: int  # the position among the leaves of the arguments that it is read from
+    # the position among the leaves of the results that takes its place after a round; None: it
+    # stays
     result: int | None
-    in_store: bool
+    in_store: bool  # whether it is the client's row of a client store, not that of the participant
 
 
 class Stages:

@@ -19,41 +19,33 @@ class StreamingPlan:
 
     A value is *mapped* if its computation contains a map. Values that a participant can compute
     without a map, such as broadcasts and scaled arguments, are computed wherever they are needed.
-
-    Attributes:
-        jaxpr: the jaxpr.
-        placement: the placement.
-        aliases: results of a map that are equal to one of its arguments.
-        producer: value -> its equation, on the slices of one participant. It holds all values that
-            a loop can compute.
-        axis: value in `producer` -> its axis that lists the participants.
-        mapped: the values in `producer` that need a map.
-        remat_depth: value -> length of the chain of maps that a later phase runs to rematerialize
-            it. Mapped values that are not listed are stored.
-        phase: value -> its phase, if it is not phase 0.
-        candidates: id of an equation -> the reduction that a loop can accumulate for it.
-        loops: phase -> the maps of its loop. A phase that is not listed has no loop.
-        reductions: phase -> the reductions that its loop accumulates.
-        stored: phase -> the values that its loop stores for all participants, and the reasons.
-            They are stored with the participants' axis first.
-        on_server: the mapped values that the server computes for all participants, because their
-            phase has no loop.
-        server: phase -> the equations that the server runs before the loop.
     """
 
     jaxpr: Jaxpr
     placement: Placement
-    aliases: Mapping[Var, Atom]
+    aliases: Mapping[Var, Atom]  # results of a map that are equal to one of its arguments
+    # value -> its equation, on the slices of one participant. It holds all values that a loop can
+    # compute.
     producer: Mapping[Var, Unstacked]
-    axis: Mapping[Var, int]
-    mapped: AbstractSet[Var]
+    axis: Mapping[Var, int]  # value in `producer` -> its axis that lists the participants
+    mapped: AbstractSet[Var]  # the values in `producer` that need a map
+    # value -> length of the chain of maps that a later phase runs to rematerialize it. Mapped
+    # values that are not listed are stored.
     remat_depth: Mapping[Var, int]
-    phase: Mapping[Var, int]
+    phase: Mapping[Var, int]  # value -> its phase, if it is not phase 0
+    # id of an equation -> the reduction that a loop can accumulate for it
     candidates: Mapping[int, LoopReduction]
+    # phase -> the maps of its loop. A phase that is not listed has no loop.
     loops: Mapping[int, Sequence[JaxprEqn]]
+    # phase -> the reductions that its loop accumulates
     reductions: Mapping[int, Sequence[LoopReduction]]
+    # phase -> the values that its loop stores for all participants, and the reasons. They are
+    # stored with the participants' axis first.
     stored: Mapping[int, Mapping[Var, str]]
+    # the mapped values that the server computes for all participants, because their phase has no
+    # loop
     on_server: AbstractSet[Var]
+    # phase -> the equations that the server runs before the loop
     server: Mapping[int, Sequence[JaxprEqn]]
 
     def resolve(self, v: Atom) -> Atom:

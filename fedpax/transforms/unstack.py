@@ -19,17 +19,12 @@ EqnParams = dict[str, Any]
 
 
 class Unstacked(NamedTuple):
-    """An equation on arrays that hold one participant.
+    """An equation on arrays that hold one participant."""
 
-    Attributes:
-        eqn: the equation on the values of all participants.
-        params: parameters of the same primitive for arrays with a participants' axis of size 1.
-        axes: where the participants' axis lies in each operand and each result.
-    """
-
-    eqn: JaxprEqn
+    eqn: JaxprEqn  # the equation on the values of all participants
+    # parameters of the same primitive for arrays with a participants' axis of size 1
     params: EqnParams
-    axes: AxisMap
+    axes: AxisMap  # where the participants' axis lies in each operand and each result
 
 
 def unstack(

@@ -14,15 +14,11 @@ from fedpax.primitives.leading_axis import ARITHMETIC
 
 
 class AxisMap(NamedTuple):
-    """One axis along which an equation can be split.
+    """One axis along which an equation can be split."""
 
-    Attributes:
-        operands: the axis in each operand; None if each slice of the result needs the whole
-            operand.
-        results: the axis in each result; None if the result combines the slices.
-    """
-
+    # the axis in each operand; None if each slice of the result needs the whole operand
     operands: tuple[int | None, ...]
+    # the axis in each result; None if the result combines the slices
     results: tuple[int | None, ...]
 
 

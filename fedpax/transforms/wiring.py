@@ -13,41 +13,25 @@ from fedpax.transforms.streaming_plan import Atom, StreamingPlan
 
 
 class Part(NamedTuple):
-    """A part of the server's work, whose values have numbers.
+    """A part of the server's work, whose values have numbers."""
 
-    Attributes:
-        run: `(*inputs, *terms of the stage before) -> results`.
-        types: types of the arguments of `run`.
-        inputs: numbers of the inputs.
-        results: numbers of the results.
-        stage: the stage that follows; None at the end, or where participants have nothing to do.
-        shared: numbers of the values that the stage shares.
-        rows: numbers of the values of which participants receive their rows.
-        shown: numbers of the values that participants show.
-    """
-
-    run: Callable[..., list[Any]]
-    types: list[jax.ShapeDtypeStruct]
-    inputs: list[int]
-    results: list[int]
+    run: Callable[..., list[Any]]  # `(*inputs, *terms of the stage before) -> results`
+    types: list[jax.ShapeDtypeStruct]  # types of the arguments of `run`
+    inputs: list[int]  # numbers of the inputs
+    results: list[int]  # numbers of the results
+    # the stage that follows; None at the end, or where participants have nothing to do
     stage: int | None
-    shared: list[int]
-    rows: list[int]
-    shown: list[int]
+    shared: list[int]  # numbers of the values that the stage shares
+    rows: list[int]  # numbers of the values of which participants receive their rows
+    shown: list[int]  # numbers of the values that participants show
 
 
 class Wiring(NamedTuple):
-    """The server's parts.
+    """The server's parts."""
 
-    Attributes:
-        parts: the parts, in order.
-        arguments: name of an argument that the server reads -> its number.
-        results: name of a result of the server -> its number.
-    """
-
-    parts: list[Part]
-    arguments: dict[str, int]
-    results: dict[str, int]
+    parts: list[Part]  # the parts, in order
+    arguments: dict[str, int]  # name of an argument that the server reads -> its number
+    results: dict[str, int]  # name of a result of the server -> its number
 
 
 def output_of(plan: StreamingPlan, values: dict[Var, Any], v: Atom) -> Any:

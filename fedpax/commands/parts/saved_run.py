@@ -39,17 +39,11 @@ from fedpax.training.job_dir_lock import is_in_use
 
 
 class SavedRun(NamedTuple):
-    """A folder's run before anything is built.
+    """A folder's run before anything is built."""
 
-    Attributes:
-        exp: the experiment's name on the command line, or its class if it has none.
-        folder: the run's folder, or its `checkpoint_dir`.
-        experiment: the configuration in the folder, with the command's overrides.
-    """
-
-    exp: str
-    folder: Path
-    experiment: Experiment
+    exp: str  # the experiment's name on the command line, or its class if it has none
+    folder: Path  # the run's folder, or its `checkpoint_dir`
+    experiment: Experiment  # the configuration in the folder, with the command's overrides
 
     @property
     def saved_in(self) -> Path:

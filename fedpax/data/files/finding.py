@@ -20,16 +20,11 @@ COMPRESSIONS = (".gz", ".zst", ".bz2")
 
 
 class DataFile(NamedTuple):
-    """One file of a data set.
+    """One file of a data set."""
 
-    Attributes:
-        path: its path, or its URL in a bucket.
-        fields: the values of the path's placeholders, such as `{"client": "Århus"}`.
-        is_shard: the file is a part of a data set that is saved as a folder, so it is not a client.
-    """
-
-    path: str
-    fields: dict[str, str]
+    path: str  # its path, or its URL in a bucket
+    fields: dict[str, str]  # the values of the path's placeholders, such as `{"client": "Århus"}`
+    # the file is a part of a data set that is saved as a folder, so it is not a client
     is_shard: bool = False
 
     @property

@@ -95,20 +95,15 @@ class BadRows:
 
 
 class ReadOptions(NamedTuple):
-    """How files are read.
+    """How files are read."""
 
-    Attributes:
-        columns: the columns to read. Empty: all.
-        types: for a column the Arrow type that replaces the one found in the file.
-        delimiter: the character between the columns of CSV. None: a comma, in TSV a tab.
-        image_size: the height and width to which images are resized. None: images have one size.
-        bad_rows: counts damaged rows, which are skipped. None: they are errors.
-    """
-
-    columns: tuple[str, ...]
+    columns: tuple[str, ...]  # the columns to read. Empty: all.
+    # for a column the Arrow type that replaces the one found in the file
     types: "Mapping[str, pyarrow.DataType]"
-    delimiter: str | None
+    delimiter: str | None  # the character between the columns of CSV. None: a comma, in TSV a tab.
+    # the height and width to which images are resized. None: images have one size.
     image_size: tuple[int, int] | None = None
+    # counts damaged rows, which are skipped. None: they are errors.
     bad_rows: BadRows | None = None
 
 

@@ -21,19 +21,13 @@ _IMAGES_AT_ONCE = 1024
 
 
 class Selection(NamedTuple):
-    """Files to read.
+    """Files to read."""
 
-    Attributes:
-        name: the patterns, for messages.
-        groups: the files that are read at once: several images, or one file of another format.
-        options: how they are read.
-        names_split: paths or folders name the split, so no share of the examples is held out.
-    """
-
-    name: str
+    name: str  # the patterns, for messages
+    # the files that are read at once: several images, or one file of another format
     groups: list[list[DataFile]]
-    options: ReadOptions
-    names_split: bool
+    options: ReadOptions  # how they are read
+    names_split: bool  # paths or folders name the split, so no share of the examples is held out
 
 
 def select_files(

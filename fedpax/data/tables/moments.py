@@ -18,17 +18,12 @@ _ROUNDING = 1e-6
 
 
 class Averages(NamedTuple):
-    """Averages over the examples of each client.
+    """Averages over the examples of each client."""
 
-    Attributes:
-        present: of 1 where there is a value, and 0 elsewhere.
-        first: of the values, 0 where one is missing.
-        second: of their squares.
-    """
-
+    # of 1 where there is a value, and 0 elsewhere
     present: Float[Array | np.ndarray, "*clients columns"]
-    first: Float[Array | np.ndarray, "*clients columns"]
-    second: Float[Array | np.ndarray, "*clients columns"]
+    first: Float[Array | np.ndarray, "*clients columns"]  # of the values, 0 where one is missing
+    second: Float[Array | np.ndarray, "*clients columns"]  # of their squares
 
 
 class Moments(NamedTuple):

@@ -28,6 +28,7 @@ from fedpax.run_files.paths import (
     GOODPUT,
     METRICS,
     METRICS_SUMS,
+    TRACKER,
     check_links,
     is_remote,
     write_atomically,
@@ -136,7 +137,7 @@ class CheckpointDir(AbstractContextManager["CheckpointDir"]):
         self._write()
         write_atomically(last, self._id)
         if not was_here:
-            for name in (METRICS, METRICS_SUMS, GOODPUT):
+            for name in (METRICS, METRICS_SUMS, GOODPUT, TRACKER):
                 if (self._folder / name).exists():
                     replace_by(self._job_log_dir / name, read_chunks(self._folder / name))
 
@@ -183,7 +184,7 @@ class CheckpointDir(AbstractContextManager["CheckpointDir"]):
         """Check that this run is the owner, and copy its files: a checkpoint follows."""
         self.check()
         self._metrics.update()
-        self._copy(CONFIGURATION, METRICS_SUMS, GOODPUT)
+        self._copy(CONFIGURATION, METRICS_SUMS, GOODPUT, TRACKER)
 
     def _copy(self, *names: str) -> None:
         for name in names:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import fedpax
+from fedpax.extras import EXTRAS
 
 DISTRIBUTION = "fedpax"
 
@@ -20,31 +21,6 @@ PACKAGES = (
     "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "chex", "grain",
     "tensorflow-datasets",
 )  # fmt: skip
-
-
-class Extra(NamedTuple):
-    """An optional dependency."""
-
-    package: str  # the distribution that it installs
-    use: str  # what it adds
-
-
-EXTRAS = {
-    "tpu": Extra("libtpu", "training on TPUs, and plans of TPU pods without one"),
-    "cuda": Extra("jax-cuda13-plugin", "training on NVIDIA GPUs"),
-    "huggingface": Extra("safetensors", "weights in Hugging Face folders"),
-    "tokenizers": Extra("tokenizers", "subword vocabularies"),
-    "files": Extra("duckdb", "clients from your own files"),
-    "sites": Extra("grpcio", "islands with runtimes of their own"),
-    "gcs": Extra("gcsfs", "checkpoints in a bucket of Google Cloud Storage"),
-    "quantization": Extra("qwix", "int8 and fp8 matmuls"),
-    "privacy": Extra("dp-accounting", "epsilon of private means"),
-    "bench": Extra("drjax", "benchmarks against DrJAX"),
-    "beam": Extra("apache-beam", "rounds as batch jobs on Apache Beam"),
-    "deploy": Extra("flatbuffers", "rounds as files for other engines"),
-    "docs": Extra("sphinx", "the documentation site"),
-    "peers": Extra("flwr", "tests against Flower, Opacus and PyTorch"),
-}
 
 
 class Finding(NamedTuple):

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -130,13 +130,22 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         job_log_dir: the run's folder.
         after: the round of the checkpoint from which the run resumes; 0 for a new run.
         enabled: False writes nothing; with several processes only one writes.
+        listener: called with each line, and True if an earlier process has written it. Default
+            None: call nothing.
 
     Attributes:
         kept: lines of earlier processes that stay in the file: those of the last rounds
             (`metrics_log.LAST_ROUNDS`), and all that are not of a round.
     """
 
-    def __init__(self, job_log_dir: str | Path, *, after: int = 0, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        job_log_dir: str | Path,
+        *,
+        after: int = 0,
+        enabled: bool = True,
+        listener: Callable[[Mapping[str, Any], bool], None] | None = None,
+    ) -> None:
         def keep(line: Mapping[str, Any]) -> bool:
             # The line of round 0 describes the run; a new run writes its own. Roll backs stay.
             return line["round"] <= after and (after > 0 or line["kind"] == "spike")
@@ -145,6 +154,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         log = read_log(folder, last_rounds, after=after, keep=keep)
         self.kept, self._ranges, self._sum = log.lines, log.kept, log.sum
         self._folder, self._after, self._enabled = folder, after, enabled
+        self._listener = listener
         if enabled and log.damaged and after > 0:
             print_error(
                 f"{folder / METRICS}: {name_lines(log.damaged)} cannot be read (expected a JSON "
@@ -173,6 +183,9 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
                 del numbers["round"]
                 self._add_scalars(line["kind"], line["round"], numbers)
         self._flushed = time.monotonic()
+        if self._listener is not None:
+            for line in self.kept:
+                self._listener(line, True)
         return self
 
     def _drop_lines(self) -> None:
@@ -223,6 +236,8 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             self._sum = Sum(self._sum.bytes + len(text), crc, self._sum.round)
             self._sums = []
             self._file = append_to(path)
+            if self._listener is not None:
+                self._listener(line, True)
         self.kept.insert(0, line)
         self._add_scalars("run", 0, sizes)
 
@@ -234,6 +249,8 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         self._sum = Sum(
             size + len(text), zlib.crc32(text.encode(), crc), max(last_round, line["round"])
         )
+        if self._listener is not None:
+            self._listener(line, False)
 
     def _add_scalars(self, kind: str, round_number: int, values: Mapping[str, float | str]) -> None:
         for key, value in values.items():

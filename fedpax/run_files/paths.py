@@ -18,6 +18,7 @@ from fedpax.files import find_links, replace_file
 
 CONFIGURATION, METRICS, GOODPUT = "config.json", "metrics.jsonl", "goodput.json"
 METRICS_SUMS = ".metrics_sums.json"
+TRACKER = "tracker.json"
 CHECKPOINTS, SCALARS = "checkpoints", "tensorboard"
 CHECKSUMS = "checksums.json"
 """The file of a checkpoint that is written last."""
@@ -25,7 +26,7 @@ CHECKSUMS = "checksums.json"
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")  # one slash: Path("gs://bucket") is gs:/bucket
 NO_FILE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 """Errors of a path that leads to no file; the last one is a link to itself."""
-FOLDERS = (CHECKPOINTS, SCALARS, "exports", "profile", "syncer")
+FOLDERS = (CHECKPOINTS, SCALARS, "exports", "profile", "syncer", "wandb")
 """The folders of a run, into which it writes."""
 
 

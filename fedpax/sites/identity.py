@@ -25,6 +25,8 @@ LOCAL = (
     "training.profile_at",
     "training.rounds",
     "training.stop_on_non_finite",
+    "training.track_checkpoints",
+    "training.tracker",
     "data.data_dir",
     "model.weights",
 )

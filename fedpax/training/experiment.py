@@ -21,10 +21,12 @@ from fedpax.parallel.mesh_rule import ShardedSize, follow
 from fedpax.run_files.configuration import write_configuration
 from fedpax.run_files.evaluations import parse_best_metric
 from fedpax.run_files.integers import check_integers
+from fedpax.run_files.paths import is_remote
 from fedpax.training.client_metrics import ClientMetrics
 from fedpax.training.profile import parse_profile_at
 from fedpax.training.spikes import OnSpike
 from fedpax.training.stored_params import StoredParams
+from fedpax.training.tracked_runs import TrackerName
 from fedpax.training.watchdog import OnHang
 
 HeldoutMetrics: TypeAlias = Mapping[str, float | jax.Array]
@@ -204,6 +206,10 @@ class TrainingConfig:
             threads are written to the folder (`fedpax.training.watchdog`). None: do not watch.
         on_hang: "report" continues to wait after the report; "exit" ends the process with
             status 70, so that a supervisor can start it again.
+        tracker: an experiment tracker that gets the configuration and the metrics too: "wandb"
+            (Weights & Biases), "mlflow" or "trackio". None: none.
+        track_checkpoints: send the newest checkpoint to the tracker as an artifact, whenever the
+            former one is sent.
 
     Example:
         >>> TrainingConfig(rounds=100, evaluate_every=10, checkpoint_every=20).keep_checkpoints
@@ -230,6 +236,8 @@ class TrainingConfig:
     profile_at: str | None = None
     hang_after: float | None = 1800.0
     on_hang: OnHang = "report"
+    tracker: TrackerName | None = None
+    track_checkpoints: bool = False
 
     def __post_init__(self) -> None:
         """Check the ranges.
@@ -263,8 +271,13 @@ class TrainingConfig:
                     f"training.{name}={value} is no positive number, expected one. Set for example "
                     f"--training.{name}={getattr(TrainingConfig, name)}."
                 )
-        for name, choices in (("on_spike", OnSpike), ("on_hang", OnHang)):
-            if (value := getattr(self, name)) not in get_args(choices):
+        for name, choices in (
+            ("on_spike", OnSpike),
+            ("on_hang", OnHang),
+            ("tracker", TrackerName),
+        ):
+            value = getattr(self, name)
+            if value not in get_args(choices) and (name, value) != ("tracker", None):
                 raise ArgumentError(
                     f"training.{name}={value!r} is unknown, expected one of {get_args(choices)}. "
                     f"Set --training.{name}={get_args(choices)[-1]}."
@@ -280,6 +293,17 @@ class TrainingConfig:
                 f"training.stop_after={self.stop_after} counts evaluations, but "
                 "training.evaluate_every=0 has none before the last round. Set "
                 "--training.evaluate_every to a number of rounds."
+            )
+        if self.track_checkpoints and self.tracker is None:
+            raise ArgumentError(
+                "training.track_checkpoints=True sends checkpoints to no tracker, expected one. "
+                "Set --training.tracker=wandb, mlflow or trackio."
+            )
+        if self.track_checkpoints and is_remote(self.checkpoint_dir or ""):
+            raise ArgumentError(
+                f"training.track_checkpoints=True with training.checkpoint_dir="
+                f"{self.checkpoint_dir}, expected checkpoints on this machine: those in a bucket "
+                "are at hand already. Leave --training.track_checkpoints out."
             )
         if self.keep_best is not None:
             parse_best_metric(self.keep_best)

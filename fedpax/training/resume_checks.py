@@ -33,7 +33,14 @@ from fedpax.run_files.paths import (
 from fedpax.training.experiment import Experiment
 
 WITHOUT_EFFECT = frozenset(
-    {"training.profile_at", "training.hang_after", "training.on_hang", "training.keep_best"}
+    {
+        "training.profile_at",
+        "training.hang_after",
+        "training.on_hang",
+        "training.keep_best",
+        "training.tracker",
+        "training.track_checkpoints",
+    }
 )
 """Fields that may always change, because they have no effect on what is trained."""
 

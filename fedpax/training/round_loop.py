@@ -35,6 +35,7 @@ from fedpax.training.profile import Profile
 from fedpax.training.progress import Progress
 from fedpax.training.spikes import Spike, SpikeHistory
 from fedpax.training.startup_report import announce
+from fedpax.training.tracker import Tracker
 from fedpax.training.utilization import utilization_of
 
 
@@ -63,6 +64,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         clock: the clock that counts the run's time.
         options: the allowed changes since the checkpoint was saved.
         early_stop: decides after evaluations what to save, and when to stop.
+        tracker: sends the metrics to an experiment tracker.
         copy: this process's copy of the state, to begin from. Default None: the checkpoint.
 
     Attributes:
@@ -82,12 +84,13 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         clock: GoodputClock,
         options: ResumeOptions,
         early_stop: EarlyStop,
+        tracker: Tracker,
         copy: HostCopy | None = None,
     ) -> None:
         self._experiment, self._training = experiment, experiment.training
         self._run, self._folder, self._exp = run, folder, exp
         self._checkpoints, self._progress, self._clock = checkpoints, progress, clock
-        self._options, self._early_stop = options, early_stop
+        self._options, self._early_stop, self._tracker = options, early_stop, tracker
         self._configuration = to_json(experiment)
         training = self._training
         self._saving_periods = (
@@ -141,7 +144,9 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
     def _read_metrics(self) -> None:
         """Read the metrics that are kept, and the spikes and evaluations among them."""
         training, primary = self._training, jax.process_index() == 0
-        self._metrics = MetricsWriter(self._folder, after=self.done, enabled=primary)
+        self._metrics = MetricsWriter(
+            self._folder, after=self.done, enabled=primary, listener=self._tracker.add
+        )
         if jax.process_count() > 1:  # hosts need not share the folder
             self._metrics.kept = gather_json(self._metrics.kept if primary else [])[0]
         self._early_stop.start(self._metrics.kept)

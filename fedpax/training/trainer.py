@@ -4,7 +4,7 @@ import errno
 import functools
 import os
 import signal
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from fedpax.checkpoints.exports import Exports
 from fedpax.checkpoints.orbax_files import Retention
 from fedpax.checkpoints.participant_states import ParticipantRule, check_rule
 from fedpax.checkpoints.saved_rounds import check_latest_round
+from fedpax.console import print_error
 from fedpax.elastic.membership import Membership
 from fedpax.errors import FedpaxError
 from fedpax.preemption import PreemptionGuard
@@ -43,6 +44,7 @@ from fedpax.training.resume_checks import check_configuration
 from fedpax.training.round_loop import ResumeOptions, RoundLoop
 from fedpax.training.spikes import RepeatedSpikesError
 from fedpax.training.startup_report import check_processes
+from fedpax.training.tracker import Tracker
 from fedpax.training.watchdog import Watchdog
 
 
@@ -145,10 +147,11 @@ def train(
                 write_configuration(folder, experiment, exp)  # it was lost, and commands need it
             # A kill can have prevented the last one.
             with _exports(experiment, folder, saved_in, exp):
-                pass
+                _send_rest(experiment, folder, saved_in, exp)
             return TrainingResult(done, True, rounds_trained=0, signal=None, evaluation=None)
         if (stopped := _stopped_early(experiment, folder, done)) is not None:
             check_latest_round(saved_in)
+            _send_rest(experiment, folder, saved_in, exp)
             return TrainingResult(done, True, 0, None, None, stopped)
         options = ResumeOptions(allow_config_change, participant_states, membership)
         job = _Job(experiment, folder, saved_in, checkpoint_dir, exp, options)
@@ -174,7 +177,7 @@ class _Job(NamedTuple):
 def _train(job: _Job) -> TrainingResult:
     training = job.experiment.training
     with ExitStack() as resources:
-        loop, checkpoints, progress, clock = _open_loop(job, resources)
+        loop, checkpoints, progress, clock, tracker = _open_loop(job, resources)
         loop.start()
         # Until here there is nothing to save, and a signal stops the process immediately.
         with PreemptionGuard() as preemption:
@@ -185,8 +188,9 @@ def _train(job: _Job) -> TrainingResult:
                 reason = _reason_and_remedy(error)
                 message = _stopped(job.exp, job.experiment, job.saved_in, *reason)
                 raise type(error)(message) from None
+        finished = loop.done == training.rounds or loop.stopped_early is not None
+        tracker.finished = finished
         progress.note(describe_goodput(clock.seconds()))
-    finished = loop.done == training.rounds or loop.stopped_early is not None
     return TrainingResult(
         loop.done,
         finished=finished,
@@ -199,7 +203,7 @@ def _train(job: _Job) -> TrainingResult:
 
 def _open_loop(
     job: _Job, resources: ExitStack
-) -> tuple[RoundLoop, Checkpoints, Progress, GoodputClock]:
+) -> tuple[RoundLoop, Checkpoints, Progress, GoodputClock, Tracker]:
     """Build the run, and open what it needs from its start to its end."""
     experiment, folder, training = job.experiment, job.folder, job.experiment.training
     enter, primary = resources.enter_context, jax.process_index() == 0
@@ -223,6 +227,17 @@ def _open_loop(
             training.export_every,
         ),
     )
+    progress = enter(
+        Progress(
+            job.exp or type(experiment).__name__,
+            rounds_done=first,
+            rounds=training.rounds,
+            item_unit=run.item_unit,
+            enabled=primary,
+        )
+    )
+    # Closed after the checkpoints, so that it can send the last one.
+    tracker = enter(_tracker(experiment, folder, job.saved_in, job.exp, progress.note))
     exports = enter(_exports(experiment, folder, job.saved_in, job.exp))
     checkpoint_dir = job.checkpoint_dir
     checkpoints = enter(
@@ -231,15 +246,6 @@ def _open_loop(
             keep=retention,
             exports=exports,
             before_complete=None if checkpoint_dir is None else checkpoint_dir.before_complete,
-        )
-    )
-    progress = enter(
-        Progress(
-            job.exp or type(experiment).__name__,
-            rounds_done=first,
-            rounds=training.rounds,
-            item_unit=run.item_unit,
-            enabled=primary,
         )
     )
     if not first and (line := last_line(folder)) is not None and line["round"]:
@@ -255,6 +261,7 @@ def _open_loop(
             clock=clock,
             options=job.options,
             early_stop=EarlyStop(training, job.saved_in, retention, exports),
+            tracker=tracker,
             copy=copy,
         )
     )
@@ -267,7 +274,7 @@ def _open_loop(
             on_hang=training.on_hang,
         )
     )
-    return loop, checkpoints, progress, clock
+    return loop, checkpoints, progress, clock, tracker
 
 
 def _build(experiment: Experiment) -> Run:
@@ -284,6 +291,32 @@ def _stopped_early(experiment: Experiment, folder: Path, done: int) -> str | Non
         return None  # processes find it out together, once they have started
     log = read_log(folder, last_rounds, after=done, keep=lambda line: line["round"] <= done)
     return Evaluations(log.lines, training.keep_best, training.stop_after).reason
+
+
+def _tracker(
+    experiment: Experiment, folder: Path, saved_in: Path, exp: str, note: Callable[[str], None]
+) -> Tracker:
+    training = experiment.training
+    return Tracker(
+        training.tracker,
+        folder,
+        exp=exp,
+        configuration=experiment,
+        note=note,
+        checkpoints_of=saved_in if training.track_checkpoints else None,
+        enabled=jax.process_index() == 0,
+    )
+
+
+def _send_rest(experiment: Experiment, folder: Path, saved_in: Path, exp: str) -> None:
+    """Send the metrics of a finished run that its tracker has not got."""
+    name = exp or type(experiment).__name__
+    with _tracker(
+        experiment, folder, saved_in, exp, lambda text: print_error(f"{name}: {text}")
+    ) as tracker:
+        tracker.finished = True
+        for line in read_log(folder, last_rounds).lines if tracker.enabled else ():
+            tracker.add(line, kept=True)
 
 
 def _exports(experiment: Experiment, folder: Path, saved_in: Path, exp: str) -> Exports:

@@ -9,6 +9,7 @@ from small_runs import Command
 
 import fedpax
 from fedpax.commands import doctor
+from fedpax.extras import EXTRAS
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -26,9 +27,9 @@ def test_a_whole_installation_has_no_problems(command: Command) -> None:
 
 def test_every_extra_of_the_project_is_listed(command: Command) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert doctor.EXTRAS.keys() == project["optional-dependencies"].keys() - {"dev"}
+    assert EXTRAS.keys() == project["optional-dependencies"].keys() - {"dev"}
     output = command("doctor")[1]
-    for name, extra in doctor.EXTRAS.items():
+    for name, extra in EXTRAS.items():
         (line,) = (line for line in output.splitlines() if line.startswith(f"extra {name} "))
         found = doctor._version(extra.package)
         expected = f"{extra.package} {found}" if found else f'pip install "fedpax[{name}]" for '

@@ -1,0 +1,79 @@
+"""Extras: the optional packages of fedpax, and the message that names the extra to install."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from fedpax.errors import MissingPackageError
+
+
+class Extra(NamedTuple):
+    """An optional dependency.
+
+    Attributes:
+        use: what it adds.
+        package: the distribution whose version `fedpax doctor` shows.
+        modules: the modules that it adds, by the names under which they are imported.
+    """
+
+    use: str
+    package: str
+    modules: tuple[str, ...]
+
+
+EXTRAS = {
+    "tpu": Extra("training on TPUs, and plans of TPU pods without one", "libtpu", ("libtpu",)),
+    "cuda": Extra("training on NVIDIA GPUs", "jax-cuda13-plugin", ("jax_cuda13_plugin",)),
+    "huggingface": Extra("weights in Hugging Face folders", "safetensors", ("safetensors",)),
+    "tokenizers": Extra("subword vocabularies", "tokenizers", ("sentencepiece", "tokenizers")),
+    "files": Extra(
+        "clients from your own files",
+        "duckdb",
+        ("duckdb", "google_crc32c", "h5py", "PIL", "pyarrow"),
+    ),
+    "sites": Extra("islands with runtimes of their own", "grpcio", ("cryptography", "grpc")),
+    "gcs": Extra("checkpoints in a bucket of Google Cloud Storage", "gcsfs", ("fsspec", "gcsfs")),
+    "quantization": Extra("int8 and fp8 matmuls", "qwix", ("qwix",)),
+    "privacy": Extra("epsilon of private means", "dp-accounting", ("dp_accounting",)),
+    "wandb": Extra("metrics at Weights & Biases", "wandb", ("wandb",)),
+    "mlflow": Extra("metrics at MLflow", "mlflow-skinny", ("mlflow",)),
+    "trackio": Extra("metrics at trackio", "trackio", ("trackio",)),
+    "bench": Extra("benchmarks against DrJAX", "drjax", ("drjax",)),
+    "beam": Extra("rounds as batch jobs on Apache Beam", "apache-beam", ("apache_beam",)),
+    "deploy": Extra("rounds as files for other engines", "flatbuffers", ("flatbuffers",)),
+    "docs": Extra("the documentation site", "sphinx", ("sphinx",)),
+    "peers": Extra("tests against Flower, Opacus and PyTorch", "flwr", ("flwr", "opacus", "torch")),
+}
+"""The extras by name. `pip install 'fedpax[NAME]'` installs one."""
+
+_EXTRA_OF = {module: name for name, extra in EXTRAS.items() for module in extra.modules}
+
+
+@contextlib.contextmanager
+def optional(use: str) -> Iterator[None]:
+    """Name the extra to install if an import in the block fails because its package is missing.
+
+    Args:
+        use: what needs the package, the first words of the message.
+
+    Raises:
+        MissingPackageError: an optional package is missing.
+
+    Example:
+        >>> with optional("--model.weights"):
+        ...     raise ModuleNotFoundError(name="safetensors.numpy")
+        Traceback (most recent call last):
+            ...
+        fedpax.errors.MissingPackageError: --model.weights needs the package safetensors, which is
+        not installed. Run: pip install 'fedpax[huggingface]'
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if module not in _EXTRA_OF:
+            raise
+        raise MissingPackageError(
+            f"{use} needs the package {module}, which is not installed. Run: pip install "
+            f"'fedpax[{_EXTRA_OF[module]}]'"
+        ) from error

@@ -144,18 +144,6 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
         A bucket can be out of reach for a while. So with one process, a save to a bucket that fails
         is reported, and the next one is tried, up to `MOST_LOST_SAVES` in a row.
-
-        Args:
-            round_number: number of completed rounds.
-            state: the algorithm's state.
-            stream_state: the position of the stream of cohorts after that round, as this process
-                knows it (`gather_stream_state`).
-            configuration: the experiment as JSON.
-            num_participants: the placement's size. Default None: not recorded.
-            numbers: the participants' numbers in an elastic job. Default None: not recorded.
-
-        Raises:
-            OSError: this checkpoint, or the one before, cannot be written.
         """
         position = RunPosition(
             round_number,

@@ -154,14 +154,7 @@ def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def differences(old: Any, new: Any) -> dict[str, str]:
-    """Compare two configurations field by field.
-
-    Example:
-        >>> from fedpax.training.experiment import TrainingConfig
-        >>> short = TrainingConfig(rounds=5, evaluate_every=1, checkpoint_every=1)
-        >>> differences(short, dataclasses.replace(short, rounds=9))
-        {'rounds': '5 -> 9'}
-    """
+    """Compare two configurations field by field."""
 
     def shown(configuration: Any) -> dict[str, str]:
         # As JSON, because Python takes 1, 1.0 and True for equal.

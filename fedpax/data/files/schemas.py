@@ -65,12 +65,7 @@ def _are_images(kind: pa.DataType) -> bool:
 
 
 def fits(schema: pa.Schema, together: pa.Schema) -> bool:
-    """Return whether `conform` gives a table of a schema another one without a change of a value.
-
-    Args:
-        schema: the schema of a part.
-        together: the schema of all parts that were seen before.
-    """
+    """Return whether `conform` changes no value of a table of this schema."""
     return all(
         field.name in together.names
         and _join(together.field(field.name).type, field.type) == together.field(field.name).type

@@ -86,16 +86,6 @@ def numbers(column: Any) -> Float64[np.ndarray, " examples"]:
     """Return a column of numbers, booleans, dates or texts of numbers; NaN where it has no value.
 
     Dates are days since 1970-01-01, times and durations are days.
-
-    Args:
-        column: an Arrow array.
-
-    Raises:
-        ValueError: a text is not a number.
-
-    Example:
-        >>> numbers(arrow_column(np.array(["1970-01-02T12"], "datetime64[s]"))).tolist()
-        [1.5]
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -147,15 +137,7 @@ def encode_texts(column: Any) -> tuple[list[str], Int64[np.ndarray, " examples"]
 
 
 def texts(column: Any) -> NDArray[np.object_]:
-    """Return a column as texts; None where it has no value. See `encode_texts`.
-
-    Args:
-        column: an Arrow array.
-
-    Example:
-        >>> texts(arrow_column([3.0, None])).tolist()
-        ['3', None]
-    """
+    """Return a column as texts; None where it has no value. See `encode_texts`."""
     distinct, places = encode_texts(column)
     return np.array([*distinct, None], object)[places]
 

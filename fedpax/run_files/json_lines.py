@@ -1,11 +1,25 @@
 """Files with one JSON object per line, of which a kill or a disk can damage some lines."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePath
 from typing import Any
 
 from fedpax.errors import ConfigurationError
 from fedpax.files import LINES_BYTES, describe_no_permission, parse_json, read_file
+
+
+@contextlib.contextmanager
+def explain_unreadable(path: PurePath, expectation: str) -> Iterator[None]:
+    """Raise a ConfigurationError for a file of a run that cannot be read."""
+    try:
+        yield
+    except PermissionError as error:
+        raise ConfigurationError(describe_no_permission(path)) from error
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path} cannot be read ({error.strerror}), {expectation}"
+        ) from error
 
 
 def read_json_lines(
@@ -27,14 +41,8 @@ def read_json_lines(
     damaged: list[int] = []
     if not path.exists():
         return lines, damaged
-    try:
+    with explain_unreadable(path, expectation):
         content = read_file(path, LINES_BYTES)
-    except PermissionError as error:
-        raise ConfigurationError(describe_no_permission(path)) from error
-    except OSError as error:
-        raise ConfigurationError(
-            f"{path} cannot be read ({error.strerror}), {expectation}"
-        ) from error
     for number, text in enumerate(content.split(b"\n")[:-1], start=1):
         try:
             line = parse_json(text)

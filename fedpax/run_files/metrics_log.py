@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from fedpax.errors import ConfigurationError
-from fedpax.files import describe_no_permission, parse_json, read_json, replace_file
+from fedpax.files import parse_json, read_json, replace_file
+from fedpax.run_files.json_lines import explain_unreadable
 from fedpax.run_files.line_files import CHUNK_BYTES, read_chunks, read_lines
 from fedpax.run_files.paths import METRICS, METRICS_SUMS
 
@@ -152,18 +152,12 @@ def read_log(
     if not path.exists():
         return MetricsLog([], [], [], Sum())
     known = max((s for s in read_sums(folder) if after is None or s.round <= after), default=Sum())
-    try:
+    with explain_unreadable(path, EXPECTATION):
         if known.bytes:
             reader = _Reader(choices())
             if reader.read_known(path, known):
                 return reader.read_rest(path, known, keep)
         return _Reader(choices()).read_rest(path, Sum(), keep)
-    except PermissionError as error:
-        raise ConfigurationError(describe_no_permission(path)) from error
-    except OSError as error:
-        raise ConfigurationError(
-            f"{path} cannot be read ({error.strerror}), {EXPECTATION}"
-        ) from error
 
 
 def last_line(job_log_dir: str | Path, after: int | None = None) -> dict[str, Any] | None:

@@ -34,6 +34,18 @@ class RoundOutcome(NamedTuple):
     round_seconds: float
 
 
+class _Failures(NamedTuple):
+    """When clients fail or are late; the arguments of `unreliable_rounds`."""
+
+    dropout_probability: float
+    seconds_per_step: Float64[np.ndarray, " population"]
+    seconds_per_report: float
+    delay_spread: float
+    deadline: float  # infinity without one
+    num_reports: int | None
+    seed: int
+
+
 class UnreliableRounds:
     """An endless iterator over the rounds of clients that can fail; made by `unreliable_rounds`.
 
@@ -46,25 +58,14 @@ class UnreliableRounds:
     def __init__(
         self,
         rounds: CohortRounds,
+        failures: _Failures,
         settings: dict[str, int | str],
-        *,
-        dropout_probability: float,
-        seconds_per_step: Float64[np.ndarray, " population"],
-        seconds_per_report: float,
-        delay_spread: float,
-        deadline: float,
-        num_reports: int | None,
-        seed: int,
     ) -> None:
         self.outcome: RoundOutcome | None = None
         self.shapes, self.item_unit = rounds.shapes, rounds.item_unit
         self.items_per_round, self.num_clients = rounds.items_per_round, rounds.num_clients
         self.settings = settings
-        self._rounds = rounds
-        self._dropout_probability, self._seed = dropout_probability, seed
-        self._seconds_per_step, self._seconds_per_report = seconds_per_step, seconds_per_report
-        self._delay_spread = delay_spread
-        self._deadline, self._num_reports = deadline, num_reports
+        self._rounds, self._failures = rounds, failures
 
     def __iter__(self) -> Iterator[Cohort]:
         return self
@@ -91,28 +92,29 @@ class UnreliableRounds:
         self, round_number: int, ids: Int64[np.ndarray, " clients"], num_steps: np.ndarray
     ) -> RoundOutcome:
         """Compute who reports when; it depends on seed, round and client alone."""
+        failures = self._failures
 
         def uniform(draw: int) -> Float64[np.ndarray, " clients"]:
-            bits = hash_key(self._seed, draw, round_number, ids) >> np.uint64(12)
+            bits = hash_key(failures.seed, draw, round_number, ids) >> np.uint64(12)
             return (bits + 0.5) * 2.0**-52
 
         # A lognormal factor by the Box-Muller transformation.
         normal = np.sqrt(-2 * np.log(uniform(_DELAY))) * np.cos(2 * np.pi * uniform(_DELAY + 1))
-        computing = num_steps * self._seconds_per_step[np.maximum(ids, 0)]
-        seconds = (computing + self._seconds_per_report) * np.exp(self._delay_spread * normal)
-        lost = (ids < 0) | (num_steps == 0) | (uniform(_DROPOUT) < self._dropout_probability)
+        computing = num_steps * failures.seconds_per_step[np.maximum(ids, 0)]
+        seconds = (computing + failures.seconds_per_report) * np.exp(failures.delay_spread * normal)
+        lost = (ids < 0) | (num_steps == 0) | (uniform(_DROPOUT) < failures.dropout_probability)
         seconds = np.where(lost, np.inf, seconds)
-        in_time = np.isfinite(seconds) & (seconds <= self._deadline)
+        in_time = np.isfinite(seconds) & (seconds <= failures.deadline)
         order = np.lexsort((ids, seconds))
-        wanted = len(ids) if self._num_reports is None else self._num_reports
+        wanted = len(ids) if failures.num_reports is None else failures.num_reports
         reported = np.zeros(len(ids), np.bool_)
         reported[order[:wanted]] = True
         reported &= in_time
         last = float(seconds[reported].max(initial=0.0))
         # Without enough reports the server waits until the deadline, if there is one.
-        expected = wanted if self._num_reports is not None else int(np.sum(ids >= 0))
-        waits = reported.sum() < expected and np.isfinite(self._deadline)
-        return RoundOutcome(reported, seconds, self._deadline if waits else last)
+        expected = wanted if failures.num_reports is not None else int(np.sum(ids >= 0))
+        waits = reported.sum() < expected and np.isfinite(failures.deadline)
+        return RoundOutcome(reported, seconds, failures.deadline if waits else last)
 
     def get_state(self) -> dict[str, Any]:
         """Return the stream's position after the last round, as JSON values."""
@@ -225,14 +227,13 @@ def unreliable_rounds(
         "num_reports": str(num_reports),
         "unreliable_seed": seed,
     }
-    return UnreliableRounds(
-        rounds,
-        settings,
-        dropout_probability=dropout_probability,
-        seconds_per_step=np.broadcast_to(speeds, (num_clients,)),
-        seconds_per_report=seconds_per_report,
-        delay_spread=delay_spread,
-        deadline=np.inf if deadline is None else deadline,
-        num_reports=num_reports,
-        seed=seed,
+    failures = _Failures(
+        dropout_probability,
+        np.broadcast_to(speeds, (num_clients,)),
+        seconds_per_report,
+        delay_spread,
+        np.inf if deadline is None else deadline,
+        num_reports,
+        seed,
     )
+    return UnreliableRounds(rounds, failures, settings)

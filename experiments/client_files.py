@@ -91,8 +91,13 @@ class OpenFiles(NamedTuple):
         }
 
 
-def open_files(data: FilesConfig) -> OpenFiles:
-    """Read files, and decide which examples are held out."""
+def open_files(data: FilesConfig, one_client: str | None = None) -> OpenFiles:
+    """Read files, and decide which examples are held out.
+
+    Args:
+        data: the files.
+        one_client: name of the client of one file that has no clients. Default None: raise.
+    """
     if not data.files or data.label is None:
         raise ArgumentError(
             f"data.files={data.files} and data.label={data.label}, expected files and the column "
@@ -108,13 +113,17 @@ def open_files(data: FilesConfig) -> OpenFiles:
     # One name alone can be the folder of a prepared data set.
     files = data.files[0] if len(data.files) == 1 else data.files
     sources: list[Any] = [load(files, split, **data.load_arguments()) for split in splits]
-    if (client := sources[0].client) is None:
+    client = sources[0].client
+    if client is None and one_client is None:
         raise ArgumentError(
             f"data.files={' '.join(data.files)} is one file without clients, expected the column "
             "that names an example's client. Set --data.client to one of "
             f"{', '.join(map(repr, sources[0].fields))}."
         )
     table, of_heldout = _join(sources)
+    if client is None:
+        client = "client"
+        table = table.append_column(client, [[one_client] * table.num_rows])
     skipped = is_missing(arrow_column(table.column(data.label)))
     if skipped.any():
         if data.missing_label == "error":

@@ -11,7 +11,8 @@ from absl import flags
 from fedpax.algorithm import Params
 from fedpax.checkpoints.exports import FILE_WRITERS, LAST_FILE, write_orbax
 from fedpax.checkpoints.object_store import rename_folder
-from fedpax.commands.parts.options import parse
+from fedpax.commands.parts.flower_export import write_flower_app
+from fedpax.commands.parts.options import configure, parse
 from fedpax.commands.parts.saved_run import (
     SavedRun,
     build_run,
@@ -22,11 +23,13 @@ from fedpax.commands.parts.saved_run import (
 )
 from fedpax.console import print_error, print_line
 from fedpax.deploy.artifacts import export_stages
+from fedpax.deploy.flower_files import APP_FILE
 from fedpax.deploy.runtime import MANIFEST
 from fedpax.errors import UsageError
 from fedpax.experiments.language_model import LanguageModelExperiment
 from fedpax.experiments.weights import huggingface_obstacle
 from fedpax.run_files.configuration import write_configuration
+from fedpax.training.experiment import Experiment
 from fedpax.transforms.stages import stages
 
 FORMATS = ("huggingface", "orbax", *FILE_WRITERS)
@@ -36,7 +39,11 @@ def export(arguments: Sequence[str]) -> int:
     """Write a checkpoint's model to a new folder or file, completely or not at all."""
     # Adapters are merged into the model that they adapt.
     options, fields = parse("export", arguments, define_flags, needs_exp=False)
+    if options.flower and not options.job_log_dir and options.exp:
+        return _export_flower(configure(options.exp, fields), options.exp, options)
     saved = read_saved_run("export", arguments, options, fields)
+    if options.flower:
+        return _export_flower(saved.experiment, saved.exp, options)
     if options.stages:
         return _export_stages(saved, options)
     number = checkpoint_round("export", saved, options.round)
@@ -78,13 +85,36 @@ def export(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _export_stages(saved: SavedRun, options: flags.FlagValues) -> int:
-    """Write the stages of a run's round."""
+def _check_is_of_round(option: str, options: flags.FlagValues) -> None:
+    """Raise if flags of an exported model are given with one that exports the round."""
     for name in ("format", "dtype", "round"):
         if options[name].value is not None:
             raise UsageError(
-                f"--{name} is of an exported model, and --stages exports the round. Leave one out."
+                f"--{name} is of an exported model, and --{option} exports the round. Leave one "
+                "out."
             )
+
+
+def _export_flower(experiment: Experiment, exp: str, options: flags.FlagValues) -> int:
+    """Write a Flower app of an experiment, which needs no training before."""
+    _check_is_of_round("flower", options)
+    out = _new_path(options.out, is_folder=True)
+    draft = out.with_name(f".{out.name}.draft")
+    _remove(draft)  # of an export that was killed
+    try:
+        words = write_flower_app(draft, experiment, exp)
+        if out.exists():
+            out.rmdir()
+        rename_folder(draft, out, last=APP_FILE)
+    finally:
+        _remove(draft)
+    print_line(f"{exp}: {words}, in {out}. Next: flwr run {out} --stream")
+    return 0
+
+
+def _export_stages(saved: SavedRun, options: flags.FlagValues) -> int:
+    """Write the stages of a run's round."""
+    _check_is_of_round("stages", options)
     out = _new_path(options.out, is_folder=True)
     run = build_run(saved.experiment)
     if run.frozen is not None or run.cohort_shapes is None:
@@ -195,6 +225,7 @@ def define_flags(options: flags.FlagValues) -> None:
     define_saved_run_flags(options)
     flags.DEFINE_string("out", None, "The folder or file to write.", flag_values=options)
     flags.DEFINE_bool("stages", False, "Export the round, not the model.", flag_values=options)
+    flags.DEFINE_bool("flower", False, "Export an app for Flower.", flag_values=options)
     flags.DEFINE_enum("format", None, FORMATS, "The format.", flag_values=options)
     dtypes = ("float32", "bfloat16", "float16")
     flags.DEFINE_enum("dtype", None, dtypes, "Cast the parameters.", flag_values=options)

@@ -1,19 +1,28 @@
 """Engines that run the stages of a program, and their export to files."""
 
-from fedpax.deploy.artifacts import export_stages, pack_stages
-from fedpax.deploy.batch_work import Clients, EachClient
-from fedpax.deploy.inspection import inspect_round
-from fedpax.deploy.local import run_local
-from fedpax.deploy.runtime import Artifact, ArtifactError, load
+import importlib
 
-__all__ = [
-    "Artifact",
-    "ArtifactError",
-    "Clients",
-    "EachClient",
-    "export_stages",
-    "inspect_round",
-    "load",
-    "pack_stages",
-    "run_local",
-]
+_MODULES = {
+    "Artifact": "fedpax.deploy.runtime",
+    "ArtifactError": "fedpax.deploy.runtime",
+    "Clients": "fedpax.deploy.batch_work",
+    "EachClient": "fedpax.deploy.batch_work",
+    "export_stages": "fedpax.deploy.artifacts",
+    "inspect_round": "fedpax.deploy.inspection",
+    "load": "fedpax.deploy.runtime",
+    "pack_stages": "fedpax.deploy.artifacts",
+    "run_local": "fedpax.deploy.local",
+}
+__all__ = list(_MODULES)
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name on first use: a process that forwards messages needs no JAX."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'fedpax.deploy' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

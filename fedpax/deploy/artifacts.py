@@ -4,7 +4,7 @@ import datetime
 import hashlib
 import importlib.util
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,7 @@ def pack_stages(
     platforms: Sequence[str] = ("cpu",),
     portable: bool = True,
     not_after: datetime.date | None = None,
+    functions: Mapping[str, tuple[Callable[..., Any], Sequence[Any]]] | None = None,
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Export stages as `export_stages` does, in memory.
 
@@ -99,6 +100,8 @@ def pack_stages(
         platforms: the platforms to export for.
         portable: add the client as portable StableHLO.
         not_after: the last day of use.
+        functions: further functions to export, by name, each with the types of its arguments.
+            `Artifact.function` returns them.
 
     Returns:
         The manifest, and the content of each file by name: the arguments of
@@ -114,6 +117,8 @@ def pack_stages(
     wiring = stages.wiring()
     for part, wires in enumerate(wiring.parts):
         files.add(f"server_{part}", wires.run, wires.types)
+    for name, (fn, types) in (functions or {}).items():
+        files.add(name, fn, types)
     last = not_after or datetime.date.today() + datetime.timedelta(days=VALID_DAYS)
     manifest: dict[str, Any] = {
         "format": FORMAT,

@@ -56,7 +56,7 @@ class Artifact:
         own_names = [value["name"] for value in messages["own"]]
         kept_names = [value["name"] for value in messages["kept"]]
         first, second = len(messages["terms"]), len(messages["terms"]) + len(messages["shown"])
-        call = self._function(f"client_{stage}")
+        call = self.function(f"client_{stage}")
 
         def client(
             index: Any, shared: Sequence[Any], rows: Sequence[Any], own: Mapping[str, Any]
@@ -75,17 +75,17 @@ class Artifact:
 
     def merge(self, stage: int) -> Callable[[Sequence[Any], Sequence[Any]], tuple[Any, ...]]:
         """Return the function that merges the terms of two groups of participants."""
-        call = self._function(f"merge_{stage}")
+        call = self.function(f"merge_{stage}")
         return lambda some, others: tuple(call(*some, *others))
 
     def fold(self, stage: int) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
         """Return the function that merges the rows of arrays of terms `[participants, ...]`."""
-        call = self._function(f"fold_{stage}")
+        call = self.function(f"fold_{stage}")
         return lambda terms: tuple(call(*terms))
 
     def empty(self, stage: int) -> tuple[Any, ...]:
         """Return the terms of a stage without participants."""
-        return tuple(self._function(f"empty_{stage}")())
+        return tuple(self.function(f"empty_{stage}")())
 
     def run(
         self, arguments: Mapping[str, Any]
@@ -147,7 +147,7 @@ class Artifact:
         """
         wires = self.manifest["server"][part]
         given = [values[v] for v in wires["inputs"]]
-        results = self._function(f"server_{part}")(*given, *terms)
+        results = self.function(f"server_{part}")(*given, *terms)
         values = {**values, **dict(zip(wires["results"], results, strict=True))}
         if wires["stage"] is None:
             return values, None
@@ -195,7 +195,8 @@ class Artifact:
                 f"same age; this one was made by {self.manifest['versions']['jax']}."
             ) from error
 
-    def _function(self, name: str) -> Callable[..., Any]:
+    def function(self, name: str) -> Callable[..., Any]:
+        """Return a function of the folder, such as `client_0`, under `jax.jit`."""
         if name not in self._functions:
             self._functions[name] = jax.jit(self.exported(name).call)
         return self._functions[name]
@@ -223,6 +224,24 @@ def load(folder: str | Path, *, today: datetime.date | None = None) -> Artifact:
             f"{path} cannot be read ({type(error).__name__}: {error}), expected exported stages. "
             "Give the folder of `fedpax export --stages`."
         ) from error
+    manifest = check_manifest(manifest, path, today)
+    files = {name: _checked(folder, name, manifest["files"]) for name in manifest["files"]}
+    return Artifact(manifest, files)
+
+
+def check_manifest(
+    manifest: Any, path: str | Path, today: datetime.date | None = None
+) -> dict[str, Any]:
+    """Return a manifest after checks of its format, its date and its own sha256.
+
+    Args:
+        manifest: what a JSON file says.
+        path: the file, for the messages.
+        today: the date. Default None: the machine's.
+
+    Raises:
+        ArtifactError: it is foreign, damaged, of a newer format, or past its last day.
+    """
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ArtifactError(
             f"{path} is no manifest of exported stages. Give the folder of "
@@ -250,11 +269,10 @@ def load(folder: str | Path, *, today: datetime.date | None = None) -> Artifact:
         ) from error
     if (today or datetime.date.today()) > last:
         raise ArtifactError(
-            f"{folder} could be used until {last}: later versions of jax need not read it. "
+            f"{path} could be used until {last}: later versions of jax need not read it. "
             "Export again."
         )
-    files = {name: _checked(folder, name, manifest["files"]) for name in manifest["files"]}
-    return Artifact(manifest, files)
+    return manifest
 
 
 def program_hash(manifest: Mapping[str, Any]) -> str:
@@ -275,8 +293,11 @@ def _checked(folder: Path, name: str, files: Mapping[str, str]) -> bytes:
             f"{folder / name} cannot be read ({error.strerror}). Export again, or copy the whole "
             "folder."
         ) from error
-    if hashlib.sha256(content).hexdigest() != files[name]:
-        raise ArtifactError(
-            f"{folder / name} is damaged: it does not match its sha256. Export again."
-        )
+    check_content(folder / name, content, files[name])
     return content
+
+
+def check_content(path: str | Path, content: bytes, sha256: str) -> None:
+    """Raise an `ArtifactError` if the content of a file has another sha256."""
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise ArtifactError(f"{path} is damaged: it does not match its sha256. Export again.")

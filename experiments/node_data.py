@@ -1,0 +1,111 @@
+"""The data of one participant of an experiment, where each participant has a machine of its own."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedpax.clients.cohort import Cohort
+from fedpax.clients.cohort_stream import CohortStream, IslandStream
+from fedpax.data import ClientSampler, CohortRounds
+from fedpax.data.files.finding import find_files
+from fedpax.deploy.node import Node, OneParticipant
+from fedpax.errors import ArgumentError
+from fedpax.experiments.client_files import open_files
+from fedpax.experiments.fedavg_files import FedAvgFiles
+from fedpax.run_files.configuration import read_configuration
+from fedpax.training.experiment import Experiment
+
+
+def experiment_data(
+    folder: str | Path, node: Node, experiment: Experiment | None = None
+) -> CohortRounds | Callable[[int], Cohort]:
+    """Return the data of a participant of an experiment, for `fedpax.deploy.node.LoadData`.
+
+    Participant k has client k of the experiment's data. If the node's settings name `files`, all
+    their training examples belong to this participant: `flower-supernode --node-config
+    'partition-id=0 files="/data/*.csv"'`. It has the batches that a run in one process has.
+
+    Args:
+        folder: a folder with `config.json`, and for tables `table.json`, as a run has them.
+        node: the participant.
+        experiment: the experiment, if its code does not come with fedpax. Default None: that of
+            `config.json`.
+
+    Raises:
+        ArgumentError: there is no such client, or the experiment reads no files.
+    """
+    if experiment is None:
+        named = read_configuration(folder)
+        if named is None:
+            raise ArgumentError(f"{folder} has no config.json. Run `fedpax export` again.")
+        experiment = named[1]
+    assert experiment is not None
+    experiment.read_inputs(Path(folder))
+    files = node.config.get("files")
+    if files is not None:
+        return _own_files(experiment, node, str(files))
+    stream = experiment.build().cohorts
+    if isinstance(stream, CohortRounds):
+        if node.participant >= stream.num_clients:
+            raise ArgumentError(
+                f"The data have {stream.num_clients} clients, and this node is participant "
+                f"{node.participant}. Start fewer nodes, or give them files: --node-config "
+                "'files=\"/data/*.csv\"'."
+            )
+        return stream
+    return _Rows(experiment, stream, node.participant)
+
+
+def _own_files(experiment: Experiment, node: Node, files: str) -> CohortRounds:
+    """Return rounds of the files of this node, whose clients are one participant."""
+    if not isinstance(experiment, FedAvgFiles):
+        raise ArgumentError(
+            f"--node-config has files={files!r}, and {type(experiment).__name__} reads no files, "
+            "expected an experiment on files, such as fedavg_table. Edit load_data of the app."
+        )
+    names = tuple(name.strip() for name in files.split(","))
+    data = dataclasses.replace(experiment.data, files=names)
+    own = dataclasses.replace(
+        experiment, data=data, cohort=dataclasses.replace(experiment.cohort, max_steps=node.steps)
+    )
+    own.__dict__["_saved_inputs"] = experiment.saved_inputs
+    # One file is a client with the file's name, as it is among several files: the same examples are
+    # held out.
+    is_folder = len(names) == 1 and Path(names[0]).is_dir()
+    one_client = None if is_folder else find_files(names, None)[0].name
+    own.__dict__["opened"] = open_files(data, one_client)
+    examples, population = own.read_clients()
+    together = np.concatenate([np.asarray(part, np.int64) for part in population])
+    sampler = ClientSampler(node.num_participants, 1, experiment.cohort.seed)
+    one = OneParticipant(node.num_participants, node.participant, together)
+    return own.make_rounds(examples, one, sampler, own.make_preprocess())
+
+
+class _Rows:
+    """`round -> cohort` of one participant, from a stream of whole cohorts."""
+
+    def __init__(self, experiment: Experiment, stream: CohortStream, row: int) -> None:
+        self._experiment, self._row = experiment, row
+        self._open(stream)
+
+    def _open(self, stream: CohortStream) -> None:
+        if isinstance(stream, IslandStream):
+            stream.keep_island(self._row)
+        self._stream, self._next = stream, 0
+        self._cohort: Cohort | None = None
+
+    def __call__(self, number: int) -> Cohort:
+        """Return the row of a round's cohort."""
+        if number < self._next - 1:
+            self._open(self._experiment.build().cohorts)
+        while self._next <= number:
+            self._cohort = next(self._stream)
+            self._next += 1
+        rows = slice(self._row, self._row + 1)
+        found: Any = jax.tree.map(lambda x: x[rows], self._cohort)
+        assert isinstance(found, Cohort)
+        return found

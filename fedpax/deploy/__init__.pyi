@@ -1,0 +1,11 @@
+"""The public names of engines for type checkers; `__init__.py` imports them on first use."""
+
+from fedpax.deploy.artifacts import export_stages as export_stages
+from fedpax.deploy.artifacts import pack_stages as pack_stages
+from fedpax.deploy.batch_work import Clients as Clients
+from fedpax.deploy.batch_work import EachClient as EachClient
+from fedpax.deploy.inspection import inspect_round as inspect_round
+from fedpax.deploy.local import run_local as run_local
+from fedpax.deploy.runtime import Artifact as Artifact
+from fedpax.deploy.runtime import ArtifactError as ArtifactError
+from fedpax.deploy.runtime import load as load

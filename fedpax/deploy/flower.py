@@ -1,0 +1,251 @@
+"""Flower: the rounds of a program on Flower's simulation, and on its SuperLink and SuperNodes.
+
+`fedpax export --flower` writes an app that calls `server_app` and `client_app`. Neither JAX nor the
+data are imported in the process that Flower starts for each message: it forwards the message to the
+worker of its node.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedpax.deploy.node_worker import forward, resolve, state_dir
+from fedpax.deploy.packets import Packet
+from fedpax.errors import MissingPackageError
+
+if TYPE_CHECKING:
+    from fedpax.deploy.node import LoadData, NodeProgram
+    from fedpax.deploy.round_server import Reply
+
+_LOG = logging.getLogger("flwr")
+STATE_FILE, METRICS_FILE = "state.npz", "metrics.jsonl"
+
+
+def server_app(program: str | Path, **settings: Any) -> Any:
+    """Make the `ServerApp` that trains a program on Flower's nodes.
+
+    Args:
+        program: `program.json`, as `fedpax export --flower` writes it.
+        **settings: defaults of the settings of a run, which `flwr run --run-config` overrides:
+
+            - rounds: number of rounds. Default: that of the experiment.
+            - seed: seed of the initial parameters. Default: that of the experiment.
+            - quorum: the fewest participants that must answer. Default 0: all.
+            - enough: the round ends once this many have answered (over-selection). Default 0: all.
+            - deadline: seconds after which a round ends if `quorum` have answered. Default 0: none.
+            - wait: seconds to wait for nodes. Default 600.
+            - out: folder of the result, on the machine of the SuperLink. Default: a folder of the
+              run in `~/.fedpax/flower/results`.
+
+    Returns:
+        A `flwr.serverapp.ServerApp`.
+
+    Raises:
+        MissingPackageError: flwr is not installed.
+    """
+    _check_installed()
+    from flwr.serverapp import ServerApp
+
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Any, context: Any) -> None:
+        from fedpax.deploy.round_program import read_program
+
+        chosen = {**settings, **context.run_config}
+        train(FlowerNetwork(grid), read_program(program), str(context.run_id), chosen)
+
+    return app
+
+
+def client_app(program: str | Path, load_data: LoadData | str) -> Any:
+    """Make the `ClientApp` of a participant.
+
+    Args:
+        program: `program.json`, the same as the server's.
+        load_data: loads the data of this node (`fedpax.deploy.node.LoadData`), a function of a
+            module, or its name `"module:function"`, which is then imported only by the worker.
+
+    Returns:
+        A `flwr.clientapp.ClientApp`.
+
+    Raises:
+        MissingPackageError: flwr is not installed.
+    """
+    _check_installed()
+    from flwr.app import Message
+    from flwr.clientapp import ClientApp
+
+    app = ClientApp()
+    programs: list[NodeProgram] = []
+
+    def answer(message: Any, context: Any) -> Any:
+        packet = read_record(message.content)
+        config = dict(context.node_config)
+        if Path(sys.argv[0]).name == "flwr-clientapp":  # a process for one message
+            reply = _forward(packet, config, context.node_id)
+        else:
+            if not programs:
+                programs.append(_load(program, load_data, config))
+            reply = programs[0].answer(packet, config)
+        return Message(write_record(reply), reply_to=message)
+
+    def _forward(packet: Packet, config: Mapping[str, Any], node: int) -> Packet:
+        specification = {
+            "program": str(Path(program).absolute()),
+            "load_data": load_data if isinstance(load_data, str) else _name_of(load_data),
+            "state_dir": str(state_dir(config)),
+            "supernode": os.getppid(),
+        }
+        return forward(
+            Packet({**packet.values, "config": config}, packet.arrays), node, specification
+        )
+
+    app.train()(answer)
+    app.query()(answer)
+    return app
+
+
+def _check_installed() -> None:
+    if importlib.util.find_spec("flwr") is None:
+        raise MissingPackageError(
+            "fedpax.deploy.flower needs the package flwr. Install it in an environment of its own: "
+            "pip install 'fedpax[flower]'."
+        )
+
+
+def _name_of(load_data: Any) -> str:
+    return f"{load_data.__module__}:{load_data.__qualname__}"
+
+
+def _load(program: str | Path, load_data: Any, config: Mapping[str, Any]) -> NodeProgram:
+    """Load a program in this process, as a simulation does."""
+    from fedpax.deploy.node import NodeProgram
+    from fedpax.deploy.round_program import read_program
+
+    function = resolve(load_data) if isinstance(load_data, str) else load_data
+    return NodeProgram(read_program(program), function, state_dir(config))
+
+
+def write_record(packet: Packet) -> Any:
+    """Return a packet as a `flwr.app.RecordDict`."""
+    from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+
+    arrays = {
+        str(i): Array("uint8", (len(content),), "fedpax", content)
+        for i, content in enumerate(packet.arrays)
+    }
+    return RecordDict({"values": ConfigRecord(dict(packet.values)), "arrays": ArrayRecord(arrays)})
+
+
+def read_record(record: Any) -> Packet:
+    """Return the packet of a `flwr.app.RecordDict`."""
+    arrays = record["arrays"]
+    return Packet(dict(record["values"]), [arrays[str(i)].data for i in range(len(arrays))])
+
+
+class FlowerNetwork:
+    """The nodes of a run, by Flower's grid."""
+
+    def __init__(self, grid: Any) -> None:
+        self._grid = grid
+
+    def nodes(self) -> list[int]:
+        """Return the ids of the nodes that are connected."""
+        return list(self._grid.get_node_ids())
+
+    def push(self, packets: Mapping[int, Packet], seconds: float | None) -> dict[str, int]:
+        """Send a packet to each node; return the node of each message that was sent."""
+        from flwr.app import Message
+
+        messages = [
+            Message(
+                write_record(packet),
+                node,
+                "query" if packet.values["kind"] == "greeting" else "train",
+                ttl=seconds,
+            )
+            for node, packet in packets.items()
+        ]
+        sent = self._grid.push_messages(messages)
+        return {message: node for message, node in zip(sent, packets, strict=False) if message}
+
+    def pull(self, messages: Iterable[str]) -> list[Reply]:
+        """Return the replies that are there, matched by the message that they answer."""
+        from fedpax.deploy.round_server import Reply
+
+        replies = []
+        for message in self._grid.pull_messages(list(messages)):
+            answered = message.metadata.reply_to_message_id
+            if message.has_error():
+                error = f"{message.error.reason} (Flower's error {message.error.code})"
+                replies.append(Reply(answered, None, error))
+            else:
+                replies.append(Reply(answered, read_record(message.content)))
+        return replies
+
+
+def train(network: Any, program: Any, run: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Run all rounds, and write the server's state after each.
+
+    Args:
+        network: the nodes.
+        program: the program.
+        run: name of the run.
+        settings: those of `server_app`.
+
+    Returns:
+        The server's state after the last round, by name.
+    """
+    from fedpax.deploy.round_server import RoundServer, Rules, finite_metrics
+
+    def setting(name: str, default: Any) -> Any:
+        value = settings.get(name, -1)
+        return default if value in (-1, "") else type(default)(value)
+
+    rules = Rules(*(setting(name, Rules._field_defaults[name]) for name in Rules._fields))
+    server = RoundServer(
+        network,
+        program,
+        run=run,
+        rules=rules,
+        seed=setting("seed", program.settings.seed),
+        log=_LOG,
+    )
+    out = Path(setting("out", f"~/.fedpax/flower/results/{run}")).expanduser().absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    position = server.begin()
+    for _ in range(setting("rounds", program.settings.rounds)):
+        first = time.monotonic()
+        position, metrics = server.advance(position)
+        told = finite_metrics(metrics)
+        words = ", ".join(f"{name} {value:.4g}" for name, value in told.items())
+        _LOG.info("Round %d: %s, %.1f s", position.round, words, time.monotonic() - first)
+        with (out / METRICS_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"round": position.round, **told}) + "\n")
+        write_state(out / STATE_FILE, position.state)
+    _LOG.info("The state after round %d is in %s", position.round, out / STATE_FILE)
+    return position.state
+
+
+def write_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Write a state by name as `.npz`, completely or not at all."""
+    import jax
+    import numpy as np
+
+    arrays = {}
+    for name, value in state.items():
+        is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+        arrays[name] = np.asarray(jax.random.key_data(value) if is_key else value)
+    draft = path.with_name(f".{path.name}")
+    with draft.open("wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+    draft.replace(path)

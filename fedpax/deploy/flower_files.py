@@ -1,0 +1,165 @@
+"""The files of a Flower app: what `flwr run` reads, around a program."""
+
+import re
+from pathlib import Path
+
+from fedpax.deploy.round_program import Settings
+from fedpax.errors import ArgumentError
+
+PACKAGE, APP_FILE = "fedpax_app", "pyproject.toml"
+FLWR = "1.42.0"
+"""The version of flwr that the apps are tested with."""
+_LARGEST = 9 * 2**20  # Flower refuses apps above 10 MB
+
+_PYPROJECT = """\
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "{name}"
+version = "1.0.0"
+description = "{description}"
+license = "Apache-2.0"
+# Install fedpax[flower] where the SuperLink and the SuperNodes run. Flower installs what is
+# listed here before each run.
+dependencies = []
+
+[tool.hatch.build.targets.wheel]
+packages = ["{package}"]
+
+[tool.flwr.app]
+publisher = "fedpax"
+
+[tool.flwr.app.components]
+serverapp = "{package}.server_app:app"
+clientapp = "{package}.client_app:app"
+
+[tool.flwr.app.config]
+rounds = {rounds}  # number of rounds
+seed = {seed}  # of the initial parameters
+quorum = 0  # the fewest participants that must answer; 0: all {size}
+enough = 0  # a round ends once this many have answered; 0: all that were asked
+deadline = 0.0  # seconds after which a round ends if the quorum has answered; 0: none
+wait = 600.0  # seconds to wait for nodes
+out = ""  # folder of the result; "": ~/.fedpax/flower/results/RUN
+"""
+
+_SERVER = '''\
+"""The server: it asks {size} of {num_clients} {participants} in a round."""
+
+from pathlib import Path
+
+from fedpax.deploy.flower import server_app
+
+app = server_app(Path(__file__).with_name("program.json"))
+'''
+
+_CLIENT = '''\
+"""A participant. Its data come from data.py, which only the worker of the node imports."""
+
+from pathlib import Path
+
+from fedpax.deploy.flower import client_app
+
+app = client_app(Path(__file__).with_name("program.json"), "{package}.data:load_data")
+'''
+
+_DATA = '''\
+"""The data of a participant. Edit `load_data` to read data of another kind."""
+
+from pathlib import Path
+
+from fedpax.experiments.node_data import experiment_data
+
+
+def load_data(node):
+    """Return the data of participant `node.participant`.
+
+    In a simulation: client k of the experiment's data. On a node of its own, the files in
+    --node-config 'partition-id=0 files="/data/*.csv"'. A dict of arrays [examples, ...] with the
+    fields of a batch works too: fedpax draws the batches.
+    """
+    return experiment_data(Path(__file__).parent, node)
+'''
+
+_README = """\
+# {name}
+
+{description} In a round, {size} of {num_clients} {participants} take part.
+
+    pip install 'fedpax[flower]'  # where the SuperLink and the SuperNodes run
+
+Simulation:
+
+    flwr run . --stream --federation-config 'num-supernodes={num_clients}'
+
+Real nodes, here without TLS:
+
+    flower-superlink --insecure --disable-runtime-dependency-installation
+    flower-supernode --insecure --superlink 127.0.0.1:8000 --port 9094 \\
+        --node-config 'partition-id=0'
+    flwr run . mine --stream
+
+`mine` is a section of `config.toml` in `$FLWR_HOME` (default `~/.flwr`):
+
+    [superlink.mine]
+    address = "127.0.0.1:8000"
+    insecure = true
+
+Each SuperNode on one machine needs a `--port` and a `partition-id` of its own.
+The settings are in `pyproject.toml`; `--run-config 'rounds=3 deadline=60.0 quorum=2'` overrides.
+"""
+
+
+def write_app(
+    folder: str | Path, *, name: str, program: str, settings: Settings, size: int, participants: str
+) -> None:
+    """Write the files of a Flower app.
+
+    Args:
+        folder: a new or an empty folder.
+        name: name of the app. Characters that Flower does not take become hyphens.
+        program: the text of `program.json`.
+        settings: the settings of the program.
+        size: number of participants in a round.
+        participants: what they are, such as "clients".
+
+    Raises:
+        ArgumentError: the program is larger than Flower takes.
+    """
+    if len(program) > _LARGEST:
+        raise ArgumentError(
+            f"The program has {len(program):,} bytes, and Flower takes apps of at most 10 MB, "
+            "expected a program without large constants. Pass arrays as arguments of the round, "
+            "not as values that its functions close over."
+        )
+    folder = Path(folder)
+    package = folder / PACKAGE
+    package.mkdir(parents=True)
+    fields = {
+        **settings._asdict(),
+        "name": app_name(name),
+        "description": f"{name}, trained by fedpax.",
+        "package": PACKAGE,
+        "size": size,
+        "participants": participants,
+    }
+    (folder / APP_FILE).write_text(_PYPROJECT.format(**fields), encoding="utf-8")
+    (folder / "README.md").write_text(_README.format(**fields), encoding="utf-8")
+    (package / "__init__.py").write_text(f'"""{name} on Flower."""\n', encoding="utf-8")
+    (package / "server_app.py").write_text(_SERVER.format(**fields), encoding="utf-8")
+    (package / "client_app.py").write_text(_CLIENT.format(**fields), encoding="utf-8")
+    (package / "data.py").write_text(_DATA, encoding="utf-8")
+    (package / "program.json").write_text(program, encoding="utf-8")
+
+
+def app_name(name: str) -> str:
+    """Return a name that Flower takes: a letter, then letters, digits and hyphens, at most 32.
+
+    Example:
+        >>> app_name("my_file.py:scaffold_digits")
+        'my-file-py-scaffold-digits'
+    """
+    words = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[-30:].strip("-")
+    return words if words[:1].isalpha() else f"a-{words}".rstrip("-")

@@ -1,0 +1,82 @@
+"""The state that a participant keeps on the disk of its node between rounds.
+
+A participant whose answer came too late goes back to the state of the last round that counted it.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedpax.deploy.values import decode_values, encode_values
+from fedpax.errors import FedpaxError
+
+_DIGEST = 32
+
+
+class KeptStateError(FedpaxError):
+    """Kept state that a node cannot read; the message names the remedy."""
+
+
+class KeptState:
+    """States of one participant in one run of one program, by the round that made them.
+
+    Args:
+        folder: a folder of this participant alone.
+
+    Example:
+        >>> import tempfile
+        >>> import numpy as np
+        >>> kept = KeptState(Path(tempfile.mkdtemp()))
+        >>> kept.write("3.0", {"control": np.float32([1, 2])})
+        >>> kept.read("3.0")["control"].tolist(), kept.read("4.0")
+        ([1.0, 2.0], None)
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def read(self, key: str) -> dict[str, Any] | None:
+        """Return the values of a round, or None if there are none.
+
+        Raises:
+            KeptStateError: the file cannot be read, or is damaged.
+        """
+        path = self._path(key)
+        try:
+            content = path.read_bytes()
+            digest, encoded = content[:_DIGEST], content[_DIGEST:]
+            if hashlib.sha256(encoded).digest() != digest:
+                raise ValueError("it does not match its sha256")
+            return decode_values(encoded)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise KeptStateError(
+                f"{path} cannot be read ({error}), expected the state that this participant kept. "
+                "Restore the file from a copy, or start a new run."
+            ) from error
+
+    def write(self, key: str, values: Mapping[str, Any]) -> None:
+        """Write the values of a round, completely or not at all."""
+        path, encoded = self._path(key), encode_values(values)
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        draft = path.with_suffix(f".{os.getpid()}.draft")
+        with draft.open("wb") as file:
+            file.write(hashlib.sha256(encoded).digest() + encoded)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+
+    def keep_only(self, keys: Iterable[str]) -> None:
+        """Remove all states but those of some rounds."""
+        kept = {self._path(key).name for key in keys}
+        for path in self.folder.glob("*.state"):
+            if path.name not in kept:
+                path.unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        if not key or not set(key) <= set("0123456789.-"):
+            raise KeptStateError(f"{key!r} names no round, expected digits, such as '3.0'.")
+        return self.folder / f"{key}.state"

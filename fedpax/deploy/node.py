@@ -1,0 +1,214 @@
+"""A node: one participant's part of a program, on its own data and its own disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from fedpax.clients.cohort import Cohort
+from fedpax.data.populations.client_sampler import ClientSampler
+from fedpax.data.rounds.cohort_rounds import CohortRounds, cohort_rounds
+from fedpax.deploy.kept_state import KeptState, KeptStateError
+from fedpax.deploy.packets import Packet
+from fedpax.deploy.round_program import RoundProgram
+from fedpax.deploy.values import decode_values, encode_values
+from fedpax.errors import ArgumentError, ArgumentTypeError, FedpaxError
+
+
+class Node(NamedTuple):
+    """What a function that loads a participant's data is told.
+
+    Attributes:
+        participant: the participant's number in the population, from 0.
+        num_participants: size of the population.
+        config: the settings of the node: `--node-config` of `flower-supernode`; in a simulation
+            `partition-id` and `num-partitions`.
+        steps: the most local steps of a round; further batches are left out.
+    """
+
+    participant: int
+    num_participants: int
+    config: Mapping[str, Any]
+    steps: int
+
+
+Examples: TypeAlias = Any
+"""Examples as `fedpax.data.cohort_rounds` takes them: a dict of arrays `[examples, ...]`."""
+LoadData: TypeAlias = Callable[[Node], Examples | Callable[[int], Cohort]]
+"""A function that returns a participant's examples, or `round -> Cohort` of it alone."""
+
+
+class NodeProgram:
+    """Answers the packets of a server with a program.
+
+    Args:
+        program: the program.
+        load_data: loads the data of a participant.
+        folder: the folder of kept states.
+    """
+
+    def __init__(self, program: RoundProgram, load_data: LoadData, folder: Path) -> None:
+        self.program, self.folder = program, folder
+        self._load_data = load_data
+        self._cohorts: dict[int, Callable[[int], Cohort]] = {}
+
+    def answer(self, packet: Packet, config: Mapping[str, Any]) -> Packet:
+        """Return the answer to a packet: that of a stage, or a refusal in words.
+
+        Args:
+            packet: the packet of the server.
+            config: the settings of the node.
+        """
+        values = packet.values
+        identity = {"program": self.program.program, "jax": jax.__version__}
+        try:
+            if values["program"] != self.program.program:
+                raise ArgumentError(
+                    f"This node has program {self.program.program[:12]}, and the server "
+                    f"{str(values['program'])[:12]}, expected the same. Start the same app on both."
+                )
+            if values["kind"] == "greeting":
+                return Packet({**identity, "partition": int(config.get("partition-id", -1))})
+            return self._train(values, packet.arrays, config)
+        except Exception as error:  # the server tells it; the run continues without this node
+            kind = "" if isinstance(error, FedpaxError) else f"{type(error).__name__}: "
+            return Packet({**identity, "refusal": f"{kind}{error}"})
+
+    def _train(
+        self, values: Mapping[str, Any], arrays: Sequence[bytes], config: Mapping[str, Any]
+    ) -> Packet:
+        stage, key, counted = int(values["stage"]), str(values["key"]), str(values["counted"])
+        participant, seed = int(values["participant"]), int(values["seed"])
+        messages = self.program.artifact.manifest["stages"]
+        shared, rows = (list(decode_values(x).values()) for x in arrays)
+        kept = self._kept(str(values["run"]), participant)
+        state = kept.read(counted) if counted else self.program.initial_own(seed, participant)
+        if state is None:
+            raise KeptStateError(
+                f"{kept.folder} has no state of round {counted}, expected the state that the "
+                f"server counted of participant {participant}. Copy the folder from the node's "
+                "former disk, or start a new run."
+            )
+        between = kept.read(f"{key}-{stage - 1}") if stage else {}
+        if between is None:
+            raise KeptStateError(
+                f"{kept.folder} has no values of stage {stage - 1} of round {key}: this node "
+                "started again within the round. It takes part in the next round."
+            )
+        data = self._data(participant, int(values["round"]), config)
+        own = self._own(stage, data | state | between)
+        client = self.program.artifact.client(stage)
+        terms, shown, new = client(int(values["index"]), shared, rows, own)
+        new = between | new
+        if stage + 1 == len(messages):
+            kept.write(key, {name: new.get(name, value) for name, value in state.items()})
+            kept.keep_only([key, counted] if counted else [key])
+        else:
+            kept.write(f"{key}-{stage}", new)
+        sent = [encode_values({str(i): x for i, x in enumerate(group)}) for group in (terms, shown)]
+        return Packet({"program": self.program.program}, sent)
+
+    def _kept(self, run: str, participant: int) -> KeptState:
+        if not run.replace("-", "").replace("_", "").isalnum():
+            raise ArgumentError(f"The run is named {run!r}, expected letters and digits.")
+        return KeptState(self.folder / run / self.program.program[:16] / str(participant))
+
+    def _data(
+        self, participant: int, round_number: int, config: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the participant's values of a round's cohort, by name."""
+        if participant not in self._cohorts:
+            steps = (self.program.batch or (0, 0))[0]
+            node = Node(participant, self.program.settings.num_clients, config, steps)
+            self._cohorts[participant] = _cohorts(self.program, node, self._load_data(node))
+        cohort = self._cohorts[participant](round_number)
+        names, found = self.program.names["cohort"], {}
+        for path, leaf in jax.tree.leaves_with_path(cohort):
+            if (name := names.get(jax.tree_util.keystr(path))) is not None:
+                found[name] = np.asarray(leaf)[0]
+        return found
+
+    def _own(self, stage: int, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a stage's own values, with the dtypes and shapes that it takes."""
+        own = {}
+        for described in self.program.artifact.manifest["stages"][stage]["own"]:
+            name, shape, dtype = described["name"], described["shape"], described["dtype"]
+            if name not in values:
+                raise ArgumentError(
+                    f"load_data() gives no {name}, expected {dtype}{shape}. Return examples with "
+                    "this field, or a function round -> Cohort that sets it."
+                )
+            value = values[name]
+            if list(value.shape) != shape or str(value.dtype) != dtype:
+                raise ArgumentTypeError(
+                    f"load_data() gives {name} as {value.dtype}{list(value.shape)}, expected "
+                    f"{dtype}{shape}: a participant's steps and examples, without the axis of "
+                    "participants. Convert the examples, or export the program again."
+                )
+            own[name] = value
+        return own
+
+
+class OneParticipant(Sequence[Any]):
+    """A population of which one participant has examples here.
+
+    Args:
+        number: size of the population.
+        participant: the participant.
+        examples: the indices of its examples.
+    """
+
+    def __init__(self, number: int, participant: int, examples: NDArray[np.int64]) -> None:
+        self._number, self._participant, self._examples = number, participant, examples
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, i: Any) -> Any:
+        return self._examples if i == self._participant else self._examples[:0]
+
+
+def _cohorts(program: RoundProgram, node: Node, data: Any) -> Callable[[int], Cohort]:
+    """Return `round -> cohort` of a participant's data: the batches that a whole round has."""
+    if callable(data):
+        return lambda number: _checked_cohort(data(number))
+    if isinstance(data, CohortRounds):
+        rounds = data
+    else:
+        rounds = _rounds_of(program, node, data)
+    return lambda number: rounds.read_clients(number, np.array([node.participant]))
+
+
+def _rounds_of(program: RoundProgram, node: Node, examples: Any) -> CohortRounds:
+    settings = program.settings
+    if program.batch is None:
+        raise ArgumentError(
+            "load_data() returns examples, but the program reads no batches, expected a function "
+            "round -> Cohort."
+        )
+    columns = examples.values() if isinstance(examples, Mapping) else [examples]
+    number = len(next(iter(columns)))
+    return cohort_rounds(
+        examples,
+        OneParticipant(settings.num_clients, node.participant, np.arange(number)),
+        ClientSampler(settings.num_clients, 1, settings.cohort_seed),
+        batch_size=program.batch[1],
+        local_epochs=settings.local_epochs,
+        max_steps=program.batch[0],
+        seed=settings.cohort_seed,
+        preprocess=dict,
+    )
+
+
+def _checked_cohort(cohort: Any) -> Cohort:
+    if not isinstance(cohort, Cohort):
+        raise ArgumentTypeError(
+            f"The function that load_data() returns gave a {type(cohort).__name__}, expected a "
+            "fedpax.Cohort of one participant: arrays [1, steps, batch, ...]."
+        )
+    return cohort

@@ -1,0 +1,216 @@
+"""A federated algorithm as one JSON file: exported stages, initial state and settings."""
+
+import base64
+import binascii
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedpax.algorithm import FederatedAlgorithm, Params
+from fedpax.deploy.artifacts import pack_stages
+from fedpax.deploy.runtime import Artifact, ArtifactError, check_content, check_manifest
+from fedpax.errors import ArgumentError
+from fedpax.transforms.stages import stages
+
+FORMAT, VERSION = "fedpax round program", 1
+
+
+class Settings(NamedTuple):
+    """What a program says beside its stages.
+
+    Attributes:
+        rounds: number of rounds to train.
+        seed: seed of the initial parameters.
+        num_clients: size of the population: participants have numbers below it.
+        local_epochs: passes of a participant over its examples in a round.
+        cohort_seed: seed of the cohorts and of the order of each participant's examples.
+    """
+
+    rounds: int = 1
+    seed: int = 0
+    num_clients: int = 1
+    local_epochs: int = 1
+    cohort_seed: int = 0
+
+
+class RoundProgram(NamedTuple):
+    """A program that `read_program` has read and checked.
+
+    Attributes:
+        artifact: the stages.
+        settings: the settings.
+        names: by name `"server"` and `"own"`, the values of the algorithm's state that the server
+            and each participant have; `"carried"`, for each value of the server's state its name
+            among the results of a round; `"cohort"`, for each path in a cohort the value's name.
+        program: the sha256 of all of it.
+    """
+
+    artifact: Artifact
+    settings: Settings
+    names: Mapping[str, Any]
+    program: str
+
+    @property
+    def size(self) -> int:
+        """Number of participants in a round."""
+        return int(self.artifact.manifest["placement"]["size"])
+
+    @property
+    def batch(self) -> tuple[int, int] | None:
+        """Local steps and examples of a step, or None if participants read no batches."""
+        cohort = set(self.names["cohort"].values())
+        for stage in self.artifact.manifest["stages"]:
+            for value in stage["own"]:
+                if value["name"] in cohort and len(value["shape"]) >= 2:
+                    return int(value["shape"][0]), int(value["shape"][1])
+        return None
+
+    def initial_server(self, seed: int) -> dict[str, jax.Array]:
+        """Return the server's part of the initial state, by name."""
+        values = self.artifact.function("initial_server")(jnp.uint32(seed))
+        return dict(zip(self.names["server"], values, strict=True))
+
+    def initial_own(self, seed: int, participant: int) -> dict[str, jax.Array]:
+        """Return a participant's part of the initial state, by name."""
+        values = self.artifact.function("initial_own")(jnp.uint32(seed), jnp.int32(participant))
+        return dict(zip(self.names["own"], values, strict=True))
+
+
+def pack_program(
+    algorithm: FederatedAlgorithm,
+    init: Callable[[jax.Array], Params],
+    cohort: Any,
+    settings: Settings,
+    *,
+    platforms: Sequence[str] = ("cpu",),
+) -> str:
+    """Export an algorithm as the text of a JSON file, which `read_program` reads.
+
+    Args:
+        algorithm: the algorithm.
+        init: `key -> params`, the initial parameters.
+        cohort: a cohort, or its types.
+        settings: the settings.
+        platforms: the platforms to export for.
+
+    Raises:
+        ArgumentError: the algorithm cannot be divided into stages, or its server reads a value of
+            the cohort.
+    """
+
+    def initial(seed: Any) -> Any:
+        return algorithm.init(init(jax.random.key(seed)))
+
+    state = jax.eval_shape(initial, jnp.uint32(0))
+    divided = stages(algorithm.round, state, cohort)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)]
+    state_names, cohort_names = (
+        divided.argument_names[: len(paths)],
+        divided.argument_names[len(paths) :],
+    )
+    owned = {value.name for stage in divided for value in stage.own}
+    own = [i for i, name in enumerate(state_names) if name in owned]
+    servers = [i for i in range(len(paths)) if i not in set(own)]
+    for name in divided.wiring().arguments:
+        if name in cohort_names:
+            raise ArgumentError(
+                f"The server of {divided.name} reads {name}, a value of the participants' data, "
+                "expected an algorithm whose server reads its state alone: on nodes, the server "
+                "has no data. Return the value from a federated_map()."
+            )
+
+    def initial_server(seed: Any) -> list[Any]:
+        leaves = jax.tree.leaves(initial(seed))
+        return [leaves[i] for i in servers]
+
+    def initial_own(seed: Any, participant: Any) -> list[Any]:
+        leaves = jax.tree.leaves(initial(seed))
+        return [jnp.take(leaves[i], participant, axis=0, mode="clip") for i in own]
+
+    seed, number = jax.ShapeDtypeStruct((), jnp.uint32), jax.ShapeDtypeStruct((), jnp.int32)
+    manifest, files = pack_stages(
+        divided,
+        platforms=platforms,
+        portable=False,
+        functions={
+            "initial_server": (initial_server, [seed]),
+            "initial_own": (initial_own, [seed, number]),
+        },
+    )
+    cohort_paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(cohort)]
+    names = {
+        "server": [state_names[i] for i in servers],
+        "own": [state_names[i] for i in own],
+        "carried": {state_names[i]: f"result[0]{paths[i]}" for i in servers},
+        "cohort": dict(zip(cohort_paths, cohort_names, strict=True)),
+    }
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "format_version": VERSION,
+        "manifest": manifest,
+        "settings": settings._asdict(),
+        "names": names,
+        "files": {name: base64.b64encode(x).decode("ascii") for name, x in files.items()},
+    }
+    content["program"] = _sha256(content)
+    return json.dumps(content, sort_keys=True, indent=0) + "\n"
+
+
+def read_program(path: str | Path) -> RoundProgram:
+    """Read a file of `pack_program`, after checks of format, date and sha256.
+
+    Raises:
+        ArtifactError: the file is foreign, damaged, of a newer format, or past its last day.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ArtifactError(
+            f"{path} cannot be read ({type(error).__name__}: {error}), expected a program that "
+            "`fedpax export --flower` wrote. Export again."
+        ) from error
+    return parse_program(text, path)
+
+
+def parse_program(text: str, path: str | Path = "program.json") -> RoundProgram:
+    """Return the program of a text of `pack_program`, after the checks of `read_program`."""
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ArtifactError(f"{path} is damaged: {error}. Export again.") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ArtifactError(
+            f"{path} is no exported program, expected program.json of `fedpax export --flower`. "
+            "Export again."
+        )
+    if content.get("format_version") != VERSION:
+        raise ArtifactError(
+            f"{path} has format {content.get('format_version')!r}, and this fedpax reads "
+            f"{VERSION}. Update fedpax, or export again with the version here."
+        )
+    manifest = check_manifest(content.get("manifest"), path)
+    try:
+        if content["program"] != _sha256(content):
+            raise ValueError("it does not match its sha256")
+        files = {
+            name: base64.b64decode(content["files"][name], validate=True)
+            for name in manifest["files"]
+        }
+        settings, names = Settings(**content["settings"]), content["names"]
+    except (KeyError, TypeError, ValueError, binascii.Error) as error:
+        raise ArtifactError(f"{path} is damaged: {error}. Export again.") from error
+    for name, text in files.items():
+        check_content(f"{path}: {name}", text, manifest["files"][name])
+    return RoundProgram(Artifact(manifest, files), settings, names, content["program"])
+
+
+def _sha256(content: Mapping[str, Any]) -> str:
+    """Return the sha256 of a program without dates and versions."""
+    manifest = content["manifest"]
+    said = manifest["program"], manifest["files"], content["settings"], content["names"]
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,421 @@
+"""The server of rounds on nodes: it asks nodes by messages, and counts their answers."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax.numpy as jnp
+import numpy as np
+
+from fedpax.data.populations.client_sampler import ClientSampler
+from fedpax.deploy.packets import Packet
+from fedpax.deploy.round_program import RoundProgram
+from fedpax.deploy.values import decode_values, encode_values
+from fedpax.errors import ArgumentError, FedpaxError
+
+POLL_SECONDS = 0.25
+_SECONDS_BETWEEN_HINTS = 60.0
+_ATTEMPTS = 3
+
+
+class RoundError(FedpaxError):
+    """A round that too few participants answer; the message names the remedy."""
+
+
+class Reply(NamedTuple):
+    """What came back for a message.
+
+    Attributes:
+        message: the message that it answers.
+        packet: the answer, or None after an error.
+        error: the error, in the words of the network.
+    """
+
+    message: str
+    packet: Packet | None
+    error: str = ""
+
+
+class Network(Protocol):
+    """Carries packets to nodes: Flower's grid, or a test's."""
+
+    def nodes(self) -> Iterable[int]:
+        """Return the ids of the nodes that are connected."""
+        ...
+
+    def push(self, packets: Mapping[int, Packet], seconds: float | None) -> dict[str, int]:
+        """Send a packet to each node; return the node of each message that was sent."""
+        ...
+
+    def pull(self, messages: Iterable[str]) -> Iterable[Reply]:
+        """Return the replies that are there."""
+        ...
+
+
+class Rules(NamedTuple):
+    """When a round ends.
+
+    Attributes:
+        quorum: the fewest participants that must answer. 0: all participants of a round.
+        enough: the round ends once this many have answered (over-selection: the rest is not
+            waited for). 0: all that were asked.
+        deadline: seconds after which the round ends if `quorum` have answered. 0: none.
+        wait: seconds to wait for nodes, at the start and if fewer than `quorum` are connected.
+    """
+
+    quorum: int = 0
+    enough: int = 0
+    deadline: float = 0.0
+    wait: float = 600.0
+
+
+_WAIT_FOR_ALL = Rules()
+
+
+class Position(NamedTuple):
+    """Where a run is: what continues it on another server.
+
+    Attributes:
+        round: number of finished rounds.
+        state: the server's state by name.
+        counted: for each participant, the last round that counted it, as `Packet` values name it.
+    """
+
+    round: int
+    state: Mapping[str, Any]
+    counted: Mapping[int, str]
+
+
+class Roster:
+    """The participants that are connected, each with a node that runs the same program."""
+
+    def __init__(self, network: Network, program: RoundProgram, log: logging.Logger) -> None:
+        self._network, self._program, self._log = network, program, log
+        self._greetings: dict[str, int] = {}
+        self._asked: set[int] = set()
+        self._partitions: dict[int, int] = {}  # node -> its own number, or -1
+        self._numbers: dict[int, int] = {}  # node -> number, without partition ids
+        self._refusals: dict[int, str] = {}
+
+    def refresh(self) -> None:
+        """Greet new nodes, forget nodes that left, and read the answers to greetings."""
+        nodes = set(self._network.nodes())
+        for node in self._partitions.keys() - nodes:
+            del self._partitions[node]
+        self._asked &= nodes
+        if new := sorted(nodes - self._asked):
+            greeting = Packet({"kind": "greeting", "program": self._program.program})
+            self._greetings |= self._network.push(dict.fromkeys(new, greeting), None)
+            self._asked.update(new)
+        for reply in self._network.pull(self._greetings) if self._greetings else ():
+            node = self._greetings.pop(reply.message, None)
+            if node is None:
+                continue
+            if reply.packet is None or "refusal" in reply.packet.values:
+                self.refuse(node, reply)
+                continue
+            self._partitions[node] = int(reply.packet.values["partition"])
+            self._refusals.pop(node, None)
+
+    def refuse(self, node: int, reply: Reply) -> None:
+        """Note why a node takes no part."""
+        words = reply.error if reply.packet is None else str(reply.packet.values["refusal"])
+        self._refusals[node] = words
+        self._log.warning("Node %d takes no part: %s", node, words)
+
+    def greet_again(self, nodes: Iterable[int]) -> None:
+        """Take nodes off the roster until they answer a new greeting."""
+        for node in nodes:
+            self._partitions.pop(node, None)
+            self._asked.discard(node)
+
+    def participants(self) -> dict[int, int]:
+        """Return the node of each participant, in the order of their numbers.
+
+        Raises:
+            ArgumentError: two nodes have the same number, some have none, or one is too large.
+        """
+        if all(k < 0 for k in self._partitions.values()):
+            return self._numbered()
+        remedy = (
+            "Start each flower-supernode with its own number: --node-config 'partition-id=0', 1, "
+            "and so on."
+        )
+        found: dict[int, int] = {}
+        for node, k in sorted(self._partitions.items(), key=lambda item: (item[1], item[0])):
+            if k < 0:
+                raise ArgumentError(f"Node {node} has no partition-id, and others have. {remedy}")
+            if k in found:
+                raise ArgumentError(
+                    f"The nodes {found[k]} and {node} both have partition-id={k}. {remedy}"
+                )
+            if k < self._program.settings.num_clients:
+                found[k] = node
+        return found
+
+    def _numbered(self) -> dict[int, int]:
+        """Give nodes without partition-id numbers, which they keep while they are connected."""
+        self._numbers = {n: k for n, k in self._numbers.items() if n in self._partitions}
+        taken = set(self._numbers.values())
+        free = (k for k in range(self._program.settings.num_clients) if k not in taken)
+        new = sorted(self._partitions.keys() - self._numbers.keys())
+        self._numbers.update(zip(new, free, strict=False))
+        return {k: node for node, k in sorted(self._numbers.items(), key=lambda item: item[1])}
+
+    def describe(self) -> str:
+        """Say how many nodes take part, and why others do not."""
+        words = f"{len(self._partitions)} nodes take part"
+        if self._refusals:
+            words += f", {len(self._refusals)} refuse: {next(iter(self._refusals.values()))}"
+        elif self._greetings:
+            words += f", {len(self._greetings)} have not answered"
+        return words
+
+
+class RoundServer:
+    """Runs the rounds of a program on nodes.
+
+    Args:
+        network: carries the packets.
+        program: the program.
+        run: name of the run: participants keep their states by it.
+        rules: when a round ends.
+        seed: seed of the initial parameters.
+        log: where progress is told.
+        sleep: waits some seconds.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        program: RoundProgram,
+        *,
+        run: str,
+        rules: Rules = _WAIT_FOR_ALL,
+        seed: int = 0,
+        log: logging.Logger | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.network, self.program, self.run, self.rules, self.seed = (
+            network,
+            program,
+            run,
+            rules,
+            seed,
+        )
+        self._log = log or logging.getLogger("fedpax")
+        self._sleep = sleep
+        self.roster = Roster(network, program, self._log)
+        size = program.size
+        for name, value in (("quorum", rules.quorum), ("enough", rules.enough)):
+            if not 0 <= value <= size:
+                raise ArgumentError(
+                    f"{name}={value}, expected at most {size}, the participants of a round. 0: all."
+                )
+        if rules.enough and rules.quorum > rules.enough:
+            raise ArgumentError(
+                f"quorum={rules.quorum} is above enough={rules.enough}. Set quorum to at most "
+                "enough."
+            )
+
+    @property
+    def quorum(self) -> int:
+        """The fewest participants that must answer."""
+        return self.rules.quorum or self.rules.enough or self.program.size
+
+    def begin(self) -> Position:
+        """Return the position of a new run."""
+        return Position(0, self.program.initial_server(self.seed), {})
+
+    def advance(self, position: Position) -> tuple[Position, dict[str, Any]]:
+        """Run one round.
+
+        Args:
+            position: the position before the round.
+
+        Returns:
+            The position after it, and the metrics of the round by name, with `participants`.
+
+        Raises:
+            RoundError: fewer participants than the quorum answered, three times.
+        """
+        number = position.round
+        for attempt in range(_ATTEMPTS):
+            key = f"{number}.{attempt}"
+            asked = self._ask(number)
+            counted, results = self._attempt(position, key, asked)
+            if results is not None:
+                state = {
+                    name: results.get(result, position.state[name])
+                    for name, result in self.program.names["carried"].items()
+                }
+                metrics = {
+                    name.removeprefix("result[1]"): value
+                    for name, value in results.items()
+                    if name.startswith("result[1]")
+                }
+                new = {**position.counted, **dict.fromkeys(counted, key)}
+                metrics["participants"] = len(counted)
+                return Position(number + 1, state, new), metrics
+            self._log.warning(
+                "Round %d: %d of %d participants answered, expected at least %d. %s",
+                number,
+                len(counted),
+                len(asked),
+                self.quorum,
+                "Asking again." if attempt + 1 < _ATTEMPTS else "",
+            )
+        raise RoundError(
+            f"Round {number}: fewer than {self.quorum} participants answered, {_ATTEMPTS} times; "
+            f"{self.roster.describe()}. Start more nodes, or set a smaller quorum or a longer "
+            "deadline."
+        )
+
+    def _ask(self, number: int) -> dict[int, int]:
+        """Return the node of each participant to ask, once enough are connected."""
+        first, told = time.monotonic(), -math.inf
+        while True:
+            self.roster.refresh()
+            connected = self.roster.participants()
+            # Nodes start one after another: the first round waits for all of them.
+            wanted = self.quorum if number else self.program.size
+            if len(connected) >= wanted:
+                break
+            waited = time.monotonic() - first
+            if waited > self.rules.wait:
+                if len(connected) >= self.quorum:
+                    break
+                raise RoundError(
+                    f"Round {number}: {len(connected)} participants are connected after "
+                    f"{waited:.0f} s, expected at least {self.quorum}; {self.roster.describe()}. "
+                    "Start more SuperNodes (in a simulation, --federation-config "
+                    f"'num-supernodes={self.program.size}'), or set a smaller quorum."
+                )
+            if waited - told > _SECONDS_BETWEEN_HINTS / 2:
+                told = waited
+                self._log.info("Waiting for %d participants: %s", wanted, self.roster.describe())
+            self._sleep(POLL_SECONDS)
+        numbers = list(connected)
+        if len(numbers) > self.program.size:
+            sampler = ClientSampler(
+                len(numbers), self.program.size, self.program.settings.cohort_seed
+            )
+            numbers = [numbers[i] for i in sorted(sampler.sample(number).tolist())]
+        return {k: connected[k] for k in numbers}
+
+    def _attempt(
+        self, position: Position, key: str, asked: Mapping[int, int]
+    ) -> tuple[list[int], dict[str, Any] | None]:
+        """Return the participants that were counted, and the results if they are a quorum."""
+        artifact = self.program.artifact
+        server = artifact.run(position.state)
+        answering, reply = list(asked), None
+        index = {k: i for i, k in enumerate(asked)}
+        while True:
+            try:
+                request = server.send(reply)
+            except StopIteration as end:
+                return answering, end.value
+            shared = _encode(request.shared)
+            packets = {}
+            for k in answering:
+                rows = _encode([x[index[k]] for x in request.rows])
+                values = {
+                    "kind": "train",
+                    "program": self.program.program,
+                    "run": self.run,
+                    "key": key,
+                    "round": position.round,
+                    "stage": request.stage,
+                    "counted": position.counted.get(k, ""),
+                    "participant": k,
+                    "index": index[k],
+                    "seed": self.seed,
+                }
+                packets[k] = Packet(values, [shared, rows])
+            answers = self._exchange({k: (asked[k], packets[k]) for k in answering})
+            answering = sorted(answers)
+            if len(answering) < self.quorum:
+                return answering, None
+            terms, shown = self._merge(request.stage, [answers[k] for k in answering])
+            reply = terms, shown, [index[k] for k in answering]
+
+    def _merge(self, stage: int, answers: Sequence[Packet]) -> tuple[Sequence[Any], list[Any]]:
+        """Merge terms in the order of participants: a rerun gives the same bits."""
+        merge = self.program.artifact.merge(stage)
+        total: Sequence[Any] = ()
+        shown: list[list[Any]] = []
+        for answer in answers:
+            terms, seen = (list(decode_values(x).values()) for x in answer.arrays)
+            total = merge(total, terms) if shown else terms
+            shown.append(seen)
+        return total, [jnp.stack(rows) for rows in zip(*shown, strict=True)]
+
+    def _exchange(self, packets: Mapping[int, tuple[int, Packet]]) -> dict[int, Packet]:
+        """Send a packet to each participant; return the answers that came in time."""
+        participant = {node: k for k, (node, _) in packets.items()}
+        deadline = self.rules.deadline or None
+        sent = self.network.push(dict(packets.values()), deadline)
+        waiting = {message: participant[node] for message, node in sent.items()}
+        enough = min(self.rules.enough or len(packets), len(packets))
+        answers: dict[int, Packet] = {}
+        first, told = time.monotonic(), 0.0
+        while waiting and len(answers) < enough:
+            for reply in self.network.pull(list(waiting)):
+                k = waiting.pop(reply.message, None)  # None: an answer that was read before
+                if k is None:
+                    continue
+                problem = self._problem(reply)
+                if problem:
+                    self._log.warning("Participant %d: %s", k, problem)
+                    self.roster.greet_again([packets[k][0]])
+                elif reply.packet is not None:
+                    answers[k] = reply.packet
+            waited = time.monotonic() - first
+            if deadline and waited > deadline:
+                late = sorted(waiting.values())
+                self._log.warning("Not in time, after %.0f s: participants %s", waited, late)
+                break
+            if waited - told > _SECONDS_BETWEEN_HINTS:
+                told = waited
+                self._log.warning(
+                    "No answer after %.0f s from participants %s. If their SuperNodes' logs show "
+                    "401, their machines are too slow for the 30 s that Flower gives a process to "
+                    "start: run fewer nodes on a machine, or keep Python's packages on a local "
+                    "disk.",
+                    waited,
+                    sorted(waiting.values()),
+                )
+            if waiting and len(answers) < enough:
+                self._sleep(POLL_SECONDS)
+        if len(answers) < enough:
+            self.roster.greet_again(packets[k][0] for k in waiting.values())
+        return answers
+
+    def _problem(self, reply: Reply) -> str:
+        """Say why an answer cannot be counted, or return an empty string."""
+        if reply.packet is None:
+            return reply.error
+        values = reply.packet.values
+        if "refusal" in values:
+            return str(values["refusal"])
+        if values.get("program") != self.program.program:
+            return f"answers with program {str(values.get('program'))[:12]}"
+        return ""
+
+
+def _encode(arrays: Iterable[Any]) -> bytes:
+    return encode_values({str(i): x for i, x in enumerate(arrays)})
+
+
+def finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a round that are one number, as floats."""
+    return {
+        name.strip("[]'\"."): float(np.asarray(value))
+        for name, value in metrics.items()
+        if np.ndim(value) == 0
+    }

@@ -1,0 +1,131 @@
+"""Nodes in one process: the network that tests of the server of rounds have."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from fedpax.algorithms import fedavg, scaffold
+from fedpax.data import ClientSampler, cohort_rounds
+from fedpax.deploy.node import NodeProgram
+from fedpax.deploy.round_program import Settings, pack_program
+from fedpax.deploy.round_server import Reply
+
+N, STEPS, BATCH, FEATURES = 3, 4, 2, 3
+SETTINGS = Settings(rounds=3, seed=5, num_clients=N, local_epochs=2, cohort_seed=7)
+SIZES = [4, 3, 1]
+SGD = optax.sgd(0.1)
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng((seed, *shape)).normal(size=shape).astype(np.float32)
+
+
+def loss_fn(params, batch):
+    error = (batch["x"] @ params["w"] - batch["y"]) * batch["mask"]
+    loss = jnp.sum(error**2) / jnp.maximum(jnp.sum(batch["mask"]), 1)
+    return loss, {}
+
+
+def init(key):
+    return {"w": jax.random.normal(key, (FEATURES,))}
+
+
+def fedavg_of(size=N):
+    return fedavg(loss_fn, cohort_size=size, client_optimizer=SGD)
+
+
+def scaffold_of(size=N):
+    return scaffold(loss_fn, cohort_size=size, num_clients=N, client_optimizer=SGD)
+
+
+METHODS = {"fedavg": fedavg_of, "scaffold": scaffold_of}
+
+
+def examples(k):
+    """The examples of a participant."""
+    return {"x": normal(SIZES[k], FEATURES, seed=k), "y": normal(SIZES[k], seed=10 + k)}
+
+
+def load_data(node):
+    return examples(node.participant)
+
+
+def rounds_of(size=N):
+    """The cohorts of all participants, as jit takes them."""
+    together = {name: np.concatenate([examples(k)[name] for k in range(N)]) for name in ("x", "y")}
+    parts = np.split(np.arange(sum(SIZES)), np.cumsum(SIZES)[:-1])
+    sampler = ClientSampler(N, size, SETTINGS.cohort_seed)
+    return cohort_rounds(
+        together,
+        parts,
+        sampler,
+        batch_size=BATCH,
+        local_epochs=SETTINGS.local_epochs,
+        max_steps=STEPS,
+        seed=SETTINGS.cohort_seed,
+        preprocess=dict,
+    )
+
+
+def pack(method, size=N):
+    return pack_program(METHODS[method](size), init, rounds_of(size).shapes, SETTINGS)
+
+
+def by_jit(method, absent=lambda number: ()):
+    """The states of a run in one process, a list from the initial one.
+
+    The round's absent participants have id -1, weight 0 and no steps.
+    """
+    algorithm, rounds = METHODS[method](), rounds_of()
+    state = algorithm.init(init(jax.random.key(SETTINGS.seed)))
+    states = [state]
+    for number in range(SETTINGS.rounds):
+        cohort = rounds.read_clients(number, np.arange(N))
+        gone = np.isin(np.arange(N), list(absent(number)))
+        cohort = cohort._replace(
+            client_ids=np.where(gone, -1, cohort.client_ids),
+            num_examples=np.where(gone, 0, cohort.num_examples),
+            num_steps=np.where(gone, 0, cohort.num_steps),
+        )
+        state, _ = jax.jit(algorithm.round)(state, cohort)
+        states.append(state)
+    return states
+
+
+class LocalNetwork:
+    """Carries packets to nodes in this process, and loses those that `lost` names.
+
+    lost: `(packet values, node) -> "before"`: the node does not get it, `"after"`: the answer
+    comes too late, or None.
+    """
+
+    def __init__(self, program, folder, *, lost=lambda values, node: None, partitions=range(N)):
+        self.programs = {
+            100 + k: NodeProgram(program, load_data, folder / f"disk_{k}") for k in partitions
+        }
+        self.partitions = {100 + k: k for k in partitions}
+        self.lost, self.replies, self.log, self.number = lost, {}, [], 0
+
+    def nodes(self):
+        return list(self.programs)
+
+    def push(self, packets, seconds):
+        sent = {}
+        for node, packet in packets.items():
+            self.number += 1
+            message = f"message {self.number}"
+            sent[message] = node
+            self.log.append((node, packet))
+            fate = self.lost(packet.values, node)
+            if fate == "before":
+                continue
+            config = {"partition-id": self.partitions[node]}
+            answer = self.programs[node].answer(packet, config)
+            if fate != "after":
+                self.replies[message] = Reply(message, answer)
+        return sent
+
+    def pull(self, messages):
+        # In another order than they were sent.
+        return [self.replies.pop(m) for m in reversed(list(messages)) if m in self.replies]

@@ -1,0 +1,215 @@
+"""Rounds on nodes equal the compiled round; late nodes take their state back; refusals are told."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from fedpax.deploy.kept_state import KeptState, KeptStateError
+from fedpax.deploy.node import NodeProgram
+from fedpax.deploy.round_program import read_program
+from fedpax.deploy.round_server import RoundError, RoundServer, Rules
+from fedpax.deploy.runtime import ArtifactError
+from tests.deploy import nodes
+from tests.deploy.nodes import SETTINGS, LocalNetwork, N
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """Path of the exported program of each method."""
+    folder = tmp_path_factory.mktemp("programs")
+    for method in nodes.METHODS:
+        (folder / f"{method}.json").write_text(nodes.pack(method))
+    return lambda method: folder / f"{method}.json"
+
+
+def serve(network, program, rounds=SETTINGS.rounds, **rules):
+    server = RoundServer(
+        network, program, run="run1", seed=SETTINGS.seed, rules=Rules(**rules), sleep=lambda s: None
+    )
+    position, history = server.begin(), []
+    for _ in range(rounds):
+        position, metrics = server.advance(position)
+        history.append((position, metrics))
+    return history
+
+
+def assert_equals(state, expected):
+    for name in ("params", "control"):
+        for path, leaf in jax.tree.leaves_with_path(getattr(expected, name, {})):
+            found = np.asarray(state[f"state.{name}{jax.tree_util.keystr(path)}"])
+            assert np.isfinite(found).all()
+            np.testing.assert_allclose(found, leaf, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", nodes.METHODS)
+def test_rounds_on_nodes_equal_the_compiled_rounds(method, programs, tmp_path):
+    program = read_program(programs(method))
+    history = serve(LocalNetwork(program, tmp_path), program)
+    expected = nodes.by_jit(method)
+    assert not np.allclose(expected[0].params["w"], expected[-1].params["w"], atol=1e-2)
+    for (position, metrics), state in zip(history, expected[1:], strict=True):
+        assert_equals(position.state, state)
+        assert metrics["participants"] == N
+    if method == "scaffold":
+        for k in range(N):
+            folder = tmp_path / f"disk_{k}" / "run1" / program.program[:16] / str(k)
+            (kept,) = KeptState(folder).read(f"{SETTINGS.rounds - 1}.0").values()
+            want = expected[-1].client_controls.rows["w"][k]
+            np.testing.assert_allclose(kept, want, rtol=0, atol=1e-6)
+            assert np.abs(want).max() > 1e-3
+
+
+def test_a_rerun_has_the_same_bits(programs, tmp_path):
+    program = read_program(programs("scaffold"))
+    first = serve(LocalNetwork(program, tmp_path / "a"), program)
+    second = serve(LocalNetwork(program, tmp_path / "b"), program)
+    for name, value in first[-1][0].state.items():
+        np.testing.assert_array_equal(value, second[-1][0].state[name])
+
+
+@pytest.mark.parametrize("fate", ["before", "after"])
+def test_a_node_that_is_not_counted_takes_its_state_back(fate, programs, tmp_path):
+    def lost(values, node):
+        return fate if (values.get("round"), node) == (1, 101) else None
+
+    program = read_program(programs("scaffold"))
+    network = LocalNetwork(program, tmp_path, lost=lost)
+    history = serve(network, program, quorum=2, deadline=1e-9)
+    expected = nodes.by_jit("scaffold", lambda number: [1] if number == 1 else [])
+    for (position, _), state in zip(history, expected[1:], strict=True):
+        assert_equals(position.state, state)
+    assert [metrics["participants"] for _, metrics in history] == [3, 2, 3]
+    counted = [
+        p.values["counted"] for node, p in network.log if node == 101 and "round" in p.values
+    ]
+    assert counted == ["", "0.0", "0.0"]
+
+
+def test_a_round_is_asked_again_below_the_quorum(programs, tmp_path):
+    def lost(values, node):
+        return "after" if values.get("key") == "1.0" and node != 100 else None
+
+    program = read_program(programs("scaffold"))
+    history = serve(LocalNetwork(program, tmp_path, lost=lost), program, quorum=2, deadline=1e-9)
+    for (position, _), state in zip(history, nodes.by_jit("scaffold")[1:], strict=True):
+        assert_equals(position.state, state)
+
+
+def test_over_selection_ends_a_round_early(programs, tmp_path):
+    program = read_program(programs("scaffold"))
+    network = LocalNetwork(program, tmp_path, lost=lambda v, node: "after" * (node == 102))
+    network.lost = lambda v, node: "after" if node == 102 and "round" in v else None
+    history = serve(network, program, enough=2)
+    expected = nodes.by_jit("scaffold", lambda number: [2])
+    for (position, metrics), state in zip(history, expected[1:], strict=True):
+        assert_equals(position.state, state)
+        assert metrics["participants"] == 2
+
+
+def test_too_few_answers_end_the_run_in_words(programs, tmp_path):
+    program = read_program(programs("fedavg"))
+    network = LocalNetwork(program, tmp_path, lost=lambda v, node: "after" if "key" in v else None)
+    with pytest.raises(RoundError, match=r"Round 0: fewer than 2 .*3 times.* smaller quorum"):
+        serve(network, program, quorum=2, deadline=1e-9, wait=0)
+
+
+def test_too_few_nodes_are_told(programs, tmp_path):
+    program = read_program(programs("fedavg"))
+    network = LocalNetwork(program, tmp_path, partitions=[0, 1])
+    with pytest.raises(RoundError, match=r"2 participants are connected .* at least 3; 2 nodes"):
+        serve(network, program, wait=0)
+    ((position, _metrics), *_) = serve(network, program, wait=0, quorum=2)
+    assert_equals(position.state, nodes.by_jit("fedavg", lambda number: [2])[1])
+
+
+def test_partition_ids_that_collide_are_told(programs, tmp_path):
+    program = read_program(programs("fedavg"))
+    network = LocalNetwork(program, tmp_path)
+    network.partitions = {100: 0, 101: 1, 102: 1}
+    with pytest.raises(ValueError, match=r"101 and 102 both have partition-id=1\. Start each"):
+        serve(network, program)
+    network.partitions = {100: 0, 101: 1, 102: -1}
+    with pytest.raises(ValueError, match="102 has no partition-id"):
+        serve(network, program)
+    network.partitions = dict.fromkeys(network.partitions, -1)
+    history = serve(network, program)
+    assert_equals(history[-1][0].state, nodes.by_jit("fedavg")[-1])
+
+
+def test_a_node_with_another_program_is_told(programs, tmp_path):
+    program, other = read_program(programs("fedavg")), read_program(programs("scaffold"))
+    network = LocalNetwork(program, tmp_path)
+    network.programs[101] = NodeProgram(other, nodes.load_data, tmp_path)
+    with pytest.raises(RoundError, match=r"1 refuse: This node has program \w+, and the server"):
+        serve(network, program, wait=0)
+
+
+def test_data_that_do_not_fit_are_told(programs, tmp_path, caplog):
+    program = read_program(programs("fedavg"))
+    network = LocalNetwork(program, tmp_path)
+    wide = lambda node: {"x": nodes.normal(3, 9), "y": nodes.normal(3)}
+    network.programs[101] = NodeProgram(program, wide, tmp_path)
+    with pytest.raises(RoundError, match="fewer than 3"):
+        serve(network, program, wait=0)
+    assert "gives cohort.batches['x'] as float32[4, 2, 9], expected float32[4, 2, 3]" in caplog.text
+
+
+def test_a_lost_disk_is_told(programs, tmp_path, caplog):
+    program = read_program(programs("scaffold"))
+    network = LocalNetwork(program, tmp_path)
+
+    def lost(values, node):
+        if (values.get("round"), node) == (1, 101):
+            network.programs[101].folder = tmp_path / "a new disk"
+
+    network.lost = lost
+    history = serve(network, program, quorum=2, deadline=1e-9)
+    assert [metrics["participants"] for _, metrics in history] == [3, 2, 2]
+    assert "has no state of round 0.0" in caplog.text
+
+
+def test_damaged_state_is_told(tmp_path):
+    kept = KeptState(tmp_path)
+    kept.write("1.0", {"x": nodes.normal(4)})
+    path = tmp_path / "1.0.state"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(bytes(content))
+    with pytest.raises(KeptStateError, match=r"does not match its sha256.*Restore"):
+        kept.read("1.0")
+    with pytest.raises(KeptStateError, match="names no round"):
+        kept.read("../1")
+
+
+def test_kept_states_of_other_rounds_are_removed(tmp_path):
+    kept = KeptState(tmp_path)
+    for key in ("1.0", "1.1", "2.0-0"):
+        kept.write(key, {"x": nodes.normal(2)})
+    kept.keep_only(["1.1"])
+    assert [path.name for path in tmp_path.iterdir()] == ["1.1.state"]
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        (lambda c: c.update(format="other"), "is no exported program"),
+        (lambda c: c.update(format_version=99), "Update fedpax"),
+        (lambda c: c["settings"].update(seed=6), "does not match its sha256"),
+        (lambda c: c["files"].update({"client_0.jax": "AAAA"}), "client_0.jax is damaged"),
+        (lambda c: c["files"].pop("client_0.jax"), "is damaged"),
+    ],
+)
+def test_bad_programs_are_told(change, remedy, programs, tmp_path):
+    content = json.loads(programs("fedavg").read_text())
+    change(content)
+    path = tmp_path / "program.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ArtifactError, match=remedy):
+        read_program(path)
+
+
+def test_the_same_algorithm_is_the_same_program(programs):
+    again = json.loads(nodes.pack("fedavg"))
+    assert again["program"] == read_program(programs("fedavg")).program

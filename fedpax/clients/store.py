@@ -19,10 +19,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int
 
+from fedpax.clients.store_rows import (
+    cohort_block,
+    on_devices,
+    pass_on,
+    put_rows,
+    row_specs,
+    rows_axis,
+    state_spec,
+    take_rows,
+)
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import check_integers, checked_tree, conversion, device_array
 from fedpax.transforms.marks import KEPT
@@ -95,7 +104,7 @@ def client_store(
     check_integers(num_clients=num_clients)
     if num_clients < 1:
         raise ArgumentError(f"client_store(): num_clients is {num_clients}, expected at least 1.")
-    axis, num_devices = _axis(placement)
+    axis, num_devices = rows_axis(placement)
     multiple = math.lcm(ROW_MULTIPLE, num_devices)
     num_rows = -(-num_clients // multiple) * multiple
 
@@ -107,8 +116,8 @@ def client_store(
 
     make = fill
     if axis is not None:
-        specs = [_state_spec(a, axis) for a in arrays]
-        make = _on_devices(fill, (specs,), [P(axis, *spec) for spec in specs])
+        specs = [state_spec(a, axis) for a in arrays]
+        make = on_devices(fill, (specs,), [P(axis, *spec) for spec in specs])
     return ClientStore(jax.tree.unflatten(tree, jax.jit(make)(arrays)), num_clients)
 
 
@@ -147,30 +156,33 @@ def gather_clients(
 
 @functools.partial(jax.jit, static_argnums=2)
 def _gather(store: ClientStore[State], client_ids: jax.Array, placement: str) -> State:
-    axis, num_devices = _axis(placement)
+    axis, num_devices = rows_axis(placement)
     client_ids = _absent_beyond(client_ids, store.num_clients)
     if axis is None:
-        return jax.tree.map(lambda rows: _take(rows, client_ids, 0, 0), store.rows)
+        return jax.tree.map(lambda rows: take_rows(rows, client_ids, 0, 0), store.rows)
 
     def on_device(store: State, client_ids: jax.Array) -> State:
         device = jax.lax.axis_index(axis)
 
         def fill(hop: Any, states: Any) -> Any:
             """Add this device's rows to the block of the cohort that is here at this hop."""
-            block = _block(client_ids, (device - 1 - hop) % num_devices, num_devices)
+            block = cohort_block(client_ids, (device - 1 - hop) % num_devices, num_devices)
             return jax.tree.map(
-                lambda rows, fallback: _take(rows, block, device * len(rows), fallback),
+                lambda rows, fallback: take_rows(rows, block, device * len(rows), fallback),
                 store,
                 states,
             )
 
         states = fill(0, jax.tree.map(lambda rows: 0, store))
         return jax.lax.fori_loop(
-            1, num_devices, lambda hop, states: fill(hop, _hop(states, axis, num_devices)), states
+            1,
+            num_devices,
+            lambda hop, states: fill(hop, pass_on(states, axis, num_devices)),
+            states,
         )
 
-    specs = _row_specs(store.rows, axis)
-    return _on_devices(on_device, (specs, P()), specs)(store.rows, client_ids)
+    specs = row_specs(store.rows, axis)
+    return on_devices(on_device, (specs, P()), specs)(store.rows, client_ids)
 
 
 def scatter_clients(
@@ -218,10 +230,12 @@ def scatter_clients(
 def _scatter(
     store: ClientStore[State], client_ids: jax.Array, states: State, placement: str
 ) -> ClientStore[State]:
-    axis, num_devices = _axis(placement)
+    axis, num_devices = rows_axis(placement)
     client_ids = _absent_beyond(client_ids, store.num_clients)
     if axis is None:
-        rows = jax.tree.map(lambda rows, new: _put(rows, client_ids, new, 0), store.rows, states)
+        rows = jax.tree.map(
+            lambda rows, new: put_rows(rows, client_ids, new, 0), store.rows, states
+        )
         return ClientStore(rows, store.num_clients)
 
     def on_device(store: State, client_ids: jax.Array, states: State) -> State:
@@ -229,19 +243,19 @@ def _scatter(
 
         def write(hop: Any, store: Any, states: Any) -> Any:
             """Write this device's rows from the block of the cohort that is here at this hop."""
-            block = _block(client_ids, (device - hop) % num_devices, num_devices)
+            block = cohort_block(client_ids, (device - hop) % num_devices, num_devices)
             return jax.tree.map(
-                lambda rows, new: _put(rows, block, new, device * len(rows)), store, states
+                lambda rows, new: put_rows(rows, block, new, device * len(rows)), store, states
             )
 
         def body(hop: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            states = _hop(carry[1], axis, num_devices)
+            states = pass_on(carry[1], axis, num_devices)
             return write(hop, carry[0], states), states
 
         return jax.lax.fori_loop(1, num_devices, body, (write(0, store, states), states))[0]
 
-    specs = _row_specs(store.rows, axis)
-    rows = _on_devices(on_device, (specs, P(), specs), specs)(store.rows, client_ids, states)
+    specs = row_specs(store.rows, axis)
+    rows = on_devices(on_device, (specs, P(), specs), specs)(store.rows, client_ids, states)
     return ClientStore(rows, store.num_clients)
 
 
@@ -250,95 +264,10 @@ def _mark_kept(states: State) -> State:
     return jax.tree.map(lambda x: checkpoint_name(x, KEPT), states)
 
 
-def _take(rows: jax.Array, client_ids: jax.Array, start: Any, fallback: Any) -> jax.Array:
-    """Read the clients whose rows are here, the first being client `start`; `others` elsewhere."""
-    index, is_here = _row_index(rows, client_ids, start)
-    states = rows[jnp.where(is_here, index, 0)]
-    fallback = jnp.asarray(fallback, rows.dtype)
-    return jnp.where(is_here.reshape(-1, *[1] * (rows.ndim - 1)), states, fallback)
-
-
-def _put(rows: jax.Array, client_ids: jax.Array, new: jax.Array, start: Any) -> jax.Array:
-    """Write the clients whose rows are here, the first being client `start`; drop the others."""
-    index, is_here = _row_index(rows, client_ids, start)
-    dropped = len(rows) + jnp.arange(len(index))
-    # Unique indices have a derivative on explicit meshes too; JAX has none for others.
-    return rows.at[jnp.where(is_here, index, dropped)].set(new, mode="drop", unique_indices=True)
-
-
-def _row_index(rows: jax.Array, client_ids: jax.Array, start: Any) -> tuple[jax.Array, jax.Array]:
-    """Return each client's index among the rows from client `start` on, and whether it is there."""
-    index = client_ids - start
-    return index, (client_ids >= 0) & (index >= 0) & (index < len(rows))
-
-
-def _block(client_ids: jax.Array, block: Any, num_devices: int) -> jax.Array:
-    """Return one of the equal blocks of a cohort."""
-    size = len(client_ids) // num_devices
-    return jax.lax.dynamic_slice_in_dim(client_ids, block * size, size)
-
-
-def _hop(states: Any, axis: str, num_devices: int) -> Any:
-    """Send each device's states to the next device of the ring."""
-    ring = [(d, (d + 1) % num_devices) for d in range(num_devices)]
-    return jax.tree.map(lambda state: jax.lax.ppermute(state, axis, ring), states)
-
-
 def _absent_beyond(client_ids: ClientIds, num_clients: int) -> jax.Array:
     """Replace indices that are not below the size of the population by -1."""
     client_ids = jnp.asarray(client_ids)
     return jnp.where(client_ids < num_clients, client_ids, -1)
-
-
-def _axis(placement: str) -> tuple[str | None, int]:
-    """Return the mesh axis that shards the rows, or None if there is none, and its size."""
-    mesh = jax.sharding.get_abstract_mesh()
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    axis_type = types.get(placement, AxisType.Manual)
-    # An automatic axis of size 1 shards nothing.
-    if axis_type == AxisType.Manual or (axis_type == AxisType.Auto and mesh.shape[placement] == 1):
-        return None, 1
-    return placement, mesh.shape[placement]
-
-
-def _state_spec(state: jax.Array, axis: str) -> P:
-    """Return the explicit axes that shard one client's state, other than the placement's."""
-    return P(*(tuple(n for n in _names(e) if n != axis) or None for e in _spec(state)))
-
-
-def _row_specs(rows: Any, axis: str) -> Any:
-    """Return the specs of rows, and of a cohort's states beside them."""
-    return jax.tree.map(lambda x: P(axis, *_spec(x)[1:]), rows)
-
-
-def _on_devices(fn: Any, in_specs: Any, out_specs: Any) -> Any:
-    """Map `fn` over the devices of all mesh axes that the specs name."""
-    # Explicit axes of a state's own dimensions are among them: a map over the placement's axis
-    # alone gathers its arguments and results over each explicit axis.
-    specs = jax.tree.leaves((in_specs, out_specs))
-    names = {name for spec in specs for entry in spec for name in _names(entry)}
-    mapped = jax.shard_map(
-        fn, axis_names=names, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )
-    return lambda *arguments: mapped(*jax.tree.map(_reshard, arguments, in_specs))
-
-
-def _reshard(x: jax.Array, spec: P) -> jax.Array:
-    """Shard an array over the explicit axes of a spec."""
-    explicit = jax.sharding.get_abstract_mesh().explicit_axes
-    entries = [tuple(n for n in _names(entry) if n in explicit) or None for entry in spec]
-    wanted = [*entries, *[None] * (x.ndim - len(entries))]
-    is_there = [_names(entry) for entry in _spec(x)] == [_names(entry) for entry in wanted]
-    return x if is_there else jax.sharding.reshard(x, P(*wanted))
-
-
-def _spec(x: jax.Array) -> P:
-    return jax.typeof(x).sharding.spec
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    """Return the mesh axes in one entry of a spec."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _check_states(store: ClientStore[Any], states: Any, size: int) -> None:
@@ -379,7 +308,7 @@ def _check_call(name: str, store: Any, client_ids: ClientIds, placement: str) ->
             f"{name}(): store is a {type(store).__name__}, expected a ClientStore. Make it with "
             "client_store(state, num_clients)."
         )
-    _, num_devices = _axis(placement)
+    _, num_devices = rows_axis(placement)
     values = client_ids if hasattr(client_ids, "dtype") else np.asarray(client_ids)
     if not jnp.issubdtype(values.dtype, jnp.integer):
         raise ArgumentTypeError(

@@ -1,0 +1,93 @@
+"""The rows of a client store on the devices of a mesh: read, written, and sent around a ring."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+
+def take_rows(rows: jax.Array, client_ids: jax.Array, start: Any, fallback: Any) -> jax.Array:
+    """Read the clients whose rows are here, from client `start` on; `fallback` for the others."""
+    index, is_here = _row_index(rows, client_ids, start)
+    states = rows[jnp.where(is_here, index, 0)]
+    fallback = jnp.asarray(fallback, rows.dtype)
+    return jnp.where(is_here.reshape(-1, *[1] * (rows.ndim - 1)), states, fallback)
+
+
+def put_rows(rows: jax.Array, client_ids: jax.Array, new: jax.Array, start: Any) -> jax.Array:
+    """Write the clients whose rows are here, the first being client `start`; drop the others."""
+    index, is_here = _row_index(rows, client_ids, start)
+    dropped = len(rows) + jnp.arange(len(index))
+    # Unique indices have a derivative on explicit meshes too; JAX has none for others.
+    return rows.at[jnp.where(is_here, index, dropped)].set(new, mode="drop", unique_indices=True)
+
+
+def _row_index(rows: jax.Array, client_ids: jax.Array, start: Any) -> tuple[jax.Array, jax.Array]:
+    """Return each client's index among the rows from client `start` on, and whether it is there."""
+    index = client_ids - start
+    return index, (client_ids >= 0) & (index >= 0) & (index < len(rows))
+
+
+def cohort_block(client_ids: jax.Array, block: Any, num_devices: int) -> jax.Array:
+    """Return one of the equal blocks of a cohort."""
+    size = len(client_ids) // num_devices
+    return jax.lax.dynamic_slice_in_dim(client_ids, block * size, size)
+
+
+def pass_on(states: Any, axis: str, num_devices: int) -> Any:
+    """Send each device's states to the next device of the ring."""
+    ring = [(d, (d + 1) % num_devices) for d in range(num_devices)]
+    return jax.tree.map(lambda state: jax.lax.ppermute(state, axis, ring), states)
+
+
+def rows_axis(placement: str) -> tuple[str | None, int]:
+    """Return the mesh axis that shards the rows, or None if there is none, and its size."""
+    mesh = jax.sharding.get_abstract_mesh()
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    axis_type = types.get(placement, AxisType.Manual)
+    # An automatic axis of size 1 shards nothing.
+    if axis_type == AxisType.Manual or (axis_type == AxisType.Auto and mesh.shape[placement] == 1):
+        return None, 1
+    return placement, mesh.shape[placement]
+
+
+def state_spec(state: jax.Array, axis: str) -> P:
+    """Return the explicit axes that shard one client's state, other than the placement's."""
+    return P(*(tuple(n for n in _names(e) if n != axis) or None for e in _spec(state)))
+
+
+def row_specs(rows: Any, axis: str) -> Any:
+    """Return the specs of rows, and of a cohort's states beside them."""
+    return jax.tree.map(lambda x: P(axis, *_spec(x)[1:]), rows)
+
+
+def on_devices(fn: Any, in_specs: Any, out_specs: Any) -> Any:
+    """Map `fn` over the devices of all mesh axes that the specs name."""
+    # Explicit axes of a state's own dimensions are among them: a map over the placement's axis
+    # alone gathers its arguments and results over each explicit axis.
+    specs = jax.tree.leaves((in_specs, out_specs))
+    names = {name for spec in specs for entry in spec for name in _names(entry)}
+    mapped = jax.shard_map(
+        fn, axis_names=names, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+    return lambda *arguments: mapped(*jax.tree.map(_reshard, arguments, in_specs))
+
+
+def _reshard(x: jax.Array, spec: P) -> jax.Array:
+    """Shard an array over the explicit axes of a spec."""
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes
+    entries = [tuple(n for n in _names(entry) if n in explicit) or None for entry in spec]
+    wanted = [*entries, *[None] * (x.ndim - len(entries))]
+    is_there = [_names(entry) for entry in _spec(x)] == [_names(entry) for entry in wanted]
+    return x if is_there else jax.sharding.reshard(x, P(*wanted))
+
+
+def _spec(x: jax.Array) -> P:
+    return jax.typeof(x).sharding.spec
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    """Return the mesh axes in one entry of a spec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pyarrow import csv, parquet
 
 from fedpax.data import ClientSampler, cohort_rounds, load, partition_natural, prepare
+from fedpax.data.files.held_out import held_out
 from fedpax.data.populations.contiguous_clients import ContiguousClients
 
 
@@ -242,6 +243,10 @@ def test_rounds_equal_those_of_the_same_arrays(tmp_path: Path) -> None:
         for name, values in expected.batches.items():
             np.testing.assert_array_equal(found.batches[name], values)
     assert partition_natural(source, "user").names == sorted(set(owner.tolist()))
+
+
+def test_the_same_examples_are_held_out_in_every_version() -> None:
+    assert int(held_out(pa.table({"x": np.arange(10_000)}), 0.05).sum()) == 551
 
 
 @settings(max_examples=25, deadline=None)

@@ -3,10 +3,11 @@
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, Self
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -29,10 +30,12 @@ from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
 from fedpax.experiments.client_evaluation import EvaluateClients
 from fedpax.experiments.client_methods import ClientTraining, MethodConfig, method
 from fedpax.experiments.populations import PopulationConfig
+from fedpax.experiments.site_clients import ChosenClients, SitePopulation, drawer
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.parallel.axes import shardings
 from fedpax.parallel.mesh import MeshConfig, MeshSizeError, available_devices
 from fedpax.parallel.mesh_rule import ShardedSize
+from fedpax.sites.rounds.contract import ClientRange, CoordinatorRun, Question, SiteRun
 from fedpax.training.evaluation import Batch, evaluator
 from fedpax.training.experiment import Experiment, Run, Shardings
 
@@ -133,6 +136,7 @@ class ClientExperiment(Experiment):
     method: MethodConfig = method("fedavg")
     aggregator: AggregatorConfig = aggregator("mean")
     mesh: MeshConfig = dataclasses.field(default_factory=lambda: MeshConfig(clients=-1))
+    own_fields: ClassVar[tuple[str, ...]] = ("heldout_batch_size",)
 
     def __post_init__(self) -> None:
         """Check the ranges, the method's server optimizer, and the aggregator's cohorts."""
@@ -245,6 +249,83 @@ class ClientExperiment(Experiment):
         del sampler
         return rounds
 
+    # ---- rounds over sites with data of their own (`fedpax.sites.rounds.contract`)
+
+    def describe_site(self) -> dict[str, Any]:
+        """Return what a site tells the coordinator of its data: its number of clients."""
+        return {"clients": len(self.read_clients()[1])}
+
+    def agree(
+        self, descriptions: Sequence[Mapping[str, Any]]
+    ) -> Generator[Question, Any, Mapping[str, Any]]:
+        """Return the inputs that all sites share, by default none."""
+        del descriptions
+        return {}
+        yield
+
+    def answer(self, settings: Mapping[str, Any], clients: ClientRange) -> Any:
+        """Answer a question of `agree`."""
+        raise NotImplementedError(f"{type(self).__name__} asks no questions")
+
+    def with_inputs(self, inputs: Mapping[str, Any]) -> Self:
+        """Return the experiment with the inputs that the sites share."""
+        del inputs
+        return self
+
+    def sized(self, num_clients: int) -> Self:
+        """Return the experiment with at most as many clients in a round as there are."""
+        size = min(self.cohort.size, num_clients)
+        return dataclasses.replace(self, cohort=dataclasses.replace(self.cohort, size=size))
+
+    def coordinate(self, num_clients: int) -> CoordinatorRun:
+        """Make the coordinator's run for a number of clients. It reads no data."""
+        fitting = self.sized(num_clients)
+        every_client = SitePopulation((), 0, num_clients)
+        sampler, model = fitting.make_sampler(every_client), fitting.make_model()
+
+        def sample(round_number: int, present: Any) -> list[int]:
+            chosen = sampler
+            if not present.all():
+                chosen = dataclasses.replace(sampler, available=lambda _: present)
+            return list(map(int, chosen.sample(round_number)))
+
+        return CoordinatorRun(
+            fitting.make_algorithm(fitting.make_loss(model), sampler),
+            model.init,
+            fitting.cohort.size,
+            sample,
+        )
+
+    def at_site(self, clients: ClientRange) -> SiteRun:
+        """Make a site's run."""
+        fitting = self.sized(clients.total)
+        size, preprocess = fitting.cohort.size, fitting.make_preprocess()
+        examples, own = fitting.read_clients()
+        population = SitePopulation(own, clients.first, clients.total)
+        sampler = ChosenClients(clients.total, size, fitting.cohort.seed)
+        rounds = fitting.make_rounds(examples, population, sampler, preprocess)
+        model = fitting.make_model()
+        algorithm = fitting.make_algorithm(
+            fitting.make_loss(model), fitting.make_sampler(population)
+        )
+        evaluate = fitting.make_evaluation(
+            functools.partial(
+                evaluator,
+                batches=fitting.open_heldout(preprocess)(),
+                placement="clients",
+                num_participants=1,
+            ),
+            model,
+        )
+        draw = drawer(rounds, fitting.make_stream(rounds, sampler), sampler)
+        return SiteRun(algorithm, model.init, size, draw, evaluate, fitting.count_heldout())
+
+    def count_heldout(self) -> int:
+        """Return the number of held-out examples."""
+        return sum(
+            int(np.sum(batch["mask"])) for batch in self.open_heldout(self.make_preprocess())()
+        )
+
     def sharded_sizes(self) -> list[ShardedSize]:
         """Return the size that the axis of clients divides."""
         return [ShardedSize("cohort.size", self.cohort.size, ("clients",))]
@@ -333,6 +414,13 @@ class FedAvgExperiment(ClientExperiment):
     heldout_split: str = "test"
     data_dir: str | None = None
     population: PopulationConfig
+    own_fields = (
+        *ClientExperiment.own_fields,
+        "data_dir",
+        "dataset",
+        "heldout_split",
+        "population",
+    )
 
     @abc.abstractmethod
     def read_heldout(self, heldout: Source, preprocess: Preprocess) -> Sequence[Batch]:

@@ -79,6 +79,18 @@ class FedAvgFiles(ClientExperiment):
     data: FilesConfig
     l2_factor: float = 0.0
     field: ClassVar[str]
+    own_fields = (
+        *ClientExperiment.own_fields,
+        "data.client",
+        "data.delimiter",
+        "data.files",
+        "data.heldout_clients",
+        "data.heldout_fraction",
+        "data.heldout_split",
+        "data.missing_label",
+        "data.optional_columns",
+        "data.partition",
+    )
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -101,12 +113,32 @@ class FedAvgFiles(ClientExperiment):
 
         `fedpax.data.tables.TableFeatures.from_json` and `Label.from_json` read it.
         """
-        write_saved_inputs(folder / INPUTS, self.data, self.prepared)
+        write_saved_inputs(folder / INPUTS, self.saved_inputs or self.inputs)
+
+    @property
+    @abc.abstractmethod
+    def inputs(self) -> Mapping[str, Any]:
+        """The columns and classes, as `fedpax.experiments.saved_inputs.saved_content` has them."""
+
+    @property
+    def label(self) -> Label:
+        """The label, which a coordinator without data knows from its sites."""
+        saved = self.saved_inputs
+        return self.prepared.label if saved is None else Label.from_json(saved["label"])
+
+    @property
+    def _is_site(self) -> bool:
+        """Whether the files are those of one site of several, which may be one file."""
+        return bool(self.__dict__.get("_at_site") or (self.saved_inputs or {}).get("sites"))
 
     @functools.cached_property
     def opened(self) -> OpenFiles:
         """The files, read when they are first needed."""
-        return open_files(self.data)
+        from fedpax.data.files.finding import find_files
+
+        # A file of a site is named as one of several is.
+        name = find_files(self.data.files, None)[0].name if self._is_site else None
+        return open_files(self.data, name)
 
     @property
     @abc.abstractmethod
@@ -118,15 +150,38 @@ class FedAvgFiles(ClientExperiment):
         """The training examples of each client."""
         return self.opened.parts(self.opened.training)
 
-    def fit_cohort(self) -> Self:
+    def sized(self, num_clients: int) -> Self:
         """Return the experiment with at most as many clients in a round as there are."""
-        size = min(self.cohort.size, len(self.training_parts))
-        if size == self.cohort.size:
+        if num_clients >= self.cohort.size:
             return self
-        fitting = dataclasses.replace(self, cohort=dataclasses.replace(self.cohort, size=size))
-        kept = {"opened": self.opened, "training_parts": self.training_parts}
-        fitting.__dict__.update(kept | {"_saved_inputs": self.saved_inputs})
-        return fitting
+        return self._sharing_files(super().sized(num_clients))
+
+    def _sharing_files(self, other: Self, *more: str) -> Self:
+        """Give another experiment on the same files what this one has read."""
+        names = ("opened", "training_parts", "_saved_inputs", *more)
+        other.__dict__.update({n: self.__dict__[n] for n in names if n in self.__dict__})
+        return other
+
+    # ---- rounds over sites with data of their own (`fedpax.sites.rounds.contract`)
+
+    def describe_site(self) -> dict[str, Any]:
+        """Return the number of the site's clients, and what it tells of its columns."""
+        self.__dict__["_at_site"] = True
+        return {"clients": len(self.training_parts), **self.describe_inputs()}
+
+    @abc.abstractmethod
+    def describe_inputs(self) -> dict[str, Any]:
+        """Return what a site tells of its columns."""
+
+    def with_inputs(self, inputs: Mapping[str, Any]) -> Self:
+        """Return the experiment with the columns and classes that the sites share."""
+        other = self._sharing_files(dataclasses.replace(self))
+        other.__dict__["_saved_inputs"] = inputs
+        return other
+
+    def count_heldout(self) -> int:
+        """Return the number of held-out examples."""
+        return int(self._chosen_heldout.sum())
 
     def sharded_sizes(self) -> list[ShardedSize]:
         """Return the size that the axis of clients divides."""
@@ -150,9 +205,13 @@ class FedAvgFiles(ClientExperiment):
     def open_heldout(self, preprocess: Preprocess) -> Callable[[], Sequence[Batch]]:
         """Return the function that makes the batches of the held-out examples."""
         del preprocess
+        return lambda: self._batches(self._chosen_heldout)
+
+    @property
+    def _chosen_heldout(self) -> NDArray[np.bool_]:
+        """Which examples are held out; without any, those of the held-out clients."""
         table = self.opened
-        chosen = table.heldout if table.heldout.any() else table.is_new[table.owners]
-        return lambda: self._batches(chosen)
+        return table.heldout if table.heldout.any() else table.is_new[table.owners]
 
     def _batches(self, chosen: NDArray[np.bool_]) -> Sequence[Batch]:
         return example_batches(self._read(chosen), self.heldout_batch_size)
@@ -168,7 +227,7 @@ class FedAvgFiles(ClientExperiment):
         return l2_regularized(loss_fn, self.l2_factor) if self.l2_factor else loss_fn
 
     def _plain_loss(self, model: FunctionalModel) -> ModelLoss:
-        if self.prepared.label.task == "regression":
+        if self.label.task == "regression":
             return squared_error_loss(model.apply, field=self.field)
         return classification_loss(model.apply, field=self.field)
 
@@ -244,11 +303,11 @@ class FedAvgFiles(ClientExperiment):
 
     def build(self) -> Run:
         """Read the files, and make the run; a method's own models are evaluated by client."""
-        fitting = self.fit_cohort()
+        fitting = self.sized(len(self.training_parts))
         if fitting is not self:
             run = fitting.build()
             # Made once: on the mesh of the run, means would differ in their last digit.
-            self.__dict__["prepared"] = fitting.prepared
+            fitting._sharing_files(self, "prepared")
             size = f"cohort.size={self.cohort.size}: a round has all {fitting.cohort.size} clients"
             return run._replace(notes=(*run.notes, size))
         run = super().build()._replace(notes=(*self.opened.notes, *self.prepared.notes))

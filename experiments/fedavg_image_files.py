@@ -5,7 +5,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -18,9 +18,11 @@ from fedpax.errors import ArgumentError
 from fedpax.experiments.client_files import FilesConfig
 from fedpax.experiments.fedavg_clients import CohortConfig
 from fedpax.experiments.fedavg_files import FedAvgFiles
+from fedpax.experiments.saved_inputs import saved_content
 from fedpax.models.classifiers import CNNConfig, cnn
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.models.resnet import ResNetConfig, resnet
+from fedpax.sites.rounds.contract import Question
 from fedpax.training.experiment import TrainingConfig
 
 
@@ -109,16 +111,57 @@ class FedAvgImageFiles(FedAvgFiles):
         """Make the function that scales integers of images to 0 to 1."""
         return preprocess_images
 
+    @property
+    def image_shape(self) -> Sequence[int]:
+        """Height, width and channels, which a coordinator without data knows from its sites."""
+        saved = self.saved_inputs
+        if saved is not None and "image_shape" in saved:
+            known: Sequence[int] = saved["image_shape"]
+            return known
+        height, width, *channels = self.prepared.examples["image"].shape[1:]
+        return (height, width, *(channels or [1]))
+
+    @property
+    def inputs(self) -> Mapping[str, Any]:
+        """The classes and the shape, as `saved_content` has them."""
+        return saved_content(self.data, self.prepared.label, image_shape=self.image_shape)
+
+    def describe_inputs(self) -> dict[str, Any]:
+        """Return what a site tells of its images: their shape, and the classes that it has."""
+        label = infer_label(
+            self.data.label or "label",
+            self.opened.columns[self.data.label or "label"],
+            "classification",
+            min_classes=1,
+        )
+        return {"label": label.to_json(), "image_shape": list(self.image_shape)}
+
+    def agree(
+        self, descriptions: Sequence[Mapping[str, Any]]
+    ) -> Generator[Question, Any, Mapping[str, Any]]:
+        """Agree on the classes, those of all sites together, and on the shape of images."""
+        shapes = {tuple(d["image_shape"]) for d in descriptions}
+        if len(shapes) > 1:
+            raise ArgumentError(
+                f"The sites have images of {' and '.join(map(str, sorted(shapes)))}, expected one "
+                "shape. Set --data.image_size at the syncer and at each site."
+            )
+        classes = {value for d in descriptions for value in d["label"]["classes"]}
+        first = Label.from_json(descriptions[0]["label"])
+        label = dataclasses.replace(first, classes=tuple(sorted(classes)))
+        content = saved_content(self.data, label, image_shape=shapes.pop())
+        return content | {"sites": len(descriptions)}
+        yield
+
     def make_model(self) -> FunctionalModel:
         """Make the network for the images."""
-        images, classes = self.prepared.examples["image"], len(self.prepared.label.classes)
-        channels = images.shape[3] if images.ndim == 4 else 1
+        (height, width, channels), classes = self.image_shape, len(self.label.classes)
         if self.network == "resnet":
             return resnet(ResNetConfig(num_channels=channels, num_classes=classes))
         return cnn(
             CNNConfig(
-                image_height=images.shape[1],
-                image_width=images.shape[2],
+                image_height=height,
+                image_width=width,
                 num_channels=channels,
                 filters=self.filters,
                 hidden_dim=self.hidden_dim,

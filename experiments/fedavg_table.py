@@ -5,14 +5,23 @@
 
 import dataclasses
 import functools
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fedpax.checks import COUNT
+from fedpax.data.tables import TableFeatures
 from fedpax.errors import ArgumentError
 from fedpax.experiments.fedavg_clients import CohortConfig
 from fedpax.experiments.fedavg_files import FedAvgFiles
+from fedpax.experiments.saved_inputs import saved_content
+from fedpax.experiments.site_tables import (
+    agree_on_features,
+    answer_on_features,
+    describe_site_table,
+)
 from fedpax.experiments.table_data import (
     PreparedTable,
     TableConfig,
@@ -21,6 +30,7 @@ from fedpax.experiments.table_data import (
 )
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.nnx_functional import FunctionalModel
+from fedpax.sites.rounds.contract import ClientRange, Question
 from fedpax.training.experiment import TrainingConfig
 
 
@@ -57,10 +67,36 @@ class FedAvgTable(FedAvgFiles):
             return apply_saved_table(self.data, self.opened, self.saved_inputs)
         return prepare_table(self.data, self.opened, self.aggregator, self.cohort.seed)
 
+    @property
+    def features(self) -> TableFeatures:
+        """The features, which a coordinator without data knows from its sites."""
+        if (saved := self.saved_inputs) is None:
+            return self.prepared.features
+        return TableFeatures.from_json(saved["columns"])
+
+    @property
+    def inputs(self) -> Mapping[str, Any]:
+        """The columns and classes, as `saved_content` has them."""
+        return saved_content(self.data, self.prepared.label, self.prepared.features)
+
+    def describe_inputs(self) -> dict[str, Any]:
+        """Return what a site tells of its columns."""
+        return describe_site_table(self.data, self.opened)
+
+    def agree(
+        self, descriptions: Sequence[Mapping[str, Any]]
+    ) -> Generator[Question, Any, Mapping[str, Any]]:
+        """Agree on the features, with means over the clients of all sites."""
+        return agree_on_features(self.data, self.aggregator, self.cohort.seed, descriptions)
+
+    def answer(self, settings: Mapping[str, Any], clients: ClientRange) -> Any:
+        """Average the columns that the coordinator asks for, for each client of this site."""
+        table, seed = self.opened, self.cohort.seed
+        return answer_on_features(self.data, table, self.aggregator, seed, settings, clients)
+
     def make_model(self) -> FunctionalModel:
         """Make the regression, which begins from 0, or the multilayer perceptron."""
-        prepared = self.prepared
-        sizes = (len(prepared.features.names), *self.hidden_sizes, prepared.label.num_outputs)
+        sizes = (len(self.features.names), *self.hidden_sizes, self.label.num_outputs)
         model = mlp(MLPConfig(layer_sizes=sizes))
         if self.hidden_sizes:
             return model

@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedpax.data.tables import Label, TableFeatures
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_files import FilesConfig
 from fedpax.run_files.paths import write_atomically
@@ -17,11 +18,23 @@ INPUTS = "table.json"
 _SETTINGS = ("label", "task", "columns", "max_categories", "category_clients", "standardize")
 
 
-def write_saved_inputs(path: Path, data: FilesConfig, prepared: Any) -> None:
-    """Write the label, the columns if there are any, and the settings that they follow from."""
-    content: dict[str, Any] = {"settings": _settings(data), "label": prepared.label.to_json()}
-    if (features := getattr(prepared, "features", None)) is not None:
+def saved_content(
+    data: FilesConfig,
+    label: Label,
+    features: TableFeatures | None = None,
+    image_shape: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """Return the inputs of a model as JSON: label, columns or images, and their settings."""
+    content: dict[str, Any] = {"settings": _settings(data), "label": label.to_json()}
+    if features is not None:
         content["columns"] = features.to_json()
+    if image_shape is not None:
+        content["image_shape"] = list(image_shape)
+    return content
+
+
+def write_saved_inputs(path: Path, content: Mapping[str, Any]) -> None:
+    """Write the inputs of a model, as `saved_content` makes them."""
     write_atomically(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 

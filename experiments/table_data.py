@@ -84,8 +84,7 @@ def prepare_table(
 ) -> PreparedTable:
     """Make features and labels, with means and variances over the training clients."""
     assert data.label is not None
-    stated = [parse_treatment(text) for text in data.columns]
-    of_label = next((t for t in stated if t.name == data.label), None)
+    of_label = stated_label(data)
     label = infer_label(
         data.label,
         table.columns[data.label],
@@ -129,6 +128,12 @@ def prepare_table(
     if combine.least_deviation:
         notes += _disclosures(data, fitted, label, of_label)
     return PreparedTable(examples, fitted, label, notes)
+
+
+def stated_label(data: TableConfig) -> Treatment | None:
+    """Return the stated treatment of the label, or None."""
+    stated = [parse_treatment(text) for text in data.columns]
+    return next((t for t in stated if t.name == data.label), None)
 
 
 def apply_saved_table(

@@ -2,7 +2,8 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import jax
 from absl import flags
@@ -21,6 +22,7 @@ from fedpax.commands.parts.processes import (
 )
 from fedpax.console import print_line
 from fedpax.processes.job_processes import JobProcessesError
+from fedpax.sites.rounds.contract import SiteExperiment
 
 GAVE_UP = 75  # EX_TEMPFAIL of sysexits.h: the same command can succeed later
 
@@ -37,6 +39,8 @@ def join(arguments: Sequence[str]) -> int:
             "example --syncer=127.0.0.1:7000."
         )
     enable_compilation_cache()
+    if isinstance(experiment, SiteExperiment):
+        return _take_part(options, experiment, folder)
     with leave_on_failure():
         provide_processes(
             options,
@@ -65,6 +69,33 @@ def join(arguments: Sequence[str]) -> int:
     if result.gave_up and not result.finished:
         return GAVE_UP
     return 0 if result.signal is None else 128 + result.signal
+
+
+def _take_part(options: flags.FlagValues, experiment: Any, folder: Path) -> int:
+    """Train on this site's own data, and print the result."""
+    from fedpax.sites.rounds.take_part import take_part
+
+    result = take_part(
+        experiment,
+        folder,
+        options.syncer,
+        exp=options.exp,
+        name=options.name,
+        certificates=options.certificates,
+        server_name=options.server_name,
+        allow_config_change=allowed_changes(options),
+        give_up_after=options.give_up_after,
+    )
+    took_part = f"this site took part in {result.rounds} rounds"
+    again = "Run the same command again to return."
+    if result.gave_up:
+        print_line(f"Stopped: no syncer answers at {options.syncer}; {took_part}. {again}")
+        return GAVE_UP
+    if result.signal is not None:
+        print_line(f"{result.signal.name}: {took_part}. {again}")
+        return 128 + result.signal
+    print_line(f"Finished: {took_part}; the model is saved in {options.job_log_dir}.")
+    return 0
 
 
 def describe(result: "JoinResult", folder: str, syncer: str) -> str:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 from collections.abc import Sequence
 
 from absl import flags
@@ -13,6 +14,7 @@ from fedpax.commands.parts.options import (
     parse_run,
 )
 from fedpax.console import print_line
+from fedpax.training.experiment import Experiment
 
 
 def syncer(arguments: Sequence[str]) -> int:
@@ -30,6 +32,25 @@ def syncer(arguments: Sequence[str]) -> int:
     from fedpax.sites.transport.admission import SiteLimits
 
     enable_compilation_cache()
+    limits = SiteLimits(options.messages_per_minute, options.bytes_per_minute)
+    if has_rounds_over_sites(experiment):
+        from fedpax.sites.rounds.round_rules import RoundRules
+        from fedpax.sites.rounds.run_coordinator import run_coordinator
+
+        outcome = run_coordinator(
+            experiment,
+            folder,
+            options.listen,
+            exp=options.exp,
+            certificates=options.certificates,
+            allow_config_change=allowed_changes(options),
+            rules=RoundRules(
+                options.min_sites, options.round_seconds, options.weights, options.silent_after
+            ),
+            goodbye_seconds=options.goodbye_seconds,
+            limits=limits,
+        )
+        return _report(outcome.rounds, outcome.signal, experiment, options.job_log_dir)
     result = run_syncer(
         experiment,
         folder,
@@ -42,16 +63,29 @@ def syncer(arguments: Sequence[str]) -> int:
         islands_per_certificate=options.islands_per_certificate,
         goodbye_seconds=options.goodbye_seconds,
         allow_older_state=options.allow_older_state,
-        limits=SiteLimits(options.messages_per_minute, options.bytes_per_minute),
+        limits=limits,
     )
-    completed = f"{result.rounds} of {experiment.training.rounds} rounds"
-    if result.signal is not None:
+    return _report(result.rounds, result.signal, experiment, options.job_log_dir)
+
+
+def has_rounds_over_sites(experiment: Experiment) -> bool:
+    """Tell whether an experiment runs in synchronous rounds over sites with data of their own."""
+    from fedpax.sites.rounds.contract import SiteExperiment
+
+    return isinstance(experiment, SiteExperiment)
+
+
+def _report(
+    rounds: int, stopped: signal.Signals | None, experiment: Experiment, folder: str
+) -> int:
+    completed = f"{rounds} of {experiment.training.rounds} rounds"
+    if stopped is not None:
         print_line(
-            f"{result.signal.name}: every merge so far is saved in {options.job_log_dir}, "
-            f"{completed}. Run the same command again to resume."
+            f"{stopped.name}: every merge so far is saved in {folder}, {completed}. Run the same "
+            "command again to resume."
         )
-        return 128 + result.signal
-    print_line(f"Finished {completed} in {options.job_log_dir}.")
+        return 128 + stopped
+    print_line(f"Finished {completed} in {folder}.")
     return 0
 
 
@@ -96,6 +130,33 @@ def define_flags(options: flags.FlagValues) -> None:
             lower_bound=1.0,
             flag_values=options,
         )
+    flags.DEFINE_integer(
+        "min_sites",
+        2,
+        "Sites that the first round waits for, and that each round needs.",
+        lower_bound=1,
+        flag_values=options,
+    )
+    flags.DEFINE_float(
+        "round_seconds",
+        600.0,
+        "Seconds after which a round waits for no further site.",
+        lower_bound=0.1,
+        flag_values=options,
+    )
+    flags.DEFINE_float(
+        "silent_after",
+        30.0,
+        "Seconds without a message of a site after which no round waits for it.",
+        lower_bound=1.0,
+        flag_values=options,
+    )
+    flags.DEFINE_string(
+        "weights",
+        "examples",
+        "What a client weighs: examples, equal, or capped:N, at most N examples.",
+        flag_values=options,
+    )
     flags.DEFINE_boolean(
         "allow_older_state",
         False,

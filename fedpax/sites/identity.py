@@ -1,6 +1,6 @@
 """The identity of a run: its version, experiment and model, equal at syncer and islands."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -44,12 +44,12 @@ class Identity(NamedTuple):
     wire_format: int = WIRE_FORMAT  # the format of messages, `WIRE_FORMAT`
 
 
-def identify(experiment: Experiment, params: Params) -> Identity:
-    """Return the identity of a run."""
+def identify(experiment: Experiment, params: Params, own: Collection[str] = ()) -> Identity:
+    """Return the identity of a run; fields in `own` may differ between sites too."""
     fields = {
         path: value
         for path, value in flatten(to_json(experiment))
-        if not any(path == name or path.startswith(f"{name}.") for name in LOCAL)
+        if not any(path == name or path.startswith(f"{name}.") for name in (*LOCAL, *own))
     }
     model = {
         jax.tree_util.keystr(path, simple=True, separator="/"): f"{x.dtype}{list(x.shape)}"

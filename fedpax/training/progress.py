@@ -115,16 +115,21 @@ class Progress(AbstractContextManager["Progress"]):
         self.note(reason)
 
     def show_round(
-        self, number: int, loss: float, items_per_second: float, mfu: float | None = None
+        self,
+        number: int,
+        loss: float | None,
+        items_per_second: float,
+        mfu: float | None = None,
     ) -> None:
-        """Show a completed round."""
+        """Show a completed round; a site does not know its loss."""
         if self._clock is None:
             self._clock = (number, time.perf_counter())
-        text = f"loss {loss:.4f}, {items_per_second:,.0f} {self._item_unit}/s"
+        known = "" if loss is None else f"loss {loss:.4f}, "
+        text = f"{known}{items_per_second:,.0f} {self._item_unit}/s"
         text += "" if mfu is None else f", MFU {mfu:.1%}"
         if self._bar is not None:
             self._bar.values = f", {text}{self._evaluation}"
-            self._bar.brief = f", loss {loss:.4f}{self._evaluation}"
+            self._bar.brief = f", {known.rstrip(', ')}{self._evaluation}"
             self._bar.update()
         elif time.perf_counter() - self._last_line > SECONDS_BETWEEN_LINES:
             self._print_line(number, f"{text}{self._time_left(number)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fedpax.aggregators import Aggregator
 from fedpax.data.tables.columns import Treatment
-from fedpax.data.tables.moments import Moments, federated_moments
+from fedpax.data.tables.moments import Moments, federated_moments, moments_of_ranges
 from fedpax.data.tables.values import arrow_column, encode_texts, is_missing, numbers
 from fedpax.errors import ArgumentError
 
@@ -200,28 +200,14 @@ def fit_features(
     """
     used = [treatment for treatment in treatments if treatment.kind != "left_out"]
     columns = {t.name: arrow_column(table[t.name]) for t in used}
-    missing = {t.name: checked_missing(t, columns[t.name]) for t in used}
-    numeric = [t for t in used if t.kind in ("number", "date")]
-    bounds = None
-    if limit is not None or standardize == "range":
-        if unbounded := [t for t in numeric if t.bounds is None]:
-            first = unbounded[0]
-            raise ArgumentError(
-                f"{len(unbounded)} columns of numbers or dates have no range, such as "
-                f"{first.name!r}, expected a range for each, because this aggregator limits what a "
-                "client sends, or because of --data.standardize=range. Set --data.columns "
-                f"'{first.name}={first.kind}(LOW..HIGH)', or '*=number(LOW..HIGH)' for all, with "
-                "ranges that are known without the data."
-            )
-        bounds = np.array([t.bounds for t in numeric], np.float64).reshape(-1, 2)
-    values = [bounded_numbers(t, columns[t.name]) for t in numeric]
-    together = np.stack(values, axis=1) if values else np.zeros((len(clients), 0))
+    missing = {t.name for t in used if checked_missing(t, columns[t.name]).any()}
+    numeric = numeric_columns(used)
+    bounds = numeric_bounds(numeric, needed=limit is not None or standardize == "range")
     if standardize == "range":
-        assert bounds is not None
-        moments = Moments(bounds.mean(axis=1), (np.diff(bounds, axis=1)[:, 0] / 2) ** 2)
+        moments = moments_of_ranges(bounds)
     else:
         moments = federated_moments(
-            together,
+            numeric_values(numeric, columns, len(clients)),
             clients,
             num_clients,
             aggregator,
@@ -229,29 +215,79 @@ def fit_features(
             limit=limit,
             least_deviation=least_deviation,
         )
+    categories = {
+        t.name: _fit_categories(t, columns[t.name], clients, min_clients)
+        for t in used
+        if t.kind == "category"
+    }
+    return assemble_features(used, moments, categories, missing)
+
+
+def numeric_columns(treatments: Sequence[Treatment]) -> list[Treatment]:
+    """Return the treatments of numbers and dates, whose means and deviations are needed."""
+    return [t for t in treatments if t.kind in ("number", "date")]
+
+
+def numeric_bounds(
+    numeric: Sequence[Treatment], *, needed: bool
+) -> Float64[np.ndarray, "columns 2"] | None:
+    """Return the stated ranges of columns if they are needed; raise if one is missing."""
+    if not needed:
+        return None
+    if unbounded := [t for t in numeric if t.bounds is None]:
+        first = unbounded[0]
+        raise ArgumentError(
+            f"{len(unbounded)} columns of numbers or dates have no range, such as "
+            f"{first.name!r}, expected a range for each, because this aggregator limits what a "
+            "client sends, or because of --data.standardize=range. Set --data.columns "
+            f"'{first.name}={first.kind}(LOW..HIGH)', or '*=number(LOW..HIGH)' for all, with "
+            "ranges that are known without the data."
+        )
+    return np.array([t.bounds for t in numeric], np.float64).reshape(-1, 2)
+
+
+def numeric_values(
+    numeric: Sequence[Treatment], table: Mapping[str, Any], num_examples: int
+) -> Float64[np.ndarray, "examples columns"]:
+    """Return the numbers and dates of a table; NaN where one is missing or a column absent."""
+    absent = [None] * num_examples
+    values = [bounded_numbers(t, arrow_column(table.get(t.name, absent))) for t in numeric]
+    return np.stack(values, axis=1) if values else np.zeros((num_examples, 0))
+
+
+def assemble_features(
+    used: Sequence[Treatment],
+    moments: Moments,
+    categories: Mapping[str, tuple[tuple[str, ...], bool]],
+    missing: Collection[str],
+) -> TableFeatures:
+    """Make the features from what is known of the training clients.
+
+    Args:
+        used: the treatments of the columns that are not left out.
+        moments: mean and variance of `numeric_columns(used)`.
+        categories: for each category, its values, and whether a client has another one.
+        missing: the columns of which a client misses a value.
+    """
+    places = {treatment.name: place for place, treatment in enumerate(numeric_columns(used))}
     deviations = np.sqrt(moments.variance)
-    places = {treatment.name: place for place, treatment in enumerate(numeric)}
     fitted = []
     for treatment in used:
-        name = treatment.name
-        has_missing = bool(missing[name].any())
+        name, has_missing = treatment.name, treatment.name in missing
         if treatment.kind == "category":
-            categories, has_other = _fit_categories(treatment, columns[name], clients, min_clients)
-            fitted.append(
-                FittedColumn(treatment, categories, has_missing=has_missing, has_other=has_other)
-            )
+            values, has_other = categories[name]
+            column = FittedColumn(treatment, values, has_missing=has_missing, has_other=has_other)
         elif treatment.kind == "boolean":
-            fitted.append(FittedColumn(treatment, has_missing=has_missing))
+            column = FittedColumn(treatment, has_missing=has_missing)
         else:
             place = places[name]
-            fitted.append(
-                FittedColumn(
-                    treatment,
-                    mean=float(moments.mean[place]),
-                    scale=float(deviations[place]) or 1.0,
-                    has_missing=has_missing,
-                )
+            column = FittedColumn(
+                treatment,
+                mean=float(moments.mean[place]),
+                scale=float(deviations[place]) or 1.0,
+                has_missing=has_missing,
             )
+        fitted.append(column)
     return TableFeatures(tuple(fitted))
 
 

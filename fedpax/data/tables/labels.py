@@ -99,7 +99,14 @@ def missing_label_message(name: str, missing: Bool[np.ndarray, " examples"]) -> 
     )
 
 
-def infer_label(name: str, values: Any, task: Task | None = None, stated: str = "") -> Label:
+def infer_label(
+    name: str,
+    values: Any,
+    task: Task | None = None,
+    stated: str = "",
+    *,
+    min_classes: int = 2,
+) -> Label:
     """Return the label's task and classes.
 
     The rule, where the task is not stated: text, booleans, and integers of at most 20 distinct
@@ -115,13 +122,14 @@ def infer_label(name: str, values: Any, task: Task | None = None, stated: str = 
         task: the task. Default None: by the rule.
         stated: the classes, as `parse_treatment` takes them: "NAME=category(A|B)". Default "": the
             distinct values, in numerical or alphabetical order.
+        min_classes: the least number of classes.
 
     Returns:
         The label.
 
     Raises:
         ValueError: the label cannot be predicted: text for regression, dates, lists, or fewer than
-            two classes.
+            `min_classes` classes.
 
     Example:
         >>> infer_label("outcome", ["well", "ill", "well"]).classes
@@ -145,10 +153,11 @@ def infer_label(name: str, values: Any, task: Task | None = None, stated: str = 
     else:
         found, _ = encode_texts(column)
         classes = tuple(sorted(found, key=_order if is_number(column.type) else str))
-    if len(classes) < 2:
+    if len(classes) < min_classes:
         raise ArgumentError(
-            f"The label {name!r} has {len(classes)} distinct values, expected at least 2 classes. "
-            "Choose another --data.label, or add the files of the clients that have other classes."
+            f"The label {name!r} has {len(classes)} distinct values, expected at least "
+            f"{min_classes} classes. Choose another --data.label, or add the files of the clients "
+            "that have other classes."
         )
     return Label(name, task, classes, reason=reason)
 

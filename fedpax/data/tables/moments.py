@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Float64, Int
 from numpy.typing import NDArray
 
 from fedpax.aggregators import Aggregator, mean
+from fedpax.primitives.map import federated_map
 from fedpax.transforms.program import program
 
 _ROUNDING = 1e-6
@@ -90,23 +91,68 @@ def federated_moments(
     if not values.shape[1]:
         return Moments(np.zeros(0), np.zeros(0))
     counts = np.bincount(clients, minlength=num_clients)
+    steps = moments_steps(values.shape[1], bounds, limit=limit, least_deviation=least_deviation)
+    combined: Averages | None = None
+    while True:
+        try:
+            scaling = steps.send(combined)
+        except StopIteration as end:
+            found: Moments = end.value
+            return found
+        averages = client_averages(scaling.apply(values), clients, counts)
+        aggregate = jax.jit(averages_program(num_clients, aggregator, scaling.factor))
+        combined = aggregate(averages, np.float32(counts))
+
+
+class Scaling(NamedTuple):
+    """What is done to values before clients average them.
+
+    Attributes:
+        center: is subtracted.
+        half: divides then.
+        low: values below are set to it, before all else; None: there are no bounds.
+        high: values above likewise.
+        factor: multiplies the averages.
+    """
+
+    center: Float64[np.ndarray, " columns"]
+    half: Float64[np.ndarray, " columns"]
+    low: Float64[np.ndarray, " columns"] | None
+    high: Float64[np.ndarray, " columns"] | None
+    factor: float
+
+    def apply(self, values: Float64[np.ndarray, "examples columns"]) -> NDArray[np.float64]:
+        """Scale values."""
+        if self.low is not None:
+            values = np.clip(values, self.low, self.high)
+        return (values - self.center) / self.half
+
+
+def moments_steps(
+    num_columns: int,
+    bounds: Float64[np.ndarray, "columns 2"] | None,
+    *,
+    limit: Callable[[int], float] | None = None,
+    least_deviation: float = 0.0,
+) -> Generator[Scaling, Any, Moments]:
+    """Yield the scalings of `federated_moments`, receive the clients' averages, combined."""
     if bounds is not None:
         center, half = bounds.mean(axis=1), np.diff(bounds, axis=1)[:, 0] / 2
-        scaled = (np.clip(values, bounds[:, 0], bounds[:, 1]) - center) / half
-        factor = 1.0 if limit is None else limit(3 * values.shape[1])
-        found = _moments(_averages(scaled, clients, counts), counts, aggregator, factor)
+        factor = 1.0 if limit is None else limit(3 * num_columns)
+        found = _moments((yield Scaling(center, half, bounds[:, 0], bounds[:, 1], factor)))
         # Noise can move them out of the values that they can have.
         average = np.clip(found.mean, -1, 1)
         variance = np.clip(found.variance, least_deviation**2, 1)
         return Moments(center + half * average, half**2 * variance)
-    rough = _moments(_averages(values, clients, counts), counts, aggregator).mean
-    exact = _moments(_averages(values - rough, clients, counts), counts, aggregator)
+    zeros, ones = np.zeros(num_columns), np.ones(num_columns)
+    rough = _moments((yield Scaling(zeros, ones, None, None, 1.0))).mean
+    exact = _moments((yield Scaling(rough, ones, None, None, 1.0)))
     # Below that, a variance is the rounding of float32, such as that of a constant column.
     known = exact.variance > _ROUNDING * (exact.variance + exact.mean**2)
     return Moments(rough + exact.mean, np.where(known, exact.variance, 0))
 
 
-def _averages(
+def client_averages(
     values: Float64[np.ndarray, "examples columns"],
     clients: Int[np.ndarray, " examples"],
     counts: Int[np.ndarray, " clients"],
@@ -123,24 +169,31 @@ def _averages(
     return Averages(average((~missing).astype(np.float64)), average(filled), average(filled**2))
 
 
-def _moments(
-    averages: Averages,
-    counts: Int[np.ndarray, " clients"],
-    aggregator: Aggregator,
-    factor: float = 1.0,
-) -> Moments:
-    """Aggregate the averages of the clients, scaled by a factor, and return their moments."""
+def moments_of_ranges(bounds: Float64[np.ndarray, "columns 2"] | None) -> Moments:
+    """Return moments with which a range becomes -1 to 1."""
+    assert bounds is not None
+    return Moments(bounds.mean(axis=1), (np.diff(bounds, axis=1)[:, 0] / 2) ** 2)
 
-    @jax.jit
-    @program(clients=len(counts))
+
+def averages_program(
+    num_clients: int, aggregator: Aggregator, factor: float
+) -> Callable[[Averages, Any], Averages]:
+    """Return the program that aggregates the averages of clients, scaled by a factor."""
+
+    @program(clients=num_clients)
     def aggregate(averages: Averages, counts: jax.Array) -> Averages:
-        scaled = jax.tree.map(lambda x: factor * x, averages)
+        scaled = federated_map(lambda x: jax.tree.map(lambda x: factor * x, x), averages)
         start = aggregator.init(jax.tree.map(lambda x: jnp.zeros(x.shape[1:]), averages))
         combined: Averages = aggregator.aggregate(start, scaled, counts)[0]
         return jax.tree.map(lambda x: x / factor, combined)
 
-    combined = jax.device_get(aggregate(averages, np.float32(counts)))
-    present, first, second = (np.asarray(x, np.float64) for x in combined)
+    return aggregate
+
+
+def _moments(combined: Averages) -> Moments:
+    """Return the moments that follow from the averages of all clients together."""
+    host = jax.device_get(combined)
+    present, first, second = (np.asarray(x, np.float64) for x in host)
     known = present > 0  # noise can make it negative
     average = np.divide(first, present, out=np.zeros_like(first), where=known)
     square = np.divide(second, present, out=np.zeros_like(second), where=known)

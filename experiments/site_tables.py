@@ -1,0 +1,179 @@
+"""Tables over sites: one treatment of the columns, and means over the clients of all sites."""
+
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import fedpax
+from fedpax.data.tables.agreement import AgreedTable, agree_on_table, describe_table
+from fedpax.data.tables.columns import Treatment, infer_treatments, parse_treatment
+from fedpax.data.tables.features import (
+    TableFeatures,
+    assemble_features,
+    numeric_bounds,
+    numeric_columns,
+    numeric_values,
+)
+from fedpax.data.tables.labels import Label, infer_label
+from fedpax.data.tables.moments import (
+    Averages,
+    Moments,
+    Scaling,
+    averages_program,
+    client_averages,
+    moments_of_ranges,
+    moments_steps,
+)
+from fedpax.errors import ArgumentError
+from fedpax.experiments.client_aggregators import AggregatorConfig
+from fedpax.experiments.client_files import OpenFiles
+from fedpax.experiments.saved_inputs import saved_content
+from fedpax.experiments.table_data import TableConfig, stated_label, statistics_aggregator
+from fedpax.sites.rounds.contract import ClientRange, Question
+from fedpax.transforms.stages import Stages
+
+Json = Mapping[str, Any]
+
+
+def describe_site_table(data: TableConfig, table: OpenFiles) -> dict[str, Any]:
+    """Return what a site tells of the columns of its training examples."""
+    assert data.label is not None
+    stated = stated_label(data)
+    label = infer_label(
+        data.label,
+        table.columns[data.label],
+        data.task,
+        f"{data.label}={stated.describe()}" if stated else "",
+        min_classes=1,
+    )
+    inputs = {n: c for n, c in table.columns.items() if n not in (data.label, table.client)}
+    others = [text for text in data.columns if parse_treatment(text).name != data.label]
+    treatments = infer_treatments(inputs, others, max_categories=data.max_categories)
+    chosen = table.training
+    _, owners = np.unique(table.owners[chosen], return_inverse=True)
+    training = {name: column.filter(chosen) for name, column in table.columns.items()}
+    has_classes = stated is not None and stated.values is not None
+    return describe_table(training, treatments, owners, label, has_classes)
+
+
+def agree_on_features(
+    data: TableConfig, config: AggregatorConfig, seed: int, descriptions: Sequence[Json]
+) -> Generator[Question, Any, Json]:
+    """Agree on the features of tables, and ask for the means and deviations of numbers."""
+    agreed = agree_on_table(
+        descriptions,
+        max_categories=data.max_categories,
+        min_clients=data.category_clients,
+        task=data.task,
+    )
+    used = [t for t in agreed.treatments if t.kind != "left_out"]
+    columns = _with_label(data, used, agreed)
+    num_clients = sum(int(d["clients"]) for d in descriptions)
+    combine = statistics_aggregator(config, seed, num_clients)
+    numeric = numeric_columns(columns)
+    needed = combine.limit is not None or data.standardize == "range"
+    bounds = numeric_bounds(numeric, needed=needed)
+    if data.standardize == "range":
+        moments = moments_of_ranges(bounds)
+    elif not numeric:
+        moments = Moments(np.zeros(0), np.zeros(0))
+    else:
+        steps, combined = (
+            moments_steps(
+                len(numeric),
+                bounds,
+                limit=combine.limit,
+                least_deviation=combine.least_deviation,
+            ),
+            None,
+        )
+        while True:
+            try:
+                scaling = steps.send(combined)
+            except StopIteration as end:
+                moments = end.value
+                break
+            settings = {"columns": [t._asdict() for t in numeric], "scaling": _to_json(scaling)}
+            divided, types = _moments_stages(config, seed, num_clients, len(numeric), scaling)
+            combined = yield Question(settings, divided, types)
+    features = assemble_features(columns, moments, agreed.categories, agreed.missing)
+    label = agreed.label
+    if label.task == "regression":
+        *kept, last = features.columns
+        features = TableFeatures(tuple(kept))
+        label = Label(label.name, label.task, (), last.mean, last.scale, label.reason)
+    if not features.names:
+        raise ArgumentError(
+            "The tables of the sites have no column that is a feature, expected at least one "
+            f"beside {data.label!r}. State treatments: --data.columns NAME=category."
+        )
+    return saved_content(data, label, features) | {"sites": len(descriptions)}
+
+
+def answer_on_features(
+    data: TableConfig,
+    table: OpenFiles,
+    config: AggregatorConfig,
+    seed: int,
+    settings: Json,
+    clients: ClientRange,
+) -> tuple[Stages, tuple[Any, ...]]:
+    """Average the columns that the coordinator asks for, for each client of this site."""
+    numeric = [_treatment(fields) for fields in settings["columns"]]
+    scaling = _from_json(settings["scaling"])
+    chosen = table.training
+    _, owners = np.unique(table.owners[chosen], return_inverse=True)
+    training = {name: column.filter(chosen) for name, column in table.columns.items()}
+    values = numeric_values(numeric, training, len(owners))
+    counts = np.bincount(owners, minlength=clients.number)
+    own = client_averages(scaling.apply(values), owners, counts)
+    divided, types = _moments_stages(config, seed, clients.total, len(numeric), scaling)
+
+    def place(type_: Any, rows: Any) -> Any:
+        everyone = np.zeros(type_.shape, type_.dtype)
+        everyone[clients.first : clients.first + clients.number] = rows
+        return everyone
+
+    return divided, jax.tree.map(place, types, (own, np.float32(counts)))
+
+
+def _with_label(
+    data: TableConfig, used: Sequence[Treatment], agreed: AgreedTable
+) -> list[Treatment]:
+    """Add a number to predict: its mean and deviation are released with all others."""
+    if agreed.label.task == "classification":
+        return list(used)
+    assert data.label is not None
+    stated = stated_label(data)
+    bounds = stated.bounds if stated else None
+    return [*used, Treatment(data.label, "number", "error", bounds=bounds)]
+
+
+def _moments_stages(
+    config: AggregatorConfig, seed: int, num_clients: int, num_columns: int, scaling: Scaling
+) -> tuple[Stages, tuple[Any, ...]]:
+    combine = statistics_aggregator(config, seed, num_clients).aggregator
+    rows: Any = jax.ShapeDtypeStruct((num_clients, num_columns), jnp.float32)
+    types = Averages(rows, rows, rows), jax.ShapeDtypeStruct((num_clients,), jnp.float32)
+    program = averages_program(num_clients, combine, scaling.factor)
+    return fedpax.stages(program, *types), types
+
+
+def _to_json(scaling: Scaling) -> dict[str, Any]:
+    return {
+        name: value.tolist() if isinstance(value, np.ndarray) else value
+        for name, value in scaling._asdict().items()
+    }
+
+
+def _from_json(fields: Json) -> Scaling:
+    arrays = {n: x if n == "factor" or x is None else np.array(x) for n, x in fields.items()}
+    return Scaling(**arrays)
+
+
+def _treatment(fields: Json) -> Treatment:
+    pairs = {n: tuple(x) if isinstance(x, list) else x for n, x in fields.items()}
+    return Treatment(**pairs)

@@ -1,0 +1,191 @@
+"""One treatment of a table's columns for sites that show each other no example."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from fedpax.data.tables.columns import MAX_CATEGORIES, Treatment
+from fedpax.data.tables.features import checked_missing
+from fedpax.data.tables.labels import MAX_CLASSES, Label, Task
+from fedpax.data.tables.values import arrow_column, encode_texts, is_number
+from fedpax.errors import ArgumentError
+
+Json = Mapping[str, Any]
+
+
+class AgreedTable(NamedTuple):
+    """What sites agree on before they compute means.
+
+    Attributes:
+        label: the label, without the mean and deviation of a number.
+        treatments: the treatments of the columns.
+        categories: for each category, its values, and whether a client has another one.
+        missing: the columns of which a client misses a value.
+    """
+
+    label: Label
+    treatments: tuple[Treatment, ...]
+    categories: Mapping[str, tuple[tuple[str, ...], bool]]
+    missing: frozenset[str]
+
+
+def describe_table(
+    table: Mapping[str, Any],
+    treatments: Sequence[Treatment],
+    clients: Int[np.ndarray, " examples"],
+    label: Label,
+    has_stated_classes: bool,
+) -> dict[str, Any]:
+    """Return what a site tells others of the columns of its training examples, as JSON.
+
+    It tells the treatment of each column, the classes of the label, and for each category the
+    values and how many of its clients have each. Of text that is left out it tells no value.
+
+    Args:
+        table: the columns by name.
+        treatments: their treatments at this site.
+        clients: the client of each example, from 0.
+        label: the label at this site.
+        has_stated_classes: whether the classes are stated, so that they need not be told.
+    """
+    categories, missing = {}, []
+    for treatment in treatments:
+        if treatment.kind == "left_out":
+            continue
+        column = arrow_column(table[treatment.name])
+        if checked_missing(treatment, column).any():
+            missing.append(treatment.name)
+        if treatment.kind != "category":
+            continue
+        distinct, codes = encode_texts(column)
+        if treatment.values is not None:
+            other = not set(distinct) <= set(treatment.values)
+            categories[treatment.name] = {"other": other}
+        else:
+            present, count = codes >= 0, max(len(distinct), 1)
+            pairs = np.unique(clients[present] * count + codes[present])
+            having = np.bincount(pairs % count, minlength=len(distinct)).tolist()
+            categories[treatment.name] = {"values": dict(zip(distinct, having, strict=False))}
+    return {
+        "columns": [t._asdict() for t in treatments],
+        "categories": categories,
+        "missing": missing,
+        "label": label.to_json() | {"stated": has_stated_classes},
+        "number": is_number(arrow_column(table[label.name]).type),
+    }
+
+
+def agree_on_table(
+    descriptions: Sequence[Json],
+    *,
+    max_categories: int = MAX_CATEGORIES,
+    min_clients: int = 1,
+    task: Task | None = None,
+) -> AgreedTable:
+    """Return the treatment that all sites share, from their descriptions.
+
+    A column has the kind that it has at each site that has values of it. Categories are the values
+    of at least `min_clients` clients of all sites. An integer label of more than 20 values at all
+    sites together is a number to predict.
+
+    Args:
+        descriptions: what `describe_table` returned at each site.
+        max_categories: the largest number of values of a category.
+        min_clients: number of clients that must have a value for it to be a category.
+        task: the task of the label. Default None: by the rule.
+
+    Raises:
+        ValueError: sites differ in the kind of a column or in the task, or a label has one class.
+    """
+    treatments, categories = [], {}
+    for name in dict.fromkeys(c["name"] for d in descriptions for c in d["columns"]):
+        treatment = _agree_on_kind(name, descriptions)
+        if treatment.kind == "category":
+            found, other = _merge_categories(name, descriptions, treatment, min_clients)
+            if treatment.values is None and len(found) + other > max_categories:
+                words = f"text of more than {max_categories} distinct values"
+                treatment = Treatment(name, "left_out", None, reason=words)
+            else:
+                categories[name] = found, other
+        treatments.append(treatment)
+    missing = {name for d in descriptions for name in d["missing"]}
+    # A site without a column misses all of its values.
+    missing |= {
+        t.name
+        for t in treatments
+        if any(t.name not in {c["name"] for c in d["columns"]} for d in descriptions)
+    }
+    label = _agree_on_label([d["label"] for d in descriptions], descriptions, task)
+    return AgreedTable(label, tuple(treatments), categories, frozenset(missing))
+
+
+def _treatment(fields: Json) -> Treatment:
+    """Make a treatment from JSON."""
+    pairs = {name: fields[name] for name in Treatment._fields}
+    for name in ("values", "bounds"):
+        pairs[name] = None if pairs[name] is None else tuple(pairs[name])
+    return Treatment(**pairs)
+
+
+def _agree_on_kind(name: str, descriptions: Sequence[Json]) -> Treatment:
+    found = [_treatment(c) for d in descriptions for c in d["columns"] if c["name"] == name]
+    with_values = [t for t in found if t.reason != "no values"]
+    kinds = {t.kind for t in with_values}
+    if not kinds:
+        return found[0]
+    if kinds == {"category", "left_out"}:  # a text of too many values at some sites
+        return next(t for t in with_values if t.kind == "left_out")
+    if len({t[1:5] for t in with_values}) > 1:
+        described = " and ".join(sorted({t.describe() for t in with_values}))
+        raise ArgumentError(
+            f"The column {name!r} is {described} at different sites, expected one treatment. State "
+            f"it at the syncer and at each site: --data.columns '{name}=KIND'."
+        )
+    return with_values[0]
+
+
+def _merge_categories(
+    name: str, descriptions: Sequence[Json], treatment: Treatment, min_clients: int
+) -> tuple[tuple[str, ...], bool]:
+    told = [d["categories"][name] for d in descriptions if name in d["categories"]]
+    if treatment.values is not None:
+        return treatment.values, any(each["other"] for each in told)
+    having: dict[str, int] = {}
+    for each in told:
+        for value, count in each["values"].items():
+            having[value] = having.get(value, 0) + count
+    found = tuple(sorted(value for value, count in having.items() if count >= min_clients))
+    return found, len(found) < len(having)
+
+
+def _agree_on_label(
+    labels: Sequence[Json], descriptions: Sequence[Json], task: Task | None
+) -> Label:
+    first = labels[0]
+    name, tasks = first["name"], {label["task"] for label in labels}
+    numeric = all(d["number"] for d in descriptions)
+    if len(tasks) > 1 and not numeric:
+        raise ArgumentError(
+            f"The label {name!r} is numbers at some sites and text at others, expected one type. "
+            "Convert it, or set --data.task at the syncer and at each site."
+        )
+    classes = {value for label in labels for value in label["classes"]}
+    too_many = task is None and not first["stated"] and numeric and len(classes) > MAX_CLASSES
+    if len(tasks) > 1 or too_many or tasks == {"regression"}:
+        reason = first["reason"] if tasks == {"regression"} else "numbers at all sites together"
+        return Label(name, "regression", reason=reason)
+    ordered = (
+        tuple(first["classes"])
+        if first["stated"]
+        else tuple(sorted(classes, key=float if numeric else str))
+    )
+    if len(ordered) < 2:
+        raise ArgumentError(
+            f"The label {name!r} has the class {ordered[0]!r} alone at all sites, expected at "
+            "least 2 classes. Choose another --data.label, or wait for more sites."
+        )
+    return Label(name, "classification", ordered, reason=first["reason"])

@@ -1,0 +1,118 @@
+"""What an experiment offers so that its rounds run over sites with data of their own."""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
+
+import jax
+
+from fedpax.algorithm import FederatedAlgorithm, Params
+from fedpax.clients.cohort import Cohort
+from fedpax.training.experiment import HeldoutMetrics, TrainingConfig
+from fedpax.transforms.stages import Stages
+
+Json = Mapping[str, Any]
+
+
+class ClientRange(NamedTuple):
+    """The clients of a site among all clients of a run.
+
+    Attributes:
+        first: number of the site's first client.
+        number: its number of clients.
+        total: number of clients of all sites.
+    """
+
+    first: int
+    number: int
+    total: int
+
+
+class Question(NamedTuple):
+    """A program that the coordinator runs over the clients before the first round.
+
+    Attributes:
+        settings: what a site needs to run its part (`SiteExperiment.answer`), JSON.
+        stages: the program's stages.
+        args: its arguments; types in place of what clients own.
+    """
+
+    settings: Json
+    stages: Stages
+    args: tuple[Any, ...]
+
+
+class CoordinatorRun(NamedTuple):
+    """A run as its coordinator sees it, without data.
+
+    Attributes:
+        algorithm: the method.
+        init: `key -> params`.
+        cohort_size: number of clients in a round, at most.
+        sample: `(round, present) -> clients`, the numbers of the clients of a round, counted from
+            0, among the clients that are present, booleans `[clients]`.
+    """
+
+    algorithm: FederatedAlgorithm
+    init: Callable[[jax.Array], Params]
+    cohort_size: int
+    sample: Callable[[int, Any], Sequence[int]]
+
+
+class SiteRun(NamedTuple):
+    """A run as one of its sites sees it.
+
+    Attributes:
+        algorithm: the method.
+        init: `key -> params`.
+        cohort_size: number of clients in a round, at most.
+        draw: `(round, clients) -> cohort` of `cohort_size` rows with the batches of some of the
+            site's own clients; other rows have the id -1.
+        evaluate: `params -> metrics` on the site's held-out examples; None without any.
+        num_heldout: number of held-out examples.
+    """
+
+    algorithm: FederatedAlgorithm
+    init: Callable[[jax.Array], Params]
+    cohort_size: int
+    draw: Callable[[int, Sequence[int]], Cohort]
+    evaluate: Callable[[Params], HeldoutMetrics] | None
+    num_heldout: int
+
+
+@runtime_checkable
+class SiteExperiment(Protocol):
+    """An experiment whose rounds run over sites.
+
+    Attributes:
+        own_fields: paths of the fields that are a site's own, such as the names of its files.
+    """
+
+    own_fields: tuple[str, ...]
+    training: TrainingConfig
+
+    def describe_site(self) -> Json:
+        """Return what a site tells the coordinator of its data: JSON with `"clients"`.
+
+        `"clients"` is the number of its clients. Whatever else is in it is disclosed too.
+        """
+        ...
+
+    def agree(self, descriptions: Sequence[Json]) -> Generator[Question, Any, Json]:
+        """Return the inputs that all sites share, from their descriptions and from questions."""
+        ...
+
+    def answer(self, settings: Json, clients: ClientRange) -> tuple[Stages, tuple[Any, ...]]:
+        """Return the stages of a question, and its arguments with the values of own clients."""
+        ...
+
+    def with_inputs(self, inputs: Json) -> Self:
+        """Return the experiment with the inputs that the sites share."""
+        ...
+
+    def coordinate(self, num_clients: int) -> CoordinatorRun:
+        """Make the coordinator's run for a number of clients. It reads no data."""
+        ...
+
+    def at_site(self, clients: ClientRange) -> SiteRun:
+        """Make a site's run."""
+        ...

@@ -1,0 +1,401 @@
+"""The rounds of a coordinator: what it asks the sites, and what it does with their replies."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedpax.algorithm import Params
+from fedpax.checkpoints.checkpoint import Checkpoints
+from fedpax.clients.cohort import Cohort
+from fedpax.run_files.configuration import to_json
+from fedpax.run_files.metrics import MetricsWriter
+from fedpax.sites.rounds.contract import CoordinatorRun, Json
+from fedpax.sites.rounds.coordinator_files import RoundMetrics, SiteWatch, write_federation
+from fedpax.sites.rounds.coordinator_state import (
+    CoordinatorState,
+    initial_state,
+    pack,
+    server_leaves,
+    unpack,
+)
+from fedpax.sites.rounds.exchange import (
+    ROW,
+    SHARED,
+    SHOWN,
+    TERM,
+    Exchange,
+    Reply,
+    Task,
+    in_order,
+    new_token,
+    numbered,
+)
+from fedpax.sites.rounds.round_rules import RoundRules
+from fedpax.sites.rounds.site_table import Site
+from fedpax.training.logging import NonFiniteError
+from fedpax.training.progress import Progress
+from fedpax.training.round_loop import is_due
+from fedpax.transforms.client_stages import Stage
+from fedpax.transforms.stages import Request, Stages, stages
+
+
+class _Program(NamedTuple):
+    """The rounds of a number of clients."""
+
+    run: CoordinatorRun
+    stages: Stages
+    state: Any  # types
+    cohort: Cohort  # types
+
+
+class Coordinator:
+    """The rounds of a run over its sites, from the last one that is saved."""
+
+    def __init__(
+        self,
+        experiment: Any,
+        folder: Path,
+        exchange: Exchange,
+        rules: RoundRules,
+        *,
+        checkpoints: Checkpoints,
+        metrics: MetricsWriter,
+        progress: Progress,
+        stop: Callable[[], bool],
+        done: int,
+    ) -> None:
+        self._experiment, self._folder, self._exchange = experiment, folder, exchange
+        self._rules, self._checkpoints, self._metrics = rules, checkpoints, metrics
+        self._progress, self.stop, self.done = progress, stop, done
+        self._programs: dict[int, _Program] = {}
+        self._state: CoordinatorState | None = None
+        self._configuration = to_json(experiment)
+        self._watch = SiteWatch(folder, progress, exchange.sites)
+        self._log = RoundMetrics(metrics, progress)
+
+    @property
+    def params(self) -> Params:
+        """The model after the last round of this process."""
+        assert self._state is not None
+        return self._state.params
+
+    # ---- the run
+
+    def run(self) -> None:
+        """Run the rounds that are left, or until a signal asks to stop."""
+        exchange, rounds = self._exchange, self._experiment.training.rounds
+        if self.done >= rounds:
+            return
+        if exchange.inputs is None and not self._agree():
+            return
+        self._experiment = self._experiment.with_inputs(exchange.inputs)
+        self._experiment.write_inputs(self._folder)
+        if not self._wait_for_sites(ready=True):
+            return
+        while self.done < rounds and not self.stop():
+            if not self._round(self.done + 1):
+                continue
+            if is_due(self.done, rounds, self._experiment.training.evaluate_every):
+                self._evaluate(last=self.done == rounds)
+            self._watch.update()
+
+    def _agree(self) -> bool:
+        """Make the inputs that all sites share, from what they tell; False at a signal."""
+        while self._wait_for_sites(ready=False):
+            present = self._exchange.present(ready=False)
+            sites = self._exchange.sites
+            sites.renumber()
+            agreement = self._experiment.agree([site.description for site in present])
+            self._progress.note(f"{len(present)} sites agree on their inputs")
+            answer: Any = None
+            try:
+                while True:
+                    question = agreement.send(answer)
+                    answer = self._ask_question(question, present)
+                    if answer is None:
+                        break
+            except StopIteration as end:
+                write_federation(self._folder, self._exchange.run, end.value, self._exchange.sites)
+                self._exchange.publish(inputs=end.value)
+                return True
+            self._progress.note("a site left while the inputs were agreed on; begins again")
+        return False
+
+    def _ask_question(self, question: Any, present: Sequence[Site]) -> Any:
+        everyone = {s.name: list(range(s.first, s.first + s.count)) for s in present}
+        server, reply, token = question.stages.run(*question.args), None, new_token()
+        while True:
+            try:
+                request = server.send(reply)
+            except StopIteration as end:
+                return end.value
+            header = {"task": "question", "settings": question.settings}
+            replies = self._ask_stage(
+                question.stages, request, token, header, everyone, everyone, len(present)
+            )
+            if replies is None or len(_whole(replies)) < len(present):
+                return None
+            reply = self._merge(question.stages, request, replies, everyone)
+
+    def _wait_for_sites(self, *, ready: bool) -> bool:
+        number = self._rules.min_sites
+        self._exchange.waits_for = f"{number} sites"
+        self._progress.note(f"waiting for {number} sites")
+
+        def enough() -> bool:
+            self._watch.update()
+            return len(self._exchange.present(ready=ready)) >= number
+
+        return self._exchange.wait_for(enough, self.stop)
+
+    # ---- one round
+
+    def _program(self) -> _Program:
+        """Return the program for the clients that are known now."""
+        number = self._exchange.sites.num_clients
+        if number not in self._programs:
+            run = self._experiment.coordinate(number)
+            state = jax.eval_shape(lambda: run.algorithm.init(run.init(jax.random.key(0))))
+            cohort = cohort_types(self._exchange.types, run.cohort_size)
+            divided = stages(run.algorithm.round, state, cohort)
+            self._programs = {number: _Program(run, divided, state, cohort)}
+        return self._programs[number]
+
+    def _start(self, program: _Program) -> CoordinatorState:
+        """Restore the state, or make a new one."""
+        params = jax.jit(program.run.init)(jax.random.key(self._experiment.training.seed))
+        state, _ = initial_state(program.run.algorithm, params, program.stages)
+        if not self.done:
+            size = sum(leaf.size for leaf in jax.tree.leaves(params))
+            clients = self._exchange.sites.num_clients
+            self._metrics.write_sizes(
+                {"num_parameters": size, "num_participants": program.run.cohort_size}
+                | {"item_unit": "examples", "items_per_round": 0}
+            )
+            self._progress.note(f"{size:,} parameters, {clients} clients; folder {self._folder}")
+            return state
+        restored: CoordinatorState = self._checkpoints.restore_state(state)
+        position: Any = self._checkpoints.restore_position().stream
+        counted = position["counted"]
+        for site in self._exchange.sites:
+            site.counted = counted.get(site.name, site.counted)
+        self._progress.note(f"resuming after round {self.done}")
+        return restored
+
+    def _round(self, number: int) -> bool:
+        """Run a round; False if too few sites answer, or at a signal."""
+        exchange, began = self._exchange, time.perf_counter()
+        exchange.round = number
+        program = self._program()
+        if self._state is None:
+            self._state = self._start(program)
+        present = np.zeros(exchange.sites.num_clients, np.bool_)
+        for site in exchange.present():
+            present[site.first : site.first + site.count] = True
+        sampled = [int(client) for client in program.run.sample(number - 1, present)]
+        slots = {client: slot for slot, client in enumerate(sampled)}
+        clients = {
+            site.name: [k for k in range(site.first, site.first + site.count) if k in slots]
+            for site in exchange.present()
+        }
+        clients = {name: chosen for name, chosen in clients.items() if chosen}
+        token = new_token()
+        header: dict[str, Any] = {"task": "round", "weights": self._rules.weights}
+        header |= {"num_clients": exchange.sites.num_clients, "cohort_size": len(sampled)}
+        server = program.stages.run(unpack(program.state, self._state), program.cohort)
+        reply: Any = None
+        before = exchange.sent_bytes, exchange.received_bytes
+        answered: dict[str, Reply] = {}
+        while True:
+            try:
+                request = server.send(reply)
+            except StopIteration as end:
+                state, metrics = end.value
+                break
+            quorum = min(self._rules.min_sites, len(clients)) or 1
+            replies = self._ask_stage(
+                program.stages, request, token, header, clients, _slots(clients, slots), quorum
+            )
+            if replies is None:
+                if not self.stop():
+                    self._progress.note(f"round {number}: too few sites answer; begins again")
+                    self._wait_for_sites(ready=True)
+                return False
+            answered = _whole(replies)
+            self._note_faults(number, replies)
+            clients = {name: chosen for name, chosen in clients.items() if name in answered}
+            reply = self._merge(program.stages, request, replies, _slots(clients, slots))
+        self._state = pack(program.state, server_leaves(program.stages, state))
+        self._check_finite(number)
+        for site in exchange.sites:
+            if site.name in answered:
+                site.counted, site.rounds = token, site.rounds + 1
+        self._save(number)
+        self._log.add(
+            number,
+            metrics,
+            sites=len(answered),
+            examples=sum(int(reply.header.get("examples", 0)) for reply in answered.values()),
+            sent_bytes=exchange.sent_bytes - before[0],
+            received_bytes=exchange.received_bytes - before[1],
+            seconds=time.perf_counter() - began,
+        )
+        return True
+
+    def _ask_stage(
+        self,
+        divided: Stages,
+        request: Request,
+        token: str,
+        header: Json,
+        clients: Mapping[str, Sequence[int]],
+        slots: Mapping[str, Sequence[int]],
+        quorum: int,
+    ) -> dict[str, Reply] | None:
+        rows = [np.asarray(x) for x in request.rows]
+        sites = self._exchange.sites
+        own = {}
+        for name, chosen in clients.items():
+            site = sites.get(name)
+            assert site is not None
+            fields: dict[str, Any] = {"clients": list(chosen), "slots": list(slots[name])}
+            fields |= {"counted": site.counted, "num_clients": sites.num_clients}
+            own[name] = fields, numbered(ROW, [x[np.array(slots[name])] for x in rows])
+        task = Task(
+            token,
+            {**header, "stage": request.stage},
+            numbered(SHARED, request.shared),
+            own,
+            expected_arrays(divided[request.stage]),
+        )
+        return self._exchange.ask(task, quorum, self._rules.round_seconds, self.stop)
+
+    @staticmethod
+    def _merge(
+        divided: Stages,
+        request: Request,
+        replies: Mapping[str, Reply],
+        slots: Mapping[str, Sequence[int]],
+    ) -> tuple[Any, Any, list[int]]:
+        """Merge the terms of sites, in the order of their names."""
+        merge = divided.merge(request.stage)
+        merged: Any = ()
+        shown: list[Any] = []
+        participants: list[int] = []
+        for name, reply in _whole(replies).items():
+            terms = in_order(TERM, reply.arrays)
+            merged = merge(merged, terms) if participants else terms
+            shown.append(in_order(SHOWN, reply.arrays))
+            participants += slots[name]
+        rows = [jnp.concatenate(values) for values in zip(*shown, strict=True)]
+        return tuple(jnp.asarray(x) for x in merged), rows, participants
+
+    def _note_faults(self, number: int, replies: Mapping[str, Reply]) -> None:
+        for name, reply in replies.items():
+            if fault := reply.header.get("fault"):
+                self._progress.note(f"round {number}: the reply of {name} is not counted: {fault}")
+
+    def _check_finite(self, number: int) -> None:
+        assert self._state is not None
+        if not all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(self._state.params)):
+            raise NonFiniteError(
+                f"round {number} made a parameter NaN or infinite, expected finite values. The "
+                "state before it is saved. Use a smaller learning rate, or a robust aggregator."
+            )
+
+    # ---- files
+
+    def _save(self, number: int) -> None:
+        """Save the state of a round, before a site hears of it."""
+        counted = {site.name: site.counted for site in self._exchange.sites}
+        self._metrics.sync()
+        self._checkpoints.save(number, self._state, {"counted": counted}, self._configuration)
+        self._checkpoints.wait()
+        exchange = self._exchange
+        write_federation(self._folder, exchange.run, exchange.inputs, exchange.sites)
+        self.done = number
+
+    def _evaluate(self, *, last: bool) -> None:
+        """Ask the sites for the metrics of the model on their held-out examples."""
+        present = self._exchange.present()
+        assert self._state is not None
+        arrays = numbered(SHARED, jax.tree.leaves(self._state.params))
+        header = {"task": "evaluate", "stage": 0, "save": last}
+        own: dict[str, Any] = {site.name: ({}, {}) for site in present}
+        task = Task(new_token(), header, arrays, own, {})
+        replies = self._exchange.ask(task, 1, self._rules.round_seconds, self.stop)
+        found: dict[str, tuple[int, dict[str, float]]] = {}
+        for name, reply in (replies or {}).items():
+            metrics, count = reply.header.get("metrics"), reply.header.get("examples", 0)
+            if isinstance(metrics, dict) and type(count) is int and count > 0:
+                found[name] = count, {k: float(v) for k, v in metrics.items() if _is_number(v)}
+        if not found:
+            return
+        mean = _weighted_mean(list(found.values()))
+        by_site: dict[str, float] = {}
+        for name, (_, metrics) in found.items():
+            site = self._exchange.sites.get(name)
+            assert site is not None
+            site.heldout = metrics
+            by_site |= {f"{key}/{name}": value for key, value in metrics.items()}
+        self._log.add_evaluation(self.done, mean, by_site)
+
+    def say_goodbye(self, seconds: float) -> None:
+        """Answer sites until each of them knows the end of the run, at most for `seconds`."""
+        deadline = time.monotonic() + seconds
+        self._exchange.wait_for(
+            lambda: (
+                all(site.heard_end for site in self._exchange.present(ready=False))
+                or time.monotonic() >= deadline
+            ),
+            self.stop,
+        )
+        self._watch.update(force=True)
+
+
+def cohort_types(types: Json | None, cohort_size: int) -> Cohort:
+    """Return the types of a cohort of one step from a batch's, as `batch_types` describes them."""
+    assert types is not None
+    fields = {
+        name: jax.ShapeDtypeStruct((cohort_size, 1, *shape), np.dtype(dtype))
+        for name, (dtype, shape) in types.items()
+    }
+    per_client: Any = jax.ShapeDtypeStruct((cohort_size,), np.int32)
+    return Cohort(fields, per_client, per_client, per_client)
+
+
+def expected_arrays(stage: Stage) -> dict[str, tuple[tuple[int | None, ...], np.dtype]]:
+    """Return the shape and dtype of each array of a site's reply to a stage."""
+    terms = {f"{TERM} {i}": (v.shape, np.dtype(v.dtype)) for i, v in enumerate(stage.terms)}
+    shown = {
+        f"{SHOWN} {i}": ((None, *v.shape), np.dtype(v.dtype)) for i, v in enumerate(stage.shown)
+    }
+    return {**terms, **shown}
+
+
+def _slots(clients: Mapping[str, Sequence[int]], slots: Mapping[int, int]) -> dict[str, list[int]]:
+    return {name: [slots[client] for client in chosen] for name, chosen in clients.items()}
+
+
+def _whole(replies: Mapping[str, Reply]) -> dict[str, Reply]:
+    return {name: reply for name, reply in replies.items() if "fault" not in reply.header}
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _weighted_mean(found: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+    """Return the mean of metrics that all have, weighted by numbers of examples."""
+    names = set.intersection(*(set(metrics) for _, metrics in found))
+    total = sum(count for count, _ in found)
+    return {
+        name: sum(count * metrics[name] for count, metrics in found) / total
+        for name in sorted(names)
+    }

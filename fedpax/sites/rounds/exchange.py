@@ -1,0 +1,308 @@
+"""The coordinator's side of the messages: sites ask for work, and send what it asks for."""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedpax.sites.identity import Identity, find_difference
+from fedpax.sites.rounds.contract import Json
+from fedpax.sites.rounds.site_table import Site, SiteTable
+from fedpax.sites.transport.calls import RefusedError
+from fedpax.sites.transport.checked_header import CheckedHeader
+from fedpax.sites.transport.message import Message
+
+LONGEST_WAIT = 1.0
+"""Seconds for which a site's question for work waits for some."""
+
+SHARED, ROW, TERM, SHOWN = "shared", "row", "term", "shown"
+"""First words of the names of arrays."""
+
+
+class Task(NamedTuple):
+    """What the coordinator asks of sites.
+
+    Attributes:
+        token: names the task; the stages of a round have one token.
+        header: fields for all sites, with `"task"` and `"stage"`.
+        arrays: arrays for all sites.
+        own: for each site that is asked, its fields and arrays.
+        expected: shape and dtype of each array of a reply, as `{name: array type}`; a shape's first
+            None stands for the number of the site's clients in this task.
+    """
+
+    token: str
+    header: Mapping[str, Any]
+    arrays: Mapping[str, np.ndarray]
+    own: Mapping[str, tuple[Mapping[str, Any], Mapping[str, np.ndarray]]]
+    expected: Mapping[str, tuple[tuple[int | None, ...], np.dtype]]
+
+
+class Reply(NamedTuple):
+    """The answer of a site to a task."""
+
+    header: Mapping[str, Any]
+    arrays: Mapping[str, np.ndarray]
+
+
+def new_token() -> str:
+    """Return a token that no other task has."""
+    return secrets.token_hex(8)
+
+
+def numbered(word: str, arrays: Sequence[Any]) -> dict[str, np.ndarray]:
+    """Return arrays by name: `word` and a number."""
+    return {f"{word} {i}": np.asarray(x) for i, x in enumerate(arrays)}
+
+
+def in_order(word: str, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """Return the arrays that `numbered` named."""
+    number = sum(name.rpartition(" ")[0] == word for name in arrays)
+    return [arrays[f"{word} {i}"] for i in range(number)]
+
+
+class Exchange:
+    """Answers sites, and collects their replies to one task at a time.
+
+    `handle` is called in the threads of the server, everything else in the coordinator's thread.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        sites: SiteTable,
+        *,
+        rounds: int,
+        run: str,
+        heartbeat_seconds: float = 2.0,
+        on_join: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._identity, self.sites, self._rounds, self.run = identity, sites, rounds, run
+        self._heartbeat, self._on_join = heartbeat_seconds, on_join
+        self._changed = threading.Condition()
+        self._task: Task | None = None
+        self._replies: dict[str, Reply] = {}
+        self.inputs: Json | None = None  # what all sites share, once they agree
+        self.types: Json | None = None  # of a batch
+        self.round, self.finished, self.waits_for = 0, False, "sites"
+        self.sent_bytes = self.received_bytes = 0
+
+    # ---- messages
+
+    def handle(self, peer: str, message: Message) -> Message:
+        """Answer a message of a site."""
+        request = CheckedHeader(message.header)
+        kind = request.text("kind")
+        kinds: dict[str, Callable[..., Message]] = {
+            "work": self._work,
+            "ready": self._ready,
+            "reply": self._reply,
+            "heartbeat": self._note,
+            "leave": self._leave,
+        }
+        if kind not in ("join", *kinds):
+            raise RefusedError(
+                f"the message has kind {kind[:100]!r}, expected join, {', '.join(kinds)}. Use the "
+                "same version of fedpax on both sides, and a method that both run."
+            )
+        name = self._name(peer, request)
+        with self._changed:
+            if kind == "join":
+                return self._join(name, request)
+            site = self.sites.get(name)
+            if site is None or site.incarnation != request.text("incarnation"):
+                return Message({"status": "join"})
+            site.seen, site.left = time.monotonic(), False
+            self._changed.notify_all()
+            return kinds[kind](site, request, message.arrays)
+
+    @staticmethod
+    def _name(peer: str, request: CheckedHeader) -> str:
+        name = request.text("site")
+        if peer and peer != name:
+            raise RefusedError(
+                f"the site calls itself {name!r}, expected {peer!r}, the name in its certificate. "
+                f"Leave --name out, or give --name={peer}."
+            )
+        return name
+
+    def _join(self, name: str, request: CheckedHeader, *_: Any) -> Message:
+        identity, run = request.mapping("identity"), request.optional_text("run")
+        if difference := find_difference(self._identity, identity):
+            raise RefusedError(difference)
+        if run not in (None, self.run):
+            raise RefusedError(
+                f"site {name!r} has trained in another run ({run}) than this one ({self.run}). "
+                "Give `fedpax join` an empty --job_log_dir, or `fedpax syncer` the folder of that "
+                "run."
+            )
+        description, incarnation = request.mapping("description"), request.text("incarnation")
+        count = CheckedHeader(description).count("clients", 1)
+        known, now = self.sites.get(name), time.monotonic()
+        if known is not None and known.incarnation not in ("", incarnation):
+            if self.sites.is_present(known, now):
+                return Message(
+                    {
+                        "status": "wait",
+                        "reason": f"another process of site {name!r} is connected. Stop it, or "
+                        "give this site another --name",
+                    }
+                )
+        if self.finished and known is None:
+            raise RefusedError("the run is finished, and this site was not part of it.")
+        site = self.sites.add(name, count)
+        site.incarnation, site.description, site.ready = incarnation, description, False
+        site.seen, site.left = now, False
+        self._on_join()
+        self._changed.notify_all()
+        return self._answer(site, status="ok", run=self.run)
+
+    def _ready(self, site: Site, request: CheckedHeader, arrays: Any) -> Message:
+        types = request.mapping("types")
+        if self.types is None:
+            self.types = types
+        if types != self.types:
+            raise RefusedError(
+                f"site {site.name!r} has batches {shorten_types(types)}, expected "
+                f"{shorten_types(self.types)}, as the first site has. Use data of the same fields "
+                "and shapes."
+            )
+        site.ready = True
+        return self._answer(site, status="ok")
+
+    def _work(self, site: Site, request: CheckedHeader, arrays: Any) -> Message:
+        deadline, had_inputs = time.monotonic() + LONGEST_WAIT, request.flag("inputs")
+        while True:
+            if self.inputs is not None and not had_inputs:
+                return self._answer(site, status="inputs", inputs=self.inputs)
+            task = self._task
+            if task is not None and site.name in task.own and site.name not in self._replies:
+                fields, rows = task.own[site.name]
+                content = {**task.arrays, **rows}
+                self.sent_bytes += sum(x.nbytes for x in content.values())
+                header = self._answer(site, status="task", token=task.token).header
+                return Message({**header, **task.header, **fields}, content)
+            if self.finished:
+                site.heard_end = True
+                return self._answer(site, status="finished")
+            if (rest := deadline - time.monotonic()) <= 0:
+                return self._answer(site, status="wait", waits_for=self.waits_for)
+            self._changed.wait(rest)
+            site.seen = time.monotonic()
+
+    def _reply(
+        self, site: Site, request: CheckedHeader, arrays: Mapping[str, np.ndarray]
+    ) -> Message:
+        task = self._task
+        self.received_bytes += sum(x.nbytes for x in arrays.values())
+        token, stage = request.text("token"), request.count("stage")
+        if task is None or (token, stage) != (task.token, task.header["stage"]):
+            site.late += 1
+            return self._answer(site, status="late")
+        if site.name not in task.own or site.name in self._replies:
+            return self._answer(site, status="repeated")
+        if reason := self._find_fault(task, task.own[site.name][0], arrays):
+            site.dropped += 1
+            self._replies[site.name] = Reply({"fault": reason}, {})
+            return self._answer(site, status="dropped", reason=reason)
+        self._replies[site.name] = Reply(request.mapping("fields"), arrays)
+        return self._answer(site, status="ok")
+
+    @staticmethod
+    def _find_fault(
+        task: Task, own: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+    ) -> str | None:
+        """Return why a reply cannot be counted, or None."""
+        rows = len(own.get("clients", ()))
+        for name, (shape, dtype) in task.expected.items():
+            wanted = tuple(rows if size is None else size for size in shape)
+            array = arrays.get(name)
+            if array is None or array.shape != wanted or array.dtype != dtype:
+                found = "nothing" if array is None else f"{array.dtype}{list(array.shape)}"
+                return f"{name} is {found}, expected {dtype}{list(wanted)}"
+            if array.dtype.kind not in "biuOSU" and not np.all(np.isfinite(np.float64(array))):
+                return f"{name} has NaN or infinity, expected finite values"
+        if extra := arrays.keys() - task.expected.keys():
+            return f"{min(extra)} is not asked for"
+        return None
+
+    def _note(self, site: Site, request: CheckedHeader, arrays: Any) -> Message:
+        return self._answer(site, status="ok")
+
+    def _leave(self, site: Site, request: CheckedHeader, arrays: Any) -> Message:
+        site.left, site.heard_end = True, site.heard_end or self.finished
+        return self._answer(site, status="ok")
+
+    def _answer(self, site: Site, **fields: Any) -> Message:
+        clients = self.sites.clients(site)
+        return Message(
+            {
+                "round": self.round,
+                "rounds": self._rounds,
+                "first_client": clients.first,
+                "heartbeat_seconds": self._heartbeat,
+                **fields,
+            }
+        )
+
+    # ---- the coordinator
+
+    def present(self, *, ready: bool = True) -> list[Site]:
+        """Return the sites that are heard, and by default only those that can take part."""
+        with self._changed:
+            now = time.monotonic()
+            present = [site for site in self.sites if self.sites.is_present(site, now)]
+            return [site for site in present if site.ready or not ready]
+
+    def ask(
+        self, task: Task, quorum: int, seconds: float, stop: Callable[[], bool]
+    ) -> dict[str, Reply] | None:
+        """Ask sites, and return the replies by name, sorted.
+
+        It returns when each site that is asked has answered or is silent, or, after `seconds`, when
+        a quorum has answered; None if `stop()` is True before, or if no quorum is left.
+        """
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            self._task, self._replies = task, {}
+            self._changed.notify_all()
+            try:
+                while not stop():
+                    now = time.monotonic()
+                    asked = [site for site in self.sites if site.name in task.own]
+                    pending = [s for s in asked if s.name not in self._replies]
+                    waiting = [s.name for s in pending if self.sites.is_present(s, now)]
+                    whole = sum("fault" not in reply.header for reply in self._replies.values())
+                    self.waits_for = ", ".join(waiting[:5]) or "sites"
+                    if whole >= quorum and (not waiting or now >= deadline):
+                        return dict(sorted(self._replies.items()))
+                    if not waiting:
+                        return None
+                    self._changed.wait(0.2)
+                return None
+            finally:
+                self._task = None
+
+    def wait_for(self, condition: Callable[[], bool], stop: Callable[[], bool]) -> bool:
+        """Wait until a condition on the sites holds; False if `stop()` is True before."""
+        with self._changed:
+            while not condition():
+                if stop():
+                    return False
+                self._changed.wait(0.2)
+            return True
+
+    def publish(self, **fields: Any) -> None:
+        """Set attributes that sites are told, and wake those that wait for work."""
+        with self._changed:
+            for name, value in fields.items():
+                setattr(self, name, value)
+            self._changed.notify_all()
+
+
+def shorten_types(types: Json) -> str:
+    """Describe the fields of a batch."""
+    return ", ".join(f"{name}: {kind}" for name, kind in sorted(types.items()))[:500]

@@ -1,0 +1,158 @@
+"""The process of a coordinator: asks the sites for each round, and saves the model after it."""
+
+import signal
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+from fedpax.checkpoints.checkpoint import Checkpoints
+from fedpax.checkpoints.saved_rounds import set_aside_after
+from fedpax.errors import ConfigurationError
+from fedpax.preemption import PreemptionGuard
+from fedpax.run_files.configuration import write_configuration
+from fedpax.run_files.metrics import MetricsWriter
+from fedpax.run_files.paths import (
+    CHECKPOINTS,
+    latest_round,
+    refuse_checkpoint_dir,
+    resolve_job_log_dir,
+)
+from fedpax.sites.identity import identify
+from fedpax.sites.rounds.contract import SiteExperiment
+from fedpax.sites.rounds.coordinator import Coordinator
+from fedpax.sites.rounds.coordinator_files import FEDERATION, read_federation
+from fedpax.sites.rounds.exchange import Exchange, new_token
+from fedpax.sites.rounds.round_rules import RoundRules
+from fedpax.sites.rounds.site_table import SiteTable
+from fedpax.sites.transport.admission import NO_LIMITS, Admission, SiteLimits
+from fedpax.sites.transport.calls import serve
+from fedpax.training.experiment import Experiment
+from fedpax.training.job_dir_lock import JobDirLock
+from fedpax.training.progress import Progress
+from fedpax.training.resume_checks import check_configuration
+
+
+class CoordinatorResult(NamedTuple):
+    """The result of a call of `run_coordinator`.
+
+    Attributes:
+        rounds: completed rounds of the run.
+        finished: whether all rounds are completed.
+        signal: the signal that stopped the call, or None.
+    """
+
+    rounds: int
+    finished: bool
+    signal: signal.Signals | None
+
+
+def run_coordinator(
+    experiment: Experiment,
+    job_log_dir: str | Path,
+    listen: str,
+    *,
+    exp: str = "",
+    certificates: str | Path | None = None,
+    allow_config_change: Collection[str] = (),
+    rules: RoundRules | None = None,
+    goodbye_seconds: float = 15.0,
+    limits: SiteLimits = NO_LIMITS,
+) -> CoordinatorResult:
+    """Run the rounds of an experiment over sites that train on data of their own.
+
+    The coordinator needs no data and no accelerator. The first round begins when `rules.min_sites`
+    sites have joined and agree on their inputs. The model is saved after each round, before a site
+    receives it, so a coordinator that is killed resumes after its last round. The folder gets what
+    `fedpax train` writes, and `federation.json` and `sites.json`.
+
+    Args:
+        experiment: the experiment, a `fedpax.sites.rounds.contract.SiteExperiment`.
+        job_log_dir: the run's folder.
+        listen: `HOST:PORT`; without certificates a loopback address.
+        exp: the experiment's name on the command line, recorded in `config.json`.
+        certificates: the folder of this site's certificate. Default None: no encryption.
+        allow_config_change: as in `fedpax.training.trainer.train`.
+        rules: when a round ends, and what its clients weigh. Default None: `RoundRules()`.
+        goodbye_seconds: seconds after the end in which sites can learn it. Default 15.0.
+        limits: what a site may send. Default: malformed messages alone are limited.
+
+    Returns:
+        The number of completed rounds, and the signal that stopped the call.
+
+    Raises:
+        ConfigurationError: the folder holds another configuration, or another process uses it.
+        NonFiniteError: a round made a parameter NaN or infinite.
+        OSError: the state cannot be saved, or the address is in use.
+        ValueError: the address is malformed, certificates cannot be used, or the method cannot be
+            divided into stages.
+    """
+    rules = RoundRules() if rules is None else rules
+    rules.check()
+    folder = resolve_job_log_dir(job_log_dir)
+    refuse_checkpoint_dir(experiment.training.checkpoint_dir, "syncer")
+    assert isinstance(experiment, SiteExperiment)
+    check_supported(experiment)
+    with JobDirLock(folder):
+        check_configuration(folder, experiment, exp, allow_config_change=allow_config_change)
+        done, rounds = latest_round(folder) or 0, experiment.training.rounds
+        saved = read_federation(folder)
+        if done and saved is None:
+            raise ConfigurationError(
+                f"{folder} has checkpoints, but no {FEDERATION}, expected the run of a syncer. "
+                "Give another --job_log_dir, or restore the file from a copy."
+            )
+        admission = Admission(folder, limits)
+        sites = SiteTable(rules.silent_after, admission.is_expelled)
+        exchange = Exchange(
+            identify(experiment, {}, experiment.own_fields),
+            sites,
+            rounds=rounds,
+            run=new_token() if saved is None else saved["run"],
+        )
+        if saved is not None:
+            sites.restore(saved["sites"])
+            exchange.inputs = saved["inputs"]
+        write_configuration(folder, experiment, exp)
+        set_aside_after(folder / CHECKPOINTS, done)
+        with (
+            MetricsWriter(folder, after=done) as metrics,
+            Checkpoints(folder, keep=experiment.training.keep_checkpoints) as checkpoints,
+            Progress(exp or type(experiment).__name__, rounds_done=done, rounds=rounds) as progress,
+            serve(admission.guard(exchange.handle), listen, certificates=certificates) as server,
+            PreemptionGuard() as preemption,
+        ):
+            address = f"{listen.rpartition(':')[0]}:{server.port}"
+            progress.note(f"listening at {address}; folder {folder}")
+            coordinator = Coordinator(
+                experiment,
+                folder,
+                exchange,
+                rules,
+                checkpoints=checkpoints,
+                metrics=metrics,
+                progress=progress,
+                stop=lambda: preemption.signal is not None,
+                done=done,
+            )
+            coordinator.run()
+            if coordinator.done >= rounds:
+                exchange.publish(finished=True)
+                coordinator.say_goodbye(goodbye_seconds)
+        finished = coordinator.done >= rounds
+        stopped = None if finished else preemption.signal
+        return CoordinatorResult(coordinator.done, finished, stopped)
+
+
+def check_supported(experiment: Experiment) -> None:
+    """Raise where a setting of the training has no effect over sites."""
+    training = experiment.training
+    for name, value, neutral in (
+        ("begin_from", training.begin_from, None),
+        ("keep_best", training.keep_best, None),
+        ("stop_after", training.stop_after, 0),
+    ):
+        if value not in (neutral, None, ""):
+            raise ConfigurationError(
+                f"training.{name}={value}: it has no effect on rounds over sites, expected "
+                f"{neutral}. Leave --training.{name} out."
+            )

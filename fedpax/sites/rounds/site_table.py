@@ -1,0 +1,121 @@
+"""The sites of a coordinator: who they are, which clients are theirs, and what became of them."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from fedpax.sites.rounds.contract import ClientRange, Json
+
+
+class Site:
+    """A site that has joined a run."""
+
+    def __init__(self, name: str, first: int, count: int) -> None:
+        self.name, self.first, self.count = name, first, count
+        self.description: Json = {}
+        self.incarnation = ""  # of its process
+        self.counted: str | None = None  # token of the last round that counted its terms
+        self.ready = False  # whether it knows the inputs of all sites
+        self.left = self.heard_end = False
+        self.seen = -math.inf  # when it was last heard
+        self.rounds = self.late = self.dropped = 0
+        self.heldout: dict[str, float] = {}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what outlives the coordinator's process."""
+        names = ("name", "first", "count", "counted", "rounds", "late", "dropped")
+        return {name: getattr(self, name) for name in names}
+
+
+class SiteReport(NamedTuple):
+    """A line of the table of sites."""
+
+    name: str
+    state: str  # "joining", "training", "silent", "left" or "expelled"
+    clients: int
+    rounds: int  # rounds that counted its terms
+    late: int  # rounds that did not wait for it
+    dropped: int  # replies that were refused
+    loss: float | None  # on its held-out examples
+    seconds_since_message: float
+
+
+class SiteTable:
+    """The sites by name; each has a range of numbers for its clients."""
+
+    def __init__(
+        self, silent_after: float, is_expelled: Callable[[str], bool] = lambda name: False
+    ) -> None:
+        self._is_expelled = is_expelled
+        self._sites: dict[str, Site] = {}
+        self._silent_after = silent_after
+        self.num_clients = 0  # of all sites, also of those that left
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter([self._sites[name] for name in sorted(self._sites)])
+
+    def get(self, name: str) -> Site | None:
+        """Return a site, or None if there is none of this name."""
+        return self._sites.get(name)
+
+    def add(self, name: str, count: int) -> Site:
+        """Return the site of a name; one with another number of clients gets new numbers."""
+        site = self._sites.get(name)
+        if site is None or site.count != count:
+            site = self._sites[name] = Site(name, self.num_clients, count)
+            self.num_clients += count
+        return site
+
+    def renumber(self) -> None:
+        """Give clients numbers in the order of their sites' names, not of their arrival."""
+        self.num_clients = 0
+        for site in self:
+            site.first = self.num_clients
+            self.num_clients += site.count
+
+    def clients(self, site: Site) -> ClientRange:
+        """Return the clients of a site."""
+        return ClientRange(site.first, site.count, self.num_clients)
+
+    def is_present(self, site: Site, now: float) -> bool:
+        """Tell whether a site is heard."""
+        heard = not site.left and now - site.seen <= self._silent_after
+        return heard and not self._is_expelled(site.name)
+
+    def reports(self, now: float) -> list[SiteReport]:
+        """Return the table."""
+        return [
+            SiteReport(
+                site.name,
+                self._state(site, now),
+                site.count,
+                site.rounds,
+                site.late,
+                site.dropped,
+                site.heldout.get("loss"),
+                now - site.seen,
+            )
+            for site in self
+        ]
+
+    def _state(self, site: Site, now: float) -> str:
+        if self._is_expelled(site.name):
+            return "expelled"
+        if site.left:
+            return "left"
+        if not self.is_present(site, now):
+            return "silent"
+        return "training" if site.ready else "joining"
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return what outlives the coordinator's process."""
+        return [site.to_json() for site in self]
+
+    def restore(self, saved: list[Mapping[str, Any]]) -> None:
+        """Take over the sites of an earlier process of the coordinator."""
+        for fields in saved:
+            site = Site(fields["name"], fields["first"], fields["count"])
+            for name in ("counted", "rounds", "late", "dropped"):
+                setattr(site, name, fields[name])
+            self._sites[site.name] = site
+            self.num_clients = max(self.num_clients, site.first + site.count)

@@ -1,0 +1,213 @@
+"""The work of a site: the clients' part of each stage, on its own data."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedpax.algorithm import Params
+from fedpax.clients.cohort import Cohort
+from fedpax.run_files.quantiles import with_quantiles
+from fedpax.sites.rounds.contract import ClientRange, Json, SiteExperiment, SiteRun
+from fedpax.sites.rounds.exchange import ROW, SHARED, SHOWN, TERM, in_order, numbered
+from fedpax.sites.rounds.kept_values import KeptValues
+from fedpax.sites.rounds.round_rules import weigh
+from fedpax.sites.transport.calls import RefusedError
+from fedpax.transforms.client_stages import Value
+from fedpax.transforms.stages import Stages, stages
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class _Program(NamedTuple):
+    """The rounds of a number of clients, as this site runs them."""
+
+    run: SiteRun
+    stages: Stages
+    state: Any  # initial, also of what clients keep
+
+
+class SiteWorker:
+    """Answers the coordinator's tasks.
+
+    Args:
+        experiment: the experiment, with this site's own fields.
+        folder: the site's folder, for what its clients keep.
+        seed: random seed of the run.
+        save: `(round, params) -> None`, called with the model that the coordinator sends to be
+            evaluated if the site is to keep it.
+        on_metrics: called with the round and the metrics of this site's held-out examples.
+    """
+
+    def __init__(
+        self,
+        experiment: Any,
+        folder: Path,
+        *,
+        seed: int,
+        save: Callable[[int, Params], None],
+        on_metrics: Callable[[int, dict[str, float]], None],
+    ) -> None:
+        assert isinstance(experiment, SiteExperiment)
+        self._experiment, self._seed = experiment, seed
+        self._save, self._on_metrics = save, on_metrics
+        self._kept = KeptValues(folder)
+        self._programs: dict[ClientRange, _Program] = {}
+        self._questions: dict[str, tuple[Stages, Mapping[str, jax.Array]]] = {}
+        self._between: tuple[str, dict[int, dict[str, Any]]] = ("", {})  # kept between stages
+        self._cohorts: tuple[str, Cohort] | None = None
+        self.count = int(experiment.describe_site()["clients"])
+
+    def set_inputs(self, inputs: Json) -> Json:
+        """Take over the inputs that all sites share, and return the types of a batch."""
+        self._experiment = self._experiment.with_inputs(inputs)
+        self._programs = {}
+        run = self._experiment.at_site(ClientRange(0, self.count, self.count))
+        cohort = run.draw(0, [])
+        return {
+            name: [str(np.dtype(x.dtype)), list(np.shape(x)[2:])]
+            for name, x in sorted(cohort.batches.items())
+        }
+
+    def work(self, header: Json, arrays: Arrays) -> tuple[Json, Arrays]:
+        """Do a task, and return the fields and the arrays of the reply."""
+        task = header["task"]
+        if task == "evaluate":
+            return self._evaluate(header, arrays), {}
+        if task == "question":
+            return self._answer(header, arrays)
+        if task == "round":
+            return self._run_stage(header, arrays)
+        raise RefusedError(
+            f"the syncer asks for {str(task)[:50]!r}, expected a round, a question or an "
+            "evaluation. Use the same version of fedpax on both sides."
+        )
+
+    def _clients(self, header: Json) -> ClientRange:
+        return ClientRange(header["first_client"], self.count, header["num_clients"])
+
+    # ---- questions before the first round
+
+    def _answer(self, header: Json, arrays: Arrays) -> tuple[Json, Arrays]:
+        token = header["token"]
+        if token not in self._questions:
+            divided, args = self._experiment.answer(header["settings"], self._clients(header))
+            self._questions = {token: (divided, divided.own(*args))}
+        divided, own = self._questions[token]
+        rows = {k: {name: x[k] for name, x in own.items()} for k in header["clients"]}
+        return {}, self._run_clients(divided, header, arrays, rows)
+
+    # ---- rounds
+
+    def _program(self, clients: ClientRange) -> _Program:
+        if clients not in self._programs:
+            run = self._experiment.at_site(clients)
+            params = jax.jit(run.init)(jax.random.key(self._seed))
+            state = jax.jit(run.algorithm.init)(params)
+            cohort = run.draw(0, [])
+            divided = stages(run.algorithm.round, state, cohort)
+            self._programs = {clients: _Program(run, divided, state)}
+        return self._programs[clients]
+
+    def _run_stage(self, header: Json, arrays: Arrays) -> tuple[Json, Arrays]:
+        program, token = self._program(self._clients(header)), header["token"]
+        stage, clients = header["stage"], header["clients"]
+        if stage == 0:
+            self._kept.settle(header["counted"], token)
+            self._between = token, {}
+        elif self._between[0] != token:
+            raise UnknownRoundError
+        if self._cohorts is None or self._cohorts[0] != token:
+            drawn = program.run.draw(header["round"] - 1, clients)
+            self._cohorts = token, weigh(drawn, header["weights"])
+        cohort = self._cohorts[1]
+        own = program.stages.own(program.state, cohort)
+        places = {int(k): place for place, k in enumerate(np.asarray(cohort.client_ids))}
+        states = {value.name for value in program.stages[len(program.stages) - 1].kept}
+        rows = {
+            k: {name: x[places[k]] for name, x in own.items()}
+            | {name: x for name, x in self._kept.read(k).items() if name in own}
+            | self._between[1].get(k, {})
+            for k in clients
+        }
+        result = self._run_clients(program.stages, header, arrays, rows)
+        if stage == len(program.stages) - 1:
+            kept = self._between[1]
+            proposals = {
+                k: {n: x for n, x in kept[k].items() if n in states and n in own} for k in clients
+            }
+            if any(proposals.values()):
+                self._kept.propose(token, proposals)
+        weights = np.asarray(cohort.num_examples)
+        return {"examples": int(sum(weights[places[k]] for k in clients))}, result
+
+    def _run_clients(
+        self,
+        divided: Stages,
+        header: Json,
+        arrays: Arrays,
+        rows: Mapping[int, Mapping[str, Any]],
+    ) -> Arrays:
+        """Run a stage for clients one by one, and merge their terms."""
+        number = header["stage"]
+        stage, client, merge = divided[number], divided.client(number), divided.merge(number)
+        shared = [jnp.asarray(x) for x in in_order(SHARED, arrays)]
+        of_rows = in_order(ROW, arrays)
+        check_arrays(SHARED, stage.shared, shared, ())
+        check_arrays(ROW, stage.rows, of_rows, (len(header["clients"]),))
+        merged: Any = ()
+        shown: list[Any] = []
+        for place, (k, slot) in enumerate(zip(header["clients"], header["slots"], strict=True)):
+            received = [jnp.asarray(x[place]) for x in of_rows]
+            terms, seen, kept = client(slot, shared, received, rows[k])
+            self._between[1].setdefault(k, {}).update(kept)
+            merged = merge(merged, terms) if shown else terms
+            shown.append(seen)
+        stacked = [np.stack([np.asarray(x) for x in each]) for each in zip(*shown, strict=True)]
+        return numbered(TERM, merged) | numbered(SHOWN, stacked)
+
+    # ---- evaluation
+
+    def _evaluate(self, header: Json, arrays: Arrays) -> Json:
+        (program,) = self._programs.values()
+        like = jax.eval_shape(program.run.init, jax.random.key(0))
+        leaves, tree = jax.tree.flatten(like)
+        received = in_order(SHARED, arrays)
+        if [(x.shape, x.dtype) for x in leaves] != [(x.shape, x.dtype) for x in received]:
+            raise RefusedError(
+                "the syncer sent a model of other shapes. Use the same flags and the same version "
+                "of fedpax on both sides."
+            )
+        params = jax.tree.unflatten(tree, [jnp.asarray(x) for x in received])
+        if header["save"]:
+            self._save(header["round"], params)
+        if program.run.evaluate is None:
+            return {"metrics": {}, "examples": 0}
+        found = with_quantiles(program.run.evaluate(params))
+        metrics = {name: float(value) for name, value in found.items()}
+        self._on_metrics(header["round"], metrics)
+        finite = {name: x if np.isfinite(x) else None for name, x in metrics.items()}
+        return {"metrics": finite, "examples": program.run.num_heldout}
+
+
+class UnknownRoundError(Exception):
+    """A later stage of a round whose earlier stages this process has not run."""
+
+
+def check_arrays(
+    word: str, values: Sequence[Value], arrays: Sequence[Any], leading: tuple[int, ...]
+) -> None:
+    """Refuse arrays of the coordinator that are not those of this site's program."""
+    expected = [((*leading, *value.shape), np.dtype(value.dtype)) for value in values]
+    found = [(np.shape(x), np.dtype(x.dtype)) for x in arrays]
+    if expected != found:
+        pairs = itertools.zip_longest(expected, found)
+        wanted, got = next((a, b) for a, b in pairs if a != b)
+        raise RefusedError(
+            f"the syncer sent {word} values of another program: {got}, expected {wanted}. Use the "
+            "same flags and the same version of fedpax on both sides."
+        )

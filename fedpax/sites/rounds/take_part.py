@@ -1,0 +1,343 @@
+"""The process of a site: asks the coordinator for work until the run is finished."""
+
+import contextlib
+import json
+import math
+import random
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fedpax.algorithm import Params
+from fedpax.checkpoints.checkpoint import Checkpoints
+from fedpax.errors import ConfigurationError
+from fedpax.files import read_json
+from fedpax.preemption import PreemptionGuard
+from fedpax.run_files.configuration import to_json, write_configuration
+from fedpax.run_files.metrics import MetricsWriter
+from fedpax.run_files.paths import (
+    latest_round,
+    refuse_checkpoint_dir,
+    resolve_job_log_dir,
+    write_atomically,
+)
+from fedpax.sites.identity import identify
+from fedpax.sites.rounds.contract import SiteExperiment
+from fedpax.sites.rounds.run_coordinator import check_supported
+from fedpax.sites.rounds.site_worker import SiteWorker, UnknownRoundError
+from fedpax.sites.transport.calls import Connection, DisconnectedError, RefusedError, connect
+from fedpax.sites.transport.message import Message
+from fedpax.training.experiment import Experiment
+from fedpax.training.job_dir_lock import JobDirLock
+from fedpax.training.progress import Progress
+from fedpax.training.resume_checks import check_configuration
+
+SITE_FILE = "site.json"
+"""The run of a site's folder."""
+
+CALL_SECONDS, TRANSFER_SECONDS = 30.0, 600.0
+
+
+class TakePartResult(NamedTuple):
+    """The result of a call of `take_part`.
+
+    Attributes:
+        rounds: number of rounds in which this process took part.
+        finished: whether the run is finished.
+        signal: the signal that stopped the call, or None.
+        gave_up: whether no coordinator answered.
+    """
+
+    rounds: int
+    finished: bool
+    signal: signal.Signals | None
+    gave_up: bool = False
+
+
+class SiteState(NamedTuple):
+    """The content of a site's checkpoint: the model of the last round."""
+
+    params: Params
+
+
+def take_part(
+    experiment: Experiment,
+    job_log_dir: str | Path,
+    syncer: str,
+    *,
+    exp: str = "",
+    name: str | None = None,
+    certificates: str | Path | None = None,
+    server_name: str | None = None,
+    allow_config_change: Collection[str] = (),
+    give_up_after: float = 600.0,
+) -> TakePartResult:
+    """Train on this site's data in the rounds that a coordinator asks for.
+
+    The data stay here. The site sends the merged terms of its clients (sums and weights), numbers
+    of clients and examples, the metrics of its held-out examples, and what
+    `SiteExperiment.describe_site` tells. A site that is killed returns with its clients' states of
+    the last round that counted.
+
+    The folder gets `config.json`, `site.json`, `metrics.jsonl` with the metrics of this site's
+    held-out examples, `kept/` with its clients' states, and in the end `checkpoints/` with the
+    model.
+
+    Args:
+        experiment: the experiment, with the files of this site.
+        job_log_dir: this site's folder.
+        syncer: the coordinator's `HOST:PORT`.
+        exp: the experiment's name on the command line, recorded in `config.json`.
+        name: the site's name. Default None: the name in its certificate, or of its folder.
+        certificates: the folder of this site's certificate. Default None: no encryption.
+        server_name: the name in the coordinator's certificate. Default None: the host of `syncer`.
+        allow_config_change: as in `fedpax.training.trainer.train`.
+        give_up_after: seconds without an answer of a coordinator after which the site stops.
+
+    Returns:
+        The number of rounds of this process, and the reason for which the call stopped.
+
+    Raises:
+        ConfigurationError: the folder holds another configuration, or another process uses it.
+        RefusedError: the coordinator refuses this site, for example because it has another model.
+        OSError: the certificates cannot be read.
+        ValueError: the address is malformed, or certificates are missing or cannot be used.
+    """
+    folder = resolve_job_log_dir(job_log_dir)
+    refuse_checkpoint_dir(experiment.training.checkpoint_dir, "join")
+    check_supported(experiment)
+    assert isinstance(experiment, SiteExperiment)
+    with JobDirLock(folder):
+        changes = (*allow_config_change, "training.rounds")  # which is the coordinator's
+        check_configuration(folder, experiment, exp, allow_config_change=changes)
+        with (
+            connect(syncer, certificates=certificates, server_name=server_name) as connection,
+            Progress(
+                exp or type(experiment).__name__,
+                rounds_done=0,
+                rounds=experiment.training.rounds,
+            ) as progress,
+            PreemptionGuard() as preemption,
+        ):
+            site = Site(
+                experiment,
+                folder,
+                connection,
+                progress,
+                name=name or _certified_name(certificates) or folder.name,
+                exp=exp,
+                stop=lambda: preemption.signal is not None,
+                give_up_after=give_up_after,
+            )
+            with contextlib.closing(site):
+                site.run()
+        stopped = None if site.finished else preemption.signal
+        return TakePartResult(site.rounds, site.finished, stopped, gave_up=site.gave_up)
+
+
+def _certified_name(certificates: str | Path | None) -> str | None:
+    if certificates is None:
+        return None
+    from fedpax.sites.transport.extras import read_certificates
+
+    return read_certificates(certificates).name
+
+
+class Site:
+    """The conversation of a site with its coordinator."""
+
+    def __init__(
+        self,
+        experiment: Any,
+        folder: Path,
+        connection: Connection,
+        progress: Progress,
+        *,
+        name: str,
+        exp: str,
+        stop: Callable[[], bool],
+        give_up_after: float,
+    ) -> None:
+        self._experiment, self._folder, self._exp = experiment, folder, exp
+        self._connection, self._progress, self._stop = connection, progress, stop
+        self._give_up_after, self._name = give_up_after, name
+        self._incarnation = secrets.token_hex(8)
+        self._closed = threading.Event()
+        self._metrics = contextlib.ExitStack()
+        self.rounds, self.finished, self.gave_up = 0, False, False
+        self._worker = SiteWorker(
+            experiment,
+            folder,
+            seed=experiment.training.seed,
+            save=self._save,
+            on_metrics=self._note_metrics,
+        )
+        self._run = _read_run(folder)
+        self._has_inputs = self._opened = False
+        self._heartbeat_seconds = 2.0
+        self._last: dict[str, Any] | None = None
+
+    def close(self) -> None:
+        """Tell the coordinator that this site leaves, and close the files."""
+        self._closed.set()
+        self._metrics.close()
+        with contextlib.suppress(DisconnectedError, RefusedError):
+            self._call("leave", timeout=2.0)
+
+    def run(self) -> None:
+        """Work until the run is finished, a signal asks to stop, or no coordinator answers."""
+        joined, silent_since, pause = False, time.monotonic(), 0.1
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        noted = -math.inf
+        while not self._stop():
+            try:
+                if not joined:
+                    joined = self._join()
+                    if not joined:
+                        time.sleep(1.0)
+                        continue
+                joined = self._step()
+                silent_since, pause = time.monotonic(), 0.1
+                if self.finished:
+                    return
+            except DisconnectedError as error:
+                now = time.monotonic()
+                if now - silent_since > self._give_up_after:
+                    self.gave_up = True
+                    return
+                if now - noted > 10.0:
+                    noted = now
+                    self._progress.note(f"waiting for the syncer at {error}")
+                time.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(2 * pause, 2.0)
+
+    # ---- messages
+
+    def _join(self) -> bool:
+        identity = identify(self._experiment, {}, self._experiment.own_fields)._asdict()
+        answer = self._call(
+            "join",
+            identity=identity,
+            run=self._run,
+            description=self._experiment.describe_site(),
+        )
+        if answer.header["status"] == "wait":
+            self._progress.note(f"waiting: {answer.header['reason']}")
+            return False
+        self._heartbeat_seconds = answer.header["heartbeat_seconds"]
+        self._has_inputs = False
+        if self._run is None:
+            self._run = answer.header["run"]
+        self._progress.note(f"joined {self._connection.address} as {self._name}")
+        self._progress.set_rounds(answer.header["rounds"])
+        return True
+
+    def _step(self) -> bool:
+        """Ask for work and do it; False if the site must join again."""
+        answer = self._call("work", timeout=TRANSFER_SECONDS, inputs=self._has_inputs)
+        header = answer.header
+        match header["status"]:
+            case "join":
+                return False
+            case "finished":
+                self.finished = True
+            case "inputs":
+                self._set_inputs(header["inputs"])
+            case "task":
+                self._work(answer)
+        return True
+
+    def _set_inputs(self, inputs: Mapping[str, Any]) -> None:
+        types = self._worker.set_inputs(inputs)
+        self._experiment = self._experiment.with_inputs(inputs)
+        if self._call("ready", types=types).header["status"] != "join":
+            self._has_inputs = True
+            self._open()
+
+    def _open(self) -> None:
+        """Write the folder, once the coordinator has taken this site."""
+        if self._opened:
+            return
+        self._opened = True
+        write_configuration(self._folder, self._experiment, self._exp)
+        self._experiment.write_inputs(self._folder)
+        write_atomically(self._folder / SITE_FILE, json.dumps({"run": self._run}) + "\n")
+        metrics = MetricsWriter(self._folder, after=2**31)
+        self._writer = self._metrics.enter_context(metrics)
+
+    def _work(self, task: Message) -> None:
+        began = time.perf_counter()
+        try:
+            fields, arrays = self._worker.work(task.header, task.arrays)
+        except UnknownRoundError:
+            return  # this process began after the round: the coordinator goes on without it
+        answer = self._call(
+            "reply",
+            arrays,
+            TRANSFER_SECONDS,
+            token=task.header["token"],
+            stage=task.header["stage"],
+            fields=fields,
+        )
+        if answer.header["status"] == "dropped":
+            self._progress.note(f"the syncer does not count the reply: {answer.header['reason']}")
+        elif answer.header["status"] == "late":
+            self._progress.note("the reply came too late for its round")
+        elif task.header["task"] == "round":
+            self.rounds += 1
+            seconds = time.perf_counter() - began
+            examples = fields["examples"]
+            self._progress.show_round(task.header["round"], None, examples / seconds)
+
+    def _call(
+        self,
+        kind: str,
+        arrays: Mapping[str, np.ndarray] | None = None,
+        timeout: float = CALL_SECONDS,
+        **fields: Any,
+    ) -> Message:
+        header = {"kind": kind, "site": self._name, "incarnation": self._incarnation, **fields}
+        return self._connection.call(Message(header, arrays or {}), timeout)
+
+    def _beat(self) -> None:
+        while not self._closed.wait(self._heartbeat_seconds):
+            with contextlib.suppress(DisconnectedError, RefusedError):
+                self._call("heartbeat", timeout=5.0)
+
+    # ---- files
+
+    def _note_metrics(self, round_number: int, metrics: dict[str, float]) -> None:
+        self._writer.write("evaluation", round_number, metrics)
+        self._progress.show_evaluation(round_number, metrics)
+
+    def _save(self, round_number: int, params: Params) -> None:
+        if latest_round(self._folder) == round_number:
+            return
+        keep = self._experiment.training.keep_checkpoints
+        with Checkpoints(self._folder, keep=keep) as checkpoints:
+            state = SiteState(jax.device_get(params))
+            checkpoints.save(round_number, state, {}, to_json(self._experiment))
+            checkpoints.wait()
+
+
+def _read_run(folder: Path) -> str | None:
+    path = folder / SITE_FILE
+    if not path.exists():
+        return None
+    try:
+        run = read_json(path)["run"]
+        if not isinstance(run, str):
+            raise TypeError(f"run is {run!r}")
+        return run
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigurationError(
+            f"{path} cannot be read ({type(error).__name__}: {error}), expected the file that "
+            "`fedpax join` writes. Restore it from a copy, or give an empty --job_log_dir."
+        ) from error

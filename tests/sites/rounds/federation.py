@@ -1,0 +1,173 @@
+"""A federation in one process: the coordinator and its sites, with real messages between them."""
+
+import contextlib
+import csv
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedpax.checkpoints.checkpoint import Checkpoints
+from fedpax.run_files.metrics import MetricsWriter
+from fedpax.sites.identity import identify
+from fedpax.sites.rounds.coordinator import Coordinator
+from fedpax.sites.rounds.exchange import Exchange, new_token
+from fedpax.sites.rounds.round_rules import RoundRules
+from fedpax.sites.rounds.site_table import SiteTable
+from fedpax.sites.rounds.take_part import Site
+from fedpax.sites.transport.message import Message, decode, encode
+from fedpax.training.progress import Progress
+
+LIMIT = 1 << 30
+_SAVING = threading.Lock()
+
+
+class OneOfSeveral(Site):
+    """A site of a process that has several: Orbax saves one at a time."""
+
+    def _save(self, *what: Any) -> None:
+        with _SAVING:
+            super()._save(*what)
+
+
+class Line:
+    """A connection that encodes messages, and counts their bytes."""
+
+    address = "memory"
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange, self.sent = exchange, []
+
+    def call(self, message: Message, timeout: float) -> Message:
+        """Call the coordinator."""
+        chunks = list(encode(message, LIMIT))
+        self.sent.append(b"".join(chunks))
+        answer = self._exchange.handle("", decode(chunks, LIMIT))
+        return decode(encode(answer, LIMIT), LIMIT)
+
+
+class Federation:
+    """The outcome of `run`."""
+
+    def __init__(self, coordinator: Coordinator, lines: Mapping[str, Line], folder: Path) -> None:
+        self.coordinator, self.lines, self.folder = coordinator, lines, folder
+
+    @property
+    def params(self) -> list[np.ndarray]:
+        """The parameters of the model."""
+        return [np.asarray(x) for x in jax.tree.leaves(self.coordinator.params)]
+
+
+def run(
+    experiment: Any,
+    sites: Mapping[str, Any],
+    folder: Path,
+    *,
+    rules: RoundRules | None = None,
+    run_name: str | None = None,
+) -> Federation:
+    """Run a federation to its end.
+
+    Args:
+        experiment: the coordinator's experiment.
+        sites: the experiments of the sites by name.
+        folder: an empty folder; that of a site is below it.
+        rules: when rounds end. Default None: each needs all sites.
+        run_name: the run's name. Default None: a new one.
+    """
+    rules = RoundRules(len(sites), 60.0) if rules is None else rules
+    table = SiteTable(rules.silent_after)
+    exchange = Exchange(
+        identify(experiment, {}, experiment.own_fields),
+        table,
+        rounds=experiment.training.rounds,
+        run=run_name or new_token(),
+    )
+    with contextlib.ExitStack() as stack:
+        coordinator = stack.enter_context(
+            opened(experiment, folder / "coordinator", exchange, rules)
+        )
+        lines = {name: Line(exchange) for name in sites}
+        failures: list[BaseException] = []
+        threads = [
+            threading.Thread(target=take_part, args=(name, sites[name], folder, line, failures))
+            for name, line in lines.items()
+        ]
+        for thread in threads:
+            thread.start()
+        coordinator.stop = lambda: bool(failures)
+        coordinator.run()
+        exchange.publish(finished=True)
+        for thread in threads:
+            thread.join(60)
+        if failures:
+            raise failures[0]
+    return Federation(coordinator, lines, folder)
+
+
+@contextlib.contextmanager
+def opened(
+    experiment: Any, folder: Path, exchange: Exchange, rules: RoundRules, done: int = 0
+) -> Iterator[Coordinator]:
+    """Open a coordinator's folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (
+        MetricsWriter(folder, after=done) as metrics,
+        Checkpoints(folder, keep=2) as checkpoints,
+        Progress("fed", rounds_done=done, rounds=1, enabled=False) as progress,
+    ):
+        yield Coordinator(
+            experiment,
+            folder,
+            exchange,
+            rules,
+            checkpoints=checkpoints,
+            metrics=metrics,
+            progress=progress,
+            stop=lambda: False,
+            done=done,
+        )
+
+
+def take_part(
+    name: str, experiment: Any, folder: Path, line: Any, failures: list[BaseException]
+) -> None:
+    """Run a site in this thread."""
+    own = folder / name
+    own.mkdir(parents=True, exist_ok=True)
+    progress = Progress(name, rounds_done=0, rounds=1, enabled=False)
+    try:
+        site = OneOfSeveral(
+            experiment,
+            own,
+            line,
+            progress,
+            name=name,
+            exp="",
+            stop=lambda: bool(failures),
+            give_up_after=5.0,
+        )
+        with contextlib.closing(site):
+            site.run()
+    except BaseException as error:
+        failures.append(error)
+
+
+def write_hospitals(folder: Path, sizes: Mapping[str, Sequence[int]], seed: int = 0) -> None:
+    """Write a folder of CSV files for each site, with a file of each size."""
+    random, number = np.random.default_rng(seed), 0
+    for site, counts in sizes.items():
+        (folder / site).mkdir(parents=True)
+        for count in counts:
+            number += 1
+            with (folder / site / f"h{number}.csv").open("w", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerow(["age", "sex", "dose", "outcome"])
+                for _ in range(count):
+                    age, sex = random.normal(50 + number, 12), random.choice(["m", "f"])
+                    dose = "" if random.random() < 0.1 else f"{random.random():.3f}"
+                    score = (age - 50) / 12 + (0.8 if sex == "m" else -0.5) + random.normal(0, 0.6)
+                    writer.writerow([f"{age:.2f}", sex, dose, "ill" if score > 0 else "well"])

@@ -1,0 +1,47 @@
+"""Rounds over sites equal `fedpax train` on the same files."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from sites.rounds.federation import run, write_hospitals
+
+from fedpax.experiments.client_methods import method
+from fedpax.experiments.fedavg_clients import CohortConfig
+from fedpax.experiments.fedavg_table import FedAvgTable
+from fedpax.experiments.table_data import TableConfig
+from fedpax.training.experiment import TrainingConfig
+
+SIZES = {"a": (40, 25), "b": (33,), "c": (21, 50)}
+
+
+def experiment(*files: str, rounds: int = 3, **fields) -> FedAvgTable:
+    return FedAvgTable(
+        data=TableConfig(files=files, label="outcome"),
+        cohort=CohortConfig(size=10, batch_size=8),
+        client_learning_rate=0.1,
+        training=TrainingConfig(rounds=rounds, evaluate_every=rounds, checkpoint_every=0),
+        **fields,
+    )
+
+
+def train_together(whole: FedAvgTable, rounds: int) -> list[np.ndarray]:
+    built = whole.build()
+    state = jax.jit(built.algorithm.init)(built.init(jax.random.key(0)))
+    step = jax.jit(built.algorithm.round)
+    for _ in range(rounds):
+        state, _ = step(state, next(built.cohorts))
+    return jax.device_get(jax.tree.leaves(state.params))
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold"])
+def test_equals_training_on_all_files(tmp_path: Path, name: str) -> None:
+    write_hospitals(tmp_path / "data", SIZES)
+    fields = {"method": method(name)}
+    sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", **fields) for s in SIZES}
+    found = run(experiment(**fields), sites, tmp_path / "runs")
+    whole = experiment(f"{tmp_path}/data/*/*.csv", **fields)
+    for one, other in zip(found.params, train_together(whole, 3), strict=True):
+        assert np.abs(other).max() > 0.01
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)

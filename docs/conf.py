@@ -4,7 +4,9 @@ import re
 import sys
 from pathlib import Path
 
+import nbformat
 from docutils import nodes
+from myst_nb.core.read import read_myst_markdown_notebook
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
@@ -16,20 +18,29 @@ author = "the fedpax authors"
 copyright = "the fedpax authors"
 version = release = fedpax.__version__
 
-sys.path.insert(0, str(Path(__file__).parent))
+DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS))
 extensions = [
     "gallery_pages",
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "notebooks/*.ipynb"]
 suppress_warnings = ["myst.header"]  # pages begin sections at the level of their title's children
 
 # Pages. `$...$` is an equation, and every heading is an anchor.
 myst_enable_extensions = ["dollarmath", "deflist"]
 myst_heading_anchors = 4
+
+# The build runs the notebooks whose code has changed. An error in a cell is an error of the build.
+nb_execution_mode = "cache"
+nb_execution_cache_path = str(DOCS.parent / "build/notebooks")
+nb_execution_in_temp = True
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
+nb_output_stderr = "remove"  # progress, which a page need not show
 
 # Docstrings are in Google style, with single backticks around code.
 default_role = "code"
@@ -104,8 +115,18 @@ def skip_shorter_path(
     return None
 
 
+def write_notebooks(app: Sphinx) -> None:
+    """Write the notebooks for Jupyter and Colab, which `notebooks.md` links."""
+    for page in (DOCS / "notebooks").glob("*.md"):
+        notebook = read_myst_markdown_notebook(page.read_text(encoding="utf-8"))
+        for i, cell in enumerate(notebook.cells):
+            cell.id = f"cell-{i}"  # in place of a random one: an unchanged notebook stays the same
+        page.with_suffix(".ipynb").write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
+
+
 def setup(app: Sphinx) -> None:
     """Register the directive and what changes docstrings."""
+    app.connect("builder-inited", write_notebooks)
     app.connect("autodoc-skip-member", skip_shorter_path)
     app.add_directive("command-line-help", CommandLineHelp)
     # Before napoleon, which reads the sections.

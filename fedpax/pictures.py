@@ -19,6 +19,15 @@ from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatt
 from fedpax.console import escape_controls
 from fedpax.files import replace_file
 
+
+class Picture(Figure):
+    """A figure that a notebook shows, also without pyplot."""
+
+    def _repr_png_(self) -> bytes:
+        """Return the picture for IPython."""
+        return _encoded(self, "png")
+
+
 # Okabe and Ito's palette, which readers with color vision deficiency can distinguish.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINE_STYLES = ("-", "--", ":", "-.")
@@ -129,6 +138,12 @@ def save_picture(figure: Figure, path: str | Path) -> None:
 
     Dollar signs in labels are characters: a name such as `$x` is not a formula.
     """
+    encoded = _encoded(figure, Path(path).suffix.removeprefix(".") or "png")
+    replace_file(Path(path), encoded, sync=False)
+
+
+def _encoded(figure: Figure, suffix: str) -> bytes:
+    """Return the content of a picture's file."""
     axes = [axis for panel in figure.axes for axis in (panel.xaxis, panel.yaxis)]
     # Powers of ten beside the axes are formulas.
     numbers = {text for axis in axes for text in axis.findobj(Text) if text is not axis.label}
@@ -138,5 +153,5 @@ def save_picture(figure: Figure, path: str | Path) -> None:
     content = io.BytesIO()
     with warnings.catch_warnings():  # a script that the font lacks has boxes for its letters
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
-        figure.savefig(content, format=Path(path).suffix.removeprefix(".") or "png")
-    replace_file(Path(path), content.getvalue(), sync=False)
+        figure.savefig(content, format=suffix)
+    return content.getvalue()

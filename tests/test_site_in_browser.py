@@ -47,7 +47,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the site."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "-q", "-b", "html", "-d", folder / "doctrees"]
-    subprocess.run([*command, ROOT / "docs", folder / "html"], check=True, timeout=600)
+    subprocess.run([*command, ROOT / "docs", folder / "html"], check=True, timeout=1800)
     return folder / "html"
 
 

@@ -6,7 +6,7 @@ import inspect
 import signal
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -23,6 +23,9 @@ from fedpax.run_files.metrics_log import read_log, spread_rounds
 from fedpax.run_files.paths import resolve_checkpoint_dir, resolve_job_log_dir
 from fedpax.training.experiment import Experiment
 from fedpax.training.trainer import train as train_in_folder
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +64,20 @@ class TrainedRun:
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`, see `fedpax.run_files.metrics.read_metrics`."""
         return read_metrics(self.folder)
+
+    def plot(self, *metrics: str) -> "Figure":
+        """Draw held-out metrics over examples, and the loss of training.
+
+        Args:
+            *metrics: names of held-out metrics. Default: the loss.
+
+        Returns:
+            The figure, which a notebook shows.
+        """
+        from fedpax.reports.plot import draw_losses  # matplotlib is slow to import
+
+        lines = {self.folder.name: self.metrics}
+        return draw_losses(lines, over=["items"], metrics=metrics or ("loss",), training_loss=True)
 
 
 def train(

@@ -12,6 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from fedpax.pictures import (
+    Picture,
     add_legend,
     byte_axis,
     count_ticks,
@@ -63,7 +64,7 @@ def draw_losses(
     """Draw the picture of `plot_losses`."""
     over = [key for key in over if _grows(runs.values(), key)] or over[:1]
     rows, columns = len(metrics), len(over)
-    figure = Figure(figsize=(5.5 * columns, 4.5 * rows), dpi=150, layout="constrained")
+    figure = Picture(figsize=(5.5 * columns, 4.5 * rows), dpi=150, layout="constrained")
     panels = figure.subplots(rows, columns, sharey="row", squeeze=False)
     for metric, row in zip(metrics, panels, strict=True):
         _plot_metric(row, runs, metric, over=over, training_loss=training_loss)

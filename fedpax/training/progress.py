@@ -1,12 +1,14 @@
-"""The progress of a run: a bar on a terminal, plain lines in a log."""
+"""The progress of a run: a bar on a terminal or in a notebook, plain lines in a log."""
 
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 from jax.sharding import Mesh
-from tqdm import tqdm
+from tqdm import TqdmWarning, tqdm
 from tqdm.utils import disp_len, disp_trim
 
 from fedpax.console import escape_controls, print_error
@@ -29,6 +31,11 @@ class _Bar(tqdm):
 
     values = brief = ""  # the round's values, and the losses alone
 
+    def show(self, text: str, brief: str) -> None:
+        """Show the values of a round, which has completed."""
+        self.values, self.brief = text, brief
+        self.update()
+
     def __str__(self) -> str:
         """Return the widest layout that leaves the terminal's last column free."""
         state = self.format_dict
@@ -48,12 +55,36 @@ class _Bar(tqdm):
         return disp_trim(text, width)
 
 
+def _is_notebook() -> bool:
+    """Return whether the process is the kernel of a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return shell is not None and "IPKernelApp" in shell.config
+
+
+def _notebook_bar(**settings: Any) -> Any:
+    """Make a bar for a notebook: a widget if ipywidgets is installed, or else text."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TqdmWarning)  # about ipywidgets: text is good enough
+        from tqdm.auto import tqdm as notebook_tqdm
+
+    class NotebookBar(notebook_tqdm):  # type: ignore[misc]
+        """A progress bar with the round's values behind it."""
+
+        def show(self, text: str, brief: str) -> None:
+            """Show the values of a round, which has completed."""
+            self.set_postfix_str(text.removeprefix(", "), refresh=False)
+            self.update()
+
+    return NotebookBar(**settings)
+
+
 class Progress(AbstractContextManager["Progress"]):
     """A progress bar with loss, throughput and remaining time on stderr; a context manager.
 
     The bar stays on one line of a terminal: a narrow one shows no bar, then no times, no
-    throughput and no name, and the round and the losses last. Where stderr is not a terminal, a
-    line is printed after each evaluation, and otherwise at most one every ten seconds.
+    throughput and no name, and the round and the losses last. A notebook shows the bar that
+    `tqdm.auto` chooses. Where stderr is neither a terminal nor a notebook, a line is printed after
+    each evaluation, and otherwise at most one every ten seconds.
 
     Args:
         name: the experiment's name.
@@ -78,17 +109,16 @@ class Progress(AbstractContextManager["Progress"]):
         self._clock: tuple[int, float] | None = None  # the first round shown, and its time
         self._last_line = time.perf_counter()
         self._enabled = enabled
-        self._bar = (
-            _Bar(
+        self._bar: Any = None
+        if enabled and (sys.stderr.isatty() or _is_notebook()):
+            make_bar = _Bar if sys.stderr.isatty() else _notebook_bar
+            self._bar = make_bar(
                 total=rounds,
                 initial=rounds_done,
                 desc=escape_controls(name),
                 unit=" rounds",
                 dynamic_ncols=True,
             )
-            if enabled and sys.stderr.isatty()
-            else None
-        )
         self._evaluation = ""
 
     def note(self, text: str) -> None:
@@ -128,9 +158,8 @@ class Progress(AbstractContextManager["Progress"]):
         text = f"{known}{items_per_second:,.0f} {self._item_unit}/s"
         text += "" if mfu is None else f", MFU {mfu:.1%}"
         if self._bar is not None:
-            self._bar.values = f", {text}{self._evaluation}"
-            self._bar.brief = f", {known.rstrip(', ')}{self._evaluation}"
-            self._bar.update()
+            brief = f", {known.rstrip(', ')}{self._evaluation}"
+            self._bar.show(f", {text}{self._evaluation}", brief)
         elif time.perf_counter() - self._last_line > SECONDS_BETWEEN_LINES:
             self._print_line(number, f"{text}{self._time_left(number)}")
 

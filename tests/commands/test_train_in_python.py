@@ -105,6 +105,10 @@ def test_an_experiment_of_a_cell_trains_resumes_and_returns_its_model(
     second = fedpax.train(longer, job_log_dir)
     assert second.rounds == 4 and second.evaluation["loss"] < first.evaluation["loss"]
 
+    (panel,) = second.plot().axes
+    held_out = [line["loss"] for line in second.metrics if line["kind"] == "evaluation"]
+    assert any(list(line.get_ydata()) == held_out for line in panel.lines)
+
     other = dataclasses.replace(longer, optimizer=names["Optimizer"](0.2))
     with pytest.raises(ConfigurationError, match=r"optimizer.learning_rate: 0.1 -> 0.2"):
         fedpax.train(other, job_log_dir)

@@ -1,6 +1,7 @@
 import io
 import re
 import sys
+import types
 
 import pytest
 from tqdm.utils import disp_len
@@ -24,6 +25,21 @@ def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     text = sys.stderr.getvalue()
     assert "4/4" in text and "diloco" in text
     assert "loss 1.0000, 54,321 tokens/s, held-out 1.5000" in text
+
+
+def test_a_notebook_shows_the_bar_of_tqdm_auto(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real kernel is in `tests/test_notebooks.py`."""
+    shell = types.SimpleNamespace(config={"IPKernelApp": {}})
+    kernel = types.SimpleNamespace(get_ipython=lambda: shell)
+    monkeypatch.setitem(sys.modules, "IPython", kernel)
+    with Progress("diloco", rounds_done=1, rounds=3) as progress:
+        progress.show_round(2, loss=1.25, items_per_second=10.0)
+        progress.show_evaluation(2, {"loss": 1.5})
+        progress.show_round(3, loss=1.125, items_per_second=10.0)
+    last = capsys.readouterr().err.split("\r")[-1]
+    assert re.search(r"diloco: 100%\|.*3/3 \[.*loss 1.1250, 10 examples/s, held-out 1.5000\]", last)
 
 
 def test_a_log_gets_a_line_per_evaluation(capsys: pytest.CaptureFixture) -> None:

@@ -26,13 +26,13 @@ COLORS = (
 def plot_partition(
     partition: Partition,
     labels: ArrayLike | None,
-    path: str | Path,
+    path: str | Path | None = None,
     *,
     class_names: Sequence[str] | None = None,
     participant_names: Sequence[Any] | None = None,
     max_participants: int = 40,
-) -> None:
-    """Draw the sizes and labels of a partition's participants to a PNG file.
+) -> "Figure":
+    """Draw the sizes and labels of a partition's participants.
 
     Up to `max_participants` participants are drawn as bars, divided by label. More participants are
     drawn as a histogram of their sizes and a heat map of their label frequencies, sorted by each
@@ -42,23 +42,23 @@ def plot_partition(
     Args:
         partition: for each participant the indices of its examples.
         labels: integers `[examples]`, one for each example of the source; None draws sizes alone.
-        path: the PNG file to write.
+        path: the PNG file to write. Default None: write no file.
         class_names: the names of the labels 0, 1, .... Default None: use the numbers.
         participant_names: the names beside the bars. Default None: those of the partition, as
             `partition_natural` gives them, else the numbers.
         max_participants: the largest number of participants to draw as bars.
 
+    Returns:
+        The figure, which a notebook shows.
+
     Raises:
         ValueError: as in `partition_statistics`; a label has no name in `class_names`; or there is
             another number of `participant_names` than of participants.
     """
-    from fedpax.pictures import save_picture
-
     statistics = partition_statistics(partition, labels)
     names = _names(statistics.classes, class_names)
     if len(statistics.sizes) > max_participants:
-        save_picture(_overview(statistics, names), path)
-        return
+        return _saved(_overview(statistics, names), path)
     numbers = range(len(statistics.sizes))
     participants: Sequence[Any] = numbers
     if participant_names is not None:
@@ -71,7 +71,16 @@ def plot_partition(
             f"{len(statistics.sizes)} participants."
         )
     texts = [_short(str(name)) for name in participants]
-    save_picture(_bars(statistics, names, texts), path)
+    return _saved(_bars(statistics, names, texts), path)
+
+
+def _saved(figure: "Figure", path: str | Path | None) -> "Figure":
+    """Write a figure to a file, if there is one, and return it."""
+    from fedpax.pictures import save_picture
+
+    if path is not None:
+        save_picture(figure, path)
+    return figure
 
 
 def _short(name: str) -> str:
@@ -99,16 +108,15 @@ def _bars(
     statistics: PartitionStatistics, names: list[str] | None, participant_names: list[str]
 ) -> "Figure":
     """Draw one bar per participant, as long as its number of examples and divided by label."""
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    from fedpax.pictures import add_legend
+    from fedpax.pictures import Picture, add_legend
 
     participants = len(statistics.sizes)
     height = 1.6 + 0.25 * participants
     if names is not None and len(names) > len(COLORS):
         height = max(height, 4.8)  # for the names beside the color bar
-    figure = Figure(figsize=(11, height), dpi=150, layout="constrained")
+    figure = Picture(figsize=(11, height), dpi=150, layout="constrained")
     axes = figure.subplots()
     counts = statistics.sizes[:, None] if names is None else statistics.label_counts
     assert counts is not None
@@ -141,9 +149,9 @@ def _bars(
 
 def _overview(statistics: PartitionStatistics, names: list[str] | None) -> "Figure":
     """Draw a histogram of sizes and a heat map of label frequencies."""
-    from matplotlib.figure import Figure
+    from fedpax.pictures import Picture
 
-    figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
+    figure = Picture(figsize=(11, 4.8), dpi=150, layout="constrained")
     if names is None:
         _histogram(figure.subplots(), statistics)
     else:

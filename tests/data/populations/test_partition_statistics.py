@@ -19,6 +19,7 @@ from fedpax.data import (
 )
 from fedpax.data.populations.partition_plot import COLORS, _overview
 from fedpax.data.populations.partition_statistics import PartitionStatistics
+from fedpax.pictures import Picture
 
 
 @given(
@@ -160,6 +161,14 @@ def test_participants_are_named_beside_their_bars(
     assert shown == [["b", r"ö\$x\$"], [("Åre" * 20)[:29] + "…", "7"], ["0", "1"]]
     with pytest.raises(ValueError, match="participant_names has 1 names, expected one for each"):
         plot_partition(parts, None, tmp_path / "x.png", participant_names=["b"])
+
+
+def test_the_figure_is_returned_for_notebooks(tmp_path: Path) -> None:
+    parts = [np.arange(3), np.arange(3, 9)]
+    figure = plot_partition(parts, None, tmp_path / "x.png")
+    again = plot_partition(parts, None)
+    assert isinstance(again, Picture)
+    assert figure._repr_png_() == again._repr_png_() == (tmp_path / "x.png").read_bytes()
 
 
 def test_the_map_shows_the_frequency_of_each_label(tmp_path: Path) -> None:

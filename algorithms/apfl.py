@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.algorithms.parts.finite_states import keep_finite
 from fedpax.algorithms.parts.local_evaluation import count_steps
 from fedpax.algorithms.parts.local_steps import gradient_and_metrics, local_steps
 from fedpax.algorithms.parts.method_checks import (
@@ -144,7 +145,8 @@ def apfl(
                 loss_fn, optimizer, x, optimizer.init(x), batches, num_steps
             )
             steps = jnp.maximum(count_steps(batches, num_steps), 1)
-            return subtract(x, w), metrics | {"personal_loss": end.loss / steps}, end.personal
+            kept = keep_finite(server.aggregator, personal, end.personal)
+            return subtract(x, w), metrics | {"personal_loss": end.loss / steps}, kept
 
         personal = gather_clients(state.personal, client_ids)
         pseudo_gradients, metrics, personal = rematerialized_map(

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.directional_mean import directional_mean
+from fedpax.algorithms.parts.finite_states import finite_steps
 from fedpax.algorithms.parts.fragment_server import FragmentServer, with_entry
 from fedpax.algorithms.parts.fragments import Fragment, FragmentFn, make_fragments
 from fedpax.algorithms.parts.inner_steps import (
@@ -122,7 +123,7 @@ def decoupled_diloco(
         outer_sgd("decoupled_diloco", outer_optimizer, 0.4),
         given_aggregator(aggregator, directional_mean()),
     )
-    inner_steps = make_inner_steps(loss_fn, inner_optimizer)
+    inner_steps = finite_steps(make_inner_steps(loss_fn, inner_optimizer), server.aggregator)
     synchronous = streaming_diloco(
         loss_fn,
         islands=islands,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import chex
 import optax
+from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.algorithms.parts.finite_states import keep_finite
 from fedpax.algorithms.parts.frozen_leaves import frozen_leaves, keep_leaves
 from fedpax.algorithms.parts.inner_steps import make_outer_gradient
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
@@ -109,8 +110,16 @@ def diloco(
         check_cohort("diloco", cohort, islands, size_argument="islands")
         cohort = without_absent(cohort, cohort.client_ids)
 
+        def train(
+            inner_state: optax.OptState,
+            batches: chex.ArrayTree,
+            num_steps: Int[Array, ""] | None,
+        ) -> tuple[Params, optax.OptState, Metrics]:
+            gradient, after, metrics = outer_gradient(state.params, inner_state, batches, num_steps)
+            return gradient, keep_finite(combine, inner_state, after), metrics
+
         outer_gradients, inner_state, metrics = federated_map(
-            functools.partial(outer_gradient, state.params),
+            train,
             state.inner_optimizer_state,
             cohort.batches,
             cohort.num_steps,

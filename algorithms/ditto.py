@@ -10,6 +10,7 @@ from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params, Scalar
+from fedpax.algorithms.parts.finite_states import keep_finite
 from fedpax.algorithms.parts.gradient_terms import proximal_term
 from fedpax.algorithms.parts.local_steps import local_steps, local_update
 from fedpax.algorithms.parts.method_checks import (
@@ -135,9 +136,10 @@ def ditto(
             pseudo_gradient, metrics = local_update(
                 loss_fn, client_optimizer, x, batches, num_steps
             )
-            v, _, reported = local_steps(
+            trained, _, reported = local_steps(
                 loss_fn, toward_shared, v, toward_shared.init(v), batches, num_steps
             )
+            v = keep_finite(server.aggregator, v, trained)
             return pseudo_gradient, metrics | {"personal_loss": reported["loss"]}, v
 
         v = gather_clients(state.personal_params, client_ids)

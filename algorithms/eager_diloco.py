@@ -8,9 +8,11 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.algorithms.parts.finite_states import keep_finite
 from fedpax.algorithms.parts.frozen_leaves import frozen_leaves, keep_leaves
 from fedpax.algorithms.parts.inner_steps import make_outer_gradient
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
@@ -114,6 +116,7 @@ def eager_diloco(
     check_optimizer("eager_diloco", "inner_optimizer", inner_optimizer)
     outer = outer_sgd("eager_diloco", outer_optimizer, 0.4)
     combine = given_aggregator(aggregator, mean(), inner_optimizer)
+    outer_gradient = make_outer_gradient(loss_fn, inner_optimizer)
 
     @program(islands=islands)
     def init(params: Params) -> EagerDiLoCoState:
@@ -138,8 +141,18 @@ def eager_diloco(
             state.aggregator_state, state.outer_gradient, None
         )
 
+        def train(
+            x: Params,
+            inner_state: optax.OptState,
+            batches: chex.ArrayTree,
+            num_steps: Int[Array, ""] | None,
+        ) -> tuple[Params, optax.OptState, Metrics]:
+            *after, metrics = outer_gradient(x, inner_state, batches, num_steps)
+            before = optax.tree.zeros_like(x), inner_state
+            return *keep_finite(combine, before, tuple(after)), metrics
+
         fresh, inner_state, metrics = federated_map(
-            make_outer_gradient(loss_fn, inner_optimizer),
+            train,
             state.local_params,
             state.inner_optimizer_state,
             cohort.batches,

@@ -10,6 +10,7 @@ from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.algorithms.parts.finite_states import keep_finite
 from fedpax.algorithms.parts.local_steps import local_steps
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer, check_setting
@@ -116,11 +117,12 @@ def easgd(
             batches: chex.ArrayTree,
             num_steps: Int[Array, ""] | None,
         ) -> tuple[Any, Any, optax.OptState, Metrics]:
-            x, optimizer_state, metrics = local_steps(
+            *after, metrics = local_steps(
                 loss_fn, optimizer, x, optimizer_state, batches, num_steps
             )
-            difference = subtract(x, center)
-            x = weighted_sum(1, x, -alpha, difference)
+            difference = subtract(after[0], center)
+            x, optimizer_state = keep_finite(combine, (x, optimizer_state), tuple(after))
+            x = weighted_sum(1, x, -alpha, subtract(x, center))
             return difference, x, optimizer_state, metrics
 
         differences, models, optimizer_state, metrics = federated_map(

@@ -11,6 +11,7 @@ from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params, Scalar
+from fedpax.algorithms.parts.finite_states import keep_finite
 from fedpax.algorithms.parts.gradient_terms import proximal_term
 from fedpax.algorithms.parts.local_steps import local_update
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
@@ -141,8 +142,12 @@ def feddyn(
             center = optax.tree.add(x, scale(inverse, client_gradient))
             optimizer = optax.chain(proximal_term(alpha, center), client_optimizer)
             pseudo_gradient, metrics = local_update(loss_fn, optimizer, x, batches, num_steps)
-            client_gradient = optax.tree.add(client_gradient, scale(alpha, pseudo_gradient))
-            return pseudo_gradient, metrics, client_gradient
+            gradient = optax.tree.add(client_gradient, scale(alpha, pseudo_gradient))
+            return (
+                pseudo_gradient,
+                metrics,
+                keep_finite(server.aggregator, client_gradient, gradient),
+            )
 
         client_gradient = gather_clients(state.client_gradients, client_ids)
         pseudo_gradients, metrics, client_gradient = rematerialized_map(

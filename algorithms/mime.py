@@ -12,6 +12,7 @@ from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.algorithms.parts.finite_states import weights_of_finite
 from fedpax.algorithms.parts.gradient_terms import added_term
 from fedpax.algorithms.parts.local_evaluation import full_gradient
 from fedpax.algorithms.parts.local_steps import gradient_and_metrics, local_update
@@ -274,7 +275,7 @@ def _mime(
         gradients = rematerialized_map(
             gradient_at_x, cohort.batches, cohort.num_steps, chunk_size=chunk_size
         )
-        c = federated_mean(gradients, weights)
+        c = federated_mean(gradients, weights_of_finite(server.aggregator, gradients, weights))
         optimizer = _fixed(client_optimizer, s)
         if is_corrected:
             optimizer = optax.chain(_minus_gradient_at(loss_fn, x), added_term(c), optimizer)

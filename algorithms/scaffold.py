@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.algorithms.parts.finite_states import keep_finite
 from fedpax.algorithms.parts.gradient_terms import added_term, constant_learning_rate
 from fedpax.algorithms.parts.local_evaluation import (
     accumulator,
@@ -92,7 +93,8 @@ def scaffold(
         server_optimizer: any optax optimizer; the paper's is SGD with learning rate eta_g. Default
             None: `optax.sgd(1.0)`.
         aggregator: combines the pseudo-gradients x - y_i. Default None: their weighted mean. The
-            differences new c_i - old c_i are always averaged exactly.
+            differences new c_i - old c_i are always averaged exactly; beside a robust aggregator,
+            a client whose difference is not finite keeps its c_i.
         chunk_size: number of clients that a device runs at once; see `fedpax.program`.
 
     Returns:
@@ -156,7 +158,13 @@ def scaffold(
             # new c_i - old c_i, without the old one: the new one is written over it, and XLA for
             # CPU copies all clients' controls at each client if both are read.
             change = jax.tree.map(lambda new, c: jnp.where(is_present, new - c, 0), corrected, c)
-            return moved, metrics, change, select(is_present, gradient, client_control)
+            none = optax.tree.zeros_like(change)
+            change, control = keep_finite(
+                server.aggregator,
+                (none, client_control),
+                (change, select(is_present, gradient, client_control)),
+            )
+            return moved, metrics, change, control
 
         client_control = gather_clients(state.client_controls, client_ids)
         pseudo_gradients, metrics, changes, new = rematerialized_map(

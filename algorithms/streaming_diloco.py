@@ -14,6 +14,7 @@ from jaxtyping import Array, Int, Num
 from fedpax.aggregators import Aggregator, mean
 from fedpax.aggregators.transfer_work import under_transfers
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.algorithms.parts.finite_states import finite_steps
 from fedpax.algorithms.parts.fragment_server import FragmentServer, with_entry
 from fedpax.algorithms.parts.fragments import Fragment, FragmentFn, layer_fragments, make_fragments
 from fedpax.algorithms.parts.inner_steps import (
@@ -160,7 +161,8 @@ def streaming_diloco(
     server = FragmentServer(
         outer_sgd("streaming_diloco", outer_optimizer, 0.4), given_aggregator(aggregator, mean())
     )
-    phases = _Phases(make_inner_steps(loss_fn, inner_optimizer), server, mixing)
+    inner_steps = finite_steps(make_inner_steps(loss_fn, inner_optimizer), server.aggregator)
+    phases = _Phases(inner_steps, server, mixing)
 
     @program(islands=islands)
     def init(params: Params) -> StreamingDiLoCoState:

@@ -1,0 +1,69 @@
+"""States of participants that stay finite beside an aggregator that leaves participants out."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int, Num
+
+from fedpax.aggregators import Aggregator
+from fedpax.algorithm import Params
+from fedpax.algorithms.parts.inner_steps import InnerReport, InnerSteps
+from fedpax.algorithms.parts.tree_arithmetic import select
+from fedpax.primitives import federated_map
+
+Tree = TypeVar("Tree", bound=chex.ArrayTree)
+
+
+def keep_finite(aggregator: Aggregator, before: Tree, after: Tree) -> Tree:
+    """Return what a participant keeps after a round; `before` if a number of it turned non-finite.
+
+    A robust aggregator keeps the model finite, so that training goes on: the participant's own
+    state must be finite in the next rounds too. Beside any other aggregator, it is `after`.
+    """
+    if not aggregator.tolerates_non_finite:
+        return after
+    turned = [
+        jnp.any(jnp.isfinite(old) & ~jnp.isfinite(new))
+        for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+        if jnp.issubdtype(new.dtype, jnp.inexact)
+    ]
+    return select(jnp.any(jnp.array(turned)), before, after) if turned else after
+
+
+def finite_steps(inner_steps: InnerSteps, aggregator: Aggregator) -> InnerSteps:
+    """Return inner steps after which an island keeps its model and state as in `keep_finite`."""
+    if not aggregator.tolerates_non_finite:
+        return inner_steps
+
+    def steps(
+        params: Params,
+        inner_state: optax.OptState,
+        batches: chex.ArrayTree,
+        num_steps: Int[Array, ""] | None,
+    ) -> tuple[Params, optax.OptState, InnerReport]:
+        *after, report = inner_steps(params, inner_state, batches, num_steps)
+        params, inner_state = keep_finite(aggregator, (params, inner_state), tuple(after))
+        return params, inner_state, report
+
+    return steps
+
+
+def weights_of_finite(
+    aggregator: Aggregator, values: chex.ArrayTree, weights: Num[Array, " participants"] | None
+) -> Num[Array, " participants"] | None:
+    """Return the weights of a mean beside an aggregator, 0 for values that it leaves out."""
+    if not aggregator.tolerates_non_finite:
+        return weights
+
+    def of_finite(value: chex.ArrayTree, weight: Num[Array, ""] | None) -> Float[Array, ""]:
+        finite: Bool[Array, ""] = jnp.all(
+            jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(value)])
+        )
+        return jnp.where(finite, jnp.float32(1) if weight is None else weight, 0)
+
+    return federated_map(of_finite, values, weights)

@@ -10,6 +10,8 @@ import jax
 from absl import flags
 
 from fedpax.commands.parts.compilation_cache import enable_compilation_cache
+from fedpax.commands.parts.devices import provide_devices
+from fedpax.commands.parts.engines import define_engine_flags, engine_of
 from fedpax.commands.parts.options import allowed_changes, define_training_flags, parse_run
 from fedpax.commands.parts.processes import (
     define_process_flags,
@@ -18,9 +20,11 @@ from fedpax.commands.parts.processes import (
 )
 from fedpax.commands.parts.scaled_mesh import fit_mesh, island_numbers, processes_per_island
 from fedpax.console import print_line
+from fedpax.deploy.batch_training import train_in_batches
 from fedpax.elastic.membership import find_membership
 from fedpax.elastic.supervisor import ElasticOptions, supervise
 from fedpax.elastic.training_process import end_with_supervisor
+from fedpax.errors import UsageError
 from fedpax.run_files.paths import folder_of_checkpoints
 from fedpax.training.experiment import Experiment
 from fedpax.training.trainer import TrainingResult
@@ -37,6 +41,23 @@ def train(arguments: Sequence[str]) -> int:
         The exit status.
     """
     options, experiment, folder = parse_run("train", arguments, define_flags)
+    run_rounds = engine_of(options)
+    if run_rounds is not None:
+        if options.elastic:
+            raise UsageError(
+                "--engine and --elastic are given, expected one of them: an engine restarts its "
+                "workers by itself. Leave --elastic out."
+            )
+        provide_devices(experiment.mesh, experiment.sharded_sizes())
+        result = train_in_batches(
+            experiment,
+            folder,
+            run_rounds,
+            exp=options.exp,
+            allow_config_change=allowed_changes(options),
+        )
+        print_line(describe(result, experiment.training.rounds, options.job_log_dir))
+        return 0
     if options.elastic:
         return _train_elastically(options, experiment, folder, arguments)
     membership = find_membership()
@@ -70,6 +91,7 @@ def define_flags(options: flags.FlagValues) -> None:
     )
     define_process_flags(options)
     define_elastic_flags(options)
+    define_engine_flags(options)
 
 
 def define_elastic_flags(options: flags.FlagValues) -> None:

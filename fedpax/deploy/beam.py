@@ -42,6 +42,7 @@ def run_beam(
     *args: Any,
     clients: Callable[[], Clients],
     rounds: int = 1,
+    first_round: int = 0,
     flags: Sequence[str] = (),
     folder: str | None = None,
     block_size: int | None = None,
@@ -61,6 +62,7 @@ def run_beam(
             which is pickled. `fedpax.data.cohort_rounds` returns such clients, and
             `fedpax.deploy.EachClient` makes them from a function.
         rounds: number of rounds.
+        first_round: number of the first round, for jobs that continue others.
         flags: flags of the pipeline, such as `["--runner=FlinkRunner", ...]`. Default: Beam's
             FnApiRunner in this process.
         folder: a folder for messages that this process and all workers reach, such as one in a
@@ -105,7 +107,8 @@ def run_beam(
     parent = _folder(folder, options)
     opened = clients()
     check_clients(opened)
-    divided = stages(program, *args, opened.shapes)
+    # Types alone: the stages have no mesh, whichever arrays the arguments are.
+    divided = stages(program, *jax.tree.map(_type, args), opened.shapes)
     leaves: list[Any] = jax.tree.leaves(args)
     check_program("run_beam", divided, len(leaves), rounds)
     work, arguments, differing = make_work(divided, leaves, clients)
@@ -118,16 +121,21 @@ def run_beam(
         for kind, content in differing.items():
             _write(FileSystems.join(where, f"first-{kind}"), content)
         with beam.Pipeline(options=options) as pipeline:
-            _Job(pipeline, work, where, rounds, size, set(differing)).build()
+            numbers = range(first_round, first_round + rounds)
+            _Job(pipeline, work, where, numbers, size, set(differing)).build()
         try:
             return read_results(
                 divided,
                 leaves,
-                [_read(FileSystems.join(where, f"results-{n}")) for n in range(rounds)],
+                [_read(FileSystems.join(where, f"results-{n}")) for n in numbers],
                 map(_read, _matching(FileSystems.join(where, "states-*"))),
             )
         finally:
             FileSystems.delete([where])
+
+
+def _type(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x
 
 
 def _has_runner(flags: Sequence[str]) -> bool:
@@ -151,7 +159,7 @@ class _Job:
     """Builds the pipeline of a job."""
 
     def __init__(
-        self, pipeline: Any, work: Work, where: str, rounds: int, size: int, differing: set[int]
+        self, pipeline: Any, work: Work, where: str, rounds: range, size: int, differing: set[int]
     ) -> None:
         self.pipeline, self.work, self.where = pipeline, work, where
         self.rounds, self.size, self.differing = rounds, size, differing
@@ -162,9 +170,9 @@ class _Job:
         path = FileSystems.join(self.where, "arguments")
         arguments = start | "read arguments" >> beam.Map(lambda _: _read(path))
         states = {kind: self._first_states(kind) for kind in (PARTICIPANT, CLIENT)}
-        for number in range(self.rounds):
+        for number in self.rounds:
             results, states = self._round(number, arguments, states)
-            is_last = number == self.rounds - 1
+            is_last = number == self.rounds[-1]
             written = (
                 results if is_last else results | f"{number}: metrics" >> beam.Map(work.metrics)
             )

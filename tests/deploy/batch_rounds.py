@@ -13,6 +13,8 @@ from fedpax.aggregators import quantized_mean
 from fedpax.algorithms import diloco, fedavg, scaffold
 from fedpax.data import ClientSampler, cohort_rounds
 from fedpax.deploy import EachClient
+from fedpax.deploy.batch_job import make_work, read_results
+from fedpax.deploy.batch_work import split_states, stack_states
 
 POPULATION, COHORT = 11, 6
 SGD = optax.sgd(0.05)
@@ -140,3 +142,53 @@ def _assert_close(found, expected, tolerance):
         found, expected = jax.random.key_data(found), jax.random.key_data(expected)
     assert np.all(np.isfinite(np.asarray(found, np.float64)))
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
+
+
+def run_in_a_loop(program, state, *, clients, rounds=1, first_round=0):
+    """Carry the messages of a job: blocks of random sizes, merged in a random order."""
+    random, open_clients = np.random.default_rng(first_round), clients
+    divided = fedpax.stages(program, state, open_clients().shapes)
+    work, arguments, differing = make_work(divided, jax.tree.leaves(state), open_clients)
+    states = {kind: dict(split_states(differing[kind])) for kind in differing}
+    states = {kind: states.get(kind, {}) for kind in (0, 1)}
+    found = []
+    for number in range(first_round, first_round + rounds):
+        members = list(work.sample(number))
+        for kind, kept in states.items():
+            keys = {*kept, *(member[kind] for member in members)} if work.states[kind] else ()
+            joined = [
+                pair
+                for key in keys
+                for pair in work.join(
+                    key, [m for m in members if m[kind] == key], [kept[key]] if key in kept else []
+                )
+            ]
+            if keys:
+                members = [value for name, value in joined if name == "members"]
+                states[kind] = dict(value for name, value in joined if name == "states")
+        served = dict(work.start(arguments))
+        for stage in range(work.num_stages):
+            random.shuffle(members)
+            cuts = np.sort(random.choice(len(members), 2)).tolist()
+            blocks = [members[: cuts[0]], members[cuts[0] : cuts[1]], members[cuts[1] :]]
+            ran = [
+                pair
+                for block in blocks
+                if block
+                for pair in work.run_clients(stage, number, block, served["request"])
+            ]
+            chosen = lambda name, ran=ran: [value for tag, value in ran if tag == name]
+            terms = chosen("terms")
+            random.shuffle(terms)
+            merged = work.merge(stage, [*terms[:1], work.merge(stage, terms[1:])])
+            served = dict(work.serve(stage, served["values"], merged, chosen("shown")))
+            members = chosen("members")
+            for kind in states:
+                states[kind] |= dict(chosen(f"states {kind}"))
+        results = served["results"]
+        found.append(results if number == first_round + rounds - 1 else work.metrics(results))
+        arguments = work.next_arguments(arguments, results)
+    kept = [
+        (kind, stack_states(list(rows.items()))) for kind, rows in states.items() if len(rows) > 0
+    ]
+    return read_results(divided, jax.tree.leaves(state), found, [content for _, content in kept])

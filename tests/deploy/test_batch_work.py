@@ -3,63 +3,11 @@
 import jax
 import numpy as np
 import pytest
-from batch_rounds import CASES, assert_equal_rounds, by_jit
+from batch_rounds import CASES, assert_equal_rounds, by_jit, run_in_a_loop
 
-import fedpax
 from fedpax.deploy import EachClient, beam
-from fedpax.deploy.batch_job import make_work, read_results
 from fedpax.deploy.batch_work import check_clients, split_states, stack_states
 from fedpax.deploy.values import decode_values, encode_values
-
-
-def run_in_a_loop(program, state, open_clients, rounds, random):
-    """Carry the messages of a job: blocks of random sizes, merged in a random order."""
-    divided = fedpax.stages(program, state, open_clients().shapes)
-    work, arguments, differing = make_work(divided, jax.tree.leaves(state), open_clients)
-    states = {kind: dict(split_states(differing[kind])) for kind in differing}
-    states = {kind: states.get(kind, {}) for kind in (0, 1)}
-    found = []
-    for number in range(rounds):
-        members = list(work.sample(number))
-        for kind, kept in states.items():
-            keys = {*kept, *(member[kind] for member in members)} if work.states[kind] else ()
-            joined = [
-                pair
-                for key in keys
-                for pair in work.join(
-                    key, [m for m in members if m[kind] == key], [kept[key]] if key in kept else []
-                )
-            ]
-            if keys:
-                members = [value for name, value in joined if name == "members"]
-                states[kind] = dict(value for name, value in joined if name == "states")
-        served = dict(work.start(arguments))
-        for stage in range(work.num_stages):
-            random.shuffle(members)
-            cuts = np.sort(random.choice(len(members), 2)).tolist()
-            blocks = [members[: cuts[0]], members[cuts[0] : cuts[1]], members[cuts[1] :]]
-            ran = [
-                pair
-                for block in blocks
-                if block
-                for pair in work.run_clients(stage, number, block, served["request"])
-            ]
-            chosen = lambda name, ran=ran: [value for tag, value in ran if tag == name]
-            terms = chosen("terms")
-            random.shuffle(terms)
-            merged = work.merge(stage, [*terms[:1], work.merge(stage, terms[1:])])
-            served = dict(work.serve(stage, served["values"], merged, chosen("shown")))
-            members = chosen("members")
-            for kind in states:
-                states[kind] |= dict(chosen(f"states {kind}"))
-        results = served["results"]
-        found.append(results if number == rounds - 1 else work.metrics(results))
-        arguments = work.next_arguments(arguments, results)
-    kept = [
-        (kind, stack_states(list(rows.items()))) for kind, rows in states.items() if len(rows) > 0
-    ]
-    return read_results(divided, jax.tree.leaves(state), found, [content for _, content in kept])
-
 
 FAST = ("poisson", "scaffold", "three stages")
 
@@ -69,8 +17,7 @@ FAST = ("poisson", "scaffold", "three stages")
 )
 def test_rounds_equal_the_compiled_rounds(name):
     program, state, open_clients = CASES[name]()
-    random = np.random.default_rng(3)
-    found = run_in_a_loop(program, state, open_clients, 2, random)
+    found = run_in_a_loop(program, state, clients=open_clients, rounds=2)
     assert_equal_rounds(found, by_jit(program, state, open_clients(), 2))
 
 

@@ -4,13 +4,17 @@ import doctest
 import functools
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from batch_rounds import CASES, assert_equal_rounds, by_jit, open_vectors, three_stages
+from hospital_files import write_hospitals
 
 import fedpax
+from fedpax.checkpoints import load_params
 from fedpax.deploy import Artifact, EachClient
+from fedpax.main import main
 
 pytest.importorskip("apache_beam", reason="Apache Beam needs an environment of its own")
 pytestmark = pytest.mark.slow
@@ -113,3 +117,26 @@ def test_the_example_of_the_docstring_runs():
     test = doctest.DocTestParser().get_doctest(text, {}, "run_beam", None, 0)
     assert doctest.DocTestRunner().run(test).attempted > 4
     assert doctest.DocTestRunner().run(test).failed == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "table",
+        ["--exp=methods_digits:scaffold", "--training.rounds=2", "--training.evaluate_every=0"],
+    ],
+    ids=["fedavg_table", "scaffold_digits"],
+)
+def test_the_command_trains_as_without_an_engine(arguments, tmp_path, capsys):
+    if arguments == "table":
+        (tmp_path / "files").mkdir()
+        arguments = [*write_hospitals(tmp_path / "files"), "--data.label=outcome"]
+    flags = "--direct_running_mode=multi_processing --direct_num_workers=2"
+    beam_run, plain = f"--job_log_dir={tmp_path / 'beam'}", f"--job_log_dir={tmp_path / 'plain'}"
+    assert main(["train", *arguments, beam_run, "--engine=beam", f"--beam_flags={flags}"]) == 0
+    assert main(["train", *arguments, plain]) == 0
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-6),
+        load_params(tmp_path / "beam"),
+        load_params(tmp_path / "plain"),
+    )

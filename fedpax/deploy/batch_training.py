@@ -1,0 +1,250 @@
+"""Training by an engine for batch jobs: several rounds a job, in the folder of a run."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from fedpax.checkpoints.checkpoint import Checkpoints
+from fedpax.deploy.batch_work import Clients
+from fedpax.errors import ConfigurationError
+from fedpax.run_files.configuration import to_json, write_configuration
+from fedpax.run_files.goodput import GoodputClock
+from fedpax.run_files.metrics import MetricsWriter
+from fedpax.run_files.metrics_log import last_line
+from fedpax.run_files.paths import latest_round, resolve_job_log_dir
+from fedpax.training.begin_from import begin_from
+from fedpax.training.compiled_round import run_state_shardings, with_shardings
+from fedpax.training.experiment import Experiment, Run, TrainingConfig, check_run
+from fedpax.training.job_dir_lock import JobDirLock
+from fedpax.training.logging import RoundLogger
+from fedpax.training.norms import FiniteCheck
+from fedpax.training.progress import Progress
+from fedpax.training.resume_checks import check_configuration
+from fedpax.training.round_loop import is_due
+from fedpax.training.spikes import SpikeHistory
+from fedpax.training.trainer import TrainingResult
+
+RunRounds = Callable[..., list[Any]]
+"""`(program, state, clients=..., rounds=..., first_round=...) -> results`, as `run_beam`."""
+
+_WITHOUT = ("keep_every", "export_every", "keep_best", "stop_after", "checkpoint_dir", "on_spike")
+
+
+def open_cohorts(experiment: Experiment) -> Clients:
+    """Open the clients of an experiment; pickled with the experiment for workers.
+
+    Raises:
+        ConfigurationError: the clients of its cohorts cannot be read one by one.
+    """
+    cohorts: Any = experiment.build().cohorts
+    if not hasattr(cohorts, "read_clients"):
+        raise ConfigurationError(
+            f"{type(experiment).__name__} has cohorts of the type {type(cohorts).__name__}, whose "
+            "clients cannot be read one by one, expected fedpax.data.cohort_rounds. Train without "
+            "--engine, or without augmentation, dropout and simulated time."
+        )
+    clients: Clients = cohorts
+    return clients
+
+
+def for_workers(experiment: Experiment, folder: Path) -> Experiment:
+    """Return an experiment to be pickled: without the data that it has opened."""
+    fresh: Experiment = dataclasses.replace(experiment)
+    fresh.read_inputs(folder)
+    return fresh
+
+
+def train_in_batches(
+    experiment: Experiment,
+    job_log_dir: str | Path,
+    run_rounds: RunRounds,
+    *,
+    exp: str = "",
+    allow_config_change: Collection[str] = (),
+) -> TrainingResult:
+    """Train an experiment in a folder, or resume its run, with several rounds in one job.
+
+    A job has the rounds up to the next evaluation or checkpoint. The folder is that of
+    `fedpax.train`, which can resume the run, and the other way round.
+
+    Args:
+        experiment: the experiment. Its cohorts are those of `fedpax.data.cohort_rounds`.
+        job_log_dir: the run's folder.
+        run_rounds: the engine, such as `fedpax.deploy.beam.run_beam`.
+        exp: the experiment's name on the command line.
+        allow_config_change: paths of fields that may differ from the folder's configuration.
+
+    Returns:
+        The progress.
+
+    Raises:
+        ConfigurationError: the folder holds another configuration, or the engine does not have a
+            setting.
+        NonFiniteError: the loss or the state is not finite.
+    """
+    training = experiment.training
+    default = TrainingConfig(rounds=1, evaluate_every=1, checkpoint_every=1)
+    for name in _WITHOUT:
+        if getattr(training, name) != getattr(default, name):
+            raise ConfigurationError(
+                f"training.{name}={getattr(training, name)!r} has no effect on rounds in batch "
+                f"jobs, expected {getattr(default, name)!r}. Leave it out, or train without "
+                "--engine."
+            )
+    folder = resolve_job_log_dir(job_log_dir)
+    with JobDirLock(folder), ExitStack() as resources:
+        check_configuration(folder, experiment, exp=exp, allow_config_change=allow_config_change)
+        experiment.read_inputs(folder)
+        done = latest_round(folder) or 0
+        if done >= training.rounds:
+            return TrainingResult(done, True, rounds_trained=0, signal=None, evaluation=None)
+        return _BatchLoop(experiment, folder, run_rounds, exp, done, resources).train()
+
+
+class _BatchLoop:
+    """The jobs of a run, from a checkpoint on."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        folder: Path,
+        run_rounds: RunRounds,
+        exp: str,
+        done: int,
+        resources: ExitStack,
+    ) -> None:
+        self.experiment, self.training = experiment, experiment.training
+        self.folder, self.run_rounds, self.first, self.done = folder, run_rounds, done, done
+        enter = resources.enter_context
+        self.clock = enter(
+            GoodputClock(folder, after=done, last_line=lambda: last_line(folder, done))
+        )
+        self.run = self._build()
+        self.progress = enter(
+            Progress(
+                exp or type(experiment).__name__,
+                rounds_done=done,
+                rounds=self.training.rounds,
+                item_unit=self.run.item_unit,
+            )
+        )
+        self.checkpoints = enter(Checkpoints(folder, keep=self.training.keep_checkpoints))
+        self.state, num_parameters = self._restore()
+        metrics = MetricsWriter(folder, after=done)
+        history = SpikeHistory(
+            metrics.kept,
+            on_spike="ignore",
+            window=self.training.spike_window,
+            deviations=self.training.spike_deviations,
+            limit=self.training.spike_limit,
+        )
+        self.metrics = enter(metrics)
+        self.logger = RoundLogger(
+            metrics,
+            self.progress,
+            clock=self.clock,
+            history=history,
+            items_per_round=self.run.items_per_round,
+            bytes_across_placement=float("nan"),
+            stop_on_non_finite=self.training.stop_on_non_finite,
+        )
+        write_configuration(folder, experiment, exp)
+        experiment.write_inputs(folder)
+        size = jax.tree.leaves(self.run.cohort_shapes)[0].shape[0]
+        self.logger.log_run(num_parameters, size, self.run.item_unit)
+        for line in self.run.notes:
+            self.progress.note(line)
+
+    def train(self) -> TrainingResult:
+        """Train all rounds."""
+        training, evaluation = self.training, None
+        clients = functools.partial(open_cohorts, for_workers(self.experiment, self.folder))
+        while self.done < training.rounds:
+            periods = (training.evaluate_every, training.checkpoint_every)
+            last = self.done + 1
+            while not is_due(last, training.rounds, *periods):
+                last += 1
+            self._train_until(last, clients)
+            if is_due(last, training.rounds, training.evaluate_every):
+                self.clock.enter("evaluate")
+                with jax.set_mesh(self.run.mesh):
+                    metrics = self.run.evaluate(self.state.params)
+                evaluation = self.logger.log_evaluation(last, metrics)
+            if is_due(last, training.rounds, training.checkpoint_every):
+                self._save()
+        self.checkpoints.wait()
+        return TrainingResult(
+            self.done,
+            finished=True,
+            rounds_trained=self.done - self.first,
+            signal=None,
+            evaluation=evaluation,
+        )
+
+    def _build(self) -> Run:
+        run = begin_from(self.experiment.build(), self.training.begin_from)
+        check_run(run, type(self.experiment).__name__)
+        if run.frozen is not None or run.cohort_shapes is None:
+            obstacle = "reads frozen parameters" if run.frozen else "states no cohort_shapes"
+            raise ConfigurationError(
+                f"{type(self.experiment).__name__} {obstacle}, expected a run whose round is "
+                "(state, cohort), with cohorts of known shapes. Train it without --engine."
+            )
+        return run
+
+    def _restore(self) -> tuple[Any, int]:
+        """Restore or make the state, and return it with the number of parameters."""
+        run, init = self.run, self.run.algorithm.init
+        params = jax.eval_shape(lambda: run.init(jax.random.key(0)))
+        shapes = jax.eval_shape(init, params)
+        size = jax.tree.leaves(run.cohort_shapes)[0].shape[0]
+        self.like = with_shardings(shapes, run_state_shardings(run, params, shapes, size))
+        num_parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
+        with jax.set_mesh(run.mesh):
+            if self.done:
+                return self.checkpoints.restore_state(self.like, size), num_parameters
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, self.like)
+            if run.initial is not None:
+                return jax.jit(init, out_shardings=shardings)(run.initial.load()), num_parameters
+            make = jax.jit(lambda key: init(run.init(key)), out_shardings=shardings)
+            return make(jax.random.key(self.training.seed)), num_parameters
+
+    def _train_until(self, last: int, clients: Callable[[], Clients]) -> None:
+        """Run the job of the rounds up to the last one, and log them."""
+        rounds = last - self.done
+        self.progress.note(f"running rounds {self.done + 1} to {last} in one job")
+        self.clock.enter("step")
+        start = time.perf_counter()
+        results = self.run_rounds(
+            self.run.algorithm.round,
+            self.state,
+            clients=clients,
+            rounds=rounds,
+            first_round=self.done,
+        )
+        seconds = time.perf_counter() - start
+        for number, (_, values) in enumerate(results, self.done + 1):
+            self.logger.restart_clock(time.perf_counter() - seconds / rounds)
+            self.logger.log_round(number, values, idle_seconds=0.0)
+            self.logger.flush()
+        self.state = jax.device_put(
+            results[-1][0], jax.tree.map(lambda leaf: leaf.sharding, self.like)
+        )
+        self.done = last
+
+    def _save(self) -> None:
+        self.clock.enter("save")
+        self.logger.check_state(self.done, self.state, FiniteCheck(self.state))
+        self.metrics.sync()
+        cohorts = self.run.cohorts
+        position = {**dict(cohorts.get_state()), "round": self.done}  # nothing is drawn here
+        size = jax.tree.leaves(self.run.cohort_shapes)[0].shape[0]
+        self.checkpoints.save(self.done, self.state, position, to_json(self.experiment), size)
+        self.checkpoints.wait()
+        self.clock.mark_checkpoint(self.done)

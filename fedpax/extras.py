@@ -1,6 +1,7 @@
 """Extras: the optional packages of fedpax, and the message that names the extra to install."""
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -22,6 +23,12 @@ class Extra(NamedTuple):
 
 
 EXTRAS = {
+    "plot": Extra("pictures", "matplotlib", ("matplotlib",)),
+    "tfds": Extra(
+        "data sets of TFDS and TensorFlow Federated",
+        "tensorflow-datasets",
+        ("tensorflow_datasets",),
+    ),
     "tpu": Extra("training on TPUs, and plans of TPU pods without one", "libtpu", ("libtpu",)),
     "cuda": Extra("training on NVIDIA GPUs", "jax-cuda13-plugin", ("jax_cuda13_plugin",)),
     "huggingface": Extra("weights in Hugging Face folders", "safetensors", ("safetensors",)),
@@ -49,6 +56,39 @@ EXTRAS = {
 _EXTRA_OF = {module: name for name, extra in EXTRAS.items() for module in extra.modules}
 
 
+def is_installed(module: str) -> bool:
+    """Return whether a module can be imported, without importing it: that can take seconds."""
+    return importlib.util.find_spec(module) is not None
+
+
+def check_installed(module: str, use: str) -> None:
+    """Check that an optional module can be imported.
+
+    Args:
+        module: the module of an extra.
+        use: what needs it, the first words of the message.
+
+    Raises:
+        MissingPackageError: it is not installed.
+    """
+    if not is_installed(module):
+        raise MissingPackageError(describe_missing(module, use))
+
+
+def describe_missing(module: str, use: str) -> str:
+    """Name the extra that installs a module, for a message.
+
+    Example:
+        >>> print(describe_missing("matplotlib", "--picture"))
+        --picture needs the package matplotlib, which is not installed. Run: pip install
+        'fedpax[plot]'
+    """
+    return (
+        f"{use} needs the package {module}, which is not installed. Run: pip install "
+        f"'fedpax[{_EXTRA_OF[module]}]'"
+    )
+
+
 @contextlib.contextmanager
 def optional(use: str) -> Iterator[None]:
     """Name the extra to install if an import in the block fails because its package is missing.
@@ -73,7 +113,4 @@ def optional(use: str) -> Iterator[None]:
         module = (error.name or "").partition(".")[0]
         if module not in _EXTRA_OF:
             raise
-        raise MissingPackageError(
-            f"{use} needs the package {module}, which is not installed. Run: pip install "
-            f"'fedpax[{_EXTRA_OF[module]}]'"
-        ) from error
+        raise MissingPackageError(describe_missing(module, use)) from error

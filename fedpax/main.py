@@ -19,6 +19,7 @@ from fedpax.console import (
     print_error,
 )
 from fedpax.errors import ArgumentError, ArgumentTypeError, FedpaxError, MissingPackageError
+from fedpax.extras import optional
 from fedpax.files import describe_no_permission
 from fedpax.preemption import delay_interrupts, exit_on_signals
 
@@ -338,9 +339,10 @@ def _run(arguments: list[str]) -> int:
             "Run `fedpax --help` to see all commands."
         )
     module, _, name = COMMANDS[command].partition(":")
-    with delay_interrupts():
-        execute: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), name)
-    return execute(rest)
+    with optional(f"`fedpax {command}`"):
+        with delay_interrupts():
+            execute: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), name)
+        return execute(rest)
 
 
 def _status_of(error: Exception) -> int | None:

@@ -26,6 +26,7 @@ from fedpax.commands.parts.saved_run import build_run
 from fedpax.console import print_error, print_line
 from fedpax.errors import ConfigurationError
 from fedpax.experiments.catalog import expand_groups, group_or_none
+from fedpax.extras import describe_missing, is_installed
 from fedpax.parallel.mesh_rule import simulated_count
 from fedpax.paths import split_list
 from fedpax.preemption import run_subprocess
@@ -35,8 +36,8 @@ from fedpax.reports.target import (
     Target,
     parse_target,
     trajectory_of,
-    write_target_comparison,
 )
+from fedpax.reports.target_report import write_target_comparison
 from fedpax.run_files.metrics import describe_damage, read_metrics, select
 from fedpax.run_files.paths import latest_round, refuse_checkpoint_dir, resolve_job_log_dir
 from fedpax.training.experiment import Experiment
@@ -102,9 +103,13 @@ def compare(arguments: Sequence[str]) -> int:
             "below are those that all participants receive and send."
         )
         print_line(f"\n{_compare_to_target(runs, folders, target, destination)}")
-    print_line(f"\nSee {destination / 'comparison.png'} and {destination / 'comparison.json'}.")
-    if target is not None:
-        print_line(f"See {destination / 'target.png'} and {destination / 'target.json'}.")
+    draws = is_installed("matplotlib")
+    for name in ("comparison", *(["target"] if target is not None else [])):
+        picture = f"{destination / f'{name}.png'} and " if draws else ""
+        blank = "\n" if name == "comparison" else ""
+        print_line(f"{blank}See {picture}{destination / f'{name}.json'}.")
+    if not draws:
+        print_error(f"fedpax: {describe_missing('matplotlib', 'A picture of the comparison')}")
     return 0
 
 

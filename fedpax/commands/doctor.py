@@ -19,7 +19,6 @@ DISTRIBUTION = "fedpax"
 # The packages whose versions a report of a defect needs.
 PACKAGES = (
     "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "chex", "grain",
-    "tensorflow-datasets",
 )  # fmt: skip
 
 

@@ -16,7 +16,6 @@ from fedpax.planning import (
     to_json,
     to_text,
 )
-from fedpax.planning.draw_mesh import draw_mesh
 from fedpax.planning.memory_overflow import overflow_report
 from fedpax.run_files.paths import write_atomically
 
@@ -56,6 +55,8 @@ def plan(arguments: Sequence[str]) -> int:
     if report:
         write_atomically(report, json.dumps(to_json(result), indent=2) + "\n")
     if picture:
+        from fedpax.planning.draw_mesh import draw_mesh
+
         draw_mesh(result, run.mesh, picture)
     if result.memory.fits is False:
         memory = result.memory

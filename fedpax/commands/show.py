@@ -18,7 +18,6 @@ from fedpax.console import print_error, print_line
 from fedpax.errors import UsageError
 from fedpax.paths import split_list
 from fedpax.reports.metric_table import check_metrics, format_metrics
-from fedpax.reports.plot import Axis, plot_losses
 from fedpax.reports.run_report import format_goodput, format_reports, holds_run, report_run
 from fedpax.run_files.metrics import select
 from fedpax.run_files.paths import is_remote, resolve_job_log_dir
@@ -73,6 +72,8 @@ def show(arguments: Sequence[str]) -> int:
                 f"--picture={options.picture} has nothing to show: no round is logged yet. Repeat "
                 "the command later."
             )
+        from fedpax.reports.plot import Axis, plot_losses
+
         over: tuple[Axis, ...] = ("items", "bytes_across_placement", "wall_seconds")
         plot_losses(lines, picture, over=over, metrics=metrics or ("loss",), training_loss=True)
     return 0

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from fedpax.errors import ArgumentError
+from fedpax.extras import is_installed
 from fedpax.reports.metric_table import check_metrics, format_metrics, metric_names
-from fedpax.reports.plot import Axis, plot_losses
 from fedpax.reports.repeats import DEVIATION, average_lines
 from fedpax.reports.table import (
     format_bytes,
@@ -110,6 +110,8 @@ def plot_comparison(
     # If a run has virtual seconds, there is a panel over them. If the bytes of all runs are unknown
     # or zero, as on one device, there is no panel over bytes. Means over seeds have error bars of a
     # standard deviation.
+    from fedpax.reports.plot import Axis, plot_losses
+
     over: tuple[Axis, ...] = ("items", "bytes_across_placement", "virtual_seconds")
     plot_losses(read_averages(folders), path, over=over, metrics=metrics or ("loss",))
 
@@ -138,7 +140,8 @@ def write_comparison(
         for name, run_folders in folders.items()
     ]
     check_metrics(metrics, lines)
-    plot_comparison(folders, Path(destination) / "comparison.png", metrics)
+    if is_installed("matplotlib"):
+        plot_comparison(folders, Path(destination) / "comparison.png", metrics)
     content = [
         {key: None if value != value else value for key, value in run._asdict().items()}
         | {"metrics": _last_metrics(lines[run.name])}

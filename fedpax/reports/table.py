@@ -3,8 +3,6 @@
 import math
 from collections.abc import Sequence
 
-from matplotlib.ticker import EngFormatter
-
 from fedpax.console import escape_controls
 
 
@@ -42,7 +40,11 @@ def format_bytes(count: float) -> str:
     """
     if not math.isfinite(count):
         return "unknown"
-    return EngFormatter(unit="B", places=1)(count) if count else "0 B"
+    prefixes = ("", "k", "M", "G", "T", "P", "E")
+    power = 0
+    while round(abs(count), 1) >= 1000 and power < len(prefixes) - 1:
+        count, power = count / 1000, power + 1
+    return f"{count:.1f} {prefixes[power]}B" if count else "0 B"
 
 
 def format_seconds(seconds: float) -> str:

@@ -1,6 +1,6 @@
 """The thread that sends a run's metrics to an experiment tracker, so that training never waits."""
 
-import importlib.util
+import importlib
 import json
 import os
 import re
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fedpax.errors import ConfigurationError
-from fedpax.extras import optional
+from fedpax.extras import check_installed
 from fedpax.files import UnusableFileError, read_json
 from fedpax.run_files.configuration import to_json
 from fedpax.run_files.paths import (
@@ -107,8 +107,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         assert tracker is not None
         self._name = tracker
         self._service = SERVICES[tracker]
-        with optional(f"--training.tracker={tracker}"):
-            _check_installed(tracker)
+        check_installed(tracker, f"--training.tracker={tracker}")
         self._description = Description(folder, exp, to_json(configuration))
         self._position = read_position(folder, tracker)
         self._last = dict(self._position.last)  # of the lines in the queue too
@@ -350,12 +349,6 @@ def _link(source: str, target: str) -> None:
         raise
     except OSError:
         shutil.copy2(source, target)
-
-
-def _check_installed(tracker: str) -> None:
-    """Raise if a tracker's package is missing, without importing it: that takes seconds."""
-    if importlib.util.find_spec(tracker) is None:
-        raise ModuleNotFoundError(name=tracker)
 
 
 def _shorten(error: Exception) -> str:

@@ -82,7 +82,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def use(monkeypatch: pytest.MonkeyPatch, server: Server) -> Server:
     monkeypatch.setitem(tracked_runs.SERVICES, "wandb", server.open)
-    monkeypatch.setattr(tracker, "_check_installed", lambda name: None)
+    monkeypatch.setattr(tracker, "check_installed", lambda module, use: None)
     return server
 
 

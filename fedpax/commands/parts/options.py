@@ -22,6 +22,7 @@ from fedpax.errors import UsageError
 from fedpax.experiments.catalog import ExperimentGroup, find_experiment
 from fedpax.experiments.catalog import describe_group as describe_experiments
 from fedpax.experiments.settings import Settings
+from fedpax.extras import check_installed
 from fedpax.run_files.configuration import check_is_dataclass
 from fedpax.run_files.integers import check_integers
 from fedpax.run_files.paths import resolve_job_log_dir
@@ -133,6 +134,8 @@ def output_file(flag: str, name: str | None, suffix: str = "") -> Path | None:
             f"--{flag}={name} is not a {format_name}, expected a name that ends with {suffix}. "
             f"{example}"
         )
+    if suffix == ".png":
+        check_installed("matplotlib", f"--{flag}={name}")
     path = Path(name).expanduser()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from fedpax.data.populations.partition import Partition
 from fedpax.data.populations.partition_statistics import PartitionStatistics, partition_statistics
 from fedpax.errors import ArgumentError
+from fedpax.extras import optional
 
 if TYPE_CHECKING:  # matplotlib is slow to import, and only pictures need it
     from matplotlib.axes import Axes
@@ -23,6 +24,7 @@ COLORS = (
 )  # fmt: skip
 
 
+@optional("plot_partition()")
 def plot_partition(
     partition: Partition,
     labels: ArrayLike | None,

@@ -22,16 +22,15 @@ from typing import Any
 
 from fedpax.data.sources._reachability import unreachable_hosts
 from fedpax.data.sources.client_starts import read_client_starts
+from fedpax.data.sources.embedded import is_whole_split, open_in_memory
 from fedpax.data.sources.feature_classes import check_feature_classes
 from fedpax.data.sources.source import Source, one_line
 from fedpax.data.sources.text_records import TextRecords
 from fedpax.errors import ArgumentError
+from fedpax.extras import is_installed
 from fedpax.paths import expand_home
 
-EMBEDDED = {
-    "stdlib_text": "fedpax.data.sources.stdlib_text",
-    "digits": "fedpax.data.sources.digits",
-}
+EMBEDDED = {name: "fedpax.data.sources.embedded_builders" for name in ("stdlib_text", "digits")}
 """The data sets that need no network, with the modules of their TFDS builders."""
 
 FEDERATED = {
@@ -43,6 +42,8 @@ FEDERATED = {
 
 def open_data_set(name: str, split: str, data_dir: str | os.PathLike[str] | None) -> Source:
     """Open a split of a data set of TFDS, and prepare the data set first if necessary."""
+    if not is_installed("tensorflow_datasets") and is_whole_split(name, split):
+        return open_in_memory(name, split)
     root = data_folder(data_dir)
     builder = _builder(name, root)
     if not builder.data_path.exists():

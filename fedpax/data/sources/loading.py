@@ -1,8 +1,7 @@
 """load and prepare: the doors to data sets by name and to users' files."""
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from fedpax.data.files.formats import is_files
@@ -15,7 +14,8 @@ from fedpax.data.sources.data_sets import (
 )
 from fedpax.data.sources.source import Source
 from fedpax.data.sources.text_records import SUFFIX
-from fedpax.errors import ArgumentError, MissingPackageError
+from fedpax.errors import ArgumentError
+from fedpax.extras import optional
 from fedpax.paths import fill_in_split
 
 if TYPE_CHECKING:
@@ -138,9 +138,10 @@ def load(
         heldout_by=heldout_by,
     )
     if isinstance(name, str) and name.endswith(SUFFIX):
-        return open_records(fill_in_split(name, split or "train"))
+        with optional(f"Reading {name!r}"):
+            return open_records(fill_in_split(name, split or "train"))
     if not isinstance(name, str) or (name not in {*EMBEDDED, *FEDERATED} and is_files(name)):
-        with _needs_extra(name):
+        with optional(f"Reading {name!r}"):
             from fedpax.data.files.open_files import open_files
 
             return open_files(name, options)
@@ -155,7 +156,8 @@ def load(
             f"The split of the data set {name!r} is None, expected a name such as 'train'. Give "
             f"load({name!r}, 'train')."
         )
-    return open_data_set(name, split, data_dir)
+    with optional(f"The data set {name!r}"):
+        return open_data_set(name, split, data_dir)
 
 
 def prepare(
@@ -214,7 +216,7 @@ def prepare(
         >>> prepared.source.client_names, prepared.source.column("x")
         (ClientNames(['ann', 'bo']), array([2, 1, 3]))
     """
-    with _needs_extra(files):
+    with optional(f"Reading {files!r}"):
         from fedpax.data.files.preparing import prepare_files
 
         options = LoadOptions(
@@ -230,16 +232,3 @@ def prepare(
             heldout_by=heldout_by,
         )
         return prepare_files(files, out, options, on_bad_row=on_bad_row, memory=memory)
-
-
-@contextlib.contextmanager
-def _needs_extra(files: Any) -> Iterator[None]:
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name not in ("pyarrow", "h5py", "PIL", "duckdb", "google_crc32c"):
-            raise
-        raise MissingPackageError(
-            f"Reading {files!r} needs the package {error.name}, which is not installed. Install "
-            "the extra `files`: pip install 'fedpax[files]'."
-        ) from error

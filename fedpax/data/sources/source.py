@@ -81,7 +81,7 @@ class Source(Sequence[dict[str, Any]]):
             >>> list(source.column("client")) == [example["client"] for example in source]
             True
         """
-        if isinstance(self._records, TextRecords):
+        if isinstance(self._records, TextRecords | list):
             yield from (self[index][field] for index in range(len(self)))
             return
         from tensorflow_datasets.proto import tf_example_pb2

@@ -1,4 +1,4 @@
-"""The Python standard library's source files as a TFDS data set: text that every machine has.
+"""The Python standard library's source files: text that every machine has.
 
 Each example is one source file: its `text`, its `path` in the library, and its `client`, the
 top-level module or package. These files are excluded:
@@ -25,10 +25,6 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-
-import tensorflow_datasets as tfds
-
-from fedpax.data.sources._dataset_info import LocalDatasetInfo
 
 _EXCLUDED_FOLDERS = (
     "__pycache__",
@@ -72,42 +68,21 @@ def is_heldout(path: str) -> bool:
     return int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big") % 10 == 0
 
 
-class StdlibText(tfds.core.GeneratorBasedBuilder):
-    """Builder of the Python standard library's sources: one file per example."""
-
-    VERSION = tfds.core.Version("1.0.0")
-    BUILDER_CONFIGS = [  # noqa: RUF012, the name and type are TFDS's
-        tfds.core.BuilderConfig(name=f"{sys.implementation.name}-{platform.python_version()}")
-    ]
-
-    def _info(self) -> tfds.core.DatasetInfo:
-        return LocalDatasetInfo(
-            builder=self,
-            description="The source files of the Python standard library, without its tests.",
-            features=tfds.features.FeaturesDict(
-                {
-                    "client": tfds.features.Text(doc="top-level module or package"),
-                    "path": tfds.features.Text(doc="relative to the library's folder"),
-                    "text": tfds.features.Text(doc="the file's contents, UTF-8"),
-                }
-            ),
+def text_examples(split: str) -> Iterator[tuple[str, dict[str, str | bytes]]]:
+    """Yield the examples of the split `train` or `heldout`, each with its key in TFDS."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [file for file in source_files(root) if is_heldout(file[0]) == (split == "heldout")]
+    if not files:
+        raise FileNotFoundError(
+            f"{root} has no Python sources of the standard library, perhaps because Python was "
+            "installed as an archive or without sources: use another Python, or another "
+            "data set."
         )
+    for path, text in files:
+        client = path.partition("/")[0].removesuffix(".py")
+        yield path, {"client": client, "path": path, "text": text}
 
-    def _split_generators(
-        self, dl_manager: tfds.download.DownloadManager
-    ) -> dict[str, Iterator[tuple[str, dict[str, str | bytes]]]]:
-        del dl_manager  # there is nothing to download
-        return {"train": self._generate_examples(False), "heldout": self._generate_examples(True)}
 
-    def _generate_examples(self, heldout: bool) -> Iterator[tuple[str, dict[str, str | bytes]]]:
-        root = Path(sysconfig.get_path("stdlib"))
-        files = [file for file in source_files(root) if is_heldout(file[0]) == heldout]
-        if not files:
-            raise FileNotFoundError(
-                f"{root} has no Python sources of the standard library, perhaps because Python was "
-                "installed as an archive or without sources: use another Python, or another "
-                "data set."
-            )
-        for path, text in files:
-            client = path.partition("/")[0].removesuffix(".py")
-            yield path, {"client": client, "path": path, "text": text}
+def configuration() -> str:
+    """Return the name of the running Python's configuration."""
+    return f"{sys.implementation.name}-{platform.python_version()}"

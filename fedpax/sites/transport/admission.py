@@ -47,7 +47,8 @@ class Admission:
     """Decides whether a message of a site is handled.
 
     A site is the name of its certificate. Without certificates it is the name that a message
-    claims: then a site can escape under another name, or cause the expulsion of another site.
+    claims: then a site can escape under another name. So malformed messages mute and expel only
+    sites with a certificate; otherwise, a stranger could expel a site by its name.
 
     Example:
         >>> import tempfile
@@ -87,7 +88,8 @@ class Admission:
             try:
                 answer = handler(peer, message)
             except MalformedError as error:
-                self.report(site, str(error))
+                if peer:  # a stranger can claim the name of any site
+                    self.report(site, str(error))
                 raise
             self.check_not_expelled(site)  # the answer of a long call can hold a new model
             return answer

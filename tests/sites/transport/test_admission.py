@@ -76,6 +76,16 @@ def test_a_long_call_of_an_expelled_site_gets_no_answer(tmp_path: Path) -> None:
     assert guarded.handled == ["a"]
 
 
+def test_without_certificates_a_stranger_expels_no_site(tmp_path: Path) -> None:
+    guarded = Guarded(tmp_path)
+    claimed = Message({"island": "a"})
+    guarded.action = guarded.malformed
+    for _ in range(20):
+        assert guarded.send("", claimed).startswith("MalformedError: field 'steps'")
+    guarded.action = lambda: None
+    assert guarded.send("", claimed) == "ok" and not read_expulsions(tmp_path)
+
+
 def test_without_certificates_a_site_is_what_it_claims(tmp_path: Path) -> None:
     expel(tmp_path, "a", "it left")
     guarded = Guarded(tmp_path)

@@ -54,7 +54,7 @@ class SiteSide:
         >>> requests = {name: None for name in sites}
         >>> while not coordinator.done:
         ...     for name, request in requests.items():
-        ...         coordinator.receive(name, sites[name].answer(request))
+        ...         _ = coordinator.receive(name, sites[name].answer(request))
         ...     requests = coordinator.advance()
         >>> coordinator.total["x"].tolist()
         [6, 3]

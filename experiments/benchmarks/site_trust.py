@@ -1,0 +1,252 @@
+"""Measure what one site that cheats does to a model, with and without guards of the merge.
+
+    python -m fedpax.experiments.benchmarks.site_trust --seeds=0,1,2
+
+Sites train a network with one hidden layer on digits by FedAvg, with equal weights. The last site
+cheats in each round. The coordinator has 200 examples of its own for the guard `accept_if`; the
+accuracy is that on 336 other examples after the last round, the mean over seeds. "honest sites
+dropped" are the updates of other sites that a guard drops, over all rounds.
+"""
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.flatten_util
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import fedpax
+from fedpax.aggregators import Aggregator, coordinate_median, krum, mean
+from fedpax.data import load
+from fedpax.data.populations.label_skew import partition_dirichlet
+from fedpax.data.populations.partition import partition_iid
+from fedpax.experiments.benchmarks import harness
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
+from fedpax.reports.table import markdown_table
+from fedpax.sites.guards import NO_NORMS, drop_harmful, drop_large, parse_accept_if
+
+HELD_OUT, HIDDEN, BATCH, STEPS, RATE = 200, 64, 32, 20, 0.1
+
+Update = Any
+
+
+class Examples(NamedTuple):
+    """Pixels `[n, 64]` and labels `[n]`."""
+
+    x: np.ndarray
+    y: np.ndarray
+
+
+ATTACKS: dict[str, Callable[[Update, jax.Array], Update]] = {
+    "none": lambda update, key: update,
+    "flipped labels": lambda update, key: update,  # its data are changed
+    "scaled by -10": lambda update, key: jax.tree.map(lambda u: -10 * u, update),
+    "scaled by -2": lambda update, key: jax.tree.map(lambda u: -2 * u, update),
+    "random, 10 times its norm": lambda update, key: _noise(update, key, 10.0),
+}
+GUARDS: dict[str, tuple[bool, str | None, Callable[[], Aggregator]]] = {
+    "none": (False, None, mean),
+    "norm": (True, None, mean),
+    "accept_if=loss+0.01": (False, "loss+0.01", mean),
+    "norm, accept_if": (True, "loss+0.01", mean),
+    "median": (False, None, coordinate_median),
+    "Krum": (False, None, lambda: krum(1)),
+}
+
+
+def _noise(update: Update, key: jax.Array, factor: float) -> Update:
+    """Return a random update with a multiple of an update's norm."""
+    flat, unflatten = jax.flatten_util.ravel_pytree(update)
+    noise = jax.random.normal(key, flat.shape)
+    return unflatten(noise * (factor * jnp.linalg.norm(flat) / jnp.linalg.norm(noise)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options."""
+
+    sites: int = option(4, "sites, of which the last one cheats")
+    alpha: float = option(0.0, "labels differ by Dirichlet(alpha); 0: they do not differ")
+    rounds: int = option(20, "rounds")
+    seeds: list[int] = option("0,1,2", "seeds, such as 0,1,2", harness.seeds)
+    attacks: list[str] | None = option(
+        None, "names separated by semicolons; default: all", harness.names_with_commas
+    )
+
+    def __post_init__(self) -> None:
+        harness.check_names("attacks", self.attacks, ATTACKS)
+
+
+@functools.cache
+def digits(split: str) -> Examples:
+    """Return the digits of a split as arrays."""
+    source = load("digits", split)
+    images = np.stack(list(source.column("image"))).reshape(len(source), -1)
+    return Examples(images.astype(np.float32) / 255, np.array(list(source.column("label"))))
+
+
+def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the mean loss, and the accuracy."""
+    hidden = jnp.tanh(x @ params["w1"] + params["b1"])
+    logits = hidden @ params["w2"] + params["b2"]
+    losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], 1)
+    return losses.mean(), (logits.argmax(-1) == y).mean()
+
+
+def init(seed: int) -> Any:
+    """Return random parameters."""
+    one, two = jax.random.split(jax.random.key(seed))
+    return {
+        "w1": jax.random.normal(one, (64, HIDDEN)) / 8,
+        "b1": jnp.zeros(HIDDEN),
+        "w2": jax.random.normal(two, (HIDDEN, 10)) / 8,
+        "b2": jnp.zeros(10),
+    }
+
+
+def local_steps(params: Any, x: jax.Array, y: jax.Array) -> Update:
+    """Train a site for `STEPS` steps, and return the change of its parameters."""
+
+    def step(p: Any, batch: Any) -> tuple[Any, None]:
+        grads = jax.grad(lambda p: loss_fn(p, *batch)[0])(p)
+        return jax.tree.map(lambda p, g: p - RATE * g, p, grads), None
+
+    trained, _ = jax.lax.scan(step, params, (x, y))
+    return jax.tree.map(jnp.subtract, trained, params)
+
+
+class Federation:
+    """The compiled parts of a round, for one number of sites."""
+
+    def __init__(self, sites: int) -> None:
+        self.sites = [f"site-{i}" for i in range(sites)]
+
+        @jax.jit
+        @fedpax.program(sites=sites)
+        def train(params: Any, x: jax.Array, y: jax.Array) -> Update:
+            shared = fedpax.federated_broadcast(params)
+            return fedpax.federated_map(local_steps, shared, x, y)
+
+        def merge(aggregator: Aggregator) -> Callable[[Any, Update, jax.Array], Any]:
+            @fedpax.program(sites=sites)
+            def merge(params: Any, updates: Update, weights: jax.Array) -> Any:
+                change, *_ = aggregator.aggregate(aggregator.init(params), updates, weights)
+                return jax.tree.map(jnp.add, params, change)
+
+            return jax.jit(merge)
+
+        self.train = train
+        # Krum tolerates one site that cheats among at least five.
+        self.merges = {
+            name: merge(make())
+            for name, (*_, make) in GUARDS.items()
+            if name != "Krum" or sites > 4
+        }
+        self.attack = {name: jax.jit(attack) for name, attack in ATTACKS.items()}
+        self.norms = jax.jit(jax.vmap(optax.tree.norm))
+        self.evaluate = jax.jit(loss_fn)
+
+    def run(self, guard: str, attack: str, settings: Settings, seed: int) -> Row:
+        """Train with one guard against one attack."""
+        by_norm, rule, _ = GUARDS[guard]
+        rng, key = np.random.default_rng(seed), jax.random.key(seed)
+        known, test = digits("train"), digits("test")
+        order = rng.permutation(len(known.y))
+        own = Examples(known.x[order[:HELD_OUT]], known.y[order[:HELD_OUT]])
+        rest = Examples(known.x[order[HELD_OUT:]], known.y[order[HELD_OUT:]])
+        n, cheater = len(self.sites), self.sites[-1]
+        parts = (
+            partition_dirichlet(rest.y, n, alpha=settings.alpha, min_examples=BATCH, seed=seed)
+            if settings.alpha
+            else partition_iid(len(rest.y), n, seed=seed)
+        )
+        params, history = init(seed), NO_NORMS
+        caught = wrong = 0
+        for number in range(settings.rounds):
+            rows = np.stack([rng.choice(part, (STEPS, BATCH)) for part in parts])
+            y = rest.y[rows]
+            if attack == "flipped labels":
+                y[-1] = 9 - y[-1]
+            updates = self.train(params, rest.x[rows], y)
+            last = jax.tree.map(lambda u: u[-1], updates)
+            last = self.attack[attack](last, jax.random.fold_in(key, number))
+            updates = jax.tree.map(lambda u, x: u.at[-1].set(x), updates, last)
+            dropped: dict[str, str] = {}
+            if by_norm:
+                norms = dict(zip(self.sites, self.norms(updates).tolist(), strict=True))
+                dropped, history = drop_large(norms, history)
+            if rule:
+                dropped |= drop_harmful(
+                    [site for site in self.sites if site not in dropped],
+                    functools.partial(self._metrics, guard, params, updates, own),
+                    parse_accept_if(rule),
+                )
+            caught += cheater in dropped
+            wrong += len(dropped.keys() - {cheater})
+            kept = frozenset(self.sites) - dropped.keys()
+            params = self._merge(guard, params, updates, kept)
+        return Row(
+            accuracy=float(self.evaluate(params, test.x, test.y)[1]), caught=caught, wrong=wrong
+        )
+
+    def _merge(self, guard: str, params: Any, updates: Update, sites: frozenset[str]) -> Any:
+        weights = jnp.array([site in sites for site in self.sites], jnp.float32)
+        return self.merges[guard](params, updates, weights)
+
+    def _metrics(
+        self, guard: str, params: Any, updates: Update, own: Examples, sites: frozenset[str]
+    ) -> dict[str, float]:
+        loss, _ = self.evaluate(self._merge(guard, params, updates, sites), *own)
+        return {"loss": float(loss)}
+
+
+def measure(settings: Settings) -> Iterator[Row]:
+    """Train with each guard against each attack."""
+    federation = Federation(settings.sites)
+    for attack in settings.attacks or ATTACKS:
+        for guard in federation.merges:
+            rows = [federation.run(guard, attack, settings, seed) for seed in settings.seeds]
+            rounds = settings.rounds * len(rows)
+            accuracies = [row.accuracy for row in rows]
+            yield Row(
+                attack=attack,
+                guard=guard,
+                accuracies=accuracies,
+                accuracy=statistics.mean(accuracies),
+                caught=sum(row.caught for row in rows) / rounds,
+                wrong=sum(row.wrong for row in rows) / (rounds * (settings.sites - 1)),
+            )
+
+
+def table(settings: Settings, rows: Sequence[Row]) -> str:
+    """Format the accuracies by attack and guard as a Markdown table."""
+    guards = list(dict.fromkeys(row.guard for row in rows))
+    lines = []
+    for attack in dict.fromkeys(row.attack for row in rows):
+        found = {row.guard: row for row in rows if row.attack == attack}
+        lines.append([attack, *(f"{found[guard].accuracy:.1%}" for guard in guards)])
+    return "\n" + markdown_table(["the site that cheats", *guards], lines)
+
+
+main = Benchmark(
+    __doc__,
+    Settings,
+    measure,
+    {
+        "attack": "{attack}",
+        "guard": "{guard}",
+        "accuracy": "{accuracy:.1%}",
+        "rounds in which it was dropped": "{caught:.0%}",
+        "honest sites dropped": "{wrong:.1%}",
+    },
+    summary=table,
+)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,174 @@
+"""Guards of a merge: which updates of sites are dropped, and why.
+
+Pure functions of the updates' norms, and of the losses of models with them. They return the dropped
+sites with reasons, for metrics and for people. Aggregators that tolerate wrong updates, such as
+`coordinate_median`, need no guard: they bound what all updates together can do.
+"""
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from fedpax.errors import ArgumentError
+
+Dropped = dict[str, str]
+"""The reason for each dropped site."""
+
+NORM_FACTOR = 3.0
+"""Default limit of a norm, in medians of recent norms."""
+
+_RULE = re.compile(r"([A-Za-z_]\w*)([+-])(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)")
+
+
+class NormHistory(NamedTuple):
+    """The norms of recent rounds, one of each site in a round."""
+
+    rounds: tuple[tuple[float, ...], ...] = ()
+
+
+NO_NORMS = NormHistory()
+
+
+def drop_large(
+    norms: Mapping[str, float],
+    history: NormHistory = NO_NORMS,
+    *,
+    factor: float = NORM_FACTOR,
+    window: int = 10,
+) -> tuple[Dropped, NormHistory]:
+    """Drop the updates of this round whose norm is above `factor` medians of recent norms.
+
+    The median is over this round and the `window - 1` rounds before it, dropped updates included,
+    where each site counts once in a round: as long as sites that cheat are fewer than half, the
+    median lies between norms of other sites.
+
+    Args:
+        norms: the L2 norm of each site's update.
+        history: what the call for the round before returned. Default: none.
+        factor: the limit in medians, above 0. Default 3.
+        window: number of rounds.
+
+    Returns:
+        The dropped sites, and the history for the next round. An update whose norm is not finite is
+        dropped, and is not part of the history.
+
+    Example:
+        >>> dropped, history = drop_large({"a": 1.0, "b": 1.2, "c": 0.9, "d": 50.0})
+        >>> dropped
+        {'d': 'its norm 50 is above 3.3, 3 times the median of recent norms'}
+    """
+    if not factor > 0 or window < 1:
+        raise ArgumentError(
+            f"drop_large(): factor={factor!r} and window={window!r}, expected numbers above 0. Use "
+            "factor=3 and window=10."
+        )
+    finite = tuple(norm for norm in norms.values() if math.isfinite(norm))
+    rounds = (*history.rounds, finite)[-window:] if finite else history.rounds
+    recent = [norm for norms in rounds for norm in norms]
+    limit = factor * statistics.median(recent) if recent else math.inf
+    dropped = {}
+    for site, norm in norms.items():
+        if not math.isfinite(norm):
+            dropped[site] = "it has values that are not finite"
+        elif norm > limit:
+            dropped[site] = (
+                f"its norm {norm:.4g} is above {limit:.4g}, {factor:g} times the median of recent "
+                "norms"
+            )
+    return dropped, NormHistory(rounds)
+
+
+class AcceptIf(NamedTuple):
+    """A rule for the metric of a model with an update, relative to the model without it.
+
+    Attributes:
+        metric: the metric's name.
+        tolerance: how much worse it may be, at least 0.
+        larger_is_better: whether a smaller value is worse.
+    """
+
+    metric: str
+    tolerance: float
+    larger_is_better: bool = False
+
+    def loss(self, metrics: Mapping[str, float]) -> float:
+        """Return the metric with a sign such that smaller is better; inf if it is not finite."""
+        if self.metric not in metrics:
+            raise ArgumentError(
+                f"accept_if has the metric {self.metric!r}, expected one of the evaluation: "
+                f"{', '.join(sorted(metrics))}."
+            )
+        value = float(metrics[self.metric])
+        if not math.isfinite(value):
+            return math.inf
+        return -value if self.larger_is_better else value
+
+
+def parse_accept_if(text: str) -> AcceptIf:
+    """Parse a rule: `loss+0.01` accepts a loss of at most the one without the update plus 0.01.
+
+    `accuracy-0.02` accepts an accuracy of at least the one without the update minus 0.02.
+
+    Example:
+        >>> parse_accept_if("loss+0.01")
+        AcceptIf(metric='loss', tolerance=0.01, larger_is_better=False)
+        >>> parse_accept_if("accuracy-0.02").larger_is_better
+        True
+    """
+    match = _RULE.fullmatch(text.replace(" ", ""))
+    if match is None:
+        raise ArgumentError(
+            f"accept_if={text!r} is not a rule, expected METRIC+TOLERANCE for a metric that "
+            "decreases and METRIC-TOLERANCE for one that increases, such as loss+0.01 or "
+            "accuracy-0.02."
+        )
+    return AcceptIf(match[1], float(match[3]), larger_is_better=match[2] == "-")
+
+
+def drop_harmful(
+    sites: Iterable[str],
+    evaluate: Callable[[frozenset[str]], Mapping[str, float]],
+    rule: AcceptIf,
+) -> Dropped:
+    """Drop the updates with which the merged model is worse on the coordinator's held-out data.
+
+    The update whose absence improves the model most is dropped if the model is better without it by
+    more than the tolerance, then the next one, until none is left that does so much harm. An update
+    is not scored alone: the model of an honest site that lacks some labels is worse alone, and the
+    merged model is better with it.
+
+    Args:
+        sites: the names of the sites with updates.
+        evaluate: returns the metrics of the model that a merge of the updates of some sites makes;
+            without sites, of the present model. It is called once, and for each dropped site and
+            the last time once for each site that is left.
+        rule: what is accepted.
+
+    Returns:
+        The dropped sites, in the order in which they were dropped. A metric that is not finite is
+        worse than any other one.
+
+    Example:
+        >>> def evaluate(sites: frozenset[str]) -> dict[str, float]:
+        ...     return {"loss": 1.0 - 0.1 * len(sites - {"c"}) + 2.5 * ("c" in sites)}
+        >>> drop_harmful("abc", evaluate, parse_accept_if("loss+0.01"))
+        {'c': 'loss 3.3 with its update and 0.8 without, expected at most 0.01 more'}
+    """
+    left = dict.fromkeys(sites)
+    dropped: Dropped = {}
+    loss = rule.loss(evaluate(frozenset(left))) if left else 0.0
+    while left:
+        without = {site: rule.loss(evaluate(frozenset(left) - {site})) for site in left}
+        site = min(without, key=without.__getitem__)
+        if not without[site] + rule.tolerance < loss:
+            break
+        sign, side = (-1, "less") if rule.larger_is_better else (1, "more")
+        dropped[site] = (
+            f"{rule.metric} {sign * loss:.4g} with its update and {sign * without[site]:.4g} "
+            f"without, expected at most {rule.tolerance:g} {side}"
+        )
+        del left[site]
+        loss = without[site]
+    return dropped

@@ -25,6 +25,7 @@ from fedpax.data import (
 )
 from fedpax.data.populations.partition import Examples
 from fedpax.data.rounds.preprocess import Arrays, Preprocess
+from fedpax.deploy.batch_evaluation import HeldoutClients
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
 from fedpax.experiments.client_evaluation import EvaluateClients
@@ -189,6 +190,13 @@ class ClientExperiment(Experiment):
         raise ArgumentError(
             f"{type(self).__name__} defines no evaluation by client, expected a method "
             "make_client_evaluation. Define it, or evaluate without --by_client."
+        )
+
+    def open_heldout_clients(self) -> HeldoutClients:
+        """Open the held-out examples by client, for an evaluation in batch jobs."""
+        raise ArgumentError(
+            f"{type(self).__name__} defines no held-out data by client for batch jobs, expected a "
+            "method open_heldout_clients, as fedavg_table has. Evaluate without --engine."
         )
 
     def make_sampler(self, population: Partition) -> ClientSampler:

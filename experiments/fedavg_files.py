@@ -19,9 +19,11 @@ from fedpax.clients.cohort import Cohort
 from fedpax.data import Partition, example_batches
 from fedpax.data.rounds.preprocess import Arrays, Preprocess
 from fedpax.data.tables import Label
+from fedpax.deploy.batch_evaluation import NEW, HeldoutClients
 from fedpax.experiments.client_evaluation import EvaluateClients
 from fedpax.experiments.client_files import FilesConfig, OpenFiles, open_files
 from fedpax.experiments.fedavg_clients import ClientExperiment
+from fedpax.experiments.heldout_clients import heldout_of_files
 from fedpax.experiments.personal_evaluation import own_models, pad_cohort, with_own_models
 from fedpax.experiments.saved_inputs import INPUTS, read_saved_inputs, write_saved_inputs
 from fedpax.models.losses import (
@@ -40,9 +42,6 @@ from fedpax.training.client_metrics import (
 )
 from fedpax.training.evaluation import Batch, map_examples
 from fedpax.training.experiment import Run
-
-NEW = "new_clients/"
-"""Before the names of metrics on clients that are held out with all their examples."""
 
 
 class PreparedFiles(Protocol):
@@ -281,6 +280,17 @@ class FedAvgFiles(ClientExperiment):
             lambda params, batch: model.apply(params, batch[field])[0], {field: examples[field]}
         )
         return lambda params: self._measure(outputs(params), examples["label"], clients)
+
+    def open_heldout_clients(self) -> HeldoutClients:
+        """Open the held-out examples of each client that has any."""
+        return heldout_of_files(
+            self.opened,
+            self._client_names,
+            self.prepared,
+            self._plain_loss(self.make_model()),
+            batch_size=self.heldout_batch_size,
+            preprocess=self.make_preprocess(),
+        )
 
     @property
     def _client_names(self) -> list[str]:

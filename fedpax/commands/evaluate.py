@@ -1,8 +1,9 @@
 """`fedpax evaluate`: measure a run's checkpoint on held-out data, of all clients or of each."""
 
+import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from absl import flags
 
 from fedpax.algorithm import Params
 from fedpax.checkpoints.saved_state import load_state
+from fedpax.commands.parts.engines import define_engine_flags, engine_of
 from fedpax.commands.parts.options import output_file, parse
 from fedpax.commands.parts.saved_run import (
+    SavedRun,
     build_run,
     checkpoint_round,
     define_saved_run_flags,
@@ -20,6 +23,8 @@ from fedpax.commands.parts.saved_run import (
     read_saved_run,
 )
 from fedpax.console import print_error, print_line
+from fedpax.deploy.batch_evaluation import evaluate_in_batches, open_heldout
+from fedpax.deploy.batch_training import RunRounds, for_workers
 from fedpax.errors import UsageError
 from fedpax.reports.client_report import clients_json, format_clients, plot_clients
 from fedpax.run_files.paths import write_atomically
@@ -39,6 +44,7 @@ def evaluate(arguments: Sequence[str]) -> int:
             "--picture without --by_client, expected both: the picture is of the metrics by "
             "client. Add --by_client, or draw the run with `fedpax show --picture`."
         )
+    run_rounds = engine_of(options)
     saved = read_saved_run("evaluate", arguments, options, fields)
     number = checkpoint_round("evaluate", saved, options.round)
     run = build_run(saved.experiment)
@@ -51,9 +57,14 @@ def evaluate(arguments: Sequence[str]) -> int:
     clients = None
     with jax.set_mesh(run.mesh):
         params = load_saved_params(saved, run, number)
-        evaluation = run.evaluate(params)
-        if options.by_client:
-            clients = measure_clients(run, params, saved.saved_in, number)
+        if run_rounds is None:
+            evaluation = run.evaluate(params)
+            if options.by_client:
+                clients = measure_clients(run, params, saved.saved_in, number)
+    if run_rounds is not None:
+        evaluation, clients = _evaluate_in_batches(
+            saved, jax.device_get(params), run_rounds, options.by_client
+        )
     metrics = {name: float(value) for name, value in with_quantiles(evaluation).items()}
     print_line(f"{saved.exp} round {number}: held-out {format_metrics(metrics)}")
     if clients is not None:
@@ -72,6 +83,22 @@ def evaluate(arguments: Sequence[str]) -> int:
             content["clients"] = clients_json(clients)
         write_atomically(report, json.dumps(content, indent=2) + "\n")
     return 0
+
+
+def _evaluate_in_batches(
+    saved: SavedRun, params: Params, run_rounds: RunRounds, by_client: bool
+) -> tuple[Mapping[str, float], ClientMetrics | None]:
+    """Evaluate a checkpoint in a job of an engine."""
+    experiment: Any = saved.experiment
+    if not hasattr(experiment, "open_heldout_clients"):
+        raise UsageError(
+            f"--engine: the held-out data of {saved.exp} have no clients, expected an experiment "
+            "with clients, such as fedavg_table. Leave out --engine."
+        )
+    open_clients = functools.partial(open_heldout, for_workers(experiment, saved.folder))
+    return evaluate_in_batches(
+        experiment.open_heldout_clients(), params, run_rounds, open_clients, by_client=by_client
+    )
 
 
 def measure_clients(run: Run, params: Params, folder: Path, number: int) -> ClientMetrics:
@@ -93,4 +120,5 @@ def define_flags(options: flags.FlagValues) -> None:
     define_saved_run_flags(options)
     flags.DEFINE_bool("by_client", False, "Measure each client.", flag_values=options)
     flags.DEFINE_string("picture", None, "A PNG file for the clients.", flag_values=options)
+    define_engine_flags(options)
     flags.DEFINE_string("json", None, "A file for the metrics.", flag_values=options)

@@ -120,8 +120,8 @@ def read_results(
     for content in states:
         values = decode_values(content)
         keys = values.pop("")
-        for name, x in values.items():
-            rows[name][keys] = x
+        for name in rows.keys() & values.keys():
+            rows[name][keys] = values[name]
     last = {kept[name].result: jnp.asarray(x) for name, x in rows.items()}
     found[-1].update({i: x for i, x in last.items() if i is not None})
     return [divided.result(leaves) for leaves in found]

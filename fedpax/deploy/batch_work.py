@@ -166,7 +166,8 @@ class Work(NamedTuple):
                 yield "members", (i, client, encode_values({**decode_values(kept), **new}))
                 continue
             for kind, key in ((PARTICIPANT, i), (CLIENT, client)):
-                states = {name: new[name] for name in self.states[kind] if name in new}
+                # What no result replaces stays.
+                states = {name: new.get(name, own[name]) for name in self.states[kind]}
                 if states and key >= 0:
                     yield f"states {kind}", (key, encode_values(states))
         yield "terms", _encoded(merged or ())

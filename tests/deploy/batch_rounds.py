@@ -144,11 +144,11 @@ def _assert_close(found, expected, tolerance):
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
 
 
-def run_in_a_loop(program, state, *, clients, rounds=1, first_round=0):
+def run_in_a_loop(program, *args, clients, rounds=1, first_round=0):
     """Carry the messages of a job: blocks of random sizes, merged in a random order."""
     random, open_clients = np.random.default_rng(first_round), clients
-    divided = fedpax.stages(program, state, open_clients().shapes)
-    work, arguments, differing = make_work(divided, jax.tree.leaves(state), open_clients)
+    divided = fedpax.stages(program, *args, open_clients().shapes)
+    work, arguments, differing = make_work(divided, jax.tree.leaves(args), open_clients)
     states = {kind: dict(split_states(differing[kind])) for kind in differing}
     states = {kind: states.get(kind, {}) for kind in (0, 1)}
     found = []
@@ -191,4 +191,4 @@ def run_in_a_loop(program, state, *, clients, rounds=1, first_round=0):
     kept = [
         (kind, stack_states(list(rows.items()))) for kind, rows in states.items() if len(rows) > 0
     ]
-    return read_results(divided, jax.tree.leaves(state), found, [content for _, content in kept])
+    return read_results(divided, jax.tree.leaves(args), found, [content for _, content in kept])

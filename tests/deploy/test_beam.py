@@ -2,6 +2,7 @@
 
 import doctest
 import functools
+import json
 from pathlib import Path
 
 import jax
@@ -140,3 +141,19 @@ def test_the_command_trains_as_without_an_engine(arguments, tmp_path, capsys):
         load_params(tmp_path / "beam"),
         load_params(tmp_path / "plain"),
     )
+
+
+def test_the_command_evaluates_as_without_an_engine(tmp_path, capsys):
+    (tmp_path / "files").mkdir()
+    arguments = [*write_hospitals(tmp_path / "files"), "--data.label=outcome"]
+    folder = f"--job_log_dir={tmp_path / 'run'}"
+    assert main(["train", *arguments, folder]) == 0
+    found = []
+    for name, flags in {"plain": [], "beam": ["--engine=beam"]}.items():
+        path = tmp_path / f"{name}.json"
+        assert main(["evaluate", folder, "--by_client", f"--json={path}", *flags]) == 0
+        found.append(json.loads(path.read_text())["metrics"])
+    plain, by_beam = found
+    assert plain.keys() == by_beam.keys()
+    for name, value in plain.items():
+        assert abs(by_beam[name] - value) <= 1e-6

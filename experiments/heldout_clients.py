@@ -1,0 +1,77 @@
+"""The held-out examples of users' files by client, for an evaluation in batch jobs."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedpax.algorithm import Params
+from fedpax.data import ClientSampler, cohort_rounds
+from fedpax.data.rounds.preprocess import Preprocess
+from fedpax.deploy.batch_evaluation import HeldoutClients
+from fedpax.experiments.client_files import OpenFiles
+from fedpax.models.losses import ModelLoss
+
+
+def heldout_of_files(
+    opened: OpenFiles,
+    names: Sequence[str],
+    prepared: Any,
+    loss_fn: ModelLoss,
+    *,
+    batch_size: int,
+    preprocess: Preprocess,
+) -> HeldoutClients:
+    """Return the held-out examples of each client that has any.
+
+    Args:
+        opened: the files.
+        names: the names of the clients in `opened`, as they are reported.
+        prepared: the examples as arrays, and their label.
+        loss_fn: the loss, without regularization.
+        batch_size: the largest number of examples in a batch.
+        preprocess: the function from the fields of examples to those of batches.
+    """
+    parts = opened.parts(opened.heldout | opened.is_new[opened.owners])
+    places = {name: place for place, name in enumerate(opened.names)}
+    chosen = [places[name] for name in parts]
+    clients = cohort_rounds(
+        prepared.examples,
+        list(parts.values()),
+        ClientSampler(len(parts), len(parts)),
+        batch_size=min(batch_size, max(map(len, parts.values()))),
+        preprocess=preprocess,
+    )
+    found = HeldoutClients(clients, [names[k] for k in chosen], opened.is_new[chosen], loss_fn)
+    if prepared.label.task == "classification":
+        return found
+    finish = functools.partial(_finish_regression, prepared.label.scale)
+    return found._replace(loss_fn=_with_label_moments(loss_fn), finish=finish)
+
+
+def _with_label_moments(loss_fn: ModelLoss) -> ModelLoss:
+    """Add the means of the labels and of their squares to the metrics of a loss."""
+
+    def with_moments(params: Params, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        loss, metrics = loss_fn(params, batch)
+        label, mask = batch["label"], batch["mask"]
+        count = jnp.maximum(mask.sum(), 1)
+        moments = {
+            "label": jnp.sum(mask * label) / count,
+            "label_squared": jnp.sum(mask * jnp.square(label)) / count,
+        }
+        return loss, {**metrics, **moments}
+
+    return with_moments
+
+
+def _finish_regression(scale: float, means: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the error in the label's unit and the explained variance to means of examples."""
+    loss = means["loss"]
+    variance = means["label_squared"] - np.square(means["label"])
+    # Equal labels have a variance of rounding errors alone.
+    known = np.where(variance > 1e-6 * means["label_squared"], variance, np.nan)
+    return {"loss": loss, "rmse": np.sqrt(loss) * scale, "r2": 1 - loss / known}

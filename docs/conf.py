@@ -21,6 +21,7 @@ version = release = fedpax.__version__
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS))
 extensions = [
+    "api_index",
     "gallery_pages",
     "myst_nb",
     "sphinx.ext.autodoc",
@@ -106,15 +107,6 @@ def escape(line: str) -> str:
     return "`".join(parts)
 
 
-def skip_shorter_path(
-    app: Sphinx, what: str, name: str, value: object, skip: bool, options: object
-) -> bool | None:
-    """Document a name that `fedpax` itself exports on the page of `fedpax` alone."""
-    if app.env.docname != "reference/fedpax" and name in fedpax.__all__:
-        return value is getattr(fedpax, name) or None
-    return None
-
-
 def write_notebooks(app: Sphinx) -> None:
     """Write the notebooks for Jupyter and Colab, which `notebooks.md` links."""
     for page in (DOCS / "notebooks").glob("*.md"):
@@ -127,7 +119,6 @@ def write_notebooks(app: Sphinx) -> None:
 def setup(app: Sphinx) -> None:
     """Register the directive and what changes docstrings."""
     app.connect("builder-inited", write_notebooks)
-    app.connect("autodoc-skip-member", skip_shorter_path)
     app.add_directive("command-line-help", CommandLineHelp)
     # Before napoleon, which reads the sections.
     app.connect("autodoc-process-docstring", convert_docstring, priority=400)

@@ -1,1 +1,65 @@
-"""Experiments: zero-argument functions, each returns a configuration that can be trained."""
+"""Experiments: zero-argument functions, each returns a configuration that can be trained.
+
+`fedpax list` names them. `find_experiment("fedavg_digits")` returns the function of one, and so
+does `from fedpax.experiments.fedavg_images import fedavg_digits`. The names of this package are
+for experiments of your own: classes to inherit from, and fields for a method or an aggregator.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fedpax.experiments.catalog import ExperimentGroup as ExperimentGroup
+    from fedpax.experiments.catalog import UnknownExperimentError as UnknownExperimentError
+    from fedpax.experiments.catalog import experiments as experiments
+    from fedpax.experiments.catalog import find_experiment as find_experiment
+    from fedpax.experiments.catalog import find_group as find_group
+    from fedpax.experiments.client_aggregators import AggregatorConfig as AggregatorConfig
+    from fedpax.experiments.client_aggregators import aggregator as aggregator
+    from fedpax.experiments.client_methods import ClientTraining as ClientTraining
+    from fedpax.experiments.client_methods import MethodConfig as MethodConfig
+    from fedpax.experiments.client_methods import method as method
+    from fedpax.experiments.fedavg_clients import ClientExperiment as ClientExperiment
+    from fedpax.experiments.fedavg_clients import CohortConfig as CohortConfig
+    from fedpax.experiments.fedavg_clients import ServerConfig as ServerConfig
+    from fedpax.experiments.fedavg_images import FedAvgImages as FedAvgImages
+    from fedpax.experiments.fedavg_table import FedAvgTable as FedAvgTable
+    from fedpax.experiments.populations import DirichletPopulation as DirichletPopulation
+    from fedpax.experiments.populations import NaturalPopulation as NaturalPopulation
+    from fedpax.experiments.populations import PopulationConfig as PopulationConfig
+    from fedpax.experiments.populations import SyntheticPopulation as SyntheticPopulation
+
+_MODULES = {
+    "AggregatorConfig": "fedpax.experiments.client_aggregators",
+    "ClientExperiment": "fedpax.experiments.fedavg_clients",
+    "ClientTraining": "fedpax.experiments.client_methods",
+    "CohortConfig": "fedpax.experiments.fedavg_clients",
+    "DirichletPopulation": "fedpax.experiments.populations",
+    "ExperimentGroup": "fedpax.experiments.catalog",
+    "FedAvgImages": "fedpax.experiments.fedavg_images",
+    "FedAvgTable": "fedpax.experiments.fedavg_table",
+    "MethodConfig": "fedpax.experiments.client_methods",
+    "NaturalPopulation": "fedpax.experiments.populations",
+    "PopulationConfig": "fedpax.experiments.populations",
+    "ServerConfig": "fedpax.experiments.fedavg_clients",
+    "SyntheticPopulation": "fedpax.experiments.populations",
+    "UnknownExperimentError": "fedpax.experiments.catalog",
+    "aggregator": "fedpax.experiments.client_aggregators",
+    "experiments": "fedpax.experiments.catalog",
+    "find_experiment": "fedpax.experiments.catalog",
+    "find_group": "fedpax.experiments.catalog",
+    "method": "fedpax.experiments.client_methods",
+}
+__all__ = list(_MODULES)
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name on first use: the list of experiments needs no models."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'fedpax.experiments' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

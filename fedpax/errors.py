@@ -1,5 +1,14 @@
 """The errors that fedpax raises: each is a `FedpaxError`, and the built-in error of its kind."""
 
+__all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
+    "ConfigurationError",
+    "FedpaxError",
+    "MissingPackageError",
+    "UsageError",
+]
+
 
 class FedpaxError(Exception):
     """Base of the errors that fedpax raises itself.

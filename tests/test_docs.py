@@ -37,9 +37,9 @@ MODULES = sorted(
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     }
 )
-# The build writes the pages of the gallery, whose examples are those of docstrings.
-GALLERY = ROOT / "docs/gallery"
-PAGES = [ROOT / "README.md", *sorted({*(ROOT / "docs").rglob("*.md")} - {*GALLERY.glob("*.md")})]
+# The build writes the pages of the gallery and of the packages: their examples are in docstrings.
+WRITTEN = {*(ROOT / "docs").glob("gallery/*.md"), *(ROOT / "docs").glob("reference/fedpax*.md")}
+PAGES = [ROOT / "README.md", *sorted({*(ROOT / "docs").rglob("*.md")} - WRITTEN)]
 # The others are slow: most compile what tests among the fast ones compile in other sizes. CI runs
 # all by `make test-docs`.
 FAST = {

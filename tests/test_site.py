@@ -1,6 +1,8 @@
 """The documentation site: it builds without warnings, and its pages refer to what exists."""
 
-import importlib
+import ast
+import importlib.util
+import inspect
 import re
 import subprocess
 import sys
@@ -11,12 +13,22 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+import fedpax
+from fedpax.experiments.listing import EXPERIMENTS
+
 ROOT = Path(__file__).parent.parent
 # `docs/methods.md` has the pages of the gallery, and `docs/notebooks.md` the notebooks.
 ELSEWHERE = {"hosts", "gallery", "notebooks"}
-PAGES = [p for p in (ROOT / "docs").rglob("*.md") if not ELSEWHERE & {*p.parts}]
-REFERENCE = sorted((ROOT / "docs/reference").glob("*.md"))
-PACKAGE = re.compile(r"automodule:: (\S+)")
+PAGES = [
+    p
+    for p in (ROOT / "docs").rglob("*.md")
+    if not ELSEWHERE & {*p.parts} and not p.match("reference/fedpax*")
+]
+spec = importlib.util.spec_from_file_location("api_index", ROOT / "docs/api_index.py")
+assert spec and spec.loader
+api_index = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(api_index)
+BLOCK = re.compile(r"^```(?:python|{code-cell}[^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 class Page(HTMLParser):
@@ -62,7 +74,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
 
 @pytest.mark.slow
 def test_links_and_anchors_exist(site: dict[Path, Page]) -> None:
-    assert len(site) > len(REFERENCE)
+    assert len(site) > 100
     missing = [
         (path.name, link)
         for path, page in site.items()
@@ -94,25 +106,58 @@ def test_pictures_have_alternative_texts(site: dict[Path, Page]) -> None:
     assert not [p for p in pictures if not p.get("alt") or "_images/" in (p["alt"] or "")]
 
 
-def public_names() -> Iterator[tuple[str, str]]:
-    for page in REFERENCE:
-        if match := PACKAGE.search(page.read_text()):
-            package = importlib.import_module(match[1])
-            yield from ((match[1], name) for name in package.__all__)
-
-
 def test_public_names_have_docstrings() -> None:
     """A type alias has none of its own."""
-    names = list(public_names())
-    assert len(names) > 200
+    names = list(api_index.public_names())
+    assert len(names) > 300
     without = [
         f"{package}.{name}"
-        for package, name in names
-        if callable(value := getattr(importlib.import_module(package), name))
-        and isinstance(value, type | type(public_names))
-        and not value.__doc__
+        for package, name, value in names
+        if (inspect.isroutine(value) or inspect.isclass(value)) and not value.__doc__
     ]
     assert not without
+
+
+def test_each_public_name_has_one_home_with_the_shortest_path() -> None:
+    homes = api_index.homes()
+    for package in api_index.PUBLIC:
+        module = importlib.import_module(package)
+        assert module.__doc__ and len(set(module.__all__)) == len(module.__all__)
+        for name in module.__all__:
+            assert not name.startswith("_")
+            home = homes[name, id(getattr(module, name))]
+            assert len(home.split(".")) <= len(package.split("."))
+    assert homes["cost", id(fedpax.cost)] == "fedpax"
+    assert homes["read_metrics", id(fedpax.training.read_metrics)] == "fedpax.training"
+    assert len({*api_index.table().splitlines()}) == len(homes) + 2
+
+
+def test_pages_import_public_names_alone() -> None:
+    """Experiments are imported from their modules, as `fedpax list` names them."""
+    public = {f"{package}.{n}" for package, n, _ in api_index.public_names()}
+    public |= {f"{p}.{n}" for p in api_index.PUBLIC for n in importlib.import_module(p).__all__}
+    public |= {*api_index.PUBLIC, "fedpax.main", "fedpax.main.main"}
+    public |= {f"fedpax.{name}" for name in dir(fedpax)}
+    public |= {f"fedpax.experiments.{entry.module}.{n}" for n, entry in EXPERIMENTS.items()}
+    pages = [ROOT / "README.md", *PAGES, *(ROOT / "docs/notebooks").glob("*.md")]
+    imported = {
+        (page.name, name)
+        for page in pages
+        for block in BLOCK.findall(page.read_text())
+        for name in imported_names(block)
+    }
+    assert len(imported) > 200
+    assert not {(page, name) for page, name in imported if name not in public}
+
+
+def imported_names(block: str) -> Iterator[str]:
+    """Yield what a block imports from fedpax."""
+    code = re.sub(r"^(>>>|\.\.\.) ?", "", block, flags=re.MULTILINE)
+    for statement in re.findall(r"^ *((?:from|import) fedpax[^(\n]*(?:\([^)]*\))?)", code, re.M):
+        (node,) = ast.parse(statement).body
+        names = [alias.name for alias in node.names]  # type: ignore[attr-defined]
+        prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        yield from (f"{prefix}{name}" for name in names)
 
 
 def test_every_page_is_in_the_index() -> None:

@@ -8,6 +8,7 @@ from fedpax.aggregators.compressed_mean import compressed_mean
 from fedpax.aggregators.coordinate_means import coordinate_median, trimmed_mean
 from fedpax.aggregators.gaussian_noise import add_local_noise, add_noise
 from fedpax.aggregators.geometric_median import geometric_median
+from fedpax.aggregators.integer_packing import choose_packing
 from fedpax.aggregators.krum import krum
 from fedpax.aggregators.privacy_accounting import noise_multiplier_for, privacy_spent
 from fedpax.aggregators.private_mean import private_mean
@@ -26,6 +27,7 @@ __all__ = [
     "add_noise",
     "bulyan",
     "chain",
+    "choose_packing",
     "clip_by_norm",
     "compressed_mean",
     "coordinate_median",

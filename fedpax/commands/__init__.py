@@ -3,6 +3,13 @@
 A module has a function that executes its command, and, if the command has flags, `define_flags`.
 """
 
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fedpax.commands.parts.options import configure as configure
+    from fedpax.commands.parts.scaled_mesh import fit_mesh as fit_mesh
+
 COMMANDS = {
     "list": "fedpax.commands.list_experiments:list_experiments",
     "train": "fedpax.commands.train:train",
@@ -24,3 +31,21 @@ COMMANDS = {
     "completion": "fedpax.commands.completion:completion",
 }
 """The function that executes each command: its module, which is imported when it runs, and name."""
+
+_MODULES = {
+    "configure": "fedpax.commands.parts.options",
+    "fit_mesh": "fedpax.commands.parts.scaled_mesh",
+}
+__all__ = ["COMMANDS", *_MODULES]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name on first use: the commands load their own modules."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'fedpax.commands' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

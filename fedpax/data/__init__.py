@@ -21,6 +21,7 @@
 from fedpax.data.populations.availability import DailyAvailability, RecordedAvailability
 from fedpax.data.populations.client_arrays import concatenate_clients
 from fedpax.data.populations.client_sampler import ClientSampler, poisson_cohort_size
+from fedpax.data.populations.contiguous_clients import ContiguousClients
 from fedpax.data.populations.label_skew import (
     partition_by_shards,
     partition_dirichlet,
@@ -38,6 +39,7 @@ from fedpax.data.populations.quantity_skew import partition_by_quantity
 from fedpax.data.populations.synthetic_clients import DirichletClients
 from fedpax.data.rounds.client_stream import CohortRounds
 from fedpax.data.rounds.cohort_rounds import cohort_rounds
+from fedpax.data.rounds.dropout_seeds import add_dropout_seeds
 from fedpax.data.rounds.example_rounds import ExampleRounds, example_rounds
 from fedpax.data.rounds.heldout_tokens import heldout_token_batches
 from fedpax.data.rounds.labeled_examples import example_batches, read_examples
@@ -65,6 +67,7 @@ __all__ = [
     "VOCAB_SIZE",
     "ClientSampler",
     "CohortRounds",
+    "ContiguousClients",
     "DailyAvailability",
     "DirichletClients",
     "ExampleRounds",
@@ -80,6 +83,7 @@ __all__ = [
     "TokenRounds",
     "Tokenizer",
     "UnreliableRounds",
+    "add_dropout_seeds",
     "addressable_rows",
     "balanced_order",
     "cohort_rounds",

@@ -7,11 +7,15 @@ _MODULES = {
     "ArtifactError": "fedpax.deploy.runtime",
     "Clients": "fedpax.deploy.batch_work",
     "EachClient": "fedpax.deploy.batch_work",
+    "Node": "fedpax.deploy.node",
+    "Settings": "fedpax.deploy.round_program",
     "export_stages": "fedpax.deploy.artifacts",
     "inspect_round": "fedpax.deploy.inspection",
     "load": "fedpax.deploy.runtime",
+    "pack_program": "fedpax.deploy.round_program",
     "pack_stages": "fedpax.deploy.artifacts",
     "run_local": "fedpax.deploy.local",
+    "write_app": "fedpax.deploy.flower_files",
 }
 __all__ = list(_MODULES)
 

@@ -36,6 +36,15 @@ from fedpax.errors import ArgumentError
 from fedpax.models.adapted_weight import AdaptedWeight, merge_weight
 from fedpax.models.nnx_functional import Params
 
+__all__ = [
+    "LoRAConfig",
+    "adapter_loss",
+    "attach",
+    "init",
+    "logical_axes",
+    "merge",
+]
+
 BatchT = TypeVar("BatchT")
 ResultT = TypeVar("ResultT")
 

@@ -7,6 +7,17 @@ from __future__ import annotations
 
 from fedpax.models.transformer_config import TransformerConfig
 
+__all__ = [
+    "base_1m",
+    "base_100k",
+    "base_100m",
+    "llama_3_1_8b",
+    "llama_3_1_70b",
+    "mixtral_8x7b",
+    "pax_c4_1b",
+    "pax_c4_16b",
+]
+
 
 def base_100k() -> TransformerConfig:
     """Return the byte-level transformer of the experiment `diloco_text`: 0.1 million parameters."""

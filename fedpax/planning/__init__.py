@@ -5,6 +5,7 @@ from fedpax.planning.ahead_of_time import PlanError, plan_experiment
 from fedpax.planning.compiled_plan import CompiledPlan
 from fedpax.planning.json_report import to_json
 from fedpax.planning.memory_overflow import MemoryOverflowError
+from fedpax.planning.overlap import find_overlap
 from fedpax.planning.report import to_text
 from fedpax.planning.topology import Topology, TopologyError, find_topology
 
@@ -17,6 +18,7 @@ __all__ = [
     "Topology",
     "TopologyError",
     "chip_of",
+    "find_overlap",
     "find_topology",
     "plan_experiment",
     "to_json",

@@ -1,8 +1,37 @@
 """Islands with runtimes of their own, which a syncer merges.
 
-- `syncer`: the process that holds the outer model (`fedpax.sites.syncer.run_syncer`).
-- `island`: the processes that train (`fedpax.sites.island.join`).
+- `syncer`: the process that holds the outer model (`run_syncer`).
+- `island`: the processes that train (`join`).
 - `transport`: the messages between them, and certificates.
 
 Beside them: what both sides share, the format of a fragment and the identity of a run.
 """
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fedpax.sites.island.join import JoinResult as JoinResult
+    from fedpax.sites.island.join import join as join
+    from fedpax.sites.syncer.run_syncer import SyncerResult as SyncerResult
+    from fedpax.sites.syncer.run_syncer import run_syncer as run_syncer
+
+_MODULES = {
+    "JoinResult": "fedpax.sites.island.join",
+    "SyncerResult": "fedpax.sites.syncer.run_syncer",
+    "join": "fedpax.sites.island.join",
+    "run_syncer": "fedpax.sites.syncer.run_syncer",
+}
+__all__ = list(_MODULES)
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name on first use: its packages need the extra `sites`."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'fedpax.sites' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -4,7 +4,8 @@
   `Run`: the algorithm, the data, the evaluation, the mesh and the `Shardings`. `StoredParams` and
   `with_frozen_argument` begin from, or train beside, parameters that are read from a folder.
 - Training: `train` trains an experiment in a folder (`fedpax.train` is its short form for scripts
-  and notebooks) and returns a `TrainingResult`. `read_metrics` reads what it has logged.
+  and notebooks) and returns a `TrainingResult`. `read_metrics` reads the log of a
+  run, and `select` chooses lines of it.
 - Evaluation: `evaluator` and `placed_evaluator` make `Run.evaluate`; `evaluate_by_client` has a
   value of each metric for each client.
 - Metrics of methods: `with_exchanged_bytes`, and for simulated time `TimedSchedule`,
@@ -15,6 +16,7 @@ import importlib
 
 _MODULES = {
     "Experiment": "fedpax.training.experiment",
+    "GoodputClock": "fedpax.run_files.goodput",
     "HeldoutMetrics": "fedpax.training.experiment",
     "NonFiniteError": "fedpax.training.logging",
     "RepeatedSpikesError": "fedpax.training.spikes",
@@ -29,11 +31,14 @@ _MODULES = {
     "evaluate_by_client": "fedpax.training.evaluation",
     "evaluator": "fedpax.training.evaluation",
     "placed_evaluator": "fedpax.training.evaluation",
+    "read_configuration": "fedpax.run_files.configuration",
     "read_metrics": "fedpax.run_files.metrics",
+    "select": "fedpax.run_files.metrics",
     "train": "fedpax.training.trainer",
     "with_exchanged_bytes": "fedpax.training.exchanged_bytes",
     "with_frozen_argument": "fedpax.training.stored_params",
     "with_virtual_seconds": "fedpax.training.virtual_time",
+    "write_configuration": "fedpax.run_files.configuration",
 }
 __all__ = list(_MODULES)
 

@@ -1,6 +1,10 @@
 """The public names of training for type checkers; `__init__.py` imports them on first use."""
 
+from fedpax.run_files.configuration import read_configuration as read_configuration
+from fedpax.run_files.configuration import write_configuration as write_configuration
+from fedpax.run_files.goodput import GoodputClock as GoodputClock
 from fedpax.run_files.metrics import read_metrics as read_metrics
+from fedpax.run_files.metrics import select as select
 from fedpax.training.evaluation import evaluate_by_client as evaluate_by_client
 from fedpax.training.evaluation import evaluator as evaluator
 from fedpax.training.evaluation import placed_evaluator as placed_evaluator

@@ -51,7 +51,10 @@ class UnreliableRounds:
 
     Attributes:
         outcome: what happened to the clients of the last cohort; None before the first one.
-        shapes, items_per_round, item_unit, num_clients: as of the stream of all selected clients.
+        shapes: as of the stream of all selected clients, and so are the next three.
+        items_per_round: the number of items of a round.
+        item_unit: the unit of an item.
+        num_clients: the number of clients of the population.
         settings: the settings that determine the stream.
     """
 

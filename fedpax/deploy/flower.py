@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedpax.deploy import secure_sums
+from fedpax.deploy.flower_records import read_record, write_record
 from fedpax.deploy.node_worker import forward, resolve, state_dir
 from fedpax.deploy.packets import Packet
 from fedpax.errors import MissingPackageError
@@ -42,6 +44,9 @@ def server_app(program: str | Path, **settings: Any) -> Any:
             - enough: the round ends once this many have answered (over-selection). Default 0: all.
             - deadline: seconds after which a round ends if `quorum` have answered. Default 0: none.
             - wait: seconds to wait for nodes. Default 600.
+            - secure: mask the terms by SecAgg+, so that the server sees their sum alone
+              (`fedpax.deploy.secure_sums`). Default False.
+            - secure-bound: the largest absolute value of a term in floats. Default 64.
             - out: folder of the result, on the machine of the SuperLink. Default: a folder of the
               run in `~/.fedpax/flower/results`.
 
@@ -87,15 +92,18 @@ def client_app(program: str | Path, load_data: LoadData | str) -> Any:
     app = ClientApp()
     programs: list[NodeProgram] = []
 
-    def answer(message: Any, context: Any) -> Any:
-        packet = read_record(message.content)
+    def compute(packet: Packet, context: Any) -> Packet:
         config = dict(context.node_config)
         if Path(sys.argv[0]).name == "flwr-clientapp":  # a process for one message
-            reply = _forward(packet, config, context.node_id)
-        else:
-            if not programs:
-                programs.append(_load(program, load_data, config))
-            reply = programs[0].answer(packet, config)
+            return _forward(packet, config, context.node_id)
+        if not programs:
+            programs.append(_load(program, load_data, config))
+        return programs[0].answer(packet, config)
+
+    def answer(message: Any, context: Any) -> Any:
+        if secure_sums.is_secure(message):
+            return secure_sums.answer(message, context, lambda packet: compute(packet, context))
+        reply = compute(read_record(message.content), context)
         return Message(write_record(reply), reply_to=message)
 
     def _forward(packet: Packet, config: Mapping[str, Any], node: int) -> Packet:
@@ -135,32 +143,15 @@ def _load(program: str | Path, load_data: Any, config: Mapping[str, Any]) -> Nod
     return NodeProgram(read_program(program), function, state_dir(config))
 
 
-def write_record(packet: Packet) -> Any:
-    """Return a packet as a `flwr.app.RecordDict`."""
-    from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
-
-    arrays = {
-        str(i): Array("uint8", (len(content),), "fedpax", content)
-        for i, content in enumerate(packet.arrays)
-    }
-    return RecordDict({"values": ConfigRecord(dict(packet.values)), "arrays": ArrayRecord(arrays)})
-
-
-def read_record(record: Any) -> Packet:
-    """Return the packet of a `flwr.app.RecordDict`."""
-    arrays = record["arrays"]
-    return Packet(dict(record["values"]), [arrays[str(i)].data for i in range(len(arrays))])
-
-
 class FlowerNetwork:
     """The nodes of a run, by Flower's grid."""
 
     def __init__(self, grid: Any) -> None:
-        self._grid = grid
+        self.grid = grid
 
     def nodes(self) -> list[int]:
         """Return the ids of the nodes that are connected."""
-        return list(self._grid.get_node_ids())
+        return list(self.grid.get_node_ids())
 
     def push(self, packets: Mapping[int, Packet], seconds: float | None) -> dict[str, int]:
         """Send a packet to each node; return the node of each message that was sent."""
@@ -175,7 +166,7 @@ class FlowerNetwork:
             )
             for node, packet in packets.items()
         ]
-        sent = self._grid.push_messages(messages)
+        sent = self.grid.push_messages(messages)
         return {message: node for message, node in zip(sent, packets, strict=False) if message}
 
     def pull(self, messages: Iterable[str]) -> list[Reply]:
@@ -183,7 +174,7 @@ class FlowerNetwork:
         from fedpax.deploy.round_server import Reply
 
         replies = []
-        for message in self._grid.pull_messages(list(messages)):
+        for message in self.grid.pull_messages(list(messages)):
             answered = message.metadata.reply_to_message_id
             if message.has_error():
                 error = f"{message.error.reason} (Flower's error {message.error.code})"
@@ -205,30 +196,37 @@ def train(network: Any, program: Any, run: str, settings: Mapping[str, Any]) -> 
     Returns:
         The server's state after the last round, by name.
     """
-    from fedpax.deploy.round_server import RoundServer, Rules, finite_metrics
+    from fedpax.deploy.round_server import POLL_SECONDS, RoundServer, Rules, finite_metrics
 
     def setting(name: str, default: Any) -> Any:
         value = settings.get(name, -1)
         return default if value in (-1, "") else type(default)(value)
 
     rules = Rules(*(setting(name, Rules._field_defaults[name]) for name in Rules._fields))
+    secure = None
+    if setting("secure", False):
+        secure = secure_sums.SecureSum(network.grid, setting("secure-bound", 64.0), POLL_SECONDS)
     server = RoundServer(
         network,
         program,
         run=run,
         rules=rules,
+        secure=secure,
         seed=setting("seed", program.settings.seed),
         log=_LOG,
     )
     out = Path(setting("out", f"~/.fedpax/flower/results/{run}")).expanduser().absolute()
     out.mkdir(parents=True, exist_ok=True)
+    if secure is not None:
+        secure_sums.check_program(program, server.quorum)
     position = server.begin()
     for _ in range(setting("rounds", program.settings.rounds)):
         first = time.monotonic()
         position, metrics = server.advance(position)
         told = finite_metrics(metrics)
+        told["seconds"] = time.monotonic() - first
         words = ", ".join(f"{name} {value:.4g}" for name, value in told.items())
-        _LOG.info("Round %d: %s, %.1f s", position.round, words, time.monotonic() - first)
+        _LOG.info("Round %d: %s", position.round, words)
         with (out / METRICS_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"round": position.round, **told}) + "\n")
         write_state(out / STATE_FILE, position.state)

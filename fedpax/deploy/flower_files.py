@@ -42,6 +42,8 @@ quorum = 0  # the fewest participants that must answer; 0: all {size}
 enough = 0  # a round ends once this many have answered; 0: all that were asked
 deadline = 0.0  # seconds after which a round ends if the quorum has answered; 0: none
 wait = 600.0  # seconds to wait for nodes
+secure = false  # mask the terms by SecAgg+: the server sees their sum alone
+secure-bound = 64.0  # the largest absolute value of a term
 out = ""  # folder of the result; "": ~/.fedpax/flower/results/RUN
 """
 

@@ -16,6 +16,7 @@ from fedpax.data.rounds.cohort_rounds import CohortRounds, cohort_rounds
 from fedpax.deploy.kept_state import KeptState, KeptStateError
 from fedpax.deploy.packets import Packet
 from fedpax.deploy.round_program import RoundProgram
+from fedpax.deploy.secure_sums import to_vector
 from fedpax.deploy.values import decode_values, encode_values
 from fedpax.errors import ArgumentError, ArgumentTypeError, FedpaxError
 
@@ -110,7 +111,12 @@ class NodeProgram:
             kept.keep_only([key, counted] if counted else [key])
         else:
             kept.write(f"{key}-{stage}", new)
-        sent = [encode_values({str(i): x for i, x in enumerate(group)}) for group in (terms, shown)]
+        if "secure_bound" in values:
+            bound, levels = float(values["secure_bound"]), int(values["secure_levels"])
+            sent = [to_vector(terms, bound, levels)]
+        else:
+            groups = (terms, shown)
+            sent = [encode_values({str(i): x for i, x in enumerate(group)}) for group in groups]
         return Packet({"program": self.program.program}, sent)
 
     def _kept(self, run: str, participant: int) -> KeptState:

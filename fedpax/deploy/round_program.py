@@ -204,8 +204,8 @@ def parse_program(text: str, path: str | Path = "program.json") -> RoundProgram:
         settings, names = Settings(**content["settings"]), content["names"]
     except (KeyError, TypeError, ValueError, binascii.Error) as error:
         raise ArtifactError(f"{path} is damaged: {error}. Export again.") from error
-    for name, text in files.items():
-        check_content(f"{path}: {name}", text, manifest["files"][name])
+    for name, exported in files.items():
+        check_content(f"{path}: {name}", exported, manifest["files"][name])
     return RoundProgram(Artifact(manifest, files), settings, names, content["program"])
 
 

@@ -56,6 +56,24 @@ class Network(Protocol):
         ...
 
 
+class SecureSum(Protocol):
+    """Sums terms so that the server does not see them (`fedpax.deploy.secure_sums`)."""
+
+    def values(self, participants: int) -> dict[str, Any]:
+        """Return what a packet says for a secure sum."""
+        ...
+
+    def __call__(
+        self,
+        packets: Mapping[int, Packet],
+        terms: Sequence[Mapping[str, Any]],
+        quorum: int,
+        seconds: float | None,
+    ) -> tuple[list[int], list[Any]]:
+        """Return the nodes whose terms were summed, and the sums."""
+        ...
+
+
 class Rules(NamedTuple):
     """When a round ends.
 
@@ -112,9 +130,9 @@ class Roster:
             self._greetings |= self._network.push(dict.fromkeys(new, greeting), None)
             self._asked.update(new)
         for reply in self._network.pull(self._greetings) if self._greetings else ():
-            node = self._greetings.pop(reply.message, None)
-            if node is None:
+            if reply.message not in self._greetings:
                 continue
+            node = self._greetings.pop(reply.message)
             if reply.packet is None or "refusal" in reply.packet.values:
                 self.refuse(node, reply)
                 continue
@@ -187,6 +205,8 @@ class RoundServer:
         seed: seed of the initial parameters.
         log: where progress is told.
         sleep: waits some seconds.
+        secure: sums the terms of the nodes, so that the server does not see them. Default None: it
+            sees them.
     """
 
     def __init__(
@@ -199,6 +219,7 @@ class RoundServer:
         seed: int = 0,
         log: logging.Logger | None = None,
         sleep: Callable[[float], None] = time.sleep,
+        secure: SecureSum | None = None,
     ) -> None:
         self.network, self.program, self.run, self.rules, self.seed = (
             network,
@@ -208,7 +229,7 @@ class RoundServer:
             seed,
         )
         self._log = log or logging.getLogger("fedpax")
-        self._sleep = sleep
+        self._sleep, self._secure = sleep, secure
         self.roster = Roster(network, program, self._log)
         size = program.size
         for name, value in (("quorum", rules.quorum), ("enough", rules.enough)):
@@ -297,7 +318,13 @@ class RoundServer:
                 )
             if waited - told > _SECONDS_BETWEEN_HINTS / 2:
                 told = waited
-                self._log.info("Waiting for %d participants: %s", wanted, self.roster.describe())
+                self._log.info(
+                    "Waiting for %d participants: %s. In a simulation, --federation-config "
+                    "'num-supernodes=%d' sets their number.",
+                    wanted,
+                    self.roster.describe(),
+                    self.program.settings.num_clients,
+                )
             self._sleep(POLL_SECONDS)
         numbers = list(connected)
         if len(numbers) > self.program.size:
@@ -313,7 +340,8 @@ class RoundServer:
         """Return the participants that were counted, and the results if they are a quorum."""
         artifact = self.program.artifact
         server = artifact.run(position.state)
-        answering, reply = list(asked), None
+        answering: list[int] = list(asked)
+        reply: Any = None
         index = {k: i for i, k in enumerate(asked)}
         while True:
             try:
@@ -336,13 +364,33 @@ class RoundServer:
                     "index": index[k],
                     "seed": self.seed,
                 }
+                if self._secure is not None:
+                    values |= self._secure.values(len(answering))
                 packets[k] = Packet(values, [shared, rows])
-            answers = self._exchange({k: (asked[k], packets[k]) for k in answering})
-            answering = sorted(answers)
-            if len(answering) < self.quorum:
+            answering, merged = self._sum(request.stage, asked, packets)
+            if merged is None or len(answering) < self.quorum:
                 return answering, None
-            terms, shown = self._merge(request.stage, [answers[k] for k in answering])
-            reply = terms, shown, [index[k] for k in answering]
+            reply = *merged, [index[k] for k in answering]
+
+    def _sum(
+        self, stage: int, asked: Mapping[int, int], packets: Mapping[int, Packet]
+    ) -> tuple[list[int], tuple[Sequence[Any], Sequence[Any]] | None]:
+        """Return the participants that answered a stage, and their merged terms and shown rows."""
+        if self._secure is None:
+            answers = self._exchange({k: (asked[k], packet) for k, packet in packets.items()})
+            answering = sorted(answers)
+            return answering, self._merge(stage, [answers[k] for k in answering])
+        participant = {asked[k]: k for k in packets}
+        described = self.program.artifact.manifest["stages"][stage]["terms"]
+        nodes, terms = self._secure(
+            {asked[k]: packet for k, packet in packets.items()},
+            described,
+            self.quorum,
+            self.rules.deadline or None,
+        )
+        answering = sorted(participant[node] for node in nodes)
+        self.roster.greet_again(participant.keys() - set(nodes))
+        return answering, (terms, []) if nodes else None
 
     def _merge(self, stage: int, answers: Sequence[Packet]) -> tuple[Sequence[Any], list[Any]]:
         """Merge terms in the order of participants: a rerun gives the same bits."""

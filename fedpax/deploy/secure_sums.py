@@ -1,0 +1,276 @@
+"""SecAgg+ on Flower: the server learns the sum of the participants' terms, and no single one.
+
+Flower's own protocol carries it: its modifier masks a vector at each participant, and the stages of
+its workflow ask for keys, shares, masked vectors and shares again. Terms become integers before:
+integer terms exactly, floats in steps of `2 * bound / range`.
+
+Reference:
+    Bell et al. Secure Single-Server Aggregation with (Poly)Logarithmic Overhead. CCS 2020,
+    IACR 2020/704.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from fedpax.deploy.flower_records import read_record, write_record
+from fedpax.deploy.packets import Packet
+from fedpax.errors import ArgumentError
+
+LEAST_PARTICIPANTS = 3
+_MODULUS = 2**32
+_LARGEST_RANGE = 2**30  # Flower rounds to int32
+
+
+def range_of(participants: int) -> int:
+    """Return the number of levels of a term: sums of all participants stay below the modulus.
+
+    Example:
+        >>> range_of(3) == 2**30, range_of(1000) == 2**22
+        (True, True)
+    """
+    levels = _LARGEST_RANGE
+    while levels * participants >= _MODULUS:
+        levels //= 2
+    return levels
+
+
+def check_program(program: Any, quorum: int) -> None:
+    """Raise an ArgumentError if a program sends anything else than terms of sums.
+
+    Args:
+        program: a `fedpax.deploy.round_program.RoundProgram`.
+        quorum: the fewest participants that must answer.
+    """
+    if 2 * quorum <= program.size:
+        raise ArgumentError(
+            f"secure=true with quorum={quorum} of {program.size}, expected more than half: the "
+            "quorum's shares open the masks. Set a larger quorum."
+        )
+    if program.size < LEAST_PARTICIPANTS:
+        raise ArgumentError(
+            f"secure=true with {program.size} participants in a round, expected at least "
+            f"{LEAST_PARTICIPANTS}: with fewer, the sum tells each its neighbour's terms."
+        )
+    random = np.random.default_rng(0)
+    for number, stage in enumerate(program.artifact.manifest["stages"]):
+        if stage["shown"]:
+            raise ArgumentError(
+                f"secure=true, but the server reads {stage['shown'][0]['name']} of each "
+                "participant, expected a program that sends sums and means alone. Use the "
+                "aggregator mean(), or secure=false."
+            )
+        some, others = (
+            [(8 * random.normal(size=t["shape"])).astype(t["dtype"]) for t in stage["terms"]]
+            for _ in range(2)
+        )
+        merged = program.artifact.merge(number)(some, others)
+        for term, a, b, c in zip(stage["terms"], some, others, merged, strict=True):
+            if not np.allclose(np.asarray(c, np.float64), a.astype(np.float64) + b, atol=1e-1):
+                raise ArgumentError(
+                    f"secure=true, but {term['name']} is no sum, expected a program that sends "
+                    "sums and means alone. Use other reductions, or secure=false."
+                )
+
+
+def to_vector(terms: Sequence[Any], bound: float, levels: int) -> bytes:
+    """Return terms as one vector of float64 within `bound`, in NumPy's format.
+
+    Raises:
+        ArgumentError: a term is beyond the bound, or not finite: clipping would change the sum.
+    """
+    parts = []
+    for term in terms:
+        values = np.asarray(term).astype(np.float64).ravel()
+        is_integer = np.asarray(term).dtype.kind in "iub"
+        values = values * (2 * bound / levels) if is_integer else values
+        largest = np.abs(values).max(initial=0.0)
+        if not largest < bound:
+            said = largest * levels / (2 * bound) if is_integer else largest
+            most = levels / 2 if is_integer else bound
+            raise ArgumentError(
+                f"A term of this participant is {said:g}, expected less than {most:g} for a secure "
+                "sum. Set --run-config 'secure-bound=...' to a larger number for floats, or divide "
+                "the weights in the program."
+            )
+        parts.append(values)
+    file = io.BytesIO()
+    np.save(file, np.concatenate([*parts, np.zeros(0)]), allow_pickle=False)
+    return file.getvalue()
+
+
+def from_vector(
+    total: Any, terms: Sequence[Mapping[str, Any]], bound: float, levels: int
+) -> list[Any]:
+    """Return the sums of terms from the sum of vectors of `to_vector`.
+
+    Args:
+        total: the sum, float64.
+        terms: name, shape and dtype of each term.
+        bound: as for `to_vector`.
+        levels: as for `to_vector`.
+    """
+    found, start = [], 0
+    for term in terms:
+        dtype = np.dtype(term["dtype"])
+        size = int(np.prod(term["shape"]))
+        values = np.asarray(total[start : start + size], np.float64).reshape(term["shape"])
+        start += size
+        if dtype.kind in "iub":
+            values = np.rint(values * levels / (2 * bound))
+        found.append(values.astype(dtype))
+    return found
+
+
+def answer(message: Any, context: Any, compute: Callable[[Packet], Packet]) -> Any:
+    """Return a participant's answer to a message of SecAgg+; `compute` makes its vector.
+
+    Raises:
+        RuntimeError: the participant refuses; the words are in the error.
+    """
+    from flwr.app import Message
+    from flwr.client.mod.secure_aggregation.secaggplus_mod import secaggplus_mod
+    from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
+    from flwr.compat.common import recorddict_compat
+
+    def masked(message: Any, context: Any) -> Any:
+        reply = compute(read_record(message.content))
+        if "refusal" in reply.values:
+            raise RuntimeError(reply.values["refusal"])
+        vector = np.load(io.BytesIO(reply.arrays[0]), allow_pickle=False)
+        result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters([vector]), 1, {})
+        return Message(recorddict_compat.fitres_to_recorddict(result, False), reply_to=message)
+
+    return secaggplus_mod(message, context, masked)
+
+
+def is_secure(message: Any) -> bool:
+    """Tell whether a message belongs to SecAgg+."""
+    return "secaggplus_configs" in message.content.config_records
+
+
+class SecureSum:
+    """The server's side of SecAgg+: sums the terms of a stage.
+
+    Args:
+        grid: Flower's grid.
+        bound: the largest absolute value of a float term.
+        poll_seconds: seconds between two looks for replies.
+    """
+
+    def __init__(self, grid: Any, bound: float, poll_seconds: float) -> None:
+        self._grid, self.bound, self._poll_seconds = grid, bound, poll_seconds
+
+    def values(self, participants: int) -> dict[str, Any]:
+        """Return what a packet says for a secure sum."""
+        return {"secure_bound": self.bound, "secure_levels": range_of(participants)}
+
+    def __call__(
+        self,
+        packets: Mapping[int, Packet],
+        terms: Sequence[Mapping[str, Any]],
+        quorum: int,
+        seconds: float | None,
+    ) -> tuple[list[int], list[Any]]:
+        """Return the nodes whose terms were summed, and the sums; `[]` and `[]` if too few.
+
+        Args:
+            packets: the packet of each node.
+            terms: name, shape and dtype of each term.
+            quorum: the fewest nodes, whose shares open the sum.
+            seconds: the deadline of each of the four exchanges, or None.
+        """
+        from flwr.app import ConfigRecord
+        from flwr.common import parameters_to_ndarrays
+        from flwr.server.workflow import SecAggPlusWorkflow
+        from flwr.server.workflow.secure_aggregation.secaggplus_workflow import WorkflowState
+
+        levels = range_of(len(packets))
+        workflow = SecAggPlusWorkflow(
+            1.0,
+            max(2, quorum),
+            max_weight=1.0,
+            clipping_range=float(self.bound),
+            quantization_range=levels,
+            modulus_range=_MODULUS,
+            timeout=seconds,
+        )
+        strategy = _KeepMean()
+        strategy.nodes = list(packets)
+        context: Any = SimpleNamespace(
+            state=SimpleNamespace(
+                config_records={"config": ConfigRecord({"current_round": 1})},
+                array_records=_NoParameters(),
+            ),
+            strategy=strategy,
+            client_manager=SimpleNamespace(num_available=lambda: len(packets)),
+            history=SimpleNamespace(add_metrics_distributed_fit=lambda **_: None),
+        )
+        state, grid = WorkflowState(), _Matching(self._grid, self._poll_seconds)
+        if not workflow.setup_stage(grid, context, state):
+            return [], []
+        state.nid_to_fitins = {node: write_record(packet) for node, packet in packets.items()}
+        for stage in (workflow.share_keys_stage, workflow.collect_masked_vectors_stage):
+            if not stage(grid, context, state):
+                return [], []
+        counted = sorted(state.active_node_ids)
+        if len(counted) < quorum or not workflow.unmask_stage(grid, context, state):
+            return [], []
+        (mean,) = parameters_to_ndarrays(strategy.mean)
+        return counted, from_vector(mean * len(counted), terms, self.bound, levels)
+
+
+class _NoParameters(dict[str, Any]):
+    """Parameters that Flower's workflow reads, and that no message needs."""
+
+    def __missing__(self, key: str) -> Any:
+        from flwr.app import ArrayRecord
+
+        return ArrayRecord()
+
+
+class _KeepMean:
+    """The strategy that Flower's workflow calls: it keeps the mean."""
+
+    mean: Any = None
+    nodes: Sequence[int] = ()
+
+    def configure_fit(self, number: int, parameters: Any, manager: Any) -> list[Any]:
+        """Return the instructions of each node, which the packets replace."""
+        from flwr.common import FitIns
+
+        return [(SimpleNamespace(node_id=node), FitIns(parameters, {})) for node in self.nodes]
+
+    def aggregate_fit(
+        self, number: int, results: Any, failures: Any
+    ) -> tuple[None, dict[str, Any]]:
+        """Keep the mean."""
+        self.mean = results[0][1].parameters
+        return None, {}
+
+
+class _Matching:
+    """A grid that polls often, ends at the deadline, and matches replies by their message."""
+
+    def __init__(self, grid: Any, poll_seconds: float) -> None:
+        self._grid, self._poll_seconds = grid, poll_seconds
+
+    def send_and_receive(self, messages: Sequence[Any], *, timeout: float | None) -> list[Any]:
+        """Send messages; return the replies that came in time."""
+        sent = [m for m in self._grid.push_messages(messages) if m]
+        waiting, replies = set(sent), []
+        first = time.monotonic()
+        while waiting and (timeout is None or time.monotonic() - first < timeout):
+            for message in self._grid.pull_messages(list(waiting)):
+                if message.metadata.reply_to_message_id in waiting:
+                    waiting.discard(message.metadata.reply_to_message_id)
+                    replies.append(message)
+            if waiting:
+                time.sleep(self._poll_seconds)
+        return replies

@@ -1,0 +1,119 @@
+"""Secure sums: integers exactly, floats in small steps; what cannot be summed is refused."""
+
+import io
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fedpax
+from fedpax.deploy.round_program import parse_program
+from fedpax.deploy.secure_sums import check_program, from_vector, range_of, to_vector
+from tests.deploy import nodes
+
+TERMS = [
+    {"name": "sum of counts", "shape": [4], "dtype": "int32"},
+    {"name": "sum of w", "shape": [2, 3], "dtype": "float32"},
+    {"name": "weight", "shape": [], "dtype": "float32"},
+]
+
+
+def quantized_sum(vectors, bound, levels):
+    """What Flower's protocol computes: integers below `levels`, summed modulo 2**32."""
+    total = np.zeros(vectors[0].shape, np.int64)
+    for vector in vectors:
+        total += np.floor((vector + bound) * (levels / (2 * bound))).astype(np.int64)
+    total &= 2**32 - 1
+    return total * (2 * bound / levels) - bound * len(vectors)
+
+
+@settings(max_examples=30)
+@given(st.integers(3, 50), st.integers(0, 9))
+def test_sums_of_vectors_are_the_sums_of_terms(participants, seed):
+    random = np.random.default_rng(seed)
+    levels, bound = range_of(participants), 64.0
+    most = min(levels // 2, 2**30 // participants)
+    each = [
+        (
+            random.integers(-most + 1, most, 4).astype(np.int32),
+            random.uniform(-60, 60, (2, 3)).astype(np.float32),
+            np.float32(random.uniform(0, 60)),
+        )
+        for _ in range(participants)
+    ]
+    vectors = [np.load(io.BytesIO(to_vector(terms, bound, levels))) for terms in each]
+    found = from_vector(quantized_sum(vectors, bound, levels), TERMS, bound, levels)
+    np.testing.assert_array_equal(found[0], sum(terms[0].astype(np.int64) for terms in each))
+    step = 2 * bound / levels
+    for i in (1, 2):
+        want = sum(terms[i].astype(np.float64) for terms in each)
+        atol = participants * step + 1e-6 * np.abs(want).max()
+        np.testing.assert_allclose(found[i], want, rtol=0, atol=atol)
+        assert (found[i].dtype, found[i].shape) == (np.float32, want.shape)
+
+
+@given(st.integers(1, 10**6))
+def test_sums_stay_below_the_modulus(participants):
+    levels = range_of(participants)
+    assert levels * participants < 2**32 and (levels == 2**30 or 2 * levels * participants >= 2**32)
+
+
+@pytest.mark.parametrize(
+    ("term", "message"),
+    [
+        (np.float32([1, -65]), r"is 65, expected less than 64 .*secure-bound"),
+        (np.float32([np.nan]), "is nan, expected less than 64"),
+        (np.int32([2**29]), r"is 5\.36871e\+08, expected less than 5\.36871e\+08"),
+    ],
+)
+def test_terms_beyond_the_bound_are_told(term, message):
+    with pytest.raises(ValueError, match=message):
+        to_vector([term], 64.0, 2**30)
+
+
+def exported(program, *args):
+    stages = fedpax.stages(program, *args)
+    from fedpax.deploy import Artifact, pack_stages
+
+    class Program:
+        artifact = Artifact(*pack_stages(stages, portable=False))
+        size = stages.placement.size
+
+    return Program
+
+
+@fedpax.program(clients=4)
+def largest(x):
+    return fedpax.federated_max(fedpax.federated_map(jnp.sin, x))
+
+
+@fedpax.program(clients=4)
+def middle(x):
+    return jnp.median(fedpax.federated_map(jnp.sin, x), axis=0)
+
+
+@fedpax.program(clients=4)
+def total(x):
+    return fedpax.federated_sum(fedpax.federated_map(lambda x: jnp.int32(x), x))
+
+
+@pytest.mark.parametrize(
+    ("program", "quorum", "message"),
+    [
+        (largest, 4, "max of sin is no sum"),
+        (middle, 4, "the server reads sin of each participant"),
+        (total, 2, "quorum=2 of 4, expected more than half"),
+    ],
+)
+def test_programs_without_sums_are_told(program, quorum, message):
+    with pytest.raises(ValueError, match=message):
+        check_program(exported(program, nodes.normal(4, 3)), quorum)
+
+
+def test_sums_and_means_are_taken():
+    check_program(exported(total, nodes.normal(4, 3)), 3)
+    check_program(parse_program(nodes.pack("scaffold")), 2)
+    with pytest.raises(ValueError, match="with 2 participants in a round, expected at least 3"):
+        check_program(parse_program(nodes.pack("fedavg", 2)), 2)

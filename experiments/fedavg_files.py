@@ -136,7 +136,8 @@ class FedAvgFiles(ClientExperiment):
         from fedpax.data.files.finding import find_files
 
         # A file of a site is named as one of several is.
-        name = find_files(self.data.files, None)[0].name if self._is_site else None
+        files = find_files(self.data.files, None) if self._is_site else []
+        name = files[0].name if files else None
         return open_files(self.data, name)
 
     @property

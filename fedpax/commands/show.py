@@ -21,6 +21,7 @@ from fedpax.reports.metric_table import check_metrics, format_metrics
 from fedpax.reports.run_report import format_goodput, format_reports, holds_run, report_run
 from fedpax.run_files.metrics import select
 from fedpax.run_files.paths import is_remote, resolve_job_log_dir
+from fedpax.sites.rounds.site_table import format_sites, read_sites
 from fedpax.sites.syncer.island_table import format_islands, read_islands
 from fedpax.training.job_dir_lock import is_in_use
 
@@ -64,6 +65,9 @@ def show(arguments: Sequence[str]) -> int:
             print_line(
                 f"\nIslands of the syncer in {_short(folder)}{when}:\n{format_islands(islands)}"
             )
+        if sites := read_sites(folder):
+            when = "" if is_in_use(folder) else ", when it stopped"
+            print_line(f"\nSites of the syncer in {_short(folder)}{when}:\n{format_sites(sites)}")
     for text in (text for run in reports for text in run.damage):
         print_error(text)
     if picture:

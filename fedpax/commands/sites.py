@@ -14,6 +14,7 @@ from fedpax.reports.run_report import holds_run
 from fedpax.reports.table import markdown_table
 from fedpax.run_files.paths import is_remote
 from fedpax.sites.expulsions import admit, expel, read_expulsions
+from fedpax.sites.rounds.site_table import format_sites, read_sites
 from fedpax.sites.syncer.island_table import format_islands, read_islands
 
 ACTIONS = ("list", "expel", "admit")
@@ -54,6 +55,8 @@ def describe_sites(folder: Path) -> str:
     """Describe the islands of a run with their sites, and the expelled sites."""
     islands, expelled = read_islands(folder), read_expulsions(folder)
     parts = [format_islands(islands, sites=True)] if islands else []
+    if over_rounds := read_sites(folder):
+        parts.append(format_sites(over_rounds))
     if expelled:
         rows = [
             (
@@ -70,7 +73,7 @@ def describe_sites(folder: Path) -> str:
 
 def _expel(folder: Path, name: str, reason: str) -> None:
     islands = read_islands(folder)
-    known = {island.site for island in islands}
+    known = {island.site for island in islands} | {site.name for site in read_sites(folder)}
     of_island = {island.name: island.site for island in islands}
     if name not in known and (site := of_island.get(name)):
         raise UsageError(

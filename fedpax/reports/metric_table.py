@@ -13,6 +13,8 @@ Lines = Sequence[Mapping[str, Any]]
 
 # In tables of their own columns, and in every line.
 OTHER_COLUMNS = frozenset({*RESERVED_METRICS, DEVIATION, "virtual_seconds"})
+OF_SITE = "site/"
+"""Before the metrics of one site of several, `site/NAME/loss`: they are shown by name alone."""
 KINDS = {"evaluation": "held-out", "training": "training"}
 
 
@@ -37,7 +39,9 @@ def format_metrics(runs: Mapping[str, Lines], metrics: Sequence[str] = ()) -> st
         |------------|-------------------|
         | fedavg     |            0.8750 |
     """
-    names = metrics or [name for name in metric_names(runs) if name != "loss"]
+    names = metrics or [
+        name for name in metric_names(runs) if name != "loss" and not name.startswith(OF_SITE)
+    ]
     last = {
         (run, kind): (select(lines, kind) or [{}])[-1]
         for run, lines in runs.items()

@@ -13,6 +13,7 @@ import numpy as np
 from fedpax.algorithm import Params
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.clients.cohort import Cohort
+from fedpax.reports.metric_table import OF_SITE
 from fedpax.run_files.configuration import to_json
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.sites.rounds.contract import CoordinatorRun, Json
@@ -70,12 +71,13 @@ class Coordinator:
         stop: Callable[[], bool],
         done: int,
     ) -> None:
-        self._experiment, self._folder, self._exchange = experiment, folder, exchange
+        self._experiment, self._folder, self.exchange = experiment, folder, exchange
         self._rules, self._checkpoints, self._metrics = rules, checkpoints, metrics
         self._progress, self.stop, self.done = progress, stop, done
         self._programs: dict[int, _Program] = {}
         self._state: CoordinatorState | None = None
         self._configuration = to_json(experiment)
+        self.first_round_needs = rules.min_sites
         self._watch = SiteWatch(folder, progress, exchange.sites)
         self._log = RoundMetrics(metrics, progress)
 
@@ -89,7 +91,7 @@ class Coordinator:
 
     def run(self) -> None:
         """Run the rounds that are left, or until a signal asks to stop."""
-        exchange, rounds = self._exchange, self._experiment.training.rounds
+        exchange, rounds = self.exchange, self._experiment.training.rounds
         if self.done >= rounds:
             return
         if exchange.inputs is None and not self._agree():
@@ -108,8 +110,8 @@ class Coordinator:
     def _agree(self) -> bool:
         """Make the inputs that all sites share, from what they tell; False at a signal."""
         while self._wait_for_sites(ready=False):
-            present = self._exchange.present(ready=False)
-            sites = self._exchange.sites
+            present = self.exchange.present(ready=False)
+            sites = self.exchange.sites
             sites.renumber()
             agreement = self._experiment.agree([site.description for site in present])
             self._progress.note(f"{len(present)} sites agree on their inputs")
@@ -121,8 +123,8 @@ class Coordinator:
                     if answer is None:
                         break
             except StopIteration as end:
-                write_federation(self._folder, self._exchange.run, end.value, self._exchange.sites)
-                self._exchange.publish(inputs=end.value)
+                write_federation(self._folder, self.exchange.run, end.value, self.exchange.sites)
+                self.exchange.publish(inputs=end.value)
                 return True
             self._progress.note("a site left while the inputs were agreed on; begins again")
         return False
@@ -144,25 +146,25 @@ class Coordinator:
             reply = self._merge(question.stages, request, replies, everyone)
 
     def _wait_for_sites(self, *, ready: bool) -> bool:
-        number = self._rules.min_sites
-        self._exchange.waits_for = f"{number} sites"
+        number = self._rules.min_sites if self.done else self.first_round_needs
+        self.exchange.waits_for = f"{number} sites"
         self._progress.note(f"waiting for {number} sites")
 
         def enough() -> bool:
             self._watch.update()
-            return len(self._exchange.present(ready=ready)) >= number
+            return len(self.exchange.present(ready=ready)) >= number
 
-        return self._exchange.wait_for(enough, self.stop)
+        return self.exchange.wait_for(enough, self.stop)
 
     # ---- one round
 
     def _program(self) -> _Program:
         """Return the program for the clients that are known now."""
-        number = self._exchange.sites.num_clients
+        number = self.exchange.sites.num_clients
         if number not in self._programs:
             run = self._experiment.coordinate(number)
             state = jax.eval_shape(lambda: run.algorithm.init(run.init(jax.random.key(0))))
-            cohort = cohort_types(self._exchange.types, run.cohort_size)
+            cohort = cohort_types(self.exchange.types, run.cohort_size)
             divided = stages(run.algorithm.round, state, cohort)
             self._programs = {number: _Program(run, divided, state, cohort)}
         return self._programs[number]
@@ -173,7 +175,7 @@ class Coordinator:
         state, _ = initial_state(program.run.algorithm, params, program.stages)
         if not self.done:
             size = sum(leaf.size for leaf in jax.tree.leaves(params))
-            clients = self._exchange.sites.num_clients
+            clients = self.exchange.sites.num_clients
             self._metrics.write_sizes(
                 {"num_parameters": size, "num_participants": program.run.cohort_size}
                 | {"item_unit": "examples", "items_per_round": 0}
@@ -183,14 +185,14 @@ class Coordinator:
         restored: CoordinatorState = self._checkpoints.restore_state(state)
         position: Any = self._checkpoints.restore_position().stream
         counted = position["counted"]
-        for site in self._exchange.sites:
+        for site in self.exchange.sites:
             site.counted = counted.get(site.name, site.counted)
         self._progress.note(f"resuming after round {self.done}")
         return restored
 
     def _round(self, number: int) -> bool:
         """Run a round; False if too few sites answer, or at a signal."""
-        exchange, began = self._exchange, time.perf_counter()
+        exchange, began = self.exchange, time.perf_counter()
         exchange.round = number
         program = self._program()
         if self._state is None:
@@ -259,7 +261,7 @@ class Coordinator:
         quorum: int,
     ) -> dict[str, Reply] | None:
         rows = [np.asarray(x) for x in request.rows]
-        sites = self._exchange.sites
+        sites = self.exchange.sites
         own = {}
         for name, chosen in clients.items():
             site = sites.get(name)
@@ -269,12 +271,12 @@ class Coordinator:
             own[name] = fields, numbered(ROW, [x[np.array(slots[name])] for x in rows])
         task = Task(
             token,
-            {**header, "stage": request.stage},
+            {**header, "stage": request.stage, "last_stage": len(divided) - 1},
             numbered(SHARED, request.shared),
             own,
             expected_arrays(divided[request.stage]),
         )
-        return self._exchange.ask(task, quorum, self._rules.round_seconds, self.stop)
+        return self.exchange.ask(task, quorum, self._rules.round_seconds, self.stop)
 
     @staticmethod
     def _merge(
@@ -313,23 +315,23 @@ class Coordinator:
 
     def _save(self, number: int) -> None:
         """Save the state of a round, before a site hears of it."""
-        counted = {site.name: site.counted for site in self._exchange.sites}
+        counted = {site.name: site.counted for site in self.exchange.sites}
         self._metrics.sync()
         self._checkpoints.save(number, self._state, {"counted": counted}, self._configuration)
         self._checkpoints.wait()
-        exchange = self._exchange
+        exchange = self.exchange
         write_federation(self._folder, exchange.run, exchange.inputs, exchange.sites)
         self.done = number
 
     def _evaluate(self, *, last: bool) -> None:
         """Ask the sites for the metrics of the model on their held-out examples."""
-        present = self._exchange.present()
+        present = self.exchange.present()
         assert self._state is not None
         arrays = numbered(SHARED, jax.tree.leaves(self._state.params))
-        header = {"task": "evaluate", "stage": 0, "save": last}
+        header = {"task": "evaluate", "stage": 0, "last_stage": 0, "save": last}
         own: dict[str, Any] = {site.name: ({}, {}) for site in present}
         task = Task(new_token(), header, arrays, own, {})
-        replies = self._exchange.ask(task, 1, self._rules.round_seconds, self.stop)
+        replies = self.exchange.ask(task, 1, self._rules.round_seconds, self.stop)
         found: dict[str, tuple[int, dict[str, float]]] = {}
         for name, reply in (replies or {}).items():
             metrics, count = reply.header.get("metrics"), reply.header.get("examples", 0)
@@ -340,18 +342,18 @@ class Coordinator:
         mean = _weighted_mean(list(found.values()))
         by_site: dict[str, float] = {}
         for name, (_, metrics) in found.items():
-            site = self._exchange.sites.get(name)
+            site = self.exchange.sites.get(name)
             assert site is not None
             site.heldout = metrics
-            by_site |= {f"{key}/{name}": value for key, value in metrics.items()}
+            by_site |= {f"{OF_SITE}{name}/{key}": value for key, value in metrics.items()}
         self._log.add_evaluation(self.done, mean, by_site)
 
     def say_goodbye(self, seconds: float) -> None:
         """Answer sites until each of them knows the end of the run, at most for `seconds`."""
         deadline = time.monotonic() + seconds
-        self._exchange.wait_for(
+        self.exchange.wait_for(
             lambda: (
-                all(site.heard_end for site in self._exchange.present(ready=False))
+                all(site.heard_end for site in self.exchange.present(ready=False))
                 or time.monotonic() >= deadline
             ),
             self.stop,

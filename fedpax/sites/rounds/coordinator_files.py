@@ -15,14 +15,11 @@ from fedpax.run_files.metrics import MetricsWriter, select
 from fedpax.run_files.paths import write_atomically
 from fedpax.run_files.quantiles import with_quantiles
 from fedpax.sites.rounds.contract import Json
-from fedpax.sites.rounds.site_table import SiteTable
+from fedpax.sites.rounds.site_table import SITES, SiteTable
 from fedpax.training.progress import Progress
 
 FEDERATION = "federation.json"
 """The run's name, the shared inputs and the sites, in the coordinator's folder."""
-
-SITES = "sites.json"
-"""The table of sites, for `fedpax show`."""
 
 
 def read_federation(folder: Path) -> dict[str, Any] | None:
@@ -47,27 +44,30 @@ def write_federation(folder: Path, run: str, inputs: Json | None, sites: SiteTab
     write_atomically(folder / FEDERATION, json.dumps(content, ensure_ascii=False) + "\n")
 
 
+SECONDS_BETWEEN_TABLES = 2.0
+
+
 class SiteWatch:
     """A reporter of changes in the sites' states, with `sites.json`."""
 
     def __init__(self, folder: Path, progress: Progress, sites: SiteTable) -> None:
         self._path, self._progress, self._sites = folder / SITES, progress, sites
         self._states: dict[str, str] = {}
+        self._next_file = 0.0
 
     def update(self, *, force: bool = False) -> None:
-        """Report the changes since the last call, and write the table after a change."""
+        """Report the changes since the last call, and write the table."""
         reports = self._sites.reports(time.monotonic())
         changed = [r for r in reports if self._states.get(r.name) != r.state]
         for report in changed:
             self._states[report.name] = report.state
             clients = "1 client" if report.clients == 1 else f"{report.clients} clients"
             self._progress.note(f"site {report.name} ({clients}): {report.state}")
-        if not changed and not force:
+        now = time.monotonic()
+        if not changed and not force and now < self._next_file:
             return
-        rows = [r._asdict() for r in reports]
-        for row in rows:
-            if math.isinf(row["seconds_since_message"]):  # JSON has no infinity
-                row["seconds_since_message"] = None
+        self._next_file = now + SECONDS_BETWEEN_TABLES
+        rows = [report._asdict() for report in reports]
         write_atomically(self._path, json.dumps(rows, indent=2) + "\n")
 
 

@@ -1,10 +1,19 @@
 """The sites of a coordinator: who they are, which clients are theirs, and what became of them."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedpax.files import read_json
+from fedpax.reports.table import format_seconds, markdown_table
+from fedpax.run_files.metrics_log import is_number
 from fedpax.sites.rounds.contract import ClientRange, Json
+
+SITES = "sites.json"
+"""The table of sites in the coordinator's folder, for `fedpax show`."""
+
+_SAVED = ("name", "first", "count", "counted", "rounds", "late", "dropped", "heldout")
 
 
 class Site:
@@ -23,8 +32,7 @@ class Site:
 
     def to_json(self) -> dict[str, Any]:
         """Return what outlives the coordinator's process."""
-        names = ("name", "first", "count", "counted", "rounds", "late", "dropped")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in _SAVED}
 
 
 class SiteReport(NamedTuple):
@@ -36,8 +44,8 @@ class SiteReport(NamedTuple):
     rounds: int  # rounds that counted its terms
     late: int  # rounds that did not wait for it
     dropped: int  # replies that were refused
-    loss: float | None  # on its held-out examples
-    seconds_since_message: float
+    heldout: Mapping[str, float]  # metrics of its held-out examples
+    seconds_since_message: float | None  # None: no message since the coordinator began
 
 
 class SiteTable:
@@ -92,8 +100,8 @@ class SiteTable:
                 site.rounds,
                 site.late,
                 site.dropped,
-                site.heldout.get("loss"),
-                now - site.seen,
+                site.heldout,
+                None if math.isinf(site.seen) else now - site.seen,
             )
             for site in self
         ]
@@ -115,7 +123,49 @@ class SiteTable:
         """Take over the sites of an earlier process of the coordinator."""
         for fields in saved:
             site = Site(fields["name"], fields["first"], fields["count"])
-            for name in ("counted", "rounds", "late", "dropped"):
+            for name in _SAVED[3:]:
                 setattr(site, name, fields[name])
             self._sites[site.name] = site
             self.num_clients = max(self.num_clients, site.first + site.count)
+
+
+def read_sites(job_log_dir: str | Path) -> list[SiteReport]:
+    """Read the sites as the coordinator last wrote them; empty without a readable file."""
+    try:
+        sites = [SiteReport(**fields) for fields in read_json(Path(job_log_dir) / SITES)]
+    except (OSError, ValueError, TypeError):
+        return []
+    return sites if all(map(_is_whole, sites)) else []
+
+
+def _is_whole(site: SiteReport) -> bool:
+    """Return whether the fields have the types that the table shows."""
+    texts, numbers = site[:2], (site.clients, site.rounds, site.late, site.dropped)
+    return (
+        all(isinstance(text, str) for text in texts)
+        and all(map(is_number, numbers))
+        and isinstance(site.heldout, dict)
+        and all(map(is_number, site.heldout.values()))
+        and (site.seconds_since_message is None or is_number(site.seconds_since_message))
+    )
+
+
+def format_sites(sites: Sequence[SiteReport]) -> str:
+    """Format the sites of a coordinator as a Markdown table."""
+    found = {name for site in sites for name in site.heldout}
+    names = sorted(found, key=lambda name: (name != "loss", name))
+    head = ["site", "state", "clients", "rounds", "late", "dropped"]
+    head += [f"held-out {name}" for name in names] + ["last message"]
+    rows = [
+        [
+            site.name,
+            site.state,
+            *(str(number) for number in (site.clients, site.rounds, site.late, site.dropped)),
+            *(f"{site.heldout[name]:.4f}" if name in site.heldout else "-" for name in names),
+            "-"
+            if site.seconds_since_message is None
+            else f"{format_seconds(site.seconds_since_message)} ago",
+        ]
+        for site in sites
+    ]
+    return markdown_table(head, rows)

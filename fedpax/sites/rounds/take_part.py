@@ -292,9 +292,13 @@ class Site:
             self._progress.note("the reply came too late for its round")
         elif task.header["task"] == "round":
             self.rounds += 1
-            seconds = time.perf_counter() - began
-            examples = fields["examples"]
-            self._progress.show_round(task.header["round"], None, examples / seconds)
+            seconds, examples = time.perf_counter() - began, fields["examples"]
+            number, rate = task.header["round"], examples / seconds
+            if task.header["stage"] == task.header["last_stage"]:
+                clients = len(task.header["clients"])
+                values = {"clients": clients, "examples": examples, "seconds": seconds}
+                self._writer.write("training", number, {**values, "items_per_second": rate})
+            self._progress.show_round(number, None, rate)
 
     def _call(
         self,

@@ -3,7 +3,7 @@
 import contextlib
 import csv
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.sites.identity import identify
 from fedpax.sites.rounds.coordinator import Coordinator
+from fedpax.sites.rounds.coordinator_files import read_federation
 from fedpax.sites.rounds.exchange import Exchange, new_token
 from fedpax.sites.rounds.round_rules import RoundRules
 from fedpax.sites.rounds.site_table import SiteTable
@@ -54,6 +55,7 @@ class Federation:
 
     def __init__(self, coordinator: Coordinator, lines: Mapping[str, Line], folder: Path) -> None:
         self.coordinator, self.lines, self.folder = coordinator, lines, folder
+        self.run = coordinator.exchange.run
 
     @property
     def params(self) -> list[np.ndarray]:
@@ -67,7 +69,9 @@ def run(
     folder: Path,
     *,
     rules: RoundRules | None = None,
-    run_name: str | None = None,
+    first_round_needs: int | None = None,
+    lines: Mapping[str, Callable[[Exchange], Any]] | None = None,
+    done: int = 0,
 ) -> Federation:
     """Run a federation to its end.
 
@@ -76,7 +80,10 @@ def run(
         sites: the experiments of the sites by name.
         folder: an empty folder; that of a site is below it.
         rules: when rounds end. Default None: each needs all sites.
-        run_name: the run's name. Default None: a new one.
+        first_round_needs: number of sites that the first round waits for. Default None: as in
+            `rules`.
+        lines: makes the lines of some sites. Default None: whole ones.
+        done: rounds that the coordinator's folder has.
     """
     rules = RoundRules(len(sites), 60.0) if rules is None else rules
     table = SiteTable(rules.silent_after)
@@ -84,28 +91,34 @@ def run(
         identify(experiment, {}, experiment.own_fields),
         table,
         rounds=experiment.training.rounds,
-        run=run_name or new_token(),
+        run=new_token(),
+        heartbeat_seconds=0.3,
     )
+    own = folder / "coordinator"
+    if (saved := read_federation(own)) is not None:
+        exchange.run, exchange.inputs = saved["run"], saved["inputs"]
+        table.restore(saved["sites"])
     with contextlib.ExitStack() as stack:
-        coordinator = stack.enter_context(
-            opened(experiment, folder / "coordinator", exchange, rules)
-        )
-        lines = {name: Line(exchange) for name in sites}
+        coordinator = stack.enter_context(opened(experiment, own, exchange, rules, done))
+        made = {name: (lines or {}).get(name, Line)(exchange) for name in sites}
         failures: list[BaseException] = []
         threads = [
             threading.Thread(target=take_part, args=(name, sites[name], folder, line, failures))
-            for name, line in lines.items()
+            for name, line in made.items()
         ]
         for thread in threads:
             thread.start()
         coordinator.stop = lambda: bool(failures)
+        if first_round_needs is not None:
+            coordinator.first_round_needs = first_round_needs
         coordinator.run()
         exchange.publish(finished=True)
+        coordinator.say_goodbye(0.0 if failures else 20.0)
         for thread in threads:
             thread.join(60)
         if failures:
             raise failures[0]
-    return Federation(coordinator, lines, folder)
+    return Federation(coordinator, made, folder)
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ class Method(NamedTuple):
 def _methods() -> Mapping[str, tuple[MethodConfig, optax.GradientTransformation]]:
     """Return the methods for clients, with their server optimizers."""
     sgd = optax.sgd(1.0)
-    configured = {
+    configured: dict[str, dict[str, Any]] = {
         "agnostic": {"mixture_learning_rate": 0.001},
         "apfl": {"mixing": 0.25},
         "ditto": {"lam": 0.3},

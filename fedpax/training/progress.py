@@ -67,7 +67,7 @@ def _notebook_bar(**settings: Any) -> Any:
         warnings.simplefilter("ignore", TqdmWarning)  # about ipywidgets: text is good enough
         from tqdm.auto import tqdm as notebook_tqdm
 
-    class NotebookBar(notebook_tqdm):  # type: ignore[misc]
+    class NotebookBar(notebook_tqdm):
         """A progress bar with the round's values behind it."""
 
         def show(self, text: str, brief: str) -> None:

@@ -36,6 +36,7 @@ PUBLIC = (
     "fedpax.checkpoints",
     "fedpax.planning",
     "fedpax.sites",
+    "fedpax.sites.secure_sums",
     "fedpax.deploy",
     "fedpax.processes",
     "fedpax.transforms",

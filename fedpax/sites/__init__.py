@@ -2,6 +2,7 @@
 
 - `syncer`: the process that holds the outer model (`run_syncer`).
 - `island`: the processes that train (`join`).
+- `guards`: the updates that a merge drops (`drop_large`, `drop_harmful`).
 - `transport`: the messages between them, and certificates.
 
 Beside them: what both sides share, the format of a fragment and the identity of a run.
@@ -11,15 +12,25 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fedpax.sites.guards import AcceptIf as AcceptIf
+    from fedpax.sites.guards import NormHistory as NormHistory
+    from fedpax.sites.guards import drop_harmful as drop_harmful
+    from fedpax.sites.guards import drop_large as drop_large
+    from fedpax.sites.guards import parse_accept_if as parse_accept_if
     from fedpax.sites.island.join import JoinResult as JoinResult
     from fedpax.sites.island.join import join as join
     from fedpax.sites.syncer.run_syncer import SyncerResult as SyncerResult
     from fedpax.sites.syncer.run_syncer import run_syncer as run_syncer
 
 _MODULES = {
+    "AcceptIf": "fedpax.sites.guards",
     "JoinResult": "fedpax.sites.island.join",
+    "NormHistory": "fedpax.sites.guards",
     "SyncerResult": "fedpax.sites.syncer.run_syncer",
+    "drop_harmful": "fedpax.sites.guards",
+    "drop_large": "fedpax.sites.guards",
     "join": "fedpax.sites.island.join",
+    "parse_accept_if": "fedpax.sites.guards",
     "run_syncer": "fedpax.sites.syncer.run_syncer",
 }
 __all__ = list(_MODULES)

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 # __init__.py, which gathers the public names of the layers below it.
 HEIGHT = {
     "errors": 0,
+    "deprecation": 0,
     "extras": 1,
     "checks": 1,
     "primitives": 2,

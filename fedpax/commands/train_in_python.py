@@ -16,6 +16,7 @@ from fedpax.checkpoints.saved_state import load_params
 from fedpax.commands.parts.compilation_cache import enable_compilation_cache
 from fedpax.commands.parts.devices import provide_devices
 from fedpax.errors import ArgumentTypeError
+from fedpax.extras import optional
 from fedpax.reports.table import number_or_nan
 from fedpax.run_files.configuration import check_is_dataclass
 from fedpax.run_files.metrics import read_metrics, select
@@ -74,7 +75,8 @@ class TrainedRun:
         Returns:
             The figure, which a notebook shows.
         """
-        from fedpax.reports.plot import draw_losses  # matplotlib is slow to import
+        with optional("plot()"):
+            from fedpax.reports.plot import draw_losses  # matplotlib is slow to import
 
         lines = {self.folder.name: self.metrics}
         return draw_losses(lines, over=["items"], metrics=metrics or ("loss",), training_loss=True)

@@ -4,8 +4,12 @@ from fedpax.deploy.artifacts import export_stages as export_stages
 from fedpax.deploy.artifacts import pack_stages as pack_stages
 from fedpax.deploy.batch_work import Clients as Clients
 from fedpax.deploy.batch_work import EachClient as EachClient
+from fedpax.deploy.flower_files import write_app as write_app
 from fedpax.deploy.inspection import inspect_round as inspect_round
 from fedpax.deploy.local import run_local as run_local
+from fedpax.deploy.node import Node as Node
+from fedpax.deploy.round_program import Settings as Settings
+from fedpax.deploy.round_program import pack_program as pack_program
 from fedpax.deploy.runtime import Artifact as Artifact
 from fedpax.deploy.runtime import ArtifactError as ArtifactError
 from fedpax.deploy.runtime import load as load

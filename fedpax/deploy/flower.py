@@ -26,16 +26,18 @@ from fedpax.errors import MissingPackageError
 if TYPE_CHECKING:
     from fedpax.deploy.node import LoadData, NodeProgram
     from fedpax.deploy.round_server import Reply
+    from fedpax.training.experiment import Experiment
 
 _LOG = logging.getLogger("flwr")
 STATE_FILE, METRICS_FILE = "state.npz", "metrics.jsonl"
 
 
-def server_app(program: str | Path, **settings: Any) -> Any:
+def server_app(program: str | Path | Experiment, **settings: Any) -> Any:
     """Make the `ServerApp` that trains a program on Flower's nodes.
 
     Args:
-        program: `program.json`, as `fedpax export --flower` writes it.
+        program: `program.json`, as `fedpax export --flower` writes it; or an experiment, which is
+            then exported at the first message, and kept in the folder of states.
         **settings: defaults of the settings of a run, which `flwr run --run-config` overrides:
 
             - rounds: number of rounds. Default: that of the experiment.
@@ -66,16 +68,17 @@ def server_app(program: str | Path, **settings: Any) -> Any:
         from fedpax.deploy.round_program import read_program
 
         chosen = {**settings, **context.run_config}
-        train(FlowerNetwork(grid), read_program(program), str(context.run_id), chosen)
+        path = program_path(program, state_dir({}))
+        train(FlowerNetwork(grid), read_program(path), str(context.run_id), chosen)
 
     return app
 
 
-def client_app(program: str | Path, load_data: LoadData | str) -> Any:
+def client_app(program: str | Path | Experiment, load_data: LoadData | str) -> Any:
     """Make the `ClientApp` of a participant.
 
     Args:
-        program: `program.json`, the same as the server's.
+        program: the same as the server's.
         load_data: loads the data of this node (`fedpax.deploy.node.LoadData`), a function of a
             module, or its name `"module:function"`, which is then imported only by the worker.
 
@@ -108,7 +111,7 @@ def client_app(program: str | Path, load_data: LoadData | str) -> Any:
 
     def _forward(packet: Packet, config: Mapping[str, Any], node: int) -> Packet:
         specification = {
-            "program": str(Path(program).absolute()),
+            "program": str(program_path(program, state_dir(config))),
             "load_data": load_data if isinstance(load_data, str) else _name_of(load_data),
             "state_dir": str(state_dir(config)),
             "supernode": os.getppid(),
@@ -134,13 +137,25 @@ def _name_of(load_data: Any) -> str:
     return f"{load_data.__module__}:{load_data.__qualname__}"
 
 
-def _load(program: str | Path, load_data: Any, config: Mapping[str, Any]) -> NodeProgram:
+def program_path(program: str | Path | Experiment, folder: Path) -> Path:
+    """Return the path of a program; an experiment is exported to a folder of states first."""
+    if isinstance(program, str | Path):
+        return Path(program).absolute()
+    from fedpax.deploy.experiment_program import program_file
+
+    return program_file(program, folder / "programs")
+
+
+def _load(
+    program: str | Path | Experiment, load_data: Any, config: Mapping[str, Any]
+) -> NodeProgram:
     """Load a program in this process, as a simulation does."""
     from fedpax.deploy.node import NodeProgram
     from fedpax.deploy.round_program import read_program
 
     function = resolve(load_data) if isinstance(load_data, str) else load_data
-    return NodeProgram(read_program(program), function, state_dir(config))
+    folder = state_dir(config)
+    return NodeProgram(read_program(program_path(program, folder)), function, folder)
 
 
 class FlowerNetwork:

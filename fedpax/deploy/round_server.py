@@ -230,6 +230,7 @@ class RoundServer:
         )
         self._log = log or logging.getLogger("fedpax")
         self._sleep, self._secure = sleep, secure
+        self._last_problem = ""
         self.roster = Roster(network, program, self._log)
         size = program.size
         for name, value in (("quorum", rules.quorum), ("enough", rules.enough)):
@@ -292,8 +293,8 @@ class RoundServer:
             )
         raise RoundError(
             f"Round {number}: fewer than {self.quorum} participants answered, {_ATTEMPTS} times; "
-            f"{self.roster.describe()}. Start more nodes, or set a smaller quorum or a longer "
-            "deadline."
+            f"{self.roster.describe()}.{self._last_problem} Start more nodes, or set a smaller "
+            "quorum or a longer deadline."
         )
 
     def _ask(self, number: int) -> dict[int, int]:
@@ -420,6 +421,7 @@ class RoundServer:
                 problem = self._problem(reply)
                 if problem:
                     self._log.warning("Participant %d: %s", k, problem)
+                    self._last_problem = f" Participant {k}: {problem}"
                     self.roster.greet_again([packets[k][0]])
                 elif reply.packet is not None:
                     answers[k] = reply.packet

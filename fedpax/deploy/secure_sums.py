@@ -12,6 +12,7 @@ Reference:
 from __future__ import annotations
 
 import io
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from fedpax.deploy.flower_records import read_record, write_record
 from fedpax.deploy.packets import Packet
 from fedpax.errors import ArgumentError
 
+_LOG = logging.getLogger("flwr")
 LEAST_PARTICIPANTS = 3
 _MODULUS = 2**32
 _LARGEST_RANGE = 2**30  # Flower rounds to int32
@@ -271,6 +273,8 @@ class _Matching:
                 if message.metadata.reply_to_message_id in waiting:
                     waiting.discard(message.metadata.reply_to_message_id)
                     replies.append(message)
+                    if message.has_error():
+                        _LOG.warning("A participant: %s", message.error.reason)
             if waiting:
                 time.sleep(self._poll_seconds)
         return replies

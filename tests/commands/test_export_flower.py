@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from small_runs import TINY_TRANSFORMER, Command
 
+from fedpax.deploy.experiment_program import program_file
 from fedpax.deploy.flower_files import PACKAGE, app_name
 from fedpax.deploy.node import Node
 from fedpax.deploy.round_program import read_program
@@ -134,3 +135,14 @@ def test_names_of_apps(name: str, expected: str) -> None:
 def test_the_app_states_its_program(app: Path) -> None:
     content: Mapping[str, object] = json.loads((app / PACKAGE / "program.json").read_text())
     assert content["program"] == read_program(app / PACKAGE / "program.json").program
+
+
+def test_an_experiment_is_exported_once(app: Path, tmp_path: Path) -> None:
+    configuration = read_configuration(app / PACKAGE)
+    assert configuration is not None
+    path = program_file(configuration[1], tmp_path / "programs")
+    again = read_program(path)
+    assert again.program == read_program(app / PACKAGE / "program.json").program
+    changed = path.stat().st_mtime_ns
+    assert program_file(configuration[1], tmp_path / "programs") == path
+    assert path.stat().st_mtime_ns == changed

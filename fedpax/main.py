@@ -80,7 +80,8 @@ fedpax: federated and multi-island training on JAX
   fedpax syncer --exp=NAME --listen=HOST:PORT --job_log_dir=DIR [--certificates=DIR]
                 [--heartbeat_seconds=1] [--free_shard_after=1800] [--islands_per_certificate=1]
                 [--goodbye_seconds=15] [--allow_older_state] [--messages_per_minute=N]
-                [--bytes_per_minute=N] [--FIELD=VALUE ...]
+                [--bytes_per_minute=N] [--norm_factor=3] [--accept_if=loss+0.01]
+                [--FIELD=VALUE ...]
       Hold the outer model of an experiment whose islands are processes of their own, and merge
       their updates. Needs no accelerator; resumes after its last merge. An island keeps its name
       for the run, and its shard until it is silent for --free_shard_after seconds. At the end the

@@ -45,7 +45,12 @@ def syncer(arguments: Sequence[str]) -> int:
             certificates=options.certificates,
             allow_config_change=allowed_changes(options),
             rules=RoundRules(
-                options.min_sites, options.round_seconds, options.weights, options.silent_after
+                options.min_sites,
+                options.round_seconds,
+                options.weights,
+                options.silent_after,
+                options.norm_factor,
+                options.accept_if,
             ),
             goodbye_seconds=options.goodbye_seconds,
             limits=limits,
@@ -149,6 +154,19 @@ def define_flags(options: flags.FlagValues) -> None:
         30.0,
         "Seconds without a message of a site after which no round waits for it.",
         lower_bound=1.0,
+        flag_values=options,
+    )
+    flags.DEFINE_float(
+        "norm_factor",
+        None,
+        "Drop a site's reply whose norm is above so many medians of recent norms.",
+        lower_bound=0.0,
+        flag_values=options,
+    )
+    flags.DEFINE_string(
+        "accept_if",
+        None,
+        "Drop replies that harm the model on the coordinator's data, by a rule: loss+0.01.",
         flag_values=options,
     )
     flags.DEFINE_string(

@@ -37,6 +37,7 @@ from fedpax.sites.rounds.exchange import (
     new_token,
     numbered,
 )
+from fedpax.sites.rounds.merge_guard import MergeGuard, evaluation_of
 from fedpax.sites.rounds.round_rules import RoundRules
 from fedpax.sites.rounds.site_table import Site
 from fedpax.training.logging import NonFiniteError
@@ -74,6 +75,7 @@ class Coordinator:
         self._experiment, self._folder, self.exchange = experiment, folder, exchange
         self._rules, self._checkpoints, self._metrics = rules, checkpoints, metrics
         self._progress, self.stop, self.done = progress, stop, done
+        self._guard = MergeGuard(rules)
         self._programs: dict[int, _Program] = {}
         self._state: CoordinatorState | None = None
         self._configuration = to_json(experiment)
@@ -98,6 +100,8 @@ class Coordinator:
             return
         self._experiment = self._experiment.with_inputs(exchange.inputs)
         self._experiment.write_inputs(self._folder)
+        if self._rules.accept_if:
+            self._guard = MergeGuard(self._rules, evaluation_of(self._experiment))
         if not self._wait_for_sites(ready=True):
             return
         while self.done < rounds and not self.stop():
@@ -184,6 +188,7 @@ class Coordinator:
             return state
         restored: CoordinatorState = self._checkpoints.restore_state(state)
         position: Any = self._checkpoints.restore_position().stream
+        self._guard.restore(position.get("norms", []))
         counted = position["counted"]
         for site in self.exchange.sites:
             site.counted = counted.get(site.name, site.counted)
@@ -214,6 +219,8 @@ class Coordinator:
         reply: Any = None
         before = exchange.sent_bytes, exchange.received_bytes
         answered: dict[str, Reply] = {}
+        earlier: list[Any] = []
+        dropped: dict[str, str] = {}
         while True:
             try:
                 request = server.send(reply)
@@ -230,9 +237,14 @@ class Coordinator:
                     self._wait_for_sites(ready=True)
                 return False
             answered = _whole(replies)
+            if self._guard.is_active and request.stage == len(program.stages) - 1:
+                dropped = self._drop(program, earlier, request, answered, _slots(clients, slots))
+                replies |= {name: Reply({"fault": why}, {}) for name, why in dropped.items()}
+                answered = _whole(replies)
             self._note_faults(number, replies)
             clients = {name: chosen for name, chosen in clients.items() if name in answered}
             reply = self._merge(program.stages, request, replies, _slots(clients, slots))
+            earlier.append(reply)
         self._state = pack(program.state, server_leaves(program.stages, state))
         self._check_finite(number)
         for site in exchange.sites:
@@ -241,7 +253,7 @@ class Coordinator:
         self._save(number)
         self._log.add(
             number,
-            metrics,
+            {**metrics, "dropped_sites": len(dropped)} if self._guard.is_active else metrics,
             sites=len(answered),
             examples=sum(int(reply.header.get("examples", 0)) for reply in answered.values()),
             sent_bytes=exchange.sent_bytes - before[0],
@@ -249,6 +261,36 @@ class Coordinator:
             seconds=time.perf_counter() - began,
         )
         return True
+
+    def _drop(
+        self,
+        program: _Program,
+        earlier: Sequence[Any],
+        request: Request,
+        replies: Mapping[str, Reply],
+        slots: Mapping[str, Sequence[int]],
+    ) -> dict[str, str]:
+        """Return the sites whose replies to the last stage are not merged, with reasons."""
+
+        def model_of(names: frozenset[str]) -> Params:
+            assert self._state is not None
+            some = {name: reply for name, reply in replies.items() if name in names}
+            reply = self._merge(program.stages, request, some, slots)
+            server = program.stages.run(unpack(program.state, self._state), program.cohort)
+            try:
+                for message in (None, *earlier, reply):
+                    server.send(message)
+            except StopIteration as end:
+                state, _ = end.value
+            params: Params = state.params
+            return params
+
+        dropped = self._guard.drop(list(replies), model_of)
+        for name in dropped:
+            site = self.exchange.sites.get(name)
+            assert site is not None
+            site.dropped += 1
+        return dropped
 
     def _ask_stage(
         self,
@@ -296,6 +338,8 @@ class Coordinator:
             shown.append(in_order(SHOWN, reply.arrays))
             participants += slots[name]
         rows = [jnp.concatenate(values) for values in zip(*shown, strict=True)]
+        if not participants:
+            rows = [np.zeros((0, *v.shape), v.dtype) for v in divided[request.stage].shown]
         return tuple(jnp.asarray(x) for x in merged), rows, participants
 
     def _note_faults(self, number: int, replies: Mapping[str, Reply]) -> None:
@@ -317,7 +361,8 @@ class Coordinator:
         """Save the state of a round, before a site hears of it."""
         counted = {site.name: site.counted for site in self.exchange.sites}
         self._metrics.sync()
-        self._checkpoints.save(number, self._state, {"counted": counted}, self._configuration)
+        position = {"counted": counted, "norms": self._guard.to_json()}
+        self._checkpoints.save(number, self._state, position, self._configuration)
         self._checkpoints.wait()
         exchange = self.exchange
         write_federation(self._folder, exchange.run, exchange.inputs, exchange.sites)

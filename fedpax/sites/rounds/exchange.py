@@ -79,9 +79,10 @@ class Exchange:
         run: str,
         heartbeat_seconds: float = 2.0,
         on_join: Callable[[], None] = lambda: None,
+        on_fault: Callable[[str, str], None] = lambda name, reason: None,
     ) -> None:
         self._identity, self.sites, self._rounds, self.run = identity, sites, rounds, run
-        self._heartbeat, self._on_join = heartbeat_seconds, on_join
+        self._heartbeat, self._on_join, self._on_fault = heartbeat_seconds, on_join, on_fault
         self._changed = threading.Condition()
         self._task: Task | None = None
         self._replies: dict[str, Reply] = {}
@@ -206,6 +207,7 @@ class Exchange:
             return self._answer(site, status="repeated")
         if reason := self._find_fault(task, task.own[site.name][0], arrays):
             site.dropped += 1
+            self._on_fault(site.name, reason)
             self._replies[site.name] = Reply({"fault": reason}, {})
             return self._answer(site, status="dropped", reason=reason)
         self._replies[site.name] = Reply(request.mapping("fields"), arrays)

@@ -7,6 +7,7 @@ import numpy as np
 
 from fedpax.clients.cohort import Cohort
 from fedpax.errors import ArgumentError
+from fedpax.sites.guards import parse_accept_if
 
 
 class RoundRules(NamedTuple):
@@ -17,12 +18,19 @@ class RoundRules(NamedTuple):
         round_seconds: seconds after which a stage of a round waits for no further site.
         weights: "examples", "equal" for each client, or "capped:N", at most N examples.
         silent_after: seconds without a message after which no round waits for a site.
+        norm_factor: the reply of a site is dropped if it changes the model by a norm of more than
+            so many medians of recent norms. Default None: no limit.
+        accept_if: a rule of `fedpax.sites.guards.parse_accept_if`, such as "loss+0.01", by which
+            the coordinator drops replies that harm the model on its held-out examples. Default
+            None: no rule.
     """
 
     min_sites: int = 2
     round_seconds: float = 600.0
     weights: str = "examples"
     silent_after: float = 30.0
+    norm_factor: float | None = None
+    accept_if: str | None = None
 
     def check(self) -> None:
         """Check the ranges."""
@@ -35,6 +43,13 @@ class RoundRules(NamedTuple):
                 f"weights={self.weights!r}, expected examples, equal or capped:N. Set for example "
                 "--weights=capped:1000."
             )
+        if self.norm_factor is not None and not self.norm_factor > 0:
+            raise ArgumentError(
+                f"norm_factor={self.norm_factor}, expected a number above 0. Set for example "
+                "--norm_factor=3."
+            )
+        if self.accept_if:
+            parse_accept_if(self.accept_if)
 
 
 def weigh(cohort: Cohort, weights: str) -> Cohort:

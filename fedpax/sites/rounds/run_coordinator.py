@@ -1,5 +1,6 @@
 """The process of a coordinator: asks the sites for each round, and saves the model after it."""
 
+import copy
 import signal
 from collections.abc import Collection
 from pathlib import Path
@@ -60,10 +61,10 @@ def run_coordinator(
 ) -> CoordinatorResult:
     """Run the rounds of an experiment over sites that train on data of their own.
 
-    The coordinator needs no data and no accelerator. The first round begins when `rules.min_sites`
-    sites have joined and agree on their inputs. The model is saved after each round, before a site
-    receives it, so a coordinator that is killed resumes after its last round. The folder gets what
-    `fedpax train` writes, and `federation.json` and `sites.json`.
+    The coordinator needs no accelerator, and no data except for `rules.accept_if`. The first round
+    begins when `rules.min_sites` sites have joined and agree on their inputs. The model is saved
+    after each round, before a site receives it, so a coordinator that is killed resumes after its
+    last round. The folder gets what `fedpax train` writes, and `federation.json` and `sites.json`.
 
     Args:
         experiment: the experiment, a `fedpax.sites.rounds.contract.SiteExperiment`.
@@ -92,6 +93,8 @@ def run_coordinator(
     refuse_checkpoint_dir(experiment.training.checkpoint_dir, "syncer")
     assert isinstance(experiment, SiteExperiment)
     check_supported(experiment)
+    if rules.accept_if:
+        copy.copy(experiment).describe_site()  # its data can be read
     with JobDirLock(folder):
         check_configuration(folder, experiment, exp, allow_config_change=allow_config_change)
         done, rounds = latest_round(folder) or 0, experiment.training.rounds
@@ -108,6 +111,7 @@ def run_coordinator(
             sites,
             rounds=rounds,
             run=new_token() if saved is None else saved["run"],
+            on_fault=admission.report if certificates else lambda name, reason: None,
         )
         if saved is not None:
             sites.restore(saved["sites"])
@@ -118,7 +122,9 @@ def run_coordinator(
             MetricsWriter(folder, after=done) as metrics,
             Checkpoints(folder, keep=experiment.training.keep_checkpoints) as checkpoints,
             Progress(exp or type(experiment).__name__, rounds_done=done, rounds=rounds) as progress,
-            serve(admission.guard(exchange.handle), listen, certificates=certificates) as server,
+            serve(
+                exchange.handle, listen, certificates=certificates, admission=admission
+            ) as server,
             PreemptionGuard() as preemption,
         ):
             address = f"{listen.rpartition(':')[0]}:{server.port}"

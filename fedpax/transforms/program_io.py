@@ -78,6 +78,8 @@ def _type(leaf: Any) -> Any:
     """Return the type that an argument has on the devices."""
     if isinstance(leaf, jax.Array | int | float | complex):
         return jax.typeof(leaf)
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):  # random keys
+        return jax.core.ShapedArray(leaf.shape, leaf.dtype)
     return jax.core.ShapedArray(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 

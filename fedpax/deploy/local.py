@@ -41,8 +41,8 @@ def run_local(stages: Stages, *args: Any, participants: Sequence[int] | None = N
                 f"run_local(): participants has {i}, expected numbers from 0 to {size - 1}, of the "
                 f"{size} {stages.placement.name}."
             )
-    states = stages.own(*args)
-    own = {i: {name: rows[i] for name, rows in states.items()} for i in answer}
+    states, known = stages.own(*args), stages.known(*args)
+    own = {i: known | {name: rows[i] for name, rows in states.items()} for i in answer}
     kept: dict[int, dict[str, Any]] = {i: {} for i in own}
     server = stages.run(*args)
     reply: Any = None

@@ -1,6 +1,6 @@
 """The participant's side of a plan: one function for each loop, with its messages."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -60,8 +60,10 @@ class ClientStage(NamedTuple):
     number: int  # number of the stage
     phase: int
     size: int  # number of participants
-    body: ClosedJaxpr  # `(index, *shared, *slices) -> (*stored values, *terms)`
+    body: ClosedJaxpr  # `(index, *unplaced, *slices) -> (*stored values, *terms)`
     shared: tuple[Var, ...]  # the values of the server that all participants receive
+    # for each unplaced input, the name of the known value; None for the next shared one
+    unplaced: tuple[str | None, ...]
     rows: tuple[Var, ...]  # the values of the server of which each participant receives its row
     # for each slice, the name of the own value; None for the next row
     slices: tuple[str | None, ...]
@@ -86,9 +88,11 @@ class ClientStage(NamedTuple):
                 f"{[v.name for v in self.messages.own]}. Pass the participant's values by these "
                 "names, and what the earlier stages of the round returned as kept."
             )
+        sent = iter(shared)
+        unplaced = [next(sent) if name is None else own[name] for name in self.unplaced]
         received = iter(rows)
         slices = [next(received) if name is None else own[name] for name in self.slices]
-        outputs = evaluate(self.body, jnp.int32(index), *shared, *slices)
+        outputs = evaluate(self.body, jnp.int32(index), *unplaced, *slices)
         stored = dict(zip(self.stored, outputs, strict=False))
         terms = outputs[len(self.stored) :]
         return (
@@ -164,9 +168,10 @@ def client_stages(
     server_names: Sequence[str],
     own: Sequence[str],
     kept: Sequence[str],
+    known: Collection[str] = (),
 ) -> list[ClientStage]:
     """Make the stages of a plan."""
-    return list(_Builder(plan, server, server_names, own, kept).stages())
+    return list(_Builder(plan, server, server_names, own, kept, known).stages())
 
 
 class _Builder:
@@ -177,8 +182,11 @@ class _Builder:
         server_names: Sequence[str],
         own: Sequence[str],
         kept: Sequence[str],
+        known: Collection[str],
     ) -> None:
         self.plan = plan
+        servers = zip(plan.jaxpr.invars, server_names, strict=False)
+        self.known = {v: name for v, name in servers if name in known}
         self.own = dict(zip(plan.jaxpr.invars[len(server_names) :], own, strict=True))
         given = zip(plan.jaxpr.invars, (*server_names, *own), strict=True)
         self.names = Names(plan.jaxpr, {v: [(name, type_of(v))] for v, name in given})
@@ -201,14 +209,15 @@ class _Builder:
 
     def _stage(self, number: int, phase: int) -> ClientStage:
         plan = self.plan
-        shared, placed = plan.loop_inputs(phase)
+        unplaced, placed = plan.loop_inputs(phase)
+        shared = [v for v in unplaced if v not in self.known]
         slices = [self.carried.get(v, self.own.get(v)) for v in placed]
         rows = [v for v, name in zip(placed, slices, strict=True) if name is None]
         stored = list(plan.stored[phase])
         types = [jax.ShapeDtypeStruct(*_kind(self._slice(v))) for v in placed]
         body = eliminate_dead_code(
             jax.make_jaxpr(loop_body(plan, phase))(
-                jax.ShapeDtypeStruct((), jnp.int32), list(map(aval_of, shared)), types
+                jax.ShapeDtypeStruct((), jnp.int32), list(map(aval_of, unplaced)), types
             )
         )
         kept = self._kept(number, stored)
@@ -224,6 +233,7 @@ class _Builder:
             size=plan.placement.size,
             body=body,
             shared=tuple(shared),
+            unplaced=tuple(self.known.get(v) for v in unplaced),
             rows=tuple(rows),
             slices=tuple(slices),
             stored=tuple(stored),
@@ -235,7 +245,10 @@ class _Builder:
             messages=Stage(
                 shared=tuple(Value(self.names.of(v), *_kind(aval_of(v))) for v in shared),
                 rows=tuple(Value(self.names.of(v), *_kind(self._slice(v))) for v in rows),
-                own=tuple(Value(name, *_kind(self._slice(v))) for name, v in own.items()),
+                own=(
+                    *(Value(name, *_kind(self._slice(v))) for name, v in own.items()),
+                    *(Value(n, *_kind(aval_of(v))) for v, n in self.known.items() if v in unplaced),
+                ),
                 terms=tuple(Value(names[i], *_kind(terms[i])) for i in sent),
                 shown=tuple(Value(self.names.of_placed(v), *_kind(self._slice(v))) for v in shown),
                 kept=tuple(Value(name, *_kind(self._slice(v))) for name, v in kept.items()),

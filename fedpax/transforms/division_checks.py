@@ -24,12 +24,24 @@ def own_by_name(
     names: Sequence[str], own: Iterable[str], placed: set[int], placement: Placement
 ) -> set[int]:
     """Return the positions of the arguments that participants own, given by name."""
-    if isinstance(own, str):
-        raise ArgumentTypeError(
-            f"stages() got own={own!r}, expected a list of names. Pass own=[{own!r}]."
+    owned = find_by_name(names, own, "own")
+    for i in sorted(owned - placed):
+        raise ArgumentError(
+            f"stages(): own names {names[i]!r}, expected an argument with one row for each of "
+            f"the {placement.size} {placement.name}. Pass own= without it."
         )
-    owned: set[int] = set()
-    for prefix in own:
+    return owned
+
+
+def find_by_name(names: Sequence[str], prefixes: Iterable[str], argument: str) -> set[int]:
+    """Return the positions of arguments, or of all leaves of pytrees, given by name."""
+    if isinstance(prefixes, str):
+        raise ArgumentTypeError(
+            f"stages() got {argument}={prefixes!r}, expected a list of names. Pass "
+            f"{argument}=[{prefixes!r}]."
+        )
+    positions: set[int] = set()
+    for prefix in prefixes:
         found = {
             i
             for i, name in enumerate(names)
@@ -38,16 +50,11 @@ def own_by_name(
         if not found:
             close = difflib.get_close_matches(prefix, names, n=3, cutoff=0.0)
             raise ArgumentError(
-                f"stages(): own names {prefix!r}, which is no argument. The nearest names are "
-                f"{', '.join(map(repr, close))}."
+                f"stages(): {argument} names {prefix!r}, which is no argument. The nearest names "
+                f"are {', '.join(map(repr, close))}."
             )
-        for i in sorted(found - placed):
-            raise ArgumentError(
-                f"stages(): own names {names[i]!r}, expected an argument with one row for each of "
-                f"the {placement.size} {placement.name}. Pass own= without it."
-            )
-        owned |= found
-    return owned
+        positions |= found
+    return positions
 
 
 def read_by_rows(closed: ClosedJaxpr, placement: Placement) -> set[int]:

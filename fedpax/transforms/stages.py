@@ -9,7 +9,7 @@ devices on a network.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ from fedpax.primitives.signatures import function_name
 from fedpax.transforms.client_stages import ClientFn, Stage, client_stages
 from fedpax.transforms.division_checks import (
     check_means,
+    find_by_name,
     own_by_name,
     read_by_rows,
     read_by_server,
@@ -76,7 +77,14 @@ class Stages:
         placement: the name of the participants, and their number.
     """
 
-    def __init__(self, name: str, io: ProgramIO, division: Division, plan: StreamingPlan) -> None:
+    def __init__(
+        self,
+        name: str,
+        io: ProgramIO,
+        division: Division,
+        plan: StreamingPlan,
+        known: Collection[int] = (),
+    ) -> None:
         self.name, self.placement = name, plan.placement
         self._io, self._division, self._plan = io, division, plan
         self._server = ServerParts(plan)
@@ -85,7 +93,10 @@ class Stages:
             for part in range(self._server.number)
         ]
         servers = [io.names[i] for i in division.server_arguments]
-        self._stages = client_stages(plan, self._server, servers, division.own, division.kept)
+        self._known = {io.names[i]: i for i in sorted(known)}
+        self._stages = client_stages(
+            plan, self._server, servers, division.own, division.kept, self._known
+        )
         self._clients = [jax.jit(stage.client) for stage in self._stages]
         self._merges = [jax.jit(stage.merge) for stage in self._stages]
         self._folds = [jax.jit(stage.fold) for stage in self._stages]
@@ -148,7 +159,7 @@ class Stages:
             - shared: the arrays of the request.
             - rows: the participant's row of each array of rows of the request.
             - own: the participant's values by name: its data and state, and what earlier stages of
-              the round returned as kept. Other names are ignored.
+              the round returned as kept; and known values. Other names are ignored.
             - terms: arrays to merge with the terms of other participants by `merge`.
             - shown: arrays that the server reads as they are.
             - kept: arrays by name. A later stage of the round reads names that are no own values.
@@ -169,8 +180,8 @@ class Stages:
         """Run the server's part of the program.
 
         Args:
-            *args: the arguments of the program. Values that participants own are not read: types
-                (`jax.ShapeDtypeStruct`) will do for them.
+            *args: the arguments of the program. Values that participants own or know are not
+                read: types (`jax.ShapeDtypeStruct`) will do for them.
 
         Yields:
             A `Request` for each stage.
@@ -239,6 +250,15 @@ class Stages:
         leaves = self._io.leaves(args, range(len(self._io.names)))
         return dict(zip(self._division.own, self._read(*leaves), strict=True))
 
+    def known(self, *args: Any) -> dict[str, Any]:
+        """Return the values that each participant has a copy of, by name.
+
+        Args:
+            *args: the arguments of the program, of which these are arrays.
+        """
+        leaves = self._io.leaves(args, self._known.values())
+        return {name: leaves[i] for name, i in self._known.items()}
+
     def with_kept(self, result: Any, args: Sequence[Any], own: Mapping[str, Any]) -> Any:
         """Return the result of a program with the values that its participants keep.
 
@@ -281,16 +301,23 @@ _HEADINGS = {
 }
 
 
-def stages(program: Callable[..., Any], *avals: Any, own: Iterable[str] | None = None) -> Stages:
+def stages(
+    program: Callable[..., Any],
+    *avals: Any,
+    own: Iterable[str] | None = None,
+    known: Iterable[str] = (),
+) -> Stages:
     """Divide a program into the parts of the server and of one participant.
 
     The parts run where no process holds the values of all participants: one after another, as a
-    batch job, or on devices with data of their own. A participant reads values of four kinds:
+    batch job, or on devices with data of their own. A participant reads values of five kinds:
 
     - shared: values of the server, the same for all.
     - rows: its row of a value that the server has for all participants, such as a random key.
     - own: arguments that only participants read, row by row: data, and states between rounds, also
       those in a client store. They stay at the participant.
+    - known: arguments of which each participant has the same copy, such as the frozen model below
+      adapters. No message carries them; a participant reads them beside its own values.
     - kept: its new state, a result that takes the place of an own argument. A result takes the
       place of an argument if they are at the same position of the results and of the arguments
       (`(state, cohort) -> (state, metrics)`), and of the same structure and types.
@@ -306,6 +333,7 @@ def stages(program: Callable[..., Any], *avals: Any, own: Iterable[str] | None =
         own: names of the arguments, or of pytrees of them, that participants own, as
             `Stages.explain` prints them, such as `"cohort.batches"`. Default None: all arguments
             with the participants' axis, except those that only the server reads.
+        known: names of the arguments, or of pytrees of them, of which each participant has a copy.
 
     Returns:
         The stages.
@@ -363,4 +391,5 @@ def stages(program: Callable[..., Any], *avals: Any, own: Iterable[str] | None =
         arguments = dict(zip(division.own, division.own_arguments, strict=True))
         owned = owned - {arguments[name] for name in by_server}
     check_means(plan)
-    return Stages(function_name(program), io, division, plan)
+    known_arguments = find_by_name(io.names, known, "known")
+    return Stages(function_name(program), io, division, plan, known_arguments)

@@ -60,6 +60,29 @@ ROWS = normal(N, 3, seed=5)
 
 
 @fedpax.program(clients=N)
+def adapted_model(w, x, frozen):
+    """Average terms of a server's value and of a frozen one."""
+    terms = federated_map(lambda x: w * (x @ frozen["a"]).sum() + frozen["b"], x)
+    return federated_mean(terms)
+
+
+def test_known_values_are_in_no_message():
+    frozen = {"a": normal(3, seed=8), "b": normal(N, seed=9)}  # "b" has as many rows as clients
+    w = normal(N, seed=7)
+    stages = fedpax.stages(adapted_model, w, X, frozen, known=["frozen"])
+    assert [v.name for v in stages[0].shared] == ["w"]
+    assert [v.name for v in stages[0].own] == ["x", "frozen['a']", "frozen['b']"]
+    agree(run_local(stages, w, X, frozen), jax.jit(adapted_model)(w, X, frozen))
+    types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), frozen)
+    (sent,) = next(stages.run(w, jax.ShapeDtypeStruct(X.shape, X.dtype), types)).shared
+    np.testing.assert_array_equal(sent, w)
+    with pytest.raises(TypeError, match=r"frozen\['a'\] is a type"):
+        stages.known(w, X, types)
+    with pytest.raises(ValueError, match="known names 'froze', which is no argument"):
+        fedpax.stages(adapted_model, w, X, frozen, known=["froze"])
+
+
+@fedpax.program(clients=N)
 def three_stages(w, personal, x, key):
     """Read keys, a constant of all participants and a state; return a new state."""
     keys = jax.random.split(key, N)

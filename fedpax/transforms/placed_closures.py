@@ -52,7 +52,8 @@ def placed_closures(program: ClosedJaxpr, placements: Iterable[Placement]) -> li
     """Find the placed values that the mapped functions of a program close over.
 
     A value is known to be placed if a federated operation returns it, or takes it as a placed
-    argument, or if it is computed from such values participant by participant.
+    argument, if it is computed from such values participant by participant, or if such a value is
+    computed from its rows.
     """
     closed = eliminate_dead_code(inline(program, inside=lambda inner: inner))
     names = argument_names(program)
@@ -71,9 +72,16 @@ def placed_closures(program: ClosedJaxpr, placements: Iterable[Placement]) -> li
 
 def _closures(values: PlacedValues, names: Names) -> Iterator[PlacedClosure]:
     maps = [eqn for eqn in values.jaxpr.eqns if eqn.primitive is federated_map_p]
+    plan = values.plan
+    in_rows = {
+        v
+        for one in plan.producer.values()
+        for v, axis in zip(plan.operands(one.eqn), one.axes.operands, strict=True)
+        if axis == 0
+    }
     for eqn in values.jaxpr.eqns:
         closes = "closed_over" in eqn.params and eqn.params["placement"] == values.placement
-        if closes and values.axis_of(value := eqn.invars[0]) == 0:
+        if closes and (values.axis_of(value := eqn.invars[0]) == 0 or value in in_rows):
             for function in _readers(eqn.outvars[0], maps):
                 yield PlacedClosure(names.of(value), type_of(value), function, values.placement)
         for body in values.uses[id(eqn)].bodies:

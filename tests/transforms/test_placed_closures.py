@@ -24,6 +24,11 @@ def argument(data: Any, index: jax.Array) -> jax.Array:
     return fedpax.federated_sum(fedpax.federated_map(peek, index)) + total.sum()
 
 
+def rows(data: Any, index: jax.Array) -> jax.Array:
+    first = 2 * data["x"][:, 0]  # of each client, and no operation has taken data["x"] itself
+    return fedpax.federated_sum(fedpax.federated_map(lambda i: data["x"].sum() + i, first))
+
+
 def result(data: Any, index: jax.Array) -> jax.Array:
     means = fedpax.federated_map(jnp.mean, data["x"])
     return fedpax.federated_sum(fedpax.federated_map(lambda i: means.sum() + i, index))
@@ -60,6 +65,7 @@ def told(run: Callable[[], Any]) -> list[str]:
     ("fn", "sentence"),
     [
         (argument, "peek() closes over data['x'], float32[4,3], the values of all clients"),
+        (rows, "<lambda>() closes over data['x'], float32[4,3], the values of all clients"),
         (result, "<lambda>() closes over mean, float32[4], the values of all clients"),
         (elementwise, "<lambda>() closes over a value computed from mean, float32[4]"),
         (in_a_loop, "<lambda>() closes over mean, float32[4]"),

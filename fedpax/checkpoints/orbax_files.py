@@ -5,6 +5,7 @@ import glob
 import logging
 import os
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -175,4 +176,7 @@ class QuietFailedSaves(AbstractContextManager["QuietFailedSaves"]):
 def _is_no_failed_save(record: logging.LogRecord) -> bool:
     if record.exc_info is None:
         return True
-    return "orbax" not in record.pathname and DRAFT not in f"{record.exc_info[1]}"
+    _, error, frames = record.exc_info
+    # The path of the record itself can be absl's, which logs for Orbax.
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(frames)]
+    return DRAFT not in str(error) and not any("orbax" in f for f in (record.pathname, *files))

@@ -146,7 +146,8 @@ def test_killed_while_saving_and_resumed_on_another_machine(
     shutil.rmtree(tmp_path / "first")
 
     arguments = ("--training.export_every=6", "--allow_config_change=pause")
-    status, output, errors = server.run(*TRAIN, second, *arguments)
+    status, output, trained = server.run(*TRAIN, second, *arguments)
+    errors = trained
     assert status == 0 and output.startswith("Finished 12 of 12 rounds"), errors
     assert "and not released. Waiting 45 s to see whether it still trains" in errors
     assert "resuming from round 3" in errors or "resuming from round 6" in errors
@@ -171,7 +172,7 @@ def test_killed_while_saving_and_resumed_on_another_machine(
         params_of(plain),
         "progress/gone is missing",
         "progress/metadata has another checksum",
-    ]
+    ], trained
     # Nothing is left to train, but the damage is found.
     status, _, errors = server.run(*TRAIN, second, *arguments)
     assert status == 2 and "The checkpoint of round 12 is damaged: progress/gone is" in errors

@@ -105,3 +105,18 @@ def test_failed_saves_stay_quiet_until_the_last_thread_ends(
     assert _is_no_failed_save in logger.filters and sys.unraisablehook is hook
     second.__exit__(None)
     assert _is_no_failed_save not in logger.filters
+
+
+def test_a_failed_save_is_quiet_whichever_logger_writes_it() -> None:
+    """The error names no file of the checkpoint, and absl logs it for Orbax."""
+
+    def logged(file: str) -> bool:
+        try:
+            exec(compile("raise OSError('Cannot connect to host')", file, "exec"))
+        except OSError:
+            found = sys.exc_info()
+        record = logging.LogRecord("absl", logging.ERROR, "/absl/logging.py", 1, "", (), found)
+        return _is_no_failed_save(record)
+
+    assert not logged("/site-packages/orbax/checkpoint/_src/futures/future.py")
+    assert logged("/site-packages/other/future.py")

@@ -259,6 +259,10 @@ class ClientExperiment(Experiment):
 
     # ---- rounds over sites with data of their own (`fedpax.sites.rounds.contract`)
 
+    def shared_content(self) -> dict[str, str]:
+        """Return hashes of the files that must be equal at all sites: none."""
+        return {}
+
     def describe_site(self) -> dict[str, Any]:
         """Return what a site tells the coordinator of its data: its number of clients."""
         return {"clients": len(self.read_clients()[1])}

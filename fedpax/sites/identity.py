@@ -42,9 +42,16 @@ class Identity(NamedTuple):
     experiment: Mapping[str, Any]  # the fields of the experiment by path, except `LOCAL`
     model: Mapping[str, str]  # dtype and shape of each parameter by path
     wire_format: int = WIRE_FORMAT  # the format of messages, `WIRE_FORMAT`
+    # hashes of files, by the field that names the file
+    content: Mapping[str, str] | None = None
 
 
-def identify(experiment: Experiment, params: Params, own: Collection[str] = ()) -> Identity:
+def identify(
+    experiment: Experiment,
+    params: Params,
+    own: Collection[str] = (),
+    content: Mapping[str, str] | None = None,
+) -> Identity:
     """Return the identity of a run; fields in `own` may differ between sites too."""
     fields = {
         path: value
@@ -55,7 +62,7 @@ def identify(experiment: Experiment, params: Params, own: Collection[str] = ()) 
         jax.tree_util.keystr(path, simple=True, separator="/"): f"{x.dtype}{list(x.shape)}"
         for path, x in jax.tree.leaves_with_path(params)
     }
-    return Identity(fedpax.__version__, fields, model)
+    return Identity(fedpax.__version__, fields, model, content=content)
 
 
 def find_difference(expected: Identity, other: Mapping[str, Any]) -> str | None:
@@ -70,8 +77,9 @@ def find_difference(expected: Identity, other: Mapping[str, Any]) -> str | None:
     for field, name, remedy in (
         ("experiment", "configuration", "Give `fedpax join` the flags of `fedpax syncer`."),
         ("model", "model", "Use the same code and the same flags on both sides."),
+        ("content", "content of files", "Use the same files on both sides."),
     ):
-        ours, stated = getattr(expected, field), other.get(field)
+        ours, stated = getattr(expected, field) or {}, other.get(field)
         theirs = stated if isinstance(stated, dict) else {}
         paths = [path for path in {**ours, **theirs} if ours.get(path) != theirs.get(path)]
         if paths:

@@ -8,6 +8,7 @@ import jax
 from fedpax.algorithm import FederatedAlgorithm, Params
 from fedpax.clients.cohort import Cohort
 from fedpax.training.experiment import HeldoutMetrics, TrainingConfig
+from fedpax.training.stored_params import StoredParams
 from fedpax.transforms.stages import Stages
 
 Json = Mapping[str, Any]
@@ -50,12 +51,18 @@ class CoordinatorRun(NamedTuple):
         cohort_size: number of clients in a round, at most.
         sample: `(round, present) -> clients`, the numbers of the clients of a round, counted from
             0, among the clients that are present, booleans `[clients]`.
+        initial: the initial parameters, if they are read from a folder. Default None: `init`.
+        frozen: types of what the round takes as its third argument, such as the model below
+            adapters. Each site has a copy, and it is in no message. Default None: the round has two
+            arguments.
     """
 
     algorithm: FederatedAlgorithm
     init: Callable[[jax.Array], Params]
     cohort_size: int
     sample: Callable[[int, Any], Sequence[int]]
+    initial: StoredParams | None = None
+    frozen: Params | None = None
 
 
 class SiteRun(NamedTuple):
@@ -68,7 +75,8 @@ class SiteRun(NamedTuple):
         draw: `(round, clients) -> cohort` of `cohort_size` rows with the batches of some of the
             site's own clients; other rows have the id -1.
         evaluate: `params -> metrics` on the site's held-out examples; None without any.
-        num_heldout: number of held-out examples.
+        num_heldout: number of held-out examples, the weight of the metrics.
+        frozen: the third argument of the round. Default None: it has two.
     """
 
     algorithm: FederatedAlgorithm
@@ -77,6 +85,7 @@ class SiteRun(NamedTuple):
     draw: Callable[[int, Sequence[int]], Cohort]
     evaluate: Callable[[Params], HeldoutMetrics] | None
     num_heldout: int
+    frozen: StoredParams | None = None
 
 
 @runtime_checkable
@@ -89,6 +98,10 @@ class SiteExperiment(Protocol):
 
     own_fields: tuple[str, ...]
     training: TrainingConfig
+
+    def shared_content(self) -> Mapping[str, str]:
+        """Return hashes of the files that must be equal at all sites, by the field of each."""
+        ...
 
     def describe_site(self) -> Json:
         """Return what a site tells the coordinator of its data: JSON with `"clients"`.

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from fedpax.sites.rounds.contract import CoordinatorRun, Json
 from fedpax.sites.rounds.coordinator_files import RoundMetrics, SiteWatch, write_federation
 from fedpax.sites.rounds.coordinator_state import (
     CoordinatorState,
+    divide,
     initial_state,
     pack,
     server_leaves,
@@ -44,7 +45,7 @@ from fedpax.training.logging import NonFiniteError
 from fedpax.training.progress import Progress
 from fedpax.training.round_loop import is_due
 from fedpax.transforms.client_stages import Stage
-from fedpax.transforms.stages import Request, Stages, stages
+from fedpax.transforms.stages import Request, Stages
 
 
 class _Program(NamedTuple):
@@ -54,6 +55,12 @@ class _Program(NamedTuple):
     stages: Stages
     state: Any  # types
     cohort: Cohort  # types
+
+    def serve(self, state: CoordinatorState | None) -> Generator[Request, Any, Any]:
+        """Run the server's part of a round."""
+        assert state is not None
+        frozen = () if self.run.frozen is None else (self.run.frozen,)
+        return self.stages.run(unpack(self.state, state), self.cohort, *frozen)
 
 
 class Coordinator:
@@ -169,13 +176,17 @@ class Coordinator:
             run = self._experiment.coordinate(number)
             state = jax.eval_shape(lambda: run.algorithm.init(run.init(jax.random.key(0))))
             cohort = cohort_types(self.exchange.types, run.cohort_size)
-            divided = stages(run.algorithm.round, state, cohort)
+            divided = divide(run.algorithm, state, cohort, run.frozen)
             self._programs = {number: _Program(run, divided, state, cohort)}
         return self._programs[number]
 
     def _start(self, program: _Program) -> CoordinatorState:
         """Restore the state, or make a new one."""
-        params = jax.jit(program.run.init)(jax.random.key(self._experiment.training.seed))
+        initial = program.run.initial
+        if initial is None or self.done:
+            params = jax.jit(program.run.init)(jax.random.key(self._experiment.training.seed))
+        else:
+            params = initial.load()
         state, _ = initial_state(program.run.algorithm, params, program.stages)
         if not self.done:
             size = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -215,7 +226,7 @@ class Coordinator:
         token = new_token()
         header: dict[str, Any] = {"task": "round", "weights": self._rules.weights}
         header |= {"num_clients": exchange.sites.num_clients, "cohort_size": len(sampled)}
-        server = program.stages.run(unpack(program.state, self._state), program.cohort)
+        server = program.serve(self._state)
         reply: Any = None
         before = exchange.sent_bytes, exchange.received_bytes
         answered: dict[str, Reply] = {}
@@ -276,7 +287,7 @@ class Coordinator:
             assert self._state is not None
             some = {name: reply for name, reply in replies.items() if name in names}
             reply = self._merge(program.stages, request, some, slots)
-            server = program.stages.run(unpack(program.state, self._state), program.cohort)
+            server = program.serve(self._state)
             try:
                 for message in (None, *earlier, reply):
                     server.send(message)

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 import jax
 
 from fedpax.algorithm import FederatedAlgorithm, Params, State
-from fedpax.transforms.stages import Stages
+from fedpax.clients.cohort import Cohort
+from fedpax.transforms.stages import Stages, stages
 
 
 class CoordinatorState(NamedTuple):
@@ -18,6 +19,13 @@ class CoordinatorState(NamedTuple):
 
     params: Params
     server: dict[str, jax.Array]
+
+
+def divide(algorithm: FederatedAlgorithm, state: Any, cohort: Cohort, frozen: Any) -> Stages:
+    """Divide the rounds of a method, whose third argument, if any, each site has."""
+    if frozen is None:
+        return stages(algorithm.round, state, cohort)
+    return stages(algorithm.round, state, cohort, frozen, known=["frozen"])
 
 
 def server_leaves(stages: Stages, state: State) -> dict[str, Any]:

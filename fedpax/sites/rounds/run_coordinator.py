@@ -107,7 +107,7 @@ def run_coordinator(
         admission = Admission(folder, limits)
         sites = SiteTable(rules.silent_after, admission.is_expelled)
         exchange = Exchange(
-            identify(experiment, {}, experiment.own_fields),
+            identify(experiment, {}, experiment.own_fields, experiment.shared_content()),
             sites,
             rounds=rounds,
             run=new_token() if saved is None else saved["run"],

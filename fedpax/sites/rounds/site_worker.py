@@ -13,12 +13,13 @@ from fedpax.algorithm import Params
 from fedpax.clients.cohort import Cohort
 from fedpax.run_files.quantiles import with_quantiles
 from fedpax.sites.rounds.contract import ClientRange, Json, SiteExperiment, SiteRun
+from fedpax.sites.rounds.coordinator_state import divide
 from fedpax.sites.rounds.exchange import ROW, SHARED, SHOWN, TERM, in_order, numbered
 from fedpax.sites.rounds.kept_values import KeptValues
 from fedpax.sites.rounds.round_rules import weigh
 from fedpax.sites.transport.calls import RefusedError
 from fedpax.transforms.client_stages import Value
-from fedpax.transforms.stages import Stages, stages
+from fedpax.transforms.stages import Stages
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -29,6 +30,7 @@ class _Program(NamedTuple):
     run: SiteRun
     stages: Stages
     state: Any  # initial, also of what clients keep
+    frozen: tuple[Any, ...]  # the third argument of the round, if it has one
 
 
 class SiteWorker:
@@ -109,8 +111,10 @@ class SiteWorker:
             params = jax.jit(run.init)(jax.random.key(self._seed))
             state = jax.jit(run.algorithm.init)(params)
             cohort = run.draw(0, [])
-            divided = stages(run.algorithm.round, state, cohort)
-            self._programs = {clients: _Program(run, divided, state)}
+            frozen = None if run.frozen is None else run.frozen.load()
+            divided = divide(run.algorithm, state, cohort, frozen)
+            others = () if frozen is None else (frozen,)
+            self._programs = {clients: _Program(run, divided, state, others)}
         return self._programs[clients]
 
     def _run_stage(self, header: Json, arrays: Arrays) -> tuple[Json, Arrays]:
@@ -125,13 +129,15 @@ class SiteWorker:
             drawn = program.run.draw(header["round"] - 1, clients)
             self._cohorts = token, weigh(drawn, header["weights"])
         cohort = self._cohorts[1]
-        own = program.stages.own(program.state, cohort)
+        arguments = program.state, cohort, *program.frozen
+        own, known = program.stages.own(*arguments), program.stages.known(*arguments)
         places = {int(k): place for place, k in enumerate(np.asarray(cohort.client_ids))}
         states = {value.name for value in program.stages[len(program.stages) - 1].kept}
         rows = {
             k: {name: x[places[k]] for name, x in own.items()}
             | {name: x for name, x in self._kept.read(k).items() if name in own}
             | self._between[1].get(k, {})
+            | known
             for k in clients
         }
         result = self._run_clients(program.stages, header, arrays, rows)

@@ -183,6 +183,8 @@ class Site:
         self._has_inputs = self._opened = False
         self._heartbeat_seconds = 2.0
         self._last: dict[str, Any] | None = None
+        content = experiment.shared_content()
+        self._identity = identify(experiment, {}, experiment.own_fields, content)._asdict()
 
     def close(self) -> None:
         """Tell the coordinator that this site leaves, and close the files."""
@@ -221,10 +223,9 @@ class Site:
     # ---- messages
 
     def _join(self) -> bool:
-        identity = identify(self._experiment, {}, self._experiment.own_fields)._asdict()
         answer = self._call(
             "join",
-            identity=identity,
+            identity=self._identity,
             run=self._run,
             description=self._experiment.describe_site(),
         )

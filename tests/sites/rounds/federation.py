@@ -88,7 +88,7 @@ def run(
     rules = RoundRules(len(sites), 60.0) if rules is None else rules
     table = SiteTable(rules.silent_after)
     exchange = Exchange(
-        identify(experiment, {}, experiment.own_fields),
+        identify(experiment, {}, experiment.own_fields, experiment.shared_content()),
         table,
         rounds=experiment.training.rounds,
         run=new_token(),

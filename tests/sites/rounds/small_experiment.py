@@ -61,6 +61,9 @@ class SmallExperiment(Experiment):
     def build(self):
         raise NotImplementedError
 
+    def shared_content(self):
+        return {}
+
     def describe_site(self):
         return {"clients": self.clients}
 

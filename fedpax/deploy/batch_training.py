@@ -33,7 +33,15 @@ from fedpax.training.trainer import TrainingResult
 RunRounds = Callable[..., list[Any]]
 """`(program, state, clients=..., rounds=..., first_round=...) -> results`, as `run_beam`."""
 
-_WITHOUT = ("keep_every", "export_every", "keep_best", "stop_after", "checkpoint_dir", "on_spike")
+_WITHOUT = (
+    "keep_every",
+    "export_every",
+    "keep_best",
+    "stop_after",
+    "checkpoint_dir",
+    "on_spike",
+    "tracker",
+)
 
 
 def open_cohorts(experiment: Experiment) -> Clients:

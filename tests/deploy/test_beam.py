@@ -3,6 +3,7 @@
 import doctest
 import functools
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -157,3 +158,14 @@ def test_the_command_evaluates_as_without_an_engine(tmp_path, capsys):
     assert plain.keys() == by_beam.keys()
     for name, value in plain.items():
         assert abs(by_beam[name] - value) <= 1e-6
+
+
+def test_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs/deploy_beam.md").read_text()
+    namespace = {"__name__": "__main__"}
+    for code in re.findall(r"^```py(?:thon)?\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+        exec(code, namespace)
+    assert len(namespace["losses"]) == 3
+    values = namespace["table"]["x"]
+    assert namespace["counts"].sum() == np.sum(np.abs(values) <= 2)

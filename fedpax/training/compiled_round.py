@@ -238,7 +238,7 @@ def _check_placement(placement: str, traced: jax.stages.Traced) -> None:
 
 
 def _bytes_across_placement(compiled: jax.stages.Compiled, run: Run) -> float:
-    if run.placement not in run.mesh.shape:
+    if run.mesh.shape.get(run.placement, 1) == 1:  # without reading the text
         return 0.0
     devices = run.mesh.size // run.mesh.shape[run.placement]
     try:

@@ -6,6 +6,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from fedpax.algorithm import Metrics, Params, State
@@ -92,8 +93,12 @@ class FiniteCheck:
     """
 
     def __init__(self, state: State) -> None:
-        options = run_once_options(jax.default_backend())
-        self._finite_leaves = jax.jit(_finite_leaves, compiler_options=options)
+        on_host = jax.default_backend() == "cpu" and jax.process_count() == 1
+        self._finite_leaves: Callable[[State], Any] = (
+            _finite_leaves_on_host
+            if on_host and has_params_field(state)
+            else jax.jit(_finite_leaves, compiler_options=run_once_options(jax.default_backend()))
+        )
         self._at_start = self._finite_leaves(state)  # on the devices: nothing waits for it
 
     def find(self, state: State) -> str | None:
@@ -105,12 +110,33 @@ class FiniteCheck:
         return None
 
 
-def _finite_leaves(state: State) -> dict[str, Bool[Array, ""]]:
-    """Return for each leaf of a real dtype, and of the model, whether it is finite."""
+def _real_leaves(state: State) -> dict[str, Array]:
+    """Return by path the leaves of a real dtype, and those of the model."""
     leaves = _by_path("", state)
     if not has_params_field(state):
         leaves |= _by_path(".params", state.params)
-    return {path: jnp.all(jnp.isfinite(x)) for path, x in leaves.items() if _is_inexact(x)}
+    return {path: leaf for path, leaf in leaves.items() if _is_inexact(leaf)}
+
+
+def _finite_leaves(state: State) -> dict[str, Bool[Array, ""]]:
+    """Return for each real leaf whether it is finite."""
+    return {path: jnp.all(jnp.isfinite(x)) for path, x in _real_leaves(state).items()}
+
+
+def _finite_leaves_on_host(state: State) -> dict[str, bool]:
+    """Return the same for arrays in the host's memory, which need no program to be compiled."""
+    return {path: _is_finite(leaf) for path, leaf in _real_leaves(state).items()}
+
+
+def _is_finite(leaf: Array) -> bool:
+    shards = leaf.addressable_shards if isinstance(leaf, jax.Array) else ()
+    arrays = [np.asarray(shard.data) for shard in shards if shard.replica_id == 0]
+    pieces = (
+        array[begin : begin + 2**20]
+        for array in (array.reshape(-1) for array in arrays or [np.asarray(leaf)])
+        for begin in range(0, array.size, 2**20)
+    )
+    return all(bool(np.isfinite(piece).all()) for piece in pieces)
 
 
 def _by_path(prefix: str, tree: chex.ArrayTree) -> dict[str, Array]:

@@ -108,7 +108,7 @@ def example_rounds(
 ) -> ExampleRounds:
     """Make an endless stream of rounds of labeled images in which every client takes part.
 
-    The examples are read once, through grain, and kept in memory. A client with fewer examples than
+    The examples are read once, and kept in memory. A client with fewer examples than
     a round needs starts its next epoch, in a new order, within the round. All batches are full.
 
     Args:

@@ -77,11 +77,13 @@ def browser() -> Iterator[Any]:
 def test_pages_fit_the_width_and_load_without_errors(
     browser: Any, site: Path, address: str, width: int
 ) -> None:
-    pages = sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html"))
+    files = (path.relative_to(site) for path in site.rglob("*.html"))
+    pages = sorted(path.as_posix() for path in files if path.parts[0] != "_static")
     page = browser.new_page(viewport={"width": width, "height": 900})
     errors: list[str] = []
     page.on("console", lambda message: message.type == "error" and errors.append(message.text))
     page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("response", lambda reply: reply.status < 400 or errors.append(reply.url))
     page.on(
         "request",
         lambda request: request.url.startswith((address, "data:")) or errors.append(request.url),

@@ -5,8 +5,9 @@ does `from fedpax.experiments.fedavg_images import fedavg_digits`. The names of 
 for experiments of your own: classes to inherit from, and fields for a method or an aggregator.
 """
 
-import importlib
 from typing import TYPE_CHECKING
+
+from fedpax.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from fedpax.experiments.catalog import ExperimentGroup as ExperimentGroup
@@ -51,15 +52,5 @@ _MODULES = {
     "method": "fedpax.experiments.client_methods",
 }
 __all__ = list(_MODULES)
-
-
-def __getattr__(name: str) -> object:
-    """Import a public name on first use: the list of experiments needs no models."""
-    if name not in _MODULES:
-        raise AttributeError(f"module 'fedpax.experiments' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+# The list of experiments needs no models.
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 HEIGHT = {
     "errors": 0,
     "deprecation": 0,
+    "lazy_names": 0,
     "extras": 1,
     "checks": 1,
     "primitives": 2,

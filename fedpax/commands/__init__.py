@@ -3,8 +3,9 @@
 A module has a function that executes its command, and, if the command has flags, `define_flags`.
 """
 
-import importlib
 from typing import TYPE_CHECKING
+
+from fedpax.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from fedpax.commands.parts.options import configure as configure
@@ -37,15 +38,5 @@ _MODULES = {
     "fit_mesh": "fedpax.commands.parts.scaled_mesh",
 }
 __all__ = ["COMMANDS", *_MODULES]
-
-
-def __getattr__(name: str) -> object:
-    """Import a public name on first use: the commands load their own modules."""
-    if name not in _MODULES:
-        raise AttributeError(f"module 'fedpax.commands' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+# The commands load their own modules.
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -8,8 +8,9 @@
 Beside them: what both sides share, the format of a fragment and the identity of a run.
 """
 
-import importlib
 from typing import TYPE_CHECKING
+
+from fedpax.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from fedpax.sites.guards import AcceptIf as AcceptIf
@@ -34,15 +35,5 @@ _MODULES = {
     "run_syncer": "fedpax.sites.syncer.run_syncer",
 }
 __all__ = list(_MODULES)
-
-
-def __getattr__(name: str) -> object:
-    """Import a public name on first use: its packages need the extra `sites`."""
-    if name not in _MODULES:
-        raise AttributeError(f"module 'fedpax.sites' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+# Its packages need the extra `sites`.
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

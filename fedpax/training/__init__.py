@@ -12,7 +12,7 @@
   `ScheduledRounds` and `with_virtual_seconds`.
 """
 
-import importlib
+from fedpax.lazy_names import lazy_names
 
 _MODULES = {
     "Experiment": "fedpax.training.experiment",
@@ -41,15 +41,5 @@ _MODULES = {
     "write_configuration": "fedpax.run_files.configuration",
 }
 __all__ = list(_MODULES)
-
-
-def __getattr__(name: str) -> object:
-    """Import a public name on first use: commands that do not train need not load the models."""
-    if name not in _MODULES:
-        raise AttributeError(f"module 'fedpax.training' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+# Commands that do not train need not load the models.
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

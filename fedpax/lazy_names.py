@@ -1,0 +1,32 @@
+"""Public names of a package that are imported on first use."""
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+
+
+def lazy_names(
+    package: str, modules: Mapping[str, str]
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """Make `__getattr__` and `__dir__` of a package.
+
+    Type checkers read the names from its `__init__.pyi`, or from imports under `TYPE_CHECKING`.
+
+    Args:
+        package: the package, `__name__`.
+        modules: the module of each public name.
+    """
+
+    def get(name: str) -> object:
+        """Import a public name on first use."""
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(modules[name]), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    def names() -> list[str]:
+        """Return all names, imported or not."""
+        return sorted({*vars(sys.modules[package]), *modules})
+
+    return get, names

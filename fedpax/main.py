@@ -81,14 +81,14 @@ fedpax: federated and multi-island training on JAX
                 [--heartbeat_seconds=1] [--free_shard_after=1800] [--islands_per_certificate=1]
                 [--goodbye_seconds=15] [--allow_older_state] [--messages_per_minute=N]
                 [--bytes_per_minute=N] [--norm_factor=3] [--accept_if=loss+0.01]
-                [--FIELD=VALUE ...]
+                [--secure_sums] [--secure_threshold=N] [--FIELD=VALUE ...]
       Hold the outer model of an experiment whose islands are processes of their own, and merge
       their updates. Needs no accelerator; resumes after its last merge. An island keeps its name
       for the run, and its shard until it is silent for --free_shard_after seconds. At the end the
       syncer answers until each island knows it, at most --goodbye_seconds.
   fedpax join --exp=NAME --syncer=HOST:PORT --job_log_dir=DIR [--certificates=DIR] [--name=NAME]
               [--shard=K] [--server_name=NAME] [--give_up_after=600] [--multihost]
-              [--FIELD=VALUE ...]
+              [--only_sums_of=3] [--FIELD=VALUE ...]
       Train one island of an experiment on this machine's devices, or with --multihost on those of
       all processes started with the same command, until the syncer has finished. If it waits for
       a syncer that does not answer for --give_up_after seconds, it saves and stops.

@@ -85,6 +85,7 @@ def _take_part(options: flags.FlagValues, experiment: Any, folder: Path) -> int:
         server_name=options.server_name,
         allow_config_change=allowed_changes(options),
         give_up_after=options.give_up_after,
+        only_sums_of=options.only_sums_of,
     )
     took_part = f"this site took part in {result.rounds} rounds"
     again = "Run the same command again to return."
@@ -135,6 +136,13 @@ def define_flags(options: flags.FlagValues) -> None:
         600.0,
         "Seconds without an answer after which an island that waits for its syncer stops.",
         0.0,
+        flag_values=options,
+    )
+    flags.DEFINE_integer(
+        "only_sums_of",
+        0,
+        "Send values in secure sums of at least so many sites alone; 0: the syncer chooses.",
+        lower_bound=0,
         flag_values=options,
     )
     flags.DEFINE_string("certificates", None, "The certificate's folder.", flag_values=options)

@@ -51,6 +51,8 @@ def syncer(arguments: Sequence[str]) -> int:
                 options.silent_after,
                 options.norm_factor,
                 options.accept_if,
+                options.secure_sums,
+                options.secure_threshold,
             ),
             goodbye_seconds=options.goodbye_seconds,
             limits=limits,
@@ -167,6 +169,19 @@ def define_flags(options: flags.FlagValues) -> None:
         "accept_if",
         None,
         "Drop replies that harm the model on the coordinator's data, by a rule: loss+0.01.",
+        flag_values=options,
+    )
+    flags.DEFINE_boolean(
+        "secure_sums",
+        False,
+        "Learn the sums of what sites send alone.",
+        flag_values=options,
+    )
+    flags.DEFINE_integer(
+        "secure_threshold",
+        None,
+        "Sites that have to stay in a secure sum; default: one more than half.",
+        lower_bound=2,
         flag_values=options,
     )
     flags.DEFINE_string(

@@ -158,6 +158,11 @@ class ClientStage(NamedTuple):
         )
         return [jnp.broadcast_to(x, a.shape) for x, a in zip(values, avals, strict=True)]
 
+    @property
+    def adds(self) -> bool:
+        """Whether all terms that are sent are sums."""
+        return all(monoid == ADDITION for monoid in self._sent_monoids())
+
     def _sent_monoids(self) -> list[Monoid]:
         return [self.monoids[i] for i in self.sent]
 

@@ -172,6 +172,10 @@ class Stages:
         """Return the function `(terms, terms) -> terms` of a stage. It is associative."""
         return self._merges[stage]
 
+    def adds(self, stage: int) -> bool:
+        """Return whether all terms of a stage are sums."""
+        return self._stages[stage].adds
+
     def fold(self, stage: int) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
         """Return the function that merges the rows of arrays of terms `[participants, ...]`."""
         return self._folds[stage]

@@ -13,6 +13,7 @@ import numpy as np
 from fedpax.algorithm import Params
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.clients.cohort import Cohort
+from fedpax.errors import FedpaxError
 from fedpax.reports.metric_table import OF_SITE
 from fedpax.run_files.configuration import to_json
 from fedpax.run_files.metrics import MetricsWriter
@@ -40,6 +41,7 @@ from fedpax.sites.rounds.exchange import (
 )
 from fedpax.sites.rounds.merge_guard import MergeGuard, evaluation_of
 from fedpax.sites.rounds.round_rules import RoundRules
+from fedpax.sites.rounds.secret_terms import ask_for_sums, check_is_sum
 from fedpax.sites.rounds.site_table import Site
 from fedpax.training.logging import NonFiniteError
 from fedpax.training.progress import Progress
@@ -329,7 +331,24 @@ class Coordinator:
             own,
             expected_arrays(divided[request.stage]),
         )
-        return self.exchange.ask(task, quorum, self._rules.round_seconds, self.stop)
+        rules = self._rules
+        if not rules.secure_sums:
+            return self.exchange.ask(task, quorum, rules.round_seconds, self.stop)
+        stage = divided[request.stage]
+        check_is_sum(stage, divided.adds(request.stage))
+        try:
+            return ask_for_sums(
+                self.exchange,
+                task,
+                stage,
+                quorum,
+                rules.round_seconds,
+                self.stop,
+                threshold=rules.secure_threshold,
+            )
+        except FedpaxError as error:
+            self._progress.note(f"no secure sum: {error}")
+            return None
 
     @staticmethod
     def _merge(
@@ -345,7 +364,8 @@ class Coordinator:
         participants: list[int] = []
         for name, reply in _whole(replies).items():
             terms = in_order(TERM, reply.arrays)
-            merged = merge(merged, terms) if participants else terms
+            if terms:  # of a secure sum, the first reply has all terms
+                merged = merge(merged, terms) if participants else terms
             shown.append(in_order(SHOWN, reply.arrays))
             participants += slots[name]
         rows = [jnp.concatenate(values) for values in zip(*shown, strict=True)]

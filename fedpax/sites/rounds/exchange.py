@@ -205,12 +205,16 @@ class Exchange:
             return self._answer(site, status="late")
         if site.name not in task.own or site.name in self._replies:
             return self._answer(site, status="repeated")
+        fields = request.mapping("fields")
+        if fields.get("fault") is not None:  # the site itself tells why it has no reply
+            self._replies[site.name] = Reply({"fault": CheckedHeader(fields).text("fault")}, {})
+            return self._answer(site, status="ok")
         if reason := self._find_fault(task, task.own[site.name][0], arrays):
             site.dropped += 1
             self._on_fault(site.name, reason)
             self._replies[site.name] = Reply({"fault": reason}, {})
             return self._answer(site, status="dropped", reason=reason)
-        self._replies[site.name] = Reply(request.mapping("fields"), arrays)
+        self._replies[site.name] = Reply(fields, arrays)
         return self._answer(site, status="ok")
 
     @staticmethod

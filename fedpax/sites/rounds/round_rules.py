@@ -23,6 +23,9 @@ class RoundRules(NamedTuple):
         accept_if: a rule of `fedpax.sites.guards.parse_accept_if`, such as "loss+0.01", by which
             the coordinator drops replies that harm the model on its held-out examples. Default
             None: no rule.
+        secure_sums: whether the terms of sites are summed securely (`fedpax.sites.secure_sums`).
+        secure_threshold: number of sites that have to stay until a secure sum is done. Default
+            None: one more than half of the sites that begin it.
     """
 
     min_sites: int = 2
@@ -31,6 +34,8 @@ class RoundRules(NamedTuple):
     silent_after: float = 30.0
     norm_factor: float | None = None
     accept_if: str | None = None
+    secure_sums: bool = False
+    secure_threshold: int | None = None
 
     def check(self) -> None:
         """Check the ranges."""
@@ -47,6 +52,11 @@ class RoundRules(NamedTuple):
             raise ArgumentError(
                 f"norm_factor={self.norm_factor}, expected a number above 0. Set for example "
                 "--norm_factor=3."
+            )
+        if self.secure_sums and (self.accept_if or self.norm_factor):
+            raise ArgumentError(
+                "secure_sums hides the replies of sites, and norm_factor and accept_if look at "
+                "each of them. Leave --secure_sums out, or the other two."
             )
         if self.accept_if:
             parse_accept_if(self.accept_if)

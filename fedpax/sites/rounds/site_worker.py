@@ -17,6 +17,8 @@ from fedpax.sites.rounds.coordinator_state import divide
 from fedpax.sites.rounds.exchange import ROW, SHARED, SHOWN, TERM, in_order, numbered
 from fedpax.sites.rounds.kept_values import KeptValues
 from fedpax.sites.rounds.round_rules import weigh
+from fedpax.sites.rounds.secret_terms import TASK as SUM
+from fedpax.sites.rounds.secret_terms import SecretTerms
 from fedpax.sites.transport.calls import RefusedError
 from fedpax.transforms.client_stages import Value
 from fedpax.transforms.stages import Stages
@@ -43,6 +45,7 @@ class SiteWorker:
         save: `(round, params) -> None`, called with the model that the coordinator sends to be
             evaluated if the site is to keep it.
         on_metrics: called with the round and the metrics of this site's held-out examples.
+        sums: this site's part in secure sums. Default None: of a site without a name.
     """
 
     def __init__(
@@ -53,10 +56,12 @@ class SiteWorker:
         seed: int,
         save: Callable[[int, Params], None],
         on_metrics: Callable[[int, dict[str, float]], None],
+        sums: SecretTerms | None = None,
     ) -> None:
         assert isinstance(experiment, SiteExperiment)
         self._experiment, self._seed = experiment, seed
         self._save, self._on_metrics = save, on_metrics
+        self._sums = SecretTerms("site") if sums is None else sums
         self._kept = KeptValues(folder)
         self._programs: dict[ClientRange, _Program] = {}
         self._questions: dict[str, tuple[Stages, Mapping[str, jax.Array]]] = {}
@@ -80,10 +85,12 @@ class SiteWorker:
         task = header["task"]
         if task == "evaluate":
             return self._evaluate(header, arrays), {}
+        if task == SUM:
+            return self._sums.answer(header), {}
         if task == "question":
-            return self._answer(header, arrays)
+            return self._sums.send(header, *self._answer(header, arrays))
         if task == "round":
-            return self._run_stage(header, arrays)
+            return self._sums.send(header, *self._run_stage(header, arrays))
         raise RefusedError(
             f"the syncer asks for {str(task)[:50]!r}, expected a round, a question or an "
             "evaluation. Use the same version of fedpax on both sides."

@@ -10,14 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
 from fedpax.algorithm import Params
 from fedpax.checkpoints.checkpoint import Checkpoints
-from fedpax.errors import ConfigurationError
+from fedpax.errors import ArgumentError, ConfigurationError
 from fedpax.files import read_json
 from fedpax.preemption import PreemptionGuard
 from fedpax.run_files.configuration import to_json, write_configuration
@@ -31,6 +31,7 @@ from fedpax.run_files.paths import (
 from fedpax.sites.identity import identify
 from fedpax.sites.rounds.contract import SiteExperiment
 from fedpax.sites.rounds.run_coordinator import check_supported
+from fedpax.sites.rounds.secret_terms import SecretTerms
 from fedpax.sites.rounds.site_worker import SiteWorker, UnknownRoundError
 from fedpax.sites.transport.calls import Connection, DisconnectedError, RefusedError, connect
 from fedpax.sites.transport.message import Message
@@ -38,6 +39,9 @@ from fedpax.training.experiment import Experiment
 from fedpax.training.job_dir_lock import JobDirLock
 from fedpax.training.progress import Progress
 from fedpax.training.resume_checks import check_configuration
+
+if TYPE_CHECKING:
+    from fedpax.sites.secure_sums import CertificateSigner
 
 SITE_FILE = "site.json"
 """The run of a site's folder."""
@@ -78,6 +82,7 @@ def take_part(
     server_name: str | None = None,
     allow_config_change: Collection[str] = (),
     give_up_after: float = 600.0,
+    only_sums_of: int = 0,
 ) -> TakePartResult:
     """Train on this site's data in the rounds that a coordinator asks for.
 
@@ -100,6 +105,8 @@ def take_part(
         server_name: the name in the coordinator's certificate. Default None: the host of `syncer`.
         allow_config_change: as in `fedpax.training.trainer.train`.
         give_up_after: seconds without an answer of a coordinator after which the site stops.
+        only_sums_of: number of sites, at least 2, that a secure sum must have; the terms of this
+            site are sent in such sums alone. Default 0: the coordinator chooses.
 
     Returns:
         The number of rounds of this process, and the reason for which the call stopped.
@@ -110,6 +117,11 @@ def take_part(
         OSError: the certificates cannot be read.
         ValueError: the address is malformed, or certificates are missing or cannot be used.
     """
+    if only_sums_of and only_sums_of < 2:
+        raise ArgumentError(
+            f"only_sums_of={only_sums_of}, expected at least 2: a sum of one site is its value. "
+            "Set for example --only_sums_of=3."
+        )
     folder = resolve_job_log_dir(job_log_dir)
     refuse_checkpoint_dir(experiment.training.checkpoint_dir, "join")
     check_supported(experiment)
@@ -117,6 +129,7 @@ def take_part(
     with JobDirLock(folder):
         changes = (*allow_config_change, "training.rounds")  # which is the coordinator's
         check_configuration(folder, experiment, exp, allow_config_change=changes)
+        site_name = name or _certified_name(certificates) or folder.name
         with (
             connect(syncer, certificates=certificates, server_name=server_name) as connection,
             Progress(
@@ -131,15 +144,25 @@ def take_part(
                 folder,
                 connection,
                 progress,
-                name=name or _certified_name(certificates) or folder.name,
+                name=site_name,
                 exp=exp,
                 stop=lambda: preemption.signal is not None,
                 give_up_after=give_up_after,
+                sums=SecretTerms(site_name, only_sums_of, _signer(certificates)),
             )
             with contextlib.closing(site):
                 site.run()
         stopped = None if site.finished else preemption.signal
         return TakePartResult(site.rounds, site.finished, stopped, gave_up=site.gave_up)
+
+
+def _signer(certificates: str | Path | None) -> "CertificateSigner | None":
+    if certificates is None:
+        return None
+    from fedpax.sites.secure_sums import CertificateSigner
+    from fedpax.sites.transport.extras import read_certificates
+
+    return CertificateSigner(read_certificates(certificates))
 
 
 def _certified_name(certificates: str | Path | None) -> str | None:
@@ -164,6 +187,7 @@ class Site:
         exp: str,
         stop: Callable[[], bool],
         give_up_after: float,
+        sums: SecretTerms | None = None,
     ) -> None:
         self._experiment, self._folder, self._exp = experiment, folder, exp
         self._connection, self._progress, self._stop = connection, progress, stop
@@ -178,6 +202,7 @@ class Site:
             seed=experiment.training.seed,
             save=self._save,
             on_metrics=self._note_metrics,
+            sums=sums or SecretTerms(name),
         )
         self._run = _read_run(folder)
         self._has_inputs = self._opened = False
@@ -287,7 +312,9 @@ class Site:
             stage=task.header["stage"],
             fields=fields,
         )
-        if answer.header["status"] == "dropped":
+        if "fault" in fields:
+            self._progress.note(f"no reply: {fields['fault']}")
+        elif answer.header["status"] == "dropped":
             self._progress.note(f"the syncer does not count the reply: {answer.header['reason']}")
         elif answer.header["status"] == "late":
             self._progress.note("the reply came too late for its round")

@@ -1,0 +1,217 @@
+"""Terms of sites as secure sums: the coordinator learns the sum over sites, and not a site's terms.
+
+Floats are sent as multiples of 2^-24, in three words of 21 bits: the sums of the words over sites
+do not overflow, so the sum is exact.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedpax.errors import ArgumentError
+from fedpax.sites.rounds.contract import Json
+from fedpax.sites.rounds.exchange import TERM, Exchange, Reply, Task, in_order, numbered
+from fedpax.sites.transport.calls import RefusedError
+from fedpax.sites.transport.message import Message
+from fedpax.transforms.client_stages import Stage
+
+if TYPE_CHECKING:
+    from fedpax.sites.secure_sums import SiteSide
+    from fedpax.sites.secure_sums.roster import Signer
+
+TASK = "secure_sum"
+"""The task of the phases of a secure sum in which no values are sent."""
+
+WORDS, _BITS, _SCALE = 3, 21, 2.0**24
+_LARGEST_FLOAT, _LARGEST_INTEGER = 2.0**29, 2**53  # such that 500 of them do not overflow
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class NotSummableError(ValueError):
+    """A term that cannot be part of a sum, such as NaN."""
+
+
+def to_words(x: np.ndarray) -> np.ndarray:
+    """Return numbers as words `[..., 3]`, which can be summed."""
+    x = np.asarray(x)
+    if x.dtype.kind in "biu":
+        if x.size and not np.abs(x.astype(np.float64)).max() < _LARGEST_INTEGER:
+            raise NotSummableError("it has integers of 2**53 or more")
+        value = x.astype(np.int64)
+    else:
+        floats = x.astype(np.float64)
+        if not np.all(np.abs(floats) < _LARGEST_FLOAT):
+            raise NotSummableError("it has NaN, or numbers of 2**29 or more")
+        value = np.rint(floats * _SCALE).astype(np.int64)
+    parts = [(value >> (_BITS * k)) & ((1 << _BITS) - 1) for k in range(WORDS)]
+    return np.stack(parts, -1).astype(np.uint32)
+
+
+def from_words(words: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return the numbers whose words, or sums of words, are given."""
+    parts = words.view(np.uint32).astype(np.uint64)
+    shifts = np.uint64(_BITS) * np.arange(WORDS, dtype=np.uint64)
+    total = np.sum(parts << shifts, -1, dtype=np.uint64) & np.uint64(2**63 - 1)
+    value = np.where(total >= 2**62, total | np.uint64(2**63), total).view(np.int64)
+    return np.asarray(value if dtype.kind in "biu" else value / _SCALE).astype(dtype)
+
+
+class SecretTerms:
+    """A site's part in the secure sums of its rounds.
+
+    Args:
+        name: the site's name.
+        least_sites: number of sites that a sum must have; terms are sent in such sums alone. 0:
+            the coordinator chooses whether terms are summed securely, of three sites or more.
+        signer: signs the keys of this site, and checks those of others.
+    """
+
+    def __init__(self, name: str, least_sites: int = 0, signer: "Signer | None" = None) -> None:
+        self._name, self._least, self._signer = name, least_sites, signer
+        self._session, self._values = "", dict[str, np.ndarray]()
+        self._side: SiteSide | None = None
+
+    def answer(self, header: Json) -> Json:
+        """Answer a phase in which no values are sent."""
+        from fedpax.sites.secure_sums import SecureSumError, SiteSide
+
+        request = header["request"]
+        if request is None and header["session"] != self._session:
+            self._session, self._values = header["session"], {}
+            self._side = SiteSide(
+                self._name,
+                self._session,
+                lambda: self._values,
+                least_sites=self._least or 3,
+                signer=self._signer,
+            )
+        if not self.knows(header["session"]):
+            return {"fault": "this process began after the sum"}
+        assert self._side is not None
+        try:
+            answer = self._side.answer(None if request is None else Message(request))
+        except SecureSumError as error:
+            return {"fault": str(error)}
+        return {"answer": dict(answer.header)}
+
+    def knows(self, session: str) -> bool:
+        """Whether a sum began in this process."""
+        return self._side is not None and session == self._session
+
+    def send(self, header: Json, fields: Json, arrays: Arrays) -> tuple[Json, Arrays]:
+        """Return the fields and the arrays of a reply: under masks, if the task asks for a sum."""
+        from fedpax.sites.secure_sums import SecureSumError
+
+        if "request" not in header:
+            if self._least:
+                raise RefusedError(
+                    "the syncer asks for the terms of this site, expected a secure sum: this site "
+                    f"has --only_sums_of={self._least}. Start `fedpax syncer` with --secure_sums."
+                )
+            return fields, arrays
+        if not self.knows(header["session"]):
+            return {"fault": "this process began after the sum"}, {}
+        assert self._side is not None
+        try:
+            terms = in_order(TERM, arrays)
+            self._values = numbered(TERM, [to_words(x) for x in terms])
+            answer = self._side.answer(Message(header["request"]))
+        except (SecureSumError, NotSummableError) as error:
+            return {"fault": str(error)}, {}
+        return {**fields, "answer": dict(answer.header)}, answer.arrays
+
+
+def check_is_sum(stage: Stage, adds: bool) -> None:
+    """Raise if a stage sends anything else than sums."""
+    if stage.shown or not adds:
+        what = f"{stage.shown[0].name} of each client" if stage.shown else "a maximum or a minimum"
+        raise ArgumentError(
+            f"secure_sums: the method sends {what}, expected sums and means alone. Use another "
+            "aggregator or method, or leave --secure_sums out."
+        )
+
+
+def ask_for_sums(
+    exchange: Exchange,
+    task: Task,
+    stage: Stage,
+    quorum: int,
+    seconds: float,
+    stop: Callable[[], bool],
+    *,
+    threshold: int | None,
+) -> dict[str, Reply] | None:
+    """Ask sites as `Exchange.ask` does, for the sum of their terms alone.
+
+    The first of the replies has the sum, in the terms' dtypes, and the others have no arrays. It
+    raises a `SecureSumError` if too few sites are left, or if their shares do not fit.
+    """
+    from fedpax.sites.secure_sums import CoordinatorSide, SecureSumError
+
+    session = f"{exchange.run} {task.token} {task.header['stage']}"
+    shapes = {f"{TERM} {i}": (*v.shape, WORDS) for i, v in enumerate(stage.terms)}
+    side = CoordinatorSide(session, list(task.own), threshold=threshold, shapes=shapes)
+    requests: dict[str, Message | None] = dict.fromkeys(task.own)
+    fields: dict[str, Any] = {}
+    faults: dict[str, Reply] = {}
+    while not side.done:
+        phase = side.phase
+        asked = _phase_task(task, session, phase, requests, shapes)
+        replies = exchange.ask(asked, max(quorum, _needed(requests)), seconds, stop)
+        if replies is None:
+            return None
+        for name, reply in replies.items():
+            header = reply.header.get("answer")
+            try:
+                if isinstance(header, dict):
+                    side.receive(name, Message(header, reply.arrays))
+            except SecureSumError as error:
+                reply = Reply({"fault": str(error)}, {})
+            if "fault" in reply.header:
+                faults[name] = reply
+            elif phase == "mask":
+                fields[name] = {k: v for k, v in reply.header.items() if k != "answer"}
+        requests = dict(side.advance())
+    total = {
+        name: from_words(side.total[name], np.dtype(value.dtype))
+        for name, value in zip(shapes, stage.terms, strict=True)
+    }
+    first, *others = side.present
+    sent = {first: Reply(fields[first], total)} | {n: Reply(fields[n], {}) for n in others}
+    return sent | {name: reply for name, reply in faults.items() if name not in sent}
+
+
+def _needed(sites: Collection[str]) -> int:
+    """Return the number of answers before a deadline ends a phase: more than half."""
+    return len(sites) // 2 + 1
+
+
+def _phase_task(
+    task: Task,
+    session: str,
+    phase: str,
+    requests: Mapping[str, Message | None],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Task:
+    """Return the task of a phase: the values are sent as the answer to the task itself."""
+
+    def extra(request: Message | None) -> dict[str, Any]:
+        return {"session": session, "request": None if request is None else dict(request.header)}
+
+    if phase == "mask":
+        own = {
+            name: ({**task.own[name][0], **extra(request)}, task.own[name][1])
+            for name, request in requests.items()
+        }
+        words = {name: (shape, np.dtype(np.uint32)) for name, shape in shapes.items()}
+        return task._replace(own=own, expected=words)
+    none: dict[str, np.ndarray] = {}
+    return Task(
+        f"{task.token} {phase}",
+        {"task": TASK, "stage": task.header["stage"], "last_stage": task.header["last_stage"]},
+        none,
+        {name: (extra(request), none) for name, request in requests.items()},
+        {},
+    )

@@ -101,6 +101,18 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             "plot",
         ),
         (
+            "certificates --out=c --names=a,b",
+            "`fedpax certificates`",
+            "cryptography",
+            "sites",
+        ),
+        (
+            "train --exp=fedavg_digits --job_log_dir=a --training.tracker=trackio",
+            "--training.tracker=trackio",
+            "trackio",
+            "trackio",
+        ),
+        (
             "partition --exp=fedavg_digits --dataset=mnist",
             "The data set 'mnist'",
             "tensorflow_datasets",

@@ -8,6 +8,7 @@ from absl import flags
 
 from fedpax.commands.parts.options import did_you_mean_flag, parse
 from fedpax.errors import UsageError
+from fedpax.extras import check_installed
 
 # The flags of each of the three ways of running the command; --out belongs to all of them.
 _FLAGS = {
@@ -34,13 +35,7 @@ def certificates(arguments: Sequence[str]) -> int:
                 f"--{', --'.join(_FLAGS[action])}. Run `fedpax --help` to see the commands."
             )
     _check_required(options, action)
-    try:
-        import cryptography  # noqa: F401
-    except ImportError:
-        raise UsageError(
-            "certificates need the package cryptography, and it is not installed. Install it: "
-            "pip install 'fedpax[sites]'."
-        ) from None
+    check_installed("cryptography", "`fedpax certificates`")
     {"names": _make, "request": _request, "sign": _sign}[action](options)
     return 0
 

@@ -28,6 +28,7 @@ from fedpax.training.progress import Progress
 from fedpax.training.resume_checks import check_configuration
 from fedpax.training.round_loop import is_due
 from fedpax.training.spikes import SpikeHistory
+from fedpax.training.tracker import track
 from fedpax.training.trainer import TrainingResult
 
 RunRounds = Callable[..., list[Any]]
@@ -142,9 +143,10 @@ class _BatchLoop:
                 item_unit=self.run.item_unit,
             )
         )
+        self.tracker = enter(track(experiment, folder, exp, note=self.progress.note))
         self.checkpoints = enter(Checkpoints(folder, keep=self.training.keep_checkpoints))
         self.state, num_parameters = self._restore()
-        metrics = MetricsWriter(folder, after=done)
+        metrics = MetricsWriter(folder, after=done, listener=self.tracker.add)
         history = SpikeHistory(
             metrics.kept,
             on_spike="ignore",
@@ -187,6 +189,7 @@ class _BatchLoop:
             if is_due(last, training.rounds, training.checkpoint_every):
                 self._save()
         self.checkpoints.wait()
+        self.tracker.finished = True
         return TrainingResult(
             self.done,
             finished=True,

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from fedpax.console import print_error
 from fedpax.errors import ConfigurationError
 from fedpax.extras import check_installed
 from fedpax.files import UnusableFileError, read_json
@@ -28,6 +29,7 @@ from fedpax.run_files.paths import (
     complete_rounds,
     write_atomically,
 )
+from fedpax.training.experiment import Experiment
 from fedpax.training.tracked_runs import SERVICES, Description, Entry, Outcome, TrackedRun
 
 if sys.platform != "win32":
@@ -274,6 +276,28 @@ class Tracker(AbstractContextManager["Tracker"]):
                 f"{self._left_out} lines were not sent to {self._name}, because more than "
                 f"{MOST_LINES} waited. They are in metrics.jsonl"
             )
+
+
+def track(
+    experiment: Experiment,
+    folder: Path,
+    exp: str,
+    *,
+    note: Callable[[str], None] | None = None,
+    saved_in: Path | None = None,
+    enabled: bool = True,
+) -> Tracker:
+    """Make the tracker that an experiment names, for a run in a folder."""
+    training, name = experiment.training, exp or type(experiment).__name__
+    return Tracker(
+        training.tracker,
+        folder,
+        exp=exp,
+        configuration=experiment,
+        note=note or (lambda text: print_error(f"{name}: {text}")),
+        checkpoints_of=(saved_in or folder) if training.track_checkpoints else None,
+        enabled=enabled,
+    )
 
 
 class SystemFigures:

@@ -4,7 +4,7 @@ import errno
 import functools
 import os
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +17,6 @@ from fedpax.checkpoints.exports import Exports
 from fedpax.checkpoints.orbax_files import Retention
 from fedpax.checkpoints.participant_states import ParticipantRule, check_rule
 from fedpax.checkpoints.saved_rounds import check_latest_round
-from fedpax.console import print_error
 from fedpax.elastic.membership import Membership
 from fedpax.errors import FedpaxError
 from fedpax.preemption import PreemptionGuard
@@ -44,7 +43,7 @@ from fedpax.training.resume_checks import check_configuration
 from fedpax.training.round_loop import ResumeOptions, RoundLoop
 from fedpax.training.spikes import RepeatedSpikesError
 from fedpax.training.startup_report import check_processes
-from fedpax.training.tracker import Tracker
+from fedpax.training.tracker import Tracker, track
 from fedpax.training.watchdog import Watchdog
 
 
@@ -237,7 +236,16 @@ def _open_loop(
         )
     )
     # Closed after the checkpoints, so that it can send the last one.
-    tracker = enter(_tracker(experiment, folder, job.saved_in, job.exp, progress.note))
+    tracker = enter(
+        track(
+            experiment,
+            folder,
+            job.exp,
+            note=progress.note,
+            saved_in=job.saved_in,
+            enabled=primary,
+        )
+    )
     exports = enter(_exports(experiment, folder, job.saved_in, job.exp))
     checkpoint_dir = job.checkpoint_dir
     checkpoints = enter(
@@ -293,26 +301,10 @@ def _stopped_early(experiment: Experiment, folder: Path, done: int) -> str | Non
     return Evaluations(log.lines, training.keep_best, training.stop_after).reason
 
 
-def _tracker(
-    experiment: Experiment, folder: Path, saved_in: Path, exp: str, note: Callable[[str], None]
-) -> Tracker:
-    training = experiment.training
-    return Tracker(
-        training.tracker,
-        folder,
-        exp=exp,
-        configuration=experiment,
-        note=note,
-        checkpoints_of=saved_in if training.track_checkpoints else None,
-        enabled=jax.process_index() == 0,
-    )
-
-
 def _send_rest(experiment: Experiment, folder: Path, saved_in: Path, exp: str) -> None:
     """Send the metrics of a finished run that its tracker has not got."""
-    name = exp or type(experiment).__name__
-    with _tracker(
-        experiment, folder, saved_in, exp, lambda text: print_error(f"{name}: {text}")
+    with track(
+        experiment, folder, exp, saved_in=saved_in, enabled=jax.process_index() == 0
     ) as tracker:
         tracker.finished = True
         for line in read_log(folder, last_rounds).lines if tracker.enabled else ():

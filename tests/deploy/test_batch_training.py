@@ -1,5 +1,6 @@
 """A run whose rounds are batch jobs equals a run of `fedpax.train`, and each resumes the other."""
 
+import dataclasses
 import functools
 import os
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from batch_rounds import run_in_a_loop
 from hospital_files import write_hospitals
+from tracker_server import Server, use
 
 import fedpax
 from fedpax.checkpoints import load_params
@@ -56,14 +58,18 @@ def assert_equal_runs(one, other):
     )
 
 
-def test_a_run_equals_that_of_train_and_resumes_it(experiment, tmp_path):
-    jobs = []
+def test_a_run_equals_that_of_train_and_resumes_it(experiment, tmp_path, monkeypatch):
+    jobs, server = [], use(monkeypatch, Server())
 
     def run_rounds(program, state, **settings):
         jobs.append((settings["first_round"], settings["rounds"]))
         return run_in_a_loop(program, state, **settings)
 
-    result = train_in_batches(experiment(), tmp_path / "batches", run_rounds)
+    tracked = dataclasses.replace(experiment().training, tracker="wandb")
+    tracked = dataclasses.replace(experiment(), training=tracked)
+    result = train_in_batches(tracked, tmp_path / "batches", run_rounds)
+    assert server.lines == read_metrics(tmp_path / "batches")
+    assert server.outcomes == ["finished"]
     assert (result.rounds, result.finished, result.rounds_trained) == (3, True, 3)
     assert jobs == [(0, 2), (2, 1)]
     fedpax.train(experiment(), tmp_path / "plain")

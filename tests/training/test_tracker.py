@@ -1,7 +1,6 @@
 """Trackers: what is sent, by which process, and that a server never holds training up."""
 
 import dataclasses
-import itertools
 import json
 import os
 import signal
@@ -11,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,69 +20,25 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from small_regression import Regression, regression
+from tracker_server import Server, use
 
 from fedpax.checkpoints import load_params
 from fedpax.errors import ArgumentError, ConfigurationError, MissingPackageError
 from fedpax.run_files.metrics import MetricsWriter, read_metrics
 from fedpax.run_files.paths import TRACKER, check_links
-from fedpax.training import tracked_runs, tracker
+from fedpax.training import tracker
 from fedpax.training.experiment import TrainingConfig
-from fedpax.training.tracked_runs import Description, Entry, Outcome, metrics_of
+from fedpax.training.tracked_runs import metrics_of
 from fedpax.training.tracker import Tracker
 from fedpax.training.trainer import train
 
 CONFIGURATION = TrainingConfig(rounds=9, evaluate_every=2, checkpoint_every=3)
 
 
-class Server:
-    """A tracker in memory: it fails at the calls with these numbers, or does not answer."""
-
-    def __init__(self, failures: Sequence[int] = (), seconds: float = 0.0) -> None:
-        self.entries: list[Entry] = []
-        self.runs: list[str] = []
-        self.outcomes: list[Outcome] = []
-        self.checkpoints: list[int] = []
-        self.configuration: Any = None
-        self._failures, self._calls, self._seconds = set(failures), itertools.count(), seconds
-
-    def open(self, id: str, description: Description) -> "Server":
-        self._answer()
-        self.id, self.place, self.configuration = id, "memory", description.configuration
-        self.runs.append(id)
-        return self
-
-    def _answer(self) -> None:
-        time.sleep(self._seconds)
-        if next(self._calls) in self._failures:
-            raise ConnectionError("no route to host")
-
-    def log(self, entries: Sequence[Entry]) -> None:
-        self._answer()
-        self.entries += entries
-
-    def log_checkpoint(self, folder: Path, round_number: int) -> None:
-        self._answer()
-        assert (folder / "config.json").is_file() and load_params(folder)
-        self.checkpoints.append(round_number)
-
-    def close(self, outcome: Outcome) -> None:
-        self.outcomes.append(outcome)
-
-    @property
-    def lines(self) -> list[Any]:
-        return [entry.line for entry in self.entries if entry.line["kind"] != "system"]
-
-
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SECONDS_BETWEEN_SENDS", "SECONDS_BETWEEN_ATTEMPTS"):
         monkeypatch.setattr(tracker, name, 0.002)
-
-
-def use(monkeypatch: pytest.MonkeyPatch, server: Server) -> Server:
-    monkeypatch.setitem(tracked_runs.SERVICES, "wandb", server.open)
-    monkeypatch.setattr(tracker, "check_installed", lambda module, use: None)
-    return server
 
 
 def track(folder: Path, notes: list[str], name: str | None = "wandb", **options: Any) -> Tracker:

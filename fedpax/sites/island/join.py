@@ -39,6 +39,7 @@ from fedpax.training.job_dir_lock import JobDirLock
 from fedpax.training.progress import Progress, describe_devices
 from fedpax.training.resume_checks import check_configuration
 from fedpax.training.startup_report import check_processes
+from fedpax.training.tracker import track
 
 SECONDS_TO_ASK_AGAIN = 15.0
 PROCESS_ENDED = 75  # EX_TEMPFAIL of sysexits.h: the same command can succeed later
@@ -169,8 +170,11 @@ def _join(
     preemption = PreemptionGuard()
     with (
         jax.set_mesh(run.mesh),
+        track(experiment, folder, exp, enabled=channel.is_first) as tracker,
         Checkpoints(folder, keep=experiment.training.keep_checkpoints) as checkpoints,
-        MetricsWriter(folder, after=first, enabled=channel.is_first) as metrics,
+        MetricsWriter(
+            folder, after=first, enabled=channel.is_first, listener=tracker.add
+        ) as metrics,
         _make_progress(experiment, exp, run, header, first, channel) as progress,
         contextlib.ExitStack() as stack,
     ):
@@ -226,7 +230,7 @@ def _join(
         with _open_data(experiment, exp, run, island.shard, position) as data, preemption:
             rounds.train(data, *frozen)
         checkpoints.wait()
-        finished = island.status.finished
+        tracker.finished = finished = island.status.finished
         gave_up = rounds.gave_up and not island.must_stop()
     return JoinResult(rounds.done, finished, None if finished else preemption.signal, gave_up)
 

@@ -31,6 +31,7 @@ from fedpax.training.experiment import Experiment
 from fedpax.training.job_dir_lock import JobDirLock
 from fedpax.training.progress import Progress
 from fedpax.training.resume_checks import check_configuration
+from fedpax.training.tracker import track
 
 
 class CoordinatorResult(NamedTuple):
@@ -119,7 +120,8 @@ def run_coordinator(
         write_configuration(folder, experiment, exp)
         set_aside_after(folder / CHECKPOINTS, done)
         with (
-            MetricsWriter(folder, after=done) as metrics,
+            track(experiment, folder, exp) as tracker,
+            MetricsWriter(folder, after=done, listener=tracker.add) as metrics,
             Checkpoints(folder, keep=experiment.training.keep_checkpoints) as checkpoints,
             Progress(exp or type(experiment).__name__, rounds_done=done, rounds=rounds) as progress,
             serve(
@@ -144,7 +146,7 @@ def run_coordinator(
             if coordinator.done >= rounds:
                 exchange.publish(finished=True)
                 coordinator.say_goodbye(goodbye_seconds)
-        finished = coordinator.done >= rounds
+            tracker.finished = finished = coordinator.done >= rounds
         stopped = None if finished else preemption.signal
         return CoordinatorResult(coordinator.done, finished, stopped)
 

@@ -40,6 +40,7 @@ from fedpax.training.experiment import Experiment, Run
 from fedpax.training.job_dir_lock import JobDirLock
 from fedpax.training.progress import Progress
 from fedpax.training.resume_checks import check_configuration
+from fedpax.training.tracker import track
 
 SECONDS_BETWEEN_TICKS = 0.02
 
@@ -153,7 +154,8 @@ def run_syncer(
         # The user can have restored an older copy of the state.
         set_aside_after(folder / CHECKPOINTS, first)
         with (
-            MetricsWriter(folder, after=first) as metrics,
+            track(experiment, folder, exp) as tracker,
+            MetricsWriter(folder, after=first, listener=tracker.add) as metrics,
             Checkpoints(folder, keep=experiment.training.keep_checkpoints) as checkpoints,
             Progress(
                 exp or type(experiment).__name__,
@@ -188,6 +190,7 @@ def run_syncer(
                 checkpoints.wait()  # the outer model is there when islands learn the end
                 _say_goodbye(syncer, progress, preemption, goodbye_seconds)
             watch.update(syncer.islands(), force=True)
+            tracker.finished = syncer.finished
         stopped = None if syncer.finished else preemption.signal
         return SyncerResult(merged.done, syncer.finished, stopped)
 

@@ -1,0 +1,58 @@
+"""An experiment tracker in memory, which can fail."""
+
+import itertools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedpax.checkpoints import load_params
+from fedpax.training import tracked_runs, tracker
+from fedpax.training.tracked_runs import Description, Entry, Outcome
+
+
+class Server:
+    """A tracker in memory: it fails at the calls with these numbers, or does not answer."""
+
+    def __init__(self, failures: Sequence[int] = (), seconds: float = 0.0) -> None:
+        self.entries: list[Entry] = []
+        self.runs: list[str] = []
+        self.outcomes: list[Outcome] = []
+        self.checkpoints: list[int] = []
+        self.configuration: Any = None
+        self._failures, self._calls, self._seconds = set(failures), itertools.count(), seconds
+
+    def open(self, id: str, description: Description) -> "Server":
+        self._answer()
+        self.id, self.place, self.configuration = id, "memory", description.configuration
+        self.runs.append(id)
+        return self
+
+    def _answer(self) -> None:
+        time.sleep(self._seconds)
+        if next(self._calls) in self._failures:
+            raise ConnectionError("no route to host")
+
+    def log(self, entries: Sequence[Entry]) -> None:
+        self._answer()
+        self.entries += entries
+
+    def log_checkpoint(self, folder: Path, round_number: int) -> None:
+        self._answer()
+        assert (folder / "config.json").is_file() and load_params(folder)
+        self.checkpoints.append(round_number)
+
+    def close(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+
+    @property
+    def lines(self) -> list[Any]:
+        return [entry.line for entry in self.entries if entry.line["kind"] != "system"]
+
+
+def use(monkeypatch: pytest.MonkeyPatch, server: Server) -> Server:
+    monkeypatch.setitem(tracked_runs.SERVICES, "wandb", server.open)
+    monkeypatch.setattr(tracker, "check_installed", lambda module, use: None)
+    return server

@@ -1,6 +1,7 @@
 """The data of one participant of an experiment, where each participant has a machine of its own."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from fedpax.errors import ArgumentError
 from fedpax.experiments.client_files import open_files
 from fedpax.experiments.fedavg_files import FedAvgFiles
 from fedpax.run_files.configuration import read_configuration
-from fedpax.training.experiment import Experiment
+from fedpax.training.experiment import Experiment, Run
 
 
 def experiment_data(
@@ -39,16 +40,13 @@ def experiment_data(
         ArgumentError: there is no such client, or the experiment reads no files.
     """
     if experiment is None:
-        named = read_configuration(folder)
-        if named is None:
-            raise ArgumentError(f"{folder} has no config.json. Run `fedpax export` again.")
-        experiment = named[1]
-    assert experiment is not None
-    experiment.read_inputs(Path(folder))
+        experiment = _saved_experiment(str(folder))
+    else:
+        experiment.read_inputs(Path(folder))
     files = node.config.get("files")
     if files is not None:
         return _own_files(experiment, node, str(files))
-    stream = experiment.build().cohorts
+    stream = _build(experiment).cohorts
     if isinstance(stream, CohortRounds):
         if node.participant >= stream.num_clients:
             raise ArgumentError(
@@ -57,7 +55,23 @@ def experiment_data(
                 "'files=\"/data/*.csv\"'."
             )
         return stream
-    return _Rows(experiment, stream, node.participant)
+    return _Rows(experiment, node.participant)
+
+
+# In a simulation, the participants of one process share the experiment and its data.
+@functools.cache
+def _saved_experiment(folder: str) -> Experiment:
+    named = read_configuration(folder)
+    if named is None:
+        raise ArgumentError(f"{folder} has no config.json. Run `fedpax export` again.")
+    experiment: Experiment = named[1]
+    experiment.read_inputs(Path(folder))
+    return experiment
+
+
+@functools.lru_cache(maxsize=1)
+def _build(experiment: Experiment) -> Run:
+    return experiment.build()
 
 
 def _own_files(experiment: Experiment, node: Node, files: str) -> CohortRounds:
@@ -88,11 +102,12 @@ def _own_files(experiment: Experiment, node: Node, files: str) -> CohortRounds:
 class _Rows:
     """`round -> cohort` of one participant, from a stream of whole cohorts."""
 
-    def __init__(self, experiment: Experiment, stream: CohortStream, row: int) -> None:
+    def __init__(self, experiment: Experiment, row: int) -> None:
         self._experiment, self._row = experiment, row
-        self._open(stream)
+        self._open()
 
-    def _open(self, stream: CohortStream) -> None:
+    def _open(self) -> None:
+        stream: CohortStream = self._experiment.build().cohorts  # each row reads at its own place
         if isinstance(stream, IslandStream):
             stream.keep_island(self._row)
         self._stream, self._next = stream, 0
@@ -101,7 +116,7 @@ class _Rows:
     def __call__(self, number: int) -> Cohort:
         """Return the row of a round's cohort."""
         if number < self._next - 1:
-            self._open(self._experiment.build().cohorts)
+            self._open()
         while self._next <= number:
             self._cohort = next(self._stream)
             self._next += 1

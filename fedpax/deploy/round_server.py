@@ -129,6 +129,7 @@ class Roster:
             greeting = Packet({"kind": "greeting", "program": self._program.program})
             self._greetings |= self._network.push(dict.fromkeys(new, greeting), None)
             self._asked.update(new)
+        self._greetings = {m: node for m, node in self._greetings.items() if node in nodes}
         for reply in self._network.pull(self._greetings) if self._greetings else ():
             if reply.message not in self._greetings:
                 continue
@@ -138,6 +139,11 @@ class Roster:
                 continue
             self._partitions[node] = int(reply.packet.values["partition"])
             self._refusals.pop(node, None)
+
+    @property
+    def is_greeting(self) -> bool:
+        """Whether a connected node has not answered its greeting."""
+        return bool(self._greetings)
 
     def refuse(self, node: int, reply: Reply) -> None:
         """Note why a node takes no part."""
@@ -303,11 +309,12 @@ class RoundServer:
         while True:
             self.roster.refresh()
             connected = self.roster.participants()
-            # Nodes start one after another: the first round waits for all of them.
+            # Nodes start one after another. The first round waits for them, and draws from all
+            # nodes that are connected then: a rerun has the same cohorts.
             wanted = self.quorum if number else self.program.size
-            if len(connected) >= wanted:
-                break
             waited = time.monotonic() - first
+            if len(connected) >= wanted and (number or not self.roster.is_greeting):
+                break
             if waited > self.rules.wait:
                 if len(connected) >= self.quorum:
                     break

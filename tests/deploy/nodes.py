@@ -105,7 +105,7 @@ class LocalNetwork:
             100 + k: NodeProgram(program, load_data, folder / f"disk_{k}") for k in partitions
         }
         self.partitions = {100 + k: k for k in partitions}
-        self.lost, self.replies, self.log, self.number = lost, {}, [], 0
+        self.lost, self.replies, self.log, self.sent = lost, {}, [], {}
 
     def nodes(self):
         return list(self.programs)
@@ -113,9 +113,8 @@ class LocalNetwork:
     def push(self, packets, seconds):
         sent = {}
         for node, packet in packets.items():
-            self.number += 1
-            message = f"message {self.number}"
-            sent[message] = node
+            message = f"message {len(self.sent)}"
+            sent[message] = self.sent[message] = node
             self.log.append((node, packet))
             fate = self.lost(packet.values, node)
             if fate == "before":

@@ -6,9 +6,10 @@ import jax
 import numpy as np
 import pytest
 
+from fedpax.data import ClientSampler
 from fedpax.deploy.kept_state import KeptState, KeptStateError
 from fedpax.deploy.node import NodeProgram
-from fedpax.deploy.round_program import read_program
+from fedpax.deploy.round_program import parse_program, read_program
 from fedpax.deploy.round_server import RoundError, RoundServer, Rules
 from fedpax.deploy.runtime import ArtifactError
 from tests.deploy import nodes
@@ -95,6 +96,25 @@ def test_a_round_is_asked_again_below_the_quorum(programs, tmp_path):
     history = serve(LocalNetwork(program, tmp_path, lost=lost), program, quorum=2, deadline=1e-9)
     for (position, _), state in zip(history, nodes.by_jit("scaffold")[1:], strict=True):
         assert_equals(position.state, state)
+
+
+def test_a_cohort_is_drawn_from_all_nodes_however_late_they_greet(tmp_path):
+    program = parse_program(nodes.pack("fedavg", 2))
+    sampler = ClientSampler(N, 2, SETTINGS.cohort_seed)
+    for late in range(N):
+        network = LocalNetwork(program, tmp_path / str(late))
+        pull, polls = network.pull, []
+
+        def slow_pull(messages, pull=pull, polls=polls, late=late, network=network):
+            polls.append(1)
+            slow = [m for m in messages if len(polls) < 5 and network.sent[m] == 100 + late]
+            return pull([m for m in messages if m not in slow])
+
+        network.pull = slow_pull
+        serve(network, program, enough=2)
+        for number in range(SETTINGS.rounds):
+            asked = [n for n, p in network.log if p.values.get("round") == number]
+            assert asked == [100 + k for k in sorted(sampler.sample(number))]
 
 
 def test_over_selection_ends_a_round_early(programs, tmp_path):

@@ -52,7 +52,7 @@ gallery: $(INSTALLED)  ## Train all methods on two problems, and draw the figure
 	$(BIN)/python docs/gallery_pages.py
 
 test-docs: $(INSTALLED)  ## Build the site, and run the examples of all pages and docstrings, the slow ones too.
-	$(HURRY) $(PYTEST) tests/test_docs.py tests/test_site.py tests/test_gallery.py
+	$(HURRY) $(PYTEST) tests/test_docs.py tests/test_site.py tests/test_gallery.py tests/test_notebooks.py
 
 # Chromium is the system's: Debian's package chromium.
 test-browser: $(INSTALLED)  ## Read the site in Chromium: widths, search, dark mode, errors.

@@ -11,7 +11,9 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 import fedpax
+from fedpax.experiments.listing import EXPERIMENTS, GROUPS
 from fedpax.main import USAGE
+from fedpax.reports.table import markdown_table
 
 project = "fedpax"
 author = "the fedpax authors"
@@ -77,6 +79,18 @@ class CommandLineHelp(SphinxDirective):
         return [nodes.literal_block(USAGE, USAGE, language="text")]
 
 
+class ExperimentList(SphinxDirective):
+    """Insert a table of the experiments, and one of the groups."""
+
+    def run(self) -> list[nodes.Node]:
+        """Return the parsed tables."""
+        tables = [
+            markdown_table([title, ""], [[f"`{n}`", e.summary] for n, e in entries.items()])
+            for title, entries in (("experiment", EXPERIMENTS), ("group", GROUPS))
+        ]
+        return self.parse_text_to_nodes("\n\n".join(tables))
+
+
 SECTION = re.compile(r"([A-Z][a-z]+):$")
 
 
@@ -120,5 +134,6 @@ def setup(app: Sphinx) -> None:
     """Register the directive and what changes docstrings."""
     app.connect("builder-inited", write_notebooks)
     app.add_directive("command-line-help", CommandLineHelp)
+    app.add_directive("experiment-list", ExperimentList)
     # Before napoleon, which reads the sections.
     app.connect("autodoc-process-docstring", convert_docstring, priority=400)

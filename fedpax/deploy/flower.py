@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fedpax.training.experiment import Experiment
 
 _LOG = logging.getLogger("flwr")
-STATE_FILE, METRICS_FILE = "state.npz", "metrics.jsonl"
+STATE_FILE, METRICS_FILE, POSITION_FILE = "state.npz", "metrics.jsonl", "position.bin"
 
 
 def server_app(program: str | Path | Experiment, **settings: Any) -> Any:
@@ -51,6 +51,8 @@ def server_app(program: str | Path | Experiment, **settings: Any) -> Any:
             - secure-bound: the largest absolute value of a term in floats. Default 64.
             - out: folder of the result, on the machine of the SuperLink. Default: a folder of the
               run in `~/.fedpax/flower/results`.
+            - resume: continue the run in `out`, if there is one; its participants keep their
+              states. Default False.
 
     Returns:
         A `flwr.serverapp.ServerApp`.
@@ -211,6 +213,7 @@ def train(network: Any, program: Any, run: str, settings: Mapping[str, Any]) -> 
     Returns:
         The server's state after the last round, by name.
     """
+    from fedpax.deploy.positions import read_position, write_position
     from fedpax.deploy.round_server import POLL_SECONDS, RoundServer, Rules, finite_metrics
 
     def setting(name: str, default: Any) -> Any:
@@ -221,6 +224,12 @@ def train(network: Any, program: Any, run: str, settings: Mapping[str, Any]) -> 
     secure = None
     if setting("secure", False):
         secure = secure_sums.SecureSum(network.grid, setting("secure-bound", 64.0), POLL_SECONDS)
+    out = Path(setting("out", f"~/.fedpax/flower/results/{run}")).expanduser().absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    saved = None
+    if setting("resume", False):
+        saved = read_position(out / POSITION_FILE, program.program)
+    run = run if saved is None else saved[0]
     server = RoundServer(
         network,
         program,
@@ -230,12 +239,12 @@ def train(network: Any, program: Any, run: str, settings: Mapping[str, Any]) -> 
         seed=setting("seed", program.settings.seed),
         log=_LOG,
     )
-    out = Path(setting("out", f"~/.fedpax/flower/results/{run}")).expanduser().absolute()
-    out.mkdir(parents=True, exist_ok=True)
     if secure is not None:
         secure_sums.check_program(program, server.quorum)
-    position = server.begin()
-    for _ in range(setting("rounds", program.settings.rounds)):
+    position = server.begin() if saved is None else saved[1]
+    if saved is not None:
+        _LOG.info("Run %s continues after round %d", run, position.round)
+    while position.round < setting("rounds", program.settings.rounds):
         first = time.monotonic()
         position, metrics = server.advance(position)
         told = finite_metrics(metrics)
@@ -245,6 +254,7 @@ def train(network: Any, program: Any, run: str, settings: Mapping[str, Any]) -> 
         with (out / METRICS_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"round": position.round, **told}) + "\n")
         write_state(out / STATE_FILE, position.state)
+        write_position(out / POSITION_FILE, run, program.program, position)
     _LOG.info("The state after round %d is in %s", position.round, out / STATE_FILE)
     return position.state
 

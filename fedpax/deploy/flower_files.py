@@ -45,6 +45,7 @@ wait = 600.0  # seconds to wait for nodes
 secure = false  # mask the terms by SecAgg+: the server sees their sum alone
 secure-bound = 64.0  # the largest absolute value of a term
 out = ""  # folder of the result; "": ~/.fedpax/flower/results/RUN
+resume = false  # continue the run in that folder, if there is one
 """
 
 _SERVER = '''\

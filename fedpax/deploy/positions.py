@@ -1,0 +1,64 @@
+"""The position of a run on nodes as a file, from which another server continues it."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+from fedpax.deploy.round_server import Position
+from fedpax.deploy.values import decode_values, encode_values
+from fedpax.errors import ConfigurationError
+
+_HEADER = "position"
+
+
+def write_position(path: Path, run: str, program: str, position: Position) -> None:
+    """Write a position, completely or not at all.
+
+    Args:
+        path: the file.
+        run: name of the run, by which participants keep their states.
+        program: the sha256 of the program.
+        position: the position.
+    """
+    said = {
+        "run": run,
+        "program": program,
+        "round": position.round,
+        "counted": {str(k): key for k, key in position.counted.items()},
+    }
+    header = np.frombuffer(json.dumps(said).encode(), np.uint8)
+    draft = path.with_name(f".{path.name}")
+    with draft.open("wb") as file:
+        file.write(encode_values({_HEADER: header, **position.state}))
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def read_position(path: Path, program: str) -> tuple[str, Position] | None:
+    """Return the run and its position, or None if there is no file.
+
+    Raises:
+        ConfigurationError: the file is damaged, or of another program.
+    """
+    try:
+        values = decode_values(path.read_bytes())
+        said = json.loads(values.pop(_HEADER).tobytes())
+        counted = {int(k): str(key) for k, key in said["counted"].items()}
+        run, saved, number = str(said["run"]), str(said["program"]), int(said["round"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigurationError(
+            f"{path} cannot be read ({error}), expected the position of a run. Restore it from a "
+            "copy, or start a new run with another folder: --run-config 'out=\"/new/folder\"'."
+        ) from error
+    if saved != program:
+        raise ConfigurationError(
+            f"{path} is of program {saved[:12]}, and this app has {program[:12]}, expected the "
+            "same. Run the app that wrote it, or start a new run with another folder: --run-config "
+            "'out=\"/new/folder\"'."
+        )
+    return run, Position(number, values, counted)

@@ -253,8 +253,8 @@ class _BatchLoop:
         self.clock.enter("save")
         self.logger.check_state(self.done, self.state, FiniteCheck(self.state))
         self.metrics.sync()
-        cohorts = self.run.cohorts
-        position = {**dict(cohorts.get_state()), "round": self.done}  # nothing is drawn here
+        cohorts: Any = self.run.cohorts
+        position = {**cohorts.get_state(), "round": self.done}  # nothing is drawn here
         size = jax.tree.leaves(self.run.cohort_shapes)[0].shape[0]
         self.checkpoints.save(self.done, self.state, position, to_json(self.experiment), size)
         self.checkpoints.wait()

@@ -178,7 +178,10 @@ class Work(NamedTuple):
         found = [tuple(decode_values(content).values()) for content in terms]
         if not found:
             found = [artifact.empty(stage)]
-        return _encoded(functools.reduce(artifact.merge(stage), found))
+        merge, merged = artifact.merge(stage), found[0]
+        for more in found[1:]:
+            merged = merge(merged, more)
+        return _encoded(merged)
 
     # ---- the server
 

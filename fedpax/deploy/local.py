@@ -1,27 +1,38 @@
-"""The stages of a program in one process: the reference for other engines."""
+"""The stages of a program on one machine: the reference for other engines."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
+from fedpax.deploy.participant_processes import ParticipantProcesses
 from fedpax.errors import ArgumentError
-from fedpax.transforms.stages import Stages
+from fedpax.transforms.stages import Request, Stages
 
 
-def run_local(stages: Stages, *args: Any, participants: Sequence[int] | None = None) -> Any:
-    """Run the stages of a program, each participant by itself, in one process.
+def run_local(
+    stages: Stages,
+    *args: Any,
+    participants: Sequence[int] | None = None,
+    processes: int | None = None,
+) -> Any:
+    """Run the stages of a program on this machine, each participant by itself.
 
     Args:
         stages: the stages, as `fedpax.stages` makes them.
         *args: the arguments of the program, all of them arrays.
         participants: the participants that answer. The others keep their states. Default None: all.
+        processes: number of processes to which the participants are dealt. A process has the values
+            of its participants alone, and runs the exported stages; with the number of
+            participants, each has a process of its own. Default None: all run in this process.
 
     Returns:
         The result of the program.
 
     Raises:
-        ArgumentError: there is no participant of a number in `participants`.
+        ArgumentError: there is no participant of a number in `participants`, or `processes` is
+            below 1.
+        ParticipantProcessError: a process has ended.
 
     Example:
         >>> import fedpax, jax.numpy as jnp
@@ -41,30 +52,60 @@ def run_local(stages: Stages, *args: Any, participants: Sequence[int] | None = N
                 f"run_local(): participants has {i}, expected numbers from 0 to {size - 1}, of the "
                 f"{size} {stages.placement.name}."
             )
+    if processes is not None and processes < 1:
+        raise ArgumentError(f"run_local(): processes={processes}, expected at least 1, or None.")
     states, known = stages.own(*args), stages.known(*args)
     own = {i: known | {name: rows[i] for name, rows in states.items()} for i in answer}
-    kept: dict[int, dict[str, Any]] = {i: {} for i in own}
-    server = stages.run(*args)
-    reply: Any = None
-    while True:
-        try:
-            request = server.send(reply)
-        except StopIteration as end:
-            result = end.value
-            break
-        client, merge = stages.client(request.stage), stages.merge(request.stage)
-        merged: Any = ()
-        shown: list[Any] = []
-        for i in own:
-            received = [rows[i] for rows in request.rows]
-            terms, seen, new = client(i, request.shared, received, own[i] | kept[i])
-            kept[i] |= new
-            merged = merge(merged, terms) if shown else terms
-            shown.append(seen)
-        reply = merged, [jnp.stack(rows) for rows in zip(*shown, strict=True)], list(own)
+    if processes is None:
+        result, kept = _run(stages, args, _Participants(stages, own))
+    else:
+        with ParticipantProcesses(stages, own, min(processes, len(own))) as elsewhere:
+            result, kept = _run(stages, args, elsewhere)
     for name, rows in states.items():
         changed = [i for i in own if name in kept[i]]
         if changed:
             new_rows = jnp.stack([kept[i][name] for i in changed])
             states[name] = rows.at[jnp.array(changed)].set(new_rows)
     return stages.with_kept(result, args, states)
+
+
+class _Participants:
+    """Participants in this process."""
+
+    def __init__(self, stages: Stages, own: Mapping[int, Mapping[str, Any]]) -> None:
+        self._stages, self._own = stages, own
+        self._kept: dict[int, dict[str, Any]] = {i: {} for i in own}
+
+    def answers(self, request: Request) -> dict[int, tuple[Sequence[Any], Sequence[Any]]]:
+        """Return the terms and the shown values of each participant."""
+        client, found = self._stages.client(request.stage), {}
+        for i, own in self._own.items():
+            rows = [x[i] for x in request.rows]
+            terms, shown, new = client(i, request.shared, rows, {**own, **self._kept[i]})
+            self._kept[i] |= new
+            found[i] = terms, shown
+        return found
+
+    def kept(self) -> dict[int, dict[str, Any]]:
+        """Return what each participant keeps."""
+        return self._kept
+
+
+def _run(
+    stages: Stages, args: Sequence[Any], participants: "_Participants | ParticipantProcesses"
+) -> tuple[Any, dict[int, dict[str, Any]]]:
+    """Return the result, and what each participant keeps."""
+    server = stages.run(*args)
+    reply: Any = None
+    while True:
+        try:
+            request = server.send(reply)
+        except StopIteration as end:
+            return end.value, participants.kept()
+        answers = participants.answers(request)
+        merge = stages.merge(request.stage)
+        merged: Any = ()
+        for number, (terms, _) in enumerate(answers.values()):
+            merged = merge(merged, terms) if number else terms
+        shown = [shown for _, shown in answers.values()]
+        reply = merged, [jnp.stack(rows) for rows in zip(*shown, strict=True)], list(answers)

@@ -32,7 +32,8 @@ def encode_values(values: Mapping[str, Any]) -> bytes:
     """
     header, arrays = [], []
     for name, value in values.items():
-        is_key = jnp.issubdtype(getattr(value, "dtype", None), jax.dtypes.prng_key)
+        dtype: Any = getattr(value, "dtype", None)
+        is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
         array = np.asarray(jax.random.key_data(value) if is_key else value)
         kind = f"key<{jax.random.key_impl(value)}>" if is_key else str(array.dtype)
         header.append([name, kind, array.shape])
@@ -62,7 +63,9 @@ def decode_values(content: bytes) -> dict[str, Any]:
             count = math.prod(shape)
             array = np.frombuffer(content, dtype, count, start).reshape(shape)
             start += array.nbytes
-            values[name] = jax.random.wrap_key_data(array, impl=kind[4:-1]) if is_key else array
+            values[name] = (
+                jax.random.wrap_key_data(jnp.asarray(array), impl=kind[4:-1]) if is_key else array
+            )
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(
             f"decode_values(): {len(content)} bytes are damaged ({error}), expected those of "

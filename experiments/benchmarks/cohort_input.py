@@ -1,0 +1,146 @@
+"""Input of rounds of clients: CPU time to lay out a cohort, and the waiting of a fast device.
+
+    python -m fedpax.experiments.benchmarks.cohort_input --clients=1000 --faster=50 --clock=cpu
+
+A cohort has images of 28 x 28 pixels from clients of log-normal sizes, 28 images in the median, in
+batches of 10. Its time is compared with the time to copy the arrays of the cohort: at most 2.5
+times. The waiting is that of a loop that asks for a cohort, and then leaves the CPU idle for as
+long as a device would train an MLP that is `faster` times as fast as this CPU, while the next
+cohort is laid out on a thread: at most 10%. On a machine that other programs share, `--clock=cpu`
+computes it from the CPU time of a cohort and of a round.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+import optax
+
+import fedpax
+from fedpax.algorithms import fedavg
+from fedpax.data import ClientSampler, CohortRounds, cohort_rounds
+from fedpax.experiments.benchmarks import timing
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, Timed, option
+from fedpax.models.classifiers import MLPConfig, mlp
+from fedpax.models.losses import classification_loss
+from fedpax.training.prefetch import Prefetch
+
+MOST_COPIES, MOST_WAITING = 2.5, 0.1
+KINDS = "float32", "uint8", "uint8 to float32"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Timed):
+    """The options."""
+
+    clients: int = option(1000, "clients of a cohort, of 4 times as many")
+    faster: float = option(50.0, "speed of the device, as a multiple of this CPU's")
+    examples: int = option(60_000, "images of all clients")
+
+
+def streams(settings: Settings) -> Iterator[tuple[str, CohortRounds]]:
+    """Make the stream of each kind of images."""
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (settings.examples, 28, 28, 1), np.uint8)
+    labels = random.integers(0, 10, settings.examples, np.int32)
+    sizes = np.ceil(random.lognormal(np.log(28), 0.9, 4 * settings.clients)).clip(1, 100)
+    clients = [random.integers(0, settings.examples, int(size)) for size in sizes]
+    sampler = ClientSampler(len(clients), settings.clients)
+    floats = {"image": images / np.float32(255), "label": labels}
+    integers = {"image": images, "label": labels}
+    for kind, arrays in zip(KINDS, (floats, integers, integers), strict=True):
+        more = {} if kind == KINDS[2] else {"preprocess": dict}
+        yield kind, cohort_rounds(arrays, clients, sampler, batch_size=10, **more)
+
+
+def round_seconds(cohort: fedpax.Cohort, clock: str = "wall") -> float:
+    """Return the seconds of a FedAvg round of an MLP on this CPU."""
+    model = mlp(MLPConfig())
+    algorithm = fedavg(
+        classification_loss(model.apply),
+        cohort_size=len(cohort.num_steps),
+        client_optimizer=optax.sgd(0.1),
+        chunk_size=1,
+    )
+    image = cohort.batches["image"].reshape(*cohort.batches["mask"].shape, -1)
+    cohort = cohort._replace(batches={**cohort.batches, "image": image.astype(np.float32)})
+    state = algorithm.init(jax.jit(model.init)(jax.random.key(0)))
+    calls = {"round": jax.jit(algorithm.round)}
+    return min(timing.interleaved(calls, (state, cohort), 2, clock)["round"])
+
+
+def waiting(stream: CohortRounds, computing: float, rounds: int, clock: str = "wall") -> float:
+    """Return the fraction of time in which a loop waits for the next cohort.
+
+    With the CPU clock, it is computed from the CPU time that the cohorts take on the thread.
+    """
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    waited = []
+    with Prefetch(stream, device, rounds + 1) as cohorts:
+        cohorts.next()
+        began = time.process_time()
+        for _ in range(rounds):
+            time.sleep(computing)
+            asked = time.perf_counter()
+            jax.block_until_ready(cohorts.next())
+            waited.append(time.perf_counter() - asked)
+        input_seconds = (time.process_time() - began) / rounds
+    seconds = statistics.median(waited)
+    if clock == "cpu":
+        seconds = max(0.0, input_seconds - computing)
+    return seconds / (seconds + computing)
+
+
+def measure(settings: Settings) -> Iterator[Row]:
+    """Measure each kind of images."""
+    computing = None
+    for kind, stream in streams(settings):
+        cohort = next(stream)
+        if computing is None:
+            computing = round_seconds(cohort, settings.clock) / settings.faster
+        calls = {
+            "next": lambda stream=stream: next(stream).batches,
+            "copy": lambda cohort=cohort: {k: v.copy() for k, v in cohort.batches.items()},
+        }
+        seconds = timing.interleaved(calls, (), settings.repetitions, "cpu")
+        ratio = timing.paired_ratio(seconds["next"], seconds["copy"])
+        fraction = waiting(stream, computing, settings.repetitions, settings.clock)
+        yield Row(
+            kind=kind,
+            megabytes=sum(v.nbytes for v in cohort.batches.values()) / 1e6,
+            seconds=seconds["next"],
+            copies=ratio,
+            computing=computing,
+            waiting=fraction,
+            met=ratio is not None and ratio <= MOST_COPIES and fraction <= MOST_WAITING,
+        )
+
+
+def summary(settings: Settings, rows: Sequence[Row]) -> str:
+    """Name the bars."""
+    missed = [row.kind for row in rows if not row.met]
+    bars = f"{MOST_COPIES:g} copies, {MOST_WAITING:.0%} waiting"
+    return f"\nBars ({bars}): {'met' if not missed else 'missed with ' + ', '.join(missed)}."
+
+
+main = Benchmark(
+    __doc__,
+    Settings,
+    measure,
+    {
+        "images": "{kind:16}",
+        "MB": "{megabytes:.0f}",
+        "CPU s of a cohort": "{seconds:.4f}",
+        "in copies": "{copies:.2f}",
+        "s on the device": "{computing:.4f}",
+        "waiting": "{waiting:.1%}",
+    },
+    summary,
+    required="met",
+)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

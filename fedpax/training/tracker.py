@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fedpax.console import print_error
-from fedpax.errors import ConfigurationError
+from fedpax.errors import ArgumentError, ConfigurationError
 from fedpax.extras import check_installed
 from fedpax.files import UnusableFileError, read_json
 from fedpax.run_files.configuration import to_json
@@ -335,7 +335,7 @@ def read_position(folder: Path, tracker: str) -> Position:
         numbers = [position.lines, position.checkpoint, *position.last.values()]
         whole = all(type(number) is int and number >= 0 for number in numbers)
         if not whole or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", position.id or ""):
-            raise ValueError("its values are not those that fedpax writes")
+            raise ArgumentError("its values are not those that fedpax writes")
         return position
     except FileNotFoundError:
         return Position()

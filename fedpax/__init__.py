@@ -1,6 +1,6 @@
 """fedpax: federated and multi-island training as jitted JAX functions."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Cohort",

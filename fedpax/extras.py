@@ -47,9 +47,10 @@ EXTRAS = {
     "trackio": Extra("metrics at trackio", "trackio", ("trackio",)),
     "bench": Extra("benchmarks against DrJAX", "drjax", ("drjax",)),
     "beam": Extra("rounds as batch jobs on Apache Beam", "apache-beam", ("apache_beam",)),
+    "flower": Extra("rounds on the nodes of Flower", "flwr", ("flwr",)),
     "deploy": Extra("rounds as files for other engines", "flatbuffers", ("flatbuffers",)),
     "docs": Extra("the documentation site", "sphinx", ("sphinx",)),
-    "peers": Extra("tests against Flower, Opacus and PyTorch", "flwr", ("flwr", "opacus", "torch")),
+    "peers": Extra("tests against Flower, Opacus and PyTorch", "opacus", ("opacus", "torch")),
 }
 """The extras by name. `pip install 'fedpax[NAME]'` installs one."""
 

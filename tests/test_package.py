@@ -29,6 +29,14 @@ def test_the_installed_version_is_that_of_the_project() -> None:
     assert importlib.metadata.version("fedpax") == PROJECT["project"]["version"]
 
 
+def test_the_version_is_stated_once_everywhere() -> None:
+    version = PROJECT["project"]["version"]
+    assert fedpax.__version__ == version
+    assert f"version = {{{version}}}" in (ROOT / "README.md").read_text()
+    first = re.findall(r"^## (\S+)", (ROOT / "docs" / "changelog.md").read_text(), re.M)[0]
+    assert first.rstrip(",") == version
+
+
 def test_the_types_are_shipped() -> None:
     assert (Path(fedpax.__file__).parent / "py.typed").is_file()
 

@@ -9,6 +9,7 @@ _MODULES = {
     "EachClient": "fedpax.deploy.batch_work",
     "Node": "fedpax.deploy.node",
     "Settings": "fedpax.deploy.round_program",
+    "compile_client": "fedpax.deploy.iree_compiler",
     "export_stages": "fedpax.deploy.artifacts",
     "inspect_round": "fedpax.deploy.inspection",
     "load": "fedpax.deploy.runtime",

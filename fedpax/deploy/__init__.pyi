@@ -6,6 +6,7 @@ from fedpax.deploy.batch_work import Clients as Clients
 from fedpax.deploy.batch_work import EachClient as EachClient
 from fedpax.deploy.flower_files import write_app as write_app
 from fedpax.deploy.inspection import inspect_round as inspect_round
+from fedpax.deploy.iree_compiler import compile_client as compile_client
 from fedpax.deploy.local import run_local as run_local
 from fedpax.deploy.node import Node as Node
 from fedpax.deploy.round_program import Settings as Settings

@@ -1,0 +1,91 @@
+"""Compile the participant's part of exported stages by IREE, for devices without Python or JAX."""
+
+import hashlib
+import json
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from fedpax.deploy.runtime import load
+from fedpax.errors import ArgumentError, FedpaxError, MissingPackageError
+
+_TARGETS = {
+    "host": ["--iree-llvmcpu-target-cpu=host"],
+    "arm64": ["--iree-llvmcpu-target-triple=aarch64-unknown-linux-gnu"],
+    "android": ["--iree-llvmcpu-target-triple=aarch64-none-linux-android29"],
+}
+
+
+class CompilationError(FedpaxError):
+    """IREE cannot compile the participant's part; the message has its error."""
+
+
+def compile_client(folder: str | Path, out: str | Path, *, target: str = "host") -> None:
+    """Compile the participant's part of each stage of exported stages by IREE.
+
+    Writes for each stage `client_N.vmfb`, which IREE's runtime runs on the device, and
+    `client_N.json`, its messages. `fedpax.deploy.iree_client` runs them with IREE's Python runtime
+    and NumPy alone.
+
+    Args:
+        folder: a folder that `export_stages` wrote.
+        out: a new or an empty folder.
+        target: "host" (this machine's CPU), "arm64" (Linux) or "android" (arm64).
+
+    Raises:
+        ArgumentError: the target is unknown, or `out` has files.
+        MissingPackageError: `iree-compile` is not on the path.
+        CompilationError: IREE does not have an operation of the program.
+    """
+    if target not in _TARGETS:
+        raise ArgumentError(
+            f"compile_client(): target={target!r} is unknown, expected one of {sorted(_TARGETS)}. "
+            "For another device, run iree-compile on the file client_0.stablehlo."
+        )
+    command = shutil.which("iree-compile")
+    if command is None:
+        raise MissingPackageError(
+            "compile_client() needs the command iree-compile. Install it in an environment of its "
+            "own, and add its folder to PATH: pip install iree-base-compiler==3.13.0."
+        )
+    artifact, out = load(folder), Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ArgumentError(
+            f"compile_client(): {out} has files, expected a new or an empty folder. Give another."
+        )
+    with tempfile.TemporaryDirectory() as temporary:
+        for stage, messages in enumerate(artifact.manifest["stages"]):
+            compiled = Path(temporary) / f"client_{stage}.vmfb"
+            source = Path(folder) / f"client_{stage}.stablehlo"
+            ran = subprocess.run(
+                [
+                    command,
+                    str(source),
+                    "--iree-input-type=stablehlo",
+                    "--iree-hal-target-device=local",
+                    "--iree-hal-local-target-device-backends=llvm-cpu",
+                    *_TARGETS[target],
+                    "-o",
+                    str(compiled),
+                ],
+                capture_output=True,
+                text=True,
+            )
+            if ran.returncode:
+                raise CompilationError(
+                    f"{source} cannot be compiled by IREE for {target}: {ran.stderr.strip()[:2000]}"
+                )
+            about = {
+                "program": artifact.program,
+                "target": target,
+                "sha256": hashlib.sha256(compiled.read_bytes()).hexdigest(),
+                # Arguments that the function does not read are not among its inputs.
+                "inputs": list(artifact.exported(f"client_{stage}").module_kept_var_idx),
+                "messages": messages,
+            }
+            text = json.dumps(about, indent=1) + "\n"
+            (Path(temporary) / f"client_{stage}.json").write_text(text, encoding="utf-8")
+        out.mkdir(parents=True, exist_ok=True)
+        for path in sorted(Path(temporary).iterdir()):
+            shutil.copy(path, out / path.name)

@@ -1,0 +1,95 @@
+"""The participant's part runs by IREE, without JAX, and equals that of JAX.
+
+The test needs IREE in an environment of its own: FEDPAX_IREE names the folder of its commands.
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from batch_rounds import CASES
+
+import fedpax
+from fedpax.deploy import export_stages, iree_client
+from fedpax.deploy.iree_compiler import compile_client
+
+IREE = os.environ.get("FEDPAX_IREE")
+needs_iree = pytest.mark.skipif(
+    IREE is None, reason="FEDPAX_IREE names no folder with python and iree-compile"
+)
+
+PROGRAM = f"""
+import importlib.util, json, sys
+import numpy as np
+spec = importlib.util.spec_from_file_location("iree_client", {iree_client.__file__!r})
+iree_client = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(iree_client)
+client = iree_client.load_client(sys.argv[1])
+given = np.load(sys.argv[2])
+shared = [given[f"shared {{i}}"] for i in range(sum(n.startswith("shared") for n in given))]
+own = {{name[4:]: given[name] for name in given if name.startswith("own ")}}
+terms, shown, kept = client(1, shared, [], own)
+found = {{f"term {{i}}": x for i, x in enumerate(terms)}} | {{f"kept {{n}}": kept[n] for n in kept}}
+np.savez(sys.argv[3], **found)
+assert not {{"jax", "fedpax"}} & set(sys.modules), set(sys.modules)
+"""
+
+
+def client_call(name):
+    """Return the stages, and the arguments of a participant."""
+    program, state, open_clients = CASES[name]()
+    clients = open_clients()
+    data = clients.read_clients(0, clients.client_ids(0))
+    stages = fedpax.stages(program, state, data)
+    request = next(stages.run(state, data))
+    own = {n: np.asarray(x[1]) for n, x in stages.own(state, data).items()}
+    return stages, [np.asarray(x) for x in request.shared], own
+
+
+@needs_iree
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "diloco"])
+def test_a_client_without_jax_equals_jax(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", IREE, prepend=os.pathsep)
+    stages, shared, own = client_call(name)
+    export_stages(stages, tmp_path / "round")
+    compile_client(tmp_path / "round", tmp_path / "device")
+    given = {f"shared {i}": x for i, x in enumerate(shared)}
+    np.savez(tmp_path / "given.npz", **given, **{f"own {n}": x for n, x in own.items()})
+    paths = [str(tmp_path / name) for name in ("device", "given.npz", "found.npz")]
+    subprocess.run([Path(IREE) / "python", "-c", PROGRAM, *paths], check=True)
+    found = np.load(tmp_path / "found.npz")
+    terms, _, kept = stages.client(0)(1, shared, [], own)
+    expected = {f"term {i}": x for i, x in enumerate(terms)}
+    expected |= {f"kept {n}": x for n, x in kept.items()}
+    assert set(found) == set(expected)
+    for key, value in expected.items():
+        assert np.all(np.isfinite(value)) and found[key].dtype == value.dtype
+        np.testing.assert_allclose(found[key], value, rtol=0, atol=1e-5)
+    changed = [np.abs(np.asarray(x)).max() for x in jax.tree.leaves(terms)]
+    assert max(changed) > 1e-3
+
+
+@needs_iree
+@pytest.mark.slow
+def test_a_client_is_compiled_for_arm64(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", IREE, prepend=os.pathsep)
+    stages, _, _ = client_call("fedavg")
+    export_stages(stages, tmp_path / "round")
+    for target in ("arm64", "android"):
+        compile_client(tmp_path / "round", tmp_path / target, target=target)
+        about = json.loads((tmp_path / target / "client_0.json").read_text())
+        assert about["target"] == target
+        assert b"aarch64" in (tmp_path / target / "client_0.vmfb").read_bytes()
+
+
+def test_unknown_targets_and_missing_compilers_are_told(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="target='wasm' is unknown, expected one of"):
+        compile_client(tmp_path, tmp_path / "out", target="wasm")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ImportError, match="needs the command iree-compile"):
+        compile_client(tmp_path, tmp_path / "out")

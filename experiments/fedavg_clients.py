@@ -272,8 +272,8 @@ class ClientExperiment(Experiment):
     ) -> Generator[Question, Any, Mapping[str, Any]]:
         """Return the inputs that all sites share, by default none."""
         del descriptions
+        yield from ()
         return {}
-        yield
 
     def answer(self, settings: Mapping[str, Any], clients: ClientRange) -> Any:
         """Answer a question of `agree`."""

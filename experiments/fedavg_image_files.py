@@ -150,8 +150,8 @@ class FedAvgImageFiles(FedAvgFiles):
         first = Label.from_json(descriptions[0]["label"])
         label = dataclasses.replace(first, classes=tuple(sorted(classes)))
         content = saved_content(self.data, label, image_shape=shapes.pop())
+        yield from ()  # without a question
         return content | {"sites": len(descriptions)}
-        yield
 
     def make_model(self) -> FunctionalModel:
         """Make the network for the images."""

@@ -170,10 +170,14 @@ def _to_json(scaling: Scaling) -> dict[str, Any]:
 
 
 def _from_json(fields: Json) -> Scaling:
-    arrays = {n: x if n == "factor" or x is None else np.array(x) for n, x in fields.items()}
-    return Scaling(**arrays)
+    center, half, low, high, factor = (fields[name] for name in Scaling._fields)
+    if low is not None:
+        low, high = np.array(low), np.array(high)
+    return Scaling(np.array(center), np.array(half), low, high, factor)
 
 
 def _treatment(fields: Json) -> Treatment:
-    pairs = {n: tuple(x) if isinstance(x, list) else x for n, x in fields.items()}
+    pairs: dict[str, Any] = {
+        name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()
+    }
     return Treatment(**pairs)

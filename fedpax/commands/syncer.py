@@ -53,6 +53,7 @@ def syncer(arguments: Sequence[str]) -> int:
                 options.accept_if,
                 options.secure_sums,
                 options.secure_threshold,
+                options.down,
             ),
             goodbye_seconds=options.goodbye_seconds,
             limits=limits,
@@ -188,6 +189,12 @@ def define_flags(options: flags.FlagValues) -> None:
         "weights",
         "examples",
         "What a client weighs: examples, equal, or capped:N, at most N examples.",
+        flag_values=options,
+    )
+    flags.DEFINE_string(
+        "down",
+        "float32",
+        "Codec of what all sites receive in rounds: float32, e3m0, drive or sign.",
         flag_values=options,
     )
     flags.DEFINE_boolean(

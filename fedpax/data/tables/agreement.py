@@ -52,7 +52,8 @@ def describe_table(
         label: the label at this site.
         has_stated_classes: whether the classes are stated, so that they need not be told.
     """
-    categories, missing = {}, []
+    categories: dict[str, dict[str, Any]] = {}
+    missing = []
     for treatment in treatments:
         if treatment.kind == "left_out":
             continue

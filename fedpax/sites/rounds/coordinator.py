@@ -27,6 +27,7 @@ from fedpax.sites.rounds.coordinator_state import (
     server_leaves,
     unpack,
 )
+from fedpax.sites.rounds.downlink import Downlink, whole
 from fedpax.sites.rounds.exchange import (
     ROW,
     SHARED,
@@ -88,6 +89,7 @@ class Coordinator:
         self._programs: dict[int, _Program] = {}
         self._state: CoordinatorState | None = None
         self._configuration = to_json(experiment)
+        self._downlink = Downlink(rules.down, new_token())
         self.first_round_needs = rules.min_sites
         self._watch = SiteWatch(folder, progress, exchange.sites)
         self._log = RoundMetrics(metrics, progress)
@@ -316,6 +318,9 @@ class Coordinator:
         quorum: int,
     ) -> dict[str, Reply] | None:
         rows = [np.asarray(x) for x in request.rows]
+        shared = numbered(SHARED, request.shared)
+        is_model = header["task"] == "round" and request.stage == 0
+        packet = self._downlink.pack(shared) if is_model else whole(shared)
         sites = self.exchange.sites
         own = {}
         for name, chosen in clients.items():
@@ -327,7 +332,7 @@ class Coordinator:
         task = Task(
             token,
             {**header, "stage": request.stage, "last_stage": len(divided) - 1},
-            numbered(SHARED, request.shared),
+            packet,
             own,
             expected_arrays(divided[request.stage]),
         )
@@ -406,7 +411,7 @@ class Coordinator:
         arrays = numbered(SHARED, jax.tree.leaves(self._state.params))
         header = {"task": "evaluate", "stage": 0, "last_stage": 0, "save": last}
         own: dict[str, Any] = {site.name: ({}, {}) for site in present}
-        task = Task(new_token(), header, arrays, own, {})
+        task = Task(new_token(), header, whole(arrays), own, {})
         replies = self.exchange.ask(task, 1, self._rules.round_seconds, self.stop)
         found: dict[str, tuple[int, dict[str, float]]] = {}
         for name, reply in (replies or {}).items():

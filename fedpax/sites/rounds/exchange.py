@@ -10,6 +10,7 @@ import numpy as np
 
 from fedpax.sites.identity import Identity, find_difference
 from fedpax.sites.rounds.contract import Json
+from fedpax.sites.rounds.downlink import WHOLE, Packet
 from fedpax.sites.rounds.site_table import Site, SiteTable
 from fedpax.sites.transport.calls import RefusedError
 from fedpax.sites.transport.checked_header import CheckedHeader
@@ -28,7 +29,7 @@ class Task(NamedTuple):
     Attributes:
         token: names the task; the stages of a round have one token.
         header: fields for all sites, with `"task"` and `"stage"`.
-        arrays: arrays for all sites.
+        packet: arrays for all sites.
         own: for each site that is asked, its fields and arrays.
         expected: shape and dtype of each array of a reply, as `{name: array type}`; a shape's first
             None stands for the number of the site's clients in this task.
@@ -36,7 +37,7 @@ class Task(NamedTuple):
 
     token: str
     header: Mapping[str, Any]
-    arrays: Mapping[str, np.ndarray]
+    packet: Packet
     own: Mapping[str, tuple[Mapping[str, Any], Mapping[str, np.ndarray]]]
     expected: Mapping[str, tuple[tuple[int | None, ...], np.dtype]]
 
@@ -78,11 +79,13 @@ class Exchange:
         rounds: int,
         run: str,
         heartbeat_seconds: float = 2.0,
+        down: str = WHOLE,
         on_join: Callable[[], None] = lambda: None,
         on_fault: Callable[[str, str], None] = lambda name, reason: None,
     ) -> None:
         self._identity, self.sites, self._rounds, self.run = identity, sites, rounds, run
         self._heartbeat, self._on_join, self._on_fault = heartbeat_seconds, on_join, on_fault
+        self._down = down
         self._changed = threading.Condition()
         self._task: Task | None = None
         self._replies: dict[str, Reply] = {}
@@ -159,7 +162,7 @@ class Exchange:
         site.seen, site.left = now, False
         self._on_join()
         self._changed.notify_all()
-        return self._answer(site, status="ok", run=self.run)
+        return self._answer(site, status="ok", run=self.run, down=self._down)
 
     def _ready(self, site: Site, request: CheckedHeader, arrays: Any) -> Message:
         types = request.mapping("types")
@@ -182,10 +185,11 @@ class Exchange:
             task = self._task
             if task is not None and site.name in task.own and site.name not in self._replies:
                 fields, rows = task.own[site.name]
-                content = {**task.arrays, **rows}
+                place, arrays = task.packet.for_site(request.optional_text("have"))
+                content = {**arrays, **rows}
                 self.sent_bytes += sum(x.nbytes for x in content.values())
                 header = self._answer(site, status="task", token=task.token).header
-                return Message({**header, **task.header, **fields}, content)
+                return Message({**header, **task.header, **fields, **place}, content)
             if self.finished:
                 site.heard_end = True
                 return self._answer(site, status="finished")

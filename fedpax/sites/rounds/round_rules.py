@@ -8,6 +8,7 @@ import numpy as np
 from fedpax.clients.cohort import Cohort
 from fedpax.errors import ArgumentError
 from fedpax.sites.guards import parse_accept_if
+from fedpax.sites.rounds.downlink import WHOLE, make_codec
 
 
 class RoundRules(NamedTuple):
@@ -17,6 +18,8 @@ class RoundRules(NamedTuple):
         min_sites: number of sites that the first round waits for, and that each round needs.
         round_seconds: seconds after which a stage of a round waits for no further site.
         weights: "examples", "equal" for each client, or "capped:N", at most N examples.
+        down: codec of what the coordinator sends to all sites: "float32", or "e3m0", "drive"
+            or "sign", which send differences against what sites have.
         silent_after: seconds without a message after which no round waits for a site.
         norm_factor: the reply of a site is dropped if it changes the model by a norm of more than
             so many medians of recent norms. Default None: no limit.
@@ -36,9 +39,11 @@ class RoundRules(NamedTuple):
     accept_if: str | None = None
     secure_sums: bool = False
     secure_threshold: int | None = None
+    down: str = WHOLE
 
     def check(self) -> None:
         """Check the ranges."""
+        make_codec(self.down)
         if self.min_sites < 1:
             raise ArgumentError(
                 f"min_sites={self.min_sites}, expected at least 1. Set for example --min_sites=2."

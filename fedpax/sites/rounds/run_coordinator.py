@@ -113,6 +113,7 @@ def run_coordinator(
             rounds=rounds,
             run=new_token() if saved is None else saved["run"],
             on_fault=admission.report if certificates else lambda name, reason: None,
+            down=rules.down,
         )
         if saved is not None:
             sites.restore(saved["sites"])

@@ -30,6 +30,7 @@ from fedpax.run_files.paths import (
 )
 from fedpax.sites.identity import identify
 from fedpax.sites.rounds.contract import SiteExperiment
+from fedpax.sites.rounds.downlink import WHOLE, Receiver
 from fedpax.sites.rounds.run_coordinator import check_supported
 from fedpax.sites.rounds.secret_terms import SecretTerms
 from fedpax.sites.rounds.site_worker import SiteWorker, UnknownRoundError
@@ -207,9 +208,9 @@ class Site:
         self._run = _read_run(folder)
         self._has_inputs = self._opened = False
         self._heartbeat_seconds = 2.0
-        self._last: dict[str, Any] | None = None
         content = experiment.shared_content()
         self._identity = identify(experiment, {}, experiment.own_fields, content)._asdict()
+        self._receiver = Receiver(WHOLE)
 
     def close(self) -> None:
         """Tell the coordinator that this site leaves, and close the files."""
@@ -258,6 +259,7 @@ class Site:
             self._progress.note(f"waiting: {answer.header['reason']}")
             return False
         self._heartbeat_seconds = answer.header["heartbeat_seconds"]
+        self._receiver = Receiver(answer.header["down"])
         self._has_inputs = False
         if self._run is None:
             self._run = answer.header["run"]
@@ -267,7 +269,8 @@ class Site:
 
     def _step(self) -> bool:
         """Ask for work and do it; False if the site must join again."""
-        answer = self._call("work", timeout=TRANSFER_SECONDS, inputs=self._has_inputs)
+        have, known = self._receiver.have, self._has_inputs
+        answer = self._call("work", timeout=TRANSFER_SECONDS, inputs=known, have=have)
         header = answer.header
         match header["status"]:
             case "join":
@@ -300,8 +303,11 @@ class Site:
 
     def _work(self, task: Message) -> None:
         began = time.perf_counter()
+        received = self._receiver.unpack(task.header, task.arrays)
+        if received is None:
+            return  # and ask for the whole arrays
         try:
-            fields, arrays = self._worker.work(task.header, task.arrays)
+            fields, arrays = self._worker.work(task.header, received)
         except UnknownRoundError:
             return  # this process began after the round: the coordinator goes on without it
         answer = self._call(

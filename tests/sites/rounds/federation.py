@@ -93,6 +93,7 @@ def run(
         rounds=experiment.training.rounds,
         run=new_token(),
         heartbeat_seconds=0.3,
+        down=rules.down,
     )
     own = folder / "coordinator"
     if (saved := read_federation(own)) is not None:

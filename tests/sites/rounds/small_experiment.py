@@ -24,11 +24,11 @@ def loss_fn(params, batch):
     return jnp.mean((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2), {}
 
 
-def make_data(clients: int, seed: int) -> dict[str, np.ndarray]:
+def make_data(clients: int, seed: int, features: int = FEATURES) -> dict[str, np.ndarray]:
     """Make the batches of clients, `[clients, steps, batch, ...]`, which differ between clients."""
     random = np.random.default_rng(seed)
-    x = random.normal(size=(clients, 2, 4, FEATURES))
-    y = x @ random.normal(size=FEATURES) + random.normal(size=(clients, 1, 1))
+    x = random.normal(size=(clients, 2, 4, features)) * (FEATURES / features) ** 0.5
+    y = x @ random.normal(size=features) + random.normal(size=(clients, 1, 1))
     return {"x": np.float32(x), "y": np.float32(y)}
 
 
@@ -56,6 +56,7 @@ class SmallExperiment(Experiment):
     cohort_size: int = 100
     clients: int = 1
     data_seed: int = 0
+    features: int = FEATURES
     own_fields: ClassVar[tuple[str, ...]] = ("clients", "data_seed")
 
     def build(self):
@@ -82,7 +83,7 @@ class SmallExperiment(Experiment):
         return METHODS[self.name](size, total), size
 
     def init(self, key):
-        return {"w": jnp.zeros(FEATURES), "b": jnp.float32(0)}
+        return {"w": jnp.zeros(self.features), "b": jnp.float32(0)}
 
     def coordinate(self, num_clients):
         algorithm, size = self._algorithm(num_clients)
@@ -95,7 +96,7 @@ class SmallExperiment(Experiment):
 
     def at_site(self, clients):
         algorithm, size = self._algorithm(clients.total)
-        data = make_data(self.clients, self.data_seed)
+        data = make_data(self.clients, self.data_seed, self.features)
 
         def draw(round_number, chosen):
             places = [client - clients.first for client in chosen]

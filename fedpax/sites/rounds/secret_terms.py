@@ -11,6 +11,7 @@ import numpy as np
 
 from fedpax.errors import ArgumentError
 from fedpax.sites.rounds.contract import Json
+from fedpax.sites.rounds.downlink import whole
 from fedpax.sites.rounds.exchange import TERM, Exchange, Reply, Task, in_order, numbered
 from fedpax.sites.transport.calls import RefusedError
 from fedpax.sites.transport.message import Message
@@ -211,7 +212,7 @@ def _phase_task(
     return Task(
         f"{task.token} {phase}",
         {"task": TASK, "stage": task.header["stage"], "last_stage": task.header["last_stage"]},
-        none,
+        whole(none),
         {name: (extra(request), none) for name, request in requests.items()},
         {},
     )

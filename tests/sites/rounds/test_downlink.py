@@ -75,6 +75,7 @@ def test_without_a_codec_arrays_are_what_they_were() -> None:
         RoundRules(down="zip").check()
 
 
+@pytest.mark.slow
 def test_a_federation_reaches_the_same_loss_with_an_eighth_of_the_bytes(tmp_path: Path) -> None:
     sizes = {"a": 2, "b": 2}
     losses, sent = {}, {}

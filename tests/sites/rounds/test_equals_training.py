@@ -35,7 +35,7 @@ def train_together(whole: FedAvgTable, rounds: int) -> list[np.ndarray]:
     return jax.device_get(jax.tree.leaves(state.params))
 
 
-@pytest.mark.parametrize("name", ["fedavg", "scaffold"])
+@pytest.mark.parametrize("name", ["fedavg", pytest.param("scaffold", marks=pytest.mark.slow)])
 def test_equals_training_on_all_files(tmp_path: Path, name: str) -> None:
     write_hospitals(tmp_path / "data", SIZES)
     fields = {"method": method(name)}

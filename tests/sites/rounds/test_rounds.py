@@ -33,7 +33,9 @@ def three_sites(name: str, rounds: int = 4):
     }
 
 
-@pytest.mark.parametrize("name", ["fedavg", "median", "scaffold"])
+@pytest.mark.parametrize(
+    "name", ["median", "scaffold", pytest.param("fedavg", marks=pytest.mark.slow)]
+)
 def test_equals_one_program_on_all_clients(tmp_path: Path, name: str) -> None:
     sites = three_sites(name)
     found = run(small(name), sites, tmp_path)
@@ -82,7 +84,9 @@ class Faulty(Line):
         return answer
 
 
-@pytest.mark.parametrize("name", ["fedavg", "scaffold"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("fedavg", marks=pytest.mark.slow), pytest.param("scaffold")]
+)
 @pytest.mark.parametrize("fault", ["lost", "answer", "nan", "silent"])
 def test_a_fault_of_one_site(tmp_path: Path, fault: str, name: str) -> None:
     sites = three_sites(name)
@@ -142,6 +146,7 @@ def test_a_coordinator_resumes_after_its_last_round(tmp_path: Path) -> None:
     assert again is not None and again["run"] == saved["run"] == first.run
 
 
+@pytest.mark.slow
 def test_a_late_site_joins_with_new_clients(tmp_path: Path) -> None:
     sites = three_sites("fedavg", rounds=12)
     started = threading.Event()

@@ -375,7 +375,7 @@ class Coordinator:
             participants += slots[name]
         rows = [jnp.concatenate(values) for values in zip(*shown, strict=True)]
         if not participants:
-            rows = [np.zeros((0, *v.shape), v.dtype) for v in divided[request.stage].shown]
+            rows = [jnp.zeros((0, *v.shape), v.dtype) for v in divided[request.stage].shown]
         return tuple(jnp.asarray(x) for x in merged), rows, participants
 
     def _note_faults(self, number: int, replies: Mapping[str, Reply]) -> None:

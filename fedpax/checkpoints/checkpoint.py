@@ -164,7 +164,10 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._exports.wait_if_due(round_number)
         self._saving, self._progress = round_number, None
         with self._losing(), self._writing():
-            if self._lost is not None:  # a manager raises the error of a save again and again
+            if self._lost is not None:
+                # Orbax saves no round of which a failed save has left files, and a manager raises
+                # the error of a save again and again.
+                set_aside_unfinished(self._folder)
                 self._manager, self._lost = self._open(), None
             self._manager.save(round_number, args=ocp.args.Composite(**items), force=True)
             self._removal = self._thread.submit(self._remove_when_saved)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from small_regression import single_client
 
-from fedpax.checkpoints import object_store
+from fedpax.checkpoints import checkpoint, object_store
+from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.checkpoints.object_store import delete_folder, is_object_store, rename_folder
 from fedpax.checkpoints.saved_state import load_params
 from fedpax.run_files.metrics import TIMINGS, read_metrics
@@ -146,3 +147,29 @@ def test_files_are_moved_one_by_one_and_the_last_one_last(
     assert moved[-1] == "config.json" and len(moved) == 4
     assert (target / "a" / "b" / "2").read_text() == "a/b/2"
     assert not draft.exists()
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_failed_save_of_the_last_round_is_tried_again(
+    bucket: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    """The failed save leaves files under the round's name, in which Orbax saves nothing more."""
+    monkeypatch.setattr(checkpoint, "is_remote", lambda folder: True)
+    errors = [OSError("Malformed StorageGeneration")] * failures
+
+    def fail_first() -> None:
+        if errors:
+            raise errors.pop()
+
+    rng = np.random.default_rng(0)
+    states = [{"w": rng.normal(size=(3, 2)).astype(np.float32)} for _ in range(2)]
+    with Checkpoints(bucket / "run", keep=2, before_complete=fail_first) as checkpoints:
+        saved = []
+        for _ in range(failures + 1):
+            checkpoints.save(3, states[0], {}, {})
+            saved.append(checkpoints.is_saved())
+        assert saved == [False] * failures + [True]
+        checkpoints.save(6, states[1], {}, {})
+        checkpoints.wait()
+        assert complete_rounds(bucket / "run" / "checkpoints") == [3, 6]
+        np.testing.assert_array_equal(checkpoints.restore_state(states[0])["w"], states[1]["w"])

@@ -1,5 +1,7 @@
 """Nodes in one process: the network that tests of the server of rounds have."""
 
+import random
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,12 +102,15 @@ class LocalNetwork:
     comes too late, or None.
     """
 
-    def __init__(self, program, folder, *, lost=lambda values, node: None, partitions=range(N)):
+    def __init__(
+        self, program, folder, *, lost=lambda values, node: None, partitions=range(N), seed=0
+    ):
         self.programs = {
             100 + k: NodeProgram(program, load_data, folder / f"disk_{k}") for k in partitions
         }
         self.partitions = {100 + k: k for k in partitions}
         self.lost, self.replies, self.log, self.sent = lost, {}, [], {}
+        self.random = random.Random(seed)
 
     def nodes(self):
         return list(self.programs)
@@ -126,5 +131,6 @@ class LocalNetwork:
         return sent
 
     def pull(self, messages):
-        # In another order than they were sent.
-        return [self.replies.pop(m) for m in reversed(list(messages)) if m in self.replies]
+        there = [m for m in messages if m in self.replies]
+        self.random.shuffle(there)
+        return [self.replies.pop(m) for m in there]

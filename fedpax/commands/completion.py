@@ -57,6 +57,8 @@ def script(shell: str) -> str:
             words += [f"--exp={name}" for name in names]
         if command == "compare":
             words += [f"--exp={name}" for name in GROUPS]
+        if command == "sites":
+            words += ["list", "expel", "admit"]
         if command == "completion":
             words = [*SHELLS]
         by_command.append(f"{command}) known=({_quoted([*words, '--help'])}) ;;")

@@ -37,6 +37,8 @@ LINES = {
     "fedpax export --format=": ["huggingface", "orbax", "npz", "safetensors"],
     "fedpax show --exp": [],
     "fedpax completion z": ["zsh"],
+    "fedpax sites e": ["expel"],
+    "fedpax sites --exp": [],
     "fedpax train --job_log_dir=some": ["some file"],
     "fedpax show --job_log_dir=": ["some file"],
     "fedpax train *": [],

@@ -1,10 +1,13 @@
 """The participant's part runs by IREE, without JAX, and equals that of JAX.
 
-The test needs IREE in an environment of its own: FEDPAX_IREE names the folder of its commands.
+The tests need IREE in an environment of its own: FEDPAX_IREE names the folder of its commands.
+FEDPAX_IREE_ARM64 is the command that runs the iree-run-module of arm64, such as
+"qemu-aarch64-static -L /usr/aarch64-linux-gnu arm64/iree/_runtime_libs/iree-run-module".
 """
 
 import json
 import os
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -20,6 +23,11 @@ from fedpax.deploy.iree_compiler import compile_client
 IREE = os.environ.get("FEDPAX_IREE")
 needs_iree = pytest.mark.skipif(
     IREE is None, reason="FEDPAX_IREE names no folder with python and iree-compile"
+)
+
+ARM64 = os.environ.get("FEDPAX_IREE_ARM64")
+needs_arm64 = pytest.mark.skipif(
+    ARM64 is None, reason="FEDPAX_IREE_ARM64 names no command for arm64, such as one by qemu-user"
 )
 
 PROGRAM = f"""
@@ -72,6 +80,41 @@ def test_a_client_without_jax_equals_jax(name, tmp_path, monkeypatch):
         np.testing.assert_allclose(found[key], value, rtol=0, atol=1e-5)
     changed = [np.abs(np.asarray(x)).max() for x in jax.tree.leaves(terms)]
     assert max(changed) > 1e-3
+
+
+@needs_iree
+@needs_arm64
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "diloco"])
+def test_a_client_on_arm64_equals_jax(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", IREE, prepend=os.pathsep)
+    stages, shared, own = client_call(name)
+    export_stages(stages, tmp_path / "round")
+    compile_client(tmp_path / "round", tmp_path / "device", target="arm64")
+    about = json.loads((tmp_path / "device" / "client_0.json").read_text())
+    terms, _, kept = stages.client(0)(1, shared, [], own)
+    expected = [*terms, *(kept[v["name"]] for v in about["messages"]["kept"])]
+    values = [np.int32(1), *shared, *(own[v["name"]] for v in about["messages"]["own"])]
+    for i in about["inputs"]:
+        np.save(tmp_path / f"{i}.npy", values[i])
+    out = tmp_path / "out.npy"
+    subprocess.run(
+        [
+            *shlex.split(ARM64),
+            "--device=local-sync",
+            f"--module={tmp_path / 'device' / 'client_0.vmfb'}",
+            "--function=main",
+            *(f"--input=@{tmp_path / f'{i}.npy'}" for i in about["inputs"]),
+            f"--output=@{out}",
+            *[f"--output=+{out}"] * (len(expected) - 1),
+        ],
+        check=True,
+    )
+    with out.open("rb") as file:
+        for value in expected:
+            found = np.load(file)
+            assert np.all(np.isfinite(found))
+            np.testing.assert_allclose(found, value, rtol=0, atol=1e-5)
 
 
 @needs_iree

@@ -9,17 +9,11 @@ from fedpax.errors import MissingPackageError
 
 
 class Extra(NamedTuple):
-    """An optional dependency.
+    """An optional dependency."""
 
-    Attributes:
-        use: what it adds.
-        package: the distribution whose version `fedpax doctor` shows.
-        modules: the modules that it adds, by the names under which they are imported.
-    """
-
-    use: str
-    package: str
-    modules: tuple[str, ...]
+    use: str  # what it adds
+    package: str  # the distribution whose version `fedpax doctor` shows
+    modules: tuple[str, ...]  # the modules that it adds, by the names under which they are imported
 
 
 EXTRAS = {

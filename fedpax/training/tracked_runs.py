@@ -31,31 +31,19 @@ MLFLOW_LONGEST = 6000
 
 
 class Entry(NamedTuple):
-    """A line of `metrics.jsonl` to send.
+    """A line of `metrics.jsonl` to send."""
 
-    Attributes:
-        number: its place among all lines that were sent, from 0.
-        seconds: when it was written, in seconds since 1970.
-        line: the line.
-    """
-
-    number: int
-    seconds: float
+    number: int  # its place among all lines that were sent, from 0
+    seconds: float  # when it was written, in seconds since 1970
     line: Mapping[str, Any]
 
 
 class Description(NamedTuple):
-    """A run, as a tracker shows it.
+    """A run, as a tracker shows it."""
 
-    Attributes:
-        folder: the run's folder, whose name is the run's.
-        exp: the experiment's name.
-        configuration: `to_json` of the experiment.
-    """
-
-    folder: Path
-    exp: str
-    configuration: Mapping[str, Any]
+    folder: Path  # the run's folder, whose name is the run's
+    exp: str  # the experiment's name
+    configuration: Mapping[str, Any]  # `to_json` of the experiment
 
     @property
     def flat(self) -> dict[str, Any]:
@@ -64,15 +52,10 @@ class Description(NamedTuple):
 
 
 class TrackedRun(Protocol):
-    """A run at a tracker.
+    """A run at a tracker."""
 
-    Attributes:
-        id: its name for the tracker, with which a later process continues it.
-        place: where to look at it, such as an address.
-    """
-
-    id: str
-    place: str
+    id: str  # its name for the tracker, with which a later process continues it
+    place: str  # where to look at it, such as an address
 
     def log(self, entries: Sequence[Entry]) -> None:
         """Send lines."""

@@ -48,19 +48,12 @@ BATCH = 500
 
 
 class Position(NamedTuple):
-    """What a tracker has of a run.
+    """What a tracker has of a run."""
 
-    Attributes:
-        id: the tracked run. None: there is none yet.
-        lines: number of lines that were sent.
-        last: the round of the last line that was sent, by the line's kind.
-        checkpoint: the round of the last checkpoint that was sent.
-    """
-
-    id: str | None = None
-    lines: int = 0
-    last: Mapping[str, int] = {}
-    checkpoint: int = 0
+    id: str | None = None  # the tracked run; None: there is none yet
+    lines: int = 0  # number of lines that were sent
+    last: Mapping[str, int] = {}  # the round of the last line that was sent, by the line's kind
+    checkpoint: int = 0  # the round of the last checkpoint that was sent
 
 
 class Tracker(AbstractContextManager["Tracker"]):

@@ -3,8 +3,8 @@
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal
 
 import jax
 import numpy as np
@@ -31,12 +31,18 @@ from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
 from fedpax.experiments.client_evaluation import EvaluateClients
 from fedpax.experiments.client_methods import ClientTraining, MethodConfig, method
 from fedpax.experiments.populations import PopulationConfig
-from fedpax.experiments.site_clients import ChosenClients, SitePopulation, drawer
+from fedpax.experiments.site_clients import (
+    ChosenClients,
+    OverSites,
+    SitePopulation,
+    drawer,
+    sample_present,
+)
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.parallel.axes import shardings
 from fedpax.parallel.mesh import MeshConfig, MeshSizeError, available_devices
 from fedpax.parallel.mesh_rule import ShardedSize
-from fedpax.sites.rounds.contract import ClientRange, CoordinatorRun, Question, SiteRun
+from fedpax.sites.rounds.contract import ClientRange, CoordinatorRun, SiteRun
 from fedpax.training.evaluation import Batch, evaluator
 from fedpax.training.experiment import Experiment, Run, Shardings
 
@@ -113,7 +119,7 @@ class ServerConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ClientExperiment(Experiment):
+class ClientExperiment(OverSites, Experiment):
     """A model trained by a method for clients, on clients of different sizes.
 
     With `mesh.clients=-1`, a round uses the largest number of devices that divides the cohort. A
@@ -259,53 +265,20 @@ class ClientExperiment(Experiment):
 
     # ---- rounds over sites with data of their own (`fedpax.sites.rounds.contract`)
 
-    def shared_content(self) -> dict[str, str]:
-        """Return hashes of the files that must be equal at all sites: none."""
-        return {}
-
     def describe_site(self) -> dict[str, Any]:
         """Return what a site tells the coordinator of its data: its number of clients."""
         return {"clients": len(self.read_clients()[1])}
-
-    def agree(
-        self, descriptions: Sequence[Mapping[str, Any]]
-    ) -> Generator[Question, Any, Mapping[str, Any]]:
-        """Return the inputs that all sites share, by default none."""
-        del descriptions
-        yield from ()
-        return {}
-
-    def answer(self, settings: Mapping[str, Any], clients: ClientRange) -> Any:
-        """Answer a question of `agree`."""
-        raise NotImplementedError(f"{type(self).__name__} asks no questions")
-
-    def with_inputs(self, inputs: Mapping[str, Any]) -> Self:
-        """Return the experiment with the inputs that the sites share."""
-        del inputs
-        return self
-
-    def sized(self, num_clients: int) -> Self:
-        """Return the experiment with at most as many clients in a round as there are."""
-        size = min(self.cohort.size, num_clients)
-        return dataclasses.replace(self, cohort=dataclasses.replace(self.cohort, size=size))
 
     def coordinate(self, num_clients: int) -> CoordinatorRun:
         """Make the coordinator's run for a number of clients. It reads no data."""
         fitting = self.sized(num_clients)
         every_client = SitePopulation((), 0, num_clients)
         sampler, model = fitting.make_sampler(every_client), fitting.make_model()
-
-        def sample(round_number: int, present: Any) -> list[int]:
-            chosen = sampler
-            if not present.all():
-                chosen = dataclasses.replace(sampler, available=lambda _: present)
-            return list(map(int, chosen.sample(round_number)))
-
         return CoordinatorRun(
             fitting.make_algorithm(fitting.make_loss(model), sampler),
             model.init,
             fitting.cohort.size,
-            sample,
+            sample_present(sampler),
         )
 
     def at_site(self, clients: ClientRange) -> SiteRun:

@@ -5,19 +5,23 @@
     fedpax train --exp=fedavg_lora_text --model.weights=models/base --job_log_dir=runs/lora
 
 The third command trains adapters (LoRA): clients receive and send these and not the model.
+
+At sites with documents of their own, `fedpax syncer` and `fedpax join` run the same rounds.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fedpax.algorithm import LossFn, Params
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.algorithms import fedavg
 from fedpax.data import (
     ClientSampler,
+    CohortRounds,
     Partition,
     Source,
     Tokenizer,
@@ -25,6 +29,7 @@ from fedpax.data import (
     load,
     partition_natural,
 )
+from fedpax.data.files.formats import is_files
 from fedpax.data.rounds.client_rows import pack_clients, preprocess_rows
 from fedpax.data.rounds.preprocess import Arrays
 from fedpax.experiments.client_evaluation import (
@@ -34,18 +39,29 @@ from fedpax.experiments.client_evaluation import (
     rows_by_client,
 )
 from fedpax.experiments.fedavg_clients import CohortConfig, ServerConfig, clients_mesh
-from fedpax.experiments.heldout import heldout_evaluator
+from fedpax.experiments.heldout import HeldoutSets, heldout_evaluator
 from fedpax.experiments.language_model import (
     LanguageModelExperiment,
     TextDataConfig,
     without_token_count,
 )
 from fedpax.experiments.optimizers import OptimizerConfig
+from fedpax.experiments.site_clients import (
+    ChosenClients,
+    OverSites,
+    SitePopulation,
+    drawer,
+    sample_present,
+)
+from fedpax.experiments.trainable import Trainable
+from fedpax.experiments.weights import hash_weights
 from fedpax.models import presets
 from fedpax.models.lora import LoRAConfig
 from fedpax.models.losses import transformer_loss
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.parallel.mesh_rule import ShardedSize
+from fedpax.sites.rounds.contract import ClientRange, CoordinatorRun, Question, SiteRun
+from fedpax.sites.transport.checked_header import CheckedHeader
 from fedpax.training.experiment import Run, Shardings, TrainingConfig
 
 
@@ -61,7 +77,7 @@ class ClientTextConfig(TextDataConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FedAvgText(LanguageModelExperiment):
+class FedAvgText(OverSites, LanguageModelExperiment):
     """A transformer trained by FedAvg on clients' documents, or adapters of one.
 
     With `mesh.clients=-1`, a round uses the largest number of devices that divides the cohort.
@@ -80,6 +96,18 @@ class FedAvgText(LanguageModelExperiment):
     optimizer: OptimizerConfig
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=lambda: MeshConfig(clients=-1))
+    own_fields: ClassVar[tuple[str, ...]] = (
+        "data.client_field",
+        "data.dataset",
+        "data.end_of_document",
+        "data.field",
+        "data.heldout_batch_size",
+        "data.heldout_fraction",
+        "data.heldout_sets",
+        "data.heldout_split",
+        "data.heldout_tokens",
+        "data.tokenizer",
+    )
 
     def sharded_sizes(self) -> list[ShardedSize]:
         """Return the size that the axis of clients divides."""
@@ -94,14 +122,167 @@ class FedAvgText(LanguageModelExperiment):
         tokenizer = self.read_tokenizer()
         return self._pack(self.read_training(), tokenizer)[1], None
 
-    def _pack(self, training: Source, tokenizer: Tokenizer) -> tuple[Arrays, Partition]:
+    def _pack(
+        self, training: Source, tokenizer: Tokenizer, *, of_one: bool = False
+    ) -> tuple[Arrays, Partition]:
         data = self.data
         return pack_clients(
             training,
             seq_len=data.seq_len,
             field=data.field,
-            client_field=data.client_field,
+            client_field=None if of_one else data.client_field,
             tokenizer=tokenizer,
+        )
+
+    def _make_rounds(
+        self, rows: Arrays, population: Partition, sampler: ClientSampler, num_devices: int = 1
+    ) -> CohortRounds:
+        cohort = self.cohort
+        return cohort_rounds(
+            rows,
+            population,
+            sampler,
+            batch_size=cohort.batch_size,
+            local_epochs=cohort.local_epochs,
+            max_steps=cohort.max_steps,
+            seed=cohort.seed,
+            num_devices=num_devices,
+            chunk_size=cohort.chunk_size,
+            preprocess=preprocess_rows,
+        )
+
+    def _make_algorithm(self, trainable: Trainable, max_steps: int) -> FederatedAlgorithm:
+        optimizer = self.optimizer.make(max_steps, trainable.logical_axes)
+        return trainable.algorithm(
+            lambda loss_fn: fedavg(
+                loss_fn,
+                cohort_size=self.cohort.size,
+                client_optimizer=optimizer,
+                server_optimizer=self.server.make(),
+                chunk_size=self.cohort.chunk_size,
+            ),
+            without_token_count(transformer_loss(self.model)),
+        )
+
+    def _make_evaluation(
+        self,
+        trainable: Trainable,
+        heldout: HeldoutSets,
+        num_devices: int = 1,
+        sharding: NamedSharding | None = None,
+    ) -> Callable[[Params], dict[str, float]]:
+        return trainable.evaluate(
+            lambda loss_fn: heldout_evaluator(
+                loss_fn,
+                heldout,
+                batch_size=self.data.heldout_batch_size,
+                placement="clients",
+                num_participants=num_devices,
+                sharding=sharding,
+            ),
+            without_token_count(transformer_loss(self.model, load_balance_weight=0.0)),
+        )
+
+    # ---- rounds over sites with documents of their own (`fedpax.sites.rounds.contract`)
+
+    def shared_content(self) -> dict[str, str]:
+        """Return hashes of the tokenizer, and of the weights that every site adapts."""
+        # The tokenizer's name ends with a hash of its file and the separator of documents.
+        content = {"data.tokenizer": ":".join(self.read_tokenizer().name.split(":")[-2:])}
+        if self.lora.rank:
+            content["model.weights"] = hash_weights(self.model)
+        return content
+
+    @functools.cached_property
+    def _site_rows(self) -> tuple[Arrays, Partition]:
+        """The rows of a site's documents, and the indices of each client's rows."""
+        training, field = self.read_training(), self.data.client_field
+        by_default = field == ClientTextConfig.client_field
+        of_one = by_default and len(training) > 0 and field not in training[0]
+        return self._pack(training, self.read_tokenizer(), of_one=of_one)
+
+    @functools.cached_property
+    def _site_heldout(self) -> HeldoutSets | None:
+        """A site's held-out documents; None if its files have none."""
+        data = self.data
+        if is_files(data.dataset) and not data.heldout_fraction and "{split}" not in data.dataset:
+            return None
+        return self.read_heldout(self.read_tokenizer())
+
+    def _sharing_documents(self, other: Self) -> Self:
+        """Give another experiment on the same documents what this one has read."""
+        names = ("_site_rows", "_site_heldout", "_agreed_steps")
+        other.__dict__.update({n: self.__dict__[n] for n in names if n in self.__dict__})
+        return other
+
+    def sized(self, num_clients: int) -> Self:
+        """Return the experiment with at most as many clients in a round as there are."""
+        return self._sharing_documents(super().sized(num_clients))
+
+    def describe_site(self) -> dict[str, Any]:
+        """Return a site's number of clients, and the most local steps of one without a limit."""
+        rows, population = self._site_rows
+        described = {"clients": len(population)}
+        if self.cohort.max_steps is None:
+            sampler = ClientSampler(len(population), 1, self.cohort.seed)
+            described["max_steps"] = self._make_rounds(rows, population, sampler).max_steps
+        return described
+
+    def agree(
+        self, descriptions: Sequence[Mapping[str, Any]]
+    ) -> Generator[Question, Any, Mapping[str, Any]]:
+        """Agree on the number of local steps that the clients' schedule has."""
+        yield from ()
+        if self.cohort.max_steps is not None:
+            return {}
+        return {"max_steps": max(CheckedHeader(x).count("max_steps", 1) for x in descriptions)}
+
+    def with_inputs(self, inputs: Mapping[str, Any]) -> Self:
+        """Return the experiment with the number of local steps that the sites share."""
+        other = self._sharing_documents(dataclasses.replace(self))
+        other.__dict__["_agreed_steps"] = inputs.get("max_steps")
+        return other
+
+    def _site_algorithm(self, trainable: Trainable) -> FederatedAlgorithm:
+        steps = self.cohort.max_steps or self.__dict__["_agreed_steps"]
+        return self._make_algorithm(trainable, steps)
+
+    def coordinate(self, num_clients: int) -> CoordinatorRun:
+        """Make the coordinator's run for a number of clients. It reads no documents."""
+        fitting = self.sized(num_clients)
+        trainable = fitting.trainable(MeshConfig(clients=1).make())
+        return CoordinatorRun(
+            fitting._site_algorithm(trainable),
+            trainable.init,
+            fitting.cohort.size,
+            sample_present(ClientSampler(num_clients, fitting.cohort.size, self.cohort.seed)),
+            initial=trainable.initial,
+            frozen=None if trainable.frozen is None else trainable.frozen.shapes,
+        )
+
+    def at_site(self, clients: ClientRange) -> SiteRun:
+        """Make a site's run. Metrics weigh the tokens of its held-out documents."""
+        fitting = self.sized(clients.total)
+        trainable = fitting.trainable(MeshConfig(clients=1).make())
+        (rows, own), heldout = fitting._site_rows, fitting._site_heldout
+        sampler = ChosenClients(clients.total, fitting.cohort.size, self.cohort.seed)
+        rounds = fitting._make_rounds(
+            rows, SitePopulation(own, clients.first, clients.total), sampler
+        )
+
+        @functools.cache
+        def evaluation() -> Callable[[Params], dict[str, float]]:
+            assert heldout is not None
+            return fitting._make_evaluation(trainable, heldout)
+
+        return SiteRun(
+            fitting._site_algorithm(trainable),
+            trainable.init,
+            fitting.cohort.size,
+            drawer(rounds, rounds, sampler),
+            None if heldout is None else lambda params: evaluation()(params),
+            0 if heldout is None else int(heldout.main.num_targets.sum()),
+            frozen=trainable.frozen,
         )
 
     def build(self) -> Run:
@@ -113,19 +294,8 @@ class FedAvgText(LanguageModelExperiment):
         tokenizer = self.read_tokenizer()
         rows, population = self._pack(self.read_training(), tokenizer)
         heldout = self.read_heldout(tokenizer)
-        rounds = cohort_rounds(
-            rows,
-            population,
-            ClientSampler(len(population), cohort.size, cohort.seed),
-            batch_size=cohort.batch_size,
-            local_epochs=cohort.local_epochs,
-            max_steps=cohort.max_steps,
-            seed=cohort.seed,
-            num_devices=num_devices,
-            chunk_size=cohort.chunk_size,
-            preprocess=preprocess_rows,
-        )
-        optimizer = self.optimizer.make(rounds.max_steps, trainable.logical_axes)
+        sampler = ClientSampler(len(population), cohort.size, cohort.seed)
+        rounds = self._make_rounds(rows, population, sampler, num_devices)
         over_clients = NamedSharding(
             mesh, PartitionSpec("clients" if "clients" in mesh.axis_names else None)
         )
@@ -133,17 +303,7 @@ class FedAvgText(LanguageModelExperiment):
         # Made at the first evaluation: `fedpax plan` compiles for devices that cannot hold data.
         @functools.cache
         def evaluate_heldout() -> Callable[[Params], dict[str, float]]:
-            return trainable.evaluate(
-                lambda loss_fn: heldout_evaluator(
-                    loss_fn,
-                    heldout,
-                    batch_size=self.data.heldout_batch_size,
-                    placement="clients",
-                    num_participants=num_devices,
-                    sharding=over_clients,
-                ),
-                without_token_count(transformer_loss(self.model, load_balance_weight=0.0)),
-            )
+            return self._make_evaluation(trainable, heldout, num_devices, over_clients)
 
         @functools.cache
         def evaluate_clients() -> EvaluateClients:
@@ -153,16 +313,7 @@ class FedAvgText(LanguageModelExperiment):
             )
 
         return Run(
-            algorithm=trainable.algorithm(
-                lambda loss_fn: fedavg(
-                    loss_fn,
-                    cohort_size=cohort.size,
-                    client_optimizer=optimizer,
-                    server_optimizer=self.server.make(),
-                    chunk_size=cohort.chunk_size,
-                ),
-                without_token_count(transformer_loss(self.model)),
-            ),
+            algorithm=self._make_algorithm(trainable, rounds.max_steps),
             init=trainable.init,
             cohorts=rounds,
             evaluate=lambda params: evaluate_heldout()(params),

@@ -1,7 +1,8 @@
 """Client experiments over sites: a site's clients among those of all sites."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +10,53 @@ from numpy.typing import NDArray
 from fedpax.clients.cohort import Cohort
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.data import ClientSampler, CohortRounds, Partition
+from fedpax.sites.rounds.contract import ClientRange, Question
+
+
+class OverSites:
+    """An experiment over sites that agree on nothing before the first round, by default."""
+
+    def shared_content(self) -> dict[str, str]:
+        """Return hashes of the files that must be equal at all sites, by default none."""
+        return {}
+
+    def agree(
+        self, descriptions: Sequence[Mapping[str, Any]]
+    ) -> Generator[Question, Any, Mapping[str, Any]]:
+        """Return the inputs that all sites share, by default none."""
+        del descriptions
+        yield from ()
+        return {}
+
+    def answer(self, settings: Mapping[str, Any], clients: ClientRange) -> Any:
+        """Answer a question of `agree`."""
+        raise NotImplementedError(f"{type(self).__name__} asks no questions")
+
+    def with_inputs(self, inputs: Mapping[str, Any]) -> Self:
+        """Return the experiment with the inputs that the sites share."""
+        del inputs
+        return self
+
+    def sized(self, num_clients: int) -> Self:
+        """Return the experiment with at most as many clients in a round as there are."""
+        experiment: Any = self
+        cohort = dataclasses.replace(
+            experiment.cohort, size=min(experiment.cohort.size, num_clients)
+        )
+        resized: Self = dataclasses.replace(experiment, cohort=cohort)
+        return resized
+
+
+def sample_present(sampler: ClientSampler) -> Callable[[int, Any], list[int]]:
+    """Return the function `(round, present) -> clients` of a coordinator."""
+
+    def sample(round_number: int, present: Any) -> list[int]:
+        chosen = sampler
+        if not present.all():
+            chosen = dataclasses.replace(sampler, available=lambda _: present)
+        return list(map(int, chosen.sample(round_number)))
+
+    return sample
 
 
 class SitePopulation(Sequence[NDArray[np.int64]]):

@@ -1,6 +1,7 @@
 """Weights in Hugging Face folders: those that a run begins from, and those that it writes."""
 
 import dataclasses
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from fedpax.files import read_json
 from fedpax.models import huggingface
 from fedpax.models.huggingface import load_config, load_params
 from fedpax.models.huggingface.config import differing_fields, to_entries
+from fedpax.models.huggingface.folder import weight_files
 from fedpax.models.huggingface.reading import CONFIG
 from fedpax.models.transformer import TransformerConfig
 from fedpax.paths import expand_home
@@ -28,19 +30,33 @@ def stored_weights(config: TransformerConfig, shapes: Params) -> StoredParams:
     """Describe the parameters in the folder `config.weights`."""
 
     def read() -> Params:
-        if config.weights is None:
-            raise ArgumentError(
-                "model.weights is missing: adapters need a trained model, expected a Hugging Face "
-                "folder. Give --model.weights=FOLDER; `fedpax export --job_log_dir=DIR "
-                "--out=FOLDER` writes the model of a run."
-            )
-        check_architecture(config, load_config(config.weights))
+        folder = _weights_folder(config)
+        check_architecture(config, load_config(folder))
         (dtype,) = {leaf.dtype for leaf in jax.tree.leaves(shapes)}
         sharded = jax.tree.map(lambda leaf: leaf.sharding, shapes)
-        return load_params(config.weights, config, shardings=sharded, dtype=dtype)
+        return load_params(folder, config, shardings=sharded, dtype=dtype)
 
     source = "" if config.weights is None else f"model.weights={config.weights}"
     return StoredParams(source, shapes, read)
+
+
+def hash_weights(config: TransformerConfig) -> str:
+    """Return the hash of the files of weights in the folder `config.weights`."""
+    folder, digest = expand_home(_weights_folder(config)), hashlib.sha256()
+    for name in sorted(weight_files(folder)):
+        with (folder / name).open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return f"sha256 {digest.hexdigest()[:32]}"
+
+
+def _weights_folder(config: TransformerConfig) -> str:
+    if config.weights is None:
+        raise ArgumentError(
+            "model.weights is missing: adapters need a trained model, expected a Hugging Face "
+            "folder. Give --model.weights=FOLDER; `fedpax export --job_log_dir=DIR --out=FOLDER` "
+            "writes the model of a run."
+        )
+    return config.weights
 
 
 def check_architecture(config: TransformerConfig, stored: TransformerConfig) -> None:

@@ -17,12 +17,13 @@ def pack_clients(
     *,
     seq_len: int,
     field: str = "text",
-    client_field: str = "client",
+    client_field: str | None = "client",
     tokenizer: Tokenizer = BYTE_TOKENIZER,
 ) -> tuple[Arrays, list[NDArray[np.int64]]]:
     """Pack the documents of each client into rows `[rows, seq_len]`, for `cohort_rounds`."""
     # No row has tokens of two clients. The population has the indices of the rows of each client;
-    # clients are in the order of their names. `preprocess_rows` makes batches of the rows.
+    # clients are in the order of their names; without `client_field` there is one.
+    # `preprocess_rows` makes batches of the rows.
     source = as_examples(source)
     if not len(source):
         raise ArgumentError("The source has no examples to train on: load another split.")
@@ -30,7 +31,8 @@ def pack_clients(
     for i in range(len(source)):
         example = source[i]
         tokens = encode_documents(tokenizer, [get_text(example, field)])[0]
-        documents.setdefault(get_field(example, client_field), []).append(tokens)
+        name = "" if client_field is None else get_field(example, client_field)
+        documents.setdefault(name, []).append(tokens)
     packed = [
         split_rows(concatenate(documents[name], tokenizer.separator), seq_len)
         for name in sorted(documents)

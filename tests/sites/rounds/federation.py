@@ -35,19 +35,20 @@ class OneOfSeveral(Site):
 
 
 class Line:
-    """A connection that encodes messages, and counts their bytes."""
+    """A connection that encodes messages, and keeps their bytes."""
 
     address = "memory"
 
     def __init__(self, exchange: Exchange) -> None:
-        self._exchange, self.sent = exchange, []
+        self._exchange, self.sent, self.received = exchange, [], []
 
     def call(self, message: Message, timeout: float) -> Message:
         """Call the coordinator."""
         chunks = list(encode(message, LIMIT))
         self.sent.append(b"".join(chunks))
-        answer = self._exchange.handle("", decode(chunks, LIMIT))
-        return decode(encode(answer, LIMIT), LIMIT)
+        answer = list(encode(self._exchange.handle("", decode(chunks, LIMIT)), LIMIT))
+        self.received.append(b"".join(answer))
+        return decode(answer, LIMIT)
 
 
 class Federation:

@@ -15,6 +15,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -129,11 +130,13 @@ def _serve(path: Path, specification: Mapping[str, Any]) -> None:
             path.unlink()  # of a worker that was killed
         server.bind(str(path))
         server.listen()
+        supernode = int(specification["supernode"])
+        threading.Thread(target=_end_with, args=(supernode, path), daemon=True).start()
         # JAX is imported while the first message waits in the queue.
         node = _make_node(specification)
         server.settimeout(_SECONDS_BETWEEN_CHECKS)
         last = time.monotonic()
-        while time.monotonic() - last < IDLE_SECONDS and _lives(int(specification["supernode"])):
+        while time.monotonic() - last < IDLE_SECONDS:
             try:
                 connection, _ = server.accept()
             except TimeoutError:
@@ -147,6 +150,14 @@ def _serve(path: Path, specification: Mapping[str, Any]) -> None:
                 break  # the next message starts another one, perhaps with the cause mended
             last = time.monotonic()
         path.unlink(missing_ok=True)
+
+
+def _end_with(process: int, path: Path) -> None:
+    """End this process once another one has ended, also in the middle of a message."""
+    while _lives(process):
+        time.sleep(_SECONDS_BETWEEN_CHECKS)
+    path.unlink(missing_ok=True)
+    os._exit(0)
 
 
 def _make_node(specification: Mapping[str, Any]) -> Any:

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -110,6 +111,55 @@ def test_a_worker_outlives_messages_and_ends_with_its_node(private, supernode):
     while socket_path.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not socket_path.exists()
+
+
+def sleep_on(node):
+    (Path(node.config["mark"])).touch()
+    time.sleep(600)
+
+
+def test_a_worker_ends_with_its_node_in_the_middle_of_a_message(private, supernode):
+    (private / "program.json").write_text(nodes.pack("fedavg"))
+    program = read_program(private / "program.json")
+    specification = {
+        "program": str(private / "program.json"),
+        "load_data": "tests.deploy.test_node_worker:sleep_on",
+        "state_dir": str(private / "state"),
+        "supernode": supernode.pid,
+    }
+    mark = private / "loading"
+    values = {
+        "kind": "train",
+        "program": program.program,
+        "run": "r",
+        "key": "0.0",
+        "round": 0,
+        "stage": 0,
+        "counted": "",
+        "participant": 1,
+        "index": 1,
+        "seed": 0,
+        "config": {"mark": str(mark)},
+    }
+    shared = encode_values({"0": np.zeros(nodes.FEATURES, np.float32)})
+    packet = Packet(values, [shared, encode_values({})])
+    failures = []
+
+    def ask():
+        try:
+            forward(packet, 7, specification)
+        except ConnectionError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    deadline = time.monotonic() + 60
+    while not mark.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    supernode.kill()
+    supernode.wait()
+    thread.join(30)
+    assert len(failures) == 1 and not list(socket_folder().glob("*.sock"))
 
 
 def test_a_program_that_cannot_be_read_is_told_by_each_worker(private, supernode):

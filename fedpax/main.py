@@ -21,6 +21,7 @@ from fedpax.console import (
 from fedpax.errors import ArgumentError, ArgumentTypeError, FedpaxError, MissingPackageError
 from fedpax.extras import optional
 from fedpax.files import describe_no_permission
+from fedpax.garbage_collection import collect_seldom
 from fedpax.preemption import delay_interrupts, exit_on_signals
 
 USAGE = """\
@@ -341,7 +342,7 @@ def _run(arguments: list[str]) -> int:
         )
     module, _, name = COMMANDS[command].partition(":")
     with optional(f"`fedpax {command}`"):
-        with delay_interrupts():
+        with delay_interrupts(), collect_seldom():
             execute: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), name)
         return execute(rest)
 

@@ -19,6 +19,7 @@ from fedpax.checkpoints.participant_states import ParticipantRule, check_rule
 from fedpax.checkpoints.saved_rounds import check_latest_round
 from fedpax.elastic.membership import Membership
 from fedpax.errors import FedpaxError
+from fedpax.garbage_collection import collect_seldom
 from fedpax.preemption import PreemptionGuard
 from fedpax.run_files.configuration import read_configuration_json, write_configuration
 from fedpax.run_files.evaluations import Evaluations
@@ -176,8 +177,9 @@ class _Job(NamedTuple):
 def _train(job: _Job) -> TrainingResult:
     training = job.experiment.training
     with ExitStack() as resources:
-        loop, checkpoints, progress, clock, tracker = _open_loop(job, resources)
-        loop.start()
+        with collect_seldom():
+            loop, checkpoints, progress, clock, tracker = _open_loop(job, resources)
+            loop.start()
         # Until here there is nothing to save, and a signal stops the process immediately.
         with PreemptionGuard() as preemption:
             try:

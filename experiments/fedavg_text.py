@@ -12,6 +12,7 @@ At sites with documents of their own, `fedpax syncer` and `fedpax join` run the 
 import dataclasses
 import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -32,6 +33,7 @@ from fedpax.data import (
 from fedpax.data.files.formats import is_files
 from fedpax.data.rounds.client_rows import pack_clients, preprocess_rows
 from fedpax.data.rounds.preprocess import Arrays
+from fedpax.errors import ArgumentError
 from fedpax.experiments.client_evaluation import (
     EvaluateClients,
     client_name,
@@ -60,7 +62,13 @@ from fedpax.models.lora import LoRAConfig
 from fedpax.models.losses import transformer_loss
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.parallel.mesh_rule import ShardedSize
-from fedpax.sites.rounds.contract import ClientRange, CoordinatorRun, Question, SiteRun
+from fedpax.sites.rounds.contract import (
+    SITE_FILE,
+    ClientRange,
+    CoordinatorRun,
+    Question,
+    SiteRun,
+)
 from fedpax.sites.transport.checked_header import CheckedHeader
 from fedpax.training.experiment import Run, Shardings, TrainingConfig
 
@@ -211,7 +219,7 @@ class FedAvgText(OverSites, LanguageModelExperiment):
 
     def _sharing_documents(self, other: Self) -> Self:
         """Give another experiment on the same documents what this one has read."""
-        names = ("_site_rows", "_site_heldout", "_agreed_steps")
+        names = ("_site_rows", "_site_heldout", "_agreed_steps", "_at_site")
         other.__dict__.update({n: self.__dict__[n] for n in names if n in self.__dict__})
         return other
 
@@ -287,13 +295,21 @@ class FedAvgText(OverSites, LanguageModelExperiment):
 
     def build(self) -> Run:
         """Read the text, and make the population, cohorts, model, algorithm and mesh."""
+        if not self.__dict__.get("_at_site"):
+            population = self._pack(self.read_training(), self.read_tokenizer())
+            return self._build(*population, self.read_heldout(self.read_tokenizer()))
+        rows, clients = self._site_rows
+        return self.sized(len(clients))._build(rows, clients, self._site_heldout)
+
+    def read_inputs(self, folder: Path) -> None:
+        """Find out whether the folder is a site's, whose clients may be fewer than a round's."""
+        self.__dict__["_at_site"] = (folder / SITE_FILE).is_file()
+
+    def _build(self, rows: Arrays, population: Partition, heldout: HeldoutSets | None) -> Run:
         cohort = self.cohort
         mesh = self.make_mesh()
         num_devices = mesh.shape.get("clients", 1)
         trainable = self.trainable(mesh)
-        tokenizer = self.read_tokenizer()
-        rows, population = self._pack(self.read_training(), tokenizer)
-        heldout = self.read_heldout(tokenizer)
         sampler = ClientSampler(len(population), cohort.size, cohort.seed)
         rounds = self._make_rounds(rows, population, sampler, num_devices)
         over_clients = NamedSharding(
@@ -303,12 +319,17 @@ class FedAvgText(OverSites, LanguageModelExperiment):
         # Made at the first evaluation: `fedpax plan` compiles for devices that cannot hold data.
         @functools.cache
         def evaluate_heldout() -> Callable[[Params], dict[str, float]]:
+            if heldout is None:
+                raise ArgumentError(
+                    f"data.dataset={self.data.dataset} has no held-out documents, expected some. "
+                    "Set --data.heldout_fraction=0.1, or write {split} in the path."
+                )
             return self._make_evaluation(trainable, heldout, num_devices, over_clients)
 
         @functools.cache
         def evaluate_clients() -> EvaluateClients:
             return trainable.evaluate(
-                lambda loss_fn: self._evaluate_by_client(loss_fn, tokenizer),
+                lambda loss_fn: self._evaluate_by_client(loss_fn, self.read_tokenizer()),
                 without_token_count(transformer_loss(self.model, load_balance_weight=0.0)),
             )
 

@@ -13,6 +13,9 @@ from fedpax.transforms.stages import Stages
 
 Json = Mapping[str, Any]
 
+SITE_FILE = "site.json"
+"""The run of a site's folder."""
+
 
 class ClientRange(NamedTuple):
     """The clients of a site among all clients of a run.

@@ -29,7 +29,7 @@ from fedpax.run_files.paths import (
     write_atomically,
 )
 from fedpax.sites.identity import identify
-from fedpax.sites.rounds.contract import SiteExperiment
+from fedpax.sites.rounds.contract import SITE_FILE, SiteExperiment
 from fedpax.sites.rounds.downlink import WHOLE, Receiver
 from fedpax.sites.rounds.run_coordinator import check_supported
 from fedpax.sites.rounds.secret_terms import SecretTerms
@@ -43,9 +43,6 @@ from fedpax.training.resume_checks import check_configuration
 
 if TYPE_CHECKING:
     from fedpax.sites.secure_sums import CertificateSigner
-
-SITE_FILE = "site.json"
-"""The run of a site's folder."""
 
 CALL_SECONDS, TRANSFER_SECONDS = 30.0, 600.0
 

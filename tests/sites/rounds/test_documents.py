@@ -146,5 +146,11 @@ def test_files_without_held_out_documents_train_only(tmp_path: Path) -> None:
     }
     found = run(experiment(base), sites, tmp_path / "runs")
     assert all(np.abs(x).max() > 1e-3 for x in found.params)
+    # The folder of a site is one of a run, also with fewer clients than a round has.
+    sites["a"].read_inputs(tmp_path / "runs" / "a")
+    built = sites["a"].build()
+    assert next(built.cohorts).client_ids.tolist() == [0]
+    with pytest.raises(ValueError, match="no held-out documents, expected some"):
+        built.evaluate(built.init(jax.random.key(0)))
     rows = -(-sum(len(text) + 1 for text in texts[:12]) // 16)
     assert sites["a"].describe_site() == {"clients": 1, "max_steps": -(-rows // 4)}

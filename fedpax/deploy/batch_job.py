@@ -20,7 +20,7 @@ BLOCK_BYTES, MOST_IN_BLOCK = 1 << 25, 64
 def fitting_block_size(clients: Clients) -> int:
     """Return the number of clients whose data are read at once."""
     leaves = jax.tree.leaves(clients.shapes)
-    size = sum(int(np.prod(x.shape[1:], dtype=int)) * x.dtype.itemsize for x in leaves)
+    size = sum(int(np.prod(x.shape[1:], dtype=int) * x.dtype.itemsize) for x in leaves)
     return max(1, min(MOST_IN_BLOCK, BLOCK_BYTES // max(size, 1)))
 
 

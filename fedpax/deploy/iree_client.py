@@ -44,7 +44,7 @@ def load_client(folder: str | Path, stage: int = 0) -> ClientFn:
         )
     module = runtime.load_vm_flatbuffer(content, driver="local-sync")
     messages, inputs = about["messages"], about["inputs"]
-    kinds = [("index", [], "int32")]
+    kinds: list[tuple[str, list[int], str]] = [("index", [], "int32")]
     for name in ("shared", "rows", "own"):
         kinds += [(v["name"], v["shape"], v["dtype"]) for v in messages[name]]
     first, second = len(messages["terms"]), len(messages["terms"]) + len(messages["shown"])

@@ -78,7 +78,8 @@ class _Participants:
 
     def answers(self, request: Request) -> dict[int, tuple[Sequence[Any], Sequence[Any]]]:
         """Return the terms and the shown values of each participant."""
-        client, found = self._stages.client(request.stage), {}
+        client = self._stages.client(request.stage)
+        found: dict[int, tuple[Sequence[Any], Sequence[Any]]] = {}
         for i, own in self._own.items():
             rows = [x[i] for x in request.rows]
             terms, shown, new = client(i, request.shared, rows, {**own, **self._kept[i]})

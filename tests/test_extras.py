@@ -24,6 +24,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = {module for extra in EXTRAS.values() for module in extra.modules}
 # Of the others, libraries import what they find in sys.modules.
 OPTIONAL = MODULES - {m for name in ("bench", "docs", "peers") for m in EXTRAS[name].modules}
+# Copied to devices: it runs without fedpax.
+STANDALONE = "fedpax/deploy/iree_client.py"
 # Packages of the core that come with others of it: jax brings numpy and scipy, orbax etils.
 INDIRECT = {"etils", "fsspec", "jaxlib", "ml_dtypes", "scipy", "tensorstore"}
 
@@ -32,7 +34,7 @@ def imported_modules() -> Iterator[tuple[str, str]]:
     """Yield each file of the wheel with the first part of each module that it imports."""
     for top in ("fedpax", "algorithms", "experiments"):
         for path in sorted((ROOT / top).rglob("*.py")):
-            if "benchmarks" in path.parts:
+            if "benchmarks" in path.parts or path == ROOT / STANDALONE:
                 continue
             for node in ast.walk(ast.parse(path.read_text())):
                 names = []

@@ -18,10 +18,12 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 import fedpax
 from fedpax.algorithms import fedavg
 from fedpax.data import ClientSampler, CohortRounds, cohort_rounds
+from fedpax.data.rounds.preprocess import preprocess_images
 from fedpax.experiments.benchmarks import timing
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, Timed, option
 from fedpax.models.classifiers import MLPConfig, mlp
@@ -52,8 +54,8 @@ def streams(settings: Settings) -> Iterator[tuple[str, CohortRounds]]:
     floats = {"image": images / np.float32(255), "label": labels}
     integers = {"image": images, "label": labels}
     for kind, arrays in zip(KINDS, (floats, integers, integers), strict=True):
-        more = {} if kind == KINDS[2] else {"preprocess": dict}
-        yield kind, cohort_rounds(arrays, clients, sampler, batch_size=10, **more)
+        preprocess = preprocess_images if kind == KINDS[2] else dict
+        yield kind, cohort_rounds(arrays, clients, sampler, batch_size=10, preprocess=preprocess)
 
 
 def round_seconds(cohort: fedpax.Cohort, clock: str = "wall") -> float:
@@ -61,7 +63,7 @@ def round_seconds(cohort: fedpax.Cohort, clock: str = "wall") -> float:
     model = mlp(MLPConfig())
     algorithm = fedavg(
         classification_loss(model.apply),
-        cohort_size=len(cohort.num_steps),
+        cohort_size=cohort.batches["label"].shape[0],
         client_optimizer=optax.sgd(0.1),
         chunk_size=1,
     )
@@ -77,7 +79,8 @@ def waiting(stream: CohortRounds, computing: float, rounds: int, clock: str = "w
 
     With the CPU clock, it is computed from the CPU time that the cohorts take on the thread.
     """
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    mesh = jax.make_mesh((1,), ("clients",), devices=jax.devices()[:1])
+    device = NamedSharding(mesh, PartitionSpec())
     waited = []
     with Prefetch(stream, device, rounds + 1) as cohorts:
         cohorts.next()

@@ -202,7 +202,12 @@ def _lives(process: int) -> bool:
         return False
     except PermissionError:
         return True
-    return True
+    # In a container without an init process, a process that has ended can stay as a zombie.
+    status = Path(f"/proc/{process}/stat")
+    try:
+        return status.read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return not Path("/proc/self").exists()  # systems without /proc, such as macOS
 
 
 if __name__ == "__main__":

@@ -105,8 +105,7 @@ def test_a_worker_outlives_messages_and_ends_with_its_node(private, supernode):
     other = forward(Packet({**greeting, "program": "f00"}), 7, specification)
     assert "This node has program" in other.values["refusal"]
     assert len(list(socket_folder().glob("*.sock"))) == 1  # one process answered all
-    os.kill(supernode.pid, signal.SIGKILL)
-    supernode.wait()
+    os.kill(supernode.pid, signal.SIGKILL)  # it stays a zombie, as in a container without init
     deadline = time.monotonic() + 30
     while socket_path.exists() and time.monotonic() < deadline:
         time.sleep(0.1)

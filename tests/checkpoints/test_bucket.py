@@ -55,16 +55,20 @@ class Server:
     def start(self) -> None:
         arguments = ["start", "--host=127.0.0.1", f"--port={self.port}", "--default-bucket=runs"]
         log = (self.folder / "log").open("a")
-        self.process = subprocess.Popen(
+        launch = lambda: subprocess.Popen(
             [SERVER, *arguments], cwd=self.folder, stdout=log, stderr=log
         )
+        self.process, deadline = launch(), time.monotonic() + 120
         while True:
             try:
                 socket.create_connection(("127.0.0.1", self.port)).close()
                 return
             except ConnectionRefusedError:
-                assert self.process.poll() is None
+                assert time.monotonic() < deadline, (self.folder / "log").read_text()[-2000:]
                 time.sleep(0.1)
+                # While the server was stopped, a connection of another process can take its port.
+                if self.process.poll() is not None:
+                    self.process = launch()
 
     def stop(self) -> None:
         self.process.kill()

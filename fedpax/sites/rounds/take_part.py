@@ -307,14 +307,11 @@ class Site:
             fields, arrays = self._worker.work(task.header, received)
         except UnknownRoundError:
             return  # this process began after the round: the coordinator goes on without it
-        answer = self._call(
-            "reply",
-            arrays,
-            TRANSFER_SECONDS,
-            token=task.header["token"],
-            stage=task.header["stage"],
-            fields=fields,
-        )
+        place = {"token": task.header["token"], "stage": task.header["stage"]}
+        try:
+            answer = self._call("reply", arrays, TRANSFER_SECONDS, **place, fields=fields)
+        except DisconnectedError:  # once more: the coordinator may have it, and ask no more
+            answer = self._call("reply", arrays, TRANSFER_SECONDS, **place, fields=fields)
         if "fault" in fields:
             self._progress.note(f"no reply: {fields['fault']}")
         elif answer.header["status"] == "dropped":

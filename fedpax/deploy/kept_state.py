@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedpax.deploy.values import decode_values, encode_values
-from fedpax.errors import FedpaxError
+from fedpax.errors import ArgumentError, FedpaxError
 
 _DIGEST = 32
 
@@ -48,7 +48,7 @@ class KeptState:
             content = path.read_bytes()
             digest, encoded = content[:_DIGEST], content[_DIGEST:]
             if hashlib.sha256(encoded).digest() != digest:
-                raise ValueError("it does not match its sha256")
+                raise ArgumentError("it does not match its sha256")
             return decode_values(encoded)
         except FileNotFoundError:
             return None

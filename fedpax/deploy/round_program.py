@@ -196,7 +196,7 @@ def parse_program(text: str, path: str | Path = "program.json") -> RoundProgram:
     manifest = check_manifest(content.get("manifest"), path)
     try:
         if content["program"] != _sha256(content):
-            raise ValueError("it does not match its sha256")
+            raise ArgumentError("it does not match its sha256")
         files = {
             name: base64.b64decode(content["files"][name], validate=True)
             for name in manifest["files"]

@@ -108,7 +108,8 @@ class Artifact:
             ArtifactError: an argument is missing, or a reply counts a participant twice or one that
                 there is not.
         """
-        values, terms = self.begin(arguments), ()
+        values = self.begin(arguments)
+        terms: Sequence[Any] = ()
         for part, wires in enumerate(self.manifest["server"]):
             values, request = self.advance(part, values, terms)
             terms = ()

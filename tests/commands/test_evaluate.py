@@ -203,7 +203,8 @@ def test_the_parameters_of_another_model_are_refused(command: Command, regressio
 def test_an_unknown_flag_names_the_commands_own(command: Command, text: Path) -> None:
     status, _, errors = command("evaluate", f"--job_log_dir={text}", "--jsn=x")
     assert status == 2 and "Unrecognized options: --jsn" in errors
-    takes = "--exp, --job_log_dir, --round, --by_client, --picture, --json and the"
+    takes = "--exp, --job_log_dir, --round, --by_client, --picture, --engine, "
+    takes += "--beam_flags, --json and the"
     assert f"`fedpax evaluate` takes {takes}" in errors
 
 

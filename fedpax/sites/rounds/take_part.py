@@ -17,7 +17,7 @@ import numpy as np
 
 from fedpax.algorithm import Params
 from fedpax.checkpoints.checkpoint import Checkpoints
-from fedpax.errors import ArgumentError, ConfigurationError
+from fedpax.errors import ArgumentError, ArgumentTypeError, ConfigurationError
 from fedpax.files import read_json
 from fedpax.preemption import PreemptionGuard
 from fedpax.run_files.configuration import to_json, write_configuration
@@ -366,7 +366,7 @@ def _read_run(folder: Path) -> str | None:
     try:
         run = read_json(path)["run"]
         if not isinstance(run, str):
-            raise TypeError(f"run is {run!r}")
+            raise ArgumentTypeError(f"run is {run!r}")
         return run
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigurationError(

@@ -48,8 +48,8 @@ class PublicKeys(NamedTuple):
         """Read the keys from JSON of an untrusted process."""
         match fields:
             case {"proof": dict() as proof, **texts} if set(texts) == set(cls._fields[:3]):
-                keys = (to_bytes(texts[name], KEY_BYTES) for name in cls._fields[:3])
-                return cls(*keys, proof)
+                keys = {name: to_bytes(texts[name], KEY_BYTES) for name in cls._fields[:3]}
+                return cls(**keys, proof=proof)
         raise SecureSumError("the public keys of a site are malformed")
 
 

@@ -144,7 +144,15 @@ def divide(
             continue
         if i in reads.values():
             eqns, _ = _needed(closed, [v], own)
-            kept += [(e.outvars[0], i) for e in eqns if is_mark(e, KEPT)]
+            new = [e.outvars[0] for e in eqns if is_mark(e, KEPT)]
+            if len(new) > 1:  # no name tells them apart
+                raise ArgumentError(
+                    f"stages(): the store {signature.names[i]} is written {len(new)} times, or "
+                    "together with other arrays, as on a mesh, expected once and by itself. Call "
+                    "scatter_clients() once, and pass types (jax.ShapeDtypeStruct) in place of "
+                    "arrays on a mesh."
+                )
+            kept += [(v, i) for v in new]
             written[result] = None
         elif v is jaxpr.invars[i]:
             written[result] = None

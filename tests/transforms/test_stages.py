@@ -10,6 +10,7 @@ from program_table import PROGRAMS, WEIGHTS, N, W, X, federated, gradient_of, no
 import fedpax
 from fedpax import aggregators, federated_map, federated_mean, federated_sum
 from fedpax.algorithms import fedavg, scaffold
+from fedpax.clients import client_store, gather_clients, scatter_clients
 from fedpax.deploy import run_local
 
 REFUSED = {
@@ -309,3 +310,16 @@ def test_a_round_without_an_answer_changes_nothing():
     after, metrics = run_local(fedpax.stages(step, state, cohort), state, cohort, participants=[])
     agree(after, state)
     agree(metrics["loss"], jnp.float32(0))
+
+
+def test_a_store_that_is_written_twice_is_told():
+    @fedpax.program(clients=2)
+    def twice(store, client_ids):
+        states = gather_clients(store, client_ids)
+        new = federated_map(lambda x: x + 1, states)
+        store = scatter_clients(store, client_ids, new)
+        store = scatter_clients(store, client_ids, federated_map(lambda x: 2 * x, new))
+        return store, federated_sum(new)
+
+    with pytest.raises(ValueError, match=r"the store store\.rows is written 2 times"):
+        fedpax.stages(twice, client_store(jnp.float32(0), 5), np.array([1, 3]))

@@ -50,6 +50,17 @@ from fedpax.training.round_loop import is_due
 from fedpax.transforms.client_stages import Stage
 from fedpax.transforms.stages import Request, Stages
 
+MOST_FAILURES = 5
+"""Times that a round may fail by replies that do not count."""
+
+SECONDS_BETWEEN_ATTEMPTS = 1.0
+
+
+class FailedRoundError(FedpaxError, RuntimeError):
+    """A round that too few sites answer with replies that count."""
+
+    exit_status = 1
+
 
 class _Program(NamedTuple):
     """The rounds of a number of clients."""
@@ -115,9 +126,16 @@ class Coordinator:
             self._guard = MergeGuard(self._rules, evaluation_of(self._experiment))
         if not self._wait_for_sites(ready=True):
             return
+        failures = 0
         while self.done < rounds and not self.stop():
-            if not self._round(self.done + 1):
+            if len(self.exchange.present()) < self._rules.min_sites:
+                self._wait_for_sites(ready=True)
                 continue
+            if not self._round(self.done + 1):
+                failures += 1
+                self._pause(failures)
+                continue
+            failures = 0
             if is_due(self.done, rounds, self._experiment.training.evaluate_every):
                 self._evaluate(last=self.done == rounds)
             self._watch.update()
@@ -170,6 +188,21 @@ class Coordinator:
             return len(self.exchange.present(ready=ready)) >= number
 
         return self.exchange.wait_for(enough, self.stop)
+
+    def _pause(self, failures: int) -> None:
+        """Wait after a round that too few sites answered; raise if the next one is in vain."""
+        number, faults = self.done + 1, self.exchange.faults
+        if failures >= MOST_FAILURES and faults:
+            described = "; ".join(f"{name}: {fault}" for name, fault in sorted(faults.items())[:5])
+            raise FailedRoundError(
+                f"round {number} began {failures} times, and each time fewer sites than it needs "
+                f"sent a reply that counts ({described}). Mend these sites, or run with a smaller "
+                "--min_sites; then run the same command again to resume."
+            )
+        if not self.stop():
+            self._progress.note(f"round {number}: too few sites answer; begins again")
+        until = time.monotonic() + SECONDS_BETWEEN_ATTEMPTS
+        self.exchange.wait_for(lambda: time.monotonic() >= until, self.stop)
 
     # ---- one round
 
@@ -247,9 +280,6 @@ class Coordinator:
                 program.stages, request, token, header, clients, _slots(clients, slots), quorum
             )
             if replies is None:
-                if not self.stop():
-                    self._progress.note(f"round {number}: too few sites answer; begins again")
-                    self._wait_for_sites(ready=True)
                 return False
             answered = _whole(replies)
             if self._guard.is_active and request.stage == len(program.stages) - 1:

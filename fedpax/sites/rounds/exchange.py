@@ -93,6 +93,7 @@ class Exchange:
         self.types: Json | None = None  # of a batch
         self.round, self.finished, self.waits_for = 0, False, "sites"
         self.sent_bytes = self.received_bytes = 0
+        self.faults: dict[str, str] = {}  # of the replies to the last task, by site
 
     # ---- messages
 
@@ -295,6 +296,8 @@ class Exchange:
                 return None
             finally:
                 self._task = None
+                found = {name: reply.header.get("fault") for name, reply in self._replies.items()}
+                self.faults = {name: str(fault) for name, fault in found.items() if fault}
 
     def wait_for(self, condition: Callable[[], bool], stop: Callable[[], bool]) -> bool:
         """Wait until a condition on the sites holds; False if `stop()` is True before."""

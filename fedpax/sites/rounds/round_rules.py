@@ -63,6 +63,11 @@ class RoundRules(NamedTuple):
                 "secure_sums hides the replies of sites, and norm_factor and accept_if look at "
                 "each of them. Leave --secure_sums out, or the other two."
             )
+        if self.secure_sums and self.min_sites < 3:
+            raise ArgumentError(
+                f"min_sites={self.min_sites} with secure_sums, expected at least 3: from a sum of "
+                "two sites each learns the other's update. Set for example --min_sites=3."
+            )
         if self.accept_if:
             parse_accept_if(self.accept_if)
 

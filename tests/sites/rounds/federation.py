@@ -113,7 +113,10 @@ def run(
         coordinator.stop = lambda: bool(failures)
         if first_round_needs is not None:
             coordinator.first_round_needs = first_round_needs
-        coordinator.run()
+        try:
+            coordinator.run()
+        except BaseException as error:
+            failures.append(error)  # the sites end too
         exchange.publish(finished=True)
         coordinator.say_goodbye(0.0 if failures else 20.0)
         for thread in threads:

@@ -11,6 +11,7 @@ from sites.rounds.federation import Line, run
 from sites.rounds.small_experiment import small, train_together
 
 from fedpax.run_files.metrics import read_metrics
+from fedpax.sites.rounds.coordinator import FailedRoundError
 from fedpax.sites.rounds.coordinator_files import read_federation
 from fedpax.sites.rounds.exchange import Exchange
 from fedpax.sites.rounds.round_rules import RoundRules
@@ -113,6 +114,21 @@ def test_a_fault_of_one_site(tmp_path: Path, fault: str, name: str) -> None:
     assert_equal(found.params, expected.params)
 
 
+def test_a_round_that_no_reply_can_complete_ends_in_words(tmp_path: Path) -> None:
+    class Rubbish(Faulty):
+        def call(self, message: Message, timeout: float) -> Message:
+            self._done.clear()  # in each attempt
+            return super().call(message, timeout)
+
+    with pytest.raises(FailedRoundError, match=r"round 2 began 5 times.*b: term 0 has NaN"):
+        run(
+            small("fedavg"),
+            {"a": small("fedavg"), "b": small("fedavg", data_seed=1)},
+            tmp_path,
+            lines={"b": lambda exchange: Rubbish(exchange, "nan", {2})},
+        )
+
+
 def test_data_never_leave_a_site(tmp_path: Path) -> None:
     sites = three_sites("scaffold")
     found = run(small("scaffold"), sites, tmp_path)
@@ -180,7 +196,11 @@ def test_a_late_site_joins_with_new_clients(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"min_sites": 0}, "min_sites=0"), ({"weights": "capped:0"}, "weights='capped:0'")],
+    [
+        ({"min_sites": 0}, "min_sites=0"),
+        ({"secure_sums": True}, "min_sites=2 with secure_sums"),
+        ({"weights": "capped:0"}, "weights='capped:0'"),
+    ],
 )
 def test_rules_are_checked(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):

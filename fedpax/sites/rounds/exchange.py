@@ -4,6 +4,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from fedpax.sites.identity import Identity, find_difference
 from fedpax.sites.rounds.contract import Json
 from fedpax.sites.rounds.downlink import WHOLE, Packet
+from fedpax.sites.rounds.framed_messages import read_message, write_message
 from fedpax.sites.rounds.site_table import Site, SiteTable
 from fedpax.sites.transport.calls import RefusedError
 from fedpax.sites.transport.checked_header import CheckedHeader
@@ -18,6 +20,14 @@ from fedpax.sites.transport.message import Message
 
 LONGEST_WAIT = 1.0
 """Seconds for which a site's question for work waits for some."""
+
+LARGE = 1 << 20
+"""Bytes of arrays from which a reply is kept on the disk, and is offered first."""
+
+MOST_UPLOADS = 4
+"""Large replies that are received at a time."""
+
+LONGEST_UPLOAD = 600.0
 
 SHARED, ROW, TERM, SHOWN = "shared", "row", "term", "shown"
 """First words of the names of arrays."""
@@ -46,7 +56,12 @@ class Reply(NamedTuple):
     """The answer of a site to a task."""
 
     header: Mapping[str, Any]
-    arrays: Mapping[str, np.ndarray]
+    content: Mapping[str, np.ndarray] | Path  # arrays, or the file that has them
+
+    @property
+    def arrays(self) -> Mapping[str, np.ndarray]:
+        """The arrays, read when they are needed."""
+        return read_message(self.content).arrays if isinstance(self.content, Path) else self.content
 
 
 def new_token() -> str:
@@ -80,6 +95,7 @@ class Exchange:
         run: str,
         heartbeat_seconds: float = 2.0,
         down: str = WHOLE,
+        folder: Path | None = None,
         on_join: Callable[[], None] = lambda: None,
         on_fault: Callable[[str, str], None] = lambda name, reason: None,
     ) -> None:
@@ -93,6 +109,9 @@ class Exchange:
         self.types: Json | None = None  # of a batch
         self.round, self.finished, self.waits_for = 0, False, "sites"
         self.sent_bytes = self.received_bytes = 0
+        self._folder = folder
+        self._receiving: set[str] = set()
+        self._uploads: dict[str, float] = {}  # sites that may send a large reply, and since when
         self.faults: dict[str, str] = {}  # of the replies to the last task, by site
 
     # ---- messages
@@ -104,25 +123,33 @@ class Exchange:
         kinds: dict[str, Callable[..., Message]] = {
             "work": self._work,
             "ready": self._ready,
-            "reply": self._reply,
+            "offer": self._offer,
             "heartbeat": self._note,
             "leave": self._leave,
         }
-        if kind not in ("join", *kinds):
+        if kind not in ("join", "reply", *kinds):
             raise RefusedError(
-                f"the message has kind {kind[:100]!r}, expected join, {', '.join(kinds)}. Use the "
-                "same version of fedpax on both sides, and a method that both run."
+                f"the message has kind {kind[:100]!r}, expected join, reply, {', '.join(kinds)}. "
+                "Use the same version of fedpax on both sides, and a method that both run."
             )
         name = self._name(peer, request)
+        if kind == "reply":
+            return self._reply(name, request, message.arrays)
         with self._changed:
             if kind == "join":
                 return self._join(name, request)
-            site = self.sites.get(name)
-            if site is None or site.incarnation != request.text("incarnation"):
+            if (site := self._site(name, request)) is None:
                 return Message({"status": "join"})
-            site.seen, site.left = time.monotonic(), False
             self._changed.notify_all()
             return kinds[kind](site, request, message.arrays)
+
+    def _site(self, name: str, request: CheckedHeader) -> Site | None:
+        """Return the site that sends a message; None if it must join first."""
+        site = self.sites.get(name)
+        if site is None or site.incarnation != request.text("incarnation"):
+            return None
+        site.seen, site.left = time.monotonic(), False
+        return site
 
     @staticmethod
     def _name(peer: str, request: CheckedHeader) -> str:
@@ -199,28 +226,69 @@ class Exchange:
             self._changed.wait(rest)
             site.seen = time.monotonic()
 
+    def _offer(self, site: Site, request: CheckedHeader, arrays: Any) -> Message:
+        """Tell a site whether to send a large reply now: few at a time are in memory."""
+        now = time.monotonic()
+        self._uploads = {
+            name: since
+            for name, since in self._uploads.items()
+            if now - since < LONGEST_UPLOAD and name != site.name
+        }
+        if len(self._uploads) >= MOST_UPLOADS:
+            return self._answer(site, status="later")
+        self._uploads[site.name] = now
+        return self._answer(site, status="send")
+
     def _reply(
-        self, site: Site, request: CheckedHeader, arrays: Mapping[str, np.ndarray]
+        self, name: str, request: CheckedHeader, arrays: Mapping[str, np.ndarray]
     ) -> Message:
-        task = self._task
-        self.received_bytes += sum(x.nbytes for x in arrays.values())
+        """Check a reply and keep it; without the lock, since it can be large."""
         token, stage = request.text("token"), request.count("stage")
-        if task is None or (token, stage) != (task.token, task.header["stage"]):
-            site.late += 1
-            return self._answer(site, status="late")
-        if site.name not in task.own or site.name in self._replies:
-            return self._answer(site, status="repeated")
         fields = request.mapping("fields")
-        if fields.get("fault") is not None:  # the site itself tells why it has no reply
-            self._replies[site.name] = Reply({"fault": CheckedHeader(fields).text("fault")}, {})
-            return self._answer(site, status="ok")
-        if reason := self._find_fault(task, task.own[site.name][0], arrays):
+        with self._changed:
+            site, task = self._site(name, request), self._task
+            if site is None:
+                return Message({"status": "join"})
+            self.received_bytes += sum(x.nbytes for x in arrays.values())
+            if task is None or (token, stage) != (task.token, task.header["stage"]):
+                self._uploads.pop(name, None)
+                site.late += 1
+                return self._answer(site, status="late")
+            if name not in task.own or name in self._replies or name in self._receiving:
+                return self._answer(site, status="repeated")
+            self._receiving.add(name)
+        try:
+            reply, reason = self._keep(name, task, fields, arrays)
+        finally:
+            with self._changed:
+                self._receiving.discard(name)
+                self._uploads.pop(name, None)
+        with self._changed:
+            self._changed.notify_all()
+            if self._task is not task:
+                site.late += 1
+                return self._answer(site, status="late")
+            self._replies[name] = reply
+            if reason is None:
+                return self._answer(site, status="ok")
             site.dropped += 1
-            self._on_fault(site.name, reason)
-            self._replies[site.name] = Reply({"fault": reason}, {})
-            return self._answer(site, status="dropped", reason=reason)
-        self._replies[site.name] = Reply(fields, arrays)
-        return self._answer(site, status="ok")
+        self._on_fault(name, reason)
+        return self._answer(site, status="dropped", reason=reason)
+
+    def _keep(
+        self, name: str, task: Task, fields: Json, arrays: Mapping[str, np.ndarray]
+    ) -> tuple[Reply, str | None]:
+        """Return a reply, on the disk if it is large, and why it does not count."""
+        if fields.get("fault") is not None:  # the site itself tells why it has no reply
+            return Reply({"fault": CheckedHeader(fields).text("fault")}, {}), None
+        if reason := self._find_fault(task, task.own[name][0], arrays):
+            return Reply({"fault": reason}, {}), reason
+        if self._folder is None or sum(x.nbytes for x in arrays.values()) < LARGE:
+            return Reply(fields, arrays), None
+        self._folder.mkdir(exist_ok=True)
+        path = self._folder / f"{secrets.token_hex(8)}.reply"
+        write_message(path, Message({}, arrays), sync=False)
+        return Reply(fields, path), None
 
     @staticmethod
     def _find_fault(
@@ -234,7 +302,7 @@ class Exchange:
             if array is None or array.shape != wanted or array.dtype != dtype:
                 found = "nothing" if array is None else f"{array.dtype}{list(array.shape)}"
                 return f"{name} is {found}, expected {dtype}{list(wanted)}"
-            if array.dtype.kind not in "biuOSU" and not np.all(np.isfinite(np.float64(array))):
+            if array.dtype.kind not in "biu" and not _is_finite(array):
                 return f"{name} has NaN or infinity, expected finite values"
         if extra := arrays.keys() - task.expected.keys():
             return f"{min(extra)} is not asked for"
@@ -277,6 +345,7 @@ class Exchange:
         a quorum has answered; None if `stop()` is True before, or if no quorum is left.
         """
         deadline = time.monotonic() + seconds
+        self._forget_replies()
         with self._changed:
             self._task, self._replies = task, {}
             self._changed.notify_all()
@@ -299,6 +368,12 @@ class Exchange:
                 found = {name: reply.header.get("fault") for name, reply in self._replies.items()}
                 self.faults = {name: str(fault) for name, fault in found.items() if fault}
 
+    def _forget_replies(self) -> None:
+        """Remove the files of replies to earlier tasks."""
+        if self._folder is not None and self._folder.exists():
+            for path in self._folder.glob("*.reply"):
+                path.unlink(missing_ok=True)
+
     def wait_for(self, condition: Callable[[], bool], stop: Callable[[], bool]) -> bool:
         """Wait until a condition on the sites holds; False if `stop()` is True before."""
         with self._changed:
@@ -314,6 +389,11 @@ class Exchange:
             for name, value in fields.items():
                 setattr(self, name, value)
             self._changed.notify_all()
+
+
+def _is_finite(array: np.ndarray) -> bool:
+    floats = array if array.dtype.kind in "fc" else array.astype(np.float32)  # such as bfloat16
+    return bool(np.all(np.isfinite(floats)))
 
 
 def shorten_types(types: Json) -> str:

@@ -10,11 +10,11 @@ from fedpax.sites.transport.message import ChecksumError, Message, decode, encod
 _LENGTH = struct.Struct("<I")
 
 
-def write_message(path: Path, message: Message) -> int:
+def write_message(path: Path, message: Message, *, sync: bool = True) -> int:
     """Write a message in place of a file, and return its number of bytes."""
     chunks = encode(message, 1 << 62)
     content = b"".join(_LENGTH.pack(len(chunk)) + chunk for chunk in chunks)
-    replace_file(path, content)
+    replace_file(path, content, sync=sync)
     return len(content)
 
 

@@ -114,6 +114,7 @@ def run_coordinator(
             run=new_token() if saved is None else saved["run"],
             on_fault=admission.report if certificates else lambda name, reason: None,
             down=rules.down,
+            folder=folder / "replies",
         )
         if saved is not None:
             sites.restore(saved["sites"])

@@ -31,6 +31,7 @@ from fedpax.run_files.paths import (
 from fedpax.sites.identity import identify
 from fedpax.sites.rounds.contract import SITE_FILE, SiteExperiment
 from fedpax.sites.rounds.downlink import WHOLE, Receiver
+from fedpax.sites.rounds.exchange import LARGE
 from fedpax.sites.rounds.run_coordinator import check_supported
 from fedpax.sites.rounds.secret_terms import SecretTerms
 from fedpax.sites.rounds.site_worker import SiteWorker, UnknownRoundError
@@ -308,6 +309,9 @@ class Site:
         except UnknownRoundError:
             return  # this process began after the round: the coordinator goes on without it
         place = {"token": task.header["token"], "stage": task.header["stage"]}
+        if sum(x.nbytes for x in arrays.values()) >= LARGE:
+            while self._call("offer").header["status"] == "later" and not self._stop():
+                time.sleep(random.uniform(0.1, 0.5))
         try:
             answer = self._call("reply", arrays, TRANSFER_SECONDS, **place, fields=fields)
         except DisconnectedError:  # once more: the coordinator may have it, and ask no more

@@ -87,7 +87,8 @@ def run(
         done: rounds that the coordinator's folder has.
     """
     rules = RoundRules(len(sites), 60.0) if rules is None else rules
-    table = SiteTable(rules.silent_after)
+    table, own_folder = SiteTable(rules.silent_after), folder / "coordinator"
+    own_folder.mkdir(parents=True, exist_ok=True)
     exchange = Exchange(
         identify(experiment, {}, experiment.own_fields, experiment.shared_content()),
         table,
@@ -95,13 +96,13 @@ def run(
         run=new_token(),
         heartbeat_seconds=0.3,
         down=rules.down,
+        folder=own_folder / "replies",
     )
-    own = folder / "coordinator"
-    if (saved := read_federation(own)) is not None:
+    if (saved := read_federation(own_folder)) is not None:
         exchange.run, exchange.inputs = saved["run"], saved["inputs"]
         table.restore(saved["sites"])
     with contextlib.ExitStack() as stack:
-        coordinator = stack.enter_context(opened(experiment, own, exchange, rules, done))
+        coordinator = stack.enter_context(opened(experiment, own_folder, exchange, rules, done))
         made = {name: (lines or {}).get(name, Line)(exchange) for name in sites}
         failures: list[BaseException] = []
         threads = [

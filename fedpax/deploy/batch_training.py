@@ -41,7 +41,6 @@ _WITHOUT = (
     "stop_after",
     "checkpoint_dir",
     "on_spike",
-    "tracker",
 )
 
 

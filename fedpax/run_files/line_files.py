@@ -30,6 +30,7 @@ from fedpax.run_files.paths import is_remote
 CHUNK_BYTES = 1 << 20
 PART_BYTES = 1 << 18
 PARTS_MERGED = 8
+TAIL_BYTES = 1 << 12
 
 
 def read_chunks(path: Path, start: int = 0) -> Iterator[bytes]:
@@ -139,6 +140,7 @@ class LineCopy:
     def __init__(self, source: Path, target: Path, record: Path) -> None:
         self._source, self._target, self._record = source, target, record
         self._parts: dict[int, tuple[int, int]] | None = None  # start -> (bytes, CRC-32)
+        self._tail = 0, b""  # size of the file, and its last bytes
 
     def update(self) -> None:
         """Write the parts that have changed."""
@@ -150,9 +152,9 @@ class LineCopy:
         with open_regular(self._source) as file:
             size = os.fstat(file.fileno()).st_size
             starts = part_starts(size)
-            # A file that was shortened and has grown again differs in its last part.
-            newest = max(known, default=0)
-            changed = is_first or not _is_same(file, newest, known.get(newest))
+            # A file that was shortened and has grown again differs before the end that it had. Its
+            # last part can have one byte, which is equal by chance.
+            changed = is_first or self._tail != _tail(file, self._tail[0])
             parts = {}
             for start, end in itertools.pairwise([*starts, size]):
                 same = known.get(start)
@@ -164,6 +166,7 @@ class LineCopy:
                 content = file.read(end - start)
                 self._write(start, content)
                 parts[start] = len(content), zlib.crc32(content)
+            self._tail = _tail(file, size)
         names = self._names() if is_first else known
         for start in sorted(names - parts.keys(), reverse=True):
             self._part(start).unlink(missing_ok=True)
@@ -197,6 +200,12 @@ class LineCopy:
         except (OSError, ValueError, TypeError, AttributeError):
             return {}
         return {start: part for start, part in parts.items() if self._part(start).exists()}
+
+
+def _tail(file: BinaryIO, size: int) -> tuple[int, bytes]:
+    """Return a size and the last bytes that a file of this size has."""
+    file.seek(max(0, size - TAIL_BYTES))
+    return size, file.read(min(size, TAIL_BYTES))
 
 
 def _is_same(file: BinaryIO, start: int, part: tuple[int, int] | None) -> bool:

@@ -51,7 +51,7 @@ class Flower:
         self.environment = {
             **os.environ,
             "PATH": f"{binaries()}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": str(REPOSITORY),
+            "PYTHONPATH": str(REPOSITORY / "tests"),
             "FLWR_HOME": str(home),
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",

@@ -11,13 +11,13 @@ import time
 import jax
 import numpy as np
 import pytest
+from deploy import nodes
+from deploy.flower_processes import ENVIRONMENT, Flower, binaries
+from deploy.nodes import SETTINGS, N
 
 from fedpax.deploy.flower_files import PACKAGE, write_app
 from fedpax.deploy.kept_state import KeptState
 from fedpax.deploy.round_program import parse_program
-from tests.deploy import nodes
-from tests.deploy.flower_processes import ENVIRONMENT, Flower, binaries
-from tests.deploy.nodes import SETTINGS, N
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,7 +30,7 @@ pytestmark = [
 LINK = ("--insecure", "--disable-runtime-dependency-installation")
 
 
-def make_app(folder, method, data="from tests.deploy.nodes import load_data"):
+def make_app(folder, method, data="from deploy.nodes import load_data"):
     text = nodes.pack(method)
     write_app(folder, name=method, program=text, settings=SETTINGS, size=N, participants="clients")
     (folder / PACKAGE / "data.py").write_text(data)
@@ -78,7 +78,7 @@ SLOW_DATA = """
 import os, time
 from pathlib import Path
 import numpy as np
-from tests.deploy import nodes
+from deploy import nodes
 
 def load_data(node):
     rounds = nodes.rounds_of()

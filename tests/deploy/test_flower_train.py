@@ -4,12 +4,12 @@ import json
 
 import numpy as np
 import pytest
+from deploy import nodes
+from deploy.nodes import SETTINGS, LocalNetwork, N
 
 from fedpax.deploy.flower import METRICS_FILE, POSITION_FILE, STATE_FILE, train
 from fedpax.deploy.round_program import parse_program
 from fedpax.errors import ConfigurationError
-from tests.deploy import nodes
-from tests.deploy.nodes import SETTINGS, LocalNetwork, N
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from deploy import nodes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +21,6 @@ from fedpax.deploy.node_worker import WorkerError, forward, socket_folder
 from fedpax.deploy.packets import Packet, receive, send
 from fedpax.deploy.round_program import read_program
 from fedpax.deploy.values import encode_values
-from tests.deploy import nodes
 
 VALUES = st.dictionaries(st.text(), st.integers() | st.text() | st.booleans(), max_size=3)
 
@@ -75,7 +75,7 @@ def test_a_worker_outlives_messages_and_ends_with_its_node(private, supernode):
     program = read_program(private / "program.json")
     specification = {
         "program": str(private / "program.json"),
-        "load_data": "tests.deploy.nodes:load_data",
+        "load_data": "deploy.nodes:load_data",
         "state_dir": str(private / "state"),
         "supernode": supernode.pid,
     }
@@ -122,7 +122,7 @@ def test_a_worker_ends_with_its_node_in_the_middle_of_a_message(private, superno
     program = read_program(private / "program.json")
     specification = {
         "program": str(private / "program.json"),
-        "load_data": "tests.deploy.test_node_worker:sleep_on",
+        "load_data": "deploy.test_node_worker:sleep_on",
         "state_dir": str(private / "state"),
         "supernode": supernode.pid,
     }
@@ -164,7 +164,7 @@ def test_a_worker_ends_with_its_node_in_the_middle_of_a_message(private, superno
 def test_a_program_that_cannot_be_read_is_told_by_each_worker(private, supernode):
     specification = {
         "program": str(private / "absent.json"),
-        "load_data": "tests.deploy.nodes:load_data",
+        "load_data": "deploy.nodes:load_data",
         "state_dir": str(private / "state"),
         "supernode": supernode.pid,
     }

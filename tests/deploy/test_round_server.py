@@ -5,6 +5,8 @@ import json
 import jax
 import numpy as np
 import pytest
+from deploy import nodes
+from deploy.nodes import SETTINGS, LocalNetwork, N
 
 from fedpax.data import ClientSampler
 from fedpax.deploy.kept_state import KeptState, KeptStateError
@@ -12,8 +14,6 @@ from fedpax.deploy.node import NodeProgram
 from fedpax.deploy.round_program import parse_program, read_program
 from fedpax.deploy.round_server import RoundError, RoundServer, Rules
 from fedpax.deploy.runtime import ArtifactError
-from tests.deploy import nodes
-from tests.deploy.nodes import SETTINGS, LocalNetwork, N
 
 
 @pytest.fixture(scope="module")

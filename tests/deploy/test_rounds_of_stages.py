@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from deploy.nodes import LocalNetwork, N, normal
 
 import fedpax
 from fedpax import federated_map, federated_mean, federated_sum
@@ -13,7 +14,6 @@ from fedpax.algorithm import FederatedAlgorithm
 from fedpax.deploy.node import NodeProgram
 from fedpax.deploy.round_program import Settings, pack_program, parse_program
 from fedpax.deploy.round_server import RoundServer, Rules
-from tests.deploy.nodes import LocalNetwork, N, normal
 
 
 class State(NamedTuple):

@@ -5,13 +5,13 @@ import io
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from deploy import nodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedpax
 from fedpax.deploy.round_program import parse_program
 from fedpax.deploy.secure_sums import check_program, from_vector, range_of, to_vector
-from tests.deploy import nodes
 
 TERMS = [
     {"name": "sum of counts", "shape": [4], "dtype": "int32"},

@@ -5,7 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fedpax.run_files import line_files
@@ -51,6 +51,7 @@ def test_each_byte_is_written_a_logarithmic_number_of_times() -> None:
 
 
 @settings(max_examples=15, deadline=None)
+@example(seed=61)  # the last part had one byte, equal by chance
 @given(seed=st.integers(0, 2**32 - 1))
 def test_a_copy_equals_the_file_after_growth_cuts_and_restarts(
     seed: int, tmp_path_factory: pytest.TempPathFactory

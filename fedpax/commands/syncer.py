@@ -138,6 +138,17 @@ def define_flags(options: flags.FlagValues) -> None:
             lower_bound=1.0,
             flag_values=options,
         )
+    flags.DEFINE_boolean(
+        "allow_older_state",
+        False,
+        "Continue from a saved state that is older than the newest merge, such as a copy.",
+        flag_values=options,
+    )
+    _define_round_flags(options)
+
+
+def _define_round_flags(options: flags.FlagValues) -> None:
+    """Define the flags of rounds over sites with data of their own."""
     flags.DEFINE_integer(
         "min_sites",
         2,
@@ -195,11 +206,5 @@ def define_flags(options: flags.FlagValues) -> None:
         "down",
         "float32",
         "Codec of what all sites receive in rounds: float32, e3m0, drive or sign.",
-        flag_values=options,
-    )
-    flags.DEFINE_boolean(
-        "allow_older_state",
-        False,
-        "Continue from a saved state that is older than the newest merge, such as a copy.",
         flag_values=options,
     )

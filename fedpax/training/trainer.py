@@ -35,7 +35,7 @@ from fedpax.run_files.paths import (
 from fedpax.training.agreement import check_agreement, check_same_data
 from fedpax.training.begin_from import begin_from
 from fedpax.training.early_stop import EarlyStop
-from fedpax.training.experiment import Experiment, Run, check_run
+from fedpax.training.experiment import Experiment, Run, TrainingConfig, check_run
 from fedpax.training.job_dir_lock import JobDirLock
 from fedpax.training.logging import NonFiniteError
 from fedpax.training.profile import check_profile_at
@@ -220,14 +220,7 @@ def _open_loop(
     enter(jax.set_mesh(run.mesh))
     if jax.process_count() > 1:  # else the data are opened while the round is compiled
         check_same_data(run.cohorts)
-    retention = Retention(
-        training.keep_checkpoints,
-        every=training.keep_every,
-        scheduled=(
-            training.checkpoint_every if training.on_spike == "roll_back" else 0,
-            training.export_every,
-        ),
-    )
+    retention = _retention(training)
     progress = enter(
         Progress(
             job.exp or type(experiment).__name__,
@@ -285,6 +278,13 @@ def _open_loop(
         )
     )
     return loop, checkpoints, progress, clock, tracker
+
+
+def _retention(training: TrainingConfig) -> Retention:
+    """Return which checkpoints to keep."""
+    rolls_back = training.on_spike == "roll_back"
+    scheduled = (training.checkpoint_every if rolls_back else 0, training.export_every)
+    return Retention(training.keep_checkpoints, every=training.keep_every, scheduled=scheduled)
 
 
 def _build(experiment: Experiment) -> Run:

@@ -124,6 +124,7 @@ def answer_on_features(
     """Average the columns that the coordinator asks for, for each client of this site."""
     numeric = [_treatment(fields) for fields in settings["columns"]]
     scaling = _from_json(settings["scaling"])
+    _check_question(data, table, numeric, scaling)
     chosen = table.training
     _, owners = np.unique(table.owners[chosen], return_inverse=True)
     training = {name: column.filter(chosen) for name, column in table.columns.items()}
@@ -138,6 +139,45 @@ def answer_on_features(
         return everyone
 
     return divided, jax.tree.map(place, types, (own, np.float32(counts)))
+
+
+def _check_question(
+    data: TableConfig, table: OpenFiles, numeric: Sequence[Treatment], scaling: Scaling
+) -> None:
+    """Refuse a question that would tell more than means and mean squares of numbers.
+
+    Values that are clipped to chosen bounds would tell single values.
+    """
+    own = {name: column for name, column in table.columns.items() if name != table.client}
+    stated = [text for text in data.columns if parse_treatment(text).name != data.label]
+    inputs = {name: column for name, column in own.items() if name != data.label}
+    known = {t.name: t for t in infer_treatments(inputs, stated)}
+    if (label := stated_label(data)) is not None or data.label is not None:
+        assert data.label is not None
+        bounds = label.bounds if label else None
+        known[data.label] = Treatment(data.label, "number", "error", bounds=bounds)
+    for place, treatment in enumerate(numeric):
+        here = known.get(treatment.name)
+        if here is not None and here.reason == "no values":
+            continue
+        if here is not None and here.kind != treatment.kind:
+            raise ArgumentError(
+                f"The syncer asks for the mean of {treatment.name!r} as {treatment.kind}, but it "
+                f"is {here.kind} at this site. State --data.columns at the syncer and at each site."
+            )
+        asked = None
+        if scaling.low is not None and scaling.high is not None:
+            asked = scaling.low[place], scaling.high[place]
+        if asked is not None and (here is None or here.bounds != tuple(map(float, asked))):
+            raise ArgumentError(
+                f"The syncer asks for the mean of {treatment.name!r} within {asked}, expected the "
+                "range that this site states. State --data.columns at the syncer and at each site."
+            )
+        if here is not None and (treatment.bounds or None) != here.bounds:
+            raise ArgumentError(
+                f"The syncer states another range of {treatment.name!r} than this site. State "
+                "--data.columns at the syncer and at each site."
+            )
 
 
 def _with_label(

@@ -72,7 +72,11 @@ def describe_table(
             having = np.bincount(pairs % count, minlength=len(distinct)).tolist()
             categories[treatment.name] = {"values": dict(zip(distinct, having, strict=False))}
     return {
-        "columns": [t._asdict() for t in treatments],
+        # A reason can tell numbers of examples and of values.
+        "columns": [
+            t._asdict() | {"reason": t.reason if t.reason in ("stated", "no values") else t.kind}
+            for t in treatments
+        ],
         "categories": categories,
         "missing": missing,
         "label": label.to_json() | {"stated": has_stated_classes},

@@ -1,6 +1,5 @@
 """The rounds of a coordinator: what it asks the sites, and what it does with their replies."""
 
-import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 from fedpax.algorithm import Params
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.clients.cohort import Cohort
-from fedpax.errors import FedpaxError
+from fedpax.errors import ConfigurationError, FedpaxError
 from fedpax.reports.metric_table import OF_SITE
 from fedpax.run_files.configuration import to_json
 from fedpax.run_files.metrics import MetricsWriter
@@ -97,6 +96,7 @@ class Coordinator:
         self._rules, self._checkpoints, self._metrics = rules, checkpoints, metrics
         self._progress, self.stop, self.done = progress, stop, done
         self._guard = MergeGuard(rules)
+        self._sites_with_model: set[str] = set()  # of the last round
         self._programs: dict[int, _Program] = {}
         self._state: CoordinatorState | None = None
         self._configuration = to_json(experiment)
@@ -116,7 +116,9 @@ class Coordinator:
     def run(self) -> None:
         """Run the rounds that are left, or until a signal asks to stop."""
         exchange, rounds = self.exchange, self._experiment.training.rounds
-        if self.done >= rounds:
+        exchange.round = self.done
+        if self.done >= rounds:  # sites that lack the model can still get it
+            self._experiment = self._experiment.with_inputs(exchange.inputs)
             return
         if exchange.inputs is None and not self._agree():
             return
@@ -143,9 +145,7 @@ class Coordinator:
     def _agree(self) -> bool:
         """Make the inputs that all sites share, from what they tell; False at a signal."""
         while self._wait_for_sites(ready=False):
-            present = self.exchange.present(ready=False)
-            sites = self.exchange.sites
-            sites.renumber()
+            present = self.exchange.begin_agreement()
             agreement = self._experiment.agree([site.description for site in present])
             self._progress.note(f"{len(present)} sites agree on their inputs")
             answer: Any = None
@@ -171,8 +171,16 @@ class Coordinator:
             except StopIteration as end:
                 return end.value
             header = {"task": "question", "settings": question.settings}
+            header["num_clients"] = question.stages.placement.size
             replies = self._ask_stage(
-                question.stages, request, token, header, everyone, everyone, len(present)
+                question.stages,
+                request,
+                token,
+                header,
+                everyone,
+                everyone,
+                len(present),
+                {name: clients[0] for name, clients in everyone.items()},
             )
             if replies is None or len(_whole(replies)) < len(present):
                 return None
@@ -206,14 +214,14 @@ class Coordinator:
 
     # ---- one round
 
-    def _program(self) -> _Program:
-        """Return the program for the clients that are known now."""
-        number = self.exchange.sites.num_clients
+    def _program(self, number: int) -> _Program:
+        """Return the program for a number of clients."""
         if number not in self._programs:
             run = self._experiment.coordinate(number)
             state = jax.eval_shape(lambda: run.algorithm.init(run.init(jax.random.key(0))))
             cohort = cohort_types(self.exchange.types, run.cohort_size)
             divided = divide(run.algorithm, state, cohort, run.frozen)
+            _check_program(divided, self._guard.is_active)
             self._programs = {number: _Program(run, divided, state, cohort)}
         return self._programs[number]
 
@@ -247,22 +255,21 @@ class Coordinator:
         """Run a round; False if too few sites answer, or at a signal."""
         exchange, began = self.exchange, time.perf_counter()
         exchange.round = number
-        program = self._program()
+        ranges, total = exchange.snapshot()
+        program = self._program(total)
         if self._state is None:
             self._state = self._start(program)
-        present = np.zeros(exchange.sites.num_clients, np.bool_)
-        for site in exchange.present():
-            present[site.first : site.first + site.count] = True
+        present = np.zeros(total, np.bool_)
+        for clients_of_site in ranges.values():
+            present[clients_of_site.start : clients_of_site.stop] = True
         sampled = [int(client) for client in program.run.sample(number - 1, present)]
         slots = {client: slot for slot, client in enumerate(sampled)}
-        clients = {
-            site.name: [k for k in range(site.first, site.first + site.count) if k in slots]
-            for site in exchange.present()
-        }
+        clients = {name: [k for k in own if k in slots] for name, own in ranges.items()}
         clients = {name: chosen for name, chosen in clients.items() if chosen}
         token = new_token()
         header: dict[str, Any] = {"task": "round", "weights": self._rules.weights}
-        header |= {"num_clients": exchange.sites.num_clients, "cohort_size": len(sampled)}
+        header |= {"num_clients": total, "cohort_size": len(sampled)}
+        firsts = {name: own.start for name, own in ranges.items()}
         server = program.serve(self._state)
         reply: Any = None
         before = exchange.sent_bytes, exchange.received_bytes
@@ -275,9 +282,19 @@ class Coordinator:
             except StopIteration as end:
                 state, metrics = end.value
                 break
+            if not sampled:  # Poisson sampling can draw none
+                reply = _no_reply(program.stages[request.stage])
+                continue
             quorum = min(self._rules.min_sites, len(clients)) or 1
             replies = self._ask_stage(
-                program.stages, request, token, header, clients, _slots(clients, slots), quorum
+                program.stages,
+                request,
+                token,
+                header,
+                clients,
+                _slots(clients, slots),
+                quorum,
+                firsts,
             )
             if replies is None:
                 return False
@@ -287,6 +304,10 @@ class Coordinator:
                 replies |= {name: Reply({"fault": why}, {}) for name, why in dropped.items()}
                 answered = _whole(replies)
             self._note_faults(number, replies)
+            if request.stage and answered.keys() != clients.keys():
+                # Earlier stages have counted it.
+                self._progress.note(f"round {number}: a site left between stages; begins again")
+                return False
             clients = {name: chosen for name, chosen in clients.items() if name in answered}
             reply = self._merge(program.stages, request, replies, _slots(clients, slots))
             earlier.append(reply)
@@ -295,7 +316,6 @@ class Coordinator:
         for site in exchange.sites:
             if site.name in answered:
                 site.counted, site.rounds = token, site.rounds + 1
-        self._save(number)
         self._log.add(
             number,
             {**metrics, "dropped_sites": len(dropped)} if self._guard.is_active else metrics,
@@ -305,6 +325,7 @@ class Coordinator:
             received_bytes=exchange.received_bytes - before[1],
             seconds=time.perf_counter() - began,
         )
+        self._save(number)
         return True
 
     def _drop(
@@ -346,6 +367,7 @@ class Coordinator:
         clients: Mapping[str, Sequence[int]],
         slots: Mapping[str, Sequence[int]],
         quorum: int,
+        firsts: Mapping[str, int],
     ) -> dict[str, Reply] | None:
         rows = [np.asarray(x) for x in request.rows]
         shared = numbered(SHARED, request.shared)
@@ -357,7 +379,7 @@ class Coordinator:
             site = sites.get(name)
             assert site is not None
             fields: dict[str, Any] = {"clients": list(chosen), "slots": list(slots[name])}
-            fields |= {"counted": site.counted, "num_clients": sites.num_clients}
+            fields |= {"counted": site.counted, "first_client": firsts[name]}
             own[name] = fields, numbered(ROW, [x[np.array(slots[name])] for x in rows])
         task = Task(
             token,
@@ -428,29 +450,37 @@ class Coordinator:
         counted = {site.name: site.counted for site in self.exchange.sites}
         self._metrics.sync()
         position = {"counted": counted, "norms": self._guard.to_json()}
-        self._checkpoints.save(number, self._state, position, self._configuration)
-        self._checkpoints.wait()
         exchange = self.exchange
         write_federation(self._folder, exchange.run, exchange.inputs, exchange.sites)
+        self._checkpoints.save(number, self._state, position, self._configuration)
+        self._checkpoints.wait()
         self.done = number
 
-    def _evaluate(self, *, last: bool) -> None:
+    def _evaluate(self, *, last: bool, seconds: float | None = None) -> None:
         """Ask the sites for the metrics of the model on their held-out examples."""
-        present = self.exchange.present()
-        assert self._state is not None
+        present = [s for s in self.exchange.present() if s.name not in self._sites_with_model]
+        if not present:
+            return
+        if self._state is None:
+            self._state = self._start(self._program(self.exchange.sites.num_clients))
         arrays = numbered(SHARED, jax.tree.leaves(self._state.params))
         header = {"task": "evaluate", "stage": 0, "last_stage": 0, "save": last}
         own: dict[str, Any] = {site.name: ({}, {}) for site in present}
         task = Task(new_token(), header, whole(arrays), own, {})
-        replies = self.exchange.ask(task, 1, self._rules.round_seconds, self.stop)
+        seconds = self._rules.round_seconds if seconds is None else seconds
+        replies = self.exchange.ask(task, 1, seconds, self.stop)
         found: dict[str, tuple[int, dict[str, float]]] = {}
         for name, reply in (replies or {}).items():
             metrics, count = reply.header.get("metrics"), reply.header.get("examples", 0)
-            if isinstance(metrics, dict) and type(count) is int and count > 0:
-                found[name] = count, {k: float(v) for k, v in metrics.items() if _is_number(v)}
-        if not found:
+            if isinstance(metrics, dict) and count > 0:
+                found[name] = count, {k: float(v) for k, v in metrics.items() if v is not None}
+            if last and "fault" not in reply.header:
+                self._sites_with_model.add(name)
+        # A site whose loss is not finite has none.
+        with_loss = [each for each in found.values() if "loss" in each[1]]
+        if not with_loss:
             return
-        mean = _weighted_mean(list(found.values()))
+        mean = _weighted_mean(with_loss)
         by_site: dict[str, float] = {}
         for name, (_, metrics) in found.items():
             site = self.exchange.sites.get(name)
@@ -462,14 +492,28 @@ class Coordinator:
     def say_goodbye(self, seconds: float) -> None:
         """Answer sites until each of them knows the end of the run, at most for `seconds`."""
         deadline = time.monotonic() + seconds
-        self.exchange.wait_for(
-            lambda: (
-                all(site.heard_end for site in self.exchange.present(ready=False))
-                or time.monotonic() >= deadline
-            ),
-            self.stop,
-        )
+
+        with_model = self._sites_with_model
+        self.exchange.publish(finished=True, awaits_model=lambda name: name not in with_model)
+
+        def all_heard() -> bool:
+            return all(site.heard_end or site.left for site in self.exchange.sites)
+
+        while not self.stop() and time.monotonic() < deadline:
+            # Of sites that were absent before.
+            self._evaluate(last=True, seconds=max(0.1, deadline - time.monotonic()))
+            if (
+                self.exchange.wait_for(
+                    lambda: all_heard() or self._lacks_model() or time.monotonic() >= deadline,
+                    self.stop,
+                )
+                and not self._lacks_model()
+            ):
+                break
         self._watch.update(force=True)
+
+    def _lacks_model(self) -> bool:
+        return any(site.name not in self._sites_with_model for site in self.exchange.present())
 
 
 def cohort_types(types: Json | None, cohort_size: int) -> Cohort:
@@ -492,16 +536,34 @@ def expected_arrays(stage: Stage) -> dict[str, tuple[tuple[int | None, ...], np.
     return {**terms, **shown}
 
 
+def _check_program(divided: Stages, is_guarded: bool) -> None:
+    """Raise if the rounds of a program cannot run over sites with these rules."""
+    if is_guarded and len(divided) > 1:
+        raise ConfigurationError(
+            f"norm_factor and accept_if look at the last of {len(divided)} stages of this round, "
+            "which does not tell what a site changes, expected a round of one stage. Leave "
+            "--norm_factor and --accept_if out, or choose another aggregator."
+        )
+    for stage in divided:
+        for value in (*stage.shared, *stage.rows, *stage.terms, *stage.shown):
+            if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+                raise ConfigurationError(
+                    f"a message of this round has random keys ({value.name}), expected numbers "
+                    "alone. Choose another aggregator, such as --aggregator=mean."
+                )
+
+
+def _no_reply(stage: Stage) -> tuple[Any, Any, list[int]]:
+    """Return the reply of a stage that no client takes part in."""
+    return (), [jnp.zeros((0, *v.shape), v.dtype) for v in stage.shown], []
+
+
 def _slots(clients: Mapping[str, Sequence[int]], slots: Mapping[int, int]) -> dict[str, list[int]]:
     return {name: [slots[client] for client in chosen] for name, chosen in clients.items()}
 
 
 def _whole(replies: Mapping[str, Reply]) -> dict[str, Reply]:
     return {name: reply for name, reply in replies.items() if "fault" not in reply.header}
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _weighted_mean(found: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """The coordinator's side of the messages: sites ask for work, and send what it asks for."""
 
+import json
 import secrets
 import threading
 import time
@@ -14,12 +15,14 @@ from fedpax.sites.rounds.contract import Json
 from fedpax.sites.rounds.downlink import WHOLE, Packet
 from fedpax.sites.rounds.framed_messages import read_message, write_message
 from fedpax.sites.rounds.site_table import Site, SiteTable
-from fedpax.sites.transport.calls import RefusedError
+from fedpax.sites.transport.calls import MalformedError, RefusedError
 from fedpax.sites.transport.checked_header import CheckedHeader
 from fedpax.sites.transport.message import Message
 
 LONGEST_WAIT = 1.0
 """Seconds for which a site's question for work waits for some."""
+
+MOST_CLIENTS, MOST_METRICS, LONGEST_DESCRIPTION = 1_000_000, 100, 1 << 18
 
 LARGE = 1 << 20
 """Bytes of arrays from which a reply is kept on the disk, and is offered first."""
@@ -109,6 +112,7 @@ class Exchange:
         self.types: Json | None = None  # of a batch
         self.round, self.finished, self.waits_for = 0, False, "sites"
         self.sent_bytes = self.received_bytes = 0
+        self.awaits_model: Callable[[str], bool] = lambda name: False  # a site, at the end
         self._folder = folder
         self._receiving: set[str] = set()
         self._uploads: dict[str, float] = {}  # sites that may send a large reply, and since when
@@ -173,6 +177,13 @@ class Exchange:
             )
         description, incarnation = request.mapping("description"), request.text("incarnation")
         count = CheckedHeader(description).count("clients", 1)
+        size = len(json.dumps(description))
+        if count > MOST_CLIENTS or size > LONGEST_DESCRIPTION:
+            raise MalformedError(
+                f"site {name!r} has {count:,} clients and a description of {size:,} bytes, "
+                f"expected at most {MOST_CLIENTS:,} and {LONGEST_DESCRIPTION:,}. State the "
+                "categories of columns, or leave columns out: --data.columns NAME=left_out."
+            )
         known, now = self.sites.get(name), time.monotonic()
         if known is not None and known.incarnation not in ("", incarnation):
             if self.sites.is_present(known, now):
@@ -186,6 +197,8 @@ class Exchange:
         if self.finished and known is None:
             raise RefusedError("the run is finished, and this site was not part of it.")
         site = self.sites.add(name, count)
+        if self._task is not None and site is not known and name in self._task.own:
+            self._replies[name] = Reply({"fault": "it has joined with other clients"}, {})
         site.incarnation, site.description, site.ready = incarnation, description, False
         site.seen, site.left = now, False
         self._on_join()
@@ -194,6 +207,7 @@ class Exchange:
 
     def _ready(self, site: Site, request: CheckedHeader, arrays: Any) -> Message:
         types = request.mapping("types")
+        check_types(types)
         if self.types is None:
             self.types = types
         if types != self.types:
@@ -218,7 +232,7 @@ class Exchange:
                 self.sent_bytes += sum(x.nbytes for x in content.values())
                 header = self._answer(site, status="task", token=task.token).header
                 return Message({**header, **task.header, **fields, **place}, content)
-            if self.finished:
+            if self.finished and not (site.ready and self.awaits_model(site.name)):
                 site.heard_end = True
                 return self._answer(site, status="finished")
             if (rest := deadline - time.monotonic()) <= 0:
@@ -232,19 +246,23 @@ class Exchange:
         self._uploads = {
             name: since
             for name, since in self._uploads.items()
-            if now - since < LONGEST_UPLOAD and name != site.name
+            if now - since < LONGEST_UPLOAD and name != site.name and self._is_present(name, now)
         }
         if len(self._uploads) >= MOST_UPLOADS:
             return self._answer(site, status="later")
         self._uploads[site.name] = now
         return self._answer(site, status="send")
 
+    def _is_present(self, name: str, now: float) -> bool:
+        site = self.sites.get(name)
+        return site is not None and self.sites.is_present(site, now)
+
     def _reply(
         self, name: str, request: CheckedHeader, arrays: Mapping[str, np.ndarray]
     ) -> Message:
         """Check a reply and keep it; without the lock, since it can be large."""
         token, stage = request.text("token"), request.count("stage")
-        fields = request.mapping("fields")
+        fields = checked_fields(request.mapping("fields"))
         with self._changed:
             site, task = self._site(name, request), self._task
             if site is None:
@@ -329,6 +347,19 @@ class Exchange:
 
     # ---- the coordinator
 
+    def begin_agreement(self) -> list[Site]:
+        """Give numbers to the clients of the sites that are heard, and return these sites."""
+        with self._changed:
+            present = self.present(ready=False)
+            self.sites.keep(present)
+            return present
+
+    def snapshot(self) -> tuple[dict[str, range], int]:
+        """Return the clients of each site that can take part, and the number of all clients."""
+        with self._changed:
+            ranges = {s.name: range(s.first, s.first + s.count) for s in self.present()}
+            return ranges, self.sites.num_clients
+
     def present(self, *, ready: bool = True) -> list[Site]:
         """Return the sites that are heard, and by default only those that can take part."""
         with self._changed:
@@ -347,7 +378,7 @@ class Exchange:
         deadline = time.monotonic() + seconds
         self._forget_replies()
         with self._changed:
-            self._task, self._replies = task, {}
+            self._task, self._replies, self._uploads, self.faults = task, {}, {}, {}
             self._changed.notify_all()
             try:
                 while not stop():
@@ -359,14 +390,15 @@ class Exchange:
                     self.waits_for = ", ".join(waiting[:5]) or "sites"
                     if whole >= quorum and (not waiting or now >= deadline):
                         return dict(sorted(self._replies.items()))
-                    if not waiting:
+                    if not waiting or now >= deadline:
+                        self.faults = {name: "it did not answer in time" for name in waiting}
                         return None
                     self._changed.wait(0.2)
                 return None
             finally:
                 self._task = None
                 found = {name: reply.header.get("fault") for name, reply in self._replies.items()}
-                self.faults = {name: str(fault) for name, fault in found.items() if fault}
+                self.faults |= {name: str(fault) for name, fault in found.items() if fault}
 
     def _forget_replies(self) -> None:
         """Remove the files of replies to earlier tasks."""
@@ -389,6 +421,33 @@ class Exchange:
             for name, value in fields.items():
                 setattr(self, name, value)
             self._changed.notify_all()
+
+
+def checked_fields(fields: Json) -> Json:
+    """Return the fields of a reply; raise a `MalformedError` if a number or a name is none."""
+    checked = CheckedHeader(fields)
+    if "examples" in fields:
+        checked.count("examples")
+    metrics = checked.mapping("metrics") if "metrics" in fields else {}
+    if len(metrics) > MOST_METRICS:
+        raise MalformedError(f"a reply has {len(metrics)} metrics, at most {MOST_METRICS} fit.")
+    for name in metrics:
+        CheckedHeader({"name": name}).text("name"), CheckedHeader(metrics).number(name)
+    return fields
+
+
+def check_types(types: Json) -> None:
+    """Raise a `MalformedError` unless each field of a batch has a dtype and a shape."""
+    for name, kind in types.items():
+        CheckedHeader({"name": name}).text("name")
+        try:
+            dtype, shape = kind
+            fits = all(type(size) is int and 0 <= size < 2**31 for size in shape)
+            np.dtype(dtype)
+        except (TypeError, ValueError):
+            fits = False
+        if not fits or len(shape) > 32:
+            raise MalformedError(f"the field {name!r} of a batch is {str(kind)[:100]}.")
 
 
 def _is_finite(array: np.ndarray) -> bool:

@@ -146,7 +146,6 @@ def run_coordinator(
             )
             coordinator.run()
             if coordinator.done >= rounds:
-                exchange.publish(finished=True)
                 coordinator.say_goodbye(goodbye_seconds)
             tracker.finished = finished = coordinator.done >= rounds
         stopped = None if finished else preemption.signal

@@ -74,9 +74,9 @@ class SiteTable:
             self.num_clients += count
         return site
 
-    def renumber(self) -> None:
-        """Give clients numbers in the order of their sites' names, not of their arrival."""
-        self.num_clients = 0
+    def keep(self, sites: Sequence[Site]) -> None:
+        """Forget other sites, and number clients by the names of sites, not by their arrival."""
+        self._sites, self.num_clients = {site.name: site for site in sites}, 0
         for site in self:
             site.first = self.num_clients
             self.num_clients += site.count

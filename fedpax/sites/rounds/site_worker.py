@@ -20,10 +20,16 @@ from fedpax.sites.rounds.round_rules import weigh
 from fedpax.sites.rounds.secret_terms import TASK as SUM
 from fedpax.sites.rounds.secret_terms import SecretTerms
 from fedpax.sites.transport.calls import RefusedError
+from fedpax.sites.transport.checked_header import CheckedHeader
 from fedpax.transforms.client_stages import Value
 from fedpax.transforms.stages import Stages
 
 Arrays = Mapping[str, np.ndarray]
+
+
+MAX_CLIENTS = 10_000_000
+MOST_QUESTIONS = 20
+"""Questions before the first round: two for a table, and again for each site that leaves then."""
 
 
 class _Program(NamedTuple):
@@ -67,13 +73,15 @@ class SiteWorker:
         self._questions: dict[str, tuple[Stages, Mapping[str, jax.Array]]] = {}
         self._between: tuple[str, dict[int, dict[str, Any]]] = ("", {})  # kept between stages
         self._cohorts: tuple[str, Cohort] | None = None
+        self._whole_run: SiteRun | None = None  # as if there were no other site
+        self._num_questions = 0
         self.count = int(experiment.describe_site()["clients"])
 
     def set_inputs(self, inputs: Json) -> Json:
         """Take over the inputs that all sites share, and return the types of a batch."""
         self._experiment = self._experiment.with_inputs(inputs)
         self._programs = {}
-        run = self._experiment.at_site(ClientRange(0, self.count, self.count))
+        run = self._whole_run = self._experiment.at_site(ClientRange(0, self.count, self.count))
         cohort = run.draw(0, [])
         return {
             name: [str(np.dtype(x.dtype)), list(np.shape(x)[2:])]
@@ -97,14 +105,37 @@ class SiteWorker:
         )
 
     def _clients(self, header: Json) -> ClientRange:
-        return ClientRange(header["first_client"], self.count, header["num_clients"])
+        task = CheckedHeader(header)
+        first, total = task.count("first_client"), task.count("num_clients", 1)
+        own = set(range(first, first + self.count))
+        clients: Any = header.get("clients")
+        slots: Any = header.get("slots")
+        fits = isinstance(clients, list) and isinstance(slots, list) and len(clients) == len(slots)
+        if not fits or not all(type(k) is int for k in [*clients, *slots]) or total > MAX_CLIENTS:
+            raise RefusedError("the syncer asks for clients in another form than numbers.")
+        if not clients or not own.issuperset(clients) or len({*clients}) < len(clients):
+            raise RefusedError(
+                f"the syncer asks for the clients {clients[:5]} of this site, expected some of the "
+                f"numbers {first} to {first + self.count - 1}, each once."
+            )
+        return ClientRange(first, self.count, total)
 
     # ---- questions before the first round
 
     def _answer(self, header: Json, arrays: Arrays) -> tuple[Json, Arrays]:
-        token = header["token"]
+        token, clients = header["token"], self._clients(header)
+        if self._whole_run is not None or len(header["clients"]) < self.count:
+            raise RefusedError(
+                "the syncer asks for averages of some of this site's clients, or after the inputs "
+                "are known, expected averages of all clients before the first round."
+            )
         if token not in self._questions:
-            divided, args = self._experiment.answer(header["settings"], self._clients(header))
+            self._num_questions += 1
+            if self._num_questions > MOST_QUESTIONS:
+                raise RefusedError(
+                    f"the syncer asks more than {MOST_QUESTIONS} questions about this site's data."
+                )
+            divided, args = self._experiment.answer(header["settings"], clients)
             self._questions = {token: (divided, divided.own(*args))}
         divided, own = self._questions[token]
         rows = {k: {name: x[k] for name, x in own.items()} for k in header["clients"]}
@@ -186,8 +217,9 @@ class SiteWorker:
     # ---- evaluation
 
     def _evaluate(self, header: Json, arrays: Arrays) -> Json:
-        (program,) = self._programs.values()
-        like = jax.eval_shape(program.run.init, jax.random.key(0))
+        run = self._whole_run
+        assert run is not None
+        like = jax.eval_shape(run.init, jax.random.key(0))
         leaves, tree = jax.tree.flatten(like)
         received = in_order(SHARED, arrays)
         if [(x.shape, x.dtype) for x in leaves] != [(x.shape, x.dtype) for x in received]:
@@ -198,13 +230,13 @@ class SiteWorker:
         params = jax.tree.unflatten(tree, [jnp.asarray(x) for x in received])
         if header["save"]:
             self._save(header["round"], params)
-        if program.run.evaluate is None:
+        if run.evaluate is None:
             return {"metrics": {}, "examples": 0}
-        found = with_quantiles(program.run.evaluate(params))
+        found = with_quantiles(run.evaluate(params))
         metrics = {name: float(value) for name, value in found.items()}
         self._on_metrics(header["round"], metrics)
         finite = {name: x if np.isfinite(x) else None for name, x in metrics.items()}
-        return {"metrics": finite, "examples": program.run.num_heldout}
+        return {"metrics": finite, "examples": run.num_heldout}
 
 
 class UnknownRoundError(Exception):

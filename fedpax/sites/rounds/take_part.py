@@ -36,6 +36,7 @@ from fedpax.sites.rounds.run_coordinator import check_supported
 from fedpax.sites.rounds.secret_terms import SecretTerms
 from fedpax.sites.rounds.site_worker import SiteWorker, UnknownRoundError
 from fedpax.sites.transport.calls import Connection, DisconnectedError, RefusedError, connect
+from fedpax.sites.transport.checked_header import CheckedHeader
 from fedpax.sites.transport.message import Message
 from fedpax.training.experiment import Experiment
 from fedpax.training.job_dir_lock import JobDirLock
@@ -256,7 +257,8 @@ class Site:
         if answer.header["status"] == "wait":
             self._progress.note(f"waiting: {answer.header['reason']}")
             return False
-        self._heartbeat_seconds = answer.header["heartbeat_seconds"]
+        seconds = CheckedHeader(answer.header).number("heartbeat_seconds")
+        self._heartbeat_seconds = min(max(seconds, 0.05), 60.0)
         self._receiver = Receiver(answer.header["down"])
         self._has_inputs = False
         if self._run is None:
@@ -307,7 +309,7 @@ class Site:
         try:
             fields, arrays = self._worker.work(task.header, received)
         except UnknownRoundError:
-            return  # this process began after the round: the coordinator goes on without it
+            fields, arrays = {"fault": "this process began after the round"}, {}
         place = {"token": task.header["token"], "stage": task.header["stage"]}
         if sum(x.nbytes for x in arrays.values()) >= LARGE:
             while self._call("offer").header["status"] == "later" and not self._stop():

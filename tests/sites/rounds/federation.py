@@ -118,7 +118,6 @@ def run(
             coordinator.run()
         except BaseException as error:
             failures.append(error)  # the sites end too
-        exchange.publish(finished=True)
         coordinator.say_goodbye(0.0 if failures else 20.0)
         for thread in threads:
             thread.join(60)

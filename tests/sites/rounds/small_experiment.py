@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import fedpax
-from fedpax.aggregators import coordinate_median
+from fedpax.aggregators import coordinate_median, krum
 from fedpax.algorithms import fedavg, scaffold
 from fedpax.data import ClientSampler
 from fedpax.sites.rounds.contract import CoordinatorRun, SiteRun
@@ -41,6 +41,12 @@ METHODS: dict[str, Callable[..., Any]] = {
         cohort_size=size,
         client_optimizer=optax.sgd(0.1),
         aggregator=coordinate_median(),
+    ),
+    "krum": lambda size, total: fedavg(
+        loss_fn,
+        cohort_size=size,
+        client_optimizer=optax.sgd(0.1),
+        aggregator=krum(1),
     ),
     "scaffold": lambda size, total: scaffold(
         loss_fn, cohort_size=size, num_clients=total, client_optimizer=optax.sgd(0.1)

@@ -105,7 +105,7 @@ def test_a_site_that_drops_out_of_a_sum(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(SiteWorker, "_run_clients", run_clients)
     sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv") for s in sizes}
     rules = RoundRules(3, 60.0, secure_sums=True)
-    found = run(experiment(), sites, tmp_path / "runs", rules=rules)
+    found = run(experiment(), sites, tmp_path / "runs", rules=rules, first_round_needs=4)
     table = {site.name: site.rounds for site in found.coordinator.exchange.sites}
     assert table == {"a": 3, "b": 3, "c": 2, "d": 3}
     assert all(np.isfinite(x).all() for x in found.params)
@@ -131,7 +131,7 @@ def test_a_site_that_is_silent_from_a_phase_on(
     monkeypatch.setattr(SiteWorker, "work", silent)
     sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", rounds=2) for s in sizes}
     rules = RoundRules(3, 2.0, secure_sums=True)
-    run(experiment(rounds=2), sites, tmp_path / "runs", rules=rules)
+    run(experiment(rounds=2), sites, tmp_path / "runs", rules=rules, first_round_needs=4)
     _, last = select(read_metrics(tmp_path / "runs" / "coordinator"), "training")
     assert seen and last["sites"] == (4 if phase == "reveal" else 3)
 

@@ -1,7 +1,7 @@
 """Rounds on Flower's own processes: a simulation, three SuperNodes, a lost node, TLS with keys.
 
 Runs where flwr is installed, or with FEDPAX_FLWR=ENVIRONMENT, a virtual environment that has flwr
-and fedpax: `pytest -m slow tests/deploy/test_flower.py`.
+and fedpax: `pytest -m slow tests/deploy/test_flower_nodes.py`.
 """
 
 import json

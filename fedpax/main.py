@@ -81,18 +81,22 @@ fedpax: federated and multi-island training on JAX
   fedpax syncer --exp=NAME --listen=HOST:PORT --job_log_dir=DIR [--certificates=DIR]
                 [--heartbeat_seconds=1] [--free_shard_after=1800] [--islands_per_certificate=1]
                 [--goodbye_seconds=15] [--allow_older_state] [--messages_per_minute=N]
-                [--bytes_per_minute=N] [--norm_factor=3] [--accept_if=loss+0.01]
-                [--secure_sums] [--secure_threshold=N] [--FIELD=VALUE ...]
+                [--bytes_per_minute=N] [--min_sites=2] [--round_seconds=600]
+                [--silent_after=30] [--weights=examples|equal|capped:N] [--down=e3m0]
+                [--norm_factor=3] [--accept_if=loss+0.01] [--secure_sums]
+                [--secure_threshold=N] [--FIELD=VALUE ...]
       Hold the outer model of an experiment whose islands are processes of their own, and merge
       their updates. Needs no accelerator; resumes after its last merge. An island keeps its name
       for the run, and its shard until it is silent for --free_shard_after seconds. At the end the
-      syncer answers until each island knows it, at most --goodbye_seconds.
+      syncer answers until each island knows it, at most --goodbye_seconds. An experiment with
+      clients, such as fedavg_table, runs in rounds over sites that train on files of their own.
   fedpax join --exp=NAME --syncer=HOST:PORT --job_log_dir=DIR [--certificates=DIR] [--name=NAME]
               [--shard=K] [--server_name=NAME] [--give_up_after=600] [--multihost]
               [--only_sums_of=3] [--FIELD=VALUE ...]
       Train one island of an experiment on this machine's devices, or with --multihost on those of
       all processes started with the same command, until the syncer has finished. If it waits for
-      a syncer that does not answer for --give_up_after seconds, it saves and stops.
+      a syncer that does not answer for --give_up_after seconds, it saves and stops. Of an
+      experiment with clients, train on this site's own files, --data.files.
   fedpax sites list --job_log_dir=DIR
   fedpax sites expel NAME --job_log_dir=DIR [--reason=TEXT]
   fedpax sites admit NAME --job_log_dir=DIR

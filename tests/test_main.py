@@ -1,5 +1,6 @@
 """The command line itself: help, version, colors and imports."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -7,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from absl import flags
 
 import fedpax
 import fedpax.data
 import fedpax.experiments
+from fedpax.main import USAGE
 
 ROOT = Path(__file__).parent.parent
 REGRESSION = "small_regression:regression"
@@ -98,6 +101,14 @@ def test_colors_are_for_terminals(
     status, output, errors = run("train", f"--exp={REGRESSION}", "--job_log_dir=x", "--nope=1")
     assert status == 2 and ("\x1b[" in output + errors) == colors
     assert os.environ["TERM"] == "xterm"
+
+
+@pytest.mark.parametrize("command", ["syncer", "join", "sites"])
+def test_the_help_has_each_flag_of_a_command(command: str) -> None:
+    options = flags.FlagValues()
+    importlib.import_module(f"fedpax.commands.{command}").define_flags(options)
+    missing = [name for name in options if f"--{name}" not in USAGE]
+    assert not missing
 
 
 def test_no_arguments_show_the_help_as_an_error(run: Run) -> None:

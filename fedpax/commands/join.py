@@ -22,6 +22,7 @@ from fedpax.commands.parts.processes import (
 )
 from fedpax.console import print_line
 from fedpax.processes.job_processes import JobProcessesError
+from fedpax.run_files.paths import latest_round
 from fedpax.sites.rounds.contract import SiteExperiment
 
 GAVE_UP = 75  # EX_TEMPFAIL of sysexits.h: the same command can succeed later
@@ -95,7 +96,8 @@ def _take_part(options: flags.FlagValues, experiment: Any, folder: Path) -> int:
     if result.signal is not None:
         print_line(f"{result.signal.name}: {took_part}. {again}")
         return 128 + result.signal
-    print_line(f"Finished: {took_part}; the model is saved in {options.job_log_dir}.")
+    saved = "no model was received" if latest_round(folder) is None else "the model is saved"
+    print_line(f"Finished: {took_part}; {saved} in {options.job_log_dir}.")
     return 0
 
 

@@ -99,11 +99,10 @@ class Exchange:
         heartbeat_seconds: float = 2.0,
         down: str = WHOLE,
         folder: Path | None = None,
-        on_join: Callable[[], None] = lambda: None,
         on_fault: Callable[[str, str], None] = lambda name, reason: None,
     ) -> None:
         self._identity, self.sites, self._rounds, self.run = identity, sites, rounds, run
-        self._heartbeat, self._on_join, self._on_fault = heartbeat_seconds, on_join, on_fault
+        self._heartbeat, self._on_fault = heartbeat_seconds, on_fault
         self._down = down
         self._changed = threading.Condition()
         self._task: Task | None = None
@@ -201,7 +200,6 @@ class Exchange:
             self._replies[name] = Reply({"fault": "it has joined with other clients"}, {})
         site.incarnation, site.description, site.ready = incarnation, description, False
         site.seen, site.left = now, False
-        self._on_join()
         self._changed.notify_all()
         return self._answer(site, status="ok", run=self.run, down=self._down)
 

@@ -1,9 +1,9 @@
 """The rounds of a coordinator: what it asks the sites, and what it does with their replies."""
 
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,20 +11,25 @@ import numpy as np
 
 from fedpax.algorithm import Params
 from fedpax.checkpoints.checkpoint import Checkpoints
-from fedpax.clients.cohort import Cohort
-from fedpax.errors import ConfigurationError, FedpaxError
+from fedpax.errors import FedpaxError
 from fedpax.reports.metric_table import OF_SITE
 from fedpax.run_files.configuration import to_json
 from fedpax.run_files.metrics import MetricsWriter
-from fedpax.sites.rounds.contract import CoordinatorRun, Json
+from fedpax.sites.rounds.contract import Json
 from fedpax.sites.rounds.coordinator_files import RoundMetrics, SiteWatch, write_federation
+from fedpax.sites.rounds.coordinator_program import (
+    CoordinatorProgram,
+    check_program,
+    cohort_types,
+    expected_arrays,
+    no_reply,
+)
 from fedpax.sites.rounds.coordinator_state import (
     CoordinatorState,
     divide,
     initial_state,
     pack,
     server_leaves,
-    unpack,
 )
 from fedpax.sites.rounds.downlink import Downlink, whole
 from fedpax.sites.rounds.exchange import (
@@ -46,7 +51,6 @@ from fedpax.sites.rounds.site_table import Site
 from fedpax.training.logging import NonFiniteError
 from fedpax.training.progress import Progress
 from fedpax.training.round_loop import is_due
-from fedpax.transforms.client_stages import Stage
 from fedpax.transforms.stages import Request, Stages
 
 MOST_FAILURES = 5
@@ -59,21 +63,6 @@ class FailedRoundError(FedpaxError, RuntimeError):
     """A round that too few sites answer with replies that count."""
 
     exit_status = 1
-
-
-class _Program(NamedTuple):
-    """The rounds of a number of clients."""
-
-    run: CoordinatorRun
-    stages: Stages
-    state: Any  # types
-    cohort: Cohort  # types
-
-    def serve(self, state: CoordinatorState | None) -> Generator[Request, Any, Any]:
-        """Run the server's part of a round."""
-        assert state is not None
-        frozen = () if self.run.frozen is None else (self.run.frozen,)
-        return self.stages.run(unpack(self.state, state), self.cohort, *frozen)
 
 
 class Coordinator:
@@ -97,7 +86,7 @@ class Coordinator:
         self._progress, self.stop, self.done = progress, stop, done
         self._guard = MergeGuard(rules)
         self._sites_with_model: set[str] = set()  # of the last round
-        self._programs: dict[int, _Program] = {}
+        self._programs: dict[int, CoordinatorProgram] = {}
         self._state: CoordinatorState | None = None
         self._configuration = to_json(experiment)
         self._downlink = Downlink(rules.down, new_token())
@@ -214,18 +203,18 @@ class Coordinator:
 
     # ---- one round
 
-    def _program(self, number: int) -> _Program:
+    def _program(self, number: int) -> CoordinatorProgram:
         """Return the program for a number of clients."""
         if number not in self._programs:
             run = self._experiment.coordinate(number)
             state = jax.eval_shape(lambda: run.algorithm.init(run.init(jax.random.key(0))))
             cohort = cohort_types(self.exchange.types, run.cohort_size)
             divided = divide(run.algorithm, state, cohort, run.frozen)
-            _check_program(divided, self._guard.is_active)
-            self._programs = {number: _Program(run, divided, state, cohort)}
+            check_program(divided, self._guard.is_active)
+            self._programs = {number: CoordinatorProgram(run, divided, state, cohort)}
         return self._programs[number]
 
-    def _start(self, program: _Program) -> CoordinatorState:
+    def _start(self, program: CoordinatorProgram) -> CoordinatorState:
         """Restore the state, or make a new one."""
         initial = program.run.initial
         if initial is None or self.done:
@@ -283,7 +272,7 @@ class Coordinator:
                 state, metrics = end.value
                 break
             if not sampled:  # Poisson sampling can draw none
-                reply = _no_reply(program.stages[request.stage])
+                reply = no_reply(program.stages[request.stage])
                 continue
             quorum = min(self._rules.min_sites, len(clients)) or 1
             replies = self._ask_stage(
@@ -330,7 +319,7 @@ class Coordinator:
 
     def _drop(
         self,
-        program: _Program,
+        program: CoordinatorProgram,
         earlier: Sequence[Any],
         request: Request,
         replies: Mapping[str, Reply],
@@ -514,48 +503,6 @@ class Coordinator:
 
     def _lacks_model(self) -> bool:
         return any(site.name not in self._sites_with_model for site in self.exchange.present())
-
-
-def cohort_types(types: Json | None, cohort_size: int) -> Cohort:
-    """Return the types of a cohort of one step from a batch's, as `batch_types` describes them."""
-    assert types is not None
-    fields = {
-        name: jax.ShapeDtypeStruct((cohort_size, 1, *shape), np.dtype(dtype))
-        for name, (dtype, shape) in types.items()
-    }
-    per_client: Any = jax.ShapeDtypeStruct((cohort_size,), np.int32)
-    return Cohort(fields, per_client, per_client, per_client)
-
-
-def expected_arrays(stage: Stage) -> dict[str, tuple[tuple[int | None, ...], np.dtype]]:
-    """Return the shape and dtype of each array of a site's reply to a stage."""
-    terms = {f"{TERM} {i}": (v.shape, np.dtype(v.dtype)) for i, v in enumerate(stage.terms)}
-    shown = {
-        f"{SHOWN} {i}": ((None, *v.shape), np.dtype(v.dtype)) for i, v in enumerate(stage.shown)
-    }
-    return {**terms, **shown}
-
-
-def _check_program(divided: Stages, is_guarded: bool) -> None:
-    """Raise if the rounds of a program cannot run over sites with these rules."""
-    if is_guarded and len(divided) > 1:
-        raise ConfigurationError(
-            f"norm_factor and accept_if look at the last of {len(divided)} stages of this round, "
-            "which does not tell what a site changes, expected a round of one stage. Leave "
-            "--norm_factor and --accept_if out, or choose another aggregator."
-        )
-    for stage in divided:
-        for value in (*stage.shared, *stage.rows, *stage.terms, *stage.shown):
-            if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-                raise ConfigurationError(
-                    f"a message of this round has random keys ({value.name}), expected numbers "
-                    "alone. Choose another aggregator, such as --aggregator=mean."
-                )
-
-
-def _no_reply(stage: Stage) -> tuple[Any, Any, list[int]]:
-    """Return the reply of a stage that no client takes part in."""
-    return (), [jnp.zeros((0, *v.shape), v.dtype) for v in stage.shown], []
 
 
 def _slots(clients: Mapping[str, Sequence[int]], slots: Mapping[int, int]) -> dict[str, list[int]]:

@@ -1,0 +1,73 @@
+"""The program of a coordinator's rounds, and the types of its messages."""
+
+from collections.abc import Generator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedpax.clients.cohort import Cohort
+from fedpax.errors import ConfigurationError
+from fedpax.sites.rounds.contract import CoordinatorRun, Json
+from fedpax.sites.rounds.coordinator_state import CoordinatorState, unpack
+from fedpax.sites.rounds.exchange import SHOWN, TERM
+from fedpax.transforms.client_stages import Stage
+from fedpax.transforms.stages import Request, Stages
+
+
+class CoordinatorProgram(NamedTuple):
+    """The rounds of a number of clients."""
+
+    run: CoordinatorRun
+    stages: Stages
+    state: Any  # types
+    cohort: Cohort  # types
+
+    def serve(self, state: CoordinatorState | None) -> Generator[Request, Any, Any]:
+        """Run the server's part of a round."""
+        assert state is not None
+        frozen = () if self.run.frozen is None else (self.run.frozen,)
+        return self.stages.run(unpack(self.state, state), self.cohort, *frozen)
+
+
+def cohort_types(types: Json | None, cohort_size: int) -> Cohort:
+    """Return the types of a cohort of one step from a batch's, as `batch_types` describes them."""
+    assert types is not None
+    fields = {
+        name: jax.ShapeDtypeStruct((cohort_size, 1, *shape), np.dtype(dtype))
+        for name, (dtype, shape) in types.items()
+    }
+    per_client: Any = jax.ShapeDtypeStruct((cohort_size,), np.int32)
+    return Cohort(fields, per_client, per_client, per_client)
+
+
+def expected_arrays(stage: Stage) -> dict[str, tuple[tuple[int | None, ...], np.dtype]]:
+    """Return the shape and dtype of each array of a site's reply to a stage."""
+    terms = {f"{TERM} {i}": (v.shape, np.dtype(v.dtype)) for i, v in enumerate(stage.terms)}
+    shown = {
+        f"{SHOWN} {i}": ((None, *v.shape), np.dtype(v.dtype)) for i, v in enumerate(stage.shown)
+    }
+    return {**terms, **shown}
+
+
+def check_program(divided: Stages, is_guarded: bool) -> None:
+    """Raise if the rounds of a program cannot run over sites with these rules."""
+    if is_guarded and len(divided) > 1:
+        raise ConfigurationError(
+            f"norm_factor and accept_if look at the last of {len(divided)} stages of this round, "
+            "which does not tell what a site changes, expected a round of one stage. Leave "
+            "--norm_factor and --accept_if out, or choose another aggregator."
+        )
+    for stage in divided:
+        for value in (*stage.shared, *stage.rows, *stage.terms, *stage.shown):
+            if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+                raise ConfigurationError(
+                    f"a message of this round has random keys ({value.name}), expected numbers "
+                    "alone. Choose another aggregator, such as --aggregator=mean."
+                )
+
+
+def no_reply(stage: Stage) -> tuple[Any, Any, list[int]]:
+    """Return the reply of a stage that no client takes part in."""
+    return (), [jnp.zeros((0, *v.shape), v.dtype) for v in stage.shown], []

@@ -25,7 +25,7 @@ from fedpax.errors import MissingPackageError
 
 if TYPE_CHECKING:
     from fedpax.deploy.node import LoadData, NodeProgram
-    from fedpax.deploy.round_server import Reply
+    from fedpax.deploy.roster import Reply
     from fedpax.training.experiment import Experiment
 
 _LOG = logging.getLogger("flwr")
@@ -188,7 +188,7 @@ class FlowerNetwork:
 
     def pull(self, messages: Iterable[str]) -> list[Reply]:
         """Return the replies that are there, matched by the message that they answer."""
-        from fedpax.deploy.round_server import Reply
+        from fedpax.deploy.roster import Reply
 
         replies = []
         for message in self.grid.pull_messages(list(messages)):

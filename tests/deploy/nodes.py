@@ -10,8 +10,8 @@ import optax
 from fedpax.algorithms import fedavg, scaffold
 from fedpax.data import ClientSampler, cohort_rounds
 from fedpax.deploy.node import NodeProgram
+from fedpax.deploy.roster import Reply
 from fedpax.deploy.round_program import Settings, pack_program
-from fedpax.deploy.round_server import Reply
 
 N, STEPS, BATCH, FEATURES = 3, 4, 2, 3
 SETTINGS = Settings(rounds=3, seed=5, num_clients=N, local_epochs=2, cohort_seed=7)

@@ -28,7 +28,7 @@ from fedpax.data.rounds.preprocess import Arrays, Preprocess
 from fedpax.deploy.batch_evaluation import HeldoutClients
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
-from fedpax.experiments.client_evaluation import EvaluateClients
+from fedpax.experiments.client_evaluation import EvaluateClients, client_name
 from fedpax.experiments.client_methods import ClientTraining, MethodConfig, method
 from fedpax.experiments.populations import PopulationConfig
 from fedpax.experiments.site_clients import (
@@ -303,7 +303,20 @@ class ClientExperiment(OverSites, Experiment):
             model,
         )
         draw = drawer(rounds, fitting.make_stream(rounds, sampler), sampler)
-        return SiteRun(algorithm, model.init, size, draw, evaluate, fitting.count_heldout())
+        return SiteRun(
+            algorithm,
+            model.init,
+            size,
+            draw,
+            evaluate,
+            fitting.count_heldout(),
+            fitting.name_clients(own),
+        )
+
+    def name_clients(self, population: Partition) -> Sequence[str]:
+        """Return the names of clients, by default those of the data set, or their numbers."""
+        names = getattr(population, "names", range(len(population)))
+        return [client_name(name) for name in names]
 
     def count_heldout(self) -> int:
         """Return the number of held-out examples."""

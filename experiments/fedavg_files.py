@@ -179,6 +179,10 @@ class FedAvgFiles(ClientExperiment):
         other.__dict__["_saved_inputs"] = inputs
         return other
 
+    def name_clients(self, population: Partition) -> Sequence[str]:
+        """Return the names of the training clients."""
+        return list(self.training_parts)
+
     def count_heldout(self) -> int:
         """Return the number of held-out examples."""
         return int(self._chosen_heldout.sum())

@@ -290,6 +290,7 @@ class FedAvgText(OverSites, LanguageModelExperiment):
             drawer(rounds, rounds, sampler),
             None if heldout is None else lambda params: evaluation()(params),
             0 if heldout is None else int(heldout.main.num_targets.sum()),
+            [str(client) for client in range(clients.number)],  # which keep no states
             frozen=trainable.frozen,
         )
 

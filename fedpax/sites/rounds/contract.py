@@ -79,6 +79,8 @@ class SiteRun(NamedTuple):
             site's own clients; other rows have the id -1.
         evaluate: `params -> metrics` on the site's held-out examples; None without any.
         num_heldout: number of held-out examples, the weight of the metrics.
+        names: names of the site's own clients in the order of their numbers, each once. The states
+            of a client are kept under its name, so files can be added, removed and reordered.
         frozen: the third argument of the round. Default None: it has two.
     """
 
@@ -88,6 +90,7 @@ class SiteRun(NamedTuple):
     draw: Callable[[int, Sequence[int]], Cohort]
     evaluate: Callable[[Params], HeldoutMetrics] | None
     num_heldout: int
+    names: Sequence[str]
     frozen: StoredParams | None = None
 
 

@@ -195,8 +195,9 @@ class Exchange:
                 )
         if self.finished and known is None:
             raise RefusedError("the run is finished, and this site was not part of it.")
+        renumbered = known is not None and known.count != count
         site = self.sites.add(name, count)
-        if self._task is not None and site is not known and name in self._task.own:
+        if self._task is not None and renumbered and name in self._task.own:
             self._replies[name] = Reply({"fault": "it has joined with other clients"}, {})
         site.incarnation, site.description, site.ready = incarnation, description, False
         site.seen, site.left = now, False

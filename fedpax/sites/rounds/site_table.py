@@ -68,9 +68,9 @@ class SiteTable:
 
     def add(self, name: str, count: int) -> Site:
         """Return the site of a name; one with another number of clients gets new numbers."""
-        site = self._sites.get(name)
-        if site is None or site.count != count:
-            site = self._sites[name] = Site(name, self.num_clients, count)
+        site = self._sites.setdefault(name, Site(name, self.num_clients, 0))
+        if site.count != count:
+            site.first, site.count = self.num_clients, count
             self.num_clients += count
         return site
 

@@ -15,7 +15,7 @@ from fedpax.run_files.quantiles import with_quantiles
 from fedpax.sites.rounds.contract import ClientRange, Json, SiteExperiment, SiteRun
 from fedpax.sites.rounds.coordinator_state import divide
 from fedpax.sites.rounds.exchange import ROW, SHARED, SHOWN, TERM, in_order, numbered
-from fedpax.sites.rounds.kept_values import KeptValues
+from fedpax.sites.rounds.kept_values import KeptValues, check_names
 from fedpax.sites.rounds.round_rules import weigh
 from fedpax.sites.rounds.secret_terms import TASK as SUM
 from fedpax.sites.rounds.secret_terms import SecretTerms
@@ -146,6 +146,7 @@ class SiteWorker:
     def _program(self, clients: ClientRange) -> _Program:
         if clients not in self._programs:
             run = self._experiment.at_site(clients)
+            check_names(run.names, clients.number)
             params = jax.jit(run.init)(jax.random.key(self._seed))
             state = jax.jit(run.algorithm.init)(params)
             cohort = run.draw(0, [])
@@ -156,8 +157,10 @@ class SiteWorker:
         return self._programs[clients]
 
     def _run_stage(self, header: Json, arrays: Arrays) -> tuple[Json, Arrays]:
-        program, token = self._program(self._clients(header)), header["token"]
+        own_clients = self._clients(header)
+        program, token = self._program(own_clients), header["token"]
         stage, clients = header["stage"], header["clients"]
+        names = {k: program.run.names[k - own_clients.first] for k in clients}
         if stage == 0:
             self._kept.settle(header["counted"], token)
             self._between = token, {}
@@ -173,7 +176,7 @@ class SiteWorker:
         states = {value.name for value in program.stages[len(program.stages) - 1].kept}
         rows = {
             k: {name: x[places[k]] for name, x in own.items()}
-            | {name: x for name, x in self._kept.read(k).items() if name in own}
+            | {name: x for name, x in self._kept.read(names[k]).items() if name in own}
             | self._between[1].get(k, {})
             | known
             for k in clients
@@ -182,7 +185,8 @@ class SiteWorker:
         if stage == len(program.stages) - 1:
             kept = self._between[1]
             proposals = {
-                k: {n: x for n, x in kept[k].items() if n in states and n in own} for k in clients
+                names[k]: {n: x for n, x in kept[k].items() if n in states and n in own}
+                for k in clients
             }
             if any(proposals.values()):
                 self._kept.propose(token, proposals)

@@ -56,14 +56,15 @@ METHODS: dict[str, Callable[..., Any]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SmallExperiment(Experiment):
-    """A linear regression; `clients` and `data_seed` are a site's own."""
+    """A linear regression; `clients`, `data_seed` and `order` are a site's own."""
 
     name: str = "fedavg"
     cohort_size: int = 100
     clients: int = 1
     data_seed: int = 0
     features: int = FEATURES
-    own_fields: ClassVar[tuple[str, ...]] = ("clients", "data_seed")
+    order: tuple[int, ...] = ()
+    own_fields: ClassVar[tuple[str, ...]] = ("clients", "data_seed", "order")
 
     def build(self):
         raise NotImplementedError
@@ -103,6 +104,8 @@ class SmallExperiment(Experiment):
     def at_site(self, clients):
         algorithm, size = self._algorithm(clients.total)
         data = make_data(self.clients, self.data_seed, self.features)
+        order = self.order or range(self.clients)  # of the clients in the site's list
+        data, names = jax.tree.map(lambda x: x[list(order)], data), [f"ward {k}" for k in order]
 
         def draw(round_number, chosen):
             places = [client - clients.first for client in chosen]
@@ -120,7 +123,7 @@ class SmallExperiment(Experiment):
             batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), data)
             return {"loss": float(loss_fn(params, batch)[0])}
 
-        return SiteRun(algorithm, self.init, size, draw, evaluate, 8 * self.clients)
+        return SiteRun(algorithm, self.init, size, draw, evaluate, 8 * self.clients, names)
 
 
 def small(name: str = "fedavg", rounds: int = 4, **fields: Any) -> SmallExperiment:

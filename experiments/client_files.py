@@ -175,7 +175,7 @@ def _held_out(
     has_split: bool,
 ) -> tuple[Bool[np.ndarray, " examples"], Bool[np.ndarray, " clients"]]:
     """Return which examples of training clients, and which clients, are held out."""
-    from fedpax.data.files.held_out import held_out
+    from fedpax.user_files.held_out import held_out
 
     # Clients that a partition made are no content: equal examples are on one side.
     content = table if data.partition is None else table.drop_columns([client])

@@ -9,17 +9,17 @@ from numpy.typing import NDArray
 from fedpax.checks import COUNT, check_ranges
 from fedpax.data import Partition, Source
 from fedpax.data.rounds.preprocess import Arrays, Preprocess
-from fedpax.data.text.characters import (
-    NUM_SPECIAL,
-    SHAKESPEARE_CHARACTERS,
-    character_batch,
-    character_rows,
-)
 from fedpax.errors import ArgumentError
 from fedpax.experiments.fedavg_clients import CohortConfig, ServerConfig
 from fedpax.experiments.fedavg_words import FedAvgTokens
 from fedpax.experiments.populations import NaturalPopulation, check_has_fields
 from fedpax.models.lstm import LSTMConfig
+from fedpax.text.characters import (
+    NUM_SPECIAL,
+    SHAKESPEARE_CHARACTERS,
+    character_batch,
+    character_rows,
+)
 from fedpax.training.evaluation import Batch
 from fedpax.training.experiment import TrainingConfig
 

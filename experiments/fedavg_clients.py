@@ -23,7 +23,6 @@ from fedpax.data import (
     cohort_rounds,
     load,
 )
-from fedpax.data.populations.partition import Examples
 from fedpax.data.rounds.preprocess import Arrays, Preprocess
 from fedpax.deploy.batch_evaluation import HeldoutClients
 from fedpax.errors import ArgumentError
@@ -43,6 +42,7 @@ from fedpax.parallel.axes import shardings
 from fedpax.parallel.mesh import MeshConfig, MeshSizeError, available_devices
 from fedpax.parallel.mesh_rule import ShardedSize
 from fedpax.sites.rounds.contract import ClientRange, CoordinatorRun, SiteRun
+from fedpax.sources.examples import Examples
 from fedpax.training.evaluation import Batch, evaluator
 from fedpax.training.experiment import Experiment, Run, Shardings
 

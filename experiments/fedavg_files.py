@@ -133,7 +133,7 @@ class FedAvgFiles(ClientExperiment):
     @functools.cached_property
     def opened(self) -> OpenFiles:
         """The files, read when they are first needed."""
-        from fedpax.data.files.finding import find_files
+        from fedpax.user_files.finding import find_files
 
         # A file of a site is named as one of several is.
         files = find_files(self.data.files, None) if self._is_site else []

@@ -89,7 +89,7 @@ class FedAvgImageFiles(FedAvgFiles):
                 f"data.image={data.image!r} is no column of {' '.join(data.files)}, expected one "
                 f"of {', '.join(map(repr, columns))}. Set --data.image to that of the images."
             )
-        from fedpax.data.files.columns import to_numpy
+        from fedpax.user_files.columns import to_numpy
 
         images, label = to_numpy(columns[data.image]), columns[data.label]
         if np.ma.isMaskedArray(images) or images.ndim not in (3, 4):

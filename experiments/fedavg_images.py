@@ -20,7 +20,6 @@ from fedpax.data import (
     example_batches,
     read_examples,
 )
-from fedpax.data.populations.partition import Examples
 from fedpax.data.rounds.augmentation import augment_cohort, central_crop, standardize
 from fedpax.data.rounds.dropout_seeds import DROPOUT_SEED, add_dropout_seeds
 from fedpax.data.rounds.preprocess import Arrays, Preprocess, preprocess_images
@@ -42,6 +41,7 @@ from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
 from fedpax.models.losses import classification_loss, l2_regularized
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.models.resnet import ResNetConfig, resnet
+from fedpax.sources.examples import Examples
 from fedpax.training.client_metrics import Clients, LabelWeights, classification_by_client
 from fedpax.training.evaluation import Batch, map_examples
 from fedpax.training.experiment import Run, TrainingConfig

@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 from fedpax.algorithm import LossFn
 from fedpax.checks import COUNT, NON_NEGATIVE, check_ranges
 from fedpax.data import Partition, example_batches
-from fedpax.data.populations.leaf_clients import leaf_clients
-from fedpax.data.populations.logistic_clients import logistic_clients
 from fedpax.data.rounds.preprocess import Arrays, Preprocess, preprocess_images
 from fedpax.experiments.client_evaluation import EvaluateClients
 from fedpax.experiments.fedavg_clients import ClientExperiment, CohortConfig
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.losses import classification_loss
 from fedpax.models.nnx_functional import FunctionalModel
+from fedpax.populations.leaf_clients import leaf_clients
+from fedpax.populations.logistic_clients import logistic_clients
 from fedpax.training.client_metrics import ExampleOwners, classification_by_client
 from fedpax.training.evaluation import Batch, map_examples
 from fedpax.training.experiment import TrainingConfig

@@ -30,7 +30,6 @@ from fedpax.data import (
     load,
     partition_natural,
 )
-from fedpax.data.files.formats import is_files
 from fedpax.data.rounds.client_rows import pack_clients, preprocess_rows
 from fedpax.data.rounds.preprocess import Arrays
 from fedpax.errors import ArgumentError
@@ -71,6 +70,7 @@ from fedpax.sites.rounds.contract import (
 )
 from fedpax.sites.transport.checked_header import CheckedHeader
 from fedpax.training.experiment import Run, Shardings, TrainingConfig
+from fedpax.user_files.formats import is_files
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,6 @@ from fedpax.clients.cohort_stream import CohortStream
 from fedpax.data import ClientSampler, CohortRounds, Partition, Source, partition_natural
 from fedpax.data.rounds.preprocess import Preprocess
 from fedpax.data.rounds.stream import evenly_spaced
-from fedpax.data.sources.stackoverflow_words import stackoverflow_words
-from fedpax.data.text.words import NUM_SPECIAL, WordRows
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_evaluation import (
     EvaluateClients,
@@ -31,6 +29,8 @@ from fedpax.experiments.populations import NaturalPopulation, check_has_fields
 from fedpax.models.losses import next_word_loss
 from fedpax.models.lstm import LSTMConfig, lstm
 from fedpax.models.nnx_functional import FunctionalModel
+from fedpax.sources.stackoverflow_words import stackoverflow_words
+from fedpax.text.words import NUM_SPECIAL, WordRows
 from fedpax.training.evaluation import Batch
 from fedpax.training.experiment import TrainingConfig
 from fedpax.training.virtual_time import ScheduledRounds

@@ -10,11 +10,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float, Int64
 
 from fedpax.algorithm import LossFn, Params
-from fedpax.data.files.formats import FILE_NAME
 from fedpax.data.rounds.local_rows import LocalRows, addressable_rows
-from fedpax.data.text.packing import Batch
 from fedpax.errors import ArgumentError
+from fedpax.text.packing import Batch
 from fedpax.training.evaluation import placed_evaluator
+from fedpax.user_files.formats import FILE_NAME
 
 
 class HeldoutSet(NamedTuple):

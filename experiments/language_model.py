@@ -13,9 +13,7 @@ from jax.sharding import Mesh
 from fedpax.algorithm import LossFn, Metrics, Params
 from fedpax.checks import COUNT, check_ranges
 from fedpax.data import Source, Tokenizer, load, load_tokenizer
-from fedpax.data.files.formats import is_files
 from fedpax.data.rounds.heldout_tokens import HeldoutRows
-from fedpax.data.text.byte_tokenizer import VOCAB_SIZE
 from fedpax.errors import ArgumentError
 from fedpax.experiments.heldout import HeldoutSets, parse_heldout_sets
 from fedpax.experiments.trainable import NO_ADAPTERS, Trainable, describe_flops
@@ -36,8 +34,10 @@ from fedpax.parallel.axes import shardings
 from fedpax.paths import expand_home
 from fedpax.run_files.configuration import read_configuration
 from fedpax.run_files.paths import latest_round, resolve_folder
+from fedpax.text.byte_tokenizer import VOCAB_SIZE
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.experiment import Experiment
+from fedpax.user_files.formats import is_files
 
 
 @dataclasses.dataclass(frozen=True)

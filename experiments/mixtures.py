@@ -4,9 +4,9 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fedpax.data.files.formats import FILE_NAME
 from fedpax.data.rounds.mixture import Weight, check_weights
 from fedpax.errors import ArgumentError
+from fedpax.user_files.formats import FILE_NAME
 
 _ITEM = re.compile(rf"(?P<name>[^#=]+|{FILE_NAME})(#(?P<field>[^#=/]+))?=(?P<weight>[^#=]+)")
 _REMEDY = "Write NAME=WEIGHT, NAME#FIELD=WEIGHT or NAME=WEIGHT@ROUND,WEIGHT@ROUND,..."

@@ -12,13 +12,13 @@ import numpy as np
 from fedpax.clients.cohort import Cohort
 from fedpax.clients.cohort_stream import CohortStream, IslandStream
 from fedpax.data import ClientSampler, CohortRounds
-from fedpax.data.files.finding import find_files
 from fedpax.deploy.node import Node, OneParticipant
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_files import open_files
 from fedpax.experiments.fedavg_files import FedAvgFiles
 from fedpax.run_files.configuration import read_configuration
 from fedpax.training.experiment import Experiment, Run
+from fedpax.user_files.finding import find_files
 
 
 def experiment_data(

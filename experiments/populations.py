@@ -11,9 +11,9 @@ from fedpax.data import (
     partition_natural,
     read_examples,
 )
-from fedpax.data.populations.contiguous_clients import ContiguousClients
-from fedpax.data.populations.partition import Partition
 from fedpax.errors import ArgumentError
+from fedpax.populations.contiguous_clients import ContiguousClients
+from fedpax.populations.partition import Partition
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,6 @@ from pathlib import Path
 import jax
 
 from fedpax.algorithm import Params
-from fedpax.data.text.end_of_document import SOURCES, named_end
 from fedpax.errors import ArgumentError
 from fedpax.files import read_json
 from fedpax.models import huggingface
@@ -19,6 +18,7 @@ from fedpax.models.huggingface.folder import weight_files
 from fedpax.models.huggingface.reading import CONFIG
 from fedpax.models.transformer import TransformerConfig
 from fedpax.paths import expand_home
+from fedpax.text.end_of_document import SOURCES, named_end
 from fedpax.training.stored_params import StoredParams
 
 TOKENIZER, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"

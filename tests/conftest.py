@@ -1,4 +1,4 @@
-"""Eight simulated CPU devices, and the meshes that the tests share."""
+"""Eight simulated CPU devices, and the meshes and the data that the tests share."""
 
 import gc
 import itertools
@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
+from numpy.typing import NDArray
 from shared_contexts import share_lowering_contexts
 from test_layers import HEIGHT
 
+from fedpax.data import Source, load
 from fedpax.main import main
 from fedpax.parallel.simulated_devices import simulate_devices
 
@@ -175,3 +177,33 @@ def run(
         return main(arguments), *capsys.readouterr()
 
     return call
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data_dir")
+
+
+@pytest.fixture(scope="session")
+def text(data_dir: Path) -> Callable[[str], Source]:
+    """Return a function that opens a split of the standard library's text."""
+    return lambda split: load("stdlib_text", split, data_dir=data_dir)
+
+
+@pytest.fixture(scope="session")
+def digits(data_dir: Path) -> Callable[[str], Source]:
+    """Return a function that opens a split of the digits."""
+    return lambda split: load("digits", split, data_dir=data_dir)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+@pytest.fixture
+def documents(rng: np.random.Generator) -> list[dict[str, bytes]]:
+    """Make twenty texts of random letters, of 0 to 99 bytes."""
+    lengths: NDArray[np.int64] = rng.integers(0, 100, 20)
+    lengths[3] = 0
+    return [{"text": rng.integers(97, 123, n).astype(np.uint8).tobytes()} for n in lengths]

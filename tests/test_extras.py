@@ -72,7 +72,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in list(sys.modules):
         if name.partition(".")[0] in OPTIONAL:
             monkeypatch.setitem(sys.modules, name, None)
-        if name.startswith(("fedpax.data.files", "fedpax.pictures", "fedpax.planning.draw_mesh")):
+        if name.startswith(("fedpax.user_files", "fedpax.pictures", "fedpax.planning.draw_mesh")):
             monkeypatch.delitem(sys.modules, name)
     for name in OPTIONAL:
         monkeypatch.setitem(sys.modules, name, None)

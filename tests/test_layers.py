@@ -31,22 +31,26 @@ HEIGHT = {
     "clients": 5,
     "algorithm": 6,
     "fedpax": 7,
-    "data": 8,
-    "models": 8,
-    "simulation": 8,
-    "run_files": 8,
-    "checkpoints": 9,
-    "elastic": 10,
-    "algorithms": 11,
-    "training": 11,
-    "planning": 12,
-    "reports": 12,
-    "sites": 13,
-    "deploy": 13,
-    "experiments": 14,
-    "commands": 15,
-    "main": 16,
-    "__main__": 17,
+    "sources": 8,
+    "text": 9,
+    "populations": 9,
+    "user_files": 10,
+    "models": 11,
+    "simulation": 11,
+    "run_files": 11,
+    "data": 11,
+    "checkpoints": 12,
+    "elastic": 13,
+    "algorithms": 14,
+    "training": 14,
+    "planning": 15,
+    "reports": 15,
+    "sites": 16,
+    "deploy": 16,
+    "experiments": 17,
+    "commands": 18,
+    "main": 19,
+    "__main__": 20,
 }
 # What these layers may import besides the standard library and fedpax.
 LIBRARIES = {
@@ -81,7 +85,7 @@ FAST_LOWERING = "tests.shared_contexts"
 
 
 def module_name(path: Path) -> str:
-    """fedpax/data/text.py -> fedpax.data.text; algorithms/__init__.py -> fedpax.algorithms."""
+    """fedpax/data/loading.py -> fedpax.data.loading; algorithms/__init__.py -> fedpax.algorithms."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     if parts[0] in ("algorithms", "experiments"):
         parts = ("fedpax", *parts)
@@ -116,7 +120,7 @@ def is_within(name: str, *packages: str) -> bool:
 
 
 def layer_of(name: str) -> str:
-    """fedpax.data.text -> data; fedpax.federated_map -> fedpax."""
+    """fedpax.data.rounds -> data; fedpax.federated_map -> fedpax."""
     part = name.split(".")[1] if "." in name else "fedpax"
     return part if part in HEIGHT else "fedpax"
 
@@ -271,7 +275,7 @@ def test_an_unstable_attribute_is_found() -> None:
         ("fedpax.primitives.map", "from jax.interpreters import ad", "only fedpax.primitives._jax"),
         ("fedpax.primitives.map", "import jax\njax.interpreters.ad.jvp", "line 2"),
         ("fedpax.primitives.map", "import_module('fedpax.inspect.cost')", "does not lie below"),
-        ("fedpax.data.text", "TABLE = {'train': 'fedpax.commands.train:train'}", "line 1"),
+        ("fedpax.data.rounds", "TABLE = {'train': 'fedpax.commands.train:train'}", "line 1"),
         ("fedpax.primitives._jax", "from jax._src import core", "private to JAX"),
         ("tests.conftest", "from jax._src import core", "private to JAX"),
         (
@@ -280,7 +284,7 @@ def test_an_unstable_attribute_is_found() -> None:
             "does not lie below",
         ),
         ("fedpax", "from fedpax.data import text", "does not lie below"),
-        ("fedpax.data.text", "import fedpax.models", "models does not lie below data"),
+        ("fedpax.data.rounds", "import fedpax.models", "models does not lie below data"),
         ("fedpax.models.classifiers", "from fedpax import data", "data does not lie below models"),
         (
             "fedpax.training.trainer",
@@ -320,7 +324,7 @@ def test_a_breach_is_found(module: str, source: str, words: str) -> None:
         ("fedpax.primitives._jax", "from jax.extend import core\nfrom jax.interpreters import ad"),
         ("fedpax.primitives.map", "import functools\nimport jax.numpy as jnp"),
         ("fedpax", "from fedpax.parallel.mesh import make_mesh"),
-        ("fedpax.data.text", "import grain\nimport fedpax\nfedpax.program"),
+        ("fedpax.data.rounds", "import grain\nimport fedpax\nfedpax.program"),
         ("fedpax.algorithms.fedavg", "import fedpax\nimport optax\nfedpax.federated_mean"),
         ("fedpax.algorithms.fedavg", "from fedpax.algorithm import FederatedAlgorithm"),
         ("fedpax.main", "from fedpax.experiments import x\nfrom fedpax.deploy import beam"),

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from fedpax.data import partition_dirichlet, partition_statistics
-from fedpax.data.populations.partition_plot import _bars, _short
+from fedpax.populations.partition_plot import _bars, _short
 from fedpax.reports.plot import draw_losses
 from fedpax.reports.target import MetricTrajectory, Target
 from fedpax.reports.target_report import draw_trajectories

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from fedpax.data.populations.partition_plot import plot_partition
 from fedpax.pictures import save_picture
+from fedpax.populations.partition_plot import plot_partition
 from fedpax.reports.plot import plot_losses
 
 NAME = r"$\frac{$"

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from fedpax.data import ClientSampler, cohort_rounds, load, prepare
-from fedpax.data.populations.contiguous_clients import ContiguousClients
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
+from fedpax.populations.contiguous_clients import ContiguousClients
 
 IMAGES = 29  # of a client
 

@@ -27,7 +27,6 @@ from fedpax import Cohort
 from fedpax import cost as cost_of
 from fedpax.algorithm import LossFn, Params
 from fedpax.data import partition_dirichlet
-from fedpax.data.populations.logistic_clients import logistic_clients
 from fedpax.experiments.benchmarks import harness
 from fedpax.experiments.benchmarks.gallery_methods import (
     AGGREGATORS,
@@ -42,6 +41,7 @@ from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.losses import classification_loss
 from fedpax.models.nnx_functional import FunctionalModel
+from fedpax.populations.logistic_clients import logistic_clients
 
 BATCH, SMALLEST = 10, 20
 Arrays = dict[str, NDArray[Any]]

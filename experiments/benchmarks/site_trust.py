@@ -23,10 +23,10 @@ import optax
 import fedpax
 from fedpax.aggregators import Aggregator, coordinate_median, krum, mean
 from fedpax.data import load
-from fedpax.data.populations.label_skew import partition_dirichlet
-from fedpax.data.populations.partition import partition_iid
 from fedpax.experiments.benchmarks import harness
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
+from fedpax.populations.label_skew import partition_dirichlet
+from fedpax.populations.partition import partition_iid
 from fedpax.reports.table import markdown_table
 from fedpax.sites.guards import NO_NORMS, drop_harmful, drop_large, parse_accept_if
 

@@ -24,10 +24,10 @@ from fedpax.algorithm import FederatedAlgorithm
 from fedpax.algorithms import fedasync, fedavg, fedbuff
 from fedpax.clients import Arrivals
 from fedpax.data import load, read_examples
-from fedpax.data.populations.label_skew import partition_dirichlet
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.losses import classification_loss
+from fedpax.populations.label_skew import partition_dirichlet
 from fedpax.simulation import (
     Trace,
     buffered_arrivals,

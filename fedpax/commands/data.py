@@ -11,9 +11,9 @@ from fedpax.commands.parts.file_flags import define_file_flags, parse_files
 from fedpax.commands.parts.options import output_file
 from fedpax.console import print_line
 from fedpax.data import load, partition_statistics, plot_partition
-from fedpax.data.populations.contiguous_clients import ContiguousClients
 from fedpax.data.tables import ColumnSummary, infer_treatments, summarize_columns
 from fedpax.errors import UsageError
+from fedpax.populations.contiguous_clients import ContiguousClients
 from fedpax.reports.table import markdown_table
 
 _MOST_CLIENTS = 20  # in the table of clients

@@ -151,7 +151,7 @@ def _cache() -> str:
 
 
 def _data_sets() -> str:
-    from fedpax.data.sources.data_sets import data_folder  # imports the data sources
+    from fedpax.sources.data_sets import data_folder  # imports the data sources
 
     try:
         folder = data_folder(None)

@@ -18,25 +18,7 @@
 - Text: `load_tokenizer` and `train_tokenizer`; `pack` makes rows of equal length from documents.
 """
 
-from fedpax.data.populations.availability import DailyAvailability, RecordedAvailability
-from fedpax.data.populations.client_arrays import concatenate_clients
-from fedpax.data.populations.client_sampler import ClientSampler, poisson_cohort_size
-from fedpax.data.populations.contiguous_clients import ContiguousClients
-from fedpax.data.populations.label_skew import (
-    partition_by_shards,
-    partition_dirichlet,
-    partition_pachinko,
-)
-from fedpax.data.populations.partition import (
-    Partition,
-    partition_by_field,
-    partition_iid,
-    partition_natural,
-)
-from fedpax.data.populations.partition_plot import plot_partition
-from fedpax.data.populations.partition_statistics import PartitionStatistics, partition_statistics
-from fedpax.data.populations.quantity_skew import partition_by_quantity
-from fedpax.data.populations.synthetic_clients import DirichletClients
+from fedpax.data.loading import load, prepare
 from fedpax.data.rounds.client_stream import CohortRounds
 from fedpax.data.rounds.cohort_rounds import cohort_rounds
 from fedpax.data.rounds.dropout_seeds import add_dropout_seeds
@@ -50,11 +32,29 @@ from fedpax.data.rounds.stream import FunctionRounds, LazyStream
 from fedpax.data.rounds.token_rounds import token_round_shapes, token_rounds
 from fedpax.data.rounds.token_stream import TokenRounds
 from fedpax.data.rounds.unreliable import RoundOutcome, UnreliableRounds, unreliable_rounds
-from fedpax.data.sources.loading import load, prepare
-from fedpax.data.sources.source import Source
-from fedpax.data.text.byte_tokenizer import SEPARATOR, VOCAB_SIZE, decode, encode
-from fedpax.data.text.packing import pack
-from fedpax.data.text.tokenizer import (
+from fedpax.populations.availability import DailyAvailability, RecordedAvailability
+from fedpax.populations.client_arrays import concatenate_clients
+from fedpax.populations.client_sampler import ClientSampler, poisson_cohort_size
+from fedpax.populations.contiguous_clients import ContiguousClients
+from fedpax.populations.label_skew import (
+    partition_by_shards,
+    partition_dirichlet,
+    partition_pachinko,
+)
+from fedpax.populations.partition import (
+    Partition,
+    partition_by_field,
+    partition_iid,
+    partition_natural,
+)
+from fedpax.populations.partition_plot import plot_partition
+from fedpax.populations.partition_statistics import PartitionStatistics, partition_statistics
+from fedpax.populations.quantity_skew import partition_by_quantity
+from fedpax.populations.synthetic_clients import DirichletClients
+from fedpax.sources.source import Source
+from fedpax.text.byte_tokenizer import SEPARATOR, VOCAB_SIZE, decode, encode
+from fedpax.text.packing import pack
+from fedpax.text.tokenizer import (
     BYTE_TOKENIZER,
     Tokenizer,
     load_tokenizer,

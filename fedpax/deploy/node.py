@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpax.clients.cohort import Cohort
-from fedpax.data.populations.client_sampler import ClientSampler
 from fedpax.data.rounds.cohort_rounds import CohortRounds, cohort_rounds
 from fedpax.deploy.kept_state import KeptState, KeptStateError
 from fedpax.deploy.packets import Packet
@@ -19,6 +18,7 @@ from fedpax.deploy.round_program import RoundProgram
 from fedpax.deploy.secure_sums import to_vector
 from fedpax.deploy.values import decode_values, encode_values
 from fedpax.errors import ArgumentError, ArgumentTypeError, FedpaxError
+from fedpax.populations.client_sampler import ClientSampler
 
 
 class Node(NamedTuple):

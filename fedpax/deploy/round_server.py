@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from fedpax.data.populations.client_sampler import ClientSampler
 from fedpax.deploy.packets import Packet
 from fedpax.deploy.roster import Network, Reply, Roster
 from fedpax.deploy.round_program import RoundProgram
 from fedpax.deploy.values import decode_values, encode_values
 from fedpax.errors import ArgumentError, FedpaxError
+from fedpax.populations.client_sampler import ClientSampler
 
 POLL_SECONDS = 0.25
 _SECONDS_BETWEEN_HINTS = 60.0

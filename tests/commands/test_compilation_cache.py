@@ -12,8 +12,8 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from fedpax.commands.parts.compilation_cache import enable_compilation_cache
-from fedpax.data.sources.data_sets import data_folder
 from fedpax.run_files.metrics import TIMINGS, read_metrics
+from fedpax.sources.data_sets import data_folder
 
 SETTINGS = (
     "jax_enable_compilation_cache",

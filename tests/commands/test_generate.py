@@ -9,9 +9,9 @@ import pytest
 from small_runs import NAMED, Command
 
 from fedpax.checkpoints import load_params
-from fedpax.data.text.byte_tokenizer import SEPARATOR, decode, encode
 from fedpax.models.generation import generate
 from fedpax.run_files.configuration import read_configuration
+from fedpax.text.byte_tokenizer import SEPARATOR, decode, encode
 
 PROMPT = "def naïve("
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from federated_archives import serialize, write_archive
 
-from fedpax.data.sources.federated_archive import Archive
-from fedpax.data.sources.federated_sources import FederatedCifar100, FederatedShakespeare
 from fedpax.experiments.fedavg_characters import fedyogi_shakespeare
 from fedpax.experiments.fedavg_images import fedadam_emnist, fedyogi_cifar100
 from fedpax.models.losses import classification_loss
 from fedpax.run_files.metrics import read_metrics, select
+from fedpax.sources.federated_archive import Archive
+from fedpax.sources.federated_sources import FederatedCifar100, FederatedShakespeare
 from fedpax.training.trainer import train
 
 

@@ -13,10 +13,6 @@ import pytest
 from federated_archives import serialize, write_archive
 
 from fedpax.data import load
-from fedpax.data.sources import stackoverflow_words as words_module
-from fedpax.data.sources.federated_archive import Archive
-from fedpax.data.sources.stackoverflow_words import stackoverflow_words
-from fedpax.data.text.words import WordRows
 from fedpax.experiments.fedavg_words import (
     FedAvgWords,
     fedadam_stackoverflow,
@@ -24,6 +20,10 @@ from fedpax.experiments.fedavg_words import (
 )
 from fedpax.models.lstm import LSTMConfig, lstm
 from fedpax.run_files.metrics import read_metrics, select
+from fedpax.sources import stackoverflow_words as words_module
+from fedpax.sources.federated_archive import Archive
+from fedpax.sources.stackoverflow_words import stackoverflow_words
+from fedpax.text.words import WordRows
 from fedpax.training.experiment import TrainingConfig
 from fedpax.training.trainer import train
 

@@ -3,13 +3,12 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpax.data.examples import as_examples
-from fedpax.data.populations.partition import Examples, get_field
 from fedpax.data.rounds.preprocess import Arrays
 from fedpax.data.rounds.shard import encode_documents, get_text
-from fedpax.data.text.packing import Batch, TokenPairs, concatenate, split_rows, to_batch
-from fedpax.data.text.tokenizer import BYTE_TOKENIZER, Tokenizer
 from fedpax.errors import ArgumentError
+from fedpax.sources.examples import Examples, as_examples, get_field
+from fedpax.text.packing import Batch, TokenPairs, concatenate, split_rows, to_batch
+from fedpax.text.tokenizer import BYTE_TOKENIZER, Tokenizer
 
 
 def pack_clients(

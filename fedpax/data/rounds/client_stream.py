@@ -12,16 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpax.clients.cohort import MASK, Cohort
-from fedpax.data.populations.client_sampler import ClientSampler
-from fedpax.data.populations.contiguous_clients import ContiguousClients
-from fedpax.data.populations.partition import Partition, check_indices
-from fedpax.data.populations.ragged_partition import RaggedPartition
 from fedpax.data.rounds.preprocess import Arrays, Preprocess, apply_preprocess, combine_masks
 from fedpax.data.rounds.scheduling import balanced_order
 from fedpax.data.rounds.stream import arrays_fingerprint, check_state, evenly_spaced
-from fedpax.data.shuffle import hash_key, shuffled_index
 from fedpax.errors import ArgumentError
+from fedpax.populations.client_sampler import ClientSampler
+from fedpax.populations.contiguous_clients import ContiguousClients
+from fedpax.populations.partition import Partition, check_indices
+from fedpax.populations.ragged_partition import RaggedPartition
 from fedpax.primitives.casts import checked_cast
+from fedpax.sources.shuffle import hash_key, shuffled_index
 
 Read = Callable[[NDArray[np.int64]], dict[str, NDArray[Any]]]
 """A function that reads the examples of given indices, arrays `[examples, ...]`."""

@@ -6,18 +6,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpax.data.examples import Columns, as_examples, column_array, stack_values
-from fedpax.data.populations.client_sampler import ClientSampler
-from fedpax.data.populations.contiguous_clients import ContiguousClients
-from fedpax.data.populations.partition import (
-    Examples,
-    Partition,
-    check_parts,
-    check_sized,
-    partition_checksum,
-)
-from fedpax.data.populations.ragged_partition import RaggedPartition
-from fedpax.data.populations.synthetic_clients import DirichletClients
 from fedpax.data.rounds.client_stream import CohortRounds, Read, client_steps
 from fedpax.data.rounds.preprocess import (
     Arrays,
@@ -33,8 +21,14 @@ from fedpax.data.rounds.stream import (
     qualified_name,
     source_name,
 )
-from fedpax.data.sources.source import Source
 from fedpax.errors import ArgumentError, ArgumentTypeError
+from fedpax.populations.client_sampler import ClientSampler
+from fedpax.populations.contiguous_clients import ContiguousClients
+from fedpax.populations.partition import Partition, check_parts, check_sized, partition_checksum
+from fedpax.populations.ragged_partition import RaggedPartition
+from fedpax.populations.synthetic_clients import DirichletClients
+from fedpax.sources.examples import Columns, Examples, as_examples, column_array, stack_values
+from fedpax.sources.source import Source
 
 
 def cohort_rounds(

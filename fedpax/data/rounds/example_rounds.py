@@ -11,19 +11,18 @@ import numpy as np
 from jaxtyping import Int32, Num
 
 from fedpax.clients.cohort import Cohort
-from fedpax.data.examples import as_examples
-from fedpax.data.populations.partition import (
-    Examples,
+from fedpax.data.rounds.labeled_examples import read_raw, scale_pixels
+from fedpax.data.rounds.stream import arrays_fingerprint, check_sizes, check_state, source_name
+from fedpax.populations.partition import (
     Partition,
     check_partition,
     partition_checksum,
     partition_iid,
 )
-from fedpax.data.populations.ragged_partition import RaggedPartition
-from fedpax.data.rounds.labeled_examples import read_raw, scale_pixels
-from fedpax.data.rounds.stream import arrays_fingerprint, check_sizes, check_state, source_name
-from fedpax.data.shuffle import hash_key, shuffled_index
+from fedpax.populations.ragged_partition import RaggedPartition
 from fedpax.primitives.casts import checked_cast
+from fedpax.sources.examples import Examples, as_examples
+from fedpax.sources.shuffle import hash_key, shuffled_index
 
 
 class ExampleRounds:

@@ -9,14 +9,13 @@ import jax
 import numpy as np
 from jaxtyping import Int64, Integer
 
-from fedpax.data.examples import as_examples
-from fedpax.data.populations.partition import Examples
 from fedpax.data.rounds.shard import encode_documents, get_text
 from fedpax.data.rounds.stream import check_sizes
-from fedpax.data.text.packing import Batch, TokenPairs, concatenate, to_batch
-from fedpax.data.text.tokenizer import BYTE_TOKENIZER, Tokenizer
 from fedpax.errors import ArgumentError
 from fedpax.processes.gather import gather_json
+from fedpax.sources.examples import Examples, as_examples
+from fedpax.text.packing import Batch, TokenPairs, concatenate, to_batch
+from fedpax.text.tokenizer import BYTE_TOKENIZER, Tokenizer
 
 _DOCUMENTS_AT_ONCE = 256  # that a tokenizer encodes on several cores
 

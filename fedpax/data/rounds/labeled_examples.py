@@ -6,12 +6,11 @@ import numpy as np
 from jaxtyping import Float32, Int32, Num
 from numpy.typing import NDArray
 
-from fedpax.data.examples import Columns, as_examples
-from fedpax.data.populations.partition import Examples, get_field
 from fedpax.data.rounds.shard import read
 from fedpax.data.rounds.stream import check_sizes, source_name
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import checked_cast, host_array
+from fedpax.sources.examples import Columns, Examples, as_examples, get_field
 
 Arrays = dict[str, NDArray[Any]]
 """`image`: float32 `[..., height, width, channels]`; `label`: int32 `[...]`."""

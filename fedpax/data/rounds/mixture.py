@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
-from fedpax.data.examples import as_examples
-from fedpax.data.populations.partition import Examples
 from fedpax.errors import ArgumentError, ArgumentTypeError
+from fedpax.sources.examples import Examples, as_examples
 
 Weight = float | Sequence[tuple[int, float]]
 """A constant, or points `(round, weight)` that are interpolated linearly."""

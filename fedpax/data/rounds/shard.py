@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int64, UInt64
 
-from fedpax.data.populations.partition import Examples, Indices, get_field
-from fedpax.data.shuffle import hash_key, shuffled_index
-from fedpax.data.text.packing import TokenPairs, Tokens, concatenate
-from fedpax.data.text.tokenizer import Tokenizer
 from fedpax.errors import ArgumentError
 from fedpax.files import BYTE_ORDER_MARK
+from fedpax.populations.partition import Indices
+from fedpax.sources.examples import Examples, get_field
+from fedpax.sources.shuffle import hash_key, shuffled_index
+from fedpax.text.packing import TokenPairs, Tokens, concatenate
+from fedpax.text.tokenizer import Tokenizer
 
 _CHUNK = 256  # documents whose order is computed at once
 _MOST_AHEAD = 128  # documents that are read and tokenized at once

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from fedpax.clients.cohort import Cohort
 from fedpax.clients.cohort_stream import CohortStream, IslandStream, fingerprint
-from fedpax.data.populations.partition import Examples, get_field
 from fedpax.data.rounds.shard import read
 from fedpax.errors import ArgumentError
 from fedpax.primitives.casts import check_integers
+from fedpax.sources.examples import Examples, get_field
 
 SAMPLED_DOCUMENTS, SAMPLED_BYTES = 256, 65_536
 """Documents of a fingerprint, and bytes of each."""

@@ -7,22 +7,17 @@ import numpy as np
 from jaxtyping import UInt64
 
 from fedpax.clients.cohort import Cohort
-from fedpax.data.examples import as_examples
-from fedpax.data.populations.partition import (
-    Examples,
-    Partition,
-    check_partition,
-    partition_checksum,
-)
 from fedpax.data.rounds.local_rows import RowMask
 from fedpax.data.rounds.mixture import Mixture
 from fedpax.data.rounds.shard import encode_documents, get_text
 from fedpax.data.rounds.stream import check_sizes, source_name
 from fedpax.data.rounds.token_stream import IN_MIXTURE, DataSet, TokenRounds, without_mask
-from fedpax.data.shuffle import hash_key
-from fedpax.data.text.packing import TokenPairs, to_batch
-from fedpax.data.text.tokenizer import BYTE_TOKENIZER, Tokenizer
 from fedpax.errors import ArgumentError
+from fedpax.populations.partition import Partition, check_partition, partition_checksum
+from fedpax.sources.examples import Examples, as_examples
+from fedpax.sources.shuffle import hash_key
+from fedpax.text.packing import TokenPairs, to_batch
+from fedpax.text.tokenizer import BYTE_TOKENIZER, Tokenizer
 
 _ARRAYS, _BYTES = 4, 4  # inputs, targets, segments, positions; each int32
 

@@ -14,15 +14,16 @@ import numpy as np
 from jaxtyping import Int64, UInt64
 
 from fedpax.clients.cohort import MASK, Cohort
-from fedpax.data.populations.partition import Examples, Indices
 from fedpax.data.rounds.local_rows import LocalRows, RowMask
 from fedpax.data.rounds.mixture import Mixture, apportion
 from fedpax.data.rounds.shard import DocumentOrder, Position, Shard
 from fedpax.data.rounds.stream import check_state, source_name, texts_fingerprint
-from fedpax.data.shuffle import hash_key, shuffled_index
-from fedpax.data.text.packing import Batch, TokenPairs, to_batch
-from fedpax.data.text.tokenizer import Tokenizer
 from fedpax.errors import ArgumentError
+from fedpax.populations.partition import Indices
+from fedpax.sources.examples import Examples
+from fedpax.sources.shuffle import hash_key, shuffled_index
+from fedpax.text.packing import Batch, TokenPairs, to_batch
+from fedpax.text.tokenizer import Tokenizer
 
 _MIN_DOCUMENTS = 64  # of a shard, so that epochs of all shards have similar lengths
 IN_MIXTURE = "mixture: "

@@ -11,9 +11,9 @@ from numpy.typing import ArrayLike
 from fedpax.clients.cohort import Cohort
 from fedpax.data.rounds.client_stream import CohortRounds
 from fedpax.data.rounds.stream import check_state
-from fedpax.data.shuffle import hash_key
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import checked_cast
+from fedpax.sources.shuffle import hash_key
 
 _DROPOUT, _DELAY = 1, 2  # part of the keys, so that the draws are independent of each other
 

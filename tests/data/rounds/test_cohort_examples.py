@@ -6,10 +6,10 @@ import pytest
 from cohort_problem import keep_fields, problem
 
 from fedpax.data import load
-from fedpax.data.populations.client_sampler import ClientSampler
-from fedpax.data.populations.partition import partition_by_field
 from fedpax.data.rounds.cohort_rounds import cohort_rounds
 from fedpax.data.rounds.preprocess import preprocess_images
+from fedpax.populations.client_sampler import ClientSampler
+from fedpax.populations.partition import partition_by_field
 
 
 def test_only_the_examples_of_the_cohort_are_read():

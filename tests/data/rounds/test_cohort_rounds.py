@@ -9,10 +9,10 @@ from cohort_problem import keep_fields, problem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpax.data.populations.client_sampler import MOST_ARRIVALS, ClientSampler
-from fedpax.data.populations.contiguous_clients import ContiguousClients
 from fedpax.data.rounds.cohort_rounds import cohort_rounds
 from fedpax.data.rounds.scheduling import idle_fraction
+from fedpax.populations.client_sampler import MOST_ARRIVALS, ClientSampler
+from fedpax.populations.contiguous_clients import ContiguousClients
 
 
 @st.composite

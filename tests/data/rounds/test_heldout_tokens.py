@@ -8,7 +8,7 @@ import pytest
 from fedpax.data import SEPARATOR, Source, encode, heldout_token_batches, pack
 from fedpax.data.rounds import heldout_tokens as heldout
 from fedpax.data.rounds.heldout_tokens import HeldoutRows
-from fedpax.data.text.tokenizer import BYTE_TOKENIZER
+from fedpax.text.tokenizer import BYTE_TOKENIZER
 
 
 def test_batches_are_the_packed_split_with_padding_in_the_last(

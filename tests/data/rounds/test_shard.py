@@ -1,7 +1,7 @@
 """The order in which shards read documents."""
 
 from fedpax.data.rounds.shard import DocumentOrder
-from fedpax.data.shuffle import hash_key
+from fedpax.sources.shuffle import hash_key
 
 
 def test_shards_divide_the_documents():

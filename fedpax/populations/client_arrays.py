@@ -1,0 +1,92 @@
+"""concatenate_clients: from a list of clients' arrays to examples and a population."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fedpax.errors import ArgumentError, ArgumentTypeError
+from fedpax.populations.partition import Indices
+from fedpax.primitives.casts import host_array
+
+
+def concatenate_clients(
+    clients: Sequence[Mapping[str, ArrayLike]],
+) -> tuple[dict[str, NDArray[Any]], list[Indices]]:
+    """Concatenate the arrays of clients, for `cohort_rounds`.
+
+    Args:
+        clients: for each client a dict of arrays `[examples, ...]`. All clients have the same
+            fields. The number of examples can differ between clients, and can be 0. Other axes and
+            dtypes must be equal.
+
+    Returns:
+        The examples, a dict of arrays `[examples, ...]` over all clients in order; and the
+        population, for each client the indices of its examples.
+
+    Raises:
+        TypeError: a client is not a dict of arrays.
+        ValueError: there are no examples, a client has other fields than client 0, the fields of a
+            client have different numbers of examples, or shapes or dtypes differ between clients.
+
+    Example:
+        >>> clients = [{"x": np.ones((n, 3)), "y": np.arange(n)} for n in (2, 0, 3)]
+        >>> examples, population = concatenate_clients(clients)
+        >>> examples["x"].shape, [indices.tolist() for indices in population]
+        ((5, 3), [[0, 1], [], [2, 3, 4]])
+    """
+    arrays = [_check_client(k, client) for k, client in enumerate(clients)]
+    sizes = [len(next(iter(fields.values()))) for fields in arrays]
+    with_examples = [k for k, size in enumerate(sizes) if size]
+    if not with_examples:
+        raise ArgumentError(
+            f"clients is {len(sizes)} clients without examples, expected at least one client with "
+            "examples: give a list of dicts of arrays [examples, ...]."
+        )
+    first = with_examples[0]
+    kinds = [{name: (a.shape[1:], a.dtype) for name, a in fields.items()} for fields in arrays]
+    for k, fields in enumerate(arrays):
+        if fields.keys() != arrays[0].keys():
+            raise ArgumentError(
+                f"Client {k} has the fields {', '.join(map(repr, fields))}, and client 0 "
+                f"{', '.join(map(repr, arrays[0]))}: give all clients the same fields."
+            )
+        for name in fields if sizes[k] else ():
+            if kinds[k][name] != kinds[first][name]:
+                (shape, dtype), (other_shape, other_dtype) = kinds[k][name], kinds[first][name]
+                raise ArgumentError(
+                    f"An example's {name!r} is {dtype}{list(shape)} for client {k} and "
+                    f"{other_dtype}{list(other_shape)} for client {first}, expected one shape and "
+                    "dtype: pad or convert the arrays."
+                )
+    examples = {
+        name: np.concatenate([arrays[k][name] for k in with_examples]) for name in arrays[0]
+    }
+    return examples, np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+
+
+def _check_client(client: int, fields: Any) -> dict[str, NDArray[Any]]:
+    """Return the arrays of a client, checked alone."""
+    if not isinstance(fields, Mapping) or not fields:
+        raise ArgumentTypeError(
+            f"Client {client} is {fields!r:.100}, expected a dict of arrays [examples, ...], such "
+            'as {"image": images, "label": labels}.'
+        )
+    for name, values in fields.items():
+        if isinstance(values, str | bytes | Mapping | Iterator):
+            raise ArgumentTypeError(
+                f"Client {client} has a field {name!r} that is a {type(values).__name__}, expected "
+                "an array [examples, ...]. Convert it, for example with np.array(list(values))."
+            )
+    arrays = {
+        name: host_array(values, f"Client {client}, field {name!r}")
+        for name, values in fields.items()
+    }
+    shapes = {name: list(array.shape) for name, array in arrays.items()}
+    if len({tuple(shape[:1]) for shape in shapes.values()}) != 1 or [] in shapes.values():
+        raise ArgumentError(
+            f"Client {client} has fields of shapes {shapes}, expected arrays [examples, ...] with "
+            "the same number of examples in each field."
+        )
+    return arrays

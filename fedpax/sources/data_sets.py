@@ -1,0 +1,252 @@
+"""open_data_set: open a data set of TFDS, prepared to array_record, without TensorFlow.
+
+- The embedded data sets, `stdlib_text` and `digits`, are prepared from files that every machine
+  has.
+- The federated ones (EMNIST, Shakespeare, Stack Overflow, CIFAR-100) are prepared from TensorFlow
+  Federated's archives, by download or from a local copy.
+- All others are TFDS's own. Preparing them needs a network once.
+- Texts in other array_record files are opened by the path of the files.
+"""
+
+import contextlib
+import difflib
+import importlib
+import io
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fedpax.errors import ArgumentError
+from fedpax.extras import is_installed
+from fedpax.paths import expand_home
+from fedpax.sources._reachability import unreachable_hosts
+from fedpax.sources.client_starts import read_client_starts
+from fedpax.sources.embedded import is_whole_split, open_in_memory
+from fedpax.sources.feature_classes import check_feature_classes
+from fedpax.sources.source import Source, one_line
+from fedpax.sources.text_records import TextRecords
+
+EMBEDDED = {name: "fedpax.sources.embedded_builders" for name in ("stdlib_text", "digits")}
+"""The data sets that need no network, with the modules of their TFDS builders."""
+
+FEDERATED = {
+    f"federated_{name}": "fedpax.sources.federated_sources"
+    for name in ("cifar100", "emnist", "shakespeare", "stackoverflow")
+}
+"""The data sets with a field `client`, with the modules of their TFDS builders."""
+
+
+def open_data_set(name: str, split: str, data_dir: str | os.PathLike[str] | None) -> Source:
+    """Open a split of a data set of TFDS, and prepare the data set first if necessary."""
+    if not is_installed("tensorflow_datasets") and is_whole_split(name, split):
+        return open_in_memory(name, split)
+    root = data_folder(data_dir)
+    builder = _builder(name, root)
+    if not builder.data_path.exists():
+        _prepare(name, split, root)
+        builder = _builder(name, root)  # a new builder reads the new files
+    return _open(builder, split)
+
+
+def data_folder(data_dir: str | os.PathLike[str] | None) -> Path:
+    """Return the folder of prepared data sets, see `load`."""
+    root = data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+    return expand_home(Path(root)).absolute()
+
+
+def open_records(pattern: str) -> Source:
+    """Open array_record files by their path."""
+    folder = expand_home(pattern).absolute().parent
+    try:
+        records = TextRecords(pattern)
+    except (FileNotFoundError, ValueError):
+        raise
+    except Exception as error:
+        raise OSError(
+            f"The files {pattern!r} cannot be read as array_record: write them with "
+            f"array_record's ArrayRecordWriter. ({one_line(error)})"
+        ) from error
+    if not len(records):
+        raise ArgumentError(f"The files {pattern!r} have no records: write them again.")
+    # The name does not depend on the folder, which may be another one when a run resumes.
+    return Source(Path(pattern).name, folder, records)
+
+
+def _builder(name: str, root: Path) -> Any:
+    """Make the TFDS builder of a data set, or raise an error that suggests similar names."""
+    import tensorflow_datasets as tfds
+
+    check_feature_classes(root / _base_name(name))
+    if module := {**EMBEDDED, **FEDERATED}.get(_base_name(name)):
+        importlib.import_module(module)  # this registers the builder with TFDS
+    try:
+        try:
+            return tfds.builder(name, data_dir=root)
+        except tfds.core.DatasetNotFoundError:
+            _import_all_builders()
+            return tfds.builder(name, data_dir=root)
+    except tfds.core.DatasetNotFoundError:
+        known = {*EMBEDDED, *FEDERATED, *tfds.list_builders(with_community_datasets=False)}
+        similar = difflib.get_close_matches(_base_name(name), known, n=4)
+        raise ArgumentError(
+            f"There is no data set {name!r} in TFDS {tfds.__version__} or prepared in {root}. "
+            + (f"Similar names: {', '.join(similar)}. " if similar else "")
+            + f"Embedded data sets: {', '.join(EMBEDDED)}. Federated data sets: "
+            f"{', '.join(FEDERATED)}. TFDS's catalog lists the others."
+        ) from None
+    except Exception as error:  # an unknown configuration or version, or damaged metadata
+        folder = root / _base_name(name)
+        raise ArgumentError(
+            f"TFDS cannot open data set {name!r} in {root}: {one_line(error)}"
+            + (f" If {folder} is damaged, delete it and load again." if folder.exists() else "")
+        ) from error
+
+
+def _import_all_builders() -> None:
+    """Import TFDS's groups of builders one by one."""
+    # TFDS itself stops at the first group that fails. Some groups need a library (h5py) that TFDS
+    # does not require, so later groups, such as text with C4 and Wikipedia, would be missing.
+    for group in ("question_answering", "summarization", "text", "translate", "video"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(f"tensorflow_datasets.{group}")
+
+
+def _prepare(name: str, split: str, root: Path) -> None:
+    """Prepare a data set in `root`, unless another process does so at the same time."""
+    is_embedded, is_federated = _base_name(name) in EMBEDDED, _base_name(name) in FEDERATED
+    builder = _builder(name, root)
+    urls = builder.urls() if is_federated else [*(builder.url_infos or ())]
+    if not is_embedded and (hosts := unreachable_hosts(urls)):
+        manual = ""
+        if is_federated:
+            folder = builder.manual_path.parent
+            manual = f"Put {urls[0]} into {folder} and load again, or prepare it elsewhere. "
+        raise ConnectionError(
+            f"Data set {name!r} is not prepared in {root} and cannot be downloaded, because "
+            f"{' and '.join(hosts)} cannot be reached. "
+            f"{manual}{_how_to_copy(builder, split, root)}"
+        )
+    try:
+        folder = builder.data_path.parent
+        with _lock(folder.joinpath(f".{builder.data_path.name}.lock"), name) as locked:
+            builder = _builder(name, root)
+            if builder.data_path.exists():
+                return
+            if (is_embedded or is_federated) and locked:  # remains of killed preparations
+                for remains in folder.glob(f"incomplete.*_{builder.data_path.name}"):
+                    shutil.rmtree(remains, ignore_errors=True)
+            with _quiet() if is_embedded else contextlib.nullcontext():
+                builder.download_and_prepare(file_format="array_record")
+    except Exception as error:
+        if builder.data_path.exists():
+            return  # another machine prepared it, on a file system without locks across machines
+        raise RuntimeError(
+            f"Data set {name!r} could not be prepared in {root}: {one_line(error)} "
+            + (
+                "Make that folder writable or pass another data_dir."
+                if is_embedded or isinstance(error, PermissionError)
+                else f"Otherwise prepare it elsewhere. {_how_to_copy(builder, split, root)}"
+            )
+        ) from error
+
+
+def _open(builder: Any, split: str) -> Source:
+    """Open a split of a prepared data set."""
+    folder = Path(builder.data_path)
+    name = builder.info.full_name
+    try:
+        examples = builder.info.splits[split].num_examples
+        records = builder.as_data_source(split=split) if examples else ()
+    except NotImplementedError as error:
+        raise OSError(
+            f"{folder} was prepared as {builder.info.file_format.value}, which only TensorFlow "
+            "can read: pass another data_dir, or delete that folder and load again."
+        ) from error
+    except Exception as error:
+        raise ArgumentError(
+            f"Split {split!r} of {name} cannot be opened: {one_line(error)} Its splits are "
+            f"{', '.join(builder.info.splits) or 'none: delete ' + str(folder)}. A part of a split "
+            "is written as 'train[:10%]'."
+        ) from error
+    if not examples:
+        raise ArgumentError(
+            f"Split {split!r} of {name} has no examples: load another split, or a larger part of "
+            "it."
+        )
+    parts = _parts(builder, split)
+    return Source(f"{name}:{split}", folder, records, read_client_starts(folder, parts))
+
+
+def _parts(builder: Any, split: str) -> list[tuple[str, int, int]]:
+    """Return the split, the first example and the end of each part, as of `"train[:10%]+test"`."""
+    import tensorflow_datasets as tfds
+
+    splits = builder.info.splits
+    parts = tfds.core.ReadInstruction.from_spec(split).to_absolute(splits)
+    return [
+        (part.splitname, part.from_ or 0, part.to or splits[part.splitname].num_examples)
+        for part in parts
+    ]
+
+
+@contextlib.contextmanager
+def _lock(path: Path, name: str) -> Iterator[bool]:
+    """Hold a lock between processes, which the system releases if the process is killed."""
+    # Yields True if the lock is held, and False if the system or file system has no locks. Then
+    # only TFDS's renaming of finished folders protects data sets.
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:  # not a POSIX system
+        yield False
+        return
+    with path.open("wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logging.getLogger(__name__).warning("Waiting for another process to prepare %s.", name)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks
+            yield False
+            return
+        yield True
+
+
+# stdout and the progress bars belong to all threads.
+_QUIET = threading.Lock()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence TFDS's output and progress bars, for preparations that take about a second."""
+    import tensorflow_datasets as tfds
+    from tensorflow_datasets.core.utils import tqdm_utils
+
+    with _QUIET:
+        shown = tqdm_utils._active
+        tfds.disable_progress_bar()
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                yield
+        finally:
+            tfds.display_progress_bar(shown)
+
+
+def _how_to_copy(builder: Any, split: str, root: Path) -> str:
+    """Return instructions to prepare a data set on another machine and copy it to this one."""
+    name = "/".join(builder.info.full_name.split("/")[:-1])
+    command = f"import fedpax.data; fedpax.data.load('{name}', '{split}', data_dir='prepared')"
+    return (
+        f'On a machine with a network run\n    python -c "{command}"\n'
+        f"and copy its folder prepared/{builder.name} to {root / builder.name} on this machine, "
+        "or pass the parent folder of the copy as data_dir."
+    )
+
+
+def _base_name(name: str) -> str:
+    """Strip configuration and version: "mnist:3.0.1" gives "mnist", "c4/en" gives "c4"."""
+    return name.partition("/")[0].partition(":")[0]

@@ -1,0 +1,132 @@
+"""Packing: concatenate documents of any length and split them into rows of equal length.
+
+A document of n tokens gives n + 1 pairs (input, target): the separator predicts the first token,
+each token the next one, and the last token the separator. In the concatenated pairs the targets are
+the inputs shifted by one, so splitting into rows loses no pair, and every token is a target exactly
+once. All rows but the last are full. grain's packing does the same with a Python loop over rows and
+is much slower than the array operations here.
+"""
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int64, Integer, Num
+from numpy.typing import NDArray
+
+from fedpax.errors import ArgumentError, ArgumentTypeError
+from fedpax.primitives.casts import check_integers, checked_cast
+from fedpax.text.byte_tokenizer import SEPARATOR
+
+Tokens = Integer[np.ndarray, " tokens"]
+Batch = dict[str, Num[np.ndarray, "*rows seq_len"]]
+"""Arrays of equal shape: `inputs`, `targets`, `segments`, `positions` and `mask`."""
+
+
+class TokenPairs(NamedTuple):
+    """Pairs of input and target tokens of concatenated documents."""
+
+    inputs: Integer[np.ndarray, "*shape"]  # integers `[...]`, uint8 for bytes
+    targets: Integer[np.ndarray, "*shape"]  # of the same dtype and shape
+    starts: Bool[np.ndarray, "*shape"]  # bool `[...]`, True at the first pair of each document
+
+    def map(self, function: Callable[[NDArray[Any]], NDArray[Any]]) -> "TokenPairs":
+        """Apply a function that keeps the dtype to each of the arrays."""
+        return TokenPairs(function(self.inputs), function(self.targets), function(self.starts))
+
+    def take(self, rows: Int64[np.ndarray, " rows"]) -> "TokenPairs":
+        """Select rows of the first axis."""
+        return self.map(lambda array: array[rows])
+
+
+def concatenate(documents: Iterable[Tokens], separator: int = SEPARATOR) -> TokenPairs:
+    """Concatenate documents, the separator before and after each: `[sum of (tokens + 1)]`."""
+    documents = list(documents)
+    between = np.array([separator], documents[0].dtype if documents else np.uint8)
+    tokens = np.concatenate(
+        [*chain.from_iterable((between, document) for document in documents), between]
+    )
+    if not np.can_cast(tokens.dtype, np.int32):
+        tokens = checked_cast(tokens, np.int32, "tokens", "Number the vocabulary from 0.")
+    lengths = np.array([len(document) + 1 for document in documents], np.int64)
+    starts = np.zeros(len(tokens) - 1, np.bool_)
+    starts[np.cumsum(lengths) - lengths] = True
+    return TokenPairs(tokens[:-1], tokens[1:], starts)
+
+
+def to_batch(pairs: TokenPairs, valid: Bool[np.ndarray, "*rows seq_len"] | None = None) -> Batch:
+    """Make a language model's batch from rows of pairs, 0 where `valid` is False."""
+    # `inputs` and `targets`: int32 tokens; `segments`: int32, 1 for the row's first document, 2 for
+    # the next, and so on; `positions`: int32, a token's offset from its document's first token in
+    # this row; `mask`: float32, 1 if the target counts in the loss.
+    column = np.arange(pairs.inputs.shape[-1], dtype=np.int32)
+    begins = pairs.starts & (column > 0)  # the document that reaches into the row is segment 1
+    batch: Batch = {
+        "inputs": pairs.inputs.astype(np.int32, copy=False),
+        "targets": pairs.targets.astype(np.int32, copy=False),
+        "segments": 1 + np.cumsum(begins, axis=-1, dtype=np.int32),
+        "positions": column - np.maximum.accumulate(np.where(begins, column, 0), axis=-1),
+        "mask": np.ones(pairs.inputs.shape, np.float32),
+    }
+    if valid is None:
+        return batch
+    return {name: array * valid.astype(array.dtype) for name, array in batch.items()}
+
+
+def pack(documents: Iterable[Tokens], seq_len: int) -> Batch:
+    """Pack documents into rows, with padding at the end of the last row.
+
+    Args:
+        documents: integer arrays `[tokens]` without separators, such as results of `encode`.
+        seq_len: tokens per row.
+
+    Returns:
+        A dict of arrays `[rows, seq_len]`: `inputs`, `targets`, `segments` and `positions` (int32),
+        and `mask` (float32), 0 at padding. Segments are numbered from 1 in each row, and a document
+        that is split is a separate segment in each of its rows. Attention must not cross segments.
+
+    Raises:
+        TypeError: a document is not integers `[tokens]`, such as a text, or `seq_len` is not an
+            integer.
+        ValueError: `seq_len` is below 1, or a token is negative or beyond int32.
+
+    Example:
+        >>> from fedpax.data import encode
+        >>> rows = pack([encode("abc"), encode("d")], seq_len=4)
+        >>> rows["inputs"].tolist()
+        [[255, 97, 98, 99], [255, 100, 0, 0]]
+        >>> rows["targets"].tolist()
+        [[97, 98, 99, 255], [100, 255, 0, 0]]
+        >>> rows["segments"].tolist(), rows["positions"].tolist()
+        ([[1, 1, 1, 1], [1, 1, 0, 0]], [[0, 1, 2, 3], [0, 1, 0, 0]])
+    """
+    arrays = []
+    for number, document in enumerate(documents):
+        array = np.asarray(document)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise ArgumentTypeError(
+                f"Document {number} is {array.dtype}{list(array.shape)}, expected an array of "
+                "integers [tokens]. Encode a text: fedpax.data.encode(text)."
+            )
+        if array.size and array.min() < 0:
+            raise ArgumentError(
+                f"Document {number} has the token {array.min()}, expected tokens from 0. Leave out "
+                "the tokens that mark padding."
+            )
+        arrays.append(array if array.size else array.astype(np.uint8))
+    return to_batch(*split_rows(concatenate(arrays), seq_len))
+
+
+def split_rows(
+    pairs: TokenPairs, seq_len: int
+) -> tuple[TokenPairs, Bool[np.ndarray, "rows seq_len"]]:
+    """Split pairs into rows, padded at the end; return a mask that is False at padding too."""
+    check_integers(seq_len=seq_len)
+    if seq_len < 1:
+        raise ArgumentError(f"seq_len is {seq_len}, expected at least 1.")
+
+    def to_rows(array: NDArray[Any]) -> NDArray[Any]:
+        return np.pad(array, (0, -len(array) % seq_len)).reshape(-1, seq_len)
+
+    return pairs.map(to_rows), to_rows(np.ones(len(pairs.inputs), np.bool_))

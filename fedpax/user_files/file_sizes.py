@@ -1,0 +1,50 @@
+"""estimate_bytes and check_memory: what files take in memory, before they are read."""
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedpax.errors import ArgumentError
+from fedpax.user_files.finding import DataFile, is_url
+
+_EXPANSION = 4  # bytes of a column for one byte of a compressed file
+_COPIES = 2  # sorting holds the rows before and after
+_MAPPED = (".arrow", ".bin", ".npy")  # read from the disk where they are needed
+
+
+def estimate_bytes(groups: Sequence[Sequence[DataFile]]) -> int:
+    """Estimate the bytes of the columns of local files."""
+    return sum(_estimate(file) for group in groups for file in group if not is_url(file.path))
+
+
+def _estimate(file: DataFile) -> int:
+    if file.suffix in (".parquet", ".pq"):
+        with contextlib.suppress(Exception):  # damaged: told when it is read
+            from pyarrow import parquet
+
+            about = parquet.read_metadata(file.path)
+            return sum(about.row_group(k).total_byte_size for k in range(about.num_row_groups))
+    size = os.path.getsize(file.path)
+    return size * (_EXPANSION if file.is_compressed or file.suffix == ".npz" else 1)
+
+
+def check_memory(name: str, groups: Sequence[Sequence[DataFile]]) -> None:
+    """Raise an error for files that would exceed the memory that is available."""
+    read = [[file for file in group if file.suffix not in _MAPPED] for group in groups]
+    needed, available = _COPIES * estimate_bytes(read), _available_bytes()
+    if available is not None and needed > available:
+        raise ArgumentError(
+            f"{name} takes about {needed / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB are "
+            "available. Read some columns with columns=, or sort the files on the disk once: "
+            f"fedpax prepare '{name}' --out=FOLDER, and load the folder."
+        )
+
+
+def _available_bytes() -> int | None:
+    """Return the memory that Linux can give, or None on other systems."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None

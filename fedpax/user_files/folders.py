@@ -1,0 +1,112 @@
+"""find_in_folder: the files of a data set that is saved as a folder, by its layout."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedpax.errors import ArgumentError
+from fedpax.files import check_fetched, read_json
+from fedpax.user_files.finding import DataFile
+
+PREPARED = "prepared.json"  # of `fedpax.data.prepare`
+STATE, SPLITS = "state.json", "dataset_dict.json"  # of Hugging Face's save_to_disk
+_SUFFIXES = (".parquet", ".arrow", ".jsonl", ".csv")  # the first that a folder has is read
+_SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}$")
+_KEYWORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+
+
+def is_data_folder(folder: Path) -> bool:
+    """Return whether a folder has the layout of a data set."""
+    if not folder.is_dir():
+        return False
+    if (folder / PREPARED).is_file():
+        return True
+    return (folder / STATE).is_file() or (folder / SPLITS).is_file() or bool(_data_files(folder))
+
+
+def find_in_folder(folder: Path, split: str | None) -> tuple[list[DataFile], bool]:
+    """Return the files of a split, and whether the folder has several splits."""
+    if (folder / SPLITS).is_file():
+        names = _names(folder / SPLITS, "splits")
+        return _saved_files(folder / _choose(folder, names, split)), True
+    if (folder / STATE).is_file():
+        return _saved_files(folder), False
+    by_split: dict[str, list[DataFile]] = {}
+    for path in _data_files(folder):
+        check_fetched(path)
+        by_split.setdefault(_split_of(path.relative_to(folder)), []).append(
+            DataFile(str(path), {}, is_shard=True)
+        )
+    if not by_split:
+        raise FileNotFoundError(
+            f"The folder {folder} has no data set, expected {STATE} or {SPLITS} (Hugging Face's "
+            f"save_to_disk), or files that end with {', '.join(_SUFFIXES)}. Name the files, with "
+            f"patterns such as '{folder}/{{client}}/*.jpg'."
+        )
+    if [*by_split] == ["train"] and split != "train":
+        return by_split["train"], False
+    splits_in_order = sorted(by_split, key=lambda name: (name != "train", name))
+    return by_split[_choose(folder, splits_in_order, split)], True
+
+
+def _choose(folder: Path, splits: Sequence[str], split: str | None) -> str:
+    if split is None and len(splits) == 1:
+        return splits[0]
+    if split is None or split not in splits:
+        raise ArgumentError(
+            f"The folder {folder} has the splits {', '.join(splits)}, but split is {split!r}, "
+            f"expected one of them. Give one, such as split={splits[0]!r}."
+        )
+    return split
+
+
+def _saved_files(folder: Path) -> list[DataFile]:
+    """Return the Arrow files of a folder of `save_to_disk`."""
+    names = _names(folder / STATE, "_data_files", "filename")
+    for name in names:
+        check_fetched(folder / name)
+    return [DataFile(str(folder / name), {}, is_shard=True) for name in names]
+
+
+def _names(path: Path, field: str, of: str | None = None) -> list[str]:
+    """Read a list of names from a JSON file that others wrote."""
+    content = read_json(path)
+    items = content.get(field) if isinstance(content, dict) else None
+    names = []
+    for item in items if isinstance(items, list) else []:
+        name = item.get(of) if of and isinstance(item, dict) else item
+        if not isinstance(name, str) or Path(name).name != name or name == "..":
+            raise ArgumentError(
+                f"{path} names {name!r}, expected a file or folder beside it. Save the data set "
+                "again."
+            )
+        names.append(name)
+    if not names:
+        raise ArgumentError(f"{path} has no list {field!r}. Save the data set again.")
+    return names
+
+
+def _data_files(folder: Path) -> list[Path]:
+    for suffix in _SUFFIXES:
+        if found := sorted(path for path in folder.rglob(f"*{suffix}") if path.is_file()):
+            return [path for path in found if not _is_hidden(path.relative_to(folder))]
+    return []
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _split_of(path: Path) -> str:
+    """Return the split of a file, such as data/test-00000-of-00001.parquet or dev/0.parquet."""
+    if found := _SHARD.match(path.stem):
+        return found["split"]
+    words = [word for part in path.with_suffix("").parts for word in re.split(r"[^a-z]+", part)]
+    for split, keywords in _KEYWORDS.items():
+        if any(word in keywords for word in words):
+            return split
+    return "train"

@@ -1,0 +1,106 @@
+"""held_out: which examples a hash of their content keeps for evaluation, equal on every machine."""
+
+import hashlib
+import json
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from jaxtyping import Bool, UInt64
+
+from fedpax.errors import ArgumentError
+from fedpax.sources.shuffle import hash_key
+from fedpax.user_files.columns import to_numpy
+from fedpax.user_files.load_options import LoadOptions
+
+
+def held_out(table: pa.Table, fraction: float) -> Bool[np.ndarray, " examples"]:
+    """Return whether each example is held out.
+
+    Equal examples are on the same side, so none is both trained and evaluated on. The order of
+    files, rows and columns has no effect.
+    """
+    keys = np.zeros(table.num_rows, np.uint64)
+    for name in sorted(table.column_names):
+        keys = hash_key(keys, _hash_bytes(name.encode()), _hash_column(table.column(name)))
+    # 53 bits, which a float64 holds exactly.
+    return (keys >> np.uint64(11)).astype(np.float64) * 2.0**-53 < fraction
+
+
+def part_of_split(
+    name: str,
+    table: pa.Table,
+    options: LoadOptions,
+    client: str | None,
+    added: str | None = None,
+) -> pa.Table:
+    """Return the examples of a split that a share of the examples makes.
+
+    `added` is the column that a partition added, which is not content of an example.
+    """
+    split, by = options.split, options.heldout_by
+    if not options.heldout_fraction or split is None:
+        return table
+    if by == "client" and client is not None:
+        by = client
+    if by != "example" and by not in table.column_names:
+        raise ArgumentError(
+            f"heldout_by={by!r} is no column of {name}, expected 'example', 'client' for files "
+            f"with clients, or one of {', '.join(map(repr, table.column_names))}."
+        )
+    columns = [c for c in table.column_names if c != added] if by == "example" else [by]
+    is_held_out = held_out(table.select(columns), options.heldout_fraction)
+    return table.filter(pa.array(is_held_out == (split != "train")))
+
+
+def check_any(name: str, table: pa.Table, options: LoadOptions) -> None:
+    """Raise an error for a split without examples."""
+    if not table.num_rows:
+        raise ArgumentError(
+            f"The split {options.split!r} of {name} has no examples with heldout_fraction="
+            f"{options.heldout_fraction}, expected at least one. Set another fraction."
+        )
+
+
+def _hash_column(column: Any) -> UInt64[np.ndarray, " examples"]:
+    values = to_numpy(column)
+    mask = np.ma.getmaskarray(values).reshape(len(values), -1).any(axis=1)
+    data = np.ma.getdata(values)
+    if data.ndim > 1:
+        rows = np.ascontiguousarray(data.reshape(len(data), -1))
+        keys = np.array([_hash_bytes(row.tobytes()) for row in rows], np.uint64)
+    elif data.dtype.kind == "O":
+        known: dict[Any, int] = {}
+        keys = np.zeros(len(data), np.uint64)
+        for row, value in enumerate(data):
+            content = _content(value)
+            if content not in known:
+                known[content] = _hash_bytes(content)
+            keys[row] = known[content]
+    elif data.dtype.kind == "f":  # 3.0 in a file of floats and 3 in one of integers are equal
+        keys = data.astype(np.float64).view(np.uint64)
+    elif data.dtype.kind in "iub":
+        whole = data.astype(np.float64)
+        keys = whole.view(np.uint64)
+        large = np.abs(whole) >= 2.0**53
+        keys[large] = data[large].astype(np.int64).view(np.uint64)
+    else:
+        keys = data.astype(np.int64).view(np.uint64)
+    return np.where(mask, np.uint64(_hash_bytes(b"missing")), keys)
+
+
+def _content(value: Any) -> bytes:
+    """Return the bytes of a text, bytes, list or structure."""
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogatepass")
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iuf":
+        return value.astype("<f8" if value.dtype.kind == "f" else "<i8").tobytes()
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    return json.dumps(value, sort_keys=True, default=str).encode()
+
+
+def _hash_bytes(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")

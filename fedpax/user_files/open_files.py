@@ -1,0 +1,156 @@
+"""open_files: the files that patterns name as one source, sorted by client."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from fedpax.errors import ArgumentError
+from fedpax.user_files.columns import check_client_numbers
+from fedpax.user_files.file_sizes import check_memory
+from fedpax.user_files.finding import CLIENT
+from fedpax.user_files.held_out import check_any, part_of_split
+from fedpax.user_files.load_options import LoadOptions
+from fedpax.user_files.memory_table import memory_table
+from fedpax.user_files.partitioned import add_partition
+from fedpax.user_files.path_columns import add_path_columns, path_fields
+from fedpax.user_files.prepared import open_prepared, prepared_folder
+from fedpax.user_files.read_table import read_table
+from fedpax.user_files.schemas import conform, unify
+from fedpax.user_files.selection import Selection, check_split, select_files
+from fedpax.user_files.table_source import ClientNames, TableSource, check_columns
+
+
+def open_files(files: Any, options: LoadOptions) -> TableSource:
+    """Open files, a prepared folder or a table in memory as a source; see `fedpax.data.load`."""
+    if isinstance(files, list | tuple) and len(files) == 1:
+        files = files[0]
+    if isinstance(files, str | os.PathLike) and (folder := prepared_folder(files, options.split)):
+        return _open_prepared(folder, options)
+    if (table := memory_table(files, options.columns)) is not None:
+        check_split("the table", options)
+        return _make_source("the table", Path(), table, options, options.client)
+    selected = select_files(files, options)
+    table, client = _read(selected, options)
+    if selected.names_split:
+        options = options._replace(heldout_fraction=0.0)
+    folder = Path(selected.groups[0][0].path).parent
+    return _make_source(selected.name, folder, table, options, client)
+
+
+def _open_prepared(folder: Path, options: LoadOptions) -> TableSource:
+    client = options.client
+    if options.partition is not None:
+        raise ArgumentError(
+            f"partition={options.partition!r} makes clients, but {folder} is a prepared folder. "
+            "Leave partition out, or name the files."
+        )
+    source = open_prepared(folder, options.label)
+    check_columns(source.fields, {"client": client, "label": options.label}, str(folder))
+    if client not in (None, source.client):
+        raise ArgumentError(
+            f"{folder} is sorted by the client {source.client!r}, and client is {client!r}. Leave "
+            f"client out, or prepare the files again with client={client!r}."
+        )
+    if options.heldout_fraction:
+        raise ArgumentError(
+            f"heldout_fraction={options.heldout_fraction} would copy the folder {folder}, expected "
+            "0. Prepare each split in a folder of its own: `fedpax prepare FILES --out=data/train "
+            "--split=train --heldout_fraction=0.1`, and the same for heldout."
+        )
+    return source.select(options.columns) if options.columns else source
+
+
+def _read(selected: Selection, options: LoadOptions) -> tuple[pa.Table, str | None]:
+    """Read files as one table; return it with the column of clients, which paths can name."""
+    name, groups = selected.name, selected.groups
+    if not options.columns:
+        check_memory(name, groups)
+    tables = [read_table(group, selected.options) for group in groups]
+    # With a partition, a file is not a client.
+    client = options.client if options.partition is None else options.client or CLIENT
+    fields, in_path = path_fields(groups, [table.schema for table in tables], client)
+    tables = [add_path_columns(*pair) for pair in zip(tables, fields, strict=True)]
+    schemas = [table.schema for table in tables]
+    schema = unify([group[0] for group in groups], schemas, options.optional_columns)
+    table = pa.concat_tables([conform(table, schema) for table in tables]).unify_dictionaries()
+    if not table.num_rows:
+        raise ArgumentError(f"{name} has no examples, expected at least one. Name other files.")
+    return table, in_path if options.partition is None else options.client
+
+
+def _make_source(
+    name: str, folder: Path, table: pa.Table, options: LoadOptions, client: str | None
+) -> TableSource:
+    """Add the clients of a partition, select the split, and sort by client."""
+    added = None
+    if options.partition is not None:
+        table, client = add_partition(table, options), CLIENT
+        added = CLIENT
+    check_columns(table.column_names, {"client": client, "label": options.label}, name)
+    table = part_of_split(name, table, options, client, added)
+    check_any(name, table, options)
+    return sort_by_client(name, folder, table, client, options.label)
+
+
+def sort_by_client(
+    name: str, folder: Path, table: pa.Table, client: str | None, label: str | None
+) -> TableSource:
+    """Make a source of a table: sorted by the name of the client, if there is such a column.
+
+    The examples of a client keep their order.
+    """
+    if client is None:
+        return TableSource(name, folder, table, label=label)
+    column = table.column(client)
+    missing = np.asarray(pc.is_null(column, nan_is_null=True))
+    if missing.any():
+        row = int(np.argmax(missing))
+        raise ArgumentError(
+            f"The column {client!r} of {name} has no value in {missing.sum()} examples, such "
+            f"as example {row}, expected the client of each example. Fill the values in, or leave "
+            "these rows out."
+        )
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    if pa.types.is_nested(column.type):
+        raise ArgumentError(
+            f"The column {client!r} of {name} has values of type {column.type}, expected texts or "
+            "numbers that name a client."
+        )
+    check_client_numbers(column, client, name)
+    encoded = column.combine_chunks().dictionary_encode()
+    if isinstance(encoded, pa.ChunkedArray):
+        encoded = encoded.unify_dictionaries().combine_chunks()
+    names = encoded.dictionary
+    by_name = pc.array_sort_indices(names).to_numpy()
+    rank = np.empty(len(names), np.int64)
+    rank[by_name] = np.arange(len(names))
+    owner = rank[encoded.indices.to_numpy()]
+    if (owner[1:] < owner[:-1]).any():
+        table = _wide_texts(table).take(pa.array(np.argsort(owner, kind="stable")))
+    starts = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(names)))])
+    return TableSource(
+        name,
+        folder,
+        table,
+        client=client,
+        client_starts=starts.astype(np.int64),
+        client_names=ClientNames(names.take(by_name)),
+        label=label,
+    )
+
+
+def _wide_texts(table: pa.Table) -> pa.Table:
+    """Give texts offsets of 64 bits where a column has more than 2 GB, which 32 cannot count."""
+    wide = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
+    fields = [
+        field.with_type(wide[field.type])
+        if field.type in wide and table.column(field.name).nbytes >= 2**31
+        else field
+        for field in table.schema
+    ]
+    return table.cast(pa.schema(fields))

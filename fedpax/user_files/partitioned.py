@@ -1,0 +1,77 @@
+"""add_partition: clients made by a partition, for files that have none."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from fedpax.errors import ArgumentError
+from fedpax.populations.label_skew import partition_by_shards, partition_dirichlet
+from fedpax.populations.partition import partition_iid
+from fedpax.populations.quantity_skew import partition_by_quantity
+from fedpax.user_files.columns import to_numpy
+from fedpax.user_files.finding import CLIENT
+from fedpax.user_files.load_options import LoadOptions
+
+_CLIENTS = 100
+_FORMS = "iid:CLIENTS, dirichlet:ALPHA:CLIENTS, shards:SHARDS:CLIENTS and quantity:ALPHA:CLIENTS"
+
+
+class _Kind(NamedTuple):
+    """A kind of partition: whether it needs labels, the type of its parameter, and its function."""
+
+    by_label: bool
+    parameter: Callable[[str], Any] | None
+    divide: Callable[[NDArray[np.int64], int, Any], Any]
+
+
+_KINDS = {
+    "iid": _Kind(False, None, lambda labels, n, _: partition_iid(len(labels), n)),
+    "dirichlet": _Kind(True, float, lambda labels, n, a: partition_dirichlet(labels, n, alpha=a)),
+    "shards": _Kind(
+        True, int, lambda labels, n, k: partition_by_shards(labels, n, shards_per_participant=k)
+    ),
+    "quantity": _Kind(
+        False, float, lambda labels, n, a: partition_by_quantity(len(labels), n, alpha=a)
+    ),
+}
+
+
+def add_partition(table: pa.Table, options: LoadOptions) -> pa.Table:
+    """Add the column of clients that a partition makes: the numbers from 0."""
+    partition, label = options.partition or "", options.label
+    name, *numbers = partition.split(":")
+    kind = _KINDS.get(name)
+    try:
+        if kind is None:
+            raise ValueError
+        parameter = None if kind.parameter is None else kind.parameter(numbers.pop(0))
+        num_clients = int(numbers.pop(0)) if numbers else _CLIENTS
+        if numbers:
+            raise ValueError
+    except (ValueError, IndexError):
+        raise ArgumentError(
+            f"partition={partition!r}, expected one of {_FORMS}. Set for example "
+            "partition='dirichlet:0.3:100'."
+        ) from None
+    if options.client is not None or CLIENT in table.column_names:
+        raise ArgumentError(
+            f"partition={partition!r} makes clients, but the files have them in the column "
+            f"{options.client or CLIENT!r}. Leave partition out, or the column and client=."
+        )
+    if kind.by_label and label not in table.column_names:
+        raise ArgumentError(
+            f"partition={partition!r} divides examples by label, but label={label!r} is no column. "
+            f"Set label to one of {', '.join(map(repr, table.column_names))}."
+        )
+    labels = np.zeros(table.num_rows, np.int64)
+    if kind.by_label:
+        column = to_numpy(table.column(label))
+        texts = np.where(np.ma.getmaskarray(column), "missing", np.ma.getdata(column).astype(str))
+        labels = np.unique(texts, return_inverse=True)[1].astype(np.int64)
+    owner = np.empty(table.num_rows, np.int64)
+    for number, indices in enumerate(kind.divide(labels, num_clients, parameter)):
+        owner[indices] = number
+    return table.append_column(CLIENT, pa.array(owner))

@@ -1,0 +1,85 @@
+"""read_table and stream_tables: a file as Arrow tables, with checked columns."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import pyarrow as pa
+
+from fedpax.errors import ArgumentError
+from fedpax.user_files.finding import CLIENT, DataFile
+from fedpax.user_files.formats import ReadOptions, find_reader, find_stream, is_image
+from fedpax.user_files.readers.hugging_face import decode_features
+from fedpax.user_files.readers.own_clients import has_own_clients
+
+
+def read_table(files: Sequence[DataFile], options: ReadOptions) -> pa.Table:
+    """Read one file, or several images, each an example."""
+    reader = find_reader(files[0])
+    with _named(files[0]):
+        table = reader(files if is_image(files[0]) else files[0], options)
+        table = decode_features(table, options)
+    return _check_columns(files[0], table, options)
+
+
+def stream_tables(files: Sequence[DataFile], options: ReadOptions) -> Iterator[pa.Table]:
+    """Read one file in parts, or several images."""
+    stream = find_stream(files[0])
+    if stream is None:
+        yield read_table(files, options)
+        return
+    parts = iter(stream(files[0], options))
+    is_empty = True
+    while True:
+        with _named(files[0]):
+            table = next(parts, None)
+            if table is None:
+                break
+            table = decode_features(table, options)
+        is_empty = False
+        yield _check_columns(files[0], table, options)
+    if is_empty:  # no examples, but columns
+        yield read_table(files, options)
+
+
+@contextlib.contextmanager
+def _named(file: DataFile) -> Iterator[None]:
+    """Name the file in errors of the libraries that parse it."""
+    try:
+        yield
+    except (pa.ArrowException, MemoryError, OSError, ValueError) as error:
+        if isinstance(error, FileNotFoundError | PermissionError):
+            raise
+        text = " ".join(str(error).split()).rstrip(".") or "a size in it exceeds the memory"
+        what = "" if is_image(file) else f"{file.path} cannot be read as {file.suffix[1:]}: "
+        raise ArgumentError(f"{what}{text}.") from error
+
+
+def _check_columns(file: DataFile, table: pa.Table, options: ReadOptions) -> pa.Table:
+    """Select the columns, and give them the types that were asked for."""
+    names: Sequence[str] = table.column_names
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ArgumentError(
+            f"{file.path} has several columns named {twice[0]!r}, expected different names. Rename "
+            "them in the file."
+        )
+    if missing := [name for name in (*options.columns, *options.types) if name not in names]:
+        raise ArgumentError(
+            f"{file.path} has no column {missing[0]!r}, expected one of "
+            f"{', '.join(map(repr, names))}."
+        )
+    wanted = list(options.columns) or names
+    if has_own_clients(table.schema) and CLIENT not in wanted:
+        wanted = [*wanted, CLIENT]
+    table = table.select(wanted)
+    for name, kind in options.types.items():
+        column = table.column(name) if name in table.column_names else None
+        if column is not None and column.type != kind:
+            try:
+                cast = column.cast(kind)
+            except pa.ArrowException as error:
+                raise ArgumentError(
+                    f"types: column {name!r} of {file.path} is {column.type} and cannot become "
+                    f"{kind}: {error}."
+                ) from error
+            table = table.set_column(table.column_names.index(name), name, cast)
+    return table

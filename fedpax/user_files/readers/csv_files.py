@@ -1,0 +1,129 @@
+"""read_csv and stream_csv: CSV and TSV, parsed by pyarrow."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import csv
+
+from fedpax.errors import ArgumentError
+from fedpax.user_files.finding import DataFile
+from fedpax.user_files.formats import ReadOptions, TypeChangedError
+
+_BLOCK = 1 << 24
+
+
+def read_csv(file: DataFile, options: ReadOptions) -> pa.Table:
+    """Read CSV or TSV. An unquoted empty value, NA, NaN, null, ... is missing."""
+    try:
+        table = _read(file, options, use_threads=True)
+    except pa.ArrowInvalid:
+        _check_header(file, options)
+        table = _read(file, options, use_threads=False)  # the message of one thread names the row
+    _check_schema(file, options, table.schema)
+    return table
+
+
+def stream_csv(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
+    """Read CSV or TSV in blocks, with the types of the first block."""
+    try:
+        yield from _blocks(file, options, use_threads=True)
+    except pa.ArrowInvalid as error:
+        column = _column_of(error, file, options)
+        if column is None:
+            _check_header(file, options)
+            for _ in _blocks(file, options, use_threads=False):  # the message names the row
+                pass
+        if column is None or column in options.types:
+            raise
+        whole = _read(file, options, use_threads=True, columns=[column])
+        raise TypeChangedError(file.path, column, whole.schema.field(0).type) from error
+
+
+def _blocks(file: DataFile, options: ReadOptions, *, use_threads: bool) -> Iterator[pa.Table]:
+    with file.open() as opened:
+        reader = csv.open_csv(opened, **_options(file, options, options.types, use_threads))
+        _check_schema(file, options, reader.schema)
+        for batch in reader:
+            yield pa.Table.from_batches([batch])
+
+
+def _read(
+    file: DataFile, options: ReadOptions, *, use_threads: bool, columns: Any = None
+) -> pa.Table:
+    with file.open() as opened:
+        given = _options(file, options, options.types, use_threads, columns)
+        return csv.read_csv(opened, **given)
+
+
+def _options(
+    file: DataFile,
+    options: ReadOptions,
+    types: Mapping[str, pa.DataType],
+    use_threads: bool,
+    columns: Any = None,
+) -> dict[str, Any]:
+    bad_rows = options.bad_rows
+    return {
+        "read_options": csv.ReadOptions(use_threads=use_threads, block_size=_BLOCK),
+        "parse_options": csv.ParseOptions(
+            delimiter=_delimiter(file, options),
+            newlines_in_values=True,
+            invalid_row_handler=bad_rows and (lambda row: bad_rows.skip(file.path, row.text)),
+        ),
+        "convert_options": csv.ConvertOptions(
+            column_types=dict(types),
+            include_columns=columns,
+            strings_can_be_null=True,
+            quoted_strings_can_be_null=False,
+        ),
+    }
+
+
+def _delimiter(file: DataFile, options: ReadOptions) -> str:
+    return options.delimiter or ("\t" if file.suffix in (".tsv", ".tab") else ",")
+
+
+def _check_header(file: DataFile, options: ReadOptions) -> None:
+    """Raise an error for a file in another encoding, or with another delimiter, than the usual."""
+    with file.open() as opened:
+        header = opened.read(1 << 16).split(b"\n")[0]
+    if header.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise ArgumentError(_recode("UTF-16", file))
+    delimiter = _delimiter(file, options)
+    if delimiter.encode() not in header:
+        _check_delimiter(delimiter, header.decode(errors="replace").strip())
+
+
+def _check_schema(file: DataFile, options: ReadOptions, schema: pa.Schema) -> None:
+    if len(schema) == 1:
+        _check_delimiter(_delimiter(file, options), schema.names[0])
+    for field in schema:
+        if pa.types.is_binary(field.type) and field.name not in options.types:
+            raise ArgumentError(f"its column {field.name!r} {_recode('LATIN1', file)}")
+
+
+def _check_delimiter(delimiter: str, name: str) -> None:
+    if found := [c for c in ";\t|" if c in name]:
+        raise ArgumentError(
+            f"it has one column, {name!r}, which delimiter={delimiter!r} does not divide. Set "
+            f"delimiter={found[0]!r}"
+        )
+
+
+def _recode(encoding: str, file: DataFile) -> str:
+    return (
+        f"is not UTF-8, expected this encoding. Convert the file, such as by `iconv -f {encoding} "
+        f"-t UTF-8 {file.path} > new.csv`"
+    )
+
+
+def _column_of(error: Exception, file: DataFile, options: ReadOptions) -> str | None:
+    """Return the column that pyarrow could not convert, or None for another error."""
+    found = re.search(r"In CSV column #(\d+)", str(error))
+    if found is None:
+        return None
+    with file.open() as opened:
+        reader = csv.open_csv(opened, **_options(file, options, options.types, use_threads=True))
+        return str(reader.schema.names[int(found[1])])

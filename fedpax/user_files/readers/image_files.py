@@ -1,0 +1,89 @@
+"""read_images: image files and encoded images as arrays of uint8, decoded by Pillow."""
+
+import io
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from jaxtyping import UInt8
+from PIL import Image
+
+from fedpax.errors import ArgumentError
+from fedpax.user_files.columns import array_to_arrow
+from fedpax.user_files.finding import DataFile
+from fedpax.user_files.formats import ReadOptions
+
+IMAGE = "image"
+"""The column of the image that is read from a file."""
+
+_GRAY = ("1", "L", "LA")  # other modes become RGB
+_DEEP = ("I", "F", "I;16", "I;16B", "I;16L")  # more than 8 bits, which uint8 would clip
+
+
+def read_images(files: Sequence[DataFile], options: ReadOptions) -> pa.Table:
+    """Read an example from each image file.
+
+    Returns:
+        The column `image`, uint8 `[examples, height, width, channels]`.
+    """
+    return pa.table({IMAGE: decode_images(files, [file.path for file in files], options)})
+
+
+def decode_images(
+    contents: Sequence[bytes | DataFile], names: Sequence[str], options: ReadOptions
+) -> pa.Array:
+    """Decode images on all cores.
+
+    Returns:
+        Tensors of uint8 `[height, width, channels]`: one channel if all images are gray, else RGB.
+    """
+
+    def decode(content: bytes | DataFile, name: str) -> UInt8[np.ndarray, "..."]:
+        stream = content.open() if isinstance(content, DataFile) else io.BytesIO(content)
+        try:
+            with stream, Image.open(stream) as encoded:
+                if encoded.mode in _DEEP:
+                    raise ArgumentError(
+                        f"{name} has pixels of more than 8 bits (mode {encoded.mode}), expected 0 "
+                        "to 255. Scale them to 8 bits, or save the arrays as .npz"
+                    )
+                gray = encoded.mode in _GRAY
+                image = encoded.convert("L" if gray else "RGB")
+                if options.image_size is not None:
+                    height, width = options.image_size
+                    image = image.resize((width, height), Image.Resampling.BILINEAR)
+                pixels = np.asarray(image)
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+            raise ArgumentError(f"{name} is not a readable image: {error}") from error
+        return pixels[..., None] if gray else pixels
+
+    with ThreadPoolExecutor() as pool:
+        images = list(pool.map(decode, contents, names))
+    if len({image.shape[-1] for image in images}) > 1:  # some are gray
+        images = [np.broadcast_to(image, (*image.shape[:2], 3)) for image in images]
+    shapes: dict[tuple[int, ...], str] = {}
+    for image, name in zip(images, names, strict=True):
+        shapes.setdefault(image.shape, name)
+    if len(shapes) > 1:
+        (one, first), (two, second) = list(shapes.items())[:2]
+        raise ArgumentError(
+            f"{first} is {one[0]} x {one[1]} and {second} is {two[0]} x {two[1]}, expected one "
+            "size. Set image_size=(height, width) to resize them"
+        )
+    return array_to_arrow(np.stack(images))
+
+
+def decode_column(column: Any, options: ReadOptions) -> Any:
+    """Decode Hugging Face's feature Image, structures of `bytes` and `path`."""
+    encoded = [value and value["bytes"] for value in column.to_pylist()]
+    if not encoded:
+        raise ArgumentError("it has no examples")
+    if None in encoded:
+        raise ArgumentError(
+            f"image {encoded.index(None)} is missing, or a path without its bytes, expected every "
+            "image in the file. Embed the images when the data set is saved, or leave the column "
+            "out with columns="
+        )
+    return decode_images(encoded, [f"image {n}" for n in range(len(encoded))], options)

@@ -1,0 +1,143 @@
+"""JSON lines, whole or in blocks, a JSON list of objects, and LEAF's JSON."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import json as arrow_json
+
+from fedpax.errors import ArgumentError
+from fedpax.user_files.columns import concatenate_values, json_values
+from fedpax.user_files.finding import DataFile
+from fedpax.user_files.formats import ReadOptions, TypeChangedError
+from fedpax.user_files.readers.own_clients import add_clients
+
+_LEAF = re.compile(rb'\{\s*"(users|num_samples|user_data|hierarchies)"\s*:\s*[\[{]')
+_BLOCK = 1 << 26  # the longest line that is read, in bytes
+_STREAM_BLOCK = 1 << 24
+_LARGEST_BLOCK = (1 << 31) - 1
+
+
+def read_json_lines(file: DataFile, options: ReadOptions) -> pa.Table:
+    """Read one JSON object a line."""
+    with file.open() as opened:
+        try:
+            return _parse_lines(opened, _BLOCK, options)
+        except pa.ArrowInvalid:
+            pass
+    with file.open() as opened:  # in one block, whose rows the message counts
+        return _parse_lines(opened, _LARGEST_BLOCK, options)
+
+
+def stream_json_lines(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
+    """Read one JSON object a line, in blocks; a block has the types of its own values.
+
+    Lines that are not objects are skipped and counted if the options say so.
+    """
+    kinds: dict[str, pa.DataType] = {}
+    for block, number in _blocks_of_lines(file):
+        table = _parse_block(block, file, number, options)
+        for name, kind in zip(table.column_names, table.schema.types, strict=True):
+            known = kinds.setdefault(name, kind)
+            if {pa.types.is_timestamp(known), pa.types.is_timestamp(kind)} == {True, False}:
+                raise TypeChangedError(file.path, name, pa.string())  # not all texts are dates
+        yield table
+
+
+def _blocks_of_lines(file: DataFile) -> Iterator[tuple[bytes, int]]:
+    """Yield whole lines, and the number of lines before them."""
+    with file.open() as opened:
+        rest, number = b"", 0
+        while content := opened.read(_STREAM_BLOCK):
+            block, newline, rest = (rest + content).rpartition(b"\n")
+            if newline:
+                yield block, number
+                number += block.count(b"\n") + 1
+        if rest.strip():
+            yield rest, number
+
+
+def _parse_block(block: bytes, file: DataFile, number: int, options: ReadOptions) -> pa.Table:
+    """Parse lines; `number` lines of the file are before them."""
+    try:
+        return _parse_lines(pa.BufferReader(block), _LARGEST_BLOCK, options)
+    except pa.ArrowInvalid as error:
+        if options.bad_rows is None or "changed from" in str(error):
+            row = re.search(r" in row (\d+)", str(error))
+            where = "" if row is None else f" (line {number + int(row[1]) + 1})"
+            raise ArgumentError(f"{error}{where}") from error
+    kept = []
+    for line in block.splitlines():
+        try:
+            if line.strip() and not isinstance(json.loads(line), dict):
+                raise ArgumentError("it is not an object")
+            kept.append(line)
+        except ValueError:
+            options.bad_rows.skip(file.path, line.decode(errors="replace"))
+    return _parse_lines(pa.BufferReader(b"\n".join(kept)), _LARGEST_BLOCK, options)
+
+
+def _parse_lines(opened: Any, block_size: int, options: ReadOptions) -> pa.Table:
+    types = pa.schema(list(options.types.items())) if options.types else None
+    return arrow_json.read_json(
+        opened,
+        arrow_json.ReadOptions(block_size=block_size),
+        arrow_json.ParseOptions(newlines_in_values=False, explicit_schema=types),
+    )
+
+
+def read_json(file: DataFile, options: ReadOptions) -> pa.Table:
+    """Read a list of objects, LEAF's users, or JSON lines in a file that is named .json."""
+    with file.open() as opened:
+        start = opened.read(1 << 16).lstrip(b"\xef\xbb\xbf \t\r\n")
+    if start.startswith(b"["):
+        return _read_list(_parse(file))
+    if _LEAF.match(start):
+        content = _parse(file)
+        if {"users", "user_data"} <= content.keys():
+            return read_leaf(content)
+    return read_json_lines(file, options)
+
+
+def _read_list(examples: list[Any]) -> pa.Table:
+    for number, example in enumerate(examples):
+        if not isinstance(example, dict):
+            raise ArgumentError(f"its entry {number} is {example!r:.40}, expected an object")
+    # The names of all objects: the first one may lack some.
+    names = dict.fromkeys(name for example in examples for name in example)
+    return pa.table({name: json_values([e.get(name) for e in examples]) for name in names})
+
+
+def _parse(file: DataFile) -> Any:
+    with file.open() as opened:
+        return json.loads(opened.read())
+
+
+def read_leaf(content: Mapping[str, Any]) -> pa.Table:
+    """Read LEAF's format: `user_data` has for each of the `users` lists of equal length by field.
+
+    Example:
+        >>> user_data = {"u1": {"x": [[0.5, 1.0], [0.0, 2.0]], "y": [1, 0]}}
+        >>> read_leaf({"users": ["u1"], "user_data": user_data}).column_names
+        ['x', 'y', 'client']
+    """
+    users, user_data = content["users"], content.get("user_data")
+    if not isinstance(user_data, Mapping) or (missing := [u for u in users if u not in user_data]):
+        who = f" of user {missing[0]!r}" if isinstance(user_data, Mapping) else ""
+        raise ArgumentError(
+            f"it has 'users' but no 'user_data'{who}, expected LEAF's users, num_samples and "
+            "user_data"
+        )
+    fields: dict[str, list[Any]] = {name: [] for user in users for name in user_data[user]}
+    clients: list[str] = []
+    for user in users:
+        sizes = {name: len(user_data[user].get(name, ())) for name in fields}
+        if len(set(sizes.values())) > 1:
+            raise ArgumentError(f"user {user!r} has {sizes} values, expected equal numbers")
+        clients += [user] * next(iter(sizes.values()), 0)
+        for name, values in fields.items():
+            values += user_data[user][name]
+    columns = {name: concatenate_values(values) for name, values in fields.items()}
+    return add_clients(pa.table(columns), clients)

@@ -1,0 +1,75 @@
+"""TFRecords of `tf.train.Example`, read without TensorFlow.
+
+A record is its length (8 bytes), the checksum of the length (4), the content, and the checksum of
+the content (4), in little-endian order. No library but TensorFlow, Beam and TensorBoard reads this
+frame, so it is read here. protobuf parses the examples.
+"""
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import google_crc32c
+import pyarrow as pa
+
+from fedpax.errors import ArgumentError
+from fedpax.sources.text_records import example_features
+from fedpax.user_files.finding import DataFile
+from fedpax.user_files.formats import ReadOptions
+
+_ROWS_AT_ONCE = 1 << 14
+
+
+def read_tfrecord(file: DataFile, options: ReadOptions) -> pa.Table:
+    """Read a row from each example: one value of a feature as it is, several as a list."""
+    return pa.concat_tables(stream_tfrecord(file, options), promote_options="permissive")
+
+
+def stream_tfrecord(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
+    """Read the examples in parts; a part has the types of its own values."""
+    del options
+    rows: list[dict[str, Any]] = []
+    for number, record in enumerate(_records(file)):
+        features = example_features(record)
+        if features is None:
+            raise ArgumentError(f"record {number} is not a tf.train.Example with features")
+        rows.append(features)
+        if len(rows) == _ROWS_AT_ONCE:
+            yield _to_table(rows)
+            rows = []
+    if rows:
+        yield _to_table(rows)
+
+
+def _to_table(rows: list[dict[str, Any]]) -> pa.Table:
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {}
+    for name in names:
+        values = [row.get(name) for row in rows]
+        if any(isinstance(value, list) for value in values):  # of another length in each example
+            values = [v if v is None or isinstance(v, list) else [v] for v in values]
+        columns[name] = pa.array(values)
+    return pa.table(columns)
+
+
+def _records(file: DataFile) -> Iterator[bytes]:
+    with file.open() as opened:
+        number = 0
+        while head := opened.read(12):
+            length, checksum = struct.unpack("<QI", head) if len(head) == 12 else (0, 0)
+            if len(head) < 12 or _mask(head[:8]) != checksum:
+                raise ArgumentError(f"record {number} has a damaged length")
+            content = opened.read(length)
+            tail = opened.read(4)
+            if len(content) < length or len(tail) < 4:
+                raise ArgumentError(f"record {number} is cut off")
+            if _mask(content) != struct.unpack("<I", tail)[0]:
+                raise ArgumentError(f"record {number} is damaged")
+            yield content
+            number += 1
+
+
+def _mask(content: bytes) -> int:
+    """Return the masked CRC-32C of TensorFlow."""
+    crc: int = google_crc32c.value(content)
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF

@@ -1,0 +1,116 @@
+"""unify and conform: one schema for the tables of several files."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from fedpax.errors import ArgumentError
+from fedpax.user_files.columns import array_to_arrow, to_numpy
+from fedpax.user_files.finding import DataFile
+
+_JSON = (".json", ".jsonl", ".ndjson")  # in which a missing name is a missing value
+
+
+def unify(
+    files: Sequence[DataFile], schemas: Sequence[pa.Schema], optional: Sequence[str] = ()
+) -> pa.Schema:
+    """Return the schema that holds the values of all files.
+
+    Integers become floats, and floats wider, where another file has them. Nothing becomes a text.
+    """
+    together = schemas[0].remove_metadata()
+    seen: dict[str, DataFile] = {name: files[0] for name in together.names}
+    for file, schema in zip(files, schemas, strict=True):
+        if different := ({*schema.names} ^ {*together.names}) - {*optional}:
+            _check_optional(sorted(different)[0], file, files[0], together, schema)
+        fields = {field.name: field for field in together}
+        for field in schema.remove_metadata():
+            known = fields.get(field.name)
+            fields[field.name] = field if known is None else _join_fields(known, field, seen, file)
+            seen.setdefault(field.name, file)
+        together = pa.schema([pa.field(f.name, f.type) for f in fields.values()])
+    return together
+
+
+def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Give a table the columns and types of a schema from `unify`."""
+    columns = [
+        _cast(table.column(field.name), field)
+        if field.name in table.column_names
+        else pa.nulls(table.num_rows, field.type)
+        for field in schema
+    ]
+    return pa.table(columns, schema=schema)
+
+
+def _cast(column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
+    kind = field.type
+    if column.type == kind or not (_are_images(kind) and _are_images(column.type)):
+        try:
+            return column.cast(kind)
+        except pa.ArrowException as error:
+            raise ArgumentError(
+                f"The column {field.name!r} is {column.type} in one file and {kind} for all files, "
+                f"which does not hold its values: {error}. Set types={{{field.name!r}: 'string'}}, "
+                "or leave the column out with columns=."
+            ) from error
+    gray = to_numpy(column)
+    return pa.chunked_array([array_to_arrow(np.broadcast_to(gray, (len(gray), *kind.shape)))])
+
+
+def _are_images(kind: pa.DataType) -> bool:
+    is_tensor = isinstance(kind, pa.FixedShapeTensorType) and kind.value_type == pa.uint8()
+    return is_tensor and len(kind.shape) == 3 and kind.shape[2] in (1, 3)
+
+
+def fits(schema: pa.Schema, together: pa.Schema) -> bool:
+    """Return whether `conform` changes no value of a table of this schema."""
+    return all(
+        field.name in together.names
+        and _join(together.field(field.name).type, field.type) == together.field(field.name).type
+        for field in schema
+    )
+
+
+def _join(one: pa.DataType, two: pa.DataType) -> pa.DataType | None:
+    """Return the type that holds the values of two types, or None."""
+    if one == two:
+        return one
+    if _are_images(one) and _are_images(two) and one.shape[:2] == two.shape[:2]:
+        return one if one.shape[2] == 3 else two  # the others are gray
+    try:
+        schemas = [pa.schema([pa.field("", kind)]) for kind in (one, two)]
+        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    except pa.ArrowException:
+        return None
+
+
+def _check_optional(
+    column: str, file: DataFile, first: DataFile, together: pa.Schema, schema: pa.Schema
+) -> None:
+    """Raise an error for a column that a file lacks, unless the files are JSON."""
+    if file.suffix in _JSON and first.suffix in _JSON:
+        return
+    lacks, has = (file, first) if column in together.names else (first, file)
+    common = ", ".join(repr(name) for name in together.names if name in schema.names)
+    raise ArgumentError(
+        f"{lacks.path} has no column {column!r}, which {has.path} has, expected the same columns "
+        f"in all files. Add the column, or give optional_columns=[{column!r}] if its values are "
+        f"missing there, or name common columns with columns=, such as {common}."
+    )
+
+
+def _join_fields(
+    one: pa.Field, two: pa.Field, seen: dict[str, DataFile], file: DataFile
+) -> pa.Field:
+    joined = _join(one.type, two.type)
+    if joined is not None:
+        return one.with_type(joined)
+    remedy = f"Correct the values, or set types={{{one.name!r}: 'string'}}."
+    if isinstance(one.type, pa.FixedShapeTensorType):
+        remedy = "Set image_size=(height, width) if they are images, or save one shape."
+    raise ArgumentError(
+        f"The column {one.name!r} is {one.type} in {seen[one.name].path} and {two.type} in "
+        f"{file.path}, expected one type. {remedy}"
+    )

@@ -1,0 +1,127 @@
+"""select_files: what a user asks to be read, checked and in groups that are read at once."""
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from fedpax.errors import ArgumentError, ArgumentTypeError
+from fedpax.paths import expand_home
+from fedpax.user_files.finding import DataFile, find_files, is_url
+from fedpax.user_files.folders import find_in_folder
+from fedpax.user_files.formats import ReadOptions, is_image
+from fedpax.user_files.load_options import LoadOptions
+
+HELD_OUT_SPLITS = ("heldout", "test", "validation")
+"""Names of the split that `heldout_fraction` makes."""
+
+_IMAGES_AT_ONCE = 1024
+
+
+class Selection(NamedTuple):
+    """Files to read."""
+
+    name: str  # the patterns, for messages
+    # the files that are read at once: several images, or one file of another format
+    groups: list[list[DataFile]]
+    options: ReadOptions  # how they are read
+    names_split: bool  # paths or folders name the split, so no share of the examples is held out
+
+
+def select_files(
+    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], options: LoadOptions
+) -> Selection:
+    """Find the files, and check the options."""
+    if isinstance(files, str | os.PathLike):
+        files = [files]
+    if not isinstance(files, list | tuple) or not all(
+        isinstance(file, str | os.PathLike) for file in files
+    ):
+        raise ArgumentTypeError(_expected(files))
+    if not files:
+        raise ArgumentError(_expected(files))
+    patterns = [os.fspath(file) for file in files]
+    name = ",".join(patterns)
+    found, names_split = _find(patterns, options)
+    check_split(name, options._replace(split="train") if names_split else options)
+    in_path = {field for file in found for field in file.fields}
+    kept = [c for c in (options.client, options.label) if c is not None and c not in in_path]
+    read_options = ReadOptions(
+        tuple(dict.fromkeys([*options.columns, *kept])) if options.columns else (),
+        _arrow_types(options.types),
+        options.delimiter,
+        options.image_size,
+    )
+    return Selection(name, _group(found), read_options, names_split)
+
+
+def _expected(files: object) -> str:
+    return (
+        f"load() got {files!r:.80}, expected the name of a data set, files, a list of files, or a "
+        "table. Name for example 'hospitals/*.csv'."
+    )
+
+
+def check_split(name: str, options: LoadOptions) -> None:
+    """Check the name of a split that a share of the examples makes."""
+    split, heldout_fraction = options.split, options.heldout_fraction
+    if not 0 <= heldout_fraction < 1:
+        raise ArgumentError(
+            f"heldout_fraction is {heldout_fraction}, expected a share from 0 to below 1, such as "
+            "0.1."
+        )
+    if split in (None, "train"):
+        return
+    if not heldout_fraction:
+        raise ArgumentError(
+            f"{name} has no split {split!r}. Write {{split}} in the path, such as "
+            "'data/{split}/*.csv', or hold out a share of the examples with heldout_fraction=0.1."
+        )
+    if split not in HELD_OUT_SPLITS:
+        raise ArgumentError(
+            f"split is {split!r}, expected 'train', or one of {', '.join(HELD_OUT_SPLITS)} for the "
+            "examples that heldout_fraction holds out."
+        )
+
+
+def _arrow_types(types: Mapping[str, str] | None) -> dict[str, pa.DataType]:
+    found = {}
+    for column, text in (types or {}).items():
+        try:
+            found[column] = pa.type_for_alias(text)
+        except ValueError:
+            raise ArgumentError(
+                f"types: {text!r} of column {column!r} is no type of Arrow, expected one such as "
+                "string, int64, float32, bool, date32 or timestamp[s]."
+            ) from None
+    return found
+
+
+def _find(patterns: Sequence[str], options: LoadOptions) -> tuple[list[DataFile], bool]:
+    """Return the files of a split, and whether paths or folders name the splits."""
+    split = options.split
+    folders = [p for p in patterns if not is_url(p) and expand_home(p).is_dir()]
+    if not folders:
+        names_split = any("{split}" in pattern for pattern in patterns)
+        return find_files(patterns, split), names_split
+    if len(patterns) > 1:
+        raise ArgumentError(
+            f"{folders[0]} is a folder, expected one folder or several files. Name its files, such "
+            f"as '{folders[0]}/*.parquet'."
+        )
+    folder = expand_home(folders[0])
+    if options.heldout_fraction and split in HELD_OUT_SPLITS:
+        with contextlib.suppress(ValueError):  # the folder has no such split
+            return find_in_folder(folder, split)
+        split = "train"
+    found, names_split = find_in_folder(folder, split)
+    return found, names_split and not options.heldout_fraction
+
+
+def _group(files: Sequence[DataFile]) -> list[list[DataFile]]:
+    """Put images together, which are read in parallel; every other file is alone."""
+    if all(is_image(file) for file in files):
+        return [list(files[k : k + _IMAGES_AT_ONCE]) for k in range(0, len(files), _IMAGES_AT_ONCE)]
+    return [[file] for file in files]

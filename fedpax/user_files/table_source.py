@@ -1,0 +1,231 @@
+"""TableSource: an Arrow table as a source of examples, indexed by client."""
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from jaxtyping import Int64
+from numpy.typing import ArrayLike, NDArray
+
+from fedpax.errors import ArgumentError, ArgumentTypeError
+from fedpax.sources.client_starts import Starts
+from fedpax.sources.source import Source
+from fedpax.user_files.columns import to_numpy
+from fedpax.user_files.gathering import ColumnGatherer, Rows
+
+
+class TableSource(Source):
+    """The examples of an Arrow table, sorted by client if they have clients.
+
+    Attributes:
+        name: what was opened, such as `"hospitals/*.csv"`.
+        folder: the folder of the files.
+        table: the examples, a `pyarrow.Table`.
+        fields: the names of its columns.
+        client: the column that names an example's client, or None.
+        client_starts: index of each client's first example, and at the end the number of examples,
+            or None.
+        client_names: the name of each client in `client_starts`, or None.
+        label: the column with the label, or None.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        table: pa.Table,
+        *,
+        client: str | None = None,
+        client_starts: Starts | None = None,
+        client_names: Sequence[Any] | None = None,
+        label: str | None = None,
+    ) -> None:
+        super().__init__(name, folder, table, client_starts)
+        self.table = table
+        self.fields = tuple(table.column_names)
+        self.client = client
+        self.client_names = client_names
+        self.label = label
+        self._batches = [batch for batch in table.to_batches() if len(batch)]
+        self._ends = np.cumsum([len(batch) for batch in self._batches])
+        self._gatherers: dict[str, ColumnGatherer] = {}
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return an example: a dict of values by column, in which None is missing."""
+        return self.__getitems__([operator.index(index)])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Return several examples."""
+        columns = {name: _values(array) for name, array in self.take(indices).items()}
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+    def column(self, field: str) -> NDArray[Any]:
+        """Return one column of all examples.
+
+        Args:
+            field: the column's name.
+
+        Returns:
+            An array `[examples, ...]`; a `numpy.ma.MaskedArray` if values are missing.
+
+        Raises:
+            KeyError: there is no such column.
+        """
+        if field not in self.fields:
+            raise KeyError(
+                f"{self.name} has no column {field!r}, but {', '.join(map(repr, self.fields))}: "
+                "name one of these."
+            )
+        return to_numpy(self.table.column(field))
+
+    def take(self, indices: ArrayLike) -> Mapping[str, NDArray[Any]]:
+        """Return some examples, by column; a column is read when it is indexed.
+
+        Args:
+            indices: integers `[n]`; negative ones count from the end.
+
+        Returns:
+            Arrays `[n, ...]`, masked for the columns that have missing values in any example.
+
+        Raises:
+            IndexError: an index is out of range.
+            TypeError: the indices are no integers, such as a mask.
+        """
+        rows = Rows(self._check(indices), self._ends)
+        return _Taken(self.fields, lambda field: self._gatherer(field).gather(rows))
+
+    def select(self, columns: Sequence[str]) -> "TableSource":
+        """Return the source with some of its columns, and the same clients.
+
+        Args:
+            columns: their names; those of the client and the label stay.
+        """
+        check_columns(self.fields, {f"columns[{k}]": c for k, c in enumerate(columns)}, self.name)
+        kept = [*dict.fromkeys([*columns, self.client, self.label])]
+        return TableSource(
+            self.name,
+            self.folder,
+            self.table.select([name for name in kept if name is not None]),
+            client=self.client,
+            client_starts=self.client_starts,
+            client_names=self.client_names,
+            label=self.label,
+        )
+
+    def client_table(self, client: int) -> pa.Table:
+        """Return the examples of a client, a slice of `table` without a copy.
+
+        Args:
+            client: the client's number, an index of `client_names`.
+
+        Raises:
+            ValueError: the source has no clients.
+            IndexError: there is no such client.
+        """
+        if self.client_starts is None:
+            raise ArgumentError(
+                f"{self.name} has no clients, expected a source that was loaded with client=..., "
+                "such as load(files, client='hospital')."
+            )
+        begin, end = self.client_starts[range(len(self.client_starts) - 1)[client] :][:2].tolist()
+        return self.table.slice(begin, end - begin)
+
+    def _check(self, indices: ArrayLike) -> Int64[np.ndarray, " n"]:
+        given = np.asarray(indices)
+        if given.size and given.dtype.kind not in "iu":
+            raise ArgumentTypeError(
+                f"take() got indices of type {given.dtype}, expected integers. Pass the places of "
+                "a mask: np.flatnonzero(mask)."
+            )
+        positions = given.astype(np.int64)
+        outside = positions[(positions < -len(self)) | (positions >= len(self))]
+        if outside.size:
+            raise IndexError(
+                f"Index {outside[0]} is out of range: {self.name} has {len(self)} examples."
+            )
+        return np.where(positions < 0, positions + len(self), positions)
+
+    def _gatherer(self, field: str) -> ColumnGatherer:
+        if field not in self._gatherers:
+            chunks = [batch.column(field) for batch in self._batches]
+            masked = self.table.column(field).null_count > 0
+            self._gatherers[field] = ColumnGatherer(chunks, masked)
+        return self._gatherers[field]
+
+    def __repr__(self) -> str:
+        clients = "" if self.client_starts is None else f", {len(self.client_starts) - 1} clients"
+        return f"TableSource({self.name!r}, {len(self)} examples{clients})"
+
+
+class _Taken(Mapping[str, NDArray[Any]]):
+    """The columns of some examples, each gathered when it is indexed for the first time."""
+
+    def __init__(self, fields: Sequence[str], gather: Callable[[str], NDArray[Any]]) -> None:
+        self._fields, self._gather = fields, gather
+        self._columns: dict[str, NDArray[Any]] = {}
+
+    def __getitem__(self, field: str) -> NDArray[Any]:
+        if field not in self._columns:
+            if field not in self._fields:
+                raise KeyError(field)
+            self._columns[field] = self._gather(field)
+        return self._columns[field]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+
+class ClientNames(Sequence[Any]):
+    """The names of clients, held by Arrow: a million of them need no Python objects.
+
+    Args:
+        names: a `pyarrow.Array` or `ChunkedArray`.
+    """
+
+    def __init__(self, names: Any) -> None:
+        self._names = names
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a name, or a list of them for a slice."""
+        found = self._names[index]
+        return found.to_pylist() if isinstance(index, slice) else found.as_py()
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    def __repr__(self) -> str:
+        shown = ", ".join(map(repr, self[:5])) + (", ..." if len(self) > 5 else "")
+        return f"ClientNames([{shown}])"
+
+
+def _values(array: NDArray[Any]) -> Sequence[Any]:
+    """Return the elements of a column, None for those that are missing."""
+    if not isinstance(array, np.ma.MaskedArray):
+        return list(array)
+    mask = np.ma.getmaskarray(array).reshape(len(array), -1).any(axis=1)
+    return [
+        None if missing else value
+        for value, missing in zip(array.data, np.atleast_1d(mask), strict=True)
+    ]
+
+
+def check_columns(fields: Sequence[str], wanted: Mapping[str, str | None], name: str) -> None:
+    """Check that a table has columns."""
+    for argument, column in wanted.items():
+        if column is not None and column not in fields:
+            raise ArgumentError(
+                f"{argument}={column!r} is no column of {name}, expected one of "
+                f"{', '.join(map(repr, fields))}."
+            )

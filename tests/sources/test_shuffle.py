@@ -1,0 +1,83 @@
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from fedpax.data import partition_iid
+from fedpax.sources.shuffle import hash_key, shuffled_index
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
+def test_shuffled_index_is_a_permutation(size: int, key: int) -> None:
+    order = shuffled_index(np.arange(size), size, np.uint64(key))
+    assert order.dtype == np.int64
+    assert np.array_equal(np.sort(order), np.arange(size))
+
+
+@given(st.integers(1, 2**40), st.data())
+def test_large_sizes_have_no_collisions_and_no_values_out_of_range(
+    size: int, data: st.DataObject
+) -> None:
+    places = st.lists(st.integers(0, size - 1), min_size=1, max_size=50, unique=True)
+    index = data.draw(places)
+    order = shuffled_index(index, size, hash_key(1))
+    assert order.min() >= 0
+    assert order.max() < size
+    assert len(set(order.tolist())) == len(index)
+
+
+def test_broadcasting_equals_single_calls(rng: np.random.Generator) -> None:
+    sizes = rng.integers(1, 50, (6, 1))
+    index = rng.integers(0, 1000, (6, 20)) % sizes
+    keys = hash_key(3, np.arange(6)[:, None])
+    together = shuffled_index(index, sizes, keys)
+    for i, j in np.ndindex(index.shape):
+        assert together[i, j] == shuffled_index(index[i, j], sizes[i, 0], hash_key(3, i))
+
+
+def test_orders_pass_chi_square_tests() -> None:
+    # Chi-square of the 24 orders of 4 elements: mean 23, standard deviation 6.8.
+    keys = hash_key(7, np.arange(24_000))
+    orders = shuffled_index(np.arange(4)[None], 4, keys[:, None])
+    counts = np.unique(orders @ [64, 16, 4, 1], return_counts=True)[1]
+    assert len(counts) == 24
+    assert ((counts - 1000) ** 2 / 1000).sum() < 60
+    # The positions of 100 elements: mean 9801, standard deviation 140.
+    orders = shuffled_index(np.arange(100)[None], 100, hash_key(3, np.arange(2000))[:, None])
+    counts = np.stack([np.bincount(column, minlength=100) for column in orders.T])
+    assert ((counts - 20) ** 2 / 20).sum() < 10_500
+
+
+def test_the_permutations_are_fixed() -> None:
+    # Runs resume from states of earlier versions, so these orders are part of the format.
+    assert int(hash_key(0)) == 16294208416658607535
+    assert shuffled_index(np.arange(10), 10, hash_key(1, 2)).tolist() == [
+        6,
+        4,
+        9,
+        2,
+        5,
+        7,
+        8,
+        0,
+        1,
+        3,
+    ]
+
+
+def test_hash_key_takes_negative_and_large_numbers() -> None:
+    assert hash_key(-1) == hash_key(2**64 - 1)
+    assert len({int(hash_key(0, k)) for k in range(-500, 500)}) == 1000
+
+
+def test_hash_key_raises_no_warnings(recwarn: pytest.WarningsRecorder) -> None:
+    hash_key(2**63, np.arange(5))
+    shuffled_index(3, 10, hash_key(1))
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("seed", [0.5, np.nan, "2", 10**23, 1j, np.timedelta64(2, "s"), None])
+def test_a_seed_that_is_not_an_integer_is_named(seed):
+    for draw in (hash_key, lambda seed: partition_iid(2, 1, seed=seed)):
+        with pytest.raises(TypeError, match=r"seed or .* is .*, expected an integer of at most 64"):
+            draw(seed)

@@ -1,0 +1,466 @@
+"""Every format gives the arrays that were written, by client, and is told where it is damaged."""
+
+import gzip
+import io
+import json
+import struct
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pyarrow as pa
+import pytest
+from PIL import Image
+from pyarrow import feather, ipc, parquet
+
+from fedpax.data import load, prepare
+from fedpax.user_files import selection
+
+
+def rows(rng: np.random.Generator, size: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "user": str(rng.choice(["ann", "bö", "東"])),
+            "x": float(rng.normal()),
+            "words": [int(w) for w in rng.integers(0, 9, rng.integers(0, 4))],
+            "text": "tab\t" * int(rng.integers(3)) + "ü",
+        }
+        for _ in range(size)
+    ]
+
+
+def lines(examples: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(example, ensure_ascii=False) + "\n" for example in examples).encode()
+
+
+def write_ipc(table: pa.Table, path: Path, *, stream: bool) -> None:
+    make = ipc.new_stream if stream else ipc.new_file
+    with make(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=5)
+
+
+WRITERS: dict[str, Callable[[list[dict[str, Any]], Path], Any]] = {
+    "a.jsonl": lambda r, path: path.write_bytes(lines(r)),
+    "bom.jsonl": lambda r, path: path.write_bytes(b"\xef\xbb\xbf" + lines(r)),
+    "lines.json": lambda r, path: path.write_bytes(lines(r)),
+    "list.json": lambda r, path: path.write_text(json.dumps(r)),
+    "a.jsonl.gz": lambda r, path: path.write_bytes(gzip.compress(lines(r))),
+    "a.jsonl.zst": lambda r, path: path.write_bytes(pa.compress(lines(r), "zstd", asbytes=True)),
+    "stream.arrow": lambda r, path: write_ipc(pa.Table.from_pylist(r), path, stream=True),
+    "file.arrow": lambda r, path: write_ipc(pa.Table.from_pylist(r), path, stream=False),
+    "a.feather": lambda r, path: feather.write_feather(pa.Table.from_pylist(r), path),
+    "a.parquet": lambda r, path: parquet.write_table(pa.Table.from_pylist(r), path),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_examples_of_rows(tmp_path: Path, name: str) -> None:
+    examples = rows(np.random.default_rng(0), 37)
+    WRITERS[name](examples, tmp_path / name)
+    source = load(tmp_path / name, client="user")
+    expected = sorted(examples, key=lambda example: example["user"])
+    assert len(source) == 37 and source.client_names == sorted({e["user"] for e in examples})
+    for found, example in zip(source, expected, strict=True):
+        assert found["words"].tolist() == example["words"]
+        assert {**found, "words": example["words"]} == example
+
+
+def test_a_list_of_json_has_the_names_of_all_objects(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[{"x": 1}, {"x": 2, "y": 3}]')
+    assert load(tmp_path / "a.json").table.to_pydict() == {"x": [1, 2], "y": [None, 3]}
+    (tmp_path / "b.json").write_text('[{"x": 1}, 7]')
+    with pytest.raises(ValueError, match="its entry 1 is 7, expected an object"):
+        load(tmp_path / "b.json")
+
+
+def test_arrays_in_other_files_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "secret.txt").write_text("secret")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", 6, np.uint8, external=[(str(tmp_path / "secret.txt"), 0, 6)])
+    with h5py.File(tmp_path / "b.h5", "w") as file:
+        layout = h5py.VirtualLayout((3,), np.int64)
+        layout[:] = h5py.VirtualSource("other.h5", "y", (3,))
+        file.create_virtual_dataset("x", layout)
+    for name in ("a.h5", "b.h5"):
+        with pytest.raises(ValueError, match=rf"{name} .*'x' is stored in another file"):
+            load(tmp_path / name)
+
+
+def test_sizes_beyond_the_memory_are_told(tmp_path: Path) -> None:
+    header = io.BytesIO()
+    about = {"descr": "<f8", "fortran_order": False, "shape": (2**58,)}
+    np.lib.format.write_array_header_1_0(header, about)
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        member = tarfile.TarInfo("1.npy")
+        member.size = len(header.getvalue())
+        archive.addfile(member, io.BytesIO(header.getvalue()))
+    with pytest.raises(ValueError, match=r"a.tar cannot be read as tar: Unable to allocate"):
+        load(tmp_path / "a.tar")
+
+
+def test_sparse_members_are_not_read(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        member = tarfile.TarInfo("1.x")
+        member.pax_headers = {"GNU.sparse.map": "0,0", "GNU.sparse.size": str(10**13)}
+        archive.addfile(member)
+    assert (tmp_path / "a.tar").stat().st_size < 20_000
+    with pytest.raises(ValueError, match=r"its member 1\.x is sparse, expected whole files"):
+        load(tmp_path / "a.tar")
+
+
+@pytest.mark.parametrize(
+    "members", [{"1.jpg": b"a", "1.png": b"b"}, {"1.cls": b"3", "1.json": b'{"label": 7}'}]
+)
+def test_members_that_are_one_column_are_told(tmp_path: Path, members: dict[str, bytes]) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    with pytest.raises(ValueError, match=r"its example '1' has two values of '(image|label)'"):
+        load(tmp_path / "a.tar")
+
+
+def test_leaf(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    images = {f"f{k}": rng.random((k + 1, 6)).round(3) for k in (3, 0, 2)}
+    labels = {user: rng.integers(0, 62, len(x)) for user, x in images.items()}
+    for name, users in [("a.json", ["f3", "f0"]), ("b.json", ["f2"])]:
+        content = {
+            "users": users,
+            "num_samples": [len(images[u]) for u in users],
+            "user_data": {u: {"x": images[u].tolist(), "y": labels[u].tolist()} for u in users},
+        }
+        keys = sorted(content, reverse=name == "a.json")  # LEAF's own files have several orders
+        (tmp_path / name).write_text(json.dumps({key: content[key] for key in keys}, indent=1))
+    source = load(tmp_path / "*.json", label="y")
+    assert source.client_names == ["f0", "f2", "f3"] and source.fields == ("x", "y", "client")
+    order = ["f0", "f2", "f3"]
+    np.testing.assert_array_equal(source.column("x"), np.concatenate([images[u] for u in order]))
+    np.testing.assert_array_equal(source.column("y"), np.concatenate([labels[u] for u in order]))
+    (tmp_path / "a.json").write_text('{"users": ["u"], "user_data": {}}')
+    with pytest.raises(ValueError, match=r"a.json cannot be read as json: .* of user 'u'"):
+        load(tmp_path / "a.json")
+
+
+def test_hdf5_of_tensorflow_federated(tmp_path: Path) -> None:
+    rng = np.random.default_rng(2)
+    pixels = {name: rng.random((n, 4, 4), np.float32) for name, n in [("f01_2", 3), ("f00", 2)]}
+    with h5py.File(tmp_path / "train.h5", "w") as file:
+        for name, x in pixels.items():
+            group = file.create_group(f"examples/{name}")
+            group["pixels"], group["label"] = x, np.arange(len(x), dtype=np.int32)
+            group["snippets"] = np.array([f"n{k}é" for k in range(len(x))], h5py.string_dtype())
+    source = load(tmp_path / "train.h5")
+    assert source.client_names == ["f00", "f01_2"] and source.client_starts.tolist() == [0, 2, 5]
+    np.testing.assert_array_equal(
+        source.column("pixels"), np.concatenate([pixels["f00"], pixels["f01_2"]])
+    )
+    assert source[4]["snippets"] == "n2é" and source[4]["pixels"].dtype == np.float32
+    with h5py.File(tmp_path / "flat.hdf5", "w") as file:
+        file["x"] = np.arange(5)
+    assert load(tmp_path / "flat.hdf5").column("x").tolist() == [0, 1, 2, 3, 4]
+
+
+def test_npz_is_a_client_each_and_never_unpickled(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    arrays = {
+        name: rng.integers(0, 256, (n, 3, 3, 1), np.uint8) for name, n in [("b", 2), ("a", 4)]
+    }
+    for name, image in arrays.items():
+        np.savez(tmp_path / f"{name}.npz", image=image, label=np.arange(len(image)))
+    source = load(tmp_path / "*.npz")
+    assert source.client_names == ["a", "b"]
+    images = source.take([5, 0])["image"]
+    assert images.dtype == np.uint8
+    np.testing.assert_array_equal(images, [arrays["b"][1], arrays["a"][0]])
+    assert load(tmp_path / "a.npz", columns=["label"]).fields == ("label",)
+    np.savez(tmp_path / "c.npz", x=np.array([object()]))
+    with pytest.raises(ValueError, match=r"c.npz cannot be read as npz: .*allow_pickle"):
+        load(tmp_path / "c.npz")
+    np.savez(tmp_path / "c.npz", x=np.zeros(2), y=np.zeros(3))
+    with pytest.raises(ValueError, match=r"'x': 2, 'y': 3.* examples, expected one number"):
+        load(tmp_path / "c.npz")
+
+
+def test_images_in_folders(tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    expected = {}
+    for client, label, n in [("ann", "cat", 3), ("ann", "dog", 1), ("bö", "cat", 2)]:
+        (tmp_path / client / label).mkdir(parents=True)
+        for k in range(n):
+            pixels = rng.integers(0, 256, (5, 4, 3), np.uint8)
+            Image.fromarray(pixels).save(tmp_path / client / label / f"{k}.png")
+            expected[client, label, k] = pixels
+    pattern = str(tmp_path / "{client}" / "{label}" / "*.png")
+    source = load(pattern, label="label")
+    assert source.client_names == ["ann", "bö"] and source.client_starts.tolist() == [0, 4, 6]
+    assert source.column("label").tolist() == ["cat"] * 3 + ["dog"] + ["cat"] * 2
+    np.testing.assert_array_equal(source.column("image"), list(expected.values()))
+    one = load(tmp_path / "bö" / "cat" / "*.png")
+    assert one.client_starts is None and len(one) == 2
+    gray = rng.integers(0, 256, (7, 7), np.uint8)
+    Image.fromarray(gray).save(tmp_path / "bö" / "cat" / "9.png")
+    with pytest.raises(ValueError, match=r"is 5 x 4 and .*9.png is 7 x 7.*image_size="):
+        load(pattern)
+    assert load(pattern, image_size=(8, 6)).column("image").shape == (7, 8, 6, 3)
+    np.testing.assert_array_equal(load(tmp_path / "bö" / "cat" / "9.png")[0]["image"][..., 0], gray)
+    (tmp_path / "bö" / "cat" / "9.png").write_bytes(b"\x89PNG\r\n\x1a\n and no more")
+    with pytest.raises(ValueError, match=r"9.png is not a readable image"):
+        load(pattern)
+
+
+def test_gray_and_colored_images_in_parts_read_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "_IMAGES_AT_ONCE", 2)
+    rng = np.random.default_rng(9)
+    for k in range(6):
+        pixels = rng.integers(0, 256, (4, 4, 3) if k >= 3 else (4, 4), np.uint8)
+        (tmp_path / f"{k % 2}").mkdir(exist_ok=True)
+        Image.fromarray(pixels).save(tmp_path / f"{k % 2}" / f"{k}.png")
+    pattern = f"{tmp_path}/{{client}}/*.png"
+    images = load(pattern).column("image")
+    np.testing.assert_array_equal(prepare(pattern, tmp_path / "out").source.column("image"), images)
+    monkeypatch.setattr(selection, "_IMAGES_AT_ONCE", 100)
+    np.testing.assert_array_equal(load(pattern).column("image"), images)
+    Image.fromarray(np.zeros((5, 4), np.uint8)).save(tmp_path / "1" / "9.png")
+    monkeypatch.setattr(selection, "_IMAGES_AT_ONCE", 1)
+    with pytest.raises(ValueError, match=r"9.png, expected one type. Set image_size="):
+        load(pattern)
+    Image.fromarray(np.zeros((4, 4), np.uint16)).save(tmp_path / "1" / "9.png")
+    with pytest.raises(ValueError, match=r"9.png has pixels of more than 8 bits"):
+        load(pattern)
+
+
+def hugging_face_table(rng: np.random.Generator, size: int) -> tuple[pa.Table, np.ndarray]:
+    """A table as `datasets` writes it: an image feature in the schema's metadata."""
+    pixels = rng.integers(0, 256, (size, 4, 4, 1), np.uint8)
+    encoded = []
+    for image in pixels:
+        stream = io.BytesIO()
+        Image.fromarray(image[..., 0]).save(stream, "PNG")
+        encoded.append({"bytes": stream.getvalue(), "path": None})
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    table = pa.table({"img": pa.array(encoded, kind), "writer": rng.integers(0, 4, size)})
+    features = {"img": {"_type": "Image"}, "writer": {"dtype": "int64", "_type": "Value"}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    return table.replace_schema_metadata(metadata), pixels
+
+
+def test_save_to_disk_with_images_in_shards_and_splits(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    table, pixels = hugging_face_table(rng, 11)
+    (tmp_path / "set" / "train").mkdir(parents=True)
+    names = [f"data-0000{k}-of-00002.arrow" for k in range(2)]
+    for name, part in zip(names, (table[:6], table[6:]), strict=True):
+        write_ipc(part, tmp_path / "set" / "train" / name, stream=True)
+    state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "0"}
+    (tmp_path / "set" / "train" / "state.json").write_text(json.dumps(state))
+    (tmp_path / "set" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    plain = load(tmp_path / "set" / "train")
+    assert plain.client_starts is None  # shards are not clients
+    np.testing.assert_array_equal(plain.column("img"), pixels)
+    writers = np.array(table["writer"])
+    source = load(str(tmp_path / "set"), "train", client="writer")
+    assert source.client_names == sorted({*writers.tolist()})
+    np.testing.assert_array_equal(source.column("img"), pixels[np.argsort(writers, kind="stable")])
+    with pytest.raises(ValueError, match=r"splits train, test, but split is None"):
+        load(tmp_path / "set")
+    state["_data_files"] = [{"filename": "../../secret.arrow"}]  # type: ignore[list-item]
+    (tmp_path / "set" / "train" / "state.json").write_text(json.dumps(state))
+    with pytest.raises(ValueError, match=r"names '../../secret.arrow', expected a file"):
+        load(tmp_path / "set" / "train")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"train": ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"],
+         "validation": ["data/validation-00000-of-00001.parquet"]},
+        {"train": ["train/0.parquet", "train/1.parquet"], "validation": ["dev/0.parquet"]},
+    ],
+)  # fmt: skip
+def test_folders_of_the_hub(tmp_path: Path, names: dict[str, list[str]]) -> None:
+    (tmp_path / "README.md").write_text("a card")
+    (tmp_path / "script.py").write_text("raise SystemExit('it ran')")
+    expected = {}
+    for split, files in names.items():
+        expected[split] = []
+        for file in files:
+            values = np.random.default_rng(len(file)).integers(0, 99, 5)
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            parquet.write_table(pa.table({"x": values}), tmp_path / file)
+            expected[split] += values.tolist()
+    for split, values in expected.items():
+        assert load(str(tmp_path), split).column("x").tolist() == values
+    kept = load(tmp_path, "train", heldout_fraction=0.4).column("x").tolist()
+    held = load(tmp_path, "heldout", heldout_fraction=0.4).column("x").tolist()
+    assert sorted(kept + held) == sorted(expected["train"])
+    with pytest.raises(ValueError, match="splits train, validation, but split is 'test'"):
+        load(tmp_path, "test")
+
+
+def test_folders_without_data(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"has no data set.*\{client\}/\*.jpg"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "a.jsonl",
+            b'{"a": 1}\n{"a": "x"}\n',
+            r"Column\(/a\) changed from number to string in row 1",
+        ),
+        ("a.jsonl", b'{"a": 1}\n{"a":', r"cannot be read as jsonl"),
+        ("a.jsonl", b"", r"Empty JSON"),
+        ("a.json", b'[{"a": 1}', r"cannot be read as json"),
+        ("a.arrow", b"ARROW1 and no more", r"cannot be read as arrow"),
+        ("a.h5", b"\x89HDF and no more", r"cannot be read as h5"),
+        ("a.npz", b"PK and no more", r"cannot be read as npz"),
+        ("a.csv.gz", b"\x1f\x8b and no more", r"cannot be read as csv"),
+        ("a.jsonl.zst", b"(\xb5/\xfd and no more", r"cannot be read as jsonl"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message) as told:
+        load(tmp_path / name)
+    assert str(tmp_path / name) in str(told.value)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet", "file.arrow"])
+def test_truncated_files_are_named(tmp_path: Path, name: str) -> None:
+    WRITERS[name](rows(np.random.default_rng(6), 400), tmp_path / name)
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(content[: len(content) * 2 // 3])
+    with pytest.raises(ValueError, match="cannot be read as"):
+        load(tmp_path / name)
+
+
+def test_long_lines(tmp_path: Path) -> None:
+    texts = ["x" * n for n in (1, 70 << 20, 5)]
+    (tmp_path / "a.jsonl").write_bytes(lines([{"text": text} for text in texts]))
+    assert [len(text) for text in load(tmp_path / "a.jsonl").column("text")] == [1, 70 << 20, 5]
+
+
+def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    (tmp_path / "a.h5").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    with pytest.raises(ImportError, match=r"h5py.*pip install 'fedpax\[files\]'"):
+        load(tmp_path / "a.h5")
+
+
+def tfrecord(records: list[bytes]) -> bytes:
+    """Frame records as TensorFlow does, with a bitwise CRC-32C."""
+
+    def masked(content: bytes) -> int:
+        crc = 0xFFFFFFFF
+        for byte in content:
+            crc ^= byte
+            for _ in range(8):
+                crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+        crc ^= 0xFFFFFFFF
+        return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+    frames = []
+    for record in records:
+        length = struct.pack("<Q", len(record))
+        frames += [length, struct.pack("<I", masked(length)), record]
+        frames.append(struct.pack("<I", masked(record)))
+    return b"".join(frames)
+
+
+def test_tfrecords_of_examples(tmp_path: Path) -> None:
+    from tensorflow_datasets.proto import tf_example_pb2
+
+    rng = np.random.default_rng(7)
+    expected = [
+        {
+            "user": str(rng.choice(["ann", "bö"])),
+            "x": float(np.float32(rng.normal())),
+            "n": rng.integers(-9, 9, 1 + k % 3).tolist(),
+        }
+        for k in range(20)
+    ]
+    records = []
+    for row in expected:
+        example = tf_example_pb2.Example()
+        example.features.feature["user"].bytes_list.value.append(row["user"].encode())
+        example.features.feature["x"].float_list.value.append(row["x"])
+        example.features.feature["n"].int64_list.value.extend(row["n"])
+        records.append(example.SerializeToString())
+    content = tfrecord(records)
+    for k in range(2):
+        (tmp_path / f"{k}.tfrecord").write_bytes(tfrecord(records[k::2]))
+    (tmp_path / "all.tfrecord.gz").write_bytes(gzip.compress(content))
+    source = load(tmp_path / "all.tfrecord.gz", client="user", types={"user": "string"})
+    assert source.client_names == ["ann", "bö"]
+    ordered = sorted(expected, key=lambda row: row["user"])
+    assert [{**row, "n": row["n"].tolist()} for row in source] == ordered
+    shards = load(tmp_path / "*.tfrecord")
+    assert shards.client_starts is None and len(shards) == 20
+    made = prepare(tmp_path / "all.tfrecord.gz", tmp_path / "out", client="user").source
+    assert [row["x"] for row in made] == [row["x"] for row in source]
+    for damaged, message in [
+        (content[:-5], "record 19 is cut off"),
+        (content[:40] + b"\0" + content[41:], "record 0 is damaged"),
+        (b"\1" + content[1:], "record 0 has a damaged length"),
+        (tfrecord([b"no example"]), "record 0 is not a tf.train.Example"),
+    ]:
+        (tmp_path / "a.tfrecord").write_bytes(damaged)
+        with pytest.raises(ValueError, match=rf"a.tfrecord cannot be read as tfrecord: {message}"):
+            load(tmp_path / "a.tfrecord")
+
+
+def test_web_data_sets(tmp_path: Path) -> None:
+    rng = np.random.default_rng(8)
+    images = rng.integers(0, 256, (5, 6, 4, 3), np.uint8)
+    vectors = rng.normal(size=(5, 3))
+    with tarfile.open(tmp_path / "shard-0.tar", "w") as archive:
+
+        def add(name: str, content: bytes) -> None:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+        for k in range(5):
+            for suffix, content in {
+                "png": png(images[k]),
+                "cls": str(k % 2).encode(),
+                "json": json.dumps({"writer": ["bö", "ann"][k % 2], "age": k}).encode(),
+                "txt": f"é{k}".encode(),
+                "vector.npy": npy(vectors[k]),
+                "npy": npy(vectors[k]),
+            }.items():
+                add(f"data/{k:03}.{suffix}", content)
+    source = load(tmp_path / "shard-*.tar", client="writer", label="label")
+    order = [1, 3, 0, 2, 4]
+    assert source.client_names == ["ann", "bö"]
+    np.testing.assert_array_equal(source.column("image"), images[order])
+    np.testing.assert_array_equal(source.column("array"), vectors[order])
+    assert source.column("label").tolist() == [1, 1, 0, 0, 0]
+    assert source[0]["key"] == "data/001" and source[0]["text"] == "é1" and source[0]["age"] == 1
+    content = (tmp_path / "shard-0.tar").read_bytes()
+    (tmp_path / "cut.tar").write_bytes(content[:3000])
+    with pytest.raises(ValueError, match=r"cut.tar cannot be read as tar"):
+        load(tmp_path / "cut.tar")
+
+
+def png(pixels: np.ndarray) -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def npy(array: np.ndarray) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, array)
+    return stream.getvalue()

@@ -85,7 +85,7 @@ FAST_LOWERING = "tests.shared_contexts"
 
 
 def module_name(path: Path) -> str:
-    """fedpax/data/loading.py -> fedpax.data.loading; algorithms/__init__.py -> fedpax.algorithms."""
+    """algorithms/__init__.py -> fedpax.algorithms; fedpax/data/loading.py -> the same, dotted."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     if parts[0] in ("algorithms", "experiments"):
         parts = ("fedpax", *parts)

@@ -16,6 +16,7 @@ _MODULES = {
     "pack_program": "fedpax.deploy.round_program",
     "pack_stages": "fedpax.deploy.artifacts",
     "run_local": "fedpax.deploy.local",
+    "run_out_of_core": "fedpax.deploy.host_memory",
     "write_app": "fedpax.deploy.flower_files",
 }
 __all__ = list(_MODULES)

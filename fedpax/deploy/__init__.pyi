@@ -5,6 +5,7 @@ from fedpax.deploy.artifacts import pack_stages as pack_stages
 from fedpax.deploy.batch_work import Clients as Clients
 from fedpax.deploy.batch_work import EachClient as EachClient
 from fedpax.deploy.flower_files import write_app as write_app
+from fedpax.deploy.host_memory import run_out_of_core as run_out_of_core
 from fedpax.deploy.inspection import inspect_round as inspect_round
 from fedpax.deploy.iree_compiler import compile_client as compile_client
 from fedpax.deploy.local import run_local as run_local

@@ -140,7 +140,7 @@ def _checked(leaf: Any, path: Any, names: Sequence[str]) -> Any:
 
 def _whole(value: Any) -> Any:
     """Return a value that is not read in chunks."""
-    return value[...] if isinstance(value, _CheckedRows) else value
+    return value[...] if hasattr(value, "shape") and not isinstance(value, jax.Array) else value
 
 
 def _aval(leaf: Any) -> Any:

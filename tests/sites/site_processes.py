@@ -22,8 +22,8 @@ def free_port() -> int:
 class Processes:
     """Commands of `fedpax` in processes of their own; all are ended in the end."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.started = folder, []
+    def __init__(self, folder: Path, exp: str = "small_sites:sites_regression") -> None:
+        self.folder, self.started, self.exp = folder, [], exp
         self.address = f"127.0.0.1:{free_port()}"
 
     def start(
@@ -39,7 +39,7 @@ class Processes:
         where = f"--listen={self.address}" if command == "syncer" else f"--syncer={self.address}"
         options = [
             where,
-            "--exp=small_sites:sites_regression",
+            f"--exp={self.exp}",
             f"--job_log_dir={self.folder / name}",
         ]
         environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}

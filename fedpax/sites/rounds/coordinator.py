@@ -48,6 +48,7 @@ from fedpax.sites.rounds.merge_guard import MergeGuard, evaluation_of
 from fedpax.sites.rounds.round_rules import RoundRules
 from fedpax.sites.rounds.secret_terms import ask_for_sums, check_is_sum
 from fedpax.sites.rounds.site_table import Site
+from fedpax.sites.rounds.update_rows import UpdateRows
 from fedpax.training.logging import NonFiniteError
 from fedpax.training.progress import Progress
 from fedpax.training.round_loop import is_due
@@ -222,6 +223,8 @@ class Coordinator:
         else:
             params = initial.load()
         state, _ = initial_state(program.run.algorithm, params, program.stages)
+        for site in self.exchange.sites:
+            site.counted = None  # `federation.json` can be a round ahead of the state
         if not self.done:
             size = sum(leaf.size for leaf in jax.tree.leaves(params))
             clients = self.exchange.sites.num_clients
@@ -236,7 +239,7 @@ class Coordinator:
         self._guard.restore(position.get("norms", []))
         counted = position["counted"]
         for site in self.exchange.sites:
-            site.counted = counted.get(site.name, site.counted)
+            site.counted = counted.get(site.name)
         self._progress.note(f"resuming after round {self.done}")
         return restored
 
@@ -396,8 +399,8 @@ class Coordinator:
             self._progress.note(f"no secure sum: {error}")
             return None
 
-    @staticmethod
     def _merge(
+        self,
         divided: Stages,
         request: Request,
         replies: Mapping[str, Reply],
@@ -406,18 +409,14 @@ class Coordinator:
         """Merge the terms of sites, in the order of their names."""
         merge = divided.merge(request.stage)
         merged: Any = ()
-        shown: list[Any] = []
-        participants: list[int] = []
-        for name, reply in _whole(replies).items():
-            terms = in_order(TERM, reply.arrays)
-            if terms:  # of a secure sum, the first reply has all terms
-                merged = merge(merged, terms) if participants else terms
-            shown.append(in_order(SHOWN, reply.arrays))
-            participants += slots[name]
-        rows = [jnp.concatenate(values) for values in zip(*shown, strict=True)]
-        if not participants:
-            rows = [jnp.zeros((0, *v.shape), v.dtype) for v in divided[request.stage].shown]
-        return tuple(jnp.asarray(x) for x in merged), rows, participants
+        values = divided[request.stage].shown
+        with UpdateRows(values, divided.placement.size, self._folder) as shown:
+            for name, reply in _whole(replies).items():
+                arrays = reply.arrays
+                if terms := in_order(TERM, arrays):  # the first reply has all of a secure sum
+                    merged = merge(merged, terms) if merged else terms
+                shown.add(slots[name], in_order(SHOWN, arrays))
+            return (tuple(jnp.asarray(x) for x in merged), *shown.finish())
 
     def _note_faults(self, number: int, replies: Mapping[str, Reply]) -> None:
         for name, reply in replies.items():

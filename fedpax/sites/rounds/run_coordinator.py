@@ -21,7 +21,11 @@ from fedpax.run_files.paths import (
 from fedpax.sites.identity import identify
 from fedpax.sites.rounds.contract import SiteExperiment
 from fedpax.sites.rounds.coordinator import Coordinator
-from fedpax.sites.rounds.coordinator_files import FEDERATION, read_federation
+from fedpax.sites.rounds.coordinator_files import (
+    FEDERATION,
+    read_federation,
+    write_federation,
+)
 from fedpax.sites.rounds.exchange import Exchange, new_token
 from fedpax.sites.rounds.round_rules import RoundRules
 from fedpax.sites.rounds.site_table import SiteTable
@@ -120,6 +124,8 @@ def run_coordinator(
             sites.restore(saved["sites"])
             exchange.inputs = saved["inputs"]
         write_configuration(folder, experiment, exp)
+        # Sites that join keep the run's name, also if this process ends before they agree.
+        write_federation(folder, exchange.run, exchange.inputs, sites)
         set_aside_after(folder / CHECKPOINTS, done)
         with (
             track(experiment, folder, exp) as tracker,

@@ -58,7 +58,7 @@ METHODS: dict[str, Callable[..., Any]] = {
 class SmallExperiment(Experiment):
     """A linear regression; `clients`, `data_seed` and `order` are a site's own."""
 
-    name: str = "fedavg"
+    method: str = "fedavg"
     cohort_size: int = 100
     clients: int = 1
     data_seed: int = 0
@@ -87,7 +87,7 @@ class SmallExperiment(Experiment):
 
     def _algorithm(self, total):
         size = min(self.cohort_size, total)
-        return METHODS[self.name](size, total), size
+        return METHODS[self.method](size, total), size
 
     def init(self, key):
         return {"w": jnp.zeros(self.features), "b": jnp.float32(0)}
@@ -129,7 +129,7 @@ class SmallExperiment(Experiment):
 def small(name: str = "fedavg", rounds: int = 4, **fields: Any) -> SmallExperiment:
     """Make an experiment of a number of rounds."""
     training = TrainingConfig(rounds=rounds, evaluate_every=2, checkpoint_every=0)
-    return SmallExperiment(name=name, training=training, **fields)
+    return SmallExperiment(method=name, training=training, **fields)
 
 
 def train_together(
@@ -142,7 +142,9 @@ def train_together(
         rounds: number of rounds.
         present: `round -> names of the sites that answer`, counted from 0.
     """
-    parts = {name: make_data(site.clients, site.data_seed) for name, site in sites.items()}
+    parts = {
+        name: make_data(site.clients, site.data_seed, site.features) for name, site in sites.items()
+    }
     batches = jax.tree.map(lambda *x: np.concatenate(x), *parts.values())
     owner = np.repeat(list(parts), [site.clients for site in sites.values()])
     total = len(owner)

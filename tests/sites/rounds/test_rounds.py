@@ -148,7 +148,7 @@ def test_data_never_leave_a_site(tmp_path: Path) -> None:
 def test_another_configuration_is_refused_by_name(tmp_path: Path) -> None:
     sites = three_sites("fedavg")
     sites["b"] = small("scaffold", clients=1)
-    with pytest.raises(RefusedError, match="another configuration: name is scaffold, and fedavg"):
+    with pytest.raises(RefusedError, match="another configuration: method is scaffold, and fedavg"):
         run(small("fedavg"), sites, tmp_path)
 
 

@@ -3,7 +3,7 @@
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -36,11 +36,30 @@ class _Bar(tqdm):
         self.values, self.brief = text, brief
         self.update()
 
+    def status_printer(self, file: Any) -> Callable[[str], None]:
+        """Return a function that overwrites the line of the terminal, which can be narrower now."""
+        former = 0
+
+        def overwrite(text: str) -> None:
+            nonlocal former
+            length = disp_len(text)
+            rest = min(former, self._free_columns(self.format_dict)) - length
+            file.write(f"\r{text}{' ' * rest}")
+            file.flush()
+            former = length
+
+        return overwrite
+
+    @staticmethod
+    def _free_columns(state: Mapping[str, Any]) -> int:
+        # Without a size, as in some containers, a terminal is taken as the usual one. Some
+        # terminals begin a new line once the last column is written.
+        return int(state["ncols"] or 80) - 1
+
     def __str__(self) -> str:
         """Return the widest layout that leaves the terminal's last column free."""
         state = self.format_dict
-        # Without a size, as in some containers, a terminal is taken as the usual one.
-        width = (state["ncols"] or 80) - 1
+        width = self._free_columns(state)
         count = f"{self.n}/{self.total}" if self.n <= self.total else f"{self.n}"
         texts = {"values": self.values, "brief": self.brief, "count": count}
         text = ""

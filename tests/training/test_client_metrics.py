@@ -1,5 +1,6 @@
 """Metrics with a value for each participant: quantiles, histograms, evaluation by client."""
 
+import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,7 +104,9 @@ def read_events(path: Path) -> list[Event]:
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 100])
-def test_clients_of_all_sizes_share_one_compilation(batch_size: int) -> None:
+def test_clients_of_all_sizes_share_one_compilation(
+    batch_size: int, caplog: pytest.LogCaptureFixture
+) -> None:
     traces = []
 
     def counted(w: jax.Array, batch: Any) -> tuple[jax.Array, dict]:
@@ -112,8 +115,12 @@ def test_clients_of_all_sizes_share_one_compilation(batch_size: int) -> None:
 
     held_out = clients([3, 0, 1, 7, 12])
     evaluate = evaluate_by_client(counted, held_out, batch_size=batch_size)
-    for w in (0.0, 0.5):
-        found = evaluate(jnp.float32(w))
+    for w in map(jnp.float32, (0.0, 0.5)):
+        caplog.clear()
+        with jax.log_compiles(), caplog.at_level(logging.WARNING, "jax"):
+            found = evaluate(w)
+        compiled = [text for text in caplog.messages if text.startswith("Finished XLA compilation")]
+        assert len(compiled) == (w == 0), compiled
         for i, client in enumerate(held_out):
             if not len(client["x"]):
                 assert np.isnan(found["loss"][i])

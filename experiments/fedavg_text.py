@@ -27,7 +27,6 @@ from fedpax.data import (
     Source,
     Tokenizer,
     cohort_rounds,
-    load,
     partition_natural,
 )
 from fedpax.data.rounds.client_rows import pack_clients, preprocess_rows
@@ -105,6 +104,8 @@ class FedAvgText(OverSites, LanguageModelExperiment):
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=lambda: MeshConfig(clients=-1))
     own_fields: ClassVar[tuple[str, ...]] = (
+        "data.answer_field",
+        "data.chat_template",
         "data.client_field",
         "data.dataset",
         "data.end_of_document",
@@ -114,6 +115,8 @@ class FedAvgText(OverSites, LanguageModelExperiment):
         "data.heldout_sets",
         "data.heldout_split",
         "data.heldout_tokens",
+        "data.messages_field",
+        "data.prompt_field",
         "data.tokenizer",
     )
 
@@ -137,7 +140,7 @@ class FedAvgText(OverSites, LanguageModelExperiment):
         return pack_clients(
             training,
             seq_len=data.seq_len,
-            field=data.field,
+            field=data.read_field(),
             client_field=None if of_one else data.client_field,
             tokenizer=tokenizer,
         )
@@ -197,6 +200,8 @@ class FedAvgText(OverSites, LanguageModelExperiment):
         """Return hashes of the tokenizer, and of the weights that every site adapts."""
         # The tokenizer's name ends with a hash of its file and the separator of documents.
         content = {"data.tokenizer": ":".join(self.read_tokenizer().name.split(":")[-2:])}
+        if self.data.has_mask:
+            content["data.chat_template"] = str(self.data.read_field()).rsplit(" ", 1)[-1]
         if self.lora.rank:
             content["model.weights"] = hash_weights(self.model)
         return content
@@ -356,7 +361,7 @@ class FedAvgText(OverSites, LanguageModelExperiment):
     def _evaluate_by_client(self, loss_fn: LossFn, tokenizer: Tokenizer) -> EvaluateClients:
         """Read the held-out rows of each client, and make the evaluation by client."""
         data = self.data
-        heldout = load(data.dataset, data.heldout_split, data_dir=data.data_dir)
+        heldout = data.load(data.dataset, data.heldout_split)
         rows, population = self._pack(heldout, tokenizer)
         names = [client_name(name) for name in partition_natural(heldout, data.client_field).names]
 

@@ -12,7 +12,16 @@ from jax.sharding import Mesh
 
 from fedpax.algorithm import LossFn, Metrics, Params
 from fedpax.checks import COUNT, check_ranges
-from fedpax.data import Source, Tokenizer, load, load_tokenizer
+from fedpax.data import (
+    BYTE_TOKENIZER,
+    Conversation,
+    Source,
+    Tokenizer,
+    load,
+    load_chat_template,
+    load_tokenizer,
+)
+from fedpax.data.rounds.documents import Field
 from fedpax.data.rounds.heldout_tokens import HeldoutRows
 from fedpax.errors import ArgumentError
 from fedpax.experiments.heldout import HeldoutSets, parse_heldout_sets
@@ -35,6 +44,7 @@ from fedpax.paths import expand_home
 from fedpax.run_files.configuration import read_configuration
 from fedpax.run_files.paths import latest_round, resolve_folder
 from fedpax.text.byte_tokenizer import VOCAB_SIZE
+from fedpax.text.chat_template import TEMPLATE_FILE, find_chat_template
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.experiment import Experiment
 from fedpax.user_files.formats import is_files
@@ -51,6 +61,13 @@ class TextDataConfig:
         heldout_fraction: the share of the texts of files that `heldout_split` has and "train" has
             not, chosen by a hash of the text. Default 0: `{split}` in the path names the files.
         field: the field of an example that contains its text.
+        prompt_field: the field with a prompt; the loss is on its answer alone. Default None: text
+            is in `field`.
+        answer_field: the field with the answer to `prompt_field`.
+        messages_field: the field with a list of chat messages, in place of a prompt and its answer;
+            the loss is on the assistant's messages alone.
+        chat_template: a Jinja file that writes messages as text, or a model's folder. Default None:
+            the template beside the tokenizer. Without one, an answer follows its prompt directly.
         tokenizer: "bytes", or the path of a `tokenizer.json` or of a SentencePiece model.
         end_of_document: the token of `tokenizer` that separates documents, such as "<|im_end|>".
             Default None: the files beside the tokenizer name it, see `fedpax.data.load_tokenizer`.
@@ -67,6 +84,10 @@ class TextDataConfig:
     heldout_split: str = "heldout"
     heldout_fraction: float = 0.0
     field: str = "text"
+    prompt_field: str | None = None
+    answer_field: str | None = None
+    messages_field: str | None = None
+    chat_template: str | None = None
     tokenizer: str = "bytes"
     end_of_document: str | None = None
     seq_len: int = 128
@@ -78,6 +99,12 @@ class TextDataConfig:
     def __post_init__(self) -> None:
         """Check the ranges and the held-out sets."""
         parse_heldout_sets(self.heldout_sets)
+        prompt, answer, messages = self.prompt_field, self.answer_field, self.messages_field
+        if (prompt is None) != (answer is None) or None not in (prompt, messages):
+            raise ArgumentError(
+                f"data.prompt_field={prompt}, data.answer_field={answer} and data.messages_field="
+                f"{messages}, expected both prompt_field and answer_field, or messages_field alone."
+            )
         sizes = ("seq_len", "heldout_batch_size", "heldout_tokens")
         check_ranges(self, "data", **dict.fromkeys(sizes, COUNT))
         if not 0 <= self.heldout_fraction < 1:
@@ -94,8 +121,26 @@ class TextDataConfig:
             dataset,
             split,
             heldout_fraction=self.heldout_fraction,
-            heldout_by=field or self.field,
+            heldout_by=field or self.prompt_field or self.messages_field or self.field,
         )
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether the loss is on answers alone."""
+        return self.prompt_field is not None or self.messages_field is not None
+
+    def read_field(self) -> Field:
+        """Return the field with the text, or the fields of a conversation with its template."""
+        if self.prompt_field is None and self.messages_field is None:
+            return self.field
+        template = (
+            load_chat_template(self.chat_template)
+            if self.chat_template is not None
+            else None
+            if self.tokenizer == BYTE_TOKENIZER.name
+            else find_chat_template(self.tokenizer)
+        )
+        return Conversation(self.prompt_field, self.answer_field, self.messages_field, template)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,6 +260,9 @@ class LanguageModelExperiment(Experiment):
             tokenizer=data.tokenizer,
             end_of_document=data.end_of_document,
         )
+        field = data.read_field()
+        if isinstance(field, Conversation) and field.template is not None:
+            (folder / TEMPLATE_FILE).write_text(field.template.text, encoding="utf-8")
 
     def read_tokenizer(self) -> Tokenizer:
         """Load the tokenizer, and check that the model has its tokens."""
@@ -253,7 +301,7 @@ class LanguageModelExperiment(Experiment):
                 data.load(dataset, split or data.heldout_split, field),
                 seq_len=data.seq_len,
                 max_tokens=data.heldout_tokens,
-                field=field or data.field,
+                field=field or data.read_field(),
                 tokenizer=tokenizer,
                 divide=True,
             )

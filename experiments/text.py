@@ -61,6 +61,12 @@ class TextConfig(TextDataConfig):
     shuffle_tokens: int = 2**22
     num_shards: int | None = None
 
+    @property
+    def has_mask(self) -> bool:
+        """Whether the loss of some data set is on answers alone."""
+        items = parse_mixture(self.mixture)
+        return super().has_mask and (not items or any(item.field is None for item in items))
+
     def __post_init__(self) -> None:
         """Check the ranges and the mixture."""
         super().__post_init__()
@@ -151,7 +157,7 @@ class TextExperiment(LanguageModelExperiment):
             items_per_round=math.prod(self._round_sizes.values()),
             item_unit="tokens",
             placement="islands",
-            cohort_shapes=token_round_shapes(**self._round_sizes),
+            cohort_shapes=token_round_shapes(**self._round_sizes, with_mask=data.has_mask),
             flops_per_item=trainable.flops_per_token,
             flops_convention=trainable.flops_convention,
             initial=trainable.initial,
@@ -184,7 +190,7 @@ class TextExperiment(LanguageModelExperiment):
         return token_rounds(
             self.read_mixture() if data.mixture else self.read_training(),
             seed=data.seed,
-            field=data.field,
+            field=data.read_field(),
             tokenizer=tokenizer,
             shuffle_tokens=data.shuffle_tokens,
             num_shards=data.num_shards,

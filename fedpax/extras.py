@@ -26,7 +26,9 @@ EXTRAS = {
     "tpu": Extra("training on TPUs, and plans of TPU pods without one", "libtpu", ("libtpu",)),
     "cuda": Extra("training on NVIDIA GPUs", "jax-cuda13-plugin", ("jax_cuda13_plugin",)),
     "huggingface": Extra("weights in Hugging Face folders", "safetensors", ("safetensors",)),
-    "tokenizers": Extra("subword vocabularies", "tokenizers", ("sentencepiece", "tokenizers")),
+    "tokenizers": Extra(
+        "vocabularies and chat templates", "tokenizers", ("jinja2", "sentencepiece", "tokenizers")
+    ),
     "files": Extra(
         "clients from your own files",
         "duckdb",

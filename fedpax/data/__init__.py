@@ -16,6 +16,7 @@
 - Evaluation: `read_examples` and `example_batches` (labeled images) and `heldout_token_batches`
   (text) return finite data.
 - Text: `load_tokenizer` and `train_tokenizer`; `pack` makes rows of equal length from documents.
+  `Conversation` names prompts with answers, or chat messages in the form of `load_chat_template`.
 """
 
 from fedpax.data.loading import load, prepare
@@ -53,6 +54,8 @@ from fedpax.populations.quantity_skew import partition_by_quantity
 from fedpax.populations.synthetic_clients import DirichletClients
 from fedpax.sources.source import Source
 from fedpax.text.byte_tokenizer import SEPARATOR, VOCAB_SIZE, decode, encode
+from fedpax.text.chat_template import ChatTemplate, load_chat_template
+from fedpax.text.conversation import Conversation
 from fedpax.text.packing import pack
 from fedpax.text.tokenizer import (
     BYTE_TOKENIZER,
@@ -65,9 +68,11 @@ __all__ = [
     "BYTE_TOKENIZER",
     "SEPARATOR",
     "VOCAB_SIZE",
+    "ChatTemplate",
     "ClientSampler",
     "CohortRounds",
     "ContiguousClients",
+    "Conversation",
     "DailyAvailability",
     "DirichletClients",
     "ExampleRounds",
@@ -95,6 +100,7 @@ __all__ = [
     "heldout_token_batches",
     "idle_fraction",
     "load",
+    "load_chat_template",
     "load_tokenizer",
     "pack",
     "partition_by_field",

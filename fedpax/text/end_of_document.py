@@ -37,7 +37,7 @@ def named_end(path: Path) -> tuple[Path, str | int] | None:
     """Return the file beside a tokenizer that names the token that ends a document; its name."""
     for name, entry in SOURCES.items():
         if (file := path.with_name(name)).is_file():
-            value = _first(_entries(file).get(entry))
+            value = token_name(_entries(file).get(entry))
             if value is not None:
                 return file, value
     return None
@@ -54,7 +54,7 @@ def _entries(file: Path) -> dict[str, Any]:
     return entries if isinstance(entries, dict) else {}
 
 
-def _first(value: Any) -> Any:
+def token_name(value: Any) -> Any:
     """Return a token's name or number: some files have several, or an object with the name."""
     if isinstance(value, list):
         return value[0] if value else None

@@ -8,7 +8,6 @@ is much slower than the array operations here.
 """
 
 from collections.abc import Callable, Iterable
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +17,8 @@ from numpy.typing import NDArray
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import check_integers, checked_cast
 from fedpax.text.byte_tokenizer import SEPARATOR
+from fedpax.text.document import AnyDocument, Document, Tokens
 
-Tokens = Integer[np.ndarray, " tokens"]
 Batch = dict[str, Num[np.ndarray, "*rows seq_len"]]
 """Arrays of equal shape: `inputs`, `targets`, `segments`, `positions` and `mask`."""
 
@@ -30,29 +29,39 @@ class TokenPairs(NamedTuple):
     inputs: Integer[np.ndarray, "*shape"]  # integers `[...]`, uint8 for bytes
     targets: Integer[np.ndarray, "*shape"]  # of the same dtype and shape
     starts: Bool[np.ndarray, "*shape"]  # bool `[...]`, True at the first pair of each document
+    scored: Bool[np.ndarray, "*shape"]  # bool `[...]`, whether the target counts in the loss
 
     def map(self, function: Callable[[NDArray[Any]], NDArray[Any]]) -> "TokenPairs":
         """Apply a function that keeps the dtype to each of the arrays."""
-        return TokenPairs(function(self.inputs), function(self.targets), function(self.starts))
+        return TokenPairs(*map(function, self))
 
     def take(self, rows: Int64[np.ndarray, " rows"]) -> "TokenPairs":
         """Select rows of the first axis."""
         return self.map(lambda array: array[rows])
 
 
-def concatenate(documents: Iterable[Tokens], separator: int = SEPARATOR) -> TokenPairs:
+def concatenate(documents: Iterable[AnyDocument], separator: int = SEPARATOR) -> TokenPairs:
     """Concatenate documents, the separator before and after each: `[sum of (tokens + 1)]`."""
     documents = list(documents)
-    between = np.array([separator], documents[0].dtype if documents else np.uint8)
-    tokens = np.concatenate(
-        [*chain.from_iterable((between, document) for document in documents), between]
-    )
+    parts, dtype = [], np.dtype(np.uint8)
+    for number, document in enumerate(documents):
+        first = separator
+        if isinstance(document, Document):
+            first = separator if document.first is None else document.first
+            document = document.tokens
+        dtype = document.dtype if number == 0 else dtype
+        parts += [np.array([first], dtype), document]
+    tokens = np.concatenate([*parts, np.array([separator], dtype)])
     if not np.can_cast(tokens.dtype, np.int32):
         tokens = checked_cast(tokens, np.int32, "tokens", "Number the vocabulary from 0.")
     lengths = np.array([len(document) + 1 for document in documents], np.int64)
     starts = np.zeros(len(tokens) - 1, np.bool_)
     starts[np.cumsum(lengths) - lengths] = True
-    return TokenPairs(tokens[:-1], tokens[1:], starts)
+    scored = np.ones(len(tokens) - 1, np.bool_)
+    for document, end in zip(documents, np.cumsum(lengths), strict=True):
+        if isinstance(document, Document):
+            scored[end - len(document.is_target) : end] = document.is_target
+    return TokenPairs(tokens[:-1], tokens[1:], starts, scored)
 
 
 def to_batch(pairs: TokenPairs, valid: Bool[np.ndarray, "*rows seq_len"] | None = None) -> Batch:
@@ -67,7 +76,7 @@ def to_batch(pairs: TokenPairs, valid: Bool[np.ndarray, "*rows seq_len"] | None 
         "targets": pairs.targets.astype(np.int32, copy=False),
         "segments": 1 + np.cumsum(begins, axis=-1, dtype=np.int32),
         "positions": column - np.maximum.accumulate(np.where(begins, column, 0), axis=-1),
-        "mask": np.ones(pairs.inputs.shape, np.float32),
+        "mask": pairs.scored.astype(np.float32),
     }
     if valid is None:
         return batch

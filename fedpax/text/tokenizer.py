@@ -6,7 +6,8 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -17,8 +18,8 @@ from fedpax.errors import ArgumentError, ArgumentTypeError, MissingPackageError
 from fedpax.files import BYTE_ORDER_MARK, read_file
 from fedpax.paths import expand_home
 from fedpax.text.byte_tokenizer import SEPARATOR, VOCAB_SIZE, decode, encode
+from fedpax.text.document import Tokens
 from fedpax.text.end_of_document import end_of_document as find_end
-from fedpax.text.packing import Tokens
 from fedpax.text.sentencepiece_model import read_sentencepiece
 from fedpax.text.tokenizer_json import read_tokenizer_json
 from fedpax.text.vocabulary import SPACE, Vocabulary, changed_text
@@ -40,6 +41,7 @@ class Tokenizer(NamedTuple):
         encode_batch: encodes several strings or UTF-8 bytes, on several cores. Default None: there
             is no faster way than `encode` for one after another.
         end_of_document: the separator's name in the vocabulary. Default None: it has no name.
+        special: the tokens that stand for no text by name, such as the separator.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Tokenizer(NamedTuple):
     decode: Callable[[ArrayLike], str]
     encode_batch: Callable[[Sequence[str | bytes]], list[Tokens]] | None = None
     end_of_document: str | None = None
+    special: Mapping[str, int] = types.MappingProxyType({})
 
     def encode_all(self, texts: Sequence[str | bytes]) -> list[Tokens]:
         """Encode several texts, in the fastest way.
@@ -201,7 +204,14 @@ def _tokenizer(identity: str, vocabulary: Vocabulary, separator: int) -> Tokeniz
         return vocabulary.decode(flat[known].tolist())
 
     return Tokenizer(
-        identity, vocabulary.size, separator, encode_text, decode_tokens, encode_texts, end
+        identity,
+        vocabulary.size,
+        separator,
+        encode_text,
+        decode_tokens,
+        encode_texts,
+        end,
+        special if end is not None else vocabulary.special,
     )
 
 

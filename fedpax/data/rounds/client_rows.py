@@ -3,10 +3,11 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from fedpax.data.rounds.documents import Field, encode_examples
 from fedpax.data.rounds.preprocess import Arrays
-from fedpax.data.rounds.shard import encode_documents, get_text
 from fedpax.errors import ArgumentError
 from fedpax.sources.examples import Examples, as_examples, get_field
+from fedpax.text.document import AnyDocument, keep_in_rows
 from fedpax.text.packing import Batch, TokenPairs, concatenate, split_rows, to_batch
 from fedpax.text.tokenizer import BYTE_TOKENIZER, Tokenizer
 
@@ -15,7 +16,7 @@ def pack_clients(
     source: Examples,
     *,
     seq_len: int,
-    field: str = "text",
+    field: Field = "text",
     client_field: str | None = "client",
     tokenizer: Tokenizer = BYTE_TOKENIZER,
 ) -> tuple[Arrays, list[NDArray[np.int64]]]:
@@ -26,14 +27,17 @@ def pack_clients(
     source = as_examples(source)
     if not len(source):
         raise ArgumentError("The source has no examples to train on: load another split.")
-    documents: dict[str | bytes, list[NDArray[np.integer]]] = {}
+    documents: dict[str | bytes, list[AnyDocument]] = {}
     for i in range(len(source)):
         example = source[i]
-        tokens = encode_documents(tokenizer, [get_text(example, field)])[0]
+        tokens = encode_examples(tokenizer, [example], field)[0]
         name = "" if client_field is None else get_field(example, client_field)
         documents.setdefault(name, []).append(tokens)
+    separator = tokenizer.separator
     packed = [
-        split_rows(concatenate(documents[name], tokenizer.separator), seq_len)
+        split_rows(
+            concatenate(keep_in_rows(documents[name], seq_len, separator), separator), seq_len
+        )
         for name in sorted(documents)
     ]
     ends = np.cumsum([len(valid) for _, valid in packed])

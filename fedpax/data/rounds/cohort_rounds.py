@@ -7,13 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpax.data.rounds.client_stream import CohortRounds, Read, client_steps
+from fedpax.data.rounds.documents import read as read_records
 from fedpax.data.rounds.preprocess import (
     Arrays,
     Preprocess,
     apply_preprocess,
     preprocess_images,
 )
-from fedpax.data.rounds.shard import read as read_records
 from fedpax.data.rounds.stream import (
     arrays_fingerprint,
     check_sizes,

@@ -7,13 +7,15 @@ import functools
 
 import jax
 import numpy as np
-from jaxtyping import Int64, Integer
+from jaxtyping import Int64
 
-from fedpax.data.rounds.shard import encode_documents, get_text
+from fedpax.data.rounds.documents import Field, encode_examples
 from fedpax.data.rounds.stream import check_sizes
 from fedpax.errors import ArgumentError
 from fedpax.processes.gather import gather_json
 from fedpax.sources.examples import Examples, as_examples
+from fedpax.text.conversation import Conversation
+from fedpax.text.document import AnyDocument, Document, starts_in_rows
 from fedpax.text.packing import Batch, TokenPairs, concatenate, to_batch
 from fedpax.text.tokenizer import BYTE_TOKENIZER, Tokenizer
 
@@ -35,7 +37,7 @@ class HeldoutRows:
         *,
         seq_len: int,
         max_tokens: int | None = None,
-        field: str = "text",
+        field: Field = "text",
         tokenizer: Tokenizer = BYTE_TOKENIZER,
         divide: bool = False,
     ) -> None:
@@ -51,13 +53,13 @@ class HeldoutRows:
         self.seq_len = seq_len
         self._source, self._field, self._tokenizer = source, field, tokenizer
         self._max_tokens, self._divide = max_tokens, divide
+        self._is_scored = isinstance(field, Conversation)
         # Consecutive rows share a document.
         self._encode = functools.lru_cache(maxsize=1)(self._encode_document)
         self._encode(0)  # so that a wrong field raises now
 
-    def _encode_document(self, number: int) -> Integer[np.ndarray, " tokens"]:
-        text = get_text(self._source[number], self._field)
-        return encode_documents(self._tokenizer, [text])[0]
+    def _encode_document(self, number: int) -> AnyDocument:
+        return encode_examples(self._tokenizer, [self._source[number]], self._field)[0]
 
     @functools.cached_property
     def _starts(self) -> Int64[np.ndarray, " documents_and_1"]:
@@ -65,14 +67,25 @@ class HeldoutRows:
         total = len(self._source)
         shares, process = (jax.process_count(), jax.process_index()) if self._divide else (1, 0)
         documents = range(total * process // shares, total * (process + 1) // shares)
-        lengths = []
+        pairs: list[int] = []
         for first in range(documents.start, documents.stop, _DOCUMENTS_AT_ONCE):
             numbers = range(first, min(first + _DOCUMENTS_AT_ONCE, documents.stop))
-            texts = [get_text(self._source[number], self._field) for number in numbers]
-            lengths += [len(tokens) + 1 for tokens in encode_documents(self._tokenizer, texts)]
+            examples = [self._source[number] for number in numbers]
+            documents_read = encode_examples(self._tokenizer, examples, self._field)
+            pairs += [len(document) + 1 for document in documents_read]
         if shares > 1:
-            lengths = [length for share in gather_json(lengths) for length in share]
-        return np.cumsum([0, *lengths], dtype=np.int64)
+            pairs = [number for share in gather_json(pairs) for number in share]
+        if self._is_scored:
+            return starts_in_rows(pairs, self.seq_len)
+        return np.cumsum([0, *pairs], dtype=np.int64)
+
+    def _padded(self, number: int) -> AnyDocument:
+        """Return a document, padded to the place where the next one starts."""
+        document = self._encode(number)
+        if not isinstance(document, Document):
+            return document
+        length = int(self._starts[number + 1] - self._starts[number]) - 1
+        return document.padded(length, self._tokenizer.separator)
 
     @functools.cached_property
     def _chosen(self) -> Int64[np.ndarray, " rows"]:
@@ -88,15 +101,19 @@ class HeldoutRows:
         """Return the number of rows."""
         return len(self._chosen)
 
-    @property
+    @functools.cached_property
     def num_targets(self) -> Int64[np.ndarray, " rows"]:
-        """The number of targets of each row; the rest of the split's last row is padding."""
+        """The number of targets of each row that count in the loss."""
+        if self._is_scored:
+            masks = (self.read(np.array([row]))["mask"] for row in range(len(self)))
+            return np.array([mask.sum() for mask in masks], np.int64)
+        # The rest of the split's last row is padding.
         return np.minimum(self.seq_len, self._starts[-1] - self.seq_len * self._chosen)
 
     def read(self, rows: Int64[np.ndarray, " n"]) -> Batch:
         """Tokenize rows as `fedpax.data.pack` does; row -1 is padding."""
         shape = (len(rows), self.seq_len)
-        pairs = TokenPairs(np.zeros(shape, "i4"), np.zeros(shape, "i4"), np.zeros(shape, "?"))
+        pairs = TokenPairs(*(np.zeros(shape, dtype) for dtype in ("i4", "i4", "?", "?")))
         valid = np.zeros(shape, np.bool_)
         for place in np.argsort(rows, kind="stable"):
             if rows[place] < 0:
@@ -104,7 +121,7 @@ class HeldoutRows:
             first = int(self._chosen[rows[place]]) * self.seq_len
             begin, end = np.searchsorted(self._starts, [first, first + self.seq_len])
             begin -= self._starts[begin] > first  # the document that reaches into the row
-            documents = (self._encode(n) for n in range(begin, min(end, len(self._source))))
+            documents = map(self._padded, range(begin, min(end, len(self._source))))
             document_pairs = concatenate(documents, self._tokenizer.separator)
             offset = first - int(self._starts[begin])
             count = min(self.seq_len, len(document_pairs.inputs) - offset)
@@ -120,7 +137,7 @@ def heldout_token_batches(
     batch_size: int,
     seq_len: int,
     max_tokens: int | None = None,
-    field: str = "text",
+    field: Field = "text",
     tokenizer: Tokenizer = BYTE_TOKENIZER,
 ) -> list[Batch]:
     """Pack a split of text into batches, in the source's order.
@@ -136,7 +153,8 @@ def heldout_token_batches(
         seq_len: tokens per row.
         max_tokens: use only this many tokens, in rows evenly spaced over the split, so that they
             come from many documents. Default None: use all rows.
-        field: the field of an example with its text, a string or UTF-8 bytes.
+        field: the field of an example with its text, a string or UTF-8 bytes; or a
+            `Conversation`, whose answers alone count in the loss.
         tokenizer: the tokenizer.
 
     Returns:

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float32, Int32, Num
 from numpy.typing import NDArray
 
-from fedpax.data.rounds.shard import read
+from fedpax.data.rounds.documents import read
 from fedpax.data.rounds.stream import check_sizes, source_name
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import checked_cast, host_array

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
+from fedpax.data.rounds.documents import Field
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.sources.examples import Examples, as_examples
 
@@ -48,7 +49,7 @@ class Mixture:
 
     sources: Mapping[str, Examples]
     weights: Mapping[str, Weight]
-    fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    fields: Mapping[str, Field] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check the sources, the names and the weights."""

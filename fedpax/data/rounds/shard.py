@@ -5,18 +5,17 @@ and shuffles the rows within a window, so that consecutive rows come from many d
 position is three integers. After a restore, only documents from the current window on are read.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int64, UInt64
 
-from fedpax.errors import ArgumentError
-from fedpax.files import BYTE_ORDER_MARK
+from fedpax.data.rounds.documents import Field, encode_examples, read
 from fedpax.populations.partition import Indices
-from fedpax.sources.examples import Examples, get_field
+from fedpax.sources.examples import Examples
 from fedpax.sources.shuffle import hash_key, shuffled_index
-from fedpax.text.packing import TokenPairs, Tokens, concatenate
+from fedpax.text.document import AnyDocument, Document, padding
+from fedpax.text.packing import TokenPairs, concatenate
 from fedpax.text.tokenizer import Tokenizer
 
 _CHUNK = 256  # documents whose order is computed at once
@@ -89,7 +88,7 @@ class Shard:
         order: DocumentOrder,
         key: UInt64[np.ndarray, ""],
         *,
-        field: str,
+        field: Field,
         tokenizer: Tokenizer,
         seq_len: int,
         window_tokens: int,
@@ -101,7 +100,7 @@ class Shard:
         self._tokenizer = tokenizer
         self._seq_len = seq_len
         self._window_tokens = window_tokens
-        self._cache: dict[int, Tokens] = {}  # tokens by example
+        self._cache: dict[int, AnyDocument] = {}  # tokens by example
         self._cached_tokens = 0
         self._mean_tokens = float(window_tokens)  # of a document, so the first read is of one
         self._ahead = 0  # documents before this number were read
@@ -136,14 +135,19 @@ class Shard:
     def _next_window(self) -> _Window:
         """Read the documents of a window: at most one epoch, and at least one row."""
         document, offset, _ = self._position
-        documents: list[Tokens] = []
+        documents: list[AnyDocument] = []
         available = -offset
         while available < self._seq_len or (
             available < self._window_tokens and len(documents) < len(self._order)
         ):
             wanted = max(self._seq_len, self._window_tokens) - available
-            documents.append(self._tokens(document + len(documents), wanted))
-            available += len(documents[-1]) + 1
+            following = self._tokens(document + len(documents), wanted)
+            if documents and isinstance(last := documents[-1], Document):
+                empty = padding(available, len(following) + 1, self._seq_len)
+                documents[-1] = last.padded(len(last) + empty, self._tokenizer.separator)
+                available += empty
+            documents.append(following)
+            available += len(following) + 1
         count = max(1, min(self._window_tokens, available) // self._seq_len)
         stop = offset + count * self._seq_len
         rows = concatenate(documents, self._tokenizer.separator).map(
@@ -157,15 +161,15 @@ class Shard:
         order = shuffled_index(np.arange(count), count, hash_key(self._key, document, offset))
         return _Window(rows, order, end)
 
-    def _tokens(self, document: int, wanted: int) -> Tokens:
+    def _tokens(self, document: int, wanted: int) -> AnyDocument:
         """Return a document's tokens, and read ahead until about `wanted` tokens are there."""
         example = self._order[document]
         if example not in self._cache:
             count = min(int(wanted / self._mean_tokens) + 1, len(self._order), _MOST_AHEAD)
             following = (self._order[document + k] for k in range(count))
             missing = [e for e in dict.fromkeys(following) if e not in self._cache]
-            texts = [get_text(example, self._field) for example in read(self._source, missing)]
-            tokens = encode_documents(self._tokenizer, texts)
+            examples = read(self._source, missing)
+            tokens = encode_examples(self._tokenizer, examples, self._field)
             self._cache.update(zip(missing, tokens, strict=True))
             added = sum(map(len, tokens))
             self._cached_tokens += added
@@ -181,40 +185,3 @@ class Shard:
         kept = {self._order[number] for number in range(document, max(self._ahead, document + 1))}
         self._cache = {example: self._cache[example] for example in kept & self._cache.keys()}
         self._cached_tokens = sum(map(len, self._cache.values()))
-
-
-def encode_documents(tokenizer: Tokenizer, documents: Sequence[Any]) -> list[Tokens]:
-    """Tokenize documents; those that are integers are tokens already."""
-    if not all(_are_tokens(document) for document in documents):
-        return tokenizer.encode_all(documents)
-    parts = []
-    for document in documents:
-        if document.size and not 0 <= document.min() <= document.max() < tokenizer.vocab_size:
-            raise ArgumentError(
-                f"A document has the tokens {document.min()} to {document.max()}, expected 0 to "
-                f"{tokenizer.vocab_size - 1}. Set the tokenizer that made them."
-            )
-        # Packing adds the separators.
-        end = len(document) - (document[-1:] == tokenizer.separator).any()
-        parts.append(np.asarray(document[: int(end)]))
-    return parts
-
-
-def _are_tokens(document: Any) -> bool:
-    return isinstance(document, np.ndarray) and document.ndim == 1 and document.dtype.kind in "iu"
-
-
-def get_text(example: Mapping[str, Any], field: str) -> Any:
-    """Return the field of an example that holds its text, without a byte-order mark."""
-    text = get_field(example, field)
-    if isinstance(text, bytes):
-        return text.removeprefix(BYTE_ORDER_MARK)
-    return text.removeprefix(BYTE_ORDER_MARK.decode()) if isinstance(text, str) else text
-
-
-def read(source: Examples, indices: Sequence[int]) -> Sequence[Any]:
-    """Read examples, in one call if the source has `__getitems__`."""
-    # Sources of array_record files have it, and read in parallel.
-    together: Callable[[Sequence[int]], Sequence[Any]] | None
-    together = getattr(source, "__getitems__", None)
-    return [source[index] for index in indices] if together is None else together(indices)

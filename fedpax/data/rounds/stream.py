@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from fedpax.clients.cohort import Cohort
 from fedpax.clients.cohort_stream import CohortStream, IslandStream, fingerprint
-from fedpax.data.rounds.shard import read
+from fedpax.data.rounds.documents import Field, read
 from fedpax.errors import ArgumentError
 from fedpax.primitives.casts import check_integers
 from fedpax.sources.examples import Examples, get_field
+from fedpax.text.conversation import Conversation
 
 SAMPLED_DOCUMENTS, SAMPLED_BYTES = 256, 65_536
 """Documents of a fingerprint, and bytes of each."""
@@ -158,16 +159,17 @@ def arrays_fingerprint(arrays: Mapping[str, NDArray[Any]]) -> str:
     return f"arrays {', '.join(sorted(arrays))}: {value}"
 
 
-def texts_fingerprint(source: Examples, field: str) -> str:
+def texts_fingerprint(source: Examples, field: Field) -> str:
     """Return a text that identifies the documents of a source: their number and a checksum."""
     # At most 256 evenly spaced documents are read, so large data sets take no longer; the length
     # and the first 64 KiB of each count.
     indices = evenly_spaced(len(source), SAMPLED_DOCUMENTS).tolist()
     checksum = hashlib.sha256()
+    names = field.fields if isinstance(field, Conversation) else (field,)
     for example in read(source, indices):
-        value = get_field(example, field)
-        text = value if isinstance(value, bytes) else str(value).encode(errors="surrogatepass")
-        checksum.update(len(text).to_bytes(8, "little") + text[:SAMPLED_BYTES])
+        for value in (get_field(example, name) for name in names):
+            text = value if isinstance(value, bytes) else str(value).encode(errors="surrogatepass")
+            checksum.update(len(text).to_bytes(8, "little") + text[:SAMPLED_BYTES])
     return f"{len(source)} documents, sample {checksum.hexdigest()[:16]}"
 
 

@@ -7,13 +7,17 @@ import numpy as np
 from jaxtyping import UInt64
 
 from fedpax.clients.cohort import Cohort
+from fedpax.data.rounds.documents import Field, encode_examples
 from fedpax.data.rounds.local_rows import RowMask
 from fedpax.data.rounds.mixture import Mixture
-from fedpax.data.rounds.shard import encode_documents, get_text
 from fedpax.data.rounds.stream import check_sizes, source_name
 from fedpax.data.rounds.token_stream import IN_MIXTURE, DataSet, TokenRounds, without_mask
 from fedpax.errors import ArgumentError
-from fedpax.populations.partition import Partition, check_partition, partition_checksum
+from fedpax.populations.partition import (
+    Partition,
+    check_partition,
+    partition_checksum,
+)
 from fedpax.sources.examples import Examples, as_examples
 from fedpax.sources.shuffle import hash_key
 from fedpax.text.packing import TokenPairs, to_batch
@@ -22,7 +26,14 @@ from fedpax.text.tokenizer import BYTE_TOKENIZER, Tokenizer
 _ARRAYS, _BYTES = 4, 4  # inputs, targets, segments, positions; each int32
 
 
-def token_round_shapes(*, islands: int, local_steps: int, batch_size: int, seq_len: int) -> Cohort:
+def token_round_shapes(
+    *,
+    islands: int,
+    local_steps: int,
+    batch_size: int,
+    seq_len: int,
+    with_mask: bool = False,
+) -> Cohort:
     """Return the shapes and dtypes of a round of `token_rounds`, without reading any text.
 
     Args:
@@ -30,6 +41,7 @@ def token_round_shapes(*, islands: int, local_steps: int, batch_size: int, seq_l
         local_steps: steps per island and round.
         batch_size: rows per step and island.
         seq_len: tokens per row.
+        with_mask: include the mask, which rounds of a `Conversation` have. Default False.
 
     Returns:
         A `Cohort` of `jax.ShapeDtypeStruct`.
@@ -41,11 +53,12 @@ def token_round_shapes(*, islands: int, local_steps: int, batch_size: int, seq_l
     """
     shape = (islands, local_steps, batch_size, seq_len)
     nothing = np.zeros((0, seq_len), np.int32)
-    empty = to_batch(TokenPairs(nothing, nothing, nothing.astype(np.bool_)))
+    flags = nothing.astype(np.bool_)
+    empty = to_batch(TokenPairs(nothing, nothing, flags, flags))
     return Cohort(
         {
             name: jax.ShapeDtypeStruct(shape, array.dtype)
-            for name, array in without_mask(empty).items()
+            for name, array in (empty if with_mask else without_mask(empty)).items()
         }
     )
 
@@ -61,7 +74,7 @@ def token_rounds(
     partition: Partition | None = None,
     shuffle_tokens: int = 2**22,
     num_shards: int | None = None,
-    field: str = "text",
+    field: Field = "text",
     tokenizer: Tokenizer = BYTE_TOKENIZER,
     rows: RowMask | None = None,
 ) -> TokenRounds:
@@ -91,7 +104,8 @@ def token_rounds(
             a smaller data set has the largest possible divisor of `num_shards`. Default None: the
             number of rows in a step (of an island, with a partition); a restored stream has the
             number of shards of the state.
-        field: the field of an example with its text, a string or UTF-8 bytes.
+        field: the field of an example with its text, a string or UTF-8 bytes; or a
+            `Conversation`, whose answers alone count in the loss.
         tokenizer: the tokenizer.
         rows: the rows that this process needs, bool `[islands, local_steps, batch_size]`, from
             `addressable_rows`. Default None: all.
@@ -99,7 +113,8 @@ def token_rounds(
     Returns:
         An iterator over `fedpax.Cohort`. Its batches are a dict of int32 arrays `[islands,
         local_steps, batch_size, seq_len]`: `inputs`, `targets`, `segments` and `positions`, as
-        `fedpax.data.pack` describes them. All rows are full, so there is no mask. If `rows` leaves
+        `fedpax.data.pack` describes them. All rows are full. With a `Conversation` there is also
+        `mask`, float32, 1 for targets in answers; without one, all targets count. If `rows` leaves
         some out, arrays are `fedpax.data.rounds.local_rows.LocalRows`, of the same shape.
 
     Raises:
@@ -153,7 +168,7 @@ def token_rounds(
         for data_set in data_sets:
             settings[IN_MIXTURE + data_set.name] = (
                 f"{source_name(data_set.source)}, {data_set.documents} documents, "
-                f"field {data_set.field!r}"
+                f"field {str(data_set.field)!r}"
             )
     else:
         source = as_examples(source)
@@ -161,7 +176,7 @@ def token_rounds(
         if not len(source):
             raise ArgumentError(f"{name} has no documents: load another split.")
         mixture = Mixture({name: source}, {name: 1.0})
-        settings |= {"source": name, "num_documents": len(source), "field": field}
+        settings |= {"source": name, "num_documents": len(source), "field": str(field)}
         if partition is None:
             data_sets = [DataSet(name, source, field, len(source), hash_key(seed))]
         else:
@@ -192,6 +207,6 @@ def _named_key(seed: int, name: str) -> UInt64[np.ndarray, ""]:
     return hash_key(seed, zlib.crc32(name.encode()))
 
 
-def _check_text(source: Examples, field: str, tokenizer: Tokenizer) -> None:
+def _check_text(source: Examples, field: Field, tokenizer: Tokenizer) -> None:
     """Encode a data set's first text, so that a wrong field raises before the training."""
-    encode_documents(tokenizer, [get_text(source[0], field)])
+    encode_examples(tokenizer, [source[0]], field)

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Int64, UInt64
 
 from fedpax.clients.cohort import MASK, Cohort
+from fedpax.data.rounds.documents import Field
 from fedpax.data.rounds.local_rows import LocalRows, RowMask
 from fedpax.data.rounds.mixture import Mixture, apportion
 from fedpax.data.rounds.shard import DocumentOrder, Position, Shard
@@ -22,6 +23,7 @@ from fedpax.errors import ArgumentError
 from fedpax.populations.partition import Indices
 from fedpax.sources.examples import Examples
 from fedpax.sources.shuffle import hash_key, shuffled_index
+from fedpax.text.conversation import Conversation
 from fedpax.text.packing import Batch, TokenPairs, to_batch
 from fedpax.text.tokenizer import Tokenizer
 
@@ -35,7 +37,7 @@ class DataSet(NamedTuple):
 
     name: str  # its name in the state
     source: Examples
-    field: str  # the field with the text
+    field: Field  # the field with the text
     # The documents' indices in the source; for all documents, their number.
     documents: Indices | int
     key: UInt64[np.ndarray, ""]  # selects the order of documents and rows
@@ -88,6 +90,7 @@ class TokenRounds:
         self.settings = settings
         self._mixture = mixture
         self._data_sets = data_sets
+        self._is_scored = any(isinstance(d.field, Conversation) for d in data_sets)
         self._set_mask(rows)
         self._by_island = by_island
         self._seed = seed
@@ -190,7 +193,7 @@ class TokenRounds:
         steps_per_round = self.shape[1]
         num_rows = math.prod(self.shape[:3])
         self._progress = _Progress(rounds + 1, steps + steps_per_round, rows + num_rows, credits)
-        batch = without_mask(to_batch(pairs))
+        batch = to_batch(pairs) if self._is_scored else without_mask(to_batch(pairs))
         if self._mask.all():
             return Cohort({name: rows.reshape(self.shape) for name, rows in batch.items()})
         return Cohort({name: LocalRows(rows, self._mask) for name, rows in batch.items()})
@@ -231,6 +234,7 @@ class TokenRounds:
         pairs = TokenPairs(
             np.empty((num_own, seq_len), np.int32),
             np.empty((num_own, seq_len), np.int32),
+            np.empty((num_own, seq_len), np.bool_),
             np.empty((num_own, seq_len), np.bool_),
         )
         for (number, shard), opened in self._shards.items():
@@ -296,5 +300,5 @@ class TokenRounds:
 
 
 def without_mask(batch: Batch) -> Batch:
-    """Drop the mask: all rows of a round are full."""
+    """Drop the mask: all rows of a round are full, and all targets count."""
     return {name: rows for name, rows in batch.items() if name != MASK}

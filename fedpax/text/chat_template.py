@@ -1,0 +1,164 @@
+"""ChatTemplate: a Jinja template that writes a list of chat messages as one text."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedpax.errors import ArgumentError, MissingPackageError
+from fedpax.files import read_file, read_json
+from fedpax.paths import expand_home
+from fedpax.text.end_of_document import token_name
+
+TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template.
+
+    Attributes:
+        text: the Jinja template.
+        render: `(messages, add_generation_prompt) -> text`. A message is a dict with `role` and
+            `content`. `add_generation_prompt` adds the beginning of an answer.
+    """
+
+    text: str
+    render: Callable[[Messages, bool], str] = dataclasses.field(compare=False, repr=False)
+
+    @property
+    def name(self) -> str:
+        """A checksum of the text, which identifies the template."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
+
+
+def find_chat_template(path: str | Path) -> ChatTemplate | None:
+    """Return the chat template in a model's folder, or beside a tokenizer's file.
+
+    Args:
+        path: the folder, or a file in it, such as its tokenizer.json.
+
+    Returns:
+        The template of chat_template.jinja, else of tokenizer_config.json; None if there is none.
+
+    Raises:
+        ImportError: Jinja is not installed.
+        ValueError: the template or the file is damaged.
+    """
+    folder = expand_home(str(path))
+    folder = folder if folder.is_dir() else folder.parent
+    config = folder / CONFIG_FILE
+    entries = read_json(config) if config.is_file() else {}
+    if (file := folder / TEMPLATE_FILE).is_file():
+        return _compile(read_file(file).decode(), entries, str(file))
+    text = entries.get("chat_template") if isinstance(entries, dict) else None
+    if isinstance(text, list):  # several templates by name
+        text = {item["name"]: item["template"] for item in text}.get("default")
+    return None if text is None else _compile(text, entries, str(config))
+
+
+def load_chat_template(path: str | Path) -> ChatTemplate:
+    r"""Load a chat template.
+
+    Templates run in Jinja's sandbox, with the functions and variables that Hugging Face's library
+    `transformers` gives them.
+
+    Args:
+        path: a Jinja file, or a model's folder with chat_template.jinja or tokenizer_config.json.
+
+    Returns:
+        The template.
+
+    Raises:
+        FileNotFoundError: there is no such file, or the folder has no template.
+        ImportError: Jinja is not installed: it comes with the extra `tokenizers`.
+        ValueError: the template is damaged.
+
+    Example:
+        >>> from pathlib import Path
+        >>> text = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+        >>> _ = Path("chat.jinja").write_text(text)
+        >>> template = load_chat_template("chat.jinja")
+        >>> template.render([{"role": "user", "content": "1 + 1?"}], False)
+        '<user>1 + 1?\n'
+    """
+    file = expand_home(str(path))
+    if file.is_dir():
+        template = find_chat_template(file)
+    elif file.is_file():
+        config = file.with_name(CONFIG_FILE)
+        entries = read_json(config) if config.is_file() else {}
+        template = _compile(read_file(file).decode(), entries, str(file))
+    else:
+        template = None
+    if template is None:
+        raise FileNotFoundError(
+            f"chat_template={str(path)!r} is no file, and no folder with {TEMPLATE_FILE} or an "
+            f"entry chat_template in {CONFIG_FILE}. Pass the path of a Jinja file."
+        )
+    return template
+
+
+def _compile(text: str, entries: Any, source: str) -> ChatTemplate:
+    try:
+        import jinja2
+        from jinja2.ext import Extension, LoopControlExtension
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise MissingPackageError(
+            'A chat template needs an extra: pip install "fedpax[tokenizers]".'
+        ) from error
+
+    class Generation(Extension):
+        """Accept the tag `generation`, which marks answers; they are found without it."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, **options: Any) -> str:
+        return json.dumps(value, **{"ensure_ascii": False, **options})
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, LoopControlExtension]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    names = entries.items() if isinstance(entries, dict) else ()
+    tokens = {
+        entry: name
+        for entry, value in names
+        if entry.endswith("_token") and isinstance(name := token_name(value), str)
+    }
+    try:
+        compiled = environment.from_string(text)
+    except jinja2.TemplateError as error:
+        raise ArgumentError(
+            f"{source}: the chat template is damaged ({error}). Correct it, or pass another one "
+            "with data.chat_template."
+        ) from error
+
+    def render(messages: Messages, add_generation_prompt: bool) -> str:
+        try:
+            return compiled.render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **tokens,
+            )
+        except jinja2.TemplateError as error:
+            raise ArgumentError(
+                f"{source}: the chat template raises for the messages {list(messages)!r:.300}: "
+                f"{error}. Correct the messages, or pass another template with data.chat_template."
+            ) from error
+
+    return ChatTemplate(text, render)

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from fedpax.experiments.client_methods import ClientTraining as ClientTraining
     from fedpax.experiments.client_methods import MethodConfig as MethodConfig
     from fedpax.experiments.client_methods import method as method
+    from fedpax.experiments.cohort_settings import CohortConfig as CohortConfig
+    from fedpax.experiments.cohort_settings import ServerConfig as ServerConfig
     from fedpax.experiments.fedavg_clients import ClientExperiment as ClientExperiment
-    from fedpax.experiments.fedavg_clients import CohortConfig as CohortConfig
-    from fedpax.experiments.fedavg_clients import ServerConfig as ServerConfig
     from fedpax.experiments.fedavg_images import FedAvgImages as FedAvgImages
     from fedpax.experiments.fedavg_table import FedAvgTable as FedAvgTable
     from fedpax.experiments.populations import DirichletPopulation as DirichletPopulation
@@ -34,7 +34,7 @@ _MODULES = {
     "AggregatorConfig": "fedpax.experiments.client_aggregators",
     "ClientExperiment": "fedpax.experiments.fedavg_clients",
     "ClientTraining": "fedpax.experiments.client_methods",
-    "CohortConfig": "fedpax.experiments.fedavg_clients",
+    "CohortConfig": "fedpax.experiments.cohort_settings",
     "DirichletPopulation": "fedpax.experiments.populations",
     "ExperimentGroup": "fedpax.experiments.catalog",
     "FedAvgImages": "fedpax.experiments.fedavg_images",
@@ -42,7 +42,7 @@ _MODULES = {
     "MethodConfig": "fedpax.experiments.client_methods",
     "NaturalPopulation": "fedpax.experiments.populations",
     "PopulationConfig": "fedpax.experiments.populations",
-    "ServerConfig": "fedpax.experiments.fedavg_clients",
+    "ServerConfig": "fedpax.experiments.cohort_settings",
     "SyntheticPopulation": "fedpax.experiments.populations",
     "UnknownExperimentError": "fedpax.experiments.catalog",
     "aggregator": "fedpax.experiments.client_aggregators",

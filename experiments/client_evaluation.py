@@ -30,12 +30,7 @@ def owners_by_field(source: Source, field: str) -> ExampleOwners:
 
 
 def rows_by_client(rows: Mapping[str, np.ndarray], parts: Partition) -> list[Batch]:
-    """Return the rows of each client, for `fedpax.training.evaluation.evaluate_by_client`.
-
-    Args:
-        rows: arrays `[rows, ...]`.
-        parts: for each client the indices of its rows.
-    """
+    """Return arrays `[rows, ...]` by client, for `evaluate_by_client`."""
     return [{name: values[np.asarray(part)] for name, values in rows.items()} for part in parts]
 
 
@@ -45,17 +40,8 @@ def masked_loss_by_client(
     names: Sequence[str],
     finish: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]],
 ) -> EvaluateClients:
-    """Make the evaluation by client of a model of tokens.
-
-    Args:
-        loss_fn: `(params, batch) -> (loss, dict of scalars)`, means weighted by the `mask`.
-        clients: the rows of each client.
-        names: the clients' names.
-        finish: makes the metrics of the means of `loss_fn`, arrays `[clients]`.
-
-    Returns:
-        The evaluation. The number of a client's examples is its number of targets.
-    """
+    """Make the evaluation of a model of tokens by client; a client has its number of targets."""
+    # `loss_fn` returns means weighted by the mask, of which `finish` makes the metrics `[clients]`.
     evaluate = evaluate_by_client(loss_fn, clients)
     targets = np.array([np.sum(client["mask"], dtype=np.float64) for client in clients])
     return lambda params: ClientMetrics(names, targets, finish(evaluate(params)))

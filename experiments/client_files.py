@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -12,9 +12,28 @@ from numpy.typing import NDArray
 
 from fedpax.checks import DECAY, check_ranges
 from fedpax.data import load
-from fedpax.data.tables.labels import missing_label_message
+from fedpax.data.tables.labels import Label, missing_label_message
 from fedpax.data.tables.values import arrow_column, is_missing
 from fedpax.errors import ArgumentError
+
+
+class PreparedFiles(Protocol):
+    """Examples as arrays, and their label."""
+
+    @property
+    def examples(self) -> Mapping[str, NDArray[Any]]:
+        """The fields of all examples, arrays `[examples, ...]`, with `label`."""
+        ...
+
+    @property
+    def label(self) -> Label:
+        """The label that the model predicts."""
+        ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Lines that are printed when a run starts."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from fedpax.experiments.island_settings import FragmentSettings, wire_codec
 from fedpax.experiments.optimizers import OptimizerConfig
 from fedpax.experiments.text import TextConfig, TextExperiment
 from fedpax.models import presets
-from fedpax.training.experiment import TrainingConfig
+from fedpax.training.training_config import TrainingConfig
 
 
 @dataclasses.dataclass(frozen=True)

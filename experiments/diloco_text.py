@@ -12,7 +12,7 @@ from fedpax.experiments.optimizers import OptimizerConfig
 from fedpax.experiments.text import TextConfig, TextExperiment, text_fields
 from fedpax.models import presets
 from fedpax.models.lora import LoRAConfig
-from fedpax.training.experiment import TrainingConfig
+from fedpax.training.training_config import TrainingConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from fedpax.checks import COUNT, check_ranges
 from fedpax.data import Partition, Source
 from fedpax.data.rounds.preprocess import Arrays, Preprocess
 from fedpax.errors import ArgumentError
-from fedpax.experiments.fedavg_clients import CohortConfig, ServerConfig
+from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig
 from fedpax.experiments.fedavg_words import FedAvgTokens
 from fedpax.experiments.populations import NaturalPopulation, check_has_fields
 from fedpax.models.lstm import LSTMConfig
@@ -21,7 +21,7 @@ from fedpax.text.characters import (
     character_rows,
 )
 from fedpax.training.evaluation import Batch
-from fedpax.training.experiment import TrainingConfig
+from fedpax.training.training_config import TrainingConfig
 
 
 def _published_model() -> LSTMConfig:

@@ -4,16 +4,14 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
-from fedpax.algorithms import server_adagrad, server_adam, server_yogi
-from fedpax.checks import COUNT, COUNT_OR_ZERO, DECAY, POSITIVE, PROBABILITY, check_ranges
+from fedpax.checks import COUNT, POSITIVE, check_ranges
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.data import (
     ClientSampler,
@@ -29,6 +27,8 @@ from fedpax.errors import ArgumentError
 from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
 from fedpax.experiments.client_evaluation import EvaluateClients, client_name
 from fedpax.experiments.client_methods import ClientTraining, MethodConfig, method
+from fedpax.experiments.clients_mesh import clients_mesh
+from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig
 from fedpax.experiments.populations import PopulationConfig
 from fedpax.experiments.site_clients import (
     ChosenClients,
@@ -39,83 +39,12 @@ from fedpax.experiments.site_clients import (
 )
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.parallel.axes import shardings
-from fedpax.parallel.mesh import MeshConfig, MeshSizeError, available_devices
+from fedpax.parallel.mesh import MeshConfig
 from fedpax.parallel.mesh_rule import ShardedSize
 from fedpax.sites.rounds.contract import ClientRange, CoordinatorRun, SiteRun
 from fedpax.sources.examples import Examples
 from fedpax.training.evaluation import Batch, evaluator
 from fedpax.training.experiment import Experiment, Run, Shardings
-
-
-@dataclasses.dataclass(frozen=True)
-class CohortConfig:
-    """The clients of a round and their local training.
-
-    Attributes:
-        size: number of clients in a round.
-        batch_size: examples in a local step of a client.
-        local_epochs: passes of a client over its examples in a round.
-        max_steps: largest number of local steps of a client in a round. Default None: no limit.
-        chunk_size: number of clients that a device runs at once. With 1, a client runs only its
-            own steps. With more, every client of a chunk takes as long as the longest. "auto" is
-            not supported, because the order of clients depends on this number: clients of similar
-            size share a chunk.
-        sampling_probability: probability that a client joins a round, independently of others
-            (Poisson sampling); `size` is then the largest number of clients. Default None: a round
-            has `size` clients.
-        seed: random seed of the population, the cohorts, the order of each client's examples, and
-            what the aggregator draws.
-    """
-
-    size: int
-    batch_size: int = 20
-    local_epochs: int = 1
-    max_steps: int | None = None
-    chunk_size: int = 1
-    sampling_probability: float | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        names = ("size", "batch_size", "local_epochs", "max_steps", "chunk_size")
-        check_ranges(self, "cohort", **dict.fromkeys(names, COUNT), seed=COUNT_OR_ZERO)
-        check_ranges(self, "cohort", sampling_probability=PROBABILITY)
-
-
-@dataclasses.dataclass(frozen=True)
-class ServerConfig:
-    """The server optimizer: FedAvg's or FedAvgM's SGD, or one of FedOpt's adaptive optimizers.
-
-    Attributes:
-        optimizer: "sgd" with learning rate 1 and b1 = 0 is FedAvg, with b1 > 0 FedAvgM. "adagrad",
-            "adam" and "yogi" are FedAdagrad, FedAdam and FedYogi as Reddi et al. define them.
-        learning_rate: learning rate of the server.
-        b1: decay rate of the first moment; the momentum of "sgd".
-        b2: decay rate of the second moment of "adam" and "yogi".
-        tau: degree of adaptivity, added to the square root of the second moment.
-    """
-
-    optimizer: Literal["sgd", "adagrad", "adam", "yogi"] = "sgd"
-    learning_rate: float = 1.0
-    b1: float = 0.0
-    b2: float = 0.99
-    tau: float = 1e-3
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_ranges(self, "server", learning_rate=POSITIVE, b1=DECAY, b2=DECAY, tau=POSITIVE)
-
-    def make(self) -> optax.GradientTransformation:
-        """Make the optimizer."""
-        match self.optimizer:
-            case "sgd":
-                return optax.sgd(self.learning_rate, momentum=self.b1 or None)
-            case "adagrad":
-                return server_adagrad(self.learning_rate, b1=self.b1, tau=self.tau)
-            case "adam":
-                return server_adam(self.learning_rate, b1=self.b1, b2=self.b2, tau=self.tau)
-            case "yogi":
-                return server_yogi(self.learning_rate, b1=self.b1, b2=self.b2, tau=self.tau)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,7 +68,7 @@ class ClientExperiment(OverSites, Experiment):
     heldout_batch_size: int = 256
     cohort: CohortConfig
     client_learning_rate: float
-    server: ServerConfig = ServerConfig()
+    server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     method: MethodConfig = method("fedavg")
     aggregator: AggregatorConfig = aggregator("mean")
     mesh: MeshConfig = dataclasses.field(default_factory=lambda: MeshConfig(clients=-1))
@@ -445,41 +374,3 @@ class FedAvgExperiment(ClientExperiment):
         """Return the training examples, and the indices of each client's examples."""
         source = self.read_source()
         return self.read_training(source), self.population.make(source, self.cohort.seed)
-
-
-def clients_mesh(mesh: MeshConfig, cohort_size: int) -> Mesh:
-    """Make a mesh whose axis of clients divides the cohort, with equal parts of all processes."""
-    devices = available_devices()
-    processes = sorted({device.process_index for device in devices})
-    sizes = resolve_clients_axis(mesh, cohort_size, len(processes))
-    if sizes.size % len(processes):
-        rest = dataclasses.replace(mesh, clients=1).size
-        raise MeshSizeError(
-            f"{len(processes)} processes cannot share --cohort.size={cohort_size} clients equally. "
-            f"Set --cohort.size={len(devices) // rest} for all {len(devices)} devices."
-        )
-    each = sizes.size // len(processes)
-    return sizes.make(
-        [
-            device
-            for process in processes
-            for device in [d for d in devices if d.process_index == process][:each]
-        ]
-    )
-
-
-def resolve_clients_axis(mesh: MeshConfig, cohort_size: int, processes: int = 1) -> MeshConfig:
-    """Replace `clients=-1`, or no size, by the largest one that divides cohort and fits devices."""
-    if mesh.clients not in (None, -1):
-        if cohort_size % mesh.clients:
-            raise ArgumentError(
-                f"--mesh.clients={mesh.clients} does not divide --cohort.size={cohort_size}. Set "
-                f"--cohort.size to a multiple of {mesh.clients}, or --mesh.clients=-1 for the "
-                "largest axis that divides the cohort."
-            )
-        return mesh
-    rest = dataclasses.replace(mesh, clients=1).size
-    available = max(len(available_devices()) // rest, 1)
-    sizes = [d for d in range(1, available + 1) if cohort_size % d == 0]
-    even = [d for d in sizes if d * rest % processes == 0]
-    return dataclasses.replace(mesh, clients=max(even or sizes))

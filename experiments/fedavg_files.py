@@ -5,7 +5,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import chex
 import jax
@@ -21,7 +21,7 @@ from fedpax.data.rounds.preprocess import Arrays, Preprocess
 from fedpax.data.tables import Label
 from fedpax.deploy.batch_evaluation import NEW, HeldoutClients
 from fedpax.experiments.client_evaluation import EvaluateClients
-from fedpax.experiments.client_files import FilesConfig, OpenFiles, open_files
+from fedpax.experiments.client_files import FilesConfig, OpenFiles, PreparedFiles, open_files
 from fedpax.experiments.fedavg_clients import ClientExperiment
 from fedpax.experiments.heldout_clients import heldout_of_files
 from fedpax.experiments.personal_evaluation import own_models, pad_cohort, with_own_models
@@ -42,25 +42,6 @@ from fedpax.training.client_metrics import (
 )
 from fedpax.training.evaluation import Batch, map_examples
 from fedpax.training.experiment import Run
-
-
-class PreparedFiles(Protocol):
-    """Examples as arrays, and their label."""
-
-    @property
-    def examples(self) -> Mapping[str, NDArray[Any]]:
-        """The fields of all examples, arrays `[examples, ...]`, with `label`."""
-        ...
-
-    @property
-    def label(self) -> Label:
-        """The label that the model predicts."""
-        ...
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """Lines that are printed when a run starts."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,10 +89,7 @@ class FedAvgFiles(ClientExperiment):
             self.__dict__["_saved_inputs"] = read_saved_inputs(path, self.data)
 
     def write_inputs(self, folder: Path) -> None:
-        """Write `table.json`: the label and, for tables, the columns, as `saved_inputs` has them.
-
-        `fedpax.data.tables.TableFeatures.from_json` and `Label.from_json` read it.
-        """
+        """Write `table.json`, which `Label` and `TableFeatures` read: the label and columns."""
         write_saved_inputs(folder / INPUTS, self.saved_inputs or self.inputs)
 
     @property

@@ -16,14 +16,14 @@ from fedpax.data.rounds.preprocess import Preprocess, preprocess_images
 from fedpax.data.tables import Label, infer_label
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_files import FilesConfig
-from fedpax.experiments.fedavg_clients import CohortConfig
+from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_files import FedAvgFiles
 from fedpax.experiments.saved_inputs import saved_content
 from fedpax.models.classifiers import CNNConfig, cnn
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.models.resnet import ResNetConfig, resnet
 from fedpax.sites.rounds.contract import Question
-from fedpax.training.experiment import TrainingConfig
+from fedpax.training.training_config import TrainingConfig
 
 
 @dataclasses.dataclass(frozen=True)

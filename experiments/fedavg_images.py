@@ -30,7 +30,8 @@ from fedpax.experiments.client_evaluation import (
     label_weights,
     owners_by_field,
 )
-from fedpax.experiments.fedavg_clients import CohortConfig, FedAvgExperiment, ServerConfig
+from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig
+from fedpax.experiments.fedavg_clients import FedAvgExperiment
 from fedpax.experiments.populations import (
     DirichletPopulation,
     NaturalPopulation,
@@ -44,7 +45,8 @@ from fedpax.models.resnet import ResNetConfig, resnet
 from fedpax.sources.examples import Examples
 from fedpax.training.client_metrics import Clients, LabelWeights, classification_by_client
 from fedpax.training.evaluation import Batch, map_examples
-from fedpax.training.experiment import Run, TrainingConfig
+from fedpax.training.experiment import Run
+from fedpax.training.training_config import TrainingConfig
 from fedpax.training.virtual_time import ScheduledRounds
 
 

@@ -12,7 +12,8 @@ from fedpax.checks import COUNT, NON_NEGATIVE, check_ranges
 from fedpax.data import Partition, example_batches
 from fedpax.data.rounds.preprocess import Arrays, Preprocess, preprocess_images
 from fedpax.experiments.client_evaluation import EvaluateClients
-from fedpax.experiments.fedavg_clients import ClientExperiment, CohortConfig
+from fedpax.experiments.cohort_settings import CohortConfig
+from fedpax.experiments.fedavg_clients import ClientExperiment
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.losses import classification_loss
 from fedpax.models.nnx_functional import FunctionalModel
@@ -20,7 +21,7 @@ from fedpax.populations.leaf_clients import leaf_clients
 from fedpax.populations.logistic_clients import logistic_clients
 from fedpax.training.client_metrics import ExampleOwners, classification_by_client
 from fedpax.training.evaluation import Batch, map_examples
-from fedpax.training.experiment import TrainingConfig
+from fedpax.training.training_config import TrainingConfig
 
 HELDOUT_EVERY = 10
 """Of this number of a client's examples, the first one is held out."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from fedpax.checks import COUNT
 from fedpax.data.tables import TableFeatures
 from fedpax.errors import ArgumentError
-from fedpax.experiments.fedavg_clients import CohortConfig
+from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_files import FedAvgFiles
 from fedpax.experiments.saved_inputs import saved_content
 from fedpax.experiments.site_tables import (
@@ -31,7 +31,7 @@ from fedpax.experiments.table_data import (
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.sites.rounds.contract import ClientRange, Question
-from fedpax.training.experiment import TrainingConfig
+from fedpax.training.training_config import TrainingConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,8 @@ from fedpax.experiments.client_evaluation import (
     masked_loss_by_client,
     rows_by_client,
 )
-from fedpax.experiments.fedavg_clients import CohortConfig, ServerConfig, clients_mesh
+from fedpax.experiments.clients_mesh import clients_mesh
+from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig
 from fedpax.experiments.heldout import HeldoutSets, heldout_evaluator
 from fedpax.experiments.language_model import (
     LanguageModelExperiment,
@@ -68,7 +69,8 @@ from fedpax.sites.rounds.contract import (
     SiteRun,
 )
 from fedpax.sites.transport.checked_header import CheckedHeader
-from fedpax.training.experiment import Run, Shardings, TrainingConfig
+from fedpax.training.experiment import Run, Shardings
+from fedpax.training.training_config import TrainingConfig
 from fedpax.user_files.formats import is_files
 
 

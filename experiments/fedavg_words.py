@@ -24,7 +24,8 @@ from fedpax.experiments.client_evaluation import (
     owners_by_field,
     rows_by_client,
 )
-from fedpax.experiments.fedavg_clients import CohortConfig, FedAvgExperiment, ServerConfig
+from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig
+from fedpax.experiments.fedavg_clients import FedAvgExperiment
 from fedpax.experiments.populations import NaturalPopulation, check_has_fields
 from fedpax.models.losses import next_word_loss
 from fedpax.models.lstm import LSTMConfig, lstm
@@ -32,7 +33,7 @@ from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.sources.stackoverflow_words import stackoverflow_words
 from fedpax.text.words import NUM_SPECIAL, WordRows
 from fedpax.training.evaluation import Batch
-from fedpax.training.experiment import TrainingConfig
+from fedpax.training.training_config import TrainingConfig
 from fedpax.training.virtual_time import ScheduledRounds
 
 

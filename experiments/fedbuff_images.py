@@ -17,14 +17,15 @@ from fedpax.clients.cohort_stream import CohortStream
 from fedpax.data import ClientSampler, CohortRounds, Partition
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_methods import method
-from fedpax.experiments.fedavg_clients import CohortConfig
+from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_images import FedAvgImages
 from fedpax.experiments.populations import DirichletPopulation
 from fedpax.experiments.traces import TraceConfig
 from fedpax.models.classifiers import CNNConfig
 from fedpax.simulation import BufferedArrivals, buffered_arrivals
 from fedpax.training.exchanged_bytes import with_exchanged_bytes
-from fedpax.training.experiment import Run, TrainingConfig
+from fedpax.training.experiment import Run
+from fedpax.training.training_config import TrainingConfig
 from fedpax.training.virtual_time import ScheduledRounds, TimedSchedule, with_virtual_seconds
 
 

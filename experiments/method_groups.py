@@ -6,13 +6,14 @@ from typing import Any
 
 from fedpax.experiments.catalog import ExperimentGroup
 from fedpax.experiments.client_methods import method
-from fedpax.experiments.fedavg_clients import ClientExperiment, CohortConfig, ServerConfig
+from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig
+from fedpax.experiments.fedavg_clients import ClientExperiment
 from fedpax.experiments.fedavg_images import FedAvgImages
 from fedpax.experiments.fedavg_synthetic import fedavg_synthetic
 from fedpax.experiments.personal_images import PersonalImages
 from fedpax.experiments.populations import DirichletPopulation
 from fedpax.models.classifiers import MLPConfig
-from fedpax.training.experiment import TrainingConfig
+from fedpax.training.training_config import TrainingConfig
 
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "fedavg": {},

@@ -19,7 +19,7 @@ from fedpax.experiments.optimizers import OptimizerConfig
 from fedpax.experiments.text import LossConfig, TextConfig
 from fedpax.models import presets
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.training.experiment import TrainingConfig
+from fedpax.training.training_config import TrainingConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -169,7 +169,7 @@ def check_ranges(config: Any, path: str, **ranges: Range) -> None:
 
     Args:
         config: a configuration. Each of its fields of a `Literal` type must have one of the type's
-            values. Other fields that are None are not checked.
+            values. Optional fields that are None are not checked.
         path: the path of the configuration in an experiment, such as "optimizer"; "" for the
             experiment itself.
         **ranges: the range of each number to check, by name.
@@ -186,12 +186,14 @@ def check_ranges(config: Any, path: str, **ranges: Range) -> None:
     """
     prefix = f"{path}." if path else ""
     for name, hint in get_type_hints(type(config)).items():
-        choices = get_args(hint) if get_origin(hint) is Literal else None
-        if choices and (value := getattr(config, name)) not in choices:
-            raise ArgumentError(
-                f"{prefix}{name}={value!r}: expected one of {', '.join(choices)}. Set "
-                f"--{prefix}{name} to one of them."
-            )
+        for kind in (hint, *get_args(hint)):  # `Literal[...] | None` too
+            choices = get_args(kind) if get_origin(kind) is Literal else None
+            value = getattr(config, name) if choices else None
+            if choices and value not in choices and (kind is hint or value is not None):
+                raise ArgumentError(
+                    f"{prefix}{name}={value!r}: expected one of {', '.join(choices)}. Set "
+                    f"--{prefix}{name} to one of them."
+                )
     for name, expected in ranges.items():
         value = getattr(config, name)
         if value is not None and value not in expected:

@@ -30,11 +30,8 @@ def open_closed_streams() -> None:
 
 
 def escape_unknown_characters() -> None:
-    """Print characters that the encoding of stdout or stderr lacks as escapes.
-
-    In the C locale the encoding can be ASCII, and a library's help or a user's path could not be
-    printed.
-    """
+    """Print characters that the encoding of stdout or stderr lacks as escapes."""
+    # In the C locale the encoding can be ASCII: a user's path could not be printed.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -100,11 +97,9 @@ def _write(text: str, stream: TextIO) -> None:
 
 
 def discard_output(stream: TextIO) -> None:
-    """Discard all further output of a stream.
-
-    The reader of a pipe can exit early, as `head` does. Every later write would raise again, and
-    so would Python's own flush at exit.
-    """
+    """Discard all further output of a stream."""
+    # The reader of a pipe can exit early, as `head` does. Every later write would raise again, and
+    # so would Python's own flush at exit.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)

@@ -59,15 +59,7 @@ def is_installed(module: str) -> bool:
 
 
 def check_installed(module: str, use: str) -> None:
-    """Check that an optional module can be imported.
-
-    Args:
-        module: the module of an extra.
-        use: what needs it, the first words of the message.
-
-    Raises:
-        MissingPackageError: it is not installed.
-    """
+    """Check that an optional module can be imported; a message begins with `use`, what needs it."""
     if not is_installed(module):
         raise MissingPackageError(describe_missing(module, use))
 

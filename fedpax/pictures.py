@@ -134,10 +134,8 @@ def add_legend(
 
 
 def save_picture(figure: Figure, path: str | Path) -> None:
-    """Write a figure to a file; a link at its place is replaced, not followed.
-
-    Dollar signs in labels are characters: a name such as `$x` is not a formula.
-    """
+    """Write a figure to a file; a link at its place is replaced, not followed."""
+    # Dollar signs in labels are characters: a name such as `$x` is not a formula.
     encoded = _encoded(figure, Path(path).suffix.removeprefix(".") or "png")
     replace_file(Path(path), encoded, sync=False)
 

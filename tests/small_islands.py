@@ -13,7 +13,8 @@ from fedpax import Cohort
 from fedpax.algorithm import FederatedAlgorithm
 from fedpax.algorithms import diloco
 from fedpax.parallel.mesh import MeshConfig, available_devices
-from fedpax.training.experiment import Experiment, Run, Shardings, TrainingConfig
+from fedpax.training.experiment import Experiment, Run, Shardings
+from fedpax.training.training_config import TrainingConfig
 
 FEATURES = 16
 

@@ -20,7 +20,8 @@ from fedpax.algorithm import FederatedAlgorithm
 from fedpax.parallel.mesh import MeshConfig, available_devices
 from fedpax.training import round_loop
 from fedpax.training.compiled_round import compile_round
-from fedpax.training.experiment import Experiment, Run, Shardings, TrainingConfig
+from fedpax.training.experiment import Experiment, Run, Shardings
+from fedpax.training.training_config import TrainingConfig
 
 
 @contextlib.contextmanager

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 from fedpax import Cohort
 from fedpax.algorithms import diloco
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.training.experiment import Experiment, Run, Shardings, TrainingConfig
+from fedpax.training.experiment import Experiment, Run, Shardings
+from fedpax.training.training_config import TrainingConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

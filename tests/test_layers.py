@@ -27,6 +27,7 @@ HEIGHT = {
     "inspect": 4,
     "parallel": 4,
     "processes": 4,
+    "ops": 5,
     "aggregators": 5,
     "clients": 5,
     "algorithm": 6,

@@ -45,7 +45,8 @@ from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
 from fedpax.experiments.decoupled_diloco_text import DecoupledDiLoCoText, decoupled_diloco_text
 from fedpax.experiments.text import TextConfig
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.training.experiment import Run, TrainingConfig
+from fedpax.training.experiment import Run
+from fedpax.training.training_config import TrainingConfig
 
 LOCAL_STEPS, CHECKPOINT_ROUNDS = 8, 2
 

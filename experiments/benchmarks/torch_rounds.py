@@ -143,19 +143,16 @@ def run_pfl(problem: Problem, result: str, method: str) -> None:
         val_data=None,
         postprocessors=[postprocessor],
     )
+    scaffold_settings = {
+        "population": len(images),
+        "use_gradient_as_control_variate": False,  # option II
+        "user_state_storage": InMemoryUserStateStorage(),
+    }
     methods: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "fedavg": (FederatedAveraging, NNAlgorithmParams, {}),
         "private": (FederatedAveraging, NNAlgorithmParams, {}),
         "fedprox": (FedProx, FedProxParams, {"mu": problem.mu}),
-        "scaffold": (
-            SCAFFOLD,
-            SCAFFOLDParams,
-            {
-                "population": len(images),
-                "use_gradient_as_control_variate": False,  # option II
-                "user_state_storage": InMemoryUserStateStorage(),
-            },
-        ),
+        "scaffold": (SCAFFOLD, SCAFFOLDParams, scaffold_settings),
     }
     make_algorithm, make_settings, settings = methods[method]
     algorithm = make_algorithm()

@@ -102,14 +102,13 @@ def compare(settings: Settings) -> list[Row]:
             start, (client_ids, schedule)
         )
         sent = megabytes * client_ids.shape[1] * np.arange(1, len(seconds) + 1)
-        mean = 0.0 if staleness is None else float(staleness.mean())
         losses = np.asarray(loss)
         return Row(
             method=method,
             seconds=seconds.tolist(),
             megabytes=sent.tolist(),
             loss=losses.tolist(),
-            mean_staleness=mean,
+            mean_staleness=0.0 if staleness is None else float(staleness.mean()),
             reached=next(iter(np.flatnonzero(losses <= settings.target).tolist()), None),
         )
 

@@ -16,10 +16,7 @@ def num_participants() -> int:
 
 
 def count_all() -> Float[Array, ""]:
-    """Return the number of participants as an array. Inside a program.
-
-    Where participants can fail to answer (`fedpax.stages`), it is the number that answer.
-    """
+    """Return the number of participants as an array; in `fedpax.stages`, of those that answer."""
     return count_participants(resolve_placement("aggregate", None).placement)
 
 

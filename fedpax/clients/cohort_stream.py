@@ -20,10 +20,7 @@ class CohortStream(Protocol):
         ...
 
     def get_state(self) -> dict[str, Any] | bytes:
-        """Return the position in the stream, as values that JSON can represent or as bytes.
-
-        In a dict, None is a value that only another process knows.
-        """
+        """Return the position, in values of JSON or bytes; None: another process knows it."""
         ...
 
     def set_state(self, state: Any) -> None:
@@ -39,10 +36,7 @@ class IslandStream(CohortStream, Protocol):
     """
 
     def keep_island(self, island: int) -> None:
-        """Read only the rows of one island from now on.
-
-        Its rows do not change. Of the arrays of a cohort, other rows cannot be indexed then.
-        """
+        """Read only the rows of one island from now on; other rows cannot be indexed then."""
         ...
 
 
@@ -55,10 +49,7 @@ class IdentifiedStream(CohortStream, Protocol):
     """
 
     def fingerprint(self) -> dict[str, str]:
-        """Return for each data set by name its size and a checksum of a sample of its records.
-
-        Equal data have equal fingerprints on every machine, wherever the files are.
-        """
+        """Return each data set's size and a checksum of a sample; equal on all machines."""
         ...
 
 

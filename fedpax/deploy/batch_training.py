@@ -20,16 +20,17 @@ from fedpax.run_files.metrics_log import last_line
 from fedpax.run_files.paths import latest_round, resolve_job_log_dir
 from fedpax.training.begin_from import begin_from
 from fedpax.training.compiled_round import run_state_shardings, with_shardings
-from fedpax.training.experiment import Experiment, Run, TrainingConfig, check_run
+from fedpax.training.due_rounds import is_due
+from fedpax.training.experiment import Experiment, Run, check_run
 from fedpax.training.job_dir_lock import JobDirLock
 from fedpax.training.logging import RoundLogger
 from fedpax.training.norms import FiniteCheck
 from fedpax.training.progress import Progress
 from fedpax.training.resume_checks import check_configuration
-from fedpax.training.round_loop import is_due
 from fedpax.training.spikes import SpikeHistory
 from fedpax.training.tracker import track
 from fedpax.training.trainer import TrainingResult
+from fedpax.training.training_config import TrainingConfig
 
 RunRounds = Callable[..., list[Any]]
 """`(program, state, clients=..., rounds=..., first_round=...) -> results`, as `run_beam`."""

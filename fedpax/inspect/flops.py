@@ -3,7 +3,8 @@
 import dataclasses
 import math
 
-from fedpax.primitives._jax import Jaxpr, JaxprEqn, Literal, Var, aval_of, inner_jaxprs
+from fedpax.primitives._jax import Jaxpr, JaxprEqn, Literal, Var, aval_of
+from fedpax.primitives.jaxpr_analysis import inner_jaxprs
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.reduction import REDUCTIONS
 
@@ -53,15 +54,9 @@ NO_FLOPS = Flops()
 
 
 def count_flops(jaxpr: Jaxpr) -> Flops:
-    """Count the floating-point operations of a jaxpr.
-
-    - A matmul or convolution counts 2 for each multiplication with its addition.
-    - Elementwise arithmetic counts 1 for each element of its result, transcendental functions
-      included. A reduction counts 1 for each element of its operand.
-    - The body of a loop counts as often as it runs; a loop of unknown length counts once. A
-      conditional counts its costliest branch.
-    - Arithmetic on integers, comparisons, sorting and custom kernels count 0.
-    """
+    """Count the floating-point operations of a jaxpr: 2 in a matmul for each product, else 1."""
+    # The body of a loop counts as often as it runs; a loop of unknown length counts once. A
+    # conditional counts its costliest branch. Integers, comparisons and custom kernels count 0.
     return sum((equation_flops(eqn) for eqn in jaxpr.eqns), start=NO_FLOPS)
 
 

@@ -7,7 +7,8 @@ on the participants' devices. The client store marks the states that it reads an
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from fedpax.primitives._jax import SHAPE_PRIMITIVES, Jaxpr, JaxprEqn, Var, aval_of, inner_jaxprs
+from fedpax.primitives._jax import Jaxpr, JaxprEqn, Var, aval_of
+from fedpax.primitives.jaxpr_analysis import SHAPE_PRIMITIVES, inner_jaxprs
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.peak_memory import num_bytes
 from fedpax.transforms.marks import KEPT, SENT, SERVER, has_mark, is_mark

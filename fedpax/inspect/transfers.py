@@ -8,7 +8,8 @@ import jax
 
 from fedpax.inspect.cost_table import Transfer
 from fedpax.inspect.sent_marks import Sent, kept_values, sent_by_results, server_work
-from fedpax.primitives._jax import JaxprEqn, Var, aval_of, inner_jaxprs
+from fedpax.primitives._jax import JaxprEqn, Var, aval_of
+from fedpax.primitives.jaxpr_analysis import inner_jaxprs
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.peak_memory import num_bytes
 from fedpax.transforms.equal_values import EqualValues
@@ -19,10 +20,7 @@ from fedpax.transforms.value_names import Names, operation_of, type_of
 
 
 def sent_values(placed: PlacedValues, names: Names, executions: int) -> list[Transfer]:
-    """List the values that a participant sends, the compressed ones last.
-
-    Loops and conditionals that contain maps are not entered.
-    """
+    """List the values that a participant sends, the compressed ones last; outside of loops."""
     return list(_Sends(placed, names, executions).transfers())
 
 

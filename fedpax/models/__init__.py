@@ -8,7 +8,6 @@ transformers. `fedpax.models.huggingface` reads and writes weights in Hugging Fa
 """
 
 from fedpax.models.accumulation import accumulate_gradients
-from fedpax.models.chunked_loss import chunked_cross_entropy
 from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
 from fedpax.models.generation import generate
 from fedpax.models.losses import (
@@ -24,6 +23,7 @@ from fedpax.models.nnx_functional import FunctionalModel, to_functional
 from fedpax.models.resnet import ResNetConfig, resnet
 from fedpax.models.transformer import transformer
 from fedpax.models.transformer_config import TransformerConfig
+from fedpax.ops.chunked_loss import chunked_cross_entropy
 
 __all__ = [
     "CNNConfig",

@@ -10,9 +10,9 @@ from jaxtyping import Array, Float
 from fedpax.models.attention.layer import Attention, AttentionFn
 from fedpax.models.mixture_of_experts import MixtureOfExperts
 from fedpax.models.parameters import normal_param, project
-from fedpax.models.quantization import Quantization
 from fedpax.models.rms_norm import RMSNorm
 from fedpax.models.transformer_config import TransformerConfig
+from fedpax.ops.quantization import Quantization
 from fedpax.parallel.axes import constrain, explicit_spec
 
 

@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Int, Num
 
 from fedpax.algorithm import Metrics
 from fedpax.errors import ArgumentError
-from fedpax.models.chunked_loss import TOKENS_PER_CHUNK, chunked_cross_entropy
 from fedpax.models.transformer import TransformerConfig, transformer
+from fedpax.ops.chunked_loss import TOKENS_PER_CHUNK, chunked_cross_entropy
 
 Batch: TypeAlias = Mapping[str, jax.Array]
 ModelLoss: TypeAlias = Callable[[chex.ArrayTree, Batch], tuple[jax.Array, Metrics]]
@@ -103,7 +103,7 @@ def transformer_loss(
     """Make the training loss of a transformer: the mean next-token cross-entropy, in nats.
 
     The logits are computed one chunk of tokens at a time, see
-    `fedpax.models.chunked_loss.chunked_cross_entropy`. Up to three terms are added: the z-loss of
+    `fedpax.ops.chunked_loss.chunked_cross_entropy`. Up to three terms are added: the z-loss of
     the logits and, for a mixture of experts, the load-balancing loss and the router z-loss.
 
     Args:

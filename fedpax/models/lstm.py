@@ -131,13 +131,7 @@ class LSTM(nnx.Module):
 
 
 def lstm(config: LSTMConfig) -> FunctionalModel:
-    """Make a recurrent language model as pure functions: `apply(params, tokens) -> logits`.
-
-    The initial values are Keras's defaults as the authors set them: uniform embeddings, He's
-    normal kernels, orthogonal recurrent kernels, Glorot's normal projections, forget biases of 1.
-
-    Returns:
-        The model. `apply` takes tokens, integers `[batch, seq]`, and returns logits
-        `[batch, seq, vocab_size]`.
-    """
+    """Make a recurrent language model: `apply(params, tokens)` -> logits `[batch, seq, vocab]`."""
+    # The initial values are Keras's defaults as the authors set them: uniform embeddings, He's
+    # normal kernels, orthogonal recurrent kernels, Glorot's normal projections, forget biases of 1.
     return to_functional(functools.partial(LSTM, config))

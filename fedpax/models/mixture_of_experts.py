@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from fedpax.errors import ArgumentError
-from fedpax.models.grouped_matmul import grouped_matmul
 from fedpax.models.parameters import normal_param
-from fedpax.models.quantization import Quantization, quantized_grouped_matmul
+from fedpax.ops.grouped_matmul import grouped_matmul
+from fedpax.ops.quantization import Quantization, quantized_grouped_matmul
 from fedpax.parallel.axes import RULES, constrain, entry_axes, partition_spec
 
 
@@ -26,7 +26,7 @@ class MixtureOfExperts(nnx.Module):
     # y = sum of w_e expert_e(x) over the k chosen experts e, where w is the softmax over the k
     # chosen logits alone, logits = x router, and expert_e(x) = down_e (silu(gate_e x) * (up_e x)).
     # Tokens are sorted by expert, and one grouped matmul multiplies each expert with its own tokens
-    # (`fedpax.models.grouped_matmul`). An expert without tokens costs no time. There is no
+    # (`fedpax.ops.grouped_matmul`). An expert without tokens costs no time. There is no
     # capacity: one expert may get all tokens.
     # On a mesh each device routes and sorts its own tokens.
     # - The axis `expert` shards the experts and the batch. A device all-gathers the tokens of the

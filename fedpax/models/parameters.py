@@ -9,8 +9,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from fedpax.models.adapted_weight import AdaptedWeight
-from fedpax.models.quantization import Quantization, quantized_einsum
-from fedpax.models.remat import PROJECTION
+from fedpax.ops.quantization import Quantization, quantized_einsum
+from fedpax.ops.remat import PROJECTION
 from fedpax.parallel.axes import constrain, explicit_spec
 
 

@@ -18,8 +18,8 @@ from fedpax.models.attention.layer import AttentionFn, rotary
 from fedpax.models.layers import FeedForward, Layer, RMSNorm
 from fedpax.models.nnx_functional import FunctionalModel, to_functional
 from fedpax.models.parameters import gather_weight, normal_param
-from fedpax.models.remat import rematerialize
 from fedpax.models.transformer_config import TransformerConfig
+from fedpax.ops.remat import rematerialize
 from fedpax.parallel.axes import constrain, explicit_spec
 from fedpax.parallel.pipeline import run_pipeline
 

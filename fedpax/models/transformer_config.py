@@ -43,9 +43,9 @@ class TransformerConfig:
         dtype: compute dtype of the layers. Parameters are float32 in any case; norms, softmax and
             logits are computed in float32 at least. "float64" needs JAX's 64-bit mode.
         quantization: number format of the layers' matmuls in the forward pass. The backward pass
-            is not quantized. See `fedpax.models.quantization`.
+            is not quantized. See `fedpax.ops.quantization`.
         attention: implementation; see `fedpax.models.attention.causal_attention`.
-        remat: what a layer stores for the backward pass; see `fedpax.models.remat`.
+        remat: what a layer stores for the backward pass; see `fedpax.ops.remat`.
         unroll: layers per iteration of the scan over layers. `num_layers` is fastest for a
             shallow model and takes longest to compile.
         num_microbatches: microbatches of a batch in a pipeline (mesh axis `stage`).

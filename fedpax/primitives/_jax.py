@@ -1,7 +1,7 @@
 """Collect all unstable JAX interfaces that fedpax uses: `jax.extend` and `jax.interpreters`.
 
 No other module imports `jax.extend` or `jax.interpreters`. This module defines primitives from
-their rules, converts functions to jaxprs and back, and analyses and rewrites jaxprs.
+their rules, converts functions to jaxprs and back, and removes dead code.
 """
 
 import dataclasses
@@ -38,24 +38,19 @@ __all__ = [
     "argument_names",
     "aval_of",
     "define",
-    "depends_on",
     "eliminate_dead_code",
     "evaluate",
     "get_opaque_trace_state",
-    "inner_jaxprs",
     "is_linear",
-    "is_rematerialized",
     "is_zero",
     "name_results",
     "prune",
     "reads_axis_index",
     "rebind",
     "register_pruning",
-    "residual_sources",
     "result_names",
     "set_implementation",
     "set_transpose",
-    "strip_final",
     "trace",
     "without_locations",
     "zero_tangent",
@@ -63,13 +58,6 @@ __all__ = [
 
 Zero = ad.Zero
 Aval = Any
-
-# The names of the primitive of `jax.checkpoint`.
-CHECKPOINT_PRIMITIVES = ("checkpoint", "remat2")
-
-# Equations that change the shape or layout of a value and compute nothing.
-SHAPE_PRIMITIVES = frozenset(["broadcast_in_dim", "reshape", "squeeze", "transpose"])
-
 
 # ---- primitives
 
@@ -273,124 +261,17 @@ def without_locations(exported: jax.export.Exported) -> jax.export.Exported:
     return dataclasses.replace(exported, mlir_module_serialized=content)
 
 
-# ---- analyses
-
-
-def depends_on(jaxpr: ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
-    """Compute which outputs can depend on the marked inputs.
-
-    Args:
-        jaxpr: the jaxpr.
-        inputs: for each input whether it is marked.
-
-    Returns:
-        For each output: False if it certainly does not depend on a marked input, True if it may.
-    """
-    marked = {v for v, mark in zip(jaxpr.jaxpr.invars, inputs, strict=True) if mark}
-    for eqn in jaxpr.jaxpr.eqns:
-        if any(v in marked for v in eqn.invars if not isinstance(v, Literal)):
-            marked.update(eqn.outvars)
-    return [not isinstance(v, Literal) and v in marked for v in jaxpr.jaxpr.outvars]
-
-
 def reads_axis_index(jaxpr: ClosedJaxpr | None, axis_name: Any) -> bool:
     """Return whether a function reads its index along an axis of `jax.vmap`."""
     effects = jaxpr.effects if jaxpr is not None else ()
     return any(getattr(effect, "name", None) == axis_name for effect in effects)
 
 
-def residual_sources(jaxpr: ClosedJaxpr, outputs: int) -> tuple[list[tuple[str, int]], list[bool]]:
-    """Map each residual to an input or output that already holds it.
-
-    Args:
-        jaxpr: its outputs are first `outputs` results, then the residuals.
-        outputs: number of results.
-
-    Returns:
-        For each residual, `("argument", i)` or `("output", i)`, where outputs are counted after
-        the redundant residuals are removed; and for each residual whether it must be returned as an
-        extra output, because no input and no other output holds it.
-    """
-    source_of: dict[Any, tuple[str, int]] = {}
-    for i, v in enumerate(jaxpr.jaxpr.outvars[:outputs]):
-        if not isinstance(v, Literal):
-            source_of.setdefault(v, ("output", i))
-    for i, v in enumerate(jaxpr.jaxpr.invars):
-        source_of[v] = ("argument", i)
-    sources, extra = [], []
-    for v in jaxpr.jaxpr.outvars[outputs:]:
-        known = None if isinstance(v, Literal) else source_of.get(v)
-        extra.append(known is None)
-        sources.append(known or ("output", outputs + sum(extra[:-1])))
-        if not isinstance(v, Literal):
-            source_of.setdefault(v, sources[-1])
-    return sources, extra
-
-
-def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """Return the jaxprs among an equation's parameters."""
-    found = []
-    for value in eqn.params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(item, ClosedJaxpr):
-                found.append(item.jaxpr)
-            elif isinstance(item, Jaxpr):
-                found.append(item)
-    return found
-
-
-def is_rematerialized(jaxpr: ClosedJaxpr) -> bool:
-    """Return whether a whole function is under `jax.checkpoint` without a policy."""
-    eqns = jaxpr.jaxpr.eqns
-    under = [_is_checkpoint(eqn) for eqn in eqns]
-    # Under `jax.vmap`, values that are not batched are reshaped outside the checkpoint.
-    rest = (eqn.primitive.name for eqn, own in zip(eqns, under, strict=True) if not own)
-    return any(under) and SHAPE_PRIMITIVES.issuperset(rest) and not jaxpr.effects
-
-
-def _is_checkpoint(eqn: JaxprEqn) -> bool:
-    """Return whether an equation calls a function under `jax.checkpoint` without a policy."""
-    if eqn.primitive.name == "jit":
-        return is_rematerialized(eqn.params["jaxpr"])
-    return eqn.primitive.name in CHECKPOINT_PRIMITIVES and eqn.params["policy"] is None
-
-
 # ---- rewrites
 
 
-def strip_final(
-    jaxpr: ClosedJaxpr, outputs: int, primitive: Primitive
-) -> tuple[ClosedJaxpr, list[JaxprEqn | None]]:
-    """Remove a primitive if it computes an output after the first `outputs` directly.
-
-    Args:
-        jaxpr: the jaxpr.
-        outputs: number of outputs that stay as they are.
-        primitive: a primitive with one argument and one result.
-
-    Returns:
-        The jaxpr, which returns the primitive's argument instead of its result; and for each
-        output after the first `outputs` the removed equation, or None.
-    """
-    makers = {e.outvars[0]: e for e in jaxpr.jaxpr.eqns if e.primitive is primitive}
-    changed, removed = list(jaxpr.jaxpr.outvars), []
-    for i, v in enumerate(jaxpr.jaxpr.outvars[outputs:], outputs):
-        eqn = None if isinstance(v, Literal) else makers.get(v)
-        removed.append(eqn)
-        changed[i] = v if eqn is None else eqn.invars[0]
-    return ClosedJaxpr(jaxpr.jaxpr.replace(outvars=changed), jaxpr.consts), removed
-
-
 def prune(jaxpr: ClosedJaxpr, used: Sequence[bool]) -> tuple[ClosedJaxpr, list[bool]]:
-    """Remove unused outputs, then the equations and inputs that no remaining output needs.
-
-    Args:
-        jaxpr: the jaxpr.
-        used: for each output whether it is used.
-
-    Returns:
-        The pruned jaxpr, and for each input whether it remains.
-    """
+    """Remove unused outputs, then all that they alone need; return which inputs remain."""
     names = [name for name, u in zip(result_names(jaxpr), used, strict=True) if u]
     pruned, used_inputs = pe.dce_jaxpr(jaxpr.jaxpr, list(used))
     return name_results(ClosedJaxpr(pruned, jaxpr.consts), names), list(used_inputs)

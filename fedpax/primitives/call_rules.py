@@ -14,28 +14,30 @@ import jax.numpy as jnp
 
 from fedpax.errors import ArgumentError
 from fedpax.primitives._jax import (
-    CHECKPOINT_PRIMITIVES,
     ClosedJaxpr,
     Jaxpr,
     Primitive,
     Zero,
     define,
-    depends_on,
     evaluate,
-    inner_jaxprs,
     is_linear,
-    is_rematerialized,
     is_zero,
     prune,
     reads_axis_index,
     rebind,
     register_pruning,
-    residual_sources,
-    strip_final,
     zero_tangent,
 )
 from fedpax.primitives.broadcast import federated_broadcast_p
 from fedpax.primitives.custom_vmap import expand_custom_vmap
+from fedpax.primitives.jaxpr_analysis import (
+    CHECKPOINT_PRIMITIVES,
+    depends_on,
+    inner_jaxprs,
+    is_rematerialized,
+    residual_sources,
+    strip_final,
+)
 from fedpax.primitives.layout import find_mesh, move_to_mesh
 from fedpax.primitives.reduction import REDUCTIONS
 

@@ -20,22 +20,16 @@ from fedpax.primitives._jax import (
     Literal,
     context_of,
     evaluate,
-    inner_jaxprs,
     rebind,
 )
+from fedpax.primitives.jaxpr_analysis import inner_jaxprs
 
 CUSTOM_BATCHING = "custom_vmap_call"
 
 
 def expand_custom_vmap(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Replace calls of functions with their own batching rule by the rule for a batch of one.
-
-    A rule that calls the function again, as `jax.custom_batching.sequential_vmap` does, runs
-    it without its rule.
-
-    Returns:
-        A jaxpr of the same arguments and results; the same object if there is no such call.
-    """
+    """Replace calls with a batching rule of their own by the rule for a batch of one."""
+    # A rule that calls the function again, as `sequential_vmap` does, runs it without its rule.
     return _expand(closed, _run_rule)
 
 

@@ -13,12 +13,8 @@ from fedpax.primitives.placement import Placement
 
 
 def mesh_axis(placement: Placement) -> str | None:
-    """Return the mesh axis that shards a placement's participants.
-
-    Returns:
-        The placement's name. None if the mesh has no such axis, or an automatic one of size 1, or
-        if that axis is manual: the code then runs on one shard already.
-    """
+    """Return the mesh axis that shards a placement's participants, or None."""
+    # An automatic axis of size 1 shards nothing. If the axis is manual, the code runs on one shard.
     return None if _axis_type(placement) in (None, AxisType.Manual) else placement.name
 
 
@@ -74,11 +70,8 @@ def placed_aval(aval: Any, placement: Placement) -> Any:
 
 
 def placed_spec(aval: Any, placement: Placement) -> P:
-    """Return the partition spec of a placed value, given the type of one participant's value.
-
-    A mesh axis can shard only one dimension, so the placement's axis is removed from the other
-    dimensions.
-    """
+    """Return the partition spec of a placed value, given the type of one participant's value."""
+    # A mesh axis can shard only one dimension: the placement's is removed from the others.
     axis = explicit_axis(placement)
     return P(axis, *(_without_axis(entry, axis) for entry in aval.sharding.spec))
 

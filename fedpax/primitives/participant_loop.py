@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from fedpax.primitives._jax import ClosedJaxpr, depends_on, eliminate_dead_code, evaluate
+from fedpax.primitives._jax import ClosedJaxpr, eliminate_dead_code, evaluate
 from fedpax.primitives.device_loop import DeviceLoop
+from fedpax.primitives.jaxpr_analysis import depends_on
 from fedpax.primitives.layout import (
     explicit_axis,
     mesh_axis,
@@ -169,12 +170,9 @@ def _outputs_by_slice(
 
 
 def _reshard_to_type(x: jax.Array) -> jax.Array:
-    """Constrain an array to the explicit axes in its type.
-
-    JAX 0.10.2 lowers the result of a `shard_map` with a sharding over the manual axis alone. A
-    program that returns such a result on a mesh of mixed axes would return it replicated over the
-    explicit axes.
-    """
+    """Constrain an array to the explicit axes in its type."""
+    # JAX 0.10.2 lowers the result of a `shard_map` with a sharding over the manual axis alone. A
+    # program that returns it on a mesh of mixed axes would replicate it over the explicit axes.
     spec = jax.typeof(x).sharding.spec
     return jax.sharding.reshard(x, spec) if any(entry is not None for entry in spec) else x
 

@@ -2,7 +2,8 @@
 
 import math
 
-from fedpax.primitives._jax import Jaxpr, JaxprEqn, Literal, Var, aval_of, inner_jaxprs
+from fedpax.primitives._jax import Jaxpr, JaxprEqn, Literal, Var, aval_of
+from fedpax.primitives.jaxpr_analysis import inner_jaxprs
 
 
 def peak_live_bytes(jaxpr: Jaxpr) -> int:

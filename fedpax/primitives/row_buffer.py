@@ -23,20 +23,10 @@ def empty_rows(participants: int, aval: Any) -> jax.Array:
 
 
 def read_rows(buffer: jax.Array, start: Any, rows: int) -> jax.Array:
-    """Read rows of a buffer that a loop overwrites, although other values are made from them too.
-
-    XLA for CPU fuses a copy of the slice into each of its readers. Those that the written rows do
-    not depend on may run after the write, so XLA copies the whole buffer in each iteration. It
-    fuses nothing into a conditional, which copies the rows once.
-
-    Args:
-        buffer: array `[n, ...]`.
-        start: index of the first row.
-        rows: number of rows.
-
-    Returns:
-        The rows, an array `[rows, ...]`.
-    """
+    """Read rows of a loop-carried buffer before they are overwritten in the same iteration."""
+    # XLA for CPU fuses a copy of the slice into each of its readers. It may schedule an independent
+    # reader after the write, and then copies the whole buffer in each iteration. It fuses nothing
+    # into a conditional, which copies the rows once.
 
     def read(start: jax.Array, buffer: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(buffer, start, rows, 0)
@@ -49,17 +39,10 @@ def read_rows(buffer: jax.Array, start: Any, rows: int) -> jax.Array:
 
 
 def write_rows(buffer: jax.Array, rows: jax.Array, start: Any, fusible: bool) -> jax.Array:
-    """Write rows into a buffer.
-
-    Args:
-        buffer: array `[n, ...]`.
-        rows: array `[rows, ...]`.
-        start: index of the first row.
-        fusible: whether XLA may fuse the write with the code that computes `rows`. If that code
-            reads `buffer`, and the result is reshaped outside a loop, XLA for CPU overwrites what
-            it has yet to read. Nothing is fused into a loop of two iterations, the shortest that
-            XLA does not inline.
-    """
+    """Write rows into a buffer; `fusible`: XLA may fuse the write with what computes the rows."""
+    # If that code reads `buffer`, and the result is reshaped outside a loop, XLA for CPU
+    # overwrites rows that it has yet to read. Nothing is fused into a loop of two iterations, the
+    # shortest that XLA does not inline.
     if not has_typed_mesh(rows):
         rows = jax.sharding.reshard(rows, jax.typeof(buffer).sharding.spec)
 

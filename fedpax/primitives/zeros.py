@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fedpax.primitives._jax import ClosedJaxpr, JaxprEqn, Literal, Var, inner_jaxprs
+from fedpax.primitives._jax import ClosedJaxpr, JaxprEqn, Literal, Var
+from fedpax.primitives.jaxpr_analysis import inner_jaxprs
 
 # Results that are 0 where the first operand is, or where all operands are.
 OF_FIRST = frozenset(

@@ -28,7 +28,7 @@ def to_json(configuration: Any, path: str = "") -> Any:
     the name `class`. A tuple becomes a list.
 
     Example:
-        >>> from fedpax.training.experiment import TrainingConfig
+        >>> from fedpax.training.training_config import TrainingConfig
         >>> to_json(TrainingConfig(rounds=5, evaluate_every=1, checkpoint_every=1))["rounds"]
         5
     """
@@ -83,7 +83,7 @@ def from_json(value: Any, file: str | PurePath = CONFIGURATION, own: Collection[
     in `own`. Fields that were added to the class in the meantime take their defaults.
 
     Example:
-        >>> from fedpax.training.experiment import TrainingConfig
+        >>> from fedpax.training.training_config import TrainingConfig
         >>> training = TrainingConfig(rounds=5, evaluate_every=1, checkpoint_every=1)
         >>> from_json(to_json(training)) == training
         True
@@ -174,7 +174,7 @@ def write_configuration(folder: str | Path, configuration: Any, exp: str) -> Non
 
     Example:
         >>> import tempfile
-        >>> from fedpax.training.experiment import TrainingConfig
+        >>> from fedpax.training.training_config import TrainingConfig
         >>> training = TrainingConfig(rounds=5, evaluate_every=1, checkpoint_every=1)
         >>> folder = tempfile.mkdtemp()
         >>> write_configuration(folder, training, exp="short")

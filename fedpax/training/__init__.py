@@ -26,7 +26,7 @@ _MODULES = {
     "StorageError": "fedpax.training.trainer",
     "StoredParams": "fedpax.training.stored_params",
     "TimedSchedule": "fedpax.training.virtual_time",
-    "TrainingConfig": "fedpax.training.experiment",
+    "TrainingConfig": "fedpax.training.training_config",
     "TrainingResult": "fedpax.training.trainer",
     "evaluate_by_client": "fedpax.training.evaluation",
     "evaluator": "fedpax.training.evaluation",

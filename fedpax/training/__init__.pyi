@@ -13,7 +13,6 @@ from fedpax.training.experiment import Experiment as Experiment
 from fedpax.training.experiment import HeldoutMetrics as HeldoutMetrics
 from fedpax.training.experiment import Run as Run
 from fedpax.training.experiment import Shardings as Shardings
-from fedpax.training.experiment import TrainingConfig as TrainingConfig
 from fedpax.training.logging import NonFiniteError as NonFiniteError
 from fedpax.training.spikes import RepeatedSpikesError as RepeatedSpikesError
 from fedpax.training.stored_params import StoredParams as StoredParams
@@ -21,6 +20,7 @@ from fedpax.training.stored_params import with_frozen_argument as with_frozen_ar
 from fedpax.training.trainer import StorageError as StorageError
 from fedpax.training.trainer import TrainingResult as TrainingResult
 from fedpax.training.trainer import train as train
+from fedpax.training.training_config import TrainingConfig as TrainingConfig
 from fedpax.training.virtual_time import ScheduledRounds as ScheduledRounds
 from fedpax.training.virtual_time import TimedSchedule as TimedSchedule
 from fedpax.training.virtual_time import with_virtual_seconds as with_virtual_seconds

@@ -13,7 +13,7 @@ from fedpax.processes.gather import gather_json
 from fedpax.run_files.evaluations import STOP, Evaluations
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.run_files.paths import CHECKPOINTS, complete_rounds
-from fedpax.training.experiment import TrainingConfig
+from fedpax.training.training_config import TrainingConfig
 
 
 class EarlyStop:

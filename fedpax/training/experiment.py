@@ -2,10 +2,9 @@
 
 import abc
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 import chex
 import jax
@@ -19,15 +18,9 @@ from fedpax.parallel.axes import ShardingTree
 from fedpax.parallel.mesh import MeshConfig, available_devices
 from fedpax.parallel.mesh_rule import ShardedSize, follow
 from fedpax.run_files.configuration import write_configuration
-from fedpax.run_files.evaluations import parse_best_metric
-from fedpax.run_files.integers import check_integers
-from fedpax.run_files.paths import is_remote
 from fedpax.training.client_metrics import ClientMetrics
-from fedpax.training.profile import parse_profile_at
-from fedpax.training.spikes import OnSpike
 from fedpax.training.stored_params import StoredParams
-from fedpax.training.tracked_runs import TrackerName
-from fedpax.training.watchdog import OnHang
+from fedpax.training.training_config import TrainingConfig
 
 HeldoutMetrics: TypeAlias = Mapping[str, float | jax.Array]
 """Metrics on held-out data by name, with `"loss"`."""
@@ -155,160 +148,6 @@ def check_run(run: object, experiment_name: str) -> None:
             f"Run.items_per_round={run.items_per_round}, expected a positive number. Give the "
             "tokens or examples of a round, of all participants together."
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainingConfig:
-    """The settings of the training loop.
-
-    Attributes:
-        rounds: number of rounds to train.
-        evaluate_every: rounds between evaluations on held-out data; 0: only after the last round.
-        checkpoint_every: rounds between checkpoints; 0: only after the last round. A run that is
-            killed resumes from its last checkpoint.
-        keep_checkpoints: number of checkpoints to keep, the newest ones. A run that rolls back also
-            keeps the newest one of `checkpoint_every`, whatever signals have saved after it.
-        keep_every: rounds between checkpoints that are kept forever, beside the newest ones; these
-            rounds are saved even if `checkpoint_every` does not divide them. 0: keep none.
-        export_every: rounds between exports of the model to `exports/ROUND` in the run's folder, as
-            `fedpax export` writes it; these rounds, and the last one, are saved and exported while
-            the training continues. 0: none.
-        keep_best: a held-out metric, such as "loss" or "accuracy". The model of its best evaluation
-            is saved and kept, beside the newest checkpoints: `load_params(folder, best=True)` and
-            `--round=best` read it. Smaller values are better if the name ends with `loss`,
-            otherwise larger ones; `min:NAME` and `max:NAME` state it. None: keep no best model.
-        stop_after: number of evaluations in a row without improvement of `keep_best`, or of the
-            loss, after which the run stops. 0: train all rounds.
-        checkpoint_dir: the folder of the checkpoints, the exports and copies of the configuration
-            and the metrics, such as `gs://BUCKET/FOLDER`. A run with an empty folder resumes from
-            it. None: the run's folder.
-        seed: seed of the initial parameters.
-        begin_from: the folder of another run with the same model. The run begins from the model of
-            its newest checkpoint. None: from new parameters.
-        stop_on_non_finite: stop with an error when the loss or the state is NaN or infinite.
-        on_spike: what to do when the loss of a round spikes, which means that it is not finite, or
-            `spike_deviations` robust standard deviations above the median of the last
-            `spike_window` rounds. "skip" tests the state in each round too, and "roll_back" before
-            it is saved. "ignore": count it. "skip": discard the round's update. The
-            devices keep the former state, so they need memory for both. "roll_back": return to the
-            newest checkpoint before it and continue with the data after it.
-        spike_window: number of losses that a loss is compared with; the round just before is not
-            one of them. Until that number is reached, only a loss that is not finite is a spike.
-        spike_deviations: deviations above the median; a deviation is 1.4826 times the median
-            absolute deviation, at least 0.1% of the median.
-        spike_limit: number of skipped rounds in a row, or of roll backs to one checkpoint, after
-            which the next stops the run with an error.
-        update_norm: add the norm of the change of the server's model to the metrics of each round,
-            as `update_norm`. It can need memory for the former model beside the new one.
-        profile_at: rounds to profile, `ROUND` or `ROUND:COUNT`, such as "50:3" for rounds 50, 51
-            and 52. Default None: none.
-        hang_after: seconds without progress in a round after which it hangs: the stacks of all
-            threads are written to the folder (`fedpax.training.watchdog`). None: do not watch.
-        on_hang: "report" continues to wait after the report; "exit" ends the process with
-            status 70, so that a supervisor can start it again.
-        tracker: an experiment tracker that gets the configuration and the metrics too: "wandb"
-            (Weights & Biases), "mlflow" or "trackio". None: none.
-        track_checkpoints: send the newest checkpoint to the tracker as an artifact, whenever the
-            former one is sent.
-
-    Example:
-        >>> TrainingConfig(rounds=100, evaluate_every=10, checkpoint_every=20).keep_checkpoints
-        3
-    """
-
-    rounds: int
-    evaluate_every: int
-    checkpoint_every: int
-    keep_checkpoints: int = 3
-    keep_every: int = 0
-    export_every: int = 0
-    keep_best: str | None = None
-    stop_after: int = 0
-    checkpoint_dir: str | None = None
-    seed: int = 0
-    begin_from: str | None = None
-    stop_on_non_finite: bool = True
-    on_spike: OnSpike = "ignore"
-    spike_window: int = 32
-    spike_deviations: float = 6.0
-    spike_limit: int = 3
-    update_norm: bool = False
-    profile_at: str | None = None
-    hang_after: float | None = 1800.0
-    on_hang: OnHang = "report"
-    tracker: TrackerName | None = None
-    track_checkpoints: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the ranges.
-
-        Raises:
-            ValueError: a number is too small or no integer, or a setting is none of its values.
-        """
-        check_integers(self, "training")
-        least = {
-            "rounds": 1,
-            "evaluate_every": 0,
-            "checkpoint_every": 0,
-            "keep_checkpoints": 1,
-            "keep_every": 0,
-            "export_every": 0,
-            "stop_after": 0,
-            "spike_window": 2,
-            "spike_limit": 1,
-        }
-        for name, lowest in least.items():
-            value = getattr(self, name)
-            if value < lowest:
-                raise ArgumentError(
-                    f"training.{name}={value} is too small: expected at least {lowest}. "
-                    f"Set --training.{name} to {lowest} or more."
-                )
-        for name in ("spike_deviations", "hang_after"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ArgumentError(
-                    f"training.{name}={value} is no positive number, expected one. Set for example "
-                    f"--training.{name}={getattr(TrainingConfig, name)}."
-                )
-        for name, choices in (
-            ("on_spike", OnSpike),
-            ("on_hang", OnHang),
-            ("tracker", TrackerName),
-        ):
-            value = getattr(self, name)
-            if value not in get_args(choices) and (name, value) != ("tracker", None):
-                raise ArgumentError(
-                    f"training.{name}={value!r} is unknown, expected one of {get_args(choices)}. "
-                    f"Set --training.{name}={get_args(choices)[-1]}."
-                )
-        if self.on_spike == "roll_back" and not (self.checkpoint_every or self.keep_every):
-            raise ArgumentError(
-                "training.on_spike='roll_back' has no checkpoint to return to with "
-                "training.checkpoint_every=0, expected at least 1. Set --training.checkpoint_every "
-                "to the number of rounds that a spike may cost."
-            )
-        if self.stop_after and not self.evaluate_every:
-            raise ArgumentError(
-                f"training.stop_after={self.stop_after} counts evaluations, but "
-                "training.evaluate_every=0 has none before the last round. Set "
-                "--training.evaluate_every to a number of rounds."
-            )
-        if self.track_checkpoints and self.tracker is None:
-            raise ArgumentError(
-                "training.track_checkpoints=True sends checkpoints to no tracker, expected one. "
-                "Set --training.tracker=wandb, mlflow or trackio."
-            )
-        if self.track_checkpoints and is_remote(self.checkpoint_dir or ""):
-            raise ArgumentError(
-                f"training.track_checkpoints=True with training.checkpoint_dir="
-                f"{self.checkpoint_dir}, expected checkpoints on this machine: those in a bucket "
-                "are at hand already. Leave --training.track_checkpoints out."
-            )
-        if self.keep_best is not None:
-            parse_best_metric(self.keep_best)
-        if self.profile_at is not None:
-            parse_profile_at(self.profile_at)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from fedpax.training.compiled_round import (
     compile_round,
     init_state,
 )
+from fedpax.training.due_rounds import is_due, last_due_before
 from fedpax.training.early_stop import EarlyStop
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.logging import RoundLogger
@@ -91,14 +92,10 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         self._run, self._folder, self._exp = run, folder, exp
         self._checkpoints, self._progress, self._clock = checkpoints, progress, clock
         self._options, self._early_stop, self._tracker = options, early_stop, tracker
-        self._configuration = to_json(experiment)
-        training = self._training
-        self._saving_periods = (
-            training.checkpoint_every,
-            training.keep_every,
-            training.export_every,
-        )
-        self._skips = self._training.on_spike == "skip"
+        self._configuration, training = to_json(experiment), experiment.training
+        kept = training.checkpoint_every, training.keep_every
+        self._saving_periods = (*kept, training.export_every)
+        self._skips = training.on_spike == "skip"
         self._replicated = NamedSharding(run.mesh, PartitionSpec())
         self._copy, self._copies = copy, CopiesOfRounds(options.membership)
         self.done = self._first = (checkpoints.latest_round() or 0) if copy is None else copy.round
@@ -400,25 +397,3 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
     def __exit__(self, *error: Any) -> None:
         """Close the metrics and stop drawing cohorts."""
         self._resources.__exit__(*error)
-
-
-def is_due(round_number: int, rounds: int, *periods: int) -> bool:
-    """Return whether to evaluate, or to save, after a round.
-
-    Example:
-        >>> [number for number in range(1, 12) if is_due(number, 11, 5, 4)]
-        [4, 5, 8, 10, 11]
-    """
-    periods = tuple(period for period in periods if period > 0)
-    return round_number == rounds or any(round_number % period == 0 for period in periods)
-
-
-def last_due_before(round_number: int, *periods: int) -> int:
-    """Return the last round before a given one that is a multiple of a period; 0 without.
-
-    Example:
-        >>> last_due_before(10, 5, 4), last_due_before(4, 5, 4)
-        (8, 0)
-    """
-    before = range(round_number - 1, 0, -1)
-    return next((number for number in before if is_due(number, 0, *periods)), 0)

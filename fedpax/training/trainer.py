@@ -35,7 +35,7 @@ from fedpax.run_files.paths import (
 from fedpax.training.agreement import check_agreement, check_same_data
 from fedpax.training.begin_from import begin_from
 from fedpax.training.early_stop import EarlyStop
-from fedpax.training.experiment import Experiment, Run, TrainingConfig, check_run
+from fedpax.training.experiment import Experiment, Run, check_run
 from fedpax.training.job_dir_lock import JobDirLock
 from fedpax.training.logging import NonFiniteError
 from fedpax.training.profile import check_profile_at
@@ -45,6 +45,7 @@ from fedpax.training.round_loop import ResumeOptions, RoundLoop
 from fedpax.training.spikes import RepeatedSpikesError
 from fedpax.training.startup_report import check_processes
 from fedpax.training.tracker import Tracker, track
+from fedpax.training.training_config import TrainingConfig
 from fedpax.training.watchdog import Watchdog
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from fedpax.primitives._jax import Jaxpr, JaxprEqn, Literal, Var, aval_of, inner_jaxprs
+from fedpax.primitives._jax import Jaxpr, JaxprEqn, Literal, Var, aval_of
+from fedpax.primitives.jaxpr_analysis import inner_jaxprs
 from fedpax.primitives.map import federated_map_p
 from fedpax.transforms.inlining import called_jaxpr
 from fedpax.transforms.streaming_plan import Atom

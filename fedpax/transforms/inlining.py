@@ -6,19 +6,10 @@ from typing import Any
 
 import jax
 
-from fedpax.primitives._jax import (
-    CHECKPOINT_PRIMITIVES,
-    ClosedJaxpr,
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Var,
-    aval_of,
-    inner_jaxprs,
-    rebind,
-)
+from fedpax.primitives._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, aval_of, rebind
 from fedpax.primitives.broadcast import federated_broadcast_p, federated_index_p
 from fedpax.primitives.federated_program import federated_program_p
+from fedpax.primitives.jaxpr_analysis import CHECKPOINT_PRIMITIVES, inner_jaxprs
 from fedpax.primitives.layout import has_own_shardings
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.placement import Placement
@@ -62,13 +53,7 @@ def program_placements(jaxpr: Jaxpr) -> set[str]:
 
 
 def inline(closed: ClosedJaxpr, inside: Callable[[ClosedJaxpr], ClosedJaxpr]) -> ClosedJaxpr:
-    """Inline the calls that contain federated operations or use placed values.
-
-    Calls are `jax.jit`, `jax.checkpoint`, custom derivatives and other programs.
-
-    Returns:
-        A jaxpr of the same function; the same jaxpr if there is nothing to inline.
-    """
+    """Inline calls (jit, remat, custom derivatives, programs) with federated or placed values."""
     if not any(map(_is_call_or_nested, closed.jaxpr.eqns)):
         return closed
     return jax.make_jaxpr(functools.partial(_run_inlined, closed, inside))(*closed.in_avals)

@@ -1,6 +1,7 @@
 """Names in a jaxpr that tell passes and reports whose value an equation computes."""
 
-from fedpax.primitives._jax import Jaxpr, JaxprEqn, inner_jaxprs
+from fedpax.primitives._jax import Jaxpr, JaxprEqn
+from fedpax.primitives.jaxpr_analysis import inner_jaxprs
 
 SENT = "fedpax_sent"
 """The name in the jaxpr of a sent value, followed by the bytes that it replaces."""

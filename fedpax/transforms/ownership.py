@@ -25,11 +25,11 @@ from fedpax.primitives._jax import (
     Var,
     aval_of,
     eliminate_dead_code,
-    inner_jaxprs,
     name_results,
     rebind,
 )
 from fedpax.primitives.broadcast import broadcast, federated_broadcast_p
+from fedpax.primitives.jaxpr_analysis import inner_jaxprs
 from fedpax.primitives.layout import unplaced_aval
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.mean import federated_mean_p, participant_count_p

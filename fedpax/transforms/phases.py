@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from fedpax.primitives._jax import Jaxpr, JaxprEqn, Literal, Var, is_rematerialized
+from fedpax.primitives._jax import Jaxpr, JaxprEqn, Literal, Var
 from fedpax.primitives.broadcast import federated_broadcast_p, federated_index_p
+from fedpax.primitives.jaxpr_analysis import is_rematerialized
 from fedpax.primitives.layout import explicit_axis
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.max_min import federated_max_p, federated_min_p

@@ -16,9 +16,9 @@ from fedpax.primitives._jax import (
     Var,
     argument_names,
     eliminate_dead_code,
-    inner_jaxprs,
     result_names,
 )
+from fedpax.primitives.jaxpr_analysis import inner_jaxprs
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.placement import Placement
 from fedpax.primitives.signatures import function_name

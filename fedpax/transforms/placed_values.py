@@ -25,10 +25,10 @@ from fedpax.primitives._jax import (
     Var,
     aval_of,
     eliminate_dead_code,
-    inner_jaxprs,
     scan_sizes,
 )
 from fedpax.primitives.broadcast import federated_index_p
+from fedpax.primitives.jaxpr_analysis import inner_jaxprs
 from fedpax.primitives.layout import explicit_axis
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.placement import Placement

@@ -43,14 +43,7 @@ from fedpax.transforms.unstack import Unstacked
 
 
 def stream(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Rewrite a jaxpr so that the participants of each placement run in loops.
-
-    Args:
-        closed: the jaxpr of a program, or of a mapped function.
-
-    Returns:
-        A jaxpr of the same function; the same jaxpr if it has no federated equations.
-    """
+    """Rewrite a jaxpr so that the participants of each placement run in loops."""
     if not is_federated(closed.jaxpr):
         return closed
     return jax.make_jaxpr(functools.partial(run_streamed, closed))(*closed.in_avals)

@@ -35,12 +35,7 @@ class Names:
     """
 
     def __init__(self, jaxpr: Jaxpr, arguments: Mapping[Var, Sequence[tuple[str, str]]]) -> None:
-        """Name the values of a jaxpr.
-
-        Args:
-            jaxpr: the jaxpr.
-            arguments: for each argument, names and types of the values that it depends on.
-        """
+        """Name the values of a jaxpr; `arguments`: names and types that each depends on."""
         self.sources: dict[Var, dict[str, str]] = {v: dict(own) for v, own in arguments.items()}
         self.exact: set[Var] = {v for v, own in self.sources.items() if len(own) == 1}
         for eqn in jaxpr.eqns:

@@ -127,10 +127,7 @@ def is_files(name: str) -> bool:
 
 
 def is_shard(file: DataFile) -> bool:
-    """Return whether a file is a part of a data set, not a client, unless the path names clients.
-
-    TFRecords, WebDataset and files of tokens are written in parts of equal size.
-    """
+    """Return whether a file is a part of a data set, not a client: such parts have equal sizes."""
     return file.is_shard or file.suffix in (".tfrecord", ".tfrecords", ".tar", ".bin", ".npy")
 
 

@@ -15,8 +15,9 @@ from fedpax.aggregators import Aggregator, chain, clip_by_norm, coordinate_media
 from fedpax.algorithms import async_diloco, decoupled_diloco, fedavg, fedbuff, halos
 from fedpax.data import FunctionRounds
 from fedpax.run_files.metrics import read_metrics, select
-from fedpax.training.experiment import Experiment, Run, TrainingConfig
+from fedpax.training.experiment import Experiment, Run
 from fedpax.training.trainer import train
+from fedpax.training.training_config import TrainingConfig
 
 CLIENTS, BAD = 5, 2
 SGD = optax.sgd(0.1)

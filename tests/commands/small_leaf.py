@@ -11,7 +11,8 @@ import fedpax
 from fedpax.algorithms import fedavg
 from fedpax.data import FunctionRounds
 from fedpax.experiments.catalog import ExperimentGroup
-from fedpax.training.experiment import Experiment, Run, TrainingConfig
+from fedpax.training.experiment import Experiment, Run
+from fedpax.training.training_config import TrainingConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from fedpax.commands.parts.options import override
-from fedpax.training.experiment import Experiment, Run, TrainingConfig
+from fedpax.training.experiment import Experiment, Run
+from fedpax.training.training_config import TrainingConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,8 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 MODULE = '''
-from fedpax.training.experiment import Experiment, Run, TrainingConfig
+from fedpax.training.experiment import Experiment, Run
+from fedpax.training.training_config import TrainingConfig
 import dataclasses
 from os import getcwd
 

@@ -112,7 +112,10 @@ def test_damaged_data_give_a_message_without_a_traceback(
         ("--job_logdir=x", ["Did you mean --job_log_dir?"]),
         ("--learning_rat=4", ["Perhaps you meant", "--learning_rate FLOAT"]),
         ("--model.hidden=many", ["--model.hidden", "'many'"]),
-        ("--training.rounds=0", ["training.rounds=0 is too small", "Set --training.rounds to 1"]),
+        (
+            "--training.rounds=0",
+            ["rounds=0: expected an int of at least 1", "Set --training.rounds"],
+        ),
     ],
 )
 def test_fields_that_are_refused(run: Run, tmp_path: Path, override: str, words: list[str]) -> None:

@@ -30,7 +30,8 @@ import optax
 import fedpax
 from fedpax.algorithms import fedavg
 from fedpax.data import FunctionRounds
-from fedpax.training.experiment import Experiment, Run, TrainingConfig
+from fedpax.training.experiment import Experiment, Run
+from fedpax.training.training_config import TrainingConfig
 
 
 class Weights(NamedTuple):

@@ -18,8 +18,8 @@ from fedpax.models.transformer import TransformerConfig
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.simulation import Trace, save_trace
-from fedpax.training.experiment import TrainingConfig
 from fedpax.training.trainer import train
+from fedpax.training.training_config import TrainingConfig
 from fedpax.training.virtual_time import ScheduledRounds
 
 EIGHT_DEVICES = MeshConfig(islands=4, fsdp=2)

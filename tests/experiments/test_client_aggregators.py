@@ -26,7 +26,7 @@ from fedpax.experiments.client_aggregators import (
     SecureMean,
 )
 from fedpax.experiments.client_methods import ClientTraining
-from fedpax.experiments.fedavg_clients import CohortConfig
+from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_synthetic import fedavg_synthetic
 from fedpax.experiments.fedbuff_images import fedbuff_digits
 from fedpax.experiments.method_groups import METHODS, PERSONAL_METHODS

@@ -13,11 +13,13 @@ from fedpax.data import Source, load
 from fedpax.experiments import fedavg_clients, fedavg_text, language_model
 from fedpax.experiments.catalog import find_experiment
 from fedpax.experiments.client_evaluation import client_name
+from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_characters import FedAvgCharacters
 from fedpax.experiments.fedavg_images import FedAvgImages
 from fedpax.main import main
 from fedpax.models.classifiers import MLPConfig
-from fedpax.training.experiment import Experiment, Run, TrainingConfig
+from fedpax.training.experiment import Experiment, Run
+from fedpax.training.training_config import TrainingConfig
 
 RNG = np.random.default_rng(0)
 TRAINING = TrainingConfig(rounds=1, evaluate_every=0, checkpoint_every=0)
@@ -79,7 +81,7 @@ def test_images_by_writer(monkeypatch: pytest.MonkeyPatch) -> None:
         dataset="x",
         population=find_experiment("fedadam_emnist")().population,
         model=MLPConfig(layer_sizes=(16, 3)),
-        cohort=fedavg_clients.CohortConfig(size=2, batch_size=4),
+        cohort=CohortConfig(size=2, batch_size=4),
         client_learning_rate=0.1,
         heldout_batch_size=4,
         training=TRAINING,
@@ -98,7 +100,7 @@ def test_characters_by_role(monkeypatch: pytest.MonkeyPatch) -> None:
     base = find_experiment("fedyogi_shakespeare")()
     fields = {name: getattr(base, name) for name in ("dataset", "population", "cohort")}
     experiment = FedAvgCharacters(
-        **{**fields, "cohort": fedavg_clients.CohortConfig(size=1, batch_size=2)},
+        **{**fields, "cohort": CohortConfig(size=1, batch_size=2)},
         seq_len=6,
         heldout_batch_size=2,
         client_learning_rate=0.1,

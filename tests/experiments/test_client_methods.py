@@ -18,7 +18,7 @@ from fedpax.experiments.catalog import (
     find_group,
 )
 from fedpax.experiments.client_methods import ClientTraining, FedProx
-from fedpax.experiments.fedavg_clients import ServerConfig
+from fedpax.experiments.cohort_settings import ServerConfig
 from fedpax.experiments.fedavg_synthetic import fedavg_leaf_synthetic, fedavg_synthetic
 from fedpax.experiments.fedbuff_images import fedbuff_digits
 from fedpax.experiments.listing import GROUPS

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from fedpax.experiments.fedavg_image_files import FedAvgImageFiles, ImagesConfig, fedavg_images
-from fedpax.training.experiment import TrainingConfig
+from fedpax.training.training_config import TrainingConfig
 
 CLIENTS = {"Zoë": 9, "Ana": 14, "Bo": 5}
 LABELS = ("katt", "hund")

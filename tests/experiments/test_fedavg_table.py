@@ -23,7 +23,7 @@ from fedpax.experiments.table_data import TableConfig, statistics_aggregator
 from fedpax.main import main
 from fedpax.models.losses import classification_loss, squared_error_loss
 from fedpax.run_files.metrics import read_metrics, select
-from fedpax.training.experiment import TrainingConfig
+from fedpax.training.training_config import TrainingConfig
 
 SIZES = {
     "Århus": 31, "Łódź": 18, "Zürich": 40, "東京": 9, "Oslo": 25, "Ávila": 3,

@@ -24,7 +24,7 @@ from fedpax.experiments.language_model import TextDataConfig
 from fedpax.experiments.text import TextConfig
 from fedpax.models.transformer import TransformerConfig
 from fedpax.parallel.mesh import MeshConfig, make_mesh
-from fedpax.training.experiment import TrainingConfig
+from fedpax.training.training_config import TrainingConfig
 
 
 class RandomRows:

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from fedpax.experiments import fedavg_images as module
-from fedpax.experiments.fedavg_clients import ServerConfig, resolve_clients_axis
+from fedpax.experiments.clients_mesh import resolve_clients_axis
+from fedpax.experiments.cohort_settings import ServerConfig
 from fedpax.experiments.populations import NaturalPopulation
 from fedpax.models.classifiers import CNNConfig
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.run_files.metrics import read_metrics, select
-from fedpax.training.experiment import TrainingConfig
 from fedpax.training.trainer import train
+from fedpax.training.training_config import TrainingConfig
 
 SMALL = CNNConfig(image_height=8, image_width=8, filters=(4, 4), hidden_dim=8)
 

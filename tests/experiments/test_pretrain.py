@@ -18,8 +18,8 @@ from fedpax.models.transformer import TransformerConfig
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.compiled_round import compile_round, with_shardings
-from fedpax.training.experiment import TrainingConfig
 from fedpax.training.trainer import train
+from fedpax.training.training_config import TrainingConfig
 
 SMALL: dict[str, Any] = {
     "model": TransformerConfig(num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=1, mlp_dim=32),

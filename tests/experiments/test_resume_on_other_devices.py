@@ -16,8 +16,8 @@ from fedpax.experiments.fedavg_images import FedAvgImages, fedavg_digits, fedavg
 from fedpax.models.classifiers import CNNConfig
 from fedpax.parallel.mesh import default_devices
 from fedpax.run_files.metrics import read_metrics, select
-from fedpax.training.experiment import TrainingConfig
 from fedpax.training.trainer import train
+from fedpax.training.training_config import TrainingConfig
 
 
 def small_fedavg_digits(rounds: int) -> FedAvgImages:

@@ -24,8 +24,8 @@ from fedpax.sources import stackoverflow_words as words_module
 from fedpax.sources.federated_archive import Archive
 from fedpax.sources.stackoverflow_words import stackoverflow_words
 from fedpax.text.words import WordRows
-from fedpax.training.experiment import TrainingConfig
 from fedpax.training.trainer import train
+from fedpax.training.training_config import TrainingConfig
 
 WORDS = [b"the", b"to", b"be", b"or", b"not", b"that", b"is", b"question"]
 USERS = {"u1": 5, "u2": 1, "u3": 12, "u4": 7, "u5": 3}

@@ -11,8 +11,8 @@ from fedpax.experiments.pretrain import diloco_c4_1b
 from fedpax.models.transformer import TransformerConfig
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.run_files.metrics import read_metrics, select
-from fedpax.training.experiment import TrainingConfig
 from fedpax.training.trainer import train
+from fedpax.training.training_config import TrainingConfig
 
 
 def test_fragments_divide_the_local_steps():

@@ -15,8 +15,8 @@ from fedpax.models.transformer import TransformerConfig
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.compiled_round import compile_round, with_shardings
-from fedpax.training.experiment import TrainingConfig
 from fedpax.training.trainer import train
+from fedpax.training.training_config import TrainingConfig
 
 EXPERIMENTS = (module.diloco_text, module.data_parallel_text, module.single_island_text)
 EIGHT_DEVICES = MeshConfig(islands=4, fsdp=2)

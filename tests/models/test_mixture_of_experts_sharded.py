@@ -15,9 +15,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import fedpax
 import fedpax.models.mixture_of_experts
 from fedpax.hlo.collectives import Collective, collectives
-from fedpax.models.grouped_matmul import grouped_matmul
 from fedpax.models.mixture_of_experts import MixtureOfExperts
 from fedpax.models.nnx_functional import FunctionalModel, to_functional
+from fedpax.ops.grouped_matmul import grouped_matmul
 from fedpax.parallel.axes import partition_spec, shardings
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit

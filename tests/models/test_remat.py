@@ -9,8 +9,8 @@ from jax.sharding import AbstractMesh, AxisType
 
 from fedpax.models.losses import transformer_loss
 from fedpax.models.nnx_functional import FunctionalModel
-from fedpax.models.remat import POLICIES
 from fedpax.models.transformer import TransformerConfig, transformer
+from fedpax.ops.remat import POLICIES
 
 CONFIG = TransformerConfig(
     vocab_size=23, num_layers=3, embed_dim=64, num_heads=4, num_kv_heads=2, mlp_dim=128

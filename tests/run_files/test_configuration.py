@@ -16,7 +16,7 @@ from fedpax.run_files.configuration import (
 )
 from fedpax.run_files.known_classes import own_classes
 from fedpax.run_files.paths import CONFIGURATION, resolve_job_log_dir
-from fedpax.training.experiment import TrainingConfig
+from fedpax.training.training_config import TrainingConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ def test_a_field_added_to_the_class_takes_its_default() -> None:
         ({"gone": 1}, "gone"),
         ({"class": "fedpax.training.experiment:Gone"}, "Gone"),
         ({"class": "fedpax.nowhere:Gone"}, "nowhere"),
-        ({"rounds": 0}, "too small"),
+        ({"rounds": 0}, "rounds=0: expected an int of at least 1"),
         ({"rounds": {"a": 1}}, "names None"),
     ],
 )

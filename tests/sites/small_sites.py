@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fedpax import Cohort
 from fedpax.algorithms import decoupled_diloco, decoupled_diloco_parts
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.training.experiment import Experiment, Run, Shardings, TrainingConfig
+from fedpax.training.experiment import Experiment, Run, Shardings
+from fedpax.training.training_config import TrainingConfig
 
 FEATURES, BATCH, STEPS = 16, 8, 4
 

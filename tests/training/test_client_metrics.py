@@ -15,8 +15,9 @@ from fedpax.algorithm import FederatedAlgorithm
 from fedpax.data import FunctionRounds
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.evaluation import evaluate_by_client
-from fedpax.training.experiment import Experiment, Run, TrainingConfig
+from fedpax.training.experiment import Experiment, Run
 from fedpax.training.trainer import train
+from fedpax.training.training_config import TrainingConfig
 
 CLIENTS = 5
 

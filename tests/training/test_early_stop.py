@@ -22,8 +22,9 @@ from fedpax.preemption import PreemptionGuard
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.run_files.paths import complete_rounds, latest_round
 from fedpax.training import trainer
-from fedpax.training.experiment import Experiment, Run, TrainingConfig
+from fedpax.training.experiment import Experiment, Run
 from fedpax.training.trainer import train
+from fedpax.training.training_config import TrainingConfig
 
 NAN = math.nan
 #           round   1    2    3    4    5    6    7    8    9   10   11   12
@@ -189,7 +190,7 @@ def test_the_commands_name_the_best_model(
         ({"keep_best": "best:loss"}, "is not a metric"),
         ({"keep_best": "min:"}, "is not a metric"),
         ({"keep_best": ""}, "is not a metric"),
-        ({"stop_after": -1}, "stop_after=-1 is too small"),
+        ({"stop_after": -1}, "stop_after=-1: expected an int of at least 0"),
         ({"stop_after": 2, "every": 0}, "--training.evaluate_every"),
     ],
 )

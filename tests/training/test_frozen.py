@@ -19,9 +19,10 @@ from fedpax.checkpoints import load_params
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.planning.memory_overflow import _argument_bytes
 from fedpax.training.compiled_round import compile_round, init_state, with_shardings
-from fedpax.training.experiment import Experiment, Run, Shardings, TrainingConfig
+from fedpax.training.experiment import Experiment, Run, Shardings
 from fedpax.training.stored_params import StoredParams, with_frozen_argument
 from fedpax.training.trainer import train
+from fedpax.training.training_config import TrainingConfig
 
 FEATURES, HIDDEN = 96, 128
 

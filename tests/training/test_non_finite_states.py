@@ -18,10 +18,11 @@ from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.data import FunctionRounds
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.run_files.paths import complete_rounds
-from fedpax.training.experiment import Experiment, Run, TrainingConfig
+from fedpax.training.experiment import Experiment, Run
 from fedpax.training.logging import NonFiniteError
 from fedpax.training.spikes import skip_spikes
 from fedpax.training.trainer import train
+from fedpax.training.training_config import TrainingConfig
 
 BAD = 3
 """The round, from 1, whose last step on island 0 has a gradient of NaN and a finite loss."""

@@ -34,9 +34,10 @@ from fedpax.checkpoints.saved_state import load_params
 from fedpax.parallel.mesh import MeshConfig, available_devices
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.compiled_round import with_shardings
-from fedpax.training.experiment import Experiment, Run, Shardings, TrainingConfig
+from fedpax.training.experiment import Experiment, Run, Shardings
 from fedpax.training.shardings import state_shardings
 from fedpax.training.trainer import train
+from fedpax.training.training_config import TrainingConfig
 
 FEATURES, LAYERS, STEPS, BATCH = 4, 6, 6, 4
 

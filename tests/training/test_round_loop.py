@@ -20,9 +20,10 @@ from fedpax.parallel.mesh import MeshConfig
 from fedpax.run_files.configuration import read_configuration
 from fedpax.run_files.goodput import BUCKETS, read_goodput
 from fedpax.run_files.metrics import TIMINGS, read_metrics, select
-from fedpax.training.experiment import Run, TrainingConfig
+from fedpax.training.experiment import Run
 from fedpax.training.spikes import RepeatedSpikesError
 from fedpax.training.trainer import train
+from fedpax.training.training_config import TrainingConfig
 from fedpax.training.watchdog import Watchdog
 
 BAD = 5

@@ -27,10 +27,10 @@ from fedpax.errors import ArgumentError, ConfigurationError, MissingPackageError
 from fedpax.run_files.metrics import MetricsWriter, read_metrics
 from fedpax.run_files.paths import TRACKER, check_links
 from fedpax.training import tracker
-from fedpax.training.experiment import TrainingConfig
 from fedpax.training.tracked_runs import metrics_of
 from fedpax.training.tracker import Tracker
 from fedpax.training.trainer import train
+from fedpax.training.training_config import TrainingConfig
 
 CONFIGURATION = TrainingConfig(rounds=9, evaluate_every=2, checkpoint_every=3)
 
@@ -198,7 +198,10 @@ def test_a_missing_package_names_its_extra(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"tracker": "tensorboard"}, "is unknown, expected one of"),
+        (
+            {"tracker": "tensorboard"},
+            "expected one of wandb, mlflow, trackio. Set --train",
+        ),
         ({"track_checkpoints": True}, "sends checkpoints to no tracker"),
         (
             {

@@ -21,12 +21,13 @@ from fedpax.parallel.mesh import MeshConfig, default_devices
 from fedpax.run_files.configuration import read_configuration
 from fedpax.run_files.goodput import GoodputClock
 from fedpax.run_files.metrics import TIMINGS, MetricsWriter, read_metrics, select
-from fedpax.training.experiment import Experiment, Run, TrainingConfig
+from fedpax.training.experiment import Experiment, Run
 from fedpax.training.logging import NonFiniteError, RoundLogger
 from fedpax.training.norms import FiniteCheck
 from fedpax.training.progress import Progress
 from fedpax.training.spikes import SpikeHistory
 from fedpax.training.trainer import train
+from fedpax.training.training_config import TrainingConfig
 from fedpax.training.utilization import Utilization
 
 

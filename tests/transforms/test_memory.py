@@ -31,7 +31,7 @@ from fedpax import (
     federated_map,
     federated_mean,
 )
-from fedpax.primitives._jax import inner_jaxprs
+from fedpax.primitives.jaxpr_analysis import inner_jaxprs
 from fedpax.transforms.streaming import stream
 
 

@@ -12,9 +12,9 @@ from jaxtyping import Array, Float, Int
 
 from fedpax.errors import ArgumentError
 from fedpax.models.attention.layer import attention_mask, masked_attention, visible
-from fedpax.models.attention.ring_attention import ring_attention
-from fedpax.models.attention.splash import splash_attention, splash_supports
-from fedpax.models.remat import ATTENTION
+from fedpax.ops.remat import ATTENTION
+from fedpax.ops.ring_attention import ring_attention
+from fedpax.ops.splash_attention import splash_attention, splash_supports
 
 Implementation: TypeAlias = Literal["auto", "einsum", "xla", "cudnn", "splash"]
 
@@ -43,7 +43,7 @@ def causal_attention(
       a mesh each device runs it on its own rows and heads.
     - "auto", the first that applies:
 
-      1. `fedpax.models.attention.ring_attention` where the mesh shards sequences by an automatic
+      1. `fedpax.ops.ring_attention` where the mesh shards sequences by an automatic
          axis `sequence`;
       2. "splash" on TPU, for sizes that `splash_supports`;
       3. "cudnn" on GPU, for dtypes of two bytes and a head_dim of 8, 16, ... 128;

@@ -12,8 +12,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from fedpax.models.parameters import normal_param, project
-from fedpax.models.quantization import Quantization
 from fedpax.models.rms_norm import RMSNorm
+from fedpax.ops.quantization import Quantization
 from fedpax.parallel.axes import explicit_spec
 
 AttentionFn: TypeAlias = Callable[

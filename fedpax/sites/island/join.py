@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from fedpax.algorithm import Params
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.console import print_error
 from fedpax.preemption import PreemptionGuard
@@ -211,9 +212,7 @@ def _join(
             island.restore(state, position["ledger"], reply.received)
         if channel.is_first:
             write_configuration(folder, experiment, exp)
-        size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-        log = _make_log(experiment, run, size, metrics, progress, exchange, started)
-        progress.note(f"{size:,} parameters on {describe_devices(run.mesh)}; folder {folder}")
+        log = _make_log(experiment, run, params, metrics, progress, exchange, started, folder)
         frozen = () if run.frozen is None else (run.frozen.load(),)
         rounds = TrainingRounds(
             experiment,
@@ -310,12 +309,15 @@ def _make_island(
 def _make_log(
     experiment: Experiment,
     run: Run,
-    num_parameters: int,
+    params: Params,
     metrics: MetricsWriter,
     progress: Progress,
     exchange: SharedLink,
     started: float,
+    folder: Path,
 ) -> IslandLog:
+    size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    progress.note(f"{size:,} parameters on {describe_devices(run.mesh)}; folder {folder}")
     log = IslandLog(
         metrics,
         progress,
@@ -324,7 +326,7 @@ def _make_log(
         items_per_round=run.items_per_round // parts_of(run).islands,
         stop_on_non_finite=experiment.training.stop_on_non_finite,
     )
-    log.write_sizes(num_parameters, run.item_unit)
+    log.write_sizes(size, run.item_unit)
     return log
 
 

@@ -49,9 +49,9 @@ from fedpax.sites.rounds.round_rules import RoundRules
 from fedpax.sites.rounds.secret_terms import ask_for_sums, check_is_sum
 from fedpax.sites.rounds.site_table import Site
 from fedpax.sites.rounds.update_rows import UpdateRows
+from fedpax.training.due_rounds import is_due
 from fedpax.training.logging import NonFiniteError
 from fedpax.training.progress import Progress
-from fedpax.training.round_loop import is_due
 from fedpax.transforms.stages import Request, Stages
 
 MOST_FAILURES = 5

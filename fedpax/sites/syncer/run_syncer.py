@@ -157,12 +157,7 @@ def run_syncer(
             track(experiment, folder, exp) as tracker,
             MetricsWriter(folder, after=first, listener=tracker.add) as metrics,
             Checkpoints(folder, keep=experiment.training.keep_checkpoints) as checkpoints,
-            Progress(
-                exp or type(experiment).__name__,
-                rounds_done=first,
-                rounds=rounds,
-                item_unit=run.item_unit,
-            ) as progress,
+            _make_progress(experiment, exp, run, first) as progress,
             contextlib.closing(store),
             serve(
                 syncer.handle,
@@ -174,10 +169,7 @@ def run_syncer(
             ) as server,
             PreemptionGuard() as preemption,
         ):
-            address = f"{listen.rpartition(':')[0]}:{server.port}"
-            progress.note(f"listening at {address}; folder {folder}")
-            if syncer.merges:
-                progress.note(f"resuming after merge {syncer.merges} of {rounds * phases}")
+            _announce(progress, listen, server.port, folder, syncer.merges, rounds * phases)
             _write_sizes(metrics, run, params)
             log = RoundLog(metrics, progress, phases, syncer.totals)
             log.restore(read_merges(folder), syncer.totals)
@@ -201,6 +193,23 @@ def _initial_params(run: Run, experiment: Experiment) -> Params:
         if run.initial is not None:
             return jax.device_get(run.initial.load())
         return jax.device_get(jax.jit(run.init)(jax.random.key(experiment.training.seed)))
+
+
+def _make_progress(experiment: Experiment, exp: str, run: Run, done: int) -> Progress:
+    return Progress(
+        exp or type(experiment).__name__,
+        rounds_done=done,
+        rounds=experiment.training.rounds,
+        item_unit=run.item_unit,
+    )
+
+
+def _announce(
+    progress: Progress, listen: str, port: int, folder: Path, merged: int, merges: int
+) -> None:
+    progress.note(f"listening at {listen.rpartition(':')[0]}:{port}; folder {folder}")
+    if merged:
+        progress.note(f"resuming after merge {merged} of {merges}")
 
 
 def _write_sizes(metrics: MetricsWriter, run: Run, params: Params) -> None:

@@ -23,11 +23,7 @@ _DEEP = ("I", "F", "I;16", "I;16B", "I;16L")  # more than 8 bits, which uint8 wo
 
 
 def read_images(files: Sequence[DataFile], options: ReadOptions) -> pa.Table:
-    """Read an example from each image file.
-
-    Returns:
-        The column `image`, uint8 `[examples, height, width, channels]`.
-    """
+    """Read each file as an example, `image`: uint8 `[examples, height, width, channels]`."""
     return pa.table({IMAGE: decode_images(files, [file.path for file in files], options)})
 
 

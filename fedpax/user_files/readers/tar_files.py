@@ -20,12 +20,9 @@ _MOST_BYTES = 1 << 28  # of a part's members
 
 
 def read_tar(file: DataFile, options: ReadOptions) -> pa.Table:
-    """Read an example from the members of one name.
-
-    The name, with its folder, is the column `key`. An image is the column `image`, .cls is `label`,
-    .txt is `text`, .npy is `array`, .json adds its own names, and any other member is bytes in the
-    column of its suffix.
-    """
+    """Read an example from the members of one name, which with its folder is the column `key`."""
+    # An image is the column `image`, .cls is `label`, .txt is `text`, .npy is `array`, .json adds
+    # its own names, and any other member is bytes in the column of its suffix.
     return pa.concat_tables(stream_tar(file, options), promote_options="permissive")
 
 

@@ -14,7 +14,8 @@ from fedpax.aggregators import coordinate_median, krum
 from fedpax.algorithms import fedavg, scaffold
 from fedpax.data import ClientSampler
 from fedpax.sites.rounds.contract import CoordinatorRun, SiteRun
-from fedpax.training.experiment import Experiment, TrainingConfig
+from fedpax.training.experiment import Experiment
+from fedpax.training.training_config import TrainingConfig
 
 FEATURES = 3
 

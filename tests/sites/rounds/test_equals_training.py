@@ -8,10 +8,10 @@ import pytest
 from sites.rounds.federation import run, write_hospitals
 
 from fedpax.experiments.client_methods import method
-from fedpax.experiments.fedavg_clients import CohortConfig
+from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_table import FedAvgTable
 from fedpax.experiments.table_data import TableConfig
-from fedpax.training.experiment import TrainingConfig
+from fedpax.training.training_config import TrainingConfig
 
 SIZES = {"a": (40, 25), "b": (33,), "c": (21, 50)}
 

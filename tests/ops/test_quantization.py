@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from fedpax.models.grouped_matmul import grouped_matmul
 from fedpax.models.losses import transformer_loss
 from fedpax.models.parameters import project
-from fedpax.models.quantization import FORMATS, quantized_einsum, quantized_grouped_matmul
-from fedpax.models.remat import rematerialize
 from fedpax.models.transformer import TransformerConfig, transformer
+from fedpax.ops.grouped_matmul import grouped_matmul
+from fedpax.ops.quantization import FORMATS, quantized_einsum, quantized_grouped_matmul
+from fedpax.ops.remat import rematerialize
 
 SMALL = TransformerConfig(vocab_size=23, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedpax.models.chunked_loss import chunked_cross_entropy
+from fedpax.ops.chunked_loss import chunked_cross_entropy
 
 
 def draw(batch: int = 3, seq_len: int = 7, vocab_size: int = 13) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpax.models.grouped_matmul import grouped_matmul
+from fedpax.ops.grouped_matmul import grouped_matmul
 
 ROWS, GROUPS = 200, 3  # blocks of 64 rows
 

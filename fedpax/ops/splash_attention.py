@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from fedpax.errors import ArgumentError
-from fedpax.models.remat import ATTENTION
+from fedpax.ops.remat import ATTENTION
 from fedpax.parallel.axes import RULES, constrain, entry_axes, partition_spec
 
 LANES = 128

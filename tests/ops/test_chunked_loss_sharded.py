@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fedpax.hlo.collectives import collectives
-from fedpax.models.chunked_loss import chunked_cross_entropy
+from fedpax.ops.chunked_loss import chunked_cross_entropy
 from fedpax.parallel.axes import partition_spec
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int
 
 from fedpax.errors import ArgumentError
-from fedpax.models.remat import ATTENTION
+from fedpax.ops.remat import ATTENTION
 from fedpax.parallel.ring import Ring
 
 Tree = TypeVar("Tree", bound=chex.ArrayTree)

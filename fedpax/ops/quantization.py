@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int
 
 from fedpax.errors import ArgumentError, MissingPackageError
-from fedpax.models.grouped_matmul import grouped_matmul, raw_grouped_matmul
+from fedpax.ops.grouped_matmul import grouped_matmul, raw_grouped_matmul
 
 Quantization: TypeAlias = Literal["none", "int8", "fp8"]
 FORMATS = {"int8": "int8", "fp8": "float8_e4m3fn"}

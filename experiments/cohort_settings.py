@@ -1,0 +1,80 @@
+"""The settings of cohorts and of the server, which experiments with clients share."""
+
+import dataclasses
+from typing import Literal
+
+import optax
+
+from fedpax.algorithms import server_adagrad, server_adam, server_yogi
+from fedpax.checks import COUNT, COUNT_OR_ZERO, DECAY, POSITIVE, PROBABILITY, check_ranges
+
+
+@dataclasses.dataclass(frozen=True)
+class CohortConfig:
+    """The clients of a round and their local training.
+
+    Attributes:
+        size: number of clients in a round.
+        batch_size: examples in a local step of a client.
+        local_epochs: passes of a client over its examples in a round.
+        max_steps: largest number of local steps of a client in a round. Default None: no limit.
+        chunk_size: number of clients that a device runs at once. With 1, a client runs only its
+            own steps. With more, every client of a chunk takes as long as the longest. "auto" is
+            not supported, because the order of clients depends on this number: clients of similar
+            size share a chunk.
+        sampling_probability: probability that a client joins a round, independently of others
+            (Poisson sampling); `size` is then the largest number of clients. Default None: a round
+            has `size` clients.
+        seed: random seed of the population, the cohorts, the order of each client's examples, and
+            what the aggregator draws.
+    """
+
+    size: int
+    batch_size: int = 20
+    local_epochs: int = 1
+    max_steps: int | None = None
+    chunk_size: int = 1
+    sampling_probability: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        names = ("size", "batch_size", "local_epochs", "max_steps", "chunk_size")
+        check_ranges(self, "cohort", **dict.fromkeys(names, COUNT), seed=COUNT_OR_ZERO)
+        check_ranges(self, "cohort", sampling_probability=PROBABILITY)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerConfig:
+    """The server optimizer: FedAvg's or FedAvgM's SGD, or one of FedOpt's adaptive optimizers.
+
+    Attributes:
+        optimizer: "sgd" with learning rate 1 and b1 = 0 is FedAvg, with b1 > 0 FedAvgM. "adagrad",
+            "adam" and "yogi" are FedAdagrad, FedAdam and FedYogi as Reddi et al. define them.
+        learning_rate: learning rate of the server.
+        b1: decay rate of the first moment; the momentum of "sgd".
+        b2: decay rate of the second moment of "adam" and "yogi".
+        tau: degree of adaptivity, added to the square root of the second moment.
+    """
+
+    optimizer: Literal["sgd", "adagrad", "adam", "yogi"] = "sgd"
+    learning_rate: float = 1.0
+    b1: float = 0.0
+    b2: float = 0.99
+    tau: float = 1e-3
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_ranges(self, "server", learning_rate=POSITIVE, b1=DECAY, b2=DECAY, tau=POSITIVE)
+
+    def make(self) -> optax.GradientTransformation:
+        """Make the optimizer."""
+        match self.optimizer:
+            case "sgd":
+                return optax.sgd(self.learning_rate, momentum=self.b1 or None)
+            case "adagrad":
+                return server_adagrad(self.learning_rate, b1=self.b1, tau=self.tau)
+            case "adam":
+                return server_adam(self.learning_rate, b1=self.b1, b2=self.b2, tau=self.tau)
+            case "yogi":
+                return server_yogi(self.learning_rate, b1=self.b1, b2=self.b2, tau=self.tau)

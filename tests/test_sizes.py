@@ -1,0 +1,55 @@
+"""The sizes of the house: a file has one idea, and a function fits on a screen or two."""
+
+import ast
+
+from test_layers import ROOT, python_files
+
+FOLDERS = ("fedpax", "algorithms", "experiments")
+MOST_LINES_OF_A_FILE = 400
+TO_DIVIDE = {  # longer files, which have more than one idea
+    "fedpax/sites/rounds/coordinator.py",
+    "fedpax/sites/rounds/exchange.py",
+    "fedpax/sites/syncer/syncer.py",
+}
+MOST_LINES_OF_A_FUNCTION = 80  # of code: without its docstring
+
+
+def lines_of_code(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return the number of lines of a function without its docstring."""
+    docstring = function.body[0] if ast.get_docstring(function) is not None else None
+    documented = 0 if docstring is None else (docstring.end_lineno or 0) - docstring.lineno + 1
+    return (function.end_lineno or 0) - function.lineno + 1 - documented
+
+
+def long_functions(source: str) -> list[str]:
+    """Return the names of the functions with too many lines, and their numbers of lines."""
+    return [
+        f"{node.name}, {lines} lines"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (lines := lines_of_code(node)) > MOST_LINES_OF_A_FUNCTION
+    ]
+
+
+def test_functions_are_short() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {text}"
+        for path in python_files(*FOLDERS)
+        for text in long_functions(path.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_a_long_function_is_found() -> None:
+    def source(lines: int) -> str:
+        return 'def f(x):\n    """One.\n\n    Two.\n    """\n' + "    x += 1\n" * lines
+
+    assert long_functions(source(79)) == []
+    assert long_functions(source(80)) == ["f, 81 lines"]
+
+
+def test_files_are_short() -> None:
+    paths = {str(path.relative_to(ROOT)): path for path in python_files(*FOLDERS)}
+    sizes = {name: len(path.read_text().splitlines()) for name, path in paths.items()}
+    long = {name: size for name, size in sizes.items() if size > MOST_LINES_OF_A_FILE}
+    assert long.keys() <= TO_DIVIDE, long

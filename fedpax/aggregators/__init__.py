@@ -10,6 +10,7 @@ from fedpax.aggregators.gaussian_noise import add_local_noise, add_noise
 from fedpax.aggregators.geometric_median import geometric_median
 from fedpax.aggregators.integer_packing import choose_packing
 from fedpax.aggregators.krum import krum
+from fedpax.aggregators.privacy_accountant import PrivacyAccountant
 from fedpax.aggregators.privacy_accounting import noise_multiplier_for, privacy_spent
 from fedpax.aggregators.private_mean import private_mean
 from fedpax.aggregators.private_secure_mean import private_secure_mean
@@ -22,6 +23,7 @@ from fedpax.primitives.argument_checks import explain_unknown_arguments
 __all__ = [
     "Aggregator",
     "AggregatorTransformation",
+    "PrivacyAccountant",
     "adaptive_clip",
     "add_local_noise",
     "add_noise",

@@ -9,6 +9,7 @@ import chex
 import jax
 from jaxtyping import Array, Num
 
+from fedpax.aggregators.privacy_accountant import PrivacyAccountant
 from fedpax.primitives import federated_mean
 
 
@@ -37,6 +38,7 @@ class Aggregator(NamedTuple):
         acts_when_all_absent: True if the server must step in a round in which every participant is
             absent too, as along the noise of a private mean, which hides that no client took part.
             Default False: such a round changes neither the model nor the server optimizer's state.
+        accountant: what computes the metric `"epsilon"`, if the aggregator has one. Default None.
 
     Example:
         >>> import fedpax
@@ -59,6 +61,7 @@ class Aggregator(NamedTuple):
     needs_all: bool = False
     tolerates_non_finite: bool = False
     acts_when_all_absent: bool = False
+    accountant: PrivacyAccountant | None = None
 
 
 class EmptyState(NamedTuple):

@@ -61,7 +61,8 @@ def chain(*stages: AggregatorTransformation | Aggregator) -> Aggregator:
     aggregator = stages[-1]
     for transform in reversed(stages[:-1]):
         aggregator = transform(aggregator)
-    return aggregator._replace(needs_all=stages[-1].needs_all)
+    last = stages[-1]
+    return aggregator._replace(needs_all=last.needs_all, accountant=last.accountant)
 
 
 def _describe(stage: object) -> str:

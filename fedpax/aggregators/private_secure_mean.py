@@ -11,7 +11,8 @@ from jaxtyping import Array, Int, Num
 from fedpax.aggregators.aggregator import Aggregator
 from fedpax.aggregators.clipping import check_norm, clip_update
 from fedpax.aggregators.gaussian_noise import known_sharding
-from fedpax.aggregators.presence import mean_dtype, num_participants, present
+from fedpax.aggregators.presence import count_all, mean_dtype, num_participants, present
+from fedpax.aggregators.privacy_accountant import PrivacyAccountant
 from fedpax.aggregators.random_streams import round_key
 from fedpax.aggregators.random_words import (
     hashed_indices,
@@ -19,10 +20,11 @@ from fedpax.aggregators.random_words import (
     random_normal,
     rehash,
 )
-from fedpax.aggregators.secure_mean import check_neighbors, secure_sum
-from fedpax.checks import COUNT, POSITIVE, check_argument, check_seed
+from fedpax.aggregators.secure_mean import check_neighbors, engine_sum, secure_sum
+from fedpax.checks import COUNT, POSITIVE, Range, check_argument, check_seed
 from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_sum
+from fedpax.transforms.own_noise import is_for_stages, own_noise
 
 MOST_DEVIATIONS = 6  # float32 normal numbers stay below
 DITHERED_STDDEV = 1000.0  # from here on, dithered normal numbers are accurate, and faster
@@ -41,6 +43,7 @@ def private_secure_mean(
     max_norm: float,
     noise_multiplier: float,
     seed: int,
+    delta: float = 1e-6,
     min_participants: int | None = None,
     num_neighbors: int | None = None,
 ) -> Aggregator:
@@ -59,13 +62,23 @@ def private_secure_mean(
 
     The noise of t participants or more has at least the stated variance. With fewer, the protocol
     aborts: the result is 0. For epsilon, neighbouring cohorts differ in one participant's update,
-    replaced by 0: `privacy_spent(discrete=True, ...)`, without amplification by sampling. The noise
-    comes from a hash of a known seed, in float32: use it for simulation.
+    replaced by 0: `privacy_spent(discrete=True, ...)`, without amplification by sampling.
+
+    In one program, such as `jax.jit(round)`, this is a simulation, reproducible by its seed: noise
+    and masks come from a hash of a known seed, in float32, so that they protect nothing.
+
+    In stages (`fedpax.stages`), nothing depends on the seed: each participant that answers draws
+    its share of the noise from the operating system, in each round anew, and sends only its masked
+    sum with k_i. The engine masks the terms (see `secure_mean`), and opens no sum of fewer than t
+    participants. If fewer answer, the round is repeated or fails.
 
     Args:
         max_norm: C, above 0.
         noise_multiplier: z, above 0.
-        seed: int, seed of noise and masks. Choose another one for every other source of noise.
+        seed: int, seed of noise and masks in a simulation. Choose another one for every other
+            source of noise.
+        delta: of the metric `"epsilon"`, between 0 and 1. Use well below 1 over the number of all
+            clients.
         min_participants: t, at least 1. Default None: n, so that no participant may drop out.
         num_neighbors: as in `secure_mean`.
 
@@ -73,8 +86,9 @@ def private_secure_mean(
         An aggregator with state `PrivateSecureMeanState`. A participant is present if its
         weight is not 0; the weights have no other effect. An update whose norm is infinite or NaN
         counts as 0. The result has the dtype of the updates, float32 for integers. Metrics:
-        `"noise_stddev"`, the standard deviation of each coordinate of the mean, and
-        `"num_present"`.
+        `"noise_stddev"`, the standard deviation of each coordinate of the mean, `"num_present"`,
+        and `"epsilon"`, spent by this round and all rounds before it (`accountant.epsilon`). It
+        holds for the mean of the updates, not for metrics, such as the mean loss.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -103,6 +117,9 @@ def private_secure_mean(
     noise_multiplier = check_argument(
         name, "noise_multiplier", noise_multiplier, POSITIVE, remedy=remedy
     )
+    remedy = "Use well below 1 over the population's size, such as 1e-6."
+    delta = check_argument(name, "delta", delta, Range(above=0, below=1), remedy=remedy)
+    accountant = PrivacyAccountant(noise_multiplier, delta)
     num_neighbors = check_neighbors(name, num_neighbors)
     seed = check_seed(name, seed)
     if min_participants is not None:
@@ -130,32 +147,47 @@ def private_secure_mean(
         resolution = _resolution(n, noise_multiplier, num_entries, least)
         stddev = noise_multiplier * (resolution + math.sqrt(num_entries) / 2)
         local_stddev = stddev / math.sqrt(least)
-        noise_key = round_key(seed, "discrete_gaussian", state.round)
 
-        def encode(update: chex.ArrayTree, index: Int[Array, ""]) -> chex.ArrayTree:
+        def integers(update: chex.ArrayTree) -> chex.ArrayTree:
             clipped, _ = clip_update(update, max_norm)
-            leaves, structure = jax.tree.flatten(clipped)
-            key = jax.random.fold_in(noise_key, index)
-            codes = [
-                jnp.round(leaf * (resolution / max_norm)).astype(jnp.int32)
-                + discrete_gaussian(jax.random.fold_in(key, i), leaf, local_stddev)
-                for i, leaf in enumerate(leaves)
-            ]
-            return jax.tree.unflatten(structure, codes)
+            return jax.tree.map(
+                lambda u: jnp.round(u * (resolution / max_norm)).astype(jnp.int32), clipped
+            )
 
         here = present(weights)
-        masks_key = round_key(seed, "masks", state.round)
-        total = secure_sum(name, encode, updates, here, masks_key, num_neighbors)
+        if is_for_stages():
+            noise = own_noise(updates, local_stddev)
+            total = engine_sum(integers, updates, here, noise=noise, least=least)
+            # A participant of weight 0 that answers adds noise too.
+            noises = count_all()
+        else:
+            noise_key = round_key(seed, "discrete_gaussian", state.round)
+            masks_key = round_key(seed, "masks", state.round)
+
+            def encode(update: chex.ArrayTree, index: Int[Array, ""]) -> chex.ArrayTree:
+                leaves, structure = jax.tree.flatten(integers(update))
+                key = jax.random.fold_in(noise_key, index)
+                codes = [
+                    leaf + discrete_gaussian(jax.random.fold_in(key, i), leaf, local_stddev)
+                    for i, leaf in enumerate(leaves)
+                ]
+                return jax.tree.unflatten(structure, codes)
+
+            total = secure_sum(name, encode, updates, here, masks_key, num_neighbors)
+            noises = federated_sum(here)
         count = federated_sum(here)
         scale = jnp.where(count < least, 0.0, max_norm / resolution / jnp.maximum(count, 1))
         mean = jax.tree.map(lambda t, u: (scale * t).astype(mean_dtype(u)), total, updates)
         metrics = {
-            "noise_stddev": scale * local_stddev * jnp.sqrt(count),
+            "noise_stddev": scale * local_stddev * jnp.sqrt(noises),
             "num_present": count,
+            "epsilon": accountant.epsilon(state.round + 1),
         }
         return mean, PrivateSecureMeanState(state.round + 1), metrics
 
-    return Aggregator(init, aggregate, needs_all=True, tolerates_non_finite=True)
+    return Aggregator(
+        init, aggregate, needs_all=True, tolerates_non_finite=True, accountant=accountant
+    )
 
 
 def _resolution(n: int, noise_multiplier: float, num_entries: int, least: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Num
 
@@ -22,6 +23,8 @@ from fedpax.checks import EVEN, POSITIVE, IntRange, check_argument, check_seed
 from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, federated_sum
 from fedpax.primitives.layout import unplaced_aval
+from fedpax.transforms.marks import MASKED
+from fedpax.transforms.own_noise import is_for_stages
 
 
 class SecureMeanState(NamedTuple):
@@ -46,11 +49,16 @@ def secure_mean(
     and the self masks of the m present participants. The integer sum is exact for any set of
     dropouts, so the only error is the quantization: at most s / 2 in each entry.
 
-    This simulates the arithmetic of the protocol: its cost, quantization and dropouts. It has no
-    key agreement or secret sharing, and the masks come from JAX's generator with a known seed: it
-    gives no security. A participant generates one pseudo-random vector per neighbour, each as large
-    as the update. The server generates the same number for recovery: 2 n^2 vectors per round
-    without `num_neighbors`. With a `chunk_size`, memory is flat in the number of participants.
+    In one program, such as `jax.jit(round)`, this is a simulation of the protocol: of its cost,
+    quantization and dropouts. It has no key agreement or secret sharing, and the masks come from
+    JAX's generator with a known seed: it gives no security. A participant generates one
+    pseudo-random vector per neighbour, each as large as the update. The server generates the same
+    number for recovery: 2 n^2 vectors per round without `num_neighbors`. With a `chunk_size`,
+    memory is flat in the number of participants.
+
+    In stages (`fedpax.stages`), participants send the integers k_i, and the engine masks them with
+    keys that participants agree on: Flower with `secure=true`, and sites with `--secure_sums`.
+    These engines reject the program if they do not mask its sums.
 
     Args:
         max_value: r, above 0. Entries are clipped to [-r, r].
@@ -136,13 +144,18 @@ def secure_sum(
     key: jax.Array,
     num_neighbors: int | None,
 ) -> chex.ArrayTree:
-    """Sum integers over present participants under masks: exactly, modulo 2^32."""
+    """Sum integers over present participants under masks: exactly, modulo 2^32.
+
+    For stages, whose engine masks the sums, it is a sum without masks.
+    """
     n = num_participants()
     if num_neighbors is not None and num_neighbors >= n:
         raise ArgumentError(
             f"{function}(): num_neighbors is {num_neighbors}, expected fewer than the {n} "
             "participants. Leave it None for all of them."
         )
+    if is_for_stages():
+        return engine_sum(lambda update: encode(update, jnp.int32(0)), updates, here)
     graph = make_graph(key, n, num_neighbors)
 
     def send(
@@ -171,6 +184,35 @@ def secure_sum(
         masked,
         left,
     )
+
+
+def engine_sum(
+    encode: Callable[[chex.ArrayTree], chex.ArrayTree],
+    updates: chex.ArrayTree,
+    here: Bool[Array, " participants"],
+    *,
+    noise: chex.ArrayTree = None,
+    least: int = 1,
+) -> chex.ArrayTree:
+    """Sum integers over participants, in stages whose engine masks the sums.
+
+    Args:
+        encode: `update -> integers`.
+        updates: placed values.
+        here: the participants whose integers count.
+        noise: placed integers, which all participants that answer add. Default None: no noise.
+        least: the fewest participants that the engine may sum.
+    """
+
+    def send(
+        update: chex.ArrayTree, here: Bool[Array, ""], noise: chex.ArrayTree
+    ) -> chex.ArrayTree:
+        codes = select(here, encode(update))
+        if noise is not None:
+            codes = jax.tree.map(jnp.add, codes, noise)
+        return jax.tree.map(lambda k: checkpoint_name(k, f"{MASKED} {least}"), codes)
+
+    return federated_sum(federated_map(send, updates, here, noise))
 
 
 def _spec(aval: Any) -> P | None:

@@ -15,7 +15,7 @@ from fedpax.deploy.runtime import FORMAT, MANIFEST, VERSION, Artifact, load, pro
 from fedpax.errors import ArgumentError, MissingPackageError
 from fedpax.inspect.flops import count_flops
 from fedpax.primitives._jax import without_locations
-from fedpax.transforms.client_stages import Stage, Value
+from fedpax.transforms.client_stages import Noise, Stage, Value
 from fedpax.transforms.stages import Stages
 
 VALID_DAYS = 180
@@ -128,6 +128,7 @@ def pack_stages(
         "platforms": list(platforms),
         "arguments": wiring.arguments,
         "results": wiring.results,
+        "least_masked": stages.least_masked,
         "stages": [
             {kind: _described(getattr(stage, kind)) for kind in Stage._fields} for stage in stages
         ],
@@ -154,7 +155,7 @@ def pack_stages(
 
 def _add_stage(files: "_Files", stages: Stages, number: int, stage: Stage) -> int:
     """Add the functions of a stage; return the FLOPs of a participant."""
-    own = [value.name for value in stage.own]
+    own = [value.name for value in (*stage.own, *stage.noise)]
     kept = [value.name for value in stage.kept]
     num_shared, num_rows = len(stage.shared), len(stage.rows)
 
@@ -170,7 +171,7 @@ def _add_stage(files: "_Files", stages: Stages, number: int, stage: Stage) -> in
 
     index = jax.ShapeDtypeStruct((), jax.numpy.int32)
     terms = list(map(_type, stage.terms))
-    given = [*map(_type, (*stage.shared, *stage.rows, *stage.own))]
+    given = [*map(_type, (*stage.shared, *stage.rows, *stage.own, *stage.noise))]
     files.add(f"client_{number}", client, [index, *given], portable=True)
     files.add(f"merge_{number}", merge, [*terms, *terms])
     files.add(f"empty_{number}", lambda: list(stages.empty(number)), [])
@@ -202,9 +203,9 @@ class _Files:
             self.content[f"{name}.stablehlo"] = exported.mlir_module_serialized
 
 
-def _type(value: Value) -> jax.ShapeDtypeStruct:
+def _type(value: Value | Noise) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
 
-def _described(values: Iterable[Value]) -> list[dict[str, Any]]:
-    return [{"name": v.name, "shape": list(v.shape), "dtype": str(v.dtype)} for v in values]
+def _described(values: Iterable[Value | Noise]) -> list[dict[str, Any]]:
+    return [{**v._asdict(), "shape": list(v.shape), "dtype": str(v.dtype)} for v in values]

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from fedpax.deploy.runtime import Artifact
 from fedpax.deploy.values import decode_values, encode_values
 from fedpax.errors import ArgumentError
+from fedpax.transforms.discrete_gaussian import draw_noise
 
 PARTICIPANT, CLIENT = 0, 1
 """The two numbers of a `Member`, by which states between rounds are kept."""
@@ -151,14 +152,16 @@ class Work(NamedTuple):
         leaves = jax.tree.leaves(clients.read_clients(round_number, ids))
         shared, rows = _request(request)
         run, merge = artifact.client(stage), artifact.merge(stage)
-        names = {value["name"] for value in self.manifest["stages"][stage]["own"]}
+        messages = self.manifest["stages"][stage]
+        names = {value["name"] for value in messages["own"]}
         data = [(name, leaves[place]) for name, place in self.data if name in names]
         is_last = stage == self.num_stages - 1
         first = decode_values(self.first)
         merged: Any = None
         for row, (i, client, kept) in enumerate(members):
             own = {**first, **{name: leaf[row] for name, leaf in data}, **decode_values(kept)}
-            terms, shown, new = run(i, shared, [x[i] for x in rows], own)
+            values = own | draw_noise(messages["noise"])
+            terms, shown, new = run(i, shared, [x[i] for x in rows], values)
             merged = terms if merged is None else merge(merged, terms)
             if shown:
                 yield "shown", (i, _encoded(shown))

@@ -239,6 +239,7 @@ def train(network: Any, program: Any, run: str, settings: Mapping[str, Any]) -> 
         seed=setting("seed", program.settings.seed),
         log=_LOG,
     )
+    secure_sums.check_masks(program, server.quorum, is_secure=secure is not None)
     if secure is not None:
         secure_sums.check_program(program, server.quorum)
     position = server.begin() if saved is None else saved[1]

@@ -9,15 +9,8 @@ import jax
 import numpy as np
 
 from fedpax.deploy.runtime import Artifact, load
+from fedpax.transforms.stage_report import HEADINGS
 
-HEADINGS = {
-    "receives": "shared",
-    "its row": "rows",
-    "has": "own",
-    "sends": "terms",
-    "shows": "shown",
-    "keeps": "kept",
-}
 _CUSTOM_CALL = re.compile(r"stablehlo\.custom_call @([\w.$-]+)")
 
 

@@ -45,14 +45,15 @@ def load_client(folder: str | Path, stage: int = 0) -> ClientFn:
     module = runtime.load_vm_flatbuffer(content, driver="local-sync")
     messages, inputs = about["messages"], about["inputs"]
     kinds: list[tuple[str, list[int], str]] = [("index", [], "int32")]
-    for name in ("shared", "rows", "own"):
+    for name in ("shared", "rows", "own", "noise"):
         kinds += [(v["name"], v["shape"], v["dtype"]) for v in messages[name]]
     first, second = len(messages["terms"]), len(messages["terms"]) + len(messages["shown"])
 
     def client(
         index: int, shared: Sequence[Any], rows: Sequence[Any], own: Mapping[str, Any]
     ) -> tuple[list[Any], list[Any], dict[str, Any]]:
-        values = [index, *shared, *rows, *(own[value["name"]] for value in messages["own"])]
+        names = [value["name"] for value in (*messages["own"], *messages["noise"])]
+        values = [index, *shared, *rows, *(own[name] for name in names)]
         given = [_array(values[i], kinds[i]) for i in inputs]
         found = module.main(*given)
         found = found if isinstance(found, list | tuple) else [found]

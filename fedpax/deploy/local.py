@@ -82,7 +82,8 @@ class _Participants:
         found: dict[int, tuple[Sequence[Any], Sequence[Any]]] = {}
         for i, own in self._own.items():
             rows = [x[i] for x in request.rows]
-            terms, shown, new = client(i, request.shared, rows, {**own, **self._kept[i]})
+            noise = self._stages.draw_noise(request.stage)
+            terms, shown, new = client(i, request.shared, rows, {**own, **self._kept[i], **noise})
             self._kept[i] |= new
             found[i] = terms, shown
         return found

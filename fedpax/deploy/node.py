@@ -19,6 +19,7 @@ from fedpax.deploy.secure_sums import to_vector
 from fedpax.deploy.values import decode_values, encode_values
 from fedpax.errors import ArgumentError, ArgumentTypeError, FedpaxError
 from fedpax.populations.client_sampler import ClientSampler
+from fedpax.transforms.discrete_gaussian import draw_noise
 
 
 class Node(NamedTuple):
@@ -102,7 +103,7 @@ class NodeProgram:
                 "started again within the round. It takes part in the next round."
             )
         data = self._data(participant, int(values["round"]), config)
-        own = self._own(stage, data | state | between)
+        own = self._own(stage, data | state | between) | draw_noise(messages[stage]["noise"])
         client = self.program.artifact.client(stage)
         terms, shown, new = client(int(values["index"]), shared, rows, own)
         new = between | new

@@ -17,6 +17,7 @@ from fedpax.deploy.packets import Packet, receive, send
 from fedpax.deploy.runtime import Artifact
 from fedpax.deploy.values import decode_values, encode_values
 from fedpax.errors import FedpaxError
+from fedpax.transforms.discrete_gaussian import draw_noise
 from fedpax.transforms.stages import Request, Stages
 
 
@@ -132,7 +133,8 @@ def serve(connection: socket.socket) -> None:
         answers = []
         for i, content in zip(participants, request.arrays[1:], strict=True):
             rows = list(decode_values(content).values())
-            terms, shown, new = artifact.client(stage)(i, shared, rows, own[i] | kept[i])
+            values = own[i] | kept[i] | draw_noise(artifact.manifest["stages"][stage]["noise"])
+            terms, shown, new = artifact.client(stage)(i, shared, rows, values)
             kept[i] |= new
             answers.append(_encoded([*terms, *shown]))
         send(connection, Packet({}, answers))

@@ -53,7 +53,7 @@ class Artifact:
     ]:
         """Return the function of one participant, as `Stages.client` does."""
         messages = self.manifest["stages"][stage]
-        own_names = [value["name"] for value in messages["own"]]
+        own_names = [value["name"] for value in (*messages["own"], *messages.get("noise", ()))]
         kept_names = [value["name"] for value in messages["kept"]]
         first, second = len(messages["terms"]), len(messages["terms"]) + len(messages["shown"])
         call = self.function(f"client_{stage}")
@@ -64,7 +64,8 @@ class Artifact:
             if missing := [name for name in own_names if name not in own]:
                 raise ArtifactError(
                     f"client({stage}): own has no {missing[0]!r}, expected {own_names}. Pass the "
-                    "participant's values, and what earlier stages of the round returned as kept."
+                    "participant's values, what earlier stages of the round returned as kept, and "
+                    "noise that is drawn for this call."
                 )
             given = [*shared, *rows, *(own[name] for name in own_names)]
             out = call(jnp.int32(index), *given)

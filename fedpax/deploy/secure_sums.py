@@ -81,6 +81,30 @@ def check_program(program: Any, quorum: int) -> None:
                 )
 
 
+def check_masks(program: Any, quorum: int, *, is_secure: bool) -> None:
+    """Raise an ArgumentError if a program needs masks, and the run would open a sum without them.
+
+    Args:
+        program: a `fedpax.deploy.round_program.RoundProgram`.
+        quorum: the fewest participants that must answer.
+        is_secure: whether terms are masked.
+    """
+    least = program.artifact.manifest["least_masked"]
+    if least is None:
+        return
+    if not is_secure:
+        raise ArgumentError(
+            "secure=false, but the program has secure_mean() or private_secure_mean(), whose terms "
+            "must be masked. Run with --run-config 'secure=true'."
+        )
+    if quorum < least:
+        raise ArgumentError(
+            f"quorum={quorum}, expected at least min_participants={least}, with which the noise of "
+            "private_secure_mean() has the stated size. Set a larger quorum, or export again with "
+            "a smaller min_participants."
+        )
+
+
 def to_vector(terms: Sequence[Any], bound: float, levels: int) -> bytes:
     """Return terms as one vector of float64 within `bound`, in NumPy's format.
 

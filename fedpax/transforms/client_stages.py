@@ -41,6 +41,23 @@ class Value(NamedTuple):
         return f"{self.name}: {self.dtype}{list(self.shape)}, {self.nbytes:,} B"
 
 
+class Noise(NamedTuple):
+    """Integers that the participant draws at each call: discrete Gaussian noise."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    stddev: float
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return Value(*self[:3]).nbytes
+
+    def __str__(self) -> str:
+        return f"{Value(*self[:3])}, standard deviation {self.stddev:.3g}"
+
+
 class Stage(NamedTuple):
     """The messages of one stage, as one participant sees them."""
 
@@ -48,6 +65,7 @@ class Stage(NamedTuple):
     rows: tuple[Value, ...]  # values of the server of which each participant receives its own row
     # values that the participant has: its data, its state, and values of earlier stages
     own: tuple[Value, ...]
+    noise: tuple[Noise, ...]  # random integers that the participant draws and tells nobody
     # values that it sends to be summed, or reduced otherwise, over participants
     terms: tuple[Value, ...]
     shown: tuple[Value, ...]  # values that it sends and the server reads participant by participant
@@ -81,12 +99,13 @@ class ClientStage(NamedTuple):
         self, index: Any, shared: Sequence[Any], rows: Sequence[Any], own: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
         """Run the stage for one participant; see `Stages.client`."""
-        missing = [v.name for v in self.messages.own if v.name not in own]
+        expected = [v.name for v in (*self.messages.own, *self.messages.noise)]
+        missing = [name for name in expected if name not in own]
         if missing:
             raise ArgumentError(
-                f"client({self.number}): own has no {missing[0]!r}, expected "
-                f"{[v.name for v in self.messages.own]}. Pass the participant's values by these "
-                "names, and what the earlier stages of the round returned as kept."
+                f"client({self.number}): own has no {missing[0]!r}, expected {expected}. Pass the "
+                "participant's values by these names, what the earlier stages of the round "
+                "returned as kept, and draw_noise() of the stage."
             )
         sent = iter(shared)
         unplaced = [next(sent) if name is None else own[name] for name in self.unplaced]
@@ -174,9 +193,17 @@ def client_stages(
     own: Sequence[str],
     kept: Sequence[str],
     known: Collection[str] = (),
+    noise: Mapping[str, float] | None = None,
 ) -> list[ClientStage]:
-    """Make the stages of a plan."""
-    return list(_Builder(plan, server, server_names, own, kept, known).stages())
+    """Make the stages of a plan; `noise` has the standard deviations of own values."""
+    stages = list(_Builder(plan, server, server_names, own, kept, known, noise or {}).stages())
+    names = [v.name for stage in stages for v in stage.messages.noise]
+    if len(set(names)) < len(names):
+        raise ArgumentError(
+            "stages() found noise that two stages read, expected one: the function of the map "
+            "would run twice. Return what the second stage needs from another federated_map()."
+        )
+    return stages
 
 
 class _Builder:
@@ -188,8 +215,9 @@ class _Builder:
         own: Sequence[str],
         kept: Sequence[str],
         known: Collection[str],
+        noise: Mapping[str, float],
     ) -> None:
-        self.plan = plan
+        self.plan, self.noise = plan, noise
         servers = zip(plan.jaxpr.invars, server_names, strict=False)
         self.known = {v: name for v, name in servers if name in known}
         self.own = dict(zip(plan.jaxpr.invars[len(server_names) :], own, strict=True))
@@ -251,8 +279,17 @@ class _Builder:
                 shared=tuple(Value(self.names.of(v), *_kind(aval_of(v))) for v in shared),
                 rows=tuple(Value(self.names.of(v), *_kind(self._slice(v))) for v in rows),
                 own=(
-                    *(Value(name, *_kind(self._slice(v))) for name, v in own.items()),
+                    *(
+                        Value(name, *_kind(self._slice(v)))
+                        for name, v in own.items()
+                        if name not in self.noise
+                    ),
                     *(Value(n, *_kind(aval_of(v))) for v, n in self.known.items() if v in unplaced),
+                ),
+                noise=tuple(
+                    Noise(name, *_kind(self._slice(v)), self.noise[name])
+                    for name, v in own.items()
+                    if name in self.noise
                 ),
                 terms=tuple(Value(names[i], *_kind(terms[i])) for i in sent),
                 shown=tuple(Value(self.names.of_placed(v), *_kind(self._slice(v))) for v in shown),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from fedpax.primitives.broadcast import federated_broadcast_p
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.placement import Placement
 from fedpax.primitives.reduction import REDUCTIONS
-from fedpax.transforms.ownership import Division
+from fedpax.transforms.ownership import Division, Signature, divide
 from fedpax.transforms.planner import make_plan
 from fedpax.transforms.server_parts import ServerParts
 from fedpax.transforms.streaming_plan import Atom, StreamingPlan
@@ -101,6 +101,42 @@ def read_by_server(plan: StreamingPlan, division: Division) -> dict[str, bool]:
     names = {**own, **copies}
     found = dict.fromkeys(v for v in read if isinstance(v, Var) and v in names)
     return {names[v]: v in copies and v in by_clients for v in found}
+
+
+def divide_arguments(
+    closed: ClosedJaxpr,
+    placement: Placement,
+    signature: Signature,
+    owned: set[int],
+    noise: Collection[str],
+    *,
+    is_given: bool,
+) -> tuple[Division, StreamingPlan]:
+    """Divide a program; return the plan too.
+
+    Args:
+        closed: as for `divide`.
+        placement: as for `divide`.
+        signature: as for `divide`.
+        owned: as for `divide`.
+        noise: as for `divide`.
+        is_given: whether the user named the own values. Otherwise those that only the server reads
+            become the server's.
+    """
+    while True:
+        division = divide(closed, placement, signature, owned, list(noise))
+        plan = make_plan(division.core.jaxpr, placement)
+        by_server = read_by_server(plan, division)
+        for name, by_clients in by_server.items():
+            if is_given or by_clients or name in noise:
+                raise ArgumentError(
+                    f"stages(): the server reads {name}, a value of the participants. To send it, "
+                    "return it from a federated_map(). If the server has it, pass own= without it."
+                )
+        if not by_server:
+            return division, plan
+        positions = dict(zip(division.own, division.own_arguments, strict=False))
+        owned = owned - {positions[name] for name in by_server}
 
 
 def check_means(plan: StreamingPlan) -> None:

@@ -9,6 +9,10 @@ SENT = "fedpax_sent"
 KEPT = "fedpax_kept"
 """The name in the jaxpr of a placed value that participants keep between rounds."""
 
+MASKED = "fedpax_masked"
+"""The name in the jaxpr of a term that only its sum may show, followed by the fewest of its terms
+that a sum may have."""
+
 SERVER = "fedpax_server"
 """The name in the jaxpr of a value that the server computes for a participant, on its device."""
 
@@ -16,6 +20,17 @@ SERVER = "fedpax_server"
 def is_mark(eqn: JaxprEqn, mark: str) -> bool:
     """Return whether an equation marks its operand."""
     return bool(eqn.primitive.name == "name" and eqn.params["name"] == mark)
+
+
+def least_masked(jaxpr: Jaxpr) -> int | None:
+    """Return the fewest participants that the masked sums of a jaxpr may have; None without any."""
+    found = [
+        int(eqn.params["name"].removeprefix(MASKED))
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "name" and str(eqn.params["name"]).startswith(MASKED)
+    ]
+    inner = [least_masked(inner) for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn)]
+    return max((k for k in (*found, *inner) if k is not None), default=None)
 
 
 def has_mark(jaxpr: Jaxpr, mark: str) -> bool:

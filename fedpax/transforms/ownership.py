@@ -61,8 +61,8 @@ class Division(NamedTuple):
     # positions of the server's arguments among those of the program
     server_arguments: tuple[int, ...]
     server_results: tuple[int, ...]  # positions of the server's results among those of the program
-    own: tuple[str, ...]  # the names of the own values
-    # for each own value, the position of the argument that it is read from
+    own: tuple[str, ...]  # the names of the own values; the last ones are noise
+    # for each own value without noise, the position of the argument that it is read from
     own_arguments: tuple[int, ...]
     stores: frozenset[str]  # the own values that are rows of a client store
     kept: tuple[str, ...]  # for each kept value, the name of the own value that it replaces
@@ -84,9 +84,8 @@ def one_placement(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, Placement]:
             )
         if eqn.primitive is federated_map_p and any(has_mark(j, SERVER) for j in inner):
             raise ArgumentError(
-                "stages() found a federated_map() that does the server's work (mark_server), as "
-                "the simulated masks of secure_mean() do. Pass an aggregator without it, such as "
-                "mean(), and let the engine mask the sums."
+                "stages() found a federated_map() that does the server's work (mark_server), "
+                "expected maps of the participants' work. Compute it outside of federated_map()."
             )
     federated = (e for e in closed.jaxpr.eqns if _is_map(e) or e.primitive in REDUCTIONS)
     placements = list(dict.fromkeys(eqn.params["placement"] for eqn in federated))
@@ -124,7 +123,11 @@ def store_reads(closed: ClosedJaxpr) -> dict[Var, int]:
 
 
 def divide(
-    closed: ClosedJaxpr, placement: Placement, signature: Signature, owned: Set[int]
+    closed: ClosedJaxpr,
+    placement: Placement,
+    signature: Signature,
+    owned: Set[int],
+    noise: Sequence[str] = (),
 ) -> Division:
     """Divide the values of a program between the server and the participants.
 
@@ -133,17 +136,21 @@ def divide(
         placement: its placement.
         signature: its arguments and results.
         owned: the positions of the arguments that participants own: placed arguments, and stores.
+        noise: names of the last arguments of the jaxpr, the noise that participants draw.
     """
     jaxpr = closed.jaxpr
+    num_arguments = len(jaxpr.invars) - len(noise)
+    drawn = jaxpr.invars[num_arguments:]
     reads = {v: i for v, i in store_reads(closed).items() if i in owned}
     own = reads | {v: i for i, v in enumerate(jaxpr.invars) if i in owned - set(reads.values())}
+    known = [*own, *drawn]
     kept: list[tuple[Var, int]] = []
     written: dict[int, int | None] = {}  # a result -> the kept value that it is, or None: a store
     for result, (v, i) in enumerate(zip(jaxpr.outvars, signature.replaced, strict=True)):
         if i is None or i not in owned or isinstance(v, Literal):
             continue
         if i in reads.values():
-            eqns, _ = _needed(closed, [v], own)
+            eqns, _ = _needed(closed, [v], known)
             new = [e.outvars[0] for e in eqns if is_mark(e, KEPT)]
             if len(new) > 1:  # no name tells them apart
                 raise ArgumentError(
@@ -159,9 +166,9 @@ def divide(
         else:
             written[result] = len(kept)
             kept.append((v, i))
-    servers = {i: v for i, v in enumerate(jaxpr.invars) if i not in owned}
+    servers = {i: v for i, v in enumerate(jaxpr.invars[:num_arguments]) if i not in owned}
     results = [i for i in range(len(jaxpr.outvars)) if i not in written]
-    missing = _missing(closed, [*(jaxpr.outvars[i] for i in results), *(v for v, _ in kept)], own)
+    missing = _missing(closed, [*(jaxpr.outvars[i] for i in results), *(v for v, _ in kept)], known)
     for i in sorted(missing.intersection(owned)):
         raise ArgumentError(
             f"stages(): the program reads the store {signature.names[i]} in other ways than by "
@@ -170,8 +177,8 @@ def divide(
         )
 
     def write(*flat: jax.Array) -> list[Any]:
-        arguments, new = flat[: len(jaxpr.invars)], flat[len(jaxpr.invars) :]
-        values = dict(zip(jaxpr.invars, arguments, strict=True))
+        arguments, new = flat[:num_arguments], flat[num_arguments:]
+        values = dict(zip(jaxpr.invars, arguments, strict=False))
         values |= {v: x for (v, i), x in zip(kept, new, strict=True) if i in reads.values()}
         whole = [jaxpr.outvars[result] for result, k in written.items() if k is None]
         rest = iter(_evaluate(closed, values, whole))
@@ -183,21 +190,21 @@ def divide(
         closed,
         placement,
         list(servers.values()),
-        list(own),
+        known,
         [jaxpr.outvars[i] for i in results],
         [v for v, _ in kept],
     )
-    avals = list(map(aval_of, jaxpr.invars))
+    avals = list(map(aval_of, jaxpr.invars[:num_arguments]))
     return Division(
         eliminate_dead_code(inline(core, stream)),
         tuple(servers),
         tuple(results),
-        names,
+        (*names, *noise),
         tuple(own.values()),
         frozenset(by_argument[i] for i in reads.values()),
         tuple(by_argument[i] for _, i in kept),
         jax.make_jaxpr(
-            lambda *flat: _evaluate(closed, dict(zip(jaxpr.invars, flat, strict=True)), own)
+            lambda *flat: _evaluate(closed, dict(zip(jaxpr.invars, flat, strict=False)), own)
         )(*avals),
         jax.make_jaxpr(write)(*avals, *(aval_of(v) for v, _ in kept)),
     )

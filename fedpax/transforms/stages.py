@@ -14,21 +14,23 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fedpax.errors import ArgumentError
 from fedpax.primitives._jax import Var, aval_of, evaluate
 from fedpax.primitives.signatures import function_name
 from fedpax.transforms.client_stages import ClientFn, Stage, client_stages
+from fedpax.transforms.discrete_gaussian import draw_noise
 from fedpax.transforms.division_checks import (
     check_means,
+    divide_arguments,
     find_by_name,
     own_by_name,
     read_by_rows,
-    read_by_server,
 )
-from fedpax.transforms.ownership import Division, divide, one_placement, store_reads
-from fedpax.transforms.planner import make_plan
+from fedpax.transforms.marks import least_masked
+from fedpax.transforms.own_noise import noise_as_arguments, trace_for_stages
+from fedpax.transforms.ownership import Division, one_placement, store_reads
 from fedpax.transforms.program_io import ProgramIO, trace_program
 from fedpax.transforms.server_parts import ServerParts
+from fedpax.transforms.stage_report import describe
 from fedpax.transforms.streaming_plan import StreamingPlan
 from fedpax.transforms.wiring import Wiring, output_of, wire
 
@@ -75,6 +77,8 @@ class Stages:
     Attributes:
         name: name of the program.
         placement: the name of the participants, and their number.
+        least_masked: the fewest participants of a sum that the server may see, in a program whose
+            terms must be masked (`secure_mean`, `private_secure_mean`). None: terms need no masks.
     """
 
     def __init__(
@@ -84,7 +88,10 @@ class Stages:
         division: Division,
         plan: StreamingPlan,
         known: Collection[int] = (),
+        noise: Mapping[str, float] | None = None,
+        least_masked: int | None = None,
     ) -> None:
+        self.least_masked = least_masked
         self.name, self.placement = name, plan.placement
         self._io, self._division, self._plan = io, division, plan
         self._server = ServerParts(plan)
@@ -95,7 +102,7 @@ class Stages:
         servers = [io.names[i] for i in division.server_arguments]
         self._known = {io.names[i]: i for i in sorted(known)}
         self._stages = client_stages(
-            plan, self._server, servers, division.own, division.kept, self._known
+            plan, self._server, servers, division.own, division.kept, self._known, noise
         )
         self._clients = [jax.jit(stage.client) for stage in self._stages]
         self._merges = [jax.jit(stage.merge) for stage in self._stages]
@@ -137,7 +144,7 @@ class Stages:
         division = self._division
         return tuple(
             Owned(name, i, results[i] if name in division.kept else None, name in division.stores)
-            for name, i in zip(division.own, division.own_arguments, strict=True)
+            for name, i in zip(division.own, division.own_arguments, strict=False)
         )
 
     def result(self, leaves: Mapping[int, Any]) -> Any:
@@ -159,7 +166,8 @@ class Stages:
             - shared: the arrays of the request.
             - rows: the participant's row of each array of rows of the request.
             - own: the participant's values by name: its data and state, and what earlier stages of
-              the round returned as kept; and known values. Other names are ignored.
+              the round returned as kept; known values; and noise, drawn for this call
+              (`draw_noise`). Other names are ignored.
             - terms: arrays to merge with the terms of other participants by `merge`.
             - shown: arrays that the server reads as they are.
             - kept: arrays by name. A later stage of the round reads names that are no own values.
@@ -167,6 +175,14 @@ class Stages:
               these after the round.
         """
         return self._clients[stage]
+
+    def draw_noise(self, stage: int) -> dict[str, Any]:
+        """Draw the noise of one participant for a call of its function, by name.
+
+        It comes from the operating system's randomness. A participant draws its noise by itself,
+        and the noise leaves it only within sums.
+        """
+        return draw_noise(v._asdict() for v in self[stage].noise)
 
     def merge(self, stage: int) -> Callable[[Sequence[Any], Sequence[Any]], tuple[Any, ...]]:
         """Return the function `(terms, terms) -> terms` of a stage. It is associative."""
@@ -252,7 +268,7 @@ class Stages:
             *args: the arguments of the program, all of them arrays.
         """
         leaves = self._io.leaves(args, range(len(self._io.names)))
-        return dict(zip(self._division.own, self._read(*leaves), strict=True))
+        return dict(zip(self._division.own, self._read(*leaves), strict=False))
 
     def known(self, *args: Any) -> dict[str, Any]:
         """Return the values that each participant has a copy of, by name.
@@ -281,28 +297,7 @@ class Stages:
 
     def explain(self) -> str:
         """Describe each stage: what a participant receives, has, sends and keeps, with bytes."""
-        size, count = self.placement.size, len(self)
-        lines = [
-            f"{self.name}: {count} {'stage' if count == 1 else 'stages'} for each of {size} "
-            f"{self.placement.name}"
-        ]
-        for number, stage in enumerate(self):
-            down = sum(v.nbytes for v in (*stage.shared, *stage.rows))
-            up = sum(v.nbytes for v in (*stage.terms, *stage.shown))
-            lines.append(f"stage {number}: receives {down:,} B, sends {up:,} B")
-            for heading, values in _HEADINGS.items():
-                lines += [f"  {heading:<8} {v}" for v in getattr(stage, values)]
-        return "\n".join(lines)
-
-
-_HEADINGS = {
-    "receives": "shared",
-    "its row": "rows",
-    "has": "own",
-    "sends": "terms",
-    "shows": "shown",
-    "keeps": "kept",
-}
+        return describe(self.name, self.placement, list(self))
 
 
 def stages(
@@ -314,7 +309,7 @@ def stages(
     """Divide a program into the parts of the server and of one participant.
 
     The parts run where no process holds the values of all participants: one after another, as a
-    batch job, or on devices with data of their own. A participant reads values of five kinds:
+    batch job, or on devices with data of their own. A participant reads values of six kinds:
 
     - shared: values of the server, the same for all.
     - rows: its row of a value that the server has for all participants, such as a random key.
@@ -322,6 +317,8 @@ def stages(
       those in a client store. They stay at the participant.
     - known: arguments of which each participant has the same copy, such as the frozen model below
       adapters. No message carries them; a participant reads them beside its own values.
+    - noise: random integers that it draws at each call, for `private_secure_mean`. Neither the
+      server nor another participant knows them.
     - kept: its new state, a result that takes the place of an own argument. A result takes the
       place of an argument if they are at the same position of the results and of the arguments
       (`(state, cohort) -> (state, metrics)`), and of the same structure and types.
@@ -370,30 +367,23 @@ def stages(
         ...     print(stop.value)
         2.0
     """
-    closed, io, signature = trace_program(program, avals)
+    with trace_for_stages():
+        closed, io, signature = trace_program(program, avals)
     closed, placement = one_placement(closed)
-    sized = {
-        i for i, v in enumerate(closed.jaxpr.invars) if aval_of(v).shape[:1] == (placement.size,)
-    }
+    least = least_masked(closed.jaxpr)
+    closed, stddevs = noise_as_arguments(closed)
+    noise = {f"noise {k}": stddev for k, stddev in enumerate(stddevs)}
+    arguments = closed.jaxpr.invars[: len(io.names)]
+    sized = {i for i, v in enumerate(arguments) if aval_of(v).shape[:1] == (placement.size,)}
     stores = set(store_reads(closed).values())
     if own is None:
         owned = stores | (sized & read_by_rows(closed, placement))
     else:
         owned = own_by_name(io.names, own, sized | stores, placement)
-    while True:
-        division = divide(closed, placement, signature, owned)
-        plan = make_plan(division.core.jaxpr, placement)
-        by_server = read_by_server(plan, division)
-        for name, by_clients in by_server.items():
-            if own is not None or by_clients:
-                raise ArgumentError(
-                    f"stages(): the server reads {name}, a value of the participants. To send it, "
-                    "return it from a federated_map(). If the server has it, pass own= without it."
-                )
-        if not by_server:
-            break
-        arguments = dict(zip(division.own, division.own_arguments, strict=True))
-        owned = owned - {arguments[name] for name in by_server}
+    division, plan = divide_arguments(
+        closed, placement, signature, owned, noise, is_given=own is not None
+    )
     check_means(plan)
     known_arguments = find_by_name(io.names, known, "known")
-    return Stages(function_name(program), io, division, plan, known_arguments)
+    name = function_name(program)
+    return Stages(name, io, division, plan, known_arguments, noise, least)

@@ -8,7 +8,8 @@ import pytest
 from program_table import PROGRAMS, WEIGHTS, N, W, X, federated, gradient_of, normal, slow
 
 import fedpax
-from fedpax import aggregators, federated_map, federated_mean, federated_sum
+from fedpax import federated_map, federated_mean, federated_sum
+from fedpax.aggregators.sent_values import mark_server
 from fedpax.algorithms import fedavg, scaffold
 from fedpax.clients import client_store, gather_clients, scatter_clients
 from fedpax.deploy import run_local
@@ -238,6 +239,12 @@ def sorts_and_maps(x):
     return federated_mean(federated_map(jnp.sum, x)), jnp.sort(x, axis=0)
 
 
+@fedpax.program(clients=3)
+def by_the_server(w, x):
+    recomputed = fedpax.federated_map(lambda x: mark_server(w * x), x)
+    return fedpax.federated_sum(recomputed)
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -262,9 +269,9 @@ def sorts_and_maps(x):
             "expected a list of names",
         ),
         (
-            lambda: fedpax.stages(*linear_round(aggregator=aggregators.secure_mean(max_value=1.0))),
+            lambda: fedpax.stages(by_the_server, 2.0, jnp.ones(3)),
             ValueError,
-            "does the server's work.*let the engine mask the sums",
+            "does the server's work.*outside of federated_map",
         ),
         (
             lambda: next(

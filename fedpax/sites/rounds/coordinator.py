@@ -19,6 +19,7 @@ from fedpax.sites.rounds.contract import Json
 from fedpax.sites.rounds.coordinator_files import RoundMetrics, SiteWatch, write_federation
 from fedpax.sites.rounds.coordinator_program import (
     CoordinatorProgram,
+    check_masks,
     check_program,
     cohort_types,
     expected_arrays,
@@ -381,6 +382,7 @@ class Coordinator:
             expected_arrays(divided[request.stage]),
         )
         rules = self._rules
+        check_masks(divided, rules.secure_sums)
         if not rules.secure_sums:
             return self.exchange.ask(task, quorum, rules.round_seconds, self.stop)
         stage = divided[request.stage]
@@ -394,6 +396,8 @@ class Coordinator:
                 rules.round_seconds,
                 self.stop,
                 threshold=rules.secure_threshold,
+                clients={name: len(chosen) for name, chosen in clients.items()},
+                least_clients=divided.least_masked or 0,
             )
         except FedpaxError as error:
             self._progress.note(f"no secure sum: {error}")

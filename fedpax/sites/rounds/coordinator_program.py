@@ -51,6 +51,15 @@ def expected_arrays(stage: Stage) -> dict[str, tuple[tuple[int | None, ...], np.
     return {**terms, **shown}
 
 
+def check_masks(divided: Stages, has_secure_sums: bool) -> None:
+    """Raise if the terms of a program must be masked, and are not."""
+    if divided.least_masked is not None and not has_secure_sums:
+        raise ConfigurationError(
+            "the aggregator is secure_mean or private_secure_mean, whose terms must be masked, "
+            "expected secure sums. Start the syncer with --secure_sums."
+        )
+
+
 def check_program(divided: Stages, is_guarded: bool) -> None:
     """Raise if the rounds of a program cannot run over sites with these rules."""
     if is_guarded and len(divided) > 1:

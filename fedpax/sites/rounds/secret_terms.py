@@ -143,11 +143,14 @@ def ask_for_sums(
     stop: Callable[[], bool],
     *,
     threshold: int | None,
+    clients: Mapping[str, int],
+    least_clients: int,
 ) -> dict[str, Reply] | None:
     """Ask sites as `Exchange.ask` does, for the sum of their terms alone.
 
     The first of the replies has the sum, in the terms' dtypes, and the others have no arrays. It
-    raises a `SecureSumError` if too few sites are left, or if their shares do not fit.
+    raises a `SecureSumError` if too few sites are left, if their shares do not fit, or if the sites
+    that are left have fewer than `least_clients` of the clients that take part.
     """
     from fedpax.sites.secure_sums import CoordinatorSide, SecureSumError
 
@@ -159,6 +162,11 @@ def ask_for_sums(
     faults: dict[str, Reply] = {}
     while not side.done:
         phase = side.phase
+        if (count := sum(clients[name] for name in requests)) < least_clients:
+            raise SecureSumError(
+                f"{count} clients are left, expected at least min_participants={least_clients}: "
+                "with fewer, the noise is too small, and the sum is not opened"
+            )
         asked = _phase_task(task, session, phase, requests, shapes)
         replies = exchange.ask(asked, max(quorum, _needed(requests)), seconds, stop)
         if replies is None:

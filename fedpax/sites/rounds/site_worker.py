@@ -81,7 +81,10 @@ class SiteWorker:
         """Take over the inputs that all sites share, and return the types of a batch."""
         self._experiment = self._experiment.with_inputs(inputs)
         self._programs = {}
-        run = self._whole_run = self._experiment.at_site(ClientRange(0, self.count, self.count))
+        # The aggregator can need more clients than this site has: others are without examples.
+        cohort_size = getattr(getattr(self._experiment, "cohort", None), "size", 0)
+        total = max(self.count, cohort_size)
+        run = self._whole_run = self._experiment.at_site(ClientRange(0, self.count, total))
         cohort = run.draw(0, [])
         return {
             name: [str(np.dtype(x.dtype)), list(np.shape(x)[2:])]
@@ -202,6 +205,11 @@ class SiteWorker:
     ) -> Arrays:
         """Run a stage for clients one by one, and merge their terms."""
         number = header["stage"]
+        if divided.least_masked is not None and "request" not in header:
+            raise RefusedError(
+                "the syncer asks for the terms of this site, expected a secure sum: the aggregator "
+                "is secure_mean or private_secure_mean. Start `fedpax syncer` with --secure_sums."
+            )
         stage, client, merge = divided[number], divided.client(number), divided.merge(number)
         shared = [jnp.asarray(x) for x in in_order(SHARED, arrays)]
         of_rows = in_order(ROW, arrays)
@@ -211,7 +219,8 @@ class SiteWorker:
         shown: list[Any] = []
         for place, (k, slot) in enumerate(zip(header["clients"], header["slots"], strict=True)):
             received = [jnp.asarray(x[place]) for x in of_rows]
-            terms, seen, kept = client(slot, shared, received, rows[k])
+            values = {**rows[k], **divided.draw_noise(number)}
+            terms, seen, kept = client(slot, shared, received, values)
             self._between[1].setdefault(k, {}).update(kept)
             merged = merge(merged, terms) if shown else terms
             shown.append(seen)

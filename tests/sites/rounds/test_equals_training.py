@@ -16,9 +16,9 @@ from fedpax.training.training_config import TrainingConfig
 SIZES = {"a": (40, 25), "b": (33,), "c": (21, 50)}
 
 
-def experiment(*files: str, rounds: int = 3, **fields) -> FedAvgTable:
+def experiment(*files: str, rounds: int = 3, columns=(), **fields) -> FedAvgTable:
     return FedAvgTable(
-        data=TableConfig(files=files, label="outcome"),
+        data=TableConfig(files=files, label="outcome", columns=columns),
         cohort=CohortConfig(size=10, batch_size=8),
         client_learning_rate=0.1,
         training=TrainingConfig(rounds=rounds, evaluate_every=rounds, checkpoint_every=0),

@@ -1,0 +1,91 @@
+"""Discrete Gaussian noise from the operating system's randomness.
+
+Copy this module to a device without fedpax: it imports NumPy alone.
+
+Reference:
+    Canonne, Kamath and Steinke, The Discrete Gaussian for Differential Privacy, arXiv:2004.00010,
+    algorithms 2 and 3.
+"""
+
+import math
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Random = Callable[[int], bytes]
+
+
+def draw_noise(
+    described: Iterable[Mapping[str, Any]], random: Random = secrets.token_bytes
+) -> dict[str, NDArray[np.int32]]:
+    """Draw the noise of one participant for a call of its function.
+
+    The noise stays at the participant, and no call draws the noise of another one.
+
+    Args:
+        described: name, shape and stddev of each value, as the manifest of exported stages lists
+            them under `"noise"`.
+        random: returns a number of random bytes. Default: those of the operating system.
+
+    Returns:
+        The noise by name.
+
+    Example:
+        >>> draw_noise([{"name": "noise 0", "shape": [2], "stddev": 5.0}])["noise 0"].shape
+        (2,)
+    """
+    return {v["name"]: discrete_gaussian(v["stddev"], v["shape"], random) for v in described}
+
+
+def discrete_gaussian(
+    stddev: float, shape: Iterable[int], random: Random = secrets.token_bytes
+) -> NDArray[np.int32]:
+    """Draw integers k with probabilities proportional to `exp(-k^2 / (2 stddev^2))`.
+
+    Each decision compares 64 random bits with a probability in float64: the probability of an
+    integer is within a factor of 1e-12 of the exact one, and a difference of 1e-17. Sums of
+    participants wrap modulo 2^32, and so does the result.
+
+    Args:
+        stddev: sigma, above 0 and at most 2^40.
+        shape: shape of the result.
+        random: returns a number of random bytes.
+    """
+    shape = tuple(shape)
+    size = math.prod(shape)
+    found = np.empty(size, np.int64)
+    done = 0
+    while done < size:
+        # About every third proposal is accepted.
+        accepted = _accepted(stddev, 3 * (size - done) + 8, random)[: size - done]
+        found[done : done + len(accepted)] = accepted
+        done += len(accepted)
+    return found.astype(np.int32).reshape(shape)
+
+
+def _accepted(stddev: float, proposals: int, random: Random) -> NDArray[np.int64]:
+    """Return the accepted ones of some proposals of discrete Laplace numbers of scale t."""
+    bits = max(0, math.ceil(math.log2(stddev)))
+    t = 2**bits  # a power of two: uniform integers below it are bits
+    word, first, second, third = (_words(proposals, random) for _ in range(4))
+    negative, remainder = (word & 1).astype(bool), (word >> 1) & (t - 1)
+    # exp(-(remainder + t quotient) / t) = exp(-remainder / t) exp(-quotient)
+    quotient = np.floor(-np.log(_uniform(first)))
+    size = remainder.astype(np.float64) + t * quotient
+    keep = _uniform(second) < np.exp(-remainder.astype(np.float64) / t)
+    keep &= ~(negative & (size == 0))  # otherwise 0 has twice its probability
+    keep &= _uniform(third) < np.exp(-((size - stddev**2 / t) ** 2) / (2 * stddev**2))
+    signed = np.where(negative, -size, size)
+    return signed[keep].astype(np.int64)
+
+
+def _words(number: int, random: Random) -> NDArray[np.uint64]:
+    return np.frombuffer(random(8 * number), np.uint64)
+
+
+def _uniform(words: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Return numbers between 0 and 1, those near 0 as precise as those near 1."""
+    return (words.astype(np.float64) + 0.5) * 2.0**-64

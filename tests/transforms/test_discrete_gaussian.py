@@ -1,0 +1,55 @@
+"""Noise from the operating system: its exact distribution, and its independence."""
+
+import numpy as np
+import pytest
+
+from fedpax.transforms.discrete_gaussian import discrete_gaussian, draw_noise
+
+SIZE = 100_000
+
+
+def seeded(seed):
+    return np.random.default_rng(seed).bytes
+
+
+@pytest.mark.parametrize("stddev", [0.4, 3.0, 40.3, 64.0])
+def test_numbers_have_the_probabilities_of_the_discrete_gaussian(stddev):
+    """By chi-square against the exact probabilities."""
+    k = discrete_gaussian(stddev, (SIZE // 10, 10), seeded(0))
+    assert (k.shape, k.dtype) == ((SIZE // 10, 10), np.int32)
+    edge = int(4 * stddev) + 1
+    values = np.arange(-edge, edge + 1)
+    wide = np.arange(-40 * edge, 40 * edge + 1)
+    density = lambda k: np.exp(-(k**2) / (2 * stddev**2))
+    probability = density(values) / density(wide).sum()
+    counts = np.bincount((k[np.abs(k) <= edge] + edge).ravel(), minlength=values.size)
+    common = probability * SIZE > 10
+    expected = (probability * SIZE)[common]
+    chi_square = np.sum((counts[common] - expected) ** 2 / expected)
+    assert abs(chi_square - common.sum()) < 5 * np.sqrt(2 * common.sum())
+
+
+@pytest.mark.parametrize("stddev", [1000.0, 303_000.0, 2e8])
+def test_large_numbers_have_the_stated_variance_and_no_gaps(stddev):
+    k = discrete_gaussian(stddev, (SIZE,), seeded(1)).astype(np.float64)
+    assert abs(k.var() / stddev**2 - 1) < 5 * np.sqrt(2 / SIZE)
+    assert abs(k.mean()) < 5 * stddev / np.sqrt(SIZE)
+    assert abs((k**4).mean() / k.var() ** 2 - 3) < 5 * np.sqrt(96 / SIZE)
+    for modulus in (2, 16):
+        assert abs(np.mean(k % modulus == 0) * modulus - 1) < 5 * np.sqrt(modulus / SIZE)
+
+
+def test_sums_beyond_32_bits_wrap():
+    k = discrete_gaussian(1e10, (1000,), seeded(2))
+    assert abs(np.float64(k).std() / (2**32 / np.sqrt(12)) - 1) < 0.2  # uniform
+
+
+def test_each_call_draws_new_noise_of_the_described_values():
+    described = [
+        {"name": "noise 0", "shape": [SIZE], "dtype": "int32", "stddev": 50.0},
+        {"name": "noise 1", "shape": [], "dtype": "int32", "stddev": 5.0},
+    ]
+    first, second = draw_noise(described), draw_noise(described)
+    assert first["noise 1"].shape == () and list(first) == ["noise 0", "noise 1"]
+    correlation = np.corrcoef(first["noise 0"], second["noise 0"])[0, 1]
+    assert abs(correlation) < 5 / np.sqrt(SIZE)

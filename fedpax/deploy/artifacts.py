@@ -15,6 +15,7 @@ from fedpax.deploy.runtime import FORMAT, MANIFEST, VERSION, Artifact, load, pro
 from fedpax.errors import ArgumentError, MissingPackageError
 from fedpax.inspect.flops import count_flops
 from fedpax.primitives._jax import without_locations
+from fedpax.primitives.source_lines import callbacks, lines_of_custom_calls
 from fedpax.transforms.client_stages import Noise, Stage, Value
 from fedpax.transforms.stages import Stages
 
@@ -133,6 +134,7 @@ def pack_stages(
             {kind: _described(getattr(stage, kind)) for kind in Stage._fields} for stage in stages
         ],
         "flops": flops,
+        "lines": files.lines,
         "server": [
             {
                 "inputs": wires.inputs,
@@ -187,6 +189,7 @@ class _Files:
     def __init__(self, platforms: Sequence[str], portable: bool) -> None:
         self.platforms, self.portable = list(platforms), portable
         self.content: dict[str, bytes] = {}
+        self.lines: dict[str, dict[str, str]] = {}  # function -> custom call -> line of source
 
     def add(
         self, name: str, fn: Callable[..., Any], types: Sequence[Any], *, portable: bool = False
@@ -196,11 +199,38 @@ class _Files:
         def function(*args: Any) -> Any:  # its name is a part of the file
             return fn(*args)
 
-        exported = jax.export.export(jax.jit(function), platforms=self.platforms)(*types)
-        exported = without_locations(exported)
-        self.content[f"{name}.jax"] = bytes(exported.serialize())
+        try:
+            exported = jax.export.export(jax.jit(function), platforms=self.platforms)(*types)
+            exported = without_locations(exported)
+            self.content[f"{name}.jax"] = bytes(exported.serialize())
+        except (NotImplementedError, ValueError) as error:
+            raise ArgumentError(_obstacle(name, function, types, self.platforms, error)) from error
         if portable and self.portable:
             self.content[f"{name}.stablehlo"] = exported.mlir_module_serialized
+        if portable and "stablehlo.custom_call" in exported.mlir_module():
+            jaxpr = jax.make_jaxpr(function)(*types).jaxpr
+            self.lines[name] = lines_of_custom_calls(jaxpr, self.platforms)
+
+
+def _obstacle(
+    name: str,
+    function: Callable[..., Any],
+    types: Sequence[Any],
+    platforms: Sequence[str],
+    error: Exception,
+) -> str:
+    """Say what cannot be exported, with the line of the user's source."""
+    jaxpr = jax.make_jaxpr(function)(*types).jaxpr
+    if found := callbacks(jaxpr):
+        remedy = "Compute it with JAX, or outside of the round."
+    else:
+        found, remedy = lines_of_custom_calls(jaxpr, platforms), "Use other operations."
+    listed = ", ".join(f"{what}{line}" for what, line in found.items()) or "an operation"
+    part = "The participant's part" if name.startswith("client") else "The server's part"
+    return (
+        f"{part} ({name}) has {listed}, which a file cannot have, expected operations that JAX "
+        f"exports ({error}). {remedy}"
+    )
 
 
 def _type(value: Value | Noise) -> jax.ShapeDtypeStruct:

@@ -62,7 +62,9 @@ def _describe_stage(
     flops = artifact.manifest["flops"][number]
     yield f"  {flops:,} FLOPs, {temporary} temporary bytes on this machine"
     text = exported.mlir_module()
-    obstacles = [f"the custom call {name}" for name in sorted(set(_CUSTOM_CALL.findall(text)))]
+    lines = artifact.manifest.get("lines", {}).get(f"client_{number}", {})
+    calls = sorted(set(_CUSTOM_CALL.findall(text)))
+    obstacles = [f"the custom call {name}{lines.get(name, '')}" for name in calls]
     if "tensor<?" in text:
         obstacles.append("an array of unknown size")
     if obstacles:

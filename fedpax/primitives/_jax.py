@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+from jax.extend import source_info_util
 from jax.extend.core import (
     ClosedJaxpr,
     Jaxpr,
@@ -228,8 +229,11 @@ def evaluate(jaxpr: ClosedJaxpr, *args: Any) -> list:
 
 
 def rebind(eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None = None) -> list:
-    """Bind an equation's primitive again, in the equation's context."""
-    with context_of(eqn):
+    """Bind an equation's primitive again, in the equation's context and from its line of source."""
+    line = source_info_util.user_context(
+        eqn.source_info.traceback, name_stack=source_info_util.current_name_stack()
+    )
+    with context_of(eqn), line:
         return bind_again(eqn, inputs, eqn.params if params is None else params)
 
 

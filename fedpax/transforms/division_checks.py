@@ -13,6 +13,7 @@ from fedpax.primitives.broadcast import federated_broadcast_p
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.placement import Placement
 from fedpax.primitives.reduction import REDUCTIONS
+from fedpax.primitives.source_lines import in_source
 from fedpax.transforms.ownership import Division, Signature, divide
 from fedpax.transforms.planner import make_plan
 from fedpax.transforms.server_parts import ServerParts
@@ -172,7 +173,7 @@ def check_means(plan: StreamingPlan) -> None:
             if divisor is not None and divisor % size == 0:
                 raise ArgumentError(
                     f"stages() found a sum over the {plan.placement.name} divided by "
-                    f"{divisor:g}, a multiple of their number, as jnp.mean computes it: "
-                    "participants that do not answer would count. Use federated_mean(), or divide "
-                    "one federated_sum() by another."
+                    f"{divisor:g}{in_source(eqn)}, a multiple of their number, as jnp.mean "
+                    "computes it: participants that do not answer would count. Use "
+                    "federated_mean(), or divide one federated_sum() by another."
                 )

@@ -35,6 +35,7 @@ from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.mean import federated_mean_p, participant_count_p
 from fedpax.primitives.placement import Placement
 from fedpax.primitives.reduction import REDUCTIONS
+from fedpax.primitives.source_lines import in_source
 from fedpax.primitives.sum import federated_sum_p
 from fedpax.transforms.inlining import inline, is_federated
 from fedpax.transforms.marks import KEPT, SERVER, has_mark, is_mark
@@ -78,9 +79,9 @@ def one_placement(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, Placement]:
         inner = inner_jaxprs(eqn)
         if eqn.primitive is not federated_map_p and any(map(is_federated, inner)):
             raise ArgumentError(
-                f"stages() found a federated_map() inside {eqn.primitive.name!r}, expected all "
-                "maps outside of loops and conditionals: the server's loop would wait for the "
-                "participants. Pass one iteration as the program, and loop over its stages."
+                f"stages() found a federated_map() inside {eqn.primitive.name!r}{in_source(eqn)}, "
+                "expected all maps outside of loops and conditionals: the server's loop would wait "
+                "for the participants. Pass one iteration as the program, and loop over its stages."
             )
         if eqn.primitive is federated_map_p and any(has_mark(j, SERVER) for j in inner):
             raise ArgumentError(

@@ -9,19 +9,20 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int, Num
 
 from fedpax.aggregators import Aggregator, mean
-from fedpax.aggregators.transfer_work import under_transfers
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.finite_states import finite_steps
-from fedpax.algorithms.parts.fragment_server import FragmentServer, with_entry
-from fedpax.algorithms.parts.fragments import Fragment, FragmentFn, layer_fragments, make_fragments
+from fedpax.algorithms.parts.fragment_blocks import Block, Phases, loop_at
+from fedpax.algorithms.parts.fragment_server import FragmentServer
+from fedpax.algorithms.parts.fragments import (
+    FragmentFn,
+    layer_fragments,
+    make_fragments,
+)
 from fedpax.algorithms.parts.inner_steps import (
     InnerReport,
-    InnerSteps,
     average_reports,
-    keep_step_together,
     make_inner_steps,
 )
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
@@ -31,9 +32,7 @@ from fedpax.algorithms.parts.server import (
     as_floats,
     given_aggregator,
     outer_sgd,
-    unless_all_absent,
 )
-from fedpax.algorithms.parts.tree_arithmetic import weighted_sum
 from fedpax.checks import DECAY
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.errors import ArgumentError, ArgumentTypeError
@@ -98,8 +97,9 @@ def streaming_diloco(
     With an aggregator of two transfers, such as `compressed_mean` among many islands, each has half
     of the tau steps to arrive. With `delay=1` one of the two has none.
 
-    Compile time grows with P: a round has 2 P loops of inner steps (P without delay, 3 P for two
-    transfers).
+    Consecutive fragments of equal shapes, such as the layers that `layer_fragments` deals, share
+    the body of a loop if they are six or more. Otherwise the compile time grows with P: a block has
+    two loops of inner steps (one without delay, three for two transfers).
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.
@@ -162,7 +162,7 @@ def streaming_diloco(
         outer_sgd("streaming_diloco", outer_optimizer, 0.4), given_aggregator(aggregator, mean())
     )
     inner_steps = finite_steps(make_inner_steps(loss_fn, inner_optimizer), server.aggregator)
-    phases = _Phases(inner_steps, server, mixing)
+    phases = Phases(inner_steps, server, mixing)
 
     @program(islands=islands)
     def init(params: Params) -> StreamingDiLoCoState:
@@ -185,132 +185,37 @@ def streaming_diloco(
         parts = make_fragments(fragments, state.params, inner_optimizer)
         num_steps = jax.tree.leaves(cohort.batches)[0].shape[1]
         num_blocks = _number_of_blocks(num_steps, len(parts), delay)
-        steps_per_block, per_block = num_steps // num_blocks, len(parts) // num_blocks
         weights = as_floats(participant_weights(cohort))
+        block = Block(phases, cohort, weights, num_steps // num_blocks, delay)
+        per_block = len(parts) // num_blocks
         reports: list[InnerReport] = []
         aggregator_reports: list[Metrics] = []
 
-        for block in range(num_blocks):
-            start, stop = block * steps_per_block, (block + 1) * steps_per_block
-            state, report = phases.train(state, cohort, start, stop - delay)
-            reports.append(report)
-
-            deltas = {}
-            for p in range(block * per_block, (block + 1) * per_block):  # several without delay
-                deltas[p], state, during, metrics = phases.average_while_training(
-                    state, cohort, p, parts[p], stop - delay, stop
-                )
-                reports += during
-                aggregator_reports.append(metrics)
-            for p, delta in deltas.items():
-                state = phases.complete_transfer(state, p, parts[p], delta, weights)
+        p = 0
+        while p < len(parts):
+            run = loop_at(state, parts, p) if per_block == 1 else None
+            if run is None:
+                together = [(q, parts[q]) for q in range(p, p + per_block)]
+                state, during, metrics = block.run(state, p // per_block, together)
+            else:
+                state, during, metrics = block.run_in_loop(state, p, run)
+            p += per_block if run is None else run.count
+            reports += during
+            aggregator_reports += metrics
 
         # Reduced once, and after the last transfer: the compiler combines reductions that do not
         # depend on each other, and a transfer combined with the metrics would wait for the steps.
         state, reports = jax.lax.optimization_barrier((state, reports))
         averages = federated_map(lambda island: average_reports(island).metrics, reports)
         metrics = mean_metrics(averages, weights, server.aggregator)
-        return state, metrics | jax.tree.map(_mean, *aggregator_reports)
+        total = jax.tree.map(_sum, *aggregator_reports)
+        return state, metrics | jax.tree.map(lambda value: value / len(parts), total)
 
     return FederatedAlgorithm(init, streaming_diloco_round)
 
 
-class _Phases(NamedTuple):
-    """The phases of a round. Inside a program."""
-
-    inner_steps: InnerSteps
-    server: FragmentServer
-    mixing: float
-
-    def train(
-        self, state: StreamingDiLoCoState, cohort: Cohort, start: int, stop: int
-    ) -> tuple[StreamingDiLoCoState, InnerReport]:
-        """Take the inner steps `start` to `stop` of a round on all islands."""
-
-        def some_inner_steps(
-            params: Params,
-            inner_state: optax.OptState,
-            batches: chex.ArrayTree,
-            num_steps: Int[Array, ""] | None,
-        ) -> tuple[Params, optax.OptState, InnerReport]:
-            batches = jax.tree.map(lambda batch: batch[start:stop], batches)
-            take = self.inner_steps
-            if num_steps is not None:
-                return take(params, inner_state, batches, num_steps - start)
-            if stop - start == 1:
-                take = keep_step_together(take)
-            return take(params, inner_state, batches, None)
-
-        params, inner_state, report = federated_map(
-            some_inner_steps,
-            state.local_params,
-            state.inner_optimizer_state,
-            cohort.batches,
-            cohort.num_steps,
-        )
-        return state._replace(local_params=params, inner_optimizer_state=inner_state), report
-
-    def average_while_training(
-        self,
-        state: StreamingDiLoCoState,
-        cohort: Cohort,
-        p: int,
-        fragment: Fragment,
-        start: int,
-        stop: int,
-    ) -> tuple[Params, StreamingDiLoCoState, list[InnerReport], Metrics]:
-        """Average fragment p of the islands' outer gradients; take the steps `start` to `stop`."""
-        reports: list[InnerReport] = []
-        begin, before = start, state
-
-        def train(until: int) -> None:
-            nonlocal state, start
-            if start < until:
-                state, report = self.train(state, cohort, start, until)
-                reports.append(report)
-                start = until
-
-        def train_and_receive(received: chex.ArrayTree, fraction: float) -> chex.ArrayTree:
-            nonlocal state
-            train(begin + int(fraction * (stop - begin)))
-            models, received = jax.lax.optimization_barrier((state.local_params, received))
-            state = state._replace(local_params=models)
-            return received
-
-        weights = as_floats(participant_weights(cohort))
-        with under_transfers(train_and_receive):
-            delta, aggregator_state, metrics = self.server.average(before, p, fragment, weights)
-        train(stop)  # no step needs delta
-        states = with_entry(state.aggregator_state, p, aggregator_state)
-        return delta, state._replace(aggregator_state=states), reports, metrics
-
-    def complete_transfer(
-        self,
-        state: StreamingDiLoCoState,
-        p: int,
-        fragment: Fragment,
-        delta: Params,
-        weights: Num[Array, " islands"] | None,
-    ) -> StreamingDiLoCoState:
-        """Step fragment p of the outer model, and mix it into the islands' models."""
-        stepped, before = self.server.step(state, p, fragment, delta)
-        x, outer_state = unless_all_absent(weights, stepped, before, self.server.aggregator)
-
-        def receive(y: Params) -> Params:
-            if not self.mixing:
-                return fragment.put(y, x)
-            mixed = weighted_sum(self.mixing, fragment.take(y), 1 - self.mixing, x)
-            return fragment.put(y, mixed)
-
-        return state._replace(
-            params=fragment.put(state.params, x),
-            outer_optimizer_state=with_entry(state.outer_optimizer_state, p, outer_state),
-            local_params=federated_map(receive, state.local_params),
-        )
-
-
-def _mean(*values: jax.Array) -> jax.Array:
-    return functools.reduce(jnp.add, values) / len(values)
+def _sum(*values: jax.Array) -> jax.Array:
+    return functools.reduce(jnp.add, values)
 
 
 def _number_of_blocks(num_steps: int, num_fragments: int, delay: int) -> int:

@@ -4,10 +4,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import chex
+import jax
+import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Num
 
 from fedpax.aggregators import Aggregator, random_stream
+from fedpax.aggregators.random_streams import traced_random_stream
 from fedpax.algorithm import Metrics, Params
 from fedpax.algorithms.parts.fragments import Fragment
 from fedpax.algorithms.parts.frozen_leaves import keep_leaves, without_leaves
@@ -16,6 +19,7 @@ from fedpax.algorithms.parts.tree_arithmetic import subtract
 from fedpax.primitives import federated_map
 
 State = TypeVar("State", bound=Any)
+Entries = TypeVar("Entries", bound=Any)  # a tuple with an entry for each fragment, or `Stacked`
 
 
 class FragmentServer(NamedTuple):
@@ -37,24 +41,70 @@ class FragmentServer(NamedTuple):
         return tuple(map(self.optimizer.init, parts)), tuple(states)
 
     def average(
-        self, state: State, p: int, fragment: Fragment, weights: Num[Array, " islands"] | None
+        self,
+        state: State,
+        p: int | jax.Array,
+        fragment: Fragment,
+        weights: Num[Array, " islands"] | None,
     ) -> tuple[Params, chex.ArrayTree, Metrics]:
         """Combine fragment p of the outer gradients; return the aggregator's new state too."""
         x = fragment.take(state.params)
         gradients = federated_map(lambda y: subtract(x, fragment.take(y)), state.local_params)
-        with random_stream(p):  # separate noise for each fragment
+        # Separate noise for each fragment.
+        stream = random_stream(p) if isinstance(p, int) else traced_random_stream(p)
+        with stream:
             aggregator = without_leaves(self.aggregator, fragment.frozen)
-            return aggregator.aggregate(state.aggregator_state[p], gradients, weights)
+            return aggregator.aggregate(entry(state.aggregator_state, p), gradients, weights)
 
     def step(
-        self, state: State, p: int, fragment: Fragment, delta: Params
+        self, state: State, p: int | jax.Array, fragment: Fragment, delta: Params
     ) -> tuple[tuple[Params, optax.OptState], tuple[Params, optax.OptState]]:
         """Step fragment p along `delta`: fragment and optimizer state, after and before."""
-        before = fragment.take(state.params), state.outer_optimizer_state[p]
+        before = fragment.take(state.params), entry(state.outer_optimizer_state, p)
         x, optimizer_state = optimizer_step(self.optimizer, delta, before[1], before[0])
         return (keep_leaves(fragment.frozen, x, before[0]), optimizer_state), before
 
 
-def with_entry(entries: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
-    """Replace an entry of a tuple."""
-    return (*entries[:index], value, *entries[index + 1 :])
+class Stacked(NamedTuple):
+    """The states of consecutive fragments as arrays with an axis in front, in place of a tuple."""
+
+    states: Any
+    first: int  # number of the first fragment
+
+
+def entry(entries: tuple[Any, ...] | Stacked, p: int | jax.Array) -> Any:
+    """Return the state of fragment p."""
+    if isinstance(entries, Stacked):
+        return jax.tree.map(lambda states: states[p - entries.first], entries.states)
+    return entries[p]
+
+
+def with_entry(entries: Entries, p: int | jax.Array, value: Any) -> Entries:
+    """Replace the state of fragment p."""
+    if isinstance(entries, Stacked):
+        put = jax.lax.dynamic_update_index_in_dim
+        index = p - entries.first
+        states = jax.tree.map(lambda s, new: put(s, new, index, 0), entries.states, value)
+        return entries._replace(states=states)
+    return (*entries[:p], value, *entries[p + 1 :])
+
+
+def stack_entries(entries: tuple[Any, ...], first: int, count: int) -> Stacked:
+    """Stack the states of some fragments."""
+    some = entries[first : first + count]
+    return Stacked(jax.tree.map(lambda *leaves: jnp.stack(leaves), *some), first)
+
+
+def with_stacked(entries: tuple[Any, ...], stacked: Stacked, count: int) -> tuple[Any, ...]:
+    """Replace the states of fragments that were stacked."""
+    some = [jax.tree.map(lambda s, i=i: s[i], stacked.states) for i in range(count)]
+    return (*entries[: stacked.first], *some, *entries[stacked.first + count :])
+
+
+def are_alike(entries: Sequence[Any]) -> bool:
+    """Return whether states have equal structures, shapes and dtypes."""
+    kinds = {
+        (jax.tree.structure(e), tuple((x.shape, x.dtype) for x in jax.tree.leaves(e)))
+        for e in entries
+    }
+    return len(kinds) == 1

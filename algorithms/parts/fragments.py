@@ -32,13 +32,16 @@ class Fragment(NamedTuple):
     rows: tuple[slice | None, ...]
     # for each leaf of the fragment: whether the inner optimizer never moves it. Empty: none is.
     frozen: tuple[bool, ...] = ()
+    # for each leaf, as in `rows`: number of rows to move its slice by, which can be traced. Empty:
+    # no slice moves.
+    offsets: tuple[int | jax.Array, ...] = ()
 
     def take(self, tree: chex.ArrayTree) -> chex.ArrayTree:
         """Cut the fragment from a pytree."""
         leaves, structure = jax.tree.flatten(tree)
         parts = [
-            None if rows is None else _slice(leaf, rows)
-            for leaf, rows in zip(leaves, self.rows, strict=True)
+            None if rows is None else _slice(leaf, rows, offset)
+            for leaf, rows, offset in zip(leaves, self.rows, self._offsets(), strict=True)
         ]
         return jax.tree.unflatten(structure, parts)
 
@@ -47,10 +50,54 @@ class Fragment(NamedTuple):
         leaves, structure = jax.tree.flatten(tree)
         parts = jax.tree.leaves(part, is_leaf=lambda x: x is None)
         replaced = [
-            leaf if rows is None else _replace(leaf, rows, new)
-            for leaf, rows, new in zip(leaves, self.rows, parts, strict=True)
+            leaf if rows is None else _replace(leaf, rows, offset, new)
+            for leaf, rows, offset, new in zip(
+                leaves, self.rows, self._offsets(), parts, strict=True
+            )
         ]
         return jax.tree.unflatten(structure, replaced)
+
+    def _offsets(self) -> tuple[int | jax.Array, ...]:
+        return self.offsets or (0,) * len(self.rows)
+
+
+class FragmentRun(NamedTuple):
+    """Consecutive fragments of equal shapes: each has the rows of the former, moved equally far."""
+
+    first: Fragment
+    steps: tuple[int, ...]  # for each leaf: number of rows between the slices of two fragments
+    count: int
+
+    def at(self, index: int | jax.Array) -> Fragment:
+        """Return a fragment of the run; `index` can be traced."""
+        return self.first._replace(offsets=tuple(step * index for step in self.steps))
+
+
+def fragment_runs(fragments: Sequence[Fragment]) -> list[FragmentRun]:
+    """Divide fragments into runs, each as long as possible."""
+    runs: list[FragmentRun] = []
+    for before, fragment in zip([None, *fragments], fragments, strict=False):
+        steps = None if before is None else _steps_between(before, fragment)
+        if steps is not None and (runs[-1].count == 1 or runs[-1].steps == steps):
+            runs[-1] = FragmentRun(runs[-1].first, steps, runs[-1].count + 1)
+        else:
+            runs.append(FragmentRun(fragment, (0,) * len(fragment.rows), 1))
+    return runs
+
+
+def _steps_between(a: Fragment, b: Fragment) -> tuple[int, ...] | None:
+    """Return how far each slice of b is from that of a; None where they have other shapes."""
+    steps = []
+    for rows, others in zip(a.rows, b.rows, strict=True):
+        if rows is None and others is None:
+            steps.append(0)
+        elif rows is None or others is None or slice(None) in (rows, others):
+            return None
+        else:
+            steps.append(others.start - rows.start)
+            if (others.stop - rows.stop, others.step) != (steps[-1], rows.step):
+                return None
+    return tuple(steps) if a.frozen == b.frozen else None
 
 
 def layer_fragments(
@@ -116,7 +163,6 @@ def layer_fragments(
                 f"{layers!r}, or pass a function fragments=(path, leaf) -> fragment that reads the "
                 "layer from the path."
             )
-        count = leaf.shape[0] if leaf.ndim else 1
         count = leaf.shape[0] if leaf.ndim else 1
         if count < groups:
             raise ArgumentError(
@@ -200,20 +246,30 @@ def _spaced_rows(path: str, number: int, numbers: Sequence[int]) -> slice:
     return slice(rows[0], rows[-1] + 1, step)
 
 
-def _slice(leaf: jax.Array, rows: slice) -> jax.Array:
+def _slice(leaf: jax.Array, rows: slice, offset: int | jax.Array) -> jax.Array:
     if rows == slice(None):
         return leaf
-    return jax.lax.slice_in_dim(leaf, rows.start, rows.stop, rows.step, axis=0)
+    if isinstance(offset, jax.Array):
+        leaf = jax.lax.dynamic_slice_in_dim(leaf, rows.start + offset, rows.stop - rows.start)
+        return jax.lax.slice_in_dim(leaf, 0, None, rows.step, axis=0)
+    start, stop = rows.start + offset, rows.stop + offset
+    return jax.lax.slice_in_dim(leaf, start, stop, rows.step, axis=0)
 
 
-def _replace(leaf: jax.Array, rows: slice, new: jax.Array) -> jax.Array:
+def _replace(leaf: jax.Array, rows: slice, offset: int | jax.Array, new: jax.Array) -> jax.Array:
     if rows == slice(None):
         return new
     # Spread the new rows over the leaf's length, and select: elementwise operations that fuse. An
     # update of slices would become a scatter under vmap.
-    spread = [(rows.start, leaf.shape[0] - rows.stop, rows.step - 1)] + [(0, 0, 0)] * (new.ndim - 1)
+    before, after = rows.start + offset, leaf.shape[0] - rows.stop - offset
+    if is_traced := isinstance(offset, jax.Array):
+        before = after = leaf.shape[0] - (rows.stop - rows.start)
+    spread = [(before, after, rows.step - 1)] + [(0, 0, 0)] * (new.ndim - 1)
 
     def pad(x: jax.Array) -> jax.Array:
-        return jax.lax.pad(x, jnp.zeros((), x.dtype), spread)
+        padded = jax.lax.pad(x, jnp.zeros((), x.dtype), spread)
+        if not is_traced:
+            return padded
+        return jax.lax.dynamic_slice_in_dim(padded, before - rows.start - offset, leaf.shape[0])
 
     return jnp.where(pad(jnp.ones_like(new, dtype=bool)), pad(new), leaf)

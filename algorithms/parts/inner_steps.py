@@ -113,3 +113,17 @@ def average_reports(reports: Sequence[InnerReport]) -> InnerReport:
         *[report.metrics for report in reports],
     )
     return InnerReport(metrics, steps)
+
+
+def add_reports(total: InnerReport, reports: Sequence[InnerReport]) -> InnerReport:
+    """Add an island's reports to a total, whose metrics are sums over steps."""
+    for metrics, steps in reports:
+        sums = jax.tree.map(lambda t, m, n=steps: t + n * m, total.metrics, metrics)
+        total = InnerReport(sums, total.num_steps + steps)
+    return total
+
+
+def average_total(total: InnerReport) -> InnerReport:
+    """Average the metrics of a total over its steps."""
+    steps = jnp.maximum(total.num_steps, 1)
+    return InnerReport(jax.tree.map(lambda m: m / steps, total.metrics), total.num_steps)

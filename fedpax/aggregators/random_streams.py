@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from fedpax.checks import IntRange, check_argument
@@ -67,16 +68,32 @@ def random_stream(index: int) -> Iterator[None]:
         yield
 
 
+class _TracedIndex:
+    """An index that a loop computes; equal only to itself, as the cache of `jax.jit` needs."""
+
+    def __init__(self, index: Int[Array, ""]) -> None:
+        self.index = index
+
+
+@contextmanager
+def traced_random_stream(index: Int[Array, ""]) -> Iterator[None]:
+    """Draw from the stream of `random_stream(index)`, for an index that a loop computes."""
+    with _indices((*_indices.value, _TracedIndex(index))):
+        yield
+
+
 def in_stream(key: jax.Array) -> jax.Array:
     """Return a key's variant for the streams in context; the key itself in stream 0."""
-    indices = _indices.value
-    if any(indices):
-        key = jax.random.fold_in(key, _STREAMS)
-        while not indices[-1]:  # stream 0 is the default and adds nothing to the key
-            indices = indices[:-1]
-        for index in indices:
+    result, key = key, jax.random.fold_in(key, _STREAMS)
+    for index in _indices.value:
+        # Stream 0 is the default: after the last other index, it adds nothing to the key.
+        if isinstance(index, _TracedIndex):
+            key = jax.random.fold_in(key, index.index)
+            result = jnp.where(index.index == 0, result, key)
+        else:
             key = jax.random.fold_in(key, index)
-    return key
+            result = key if index else result
+    return result
 
 
 def round_key(seed: int, purpose: str, round_number: Int[Array, ""]) -> jax.Array:

@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fedpax.algorithms.parts.fragments import Fragment, layer_fragments, make_fragments
+from fedpax.algorithms.parts.fragments import (
+    Fragment,
+    fragment_runs,
+    layer_fragments,
+    make_fragments,
+)
 
 
 def random_model(num_layers=6, seed=0):
@@ -47,6 +52,35 @@ def test_fragments_partition_the_parameters(num_layers, num_fragments, pattern):
         return other
 
     jax.tree.map(np.testing.assert_array_equal, put_all(other, model), model)
+
+
+@settings(max_examples=6)
+@given(
+    st.integers(1, 9),
+    st.integers(1, 6),
+    st.sampled_from(["strided", "sequential"]),
+)
+def test_runs_have_the_fragments_in_order(num_layers, num_fragments, pattern):
+    """A fragment of a run, at a traced index, takes and puts what the fragment does."""
+    num_fragments = min(num_fragments, num_layers + 1)
+    model, other = random_model(num_layers), random_model(num_layers, seed=1)
+    fragments = make_fragments(layer_fragments(num_fragments, pattern), model)
+    runs = fragment_runs(fragments)
+    assert sum(run.count for run in runs) == num_fragments
+    if num_fragments > 1 and num_layers % (num_fragments - 1) == 0:
+        assert len(runs) == 2  # the layers, and the other parameters
+    rest = iter(fragments)
+    for run in runs:
+
+        @jax.jit
+        def move(i, other, model, run=run):
+            moved = run.at(i)
+            return moved.take(model), moved.put(other, moved.take(model))
+
+        for i in range(run.count):
+            fragment = next(rest)
+            expected = fragment.take(model), fragment.put(other, fragment.take(model))
+            jax.tree.map(np.testing.assert_array_equal, move(i, other, model), expected)
 
 
 def test_layers_are_dealt_in_strides_or_in_runs():

@@ -14,6 +14,7 @@ from numpy_methods import each, mean
 from fedpax import Cohort
 from fedpax.aggregators import codecs, compressed_mean, private_mean, quantized_mean
 from fedpax.algorithms import diloco
+from fedpax.algorithms.parts import fragment_blocks
 from fedpax.algorithms.parts.fragments import layer_fragments
 from fedpax.algorithms.streaming_diloco import streaming_diloco
 
@@ -197,6 +198,55 @@ def test_equals_a_numpy_loop(fragments, num_fragments, steps, delay, mixing):
         assert_close(metrics, report)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "steps", "delay", "mixing"),
+    [("strided", 9, 1, 0.5), pytest.param("sequential", 6, 0, 0.0, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize(
+    "aggregator",
+    [
+        private_mean(max_norm=1.0, noise_multiplier=1.0, seed=0),
+        pytest.param(quantized_mean(4), marks=pytest.mark.slow),
+    ],
+    ids=["noise", "residuals"],
+)
+def test_a_loop_over_fragments_equals_unrolled_blocks(
+    monkeypatch, pattern, steps, delay, mixing, aggregator
+):
+    """With padded steps, an absent island, and noise and states of each fragment."""
+
+    def trained():  # a new method, because `jax.jit` keeps what it traced of the former
+        method = algorithm(layer_fragments(3, pattern), delay, mixing, aggregator=aggregator)
+        return run(method, rounds, **fields)
+
+    fields = {
+        "num_steps": np.array([steps, steps - 2, 0], np.int32),
+        "num_examples": np.array([1.0, 3.0, 5.0], np.float32),
+    }
+    rounds = random_rounds(2, steps)
+    expected = trained()
+    monkeypatch.setattr(fragment_blocks, "SHORTEST_LOOP", 2)
+    assert_close(trained(), expected)
+
+
+def test_the_program_of_a_round_does_not_grow_with_its_fragments():
+    """Fragments that are alike share the body of a loop: the local steps are in it once."""
+
+    def matmuls(layers):
+        params = {"layers": jnp.ones((layers, 3, 3))}
+        method = streaming_diloco(
+            lambda w, batch: (jnp.mean(jnp.tanh(batch @ w["layers"][0]) ** 2), {}),
+            islands=2,
+            inner_optimizer=optax.sgd(0.1),
+            fragments=lambda path, leaf: list(range(layers)),
+        )
+        state = jax.eval_shape(method.init, params)
+        cohort = Cohort(jnp.ones((2, 2 * layers, 1, 3)))
+        return str(jax.make_jaxpr(method.round)(state, cohort)).count("dot_general")
+
+    assert matmuls(6) == matmuls(24) == matmuls(2) // 2
+
+
 def test_one_fragment_without_delay_is_diloco_bitwise():
     plain = diloco(loss_fn, islands=ISLANDS, inner_optimizer=INNER, outer_optimizer=OUTER)
     rounds = random_rounds(3, 4)
@@ -257,7 +307,6 @@ def test_padding_and_weights():
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
 
 
-@pytest.mark.slow
 def own_fragments_of_equal_shape(path, leaf):
     return [0, 1, 0, 1] if path == "layers/kernel" else 0
 

@@ -14,6 +14,8 @@ from overlap import check_overlap, transfers
 from fedpax import Cohort
 from fedpax.aggregators import codecs, compressed_mean
 from fedpax.algorithms import eager_diloco, streaming_diloco
+from fedpax.algorithms.parts import fragment_blocks
+from fedpax.hlo import parsing
 from fedpax.parallel.mesh import make_mesh
 from fedpax.training.shardings import state_shardings
 
@@ -98,6 +100,23 @@ def compiled_text(algorithm, devices, islands, width, delay=DELAY, options=None)
 def test_each_fragment_is_sent_under_its_local_steps(tpu_devices, topology, slices, width):
     text = compiled_text(streaming(slices), tpu_devices(topology, slices), slices, width)
     check_overlap(text, FRAGMENTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2", "v5p:2x2x1"])
+def test_a_fragment_of_a_loop_is_sent_under_its_local_steps(tpu_devices, monkeypatch, topology):
+    """The loop over fragments has the order of an unrolled block."""
+    monkeypatch.setattr(fragment_blocks, "SHORTEST_LOOP", 2)
+    text = compiled_text(streaming(2), tpu_devices(topology, 2), 2, 512)
+    module = parsing.parse(text)
+    orders = {}
+    for computation in module.computations.values():
+        opcodes = [i.opcode for i in computation.instructions.values()]
+        order = [o for o in opcodes if o in ("while", "send", "send-done")]
+        if "send" in order:
+            orders[computation.name == module.entry] = order
+    block = ["while", "send", "while", "send-done"]
+    assert orders == {False: block, True: ["while", *block, "send", "send-done"]}  # the metrics
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedpax.experiments.benchmarks import streaming_rounds
+from fedpax.experiments.benchmarks import fragment_compile, streaming_rounds
 
 pytestmark = pytest.mark.slow
 
@@ -20,3 +20,8 @@ def test_a_local_step_of_streaming_takes_the_time_of_diloco() -> None:
         if all(row.ratio <= 1.02 for row in rows):
             return
     pytest.fail(f"local steps take {[row.ratio for row in rows]} times those of DiLoCo")
+
+
+def test_sixteen_fragments_compile_in_half_the_time_of_unrolled_blocks() -> None:
+    (row,) = fragment_compile.main.run(["--fragments=16"])
+    assert row.met

@@ -113,10 +113,12 @@ class FedAvgFiles(ClientExperiment):
         """The files, read when they are first needed."""
         from fedpax.user_files.finding import find_files
 
+        if not self._is_site:
+            return open_files(self.data)
         # A file of a site is named as one of several is.
-        files = find_files(self.data.files, None) if self._is_site else []
-        name = files[0].name if files else None
-        return open_files(self.data, name)
+        split = "train" if any("{split}" in file for file in self.data.files) else None
+        files = find_files(self.data.files, split)
+        return open_files(self.data, files[0].name if files else None)
 
     @property
     @abc.abstractmethod

@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedpax.sites.syncer.merge_log import read_merges
@@ -85,6 +85,15 @@ class Processes:
         for process in self.started:
             process.kill()
             process.wait()
+
+    def finish(self, started: Sequence[subprocess.Popen], seconds: float = 400) -> None:
+        """Wait until each of some processes has ended with status 0."""
+        deadline = time.monotonic() + seconds
+        while any(process.poll() is None for process in started):
+            assert time.monotonic() < deadline, self.logs()
+            assert all(process.poll() in (None, 0) for process in started), self.logs()
+            time.sleep(0.1)
+        assert all(process.poll() == 0 for process in started), self.logs()
 
     def merges(self) -> int:
         return len(read_merges(self.folder / "syncer"))

@@ -45,3 +45,12 @@ def test_equals_training_on_all_files(tmp_path: Path, name: str) -> None:
     for one, other in zip(found.params, train_together(whole, 3), strict=True):
         assert np.abs(other).max() > 0.01
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+
+
+def test_a_site_with_one_file_for_each_split(tmp_path: Path) -> None:
+    write_hospitals(tmp_path / "data", {"a": (40, 12)})
+    for name, split in (("h1", "train"), ("h2", "test")):
+        (tmp_path / "data" / "a" / f"{name}.csv").rename(tmp_path / f"{split}.csv")
+    site = experiment(f"{tmp_path}/{{split}}.csv")
+    assert site.describe_site()["clients"] == 1
+    assert (site.opened.training.sum(), site.opened.heldout.sum()) == (40, 12)

@@ -188,8 +188,8 @@ for module in pkgutil.iter_modules(fedpax.__path__):
         face = importlib.import_module(f"fedpax.{module.name}")
         for name in getattr(face, "__all__", ()):
             getattr(face, name)
-for target in COMMANDS.values():
-    importlib.import_module(target.partition(":")[0])
+for command in COMMANDS.values():
+    importlib.import_module(command.place.partition(":")[0])
 """
     result = run_bare(code, tmp_path)
     assert result.returncode == 0, result.stderr

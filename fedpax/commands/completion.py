@@ -20,7 +20,7 @@ from fedpax.experiments.catalog import experiments
 from fedpax.experiments.listing import GROUPS
 from fedpax.experiments.settings import Settings
 
-SHELLS = ("bash", "zsh")
+SHELLS = COMMANDS["completion"].words
 GLOBAL_WORDS = ("--help", "--version")
 # The shell itself completes the values of these flags and fields, which are files or folders.
 PATHS = (
@@ -49,18 +49,15 @@ def script(shell: str) -> str:
     """
     names = experiments()
     by_command = []
-    for command, target in COMMANDS.items():
-        words = _flag_words(target.partition(":")[0])
-        if command in ("show", "sites", "certificates", "data", "prepare"):
-            words.remove("--exp=")  # they take folders alone
+    for command, entry in COMMANDS.items():
+        words = _flag_words(entry.place.partition(":")[0])
+        if not entry.takes_experiment:
+            words.remove("--exp=")
         elif words:
             words += [f"--exp={name}" for name in names]
         if command == "compare":
             words += [f"--exp={name}" for name in GROUPS]
-        if command == "sites":
-            words += ["list", "expel", "admit"]
-        if command == "completion":
-            words = [*SHELLS]
+        words += entry.words
         by_command.append(f"{command}) known=({_quoted([*words, '--help'])}) ;;")
     by_fields = defaultdict(list)
     for name, make in names.items():

@@ -36,7 +36,7 @@ def help_of(command: str, usage: str) -> str:
 
 
 def _flags_of(command: str) -> set[str]:
-    module = importlib.import_module(COMMANDS[command].partition(":")[0])
+    module = importlib.import_module(COMMANDS[command].place.partition(":")[0])
     options = flags.FlagValues()
     if define := getattr(module, "define_flags", None):
         define(options)

@@ -124,19 +124,7 @@ def load(
         >>> hospitals[1]
         {'age': None, 'outcome': np.int64(0), 'client': 'north'}
     """
-    options = LoadOptions(
-        split=split,
-        client=client,
-        label=label,
-        partition=partition,
-        columns=columns,
-        optional_columns=optional_columns,
-        types=types,
-        delimiter=delimiter,
-        image_size=image_size,
-        heldout_fraction=heldout_fraction,
-        heldout_by=heldout_by,
-    )
+    options = LoadOptions.of(locals())
     if isinstance(name, str) and name.endswith(SUFFIX):
         with optional(f"Reading {name!r}"):
             return open_records(fill_in_split(name, split or "train"))
@@ -216,19 +204,8 @@ def prepare(
         >>> prepared.source.client_names, prepared.source.column("x")
         (ClientNames(['ann', 'bo']), array([2, 1, 3]))
     """
+    options = LoadOptions.of(locals())
     with optional(f"Reading {files!r}"):
         from fedpax.user_files.preparing import prepare_files
 
-        options = LoadOptions(
-            split=split,
-            client=client,
-            label=label,
-            columns=columns,
-            optional_columns=optional_columns,
-            types=types,
-            delimiter=delimiter,
-            image_size=image_size,
-            heldout_fraction=heldout_fraction,
-            heldout_by=heldout_by,
-        )
         return prepare_files(files, out, options, on_bad_row=on_bad_row, memory=memory)

@@ -14,39 +14,45 @@ if TYPE_CHECKING:
 
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
 
+
+class Format(NamedTuple):
+    """The functions of `readers/` that read the files of a format, as `module:function`."""
+
+    read: str
+    stream: str | None = None  # reads a file in parts. None: files fit in memory
+    is_shard: bool = False  # a file is a part of a data set, not a client
+
+
+CSV = Format("csv_files:read_csv", "csv_files:stream_csv")
+JSON_LINES = Format("json_files:read_json_lines", "json_files:stream_json_lines")
+PARQUET = Format("parquet_files:read_parquet", "parquet_files:stream_parquet")
+ARROW = Format("arrow_files:read_arrow", "arrow_files:stream_arrow")
+TFRECORD = Format("tfrecord_files:read_tfrecord", "tfrecord_files:stream_tfrecord", is_shard=True)
+HDF5 = Format("array_files:read_hdf5")
+IMAGE = Format("image_files:read_images")
+
 FORMATS = {
-    ".csv": "csv_files:read_csv",
-    ".tsv": "csv_files:read_csv",
-    ".tab": "csv_files:read_csv",
-    ".parquet": "parquet_files:read_parquet",
-    ".pq": "parquet_files:read_parquet",
-    ".jsonl": "json_files:read_json_lines",
-    ".ndjson": "json_files:read_json_lines",
-    ".json": "json_files:read_json",
-    ".arrow": "arrow_files:read_arrow",
-    ".feather": "arrow_files:read_arrow",
-    ".npz": "array_files:read_npz",
-    ".tfrecord": "tfrecord_files:read_tfrecord",
-    ".tfrecords": "tfrecord_files:read_tfrecord",
-    ".tar": "tar_files:read_tar",
-    ".bin": "token_files:read_bin",
-    ".npy": "token_files:read_npy",
-    ".h5": "array_files:read_hdf5",
-    ".hdf5": "array_files:read_hdf5",
-    **dict.fromkeys(IMAGES, "image_files:read_images"),
+    ".csv": CSV,
+    ".tsv": CSV,
+    ".tab": CSV,
+    ".parquet": PARQUET,
+    ".pq": PARQUET,
+    ".jsonl": JSON_LINES,
+    ".ndjson": JSON_LINES,
+    ".json": Format("json_files:read_json"),
+    ".arrow": ARROW,
+    ".feather": ARROW,
+    ".npz": Format("array_files:read_npz"),
+    ".tfrecord": TFRECORD,
+    ".tfrecords": TFRECORD,
+    ".tar": Format("tar_files:read_tar", "tar_files:stream_tar", is_shard=True),
+    ".bin": Format("token_files:read_bin", is_shard=True),
+    ".npy": Format("token_files:read_npy", is_shard=True),
+    ".h5": HDF5,
+    ".hdf5": HDF5,
+    **dict.fromkeys(IMAGES, IMAGE),
 }
-"""For each suffix the function that reads a file as a table."""
-
-
-STREAMS = {
-    "read_csv": "csv_files:stream_csv",
-    "read_parquet": "parquet_files:stream_parquet",
-    "read_json_lines": "json_files:stream_json_lines",
-    "read_arrow": "arrow_files:stream_arrow",
-    "read_tfrecord": "tfrecord_files:stream_tfrecord",
-    "read_tar": "tar_files:stream_tar",
-}
-"""For each reader the function that reads a file in parts; files of other formats fit in memory."""
+"""The format of each suffix."""
 
 FILE_NAME = (
     r".+\.(?:array_record|(?:"
@@ -128,7 +134,7 @@ def is_files(name: str) -> bool:
 
 def is_shard(file: DataFile) -> bool:
     """Return whether a file is a part of a data set, not a client: such parts have equal sizes."""
-    return file.is_shard or file.suffix in (".tfrecord", ".tfrecords", ".tar", ".bin", ".npy")
+    return file.is_shard or (file.suffix in FORMATS and FORMATS[file.suffix].is_shard)
 
 
 def is_image(file: DataFile) -> bool:
@@ -143,13 +149,13 @@ def find_reader(file: DataFile) -> Reader:
             f"{file.path} has the suffix {file.suffix!r}, expected one of {', '.join(FORMATS)}, "
             "alone or before .gz, .zst or .bz2. Rename the file, or name others."
         )
-    return _import(FORMATS[file.suffix])
+    return _import(FORMATS[file.suffix].read)
 
 
 def find_stream(file: DataFile) -> Reader | None:
     """Return the function that reads a file in parts, or None if its format is read at once."""
-    name = FORMATS.get(file.suffix, "").partition(":")[2]
-    return _import(STREAMS[name]) if name in STREAMS else None
+    stream = FORMATS[file.suffix].stream if file.suffix in FORMATS else None
+    return None if stream is None else _import(stream)
 
 
 def _import(place: str) -> Reader:

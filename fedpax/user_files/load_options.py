@@ -1,7 +1,7 @@
 """LoadOptions: how files become a source, checked and passed on as one value."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 
 class LoadOptions(NamedTuple):
@@ -18,3 +18,8 @@ class LoadOptions(NamedTuple):
     image_size: tuple[int, int] | None = None
     heldout_fraction: float = 0.0
     heldout_by: str = "example"
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """Return the options among the arguments of a function that takes them by name."""
+        return cls(**{name: arguments[name] for name in cls._fields if name in arguments})

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedpax.__main__ import main as program
-from fedpax.commands import COMMANDS
+from fedpax.commands import COMMANDS, Command
 from fedpax.main import main
 
 REGRESSION = "small_regression:regression"
@@ -71,7 +71,7 @@ def test_ctrl_c_in_python_leaves_no_module_half_imported(
     code = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nrun = lambda rest: 0\n"
     (tmp_path / "slow_command.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(COMMANDS, "slow", "slow_command:run")
+    monkeypatch.setitem(COMMANDS, "slow", Command("slow_command:run", usage=""))
     with pytest.raises(KeyboardInterrupt):
         main(["slow"])
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -26,6 +26,7 @@ from fedpax.user_files.load_options import LoadOptions
 from fedpax.user_files.path_columns import Fields, add_path_columns, path_fields
 from fedpax.user_files.prepared import open_prepared, write_prepared
 from fedpax.user_files.read_table import stream_tables
+from fedpax.user_files.readers.own_clients import has_own_clients, mark_clients
 from fedpax.user_files.schemas import conform, fits, unify
 from fedpax.user_files.selection import Selection, select_files
 from fedpax.user_files.sorting import MEMORY, sort_tables
@@ -160,7 +161,8 @@ class _Reading:
         for group in self.groups:
             parts = stream_tables(group, self._options_of(group[0]))
             own = [table.schema for table in ([next(parts)] if first_part else parts)]
-            schemas.append(unify([group[0]] * len(own), own))
+            together = unify([group[0]] * len(own), own)
+            schemas.append(mark_clients(together) if has_own_clients(own[0]) else together)
         self._fields, self.client = path_fields(self.groups, schemas, self._options.client)
         schemas = [
             _decode(add_path_columns(schema.empty_table(), fields[:1])).schema

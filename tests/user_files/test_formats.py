@@ -420,6 +420,35 @@ def test_tfrecords_of_examples(tmp_path: Path) -> None:
             load(tmp_path / "a.tfrecord")
 
 
+def test_a_group_of_a_tfrecord_is_a_client(tmp_path: Path) -> None:
+    from tensorflow_datasets.proto import tf_example_pb2
+
+    rng = np.random.default_rng(9)
+    sizes = [[3, 1], [2]]
+    values = [[rng.integers(0, 99, size).tolist() for size in file] for file in sizes]
+    for number, groups in enumerate(values):
+        records = []
+        for group in groups:
+            sequence = tf_example_pb2.SequenceExample()
+            features = sequence.feature_lists.feature_list["serialized_bytes"].feature
+            for value in group:
+                example = tf_example_pb2.Example()
+                example.features.feature["x"].int64_list.value.append(value)
+                features.add().bytes_list.value.append(example.SerializeToString())
+            records.append(sequence.SerializeToString())
+        (tmp_path / f"a-{number}-of-2.tfrecord").write_bytes(tfrecord(records))
+    source = load(tmp_path / "*.tfrecord")
+    assert source.client_names == ["a-0-of-2:0000000", "a-0-of-2:0000001", "a-1-of-2:0000000"]
+    assert source.client_starts.tolist() == [0, 3, 4, 6]
+    assert source.column("x").tolist() == [x for file in values for group in file for x in group]
+    made = prepare(tmp_path / "*.tfrecord", tmp_path / "out").source
+    assert made.client_names == source.client_names
+    assert made.column("x").tolist() == source.column("x").tolist()
+    (tmp_path / "b.tfrecord").write_bytes(tfrecord([records[0], example.SerializeToString()]))
+    with pytest.raises(ValueError, match="record 1 and those before are not all groups"):
+        load(tmp_path / "b.tfrecord")
+
+
 def test_web_data_sets(tmp_path: Path) -> None:
     rng = np.random.default_rng(8)
     images = rng.integers(0, 256, (5, 6, 4, 3), np.uint8)

@@ -17,7 +17,14 @@ def add_clients(table: pa.Table, clients: Sequence[str]) -> pa.Table:
             f"its clients have a field {CLIENT!r}, which is the column of their names. Rename it"
         )
     names = pa.array(clients, pa.string()).dictionary_encode()
-    return table.append_column(pa.field(CLIENT, names.type, metadata=_MARK), names)
+    table = table.append_column(CLIENT, names)
+    return table.cast(mark_clients(table.schema))
+
+
+def mark_clients(schema: pa.Schema) -> pa.Schema:
+    """Mark the column of clients as one that `add_clients` has added."""
+    place = schema.get_field_index(CLIENT)
+    return schema.set(place, schema.field(place).with_metadata(_MARK))
 
 
 def has_own_clients(schema: pa.Schema) -> bool:

@@ -7,6 +7,7 @@ frame, so it is read here. protobuf parses the examples.
 
 import struct
 from collections.abc import Iterator
+from pathlib import PurePath
 from typing import Any
 
 import google_crc32c
@@ -16,8 +17,10 @@ from fedpax.errors import ArgumentError
 from fedpax.sources.text_records import example_features
 from fedpax.user_files.finding import DataFile
 from fedpax.user_files.formats import ReadOptions
+from fedpax.user_files.readers.own_clients import add_clients
 
 _ROWS_AT_ONCE = 1 << 14
+_GROUP = "serialized_bytes"  # the feature list of Dataset Grouper
 
 
 def read_tfrecord(file: DataFile, options: ReadOptions) -> pa.Table:
@@ -26,22 +29,48 @@ def read_tfrecord(file: DataFile, options: ReadOptions) -> pa.Table:
 
 
 def stream_tfrecord(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
-    """Read the examples in parts; a part has the types of its own values."""
+    """Read the examples in parts; a part has the types of its own values.
+
+    A record that is a group, as Dataset Grouper writes them, is a client: a
+    `tf.train.SequenceExample` with a list of serialized examples. Groups have no names in the file,
+    so a client's name is the file's name and the record's number.
+    """
     del options
+    stem = PurePath(file.path).name.partition(".")[0]
     rows: list[dict[str, Any]] = []
+    clients: list[str] = []
     for number, record in enumerate(_records(file)):
         features = example_features(record)
-        if features is None:
+        group = [features] if features is not None else _group(record)
+        if group is None or None in group:
             raise ArgumentError(f"record {number} is not a tf.train.Example with features")
-        rows.append(features)
-        if len(rows) == _ROWS_AT_ONCE:
-            yield _to_table(rows)
-            rows = []
+        if rows and (features is None) != bool(clients):
+            raise ArgumentError(f"record {number} and those before are not all groups of examples")
+        rows += [row for row in group if row is not None]
+        clients += [] if features is not None else [f"{stem}:{number:07}"] * len(group)
+        if len(rows) >= _ROWS_AT_ONCE:
+            yield _to_table(rows, clients)
+            rows, clients = [], []
     if rows:
-        yield _to_table(rows)
+        yield _to_table(rows, clients)
 
 
-def _to_table(rows: list[dict[str, Any]]) -> pa.Table:
+def _group(record: bytes) -> list[dict[str, Any] | None] | None:
+    """Return the examples of a group, or None if the record is no group."""
+    from tensorflow_datasets.proto import tf_example_pb2
+
+    sequence = tf_example_pb2.SequenceExample()
+    try:
+        sequence.ParseFromString(record)
+    except Exception:  # protobuf's own type, which has no stubs
+        return None
+    if list(sequence.feature_lists.feature_list) != [_GROUP]:
+        return None
+    values = [f.bytes_list.value for f in sequence.feature_lists.feature_list[_GROUP].feature]
+    return [example_features(value) for each in values for value in each]
+
+
+def _to_table(rows: list[dict[str, Any]], clients: list[str]) -> pa.Table:
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {}
     for name in names:
@@ -49,7 +78,8 @@ def _to_table(rows: list[dict[str, Any]]) -> pa.Table:
         if any(isinstance(value, list) for value in values):  # of another length in each example
             values = [v if v is None or isinstance(v, list) else [v] for v in values]
         columns[name] = pa.array(values)
-    return pa.table(columns)
+    table = pa.table(columns)
+    return add_clients(table, clients) if clients else table
 
 
 def _records(file: DataFile) -> Iterator[bytes]:

@@ -334,6 +334,19 @@ def test_damaged_files_are_named(tmp_path: Path, name: str, content: bytes, mess
     assert str(tmp_path / name) in str(told.value)
 
 
+def test_arrays_that_are_cut_off_or_cannot_be_mapped_are_named(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.random.default_rng(0).normal(size=999))
+    whole = (tmp_path / "a.npz").read_bytes()
+    (tmp_path / "a.npz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"a.npz cannot be read as npz: File is not a zip"):
+        load(tmp_path / "a.npz")
+    np.save(tmp_path / "a.npy", np.arange(9))
+    compressed = gzip.compress((tmp_path / "a.npy").read_bytes())
+    (tmp_path / "a.npy.gz").write_bytes(compressed)
+    with pytest.raises(ValueError, match=r"it is compressed, but it is memory-mapped. Decompress"):
+        load(tmp_path / "a.npy.gz")
+
+
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet", "file.arrow"])
 def test_truncated_files_are_named(tmp_path: Path, name: str) -> None:
     WRITERS[name](rows(np.random.default_rng(6), 400), tmp_path / name)

@@ -1,5 +1,7 @@
 """read_npz and read_hdf5: arrays of NumPy and HDF5, and TensorFlow Federated's group a client."""
 
+import zipfile
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,9 +20,12 @@ _TFF_ROOT = "examples"
 
 def read_npz(file: DataFile, options: ReadOptions) -> pa.Table:
     """Read a column from each array `[examples, ...]` of an .npz; objects are refused."""
-    with file.open_seekable() as opened, np.load(opened, allow_pickle=False) as arrays:
-        names = options.columns or arrays.files
-        return _to_table({name: arrays[name] for name in names if name in arrays.files})
+    try:
+        with file.open_seekable() as opened, np.load(opened, allow_pickle=False) as arrays:
+            names = options.columns or arrays.files
+            return _to_table({name: arrays[name] for name in names if name in arrays.files})
+    except (zipfile.BadZipFile, zlib.error) as error:
+        raise ArgumentError(str(error)) from error
 
 
 def read_hdf5(file: DataFile, options: ReadOptions) -> pa.Table:

@@ -79,6 +79,8 @@ def _local(file: DataFile) -> Path:
         raise ArgumentError(
             "it is in a bucket, expected a local file, which is memory-mapped. Copy it"
         )
+    if file.is_compressed:
+        raise ArgumentError("it is compressed, but it is memory-mapped. Decompress it")
     return Path(file.path)
 
 

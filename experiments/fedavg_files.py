@@ -268,6 +268,13 @@ class FedAvgFiles(ClientExperiment):
 
     def open_heldout_clients(self) -> HeldoutClients:
         """Open the held-out examples of each client that has any."""
+        return self._heldout()
+
+    def open_heldout_participants(self) -> HeldoutClients:
+        """Open the held-out examples of each training client, for nodes that have them."""
+        return self._heldout(list(self.training_parts))
+
+    def _heldout(self, participants: Sequence[str] | None = None) -> HeldoutClients:
         return heldout_of_files(
             self.opened,
             self._client_names,
@@ -275,6 +282,7 @@ class FedAvgFiles(ClientExperiment):
             self._plain_loss(self.make_model()),
             batch_size=self.heldout_batch_size,
             preprocess=self.make_preprocess(),
+            participants=participants,
         )
 
     @property

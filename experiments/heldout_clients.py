@@ -2,14 +2,16 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from fedpax.algorithm import Params
-from fedpax.data import ClientSampler, cohort_rounds
+from fedpax.clients.cohort import Cohort
+from fedpax.data import ClientSampler, CohortRounds, cohort_rounds
 from fedpax.data.rounds.preprocess import Preprocess
 from fedpax.deploy.batch_evaluation import HeldoutClients
 from fedpax.experiments.client_files import OpenFiles
@@ -24,6 +26,7 @@ def heldout_of_files(
     *,
     batch_size: int,
     preprocess: Preprocess,
+    participants: Sequence[str] | None = None,
 ) -> HeldoutClients:
     """Return the held-out examples of each client that has any.
 
@@ -34,22 +37,50 @@ def heldout_of_files(
         loss_fn: the loss, without regularization.
         batch_size: the largest number of examples in a batch.
         preprocess: the function from the fields of examples to those of batches.
+        participants: the names of the clients of a deployment, of which one may have no held-out
+            example, in order, with batches of `batch_size`. Default None: all clients that have
+            any.
     """
     parts = opened.parts(opened.heldout | opened.is_new[opened.owners])
+    if participants is None:
+        batch_size = min(batch_size, max(map(len, parts.values())))
+    else:
+        parts = {name: parts.get(name, np.zeros(0, np.int64)) for name in participants}
     places = {name: place for place, name in enumerate(opened.names)}
     chosen = [places[name] for name in parts]
-    clients = cohort_rounds(
+    clients: Any = cohort_rounds(
         prepared.examples,
         list(parts.values()),
         ClientSampler(len(parts), len(parts)),
-        batch_size=min(batch_size, max(map(len, parts.values()))),
+        batch_size=batch_size,
         preprocess=preprocess,
     )
+    if participants is not None:
+        clients = _InOrder(clients)
     found = HeldoutClients(clients, [names[k] for k in chosen], opened.is_new[chosen], loss_fn)
     if prepared.label.task == "classification":
         return found
     finish = functools.partial(_finish_regression, prepared.label.scale)
     return found._replace(loss_fn=_with_label_moments(loss_fn), finish=finish)
+
+
+class _InOrder(NamedTuple):
+    """Clients of a round in the order of their numbers."""
+
+    clients: CohortRounds
+
+    @property
+    def shapes(self) -> Any:
+        """The types of the data of a round."""
+        return self.clients.shapes
+
+    def client_ids(self, round_number: int) -> NDArray[np.integer]:
+        """Return all clients."""
+        return np.arange(self.clients.num_clients)
+
+    def read_clients(self, round_number: int, client_ids: NDArray[np.integer]) -> Cohort:
+        """Return the data of some clients."""
+        return self.clients.read_clients(round_number, client_ids)
 
 
 def _with_label_moments(loss_fn: ModelLoss) -> ModelLoss:

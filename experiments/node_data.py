@@ -11,7 +11,7 @@ import numpy as np
 
 from fedpax.clients.cohort import Cohort
 from fedpax.clients.cohort_stream import CohortStream, IslandStream
-from fedpax.data import ClientSampler, CohortRounds
+from fedpax.data import ClientSampler, CohortRounds, cohort_rounds
 from fedpax.deploy.node import Node, OneParticipant
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_files import open_files
@@ -58,6 +58,44 @@ def experiment_data(
     return _Rows(experiment, node.participant)
 
 
+def heldout_data(folder: str | Path, node: Node) -> Callable[[int], Cohort]:
+    """Return the held-out examples of a participant, for `fedpax.deploy.node.LoadData`.
+
+    They are those of client k of the experiment's data, or of the node's own `files`, as for
+    `experiment_data`.
+
+    Args:
+        folder: a folder with `config.json` and `table.json`.
+        node: the participant.
+
+    Raises:
+        ArgumentError: there is no such client, or its examples do not fit the exported batches.
+    """
+    experiment = _saved_experiment(str(folder))
+    assert isinstance(experiment, FedAvgFiles)
+    files = node.config.get("files")
+    if files is None:
+        clients: Any = experiment.open_heldout_participants().clients
+        return lambda number: clients.read_clients(number, np.array([node.participant]))
+    own = _with_own_files(experiment, node, str(files))
+    opened = own.opened
+    chosen = np.flatnonzero(opened.heldout | opened.is_new[opened.owners])
+    if len(chosen) > (most := node.steps * experiment.heldout_batch_size):
+        raise ArgumentError(
+            f"{files} has {len(chosen)} held-out examples, expected at most {most}, the batches of "
+            "the app. Evaluate with a larger --heldout_batch_size."
+        )
+    rounds = cohort_rounds(
+        own.prepared.examples,
+        OneParticipant(node.num_participants, node.participant, chosen),
+        ClientSampler(node.num_participants, 1),
+        batch_size=experiment.heldout_batch_size,
+        max_steps=node.steps,
+        preprocess=own.make_preprocess(),
+    )
+    return lambda number: rounds.read_clients(number, np.array([node.participant]))
+
+
 # In a simulation, the participants of one process share the experiment and its data.
 @functools.cache
 def _saved_experiment(folder: str) -> Experiment:
@@ -76,6 +114,16 @@ def _build(experiment: Experiment) -> Run:
 
 def _own_files(experiment: Experiment, node: Node, files: str) -> CohortRounds:
     """Return rounds of the files of this node, whose clients are one participant."""
+    own = _with_own_files(experiment, node, files)
+    examples, population = own.read_clients()
+    together = np.concatenate([np.asarray(part, np.int64) for part in population])
+    sampler = ClientSampler(node.num_participants, 1, own.cohort.seed)
+    one = OneParticipant(node.num_participants, node.participant, together)
+    return own.make_rounds(examples, one, sampler, own.make_preprocess())
+
+
+def _with_own_files(experiment: Experiment, node: Node, files: str) -> FedAvgFiles:
+    """Return the experiment on the files of this node."""
     if not isinstance(experiment, FedAvgFiles):
         raise ArgumentError(
             f"--node-config has files={files!r}, and {type(experiment).__name__} reads no files, "
@@ -92,11 +140,7 @@ def _own_files(experiment: Experiment, node: Node, files: str) -> CohortRounds:
     is_folder = len(names) == 1 and Path(names[0]).is_dir()
     one_client = None if is_folder else find_files(names, None)[0].name
     own.__dict__["opened"] = open_files(data, one_client)
-    examples, population = own.read_clients()
-    together = np.concatenate([np.asarray(part, np.int64) for part in population])
-    sampler = ClientSampler(node.num_participants, 1, experiment.cohort.seed)
-    one = OneParticipant(node.num_participants, node.participant, together)
-    return own.make_rounds(examples, one, sampler, own.make_preprocess())
+    return own
 
 
 class _Rows:

@@ -50,10 +50,12 @@ USAGE = (
                     state of saved island i modulo their number
   --engine          beam: run the rounds as jobs on Apache Beam, with the rounds up to the next
                     evaluation or checkpoint in each; evaluate: read the held-out data there.
-                    out_of_core: run them here, with the data of a few clients in memory
+                    out_of_core: run them here, with the data of a few clients in memory.
+                    flower: evaluate on Flower's nodes, each on its own held-out data
   --beam_flags      flags of the pipeline, such as "--runner=FlinkRunner --temp_location=..."
                     (default: this process)
   --chunk_size      clients whose data --engine=out_of_core has in memory (default 16)
+  --flower_flags    arguments of "flwr run", such as the name of a SuperLink
   --multihost       train, or join a syncer as one island, with all processes of a cluster, each
                     started with the same command. They find each other by
                     JAX_COORDINATOR_ADDRESS=HOST:PORT (of process 0), JAX_NUM_PROCESSES and

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from absl import flags
 from fedpax.algorithm import Params
 from fedpax.checkpoints.saved_state import load_state
 from fedpax.commands.parts.engines import define_engine_flags, engine_of
+from fedpax.commands.parts.flower_export import write_heldout_data
 from fedpax.commands.parts.options import output_file, parse
 from fedpax.commands.parts.saved_run import (
     SavedRun,
@@ -25,7 +27,9 @@ from fedpax.commands.parts.saved_run import (
 from fedpax.console import print_error, print_line
 from fedpax.deploy.batch_evaluation import evaluate_in_batches, open_heldout
 from fedpax.deploy.batch_training import RunRounds, for_workers
+from fedpax.deploy.flower_job import run_flower
 from fedpax.errors import UsageError
+from fedpax.experiments.fedavg_files import FedAvgFiles
 from fedpax.reports.client_report import clients_json, format_clients, plot_clients
 from fedpax.run_files.paths import write_atomically
 from fedpax.run_files.quantiles import with_quantiles
@@ -44,7 +48,7 @@ def evaluate(arguments: Sequence[str]) -> int:
             "--picture without --by_client, expected both: the picture is of the metrics by "
             "client. Add --by_client, or draw the run with `fedpax show --picture`."
         )
-    run_rounds = engine_of(options)
+    run_rounds, on_flower = engine_of(options), options.engine == "flower"
     saved = read_saved_run("evaluate", arguments, options, fields)
     number = checkpoint_round("evaluate", saved, options.round)
     run = build_run(saved.experiment)
@@ -57,11 +61,13 @@ def evaluate(arguments: Sequence[str]) -> int:
     clients = None
     with jax.set_mesh(run.mesh):
         params = load_saved_params(saved, run, number)
-        if run_rounds is None:
+        if run_rounds is None and not on_flower:
             evaluation = run.evaluate(params)
             if options.by_client:
                 clients = measure_clients(run, params, saved.saved_in, number)
-    if run_rounds is not None:
+    if on_flower:
+        evaluation, clients = _evaluate_on_flower(saved, jax.device_get(params), options)
+    elif run_rounds is not None:
         evaluation, clients = _evaluate_in_batches(
             saved, jax.device_get(params), run_rounds, options.by_client
         )
@@ -101,6 +107,29 @@ def _evaluate_in_batches(
     )
 
 
+def _evaluate_on_flower(
+    saved: SavedRun, params: Params, options: flags.FlagValues
+) -> tuple[Mapping[str, float], ClientMetrics | None]:
+    """Evaluate a checkpoint on Flower's nodes, each on the held-out examples that it has."""
+    experiment: Any = saved.experiment
+    if not isinstance(experiment, FedAvgFiles):
+        raise UsageError(
+            f"--engine=flower: {saved.exp} reads no files, expected an experiment on files, such "
+            "as fedavg_table. Leave out --engine."
+        )
+    heldout = experiment.open_heldout_participants()
+    run = functools.partial(
+        run_flower,
+        write_data=functools.partial(write_heldout_data, experiment, saved.exp),
+        name=f"evaluate-{saved.exp}",
+        flags=shlex.split(options.flower_flags or ""),
+        tell=print_error,
+    )
+    return evaluate_in_batches(
+        heldout, params, run, lambda: heldout.clients, by_client=options.by_client
+    )
+
+
 def measure_clients(run: Run, params: Params, folder: Path, number: int) -> ClientMetrics:
     """Measure the shared model on each client, and the clients' own models if there are any."""
     shared = None if run.evaluate_clients is None else run.evaluate_clients(params)
@@ -120,5 +149,5 @@ def define_flags(options: flags.FlagValues) -> None:
     define_saved_run_flags(options)
     flags.DEFINE_bool("by_client", False, "Measure each client.", flag_values=options)
     flags.DEFINE_string("picture", None, "A PNG file for the clients.", flag_values=options)
-    define_engine_flags(options)
+    define_engine_flags(options, "flower")
     flags.DEFINE_string("json", None, "A file for the metrics.", flag_values=options)

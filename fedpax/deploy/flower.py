@@ -53,6 +53,7 @@ def server_app(program: str | Path | Experiment, **settings: Any) -> Any:
               run in `~/.fedpax/flower/results`.
             - resume: continue the run in `out`, if there is one; its participants keep their
               states. Default False.
+            - print-results: write all results of the last round to the log, as JSON. Default False.
 
     Returns:
         A `flwr.serverapp.ServerApp`.
@@ -213,6 +214,9 @@ def train(network: Any, program: Any, run: str, settings: Mapping[str, Any]) -> 
     Returns:
         The server's state after the last round, by name.
     """
+    import numpy as np
+
+    from fedpax.deploy.flower_files import RESULTS
     from fedpax.deploy.positions import read_position, write_position
     from fedpax.deploy.round_server import POLL_SECONDS, RoundServer, Rules, finite_metrics
 
@@ -245,6 +249,7 @@ def train(network: Any, program: Any, run: str, settings: Mapping[str, Any]) -> 
     position = server.begin() if saved is None else saved[1]
     if saved is not None:
         _LOG.info("Run %s continues after round %d", run, position.round)
+    metrics: Mapping[str, Any] = {}
     while position.round < setting("rounds", program.settings.rounds):
         first = time.monotonic()
         position, metrics = server.advance(position)
@@ -256,6 +261,9 @@ def train(network: Any, program: Any, run: str, settings: Mapping[str, Any]) -> 
             file.write(json.dumps({"round": position.round, **told}) + "\n")
         write_state(out / STATE_FILE, position.state)
         write_position(out / POSITION_FILE, run, program.program, position)
+    if setting("print-results", False) and metrics:
+        all_values = {name: np.asarray(value).tolist() for name, value in metrics.items()}
+        _LOG.info("%s%s", RESULTS, json.dumps(all_values))
     _LOG.info("The state after round %d is in %s", position.round, out / STATE_FILE)
     return position.state
 

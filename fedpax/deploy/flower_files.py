@@ -7,6 +7,8 @@ from fedpax.deploy.round_program import Settings
 from fedpax.errors import ArgumentError
 
 PACKAGE, APP_FILE = "fedpax_app", "pyproject.toml"
+RESULTS = "Results of the last round: "
+"""Before the results of a run in its log, as JSON."""
 FLWR = "1.42.0"
 """The version of flwr that the apps are tested with."""
 _LARGEST = 9 * 2**20  # Flower refuses apps above 10 MB
@@ -46,6 +48,7 @@ secure = false  # mask the terms by SecAgg+: the server sees their sum alone
 secure-bound = 64.0  # the largest absolute value of a term
 out = ""  # folder of the result; "": ~/.fedpax/flower/results/RUN
 resume = false  # continue the run in that folder, if there is one
+print-results = {print_results}  # write all results of the last round to the log
 """
 
 _SERVER = '''\
@@ -116,7 +119,14 @@ The settings are in `pyproject.toml`; `--run-config 'rounds=3 deadline=60.0 quor
 
 
 def write_app(
-    folder: str | Path, *, name: str, program: str, settings: Settings, size: int, participants: str
+    folder: str | Path,
+    *,
+    name: str,
+    program: str,
+    settings: Settings,
+    size: int,
+    participants: str,
+    prints_results: bool = False,
 ) -> None:
     """Write the files of a Flower app.
 
@@ -127,6 +137,7 @@ def write_app(
         settings: the settings of the program.
         size: number of participants in a round.
         participants: what they are, such as "clients".
+        prints_results: whether the server writes all results of the last round to its log.
 
     Raises:
         ArgumentError: the program is larger than Flower takes.
@@ -147,6 +158,7 @@ def write_app(
         "package": PACKAGE,
         "size": size,
         "participants": participants,
+        "print_results": "true" if prints_results else "false",
     }
     (folder / APP_FILE).write_text(_PYPROJECT.format(**fields), encoding="utf-8")
     (folder / "README.md").write_text(_README.format(**fields), encoding="utf-8")

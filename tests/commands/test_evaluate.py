@@ -204,7 +204,7 @@ def test_an_unknown_flag_names_the_commands_own(command: Command, text: Path) ->
     status, _, errors = command("evaluate", f"--job_log_dir={text}", "--jsn=x")
     assert status == 2 and "Unrecognized options: --jsn" in errors
     takes = "--exp, --job_log_dir, --round, --by_client, --picture, --engine, "
-    takes += "--beam_flags, --chunk_size, --json and the"
+    takes += "--beam_flags, --chunk_size, --flower_flags, --json and the"
     assert f"`fedpax evaluate` takes {takes}" in errors
 
 

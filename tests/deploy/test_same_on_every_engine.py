@@ -4,6 +4,7 @@ FEDPAX_FLWR and FEDPAX_BEAM name virtual environments that have fedpax, and flwr
 `pytest -m slow -s tests/deploy/test_same_on_every_engine.py` prints the largest differences.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -119,3 +120,26 @@ def test_three_nodes(case, tmp_path):
     state = np.load(out / "state.npz")
     name = lambda path: f"state.params{jax.tree_util.keystr(path)}"
     compare(case, "three SuperNodes", lambda path: state[name(path)])
+
+
+@needs_flower
+def test_an_evaluation_on_three_nodes(tmp_path):
+    case = Case(tmp_path, "fedavg_table")
+    case.train(sys.executable, case.arguments)
+    evaluate = ["evaluate", f"--job_log_dir={tmp_path / 'run0'}", "--by_client"]
+    fedpax(sys.executable, *evaluate, f"--json={tmp_path / 'plain.json'}")
+    with Flower(tmp_path, LINK) as flower:
+        for k in range(NODES):
+            flower.start_node(k, config=case.node_config(k))
+        command = [str(binaries() / "python"), "-m", "fedpax", *evaluate, "--engine=flower"]
+        more = ["--flower_flags=test", f"--json={tmp_path / 'flower.json'}"]
+        done = subprocess.run(
+            [*command, *more], env=flower.environment, capture_output=True, text=True, timeout=400
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    plain, found = (
+        json.loads((tmp_path / f"{name}.json").read_text()) for name in ("plain", "flower")
+    )
+    assert found["metrics"].keys() == plain["metrics"].keys()
+    for name, value in plain["metrics"].items():
+        assert abs(found["metrics"][name] - value) <= 1e-6

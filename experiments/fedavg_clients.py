@@ -34,6 +34,7 @@ from fedpax.experiments.site_clients import (
     ChosenClients,
     OverSites,
     SitePopulation,
+    batch_shapes,
     drawer,
     sample_present,
 )
@@ -208,7 +209,18 @@ class ClientExperiment(OverSites, Experiment):
             model.init,
             fitting.cohort.size,
             sample_present(sampler),
+            batches=fitting._batch_shapes(),
         )
+
+    def blank_example(self) -> Arrays | None:
+        """Return the fields of one example, `[1, ...]`, if they are known without data."""
+        return None
+
+    def _batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct] | None:
+        if (example := self.blank_example()) is None:
+            return None
+        sampler, one = ClientSampler(1, 1), [np.zeros(1, np.int64)]
+        return batch_shapes(self.make_rounds(example, one, sampler, self.make_preprocess()))
 
     def at_site(self, clients: ClientRange) -> SiteRun:
         """Make a site's run."""

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpax.checks import COUNT, check_ranges
-from fedpax.data.rounds.preprocess import Preprocess, preprocess_images
+from fedpax.data.rounds.preprocess import Arrays, Preprocess, preprocess_images
 from fedpax.data.tables import Label, infer_label
+from fedpax.data.tables.site_properties import checked_label
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_files import FilesConfig
 from fedpax.experiments.cohort_settings import CohortConfig
@@ -24,6 +25,9 @@ from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.models.resnet import ResNetConfig, resnet
 from fedpax.sites.rounds.contract import Question
 from fedpax.training.training_config import TrainingConfig
+
+MOST_PIXELS = 1 << 14
+"""The largest height, width or number of channels of a site's images."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +139,27 @@ class FedAvgImageFiles(FedAvgFiles):
             min_classes=1,
         )
         return {"label": label.to_json(), "image_shape": list(self.image_shape)}
+
+    def shared_properties(self, description: Mapping[str, Any]) -> Mapping[str, str]:
+        """Return the label, and the shape of images."""
+        size = tuple(description["image_shape"])
+        if len(size) != 3 or not all(type(n) is int and 0 < n <= MOST_PIXELS for n in size):
+            raise ArgumentError(
+                f"image_shape is {size!r:.100}, expected height, width and channels of 1 to "
+                f"{MOST_PIXELS:,}."
+            )
+        label = checked_label(description["label"])
+        words = f"{size[0]} x {size[1]} x {size[2]}"
+        return {"the label": label.name, "the shape of images": words, "the task": label.task}
+
+    def stated_properties(self) -> Mapping[str, str]:
+        """Return the label, and the height and width if they are stated."""
+        return {"the label": self.data.label or "label", "the task": "classification"}
+
+    def blank_example(self) -> Arrays:
+        """Return one image and its label."""
+        shape = (1, *self.image_shape)
+        return {"image": np.zeros(shape, np.uint8), "label": np.zeros(1, np.int32)}
 
     def agree(
         self, descriptions: Sequence[Mapping[str, Any]]

@@ -10,9 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedpax.checks import COUNT
+from fedpax.data.rounds.preprocess import Arrays
 from fedpax.data.tables import TableFeatures
+from fedpax.data.tables.site_properties import table_properties
 from fedpax.errors import ArgumentError
 from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_files import FedAvgFiles
@@ -21,6 +24,7 @@ from fedpax.experiments.site_tables import (
     agree_on_features,
     answer_on_features,
     describe_site_table,
+    stated_properties,
 )
 from fedpax.experiments.table_data import (
     PreparedTable,
@@ -82,6 +86,22 @@ class FedAvgTable(FedAvgFiles):
     def describe_inputs(self) -> dict[str, Any]:
         """Return what a site tells of its columns."""
         return describe_site_table(self.data, self.opened)
+
+    def shared_properties(self, description: Mapping[str, Any]) -> Mapping[str, str]:
+        """Return the kinds of the label and of the columns of a site."""
+        return table_properties(description)
+
+    def stated_properties(self) -> Mapping[str, str]:
+        """Return the kinds that the configuration states."""
+        return stated_properties(self.data)
+
+    def blank_example(self) -> Arrays:
+        """Return the features and the label of one example."""
+        is_class = self.label.task == "classification"
+        return {
+            "features": np.zeros((1, len(self.features.names)), np.float32),
+            "label": np.zeros(1, np.int32 if is_class else np.float32),
+        }
 
     def agree(
         self, descriptions: Sequence[Mapping[str, Any]]

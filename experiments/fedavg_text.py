@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -51,6 +52,7 @@ from fedpax.experiments.site_clients import (
     ChosenClients,
     OverSites,
     SitePopulation,
+    batch_shapes,
     drawer,
     sample_present,
 )
@@ -243,6 +245,12 @@ class FedAvgText(OverSites, LanguageModelExperiment):
             described["max_steps"] = self._make_rounds(rows, population, sampler).max_steps
         return described
 
+    def shared_properties(self, description: Mapping[str, Any]) -> Mapping[str, str]:
+        """Check the number of local steps; nothing else must be equal."""
+        if self.cohort.max_steps is None:
+            CheckedHeader(description).count("max_steps", 1)
+        return {}
+
     def agree(
         self, descriptions: Sequence[Mapping[str, Any]]
     ) -> Generator[Question, Any, Mapping[str, Any]]:
@@ -273,7 +281,17 @@ class FedAvgText(OverSites, LanguageModelExperiment):
             sample_present(ClientSampler(num_clients, fitting.cohort.size, self.cohort.seed)),
             initial=trainable.initial,
             frozen=None if trainable.frozen is None else trainable.frozen.shapes,
+            batches=fitting._batch_shapes(),
         )
+
+    def _batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        rows, one_client = pack_clients(
+            [{"text": "a"}],
+            seq_len=self.data.seq_len,
+            client_field=None,
+            tokenizer=self.read_tokenizer(),
+        )
+        return batch_shapes(self._make_rounds(rows, one_client, ClientSampler(1, 1)))
 
     def at_site(self, clients: ClientRange) -> SiteRun:
         """Make a site's run. Metrics weigh the tokens of its held-out documents."""

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Self
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,6 +19,15 @@ class OverSites:
 
     def shared_content(self) -> dict[str, str]:
         """Return hashes of the files that must be equal at all sites, by default none."""
+        return {}
+
+    def shared_properties(self, description: Mapping[str, Any]) -> Mapping[str, str]:
+        """Return what must be equal at all sites, by default nothing beside the identity."""
+        del description
+        return {}
+
+    def stated_properties(self) -> Mapping[str, str]:
+        """Return the shared properties that the configuration states, by default none."""
         return {}
 
     def agree(
@@ -92,6 +102,12 @@ class ChosenClients(ClientSampler):
     def sample(self, round_number: int) -> NDArray[np.int64]:
         """Return the chosen clients."""
         return np.array(self.chosen, np.int64)
+
+
+def batch_shapes(rounds: CohortRounds) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the types of a batch of some rounds."""
+    batches = rounds.shapes.batches
+    return {n: jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for n, x in batches.items()}
 
 
 def drawer(

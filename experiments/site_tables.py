@@ -27,6 +27,14 @@ from fedpax.data.tables.moments import (
     moments_of_ranges,
     moments_steps,
 )
+from fedpax.data.tables.site_properties import (
+    CLASSES,
+    KIND,
+    LABEL,
+    NUMBERS,
+    column_property,
+    describe_kind,
+)
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_aggregators import AggregatorConfig
 from fedpax.experiments.client_files import OpenFiles
@@ -57,6 +65,20 @@ def describe_site_table(data: TableConfig, table: OpenFiles) -> dict[str, Any]:
     training = {name: column.filter(chosen) for name, column in table.columns.items()}
     has_classes = stated is not None and stated.values is not None
     return describe_table(training, treatments, owners, label, has_classes)
+
+
+def stated_properties(data: TableConfig) -> dict[str, str]:
+    """Return what `table_properties` returns of the label and columns that are stated."""
+    label, treatments = stated_label(data), map(parse_treatment, data.columns)
+    stated = {
+        column_property(t.name): describe_kind(t)
+        for t in treatments
+        if "*" not in t.name and t.name != data.label
+    }
+    if data.task == "regression":
+        stated[KIND] = NUMBERS
+    classes = "none" if label is None or label.values is None else "|".join(label.values)
+    return {**stated, LABEL: data.label or "", CLASSES: classes}
 
 
 def agree_on_features(

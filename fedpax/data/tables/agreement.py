@@ -158,10 +158,10 @@ def _merge_categories(
 ) -> tuple[tuple[str, ...], bool]:
     told = [d["categories"][name] for d in descriptions if name in d["categories"]]
     if treatment.values is not None:
-        return treatment.values, any(each["other"] for each in told)
+        return treatment.values, any(each.get("other") for each in told)
     having: dict[str, int] = {}
     for each in told:
-        for value, count in each["values"].items():
+        for value, count in each.get("values", {}).items():
             having[value] = having.get(value, 0) + count
     found = tuple(sorted(value for value, count in having.items() if count >= min_clients))
     return found, len(found) < len(having)

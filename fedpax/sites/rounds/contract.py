@@ -59,6 +59,8 @@ class CoordinatorRun(NamedTuple):
         frozen: types of what the round takes as its third argument, such as the model below
             adapters. Each site has a copy, and it is in no message. Default None: the round has two
             arguments.
+        batches: types of a batch, `[batch, ...]` for each field. Default None: what most sites
+            have.
     """
 
     algorithm: FederatedAlgorithm
@@ -67,6 +69,7 @@ class CoordinatorRun(NamedTuple):
     sample: Callable[[int, Any], Sequence[int]]
     initial: StoredParams | None = None
     frozen: Params | None = None
+    batches: Mapping[str, Any] | None = None
 
 
 class SiteRun(NamedTuple):
@@ -115,6 +118,14 @@ class SiteExperiment(Protocol):
 
         `"clients"` is the number of its clients. Whatever else is in it is disclosed too.
         """
+        ...
+
+    def shared_properties(self, description: Json) -> Mapping[str, str]:
+        """Return what must be equal at all sites, in words by name; raise if it is malformed."""
+        ...
+
+    def stated_properties(self) -> Mapping[str, str]:
+        """Return the properties that the coordinator itself states, and no site can change."""
         ...
 
     def agree(self, descriptions: Sequence[Json]) -> Generator[Question, Any, Json]:

@@ -1,6 +1,6 @@
 """The program of a coordinator's rounds, and the types of its messages."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +29,13 @@ class CoordinatorProgram(NamedTuple):
         assert state is not None
         frozen = () if self.run.frozen is None else (self.run.frozen,)
         return self.stages.run(unpack(self.state, state), self.cohort, *frozen)
+
+
+def batch_types(batches: Mapping[str, Any]) -> Json:
+    """Return the dtype and the shape of each field of a batch, as sites tell them."""
+    return {
+        name: [str(np.dtype(x.dtype)), list(np.shape(x))] for name, x in sorted(batches.items())
+    }
 
 
 def cohort_types(types: Json | None, cohort_size: int) -> Cohort:

@@ -114,6 +114,7 @@ class Exchange:
         self.awaits_model: Callable[[str], bool] = lambda name: False  # a site, at the end
         self._folder = folder
         self._receiving: set[str] = set()
+        self._refused: dict[str, tuple[str, str]] = {}  # the process of a site, and the reason
         self._uploads: dict[str, float] = {}  # sites that may send a large reply, and since when
         self.faults: dict[str, str] = {}  # of the replies to the last task, by site
 
@@ -136,6 +137,12 @@ class Exchange:
                 "Use the same version of fedpax on both sides, and a method that both run."
             )
         name = self._name(peer, request)
+        refused, reason = self._refused.get(name, ("", ""))
+        if refused and refused == request.text("incarnation"):
+            raise RefusedError(
+                f"the syncer refuses site {name!r}: {reason}. Mend the data or the flags of this "
+                "site, then start it again."
+            )
         if kind == "reply":
             return self._reply(name, request, message.arrays)
         with self._changed:
@@ -207,15 +214,12 @@ class Exchange:
     def _ready(self, site: Site, request: CheckedHeader, arrays: Any) -> Message:
         types = request.mapping("types")
         check_types(types)
-        if self.types is None:
-            self.types = types
-        if types != self.types:
+        if self.types is not None and types != self.types:
             raise RefusedError(
                 f"site {site.name!r} has batches {shorten_types(types)}, expected "
-                f"{shorten_types(self.types)}, as the first site has. Use data of the same fields "
-                "and shapes."
+                f"{shorten_types(self.types)}. Use data of the same fields and shapes."
             )
-        site.ready = True
+        site.types, site.ready = types, True
         return self._answer(site, status="ok")
 
     def _work(self, site: Site, request: CheckedHeader, arrays: Any) -> Message:
@@ -358,6 +362,20 @@ class Exchange:
         with self._changed:
             ranges = {s.name: range(s.first, s.first + s.count) for s in self.present()}
             return ranges, self.sites.num_clients
+
+    def refuse(self, reasons: Mapping[str, str]) -> None:
+        """Refuse the processes of sites from now on; a site can be started again."""
+        with self._changed:
+            for name, reason in reasons.items():
+                if (site := self.sites.get(name)) is not None:
+                    self._refused[name] = site.incarnation, reason
+                    site.left, site.ready = True, False
+            self._changed.notify_all()
+
+    @property
+    def has_refused(self) -> bool:
+        """Whether a site was refused."""
+        return bool(self._refused)
 
     def present(self, *, ready: bool = True) -> list[Site]:
         """Return the sites that are heard, and by default only those that can take part."""

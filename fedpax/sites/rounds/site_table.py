@@ -22,6 +22,7 @@ class Site:
     def __init__(self, name: str, first: int, count: int) -> None:
         self.name, self.first, self.count = name, first, count
         self.description: Json = {}
+        self.types: Json = {}  # of a batch
         self.incarnation = ""  # of its process
         self.counted: str | None = None  # token of the last round that counted its terms
         self.ready = False  # whether it knows the inputs of all sites

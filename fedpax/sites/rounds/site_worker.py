@@ -13,6 +13,7 @@ from fedpax.algorithm import Params
 from fedpax.clients.cohort import Cohort
 from fedpax.run_files.quantiles import with_quantiles
 from fedpax.sites.rounds.contract import ClientRange, Json, SiteExperiment, SiteRun
+from fedpax.sites.rounds.coordinator_program import batch_types
 from fedpax.sites.rounds.coordinator_state import divide
 from fedpax.sites.rounds.exchange import ROW, SHARED, SHOWN, TERM, in_order, numbered
 from fedpax.sites.rounds.kept_values import KeptValues, check_names
@@ -85,11 +86,10 @@ class SiteWorker:
         cohort_size = getattr(getattr(self._experiment, "cohort", None), "size", 0)
         total = max(self.count, cohort_size)
         run = self._whole_run = self._experiment.at_site(ClientRange(0, self.count, total))
-        cohort = run.draw(0, [])
-        return {
-            name: [str(np.dtype(x.dtype)), list(np.shape(x)[2:])]
-            for name, x in sorted(cohort.batches.items())
-        }
+        batches = run.draw(0, []).batches
+        return batch_types(
+            {n: jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for n, x in batches.items()}
+        )
 
     def work(self, header: Json, arrays: Arrays) -> tuple[Json, Arrays]:
         """Do a task, and return the fields and the arrays of the reply."""

@@ -57,6 +57,7 @@ class Federation:
     def __init__(self, coordinator: Coordinator, lines: Mapping[str, Line], folder: Path) -> None:
         self.coordinator, self.lines, self.folder = coordinator, lines, folder
         self.run = coordinator.exchange.run
+        self.refused: dict[str, str] = {}  # what the coordinator told sites that it refused
 
     @property
     def params(self) -> list[np.ndarray]:
@@ -73,6 +74,7 @@ def run(
     first_round_needs: int | None = None,
     lines: Mapping[str, Callable[[Exchange], Any]] | None = None,
     done: int = 0,
+    may_be_refused: Sequence[str] = (),
 ) -> Federation:
     """Run a federation to its end.
 
@@ -85,6 +87,7 @@ def run(
             `rules`.
         lines: makes the lines of some sites. Default None: whole ones.
         done: rounds that the coordinator's folder has.
+        may_be_refused: sites without which the run goes on if they are refused.
     """
     rules = RoundRules(len(sites), 60.0) if rules is None else rules
     table, own_folder = SiteTable(rules.silent_after), folder / "coordinator"
@@ -105,10 +108,14 @@ def run(
         coordinator = stack.enter_context(opened(experiment, own_folder, exchange, rules, done))
         made = {name: (lines or {}).get(name, Line)(exchange) for name in sites}
         failures: list[BaseException] = []
-        threads = [
-            threading.Thread(target=take_part, args=(name, sites[name], folder, line, failures))
-            for name, line in made.items()
-        ]
+        refused: dict[str, str] = {}
+
+        def join(name: str, line: Any) -> None:
+            mine: list[BaseException] = []
+            take_part(name, sites[name], folder, line, mine if name in may_be_refused else failures)
+            refused.update((name, str(error)) for error in mine)
+
+        threads = [threading.Thread(target=join, args=(name, line)) for name, line in made.items()]
         for thread in threads:
             thread.start()
         coordinator.stop = lambda: bool(failures)
@@ -123,7 +130,9 @@ def run(
             thread.join(60)
         if failures:
             raise failures[0]
-    return Federation(coordinator, made, folder)
+    federation = Federation(coordinator, made, folder)
+    federation.refused = refused
+    return federation
 
 
 @contextlib.contextmanager

@@ -76,6 +76,12 @@ class SmallExperiment(Experiment):
     def describe_site(self):
         return {"clients": self.clients}
 
+    def shared_properties(self, description):
+        return {}
+
+    def stated_properties(self):
+        return {}
+
     def agree(self, descriptions):
         return {"number": len(descriptions)}
         yield

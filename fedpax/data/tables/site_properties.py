@@ -1,0 +1,147 @@
+"""What the tables of sites must have in common, from what each site tells of its own."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from fedpax.data.tables.columns import Kind, Missing, Treatment
+from fedpax.data.tables.labels import Label, Task
+from fedpax.errors import ArgumentError
+
+LABEL, KIND, CLASSES = "the label", "the kind of the label", "the stated classes of the label"
+"""Names of properties."""
+
+NUMBERS = "numbers to predict"
+"""The kind of a label for regression."""
+
+
+def table_properties(description: Mapping[str, Any]) -> dict[str, str]:
+    """Return what sites must have in common for `agree_on_table`, in words by name.
+
+    A column without values, or that a site lacks, has no property. Text of few and of many values
+    is one kind.
+
+    Args:
+        description: what `fedpax.data.tables.agreement.describe_table` returned at the site.
+
+    Returns:
+        The name and the kind of the label, and the kind of each column.
+
+    Raises:
+        ValueError: the description is malformed.
+
+    Example:
+        >>> label = {"name": "y", "task": "classification", "classes": ["a", "b"], "mean": 0.0}
+        >>> label |= {"scale": 1.0, "reason": "text", "stated": False}
+        >>> table_properties(
+        ...     {"columns": [], "categories": {}, "missing": [], "label": label, "number": False}
+        ... )["the label"]
+        'y'
+    """
+    fields = description["label"]
+    _check(isinstance(fields, dict), "label", fields)
+    stated, is_number = fields.get("stated"), description["number"]
+    _check(type(stated) is bool and type(is_number) is bool, "label", fields)
+    label = checked_label({name: value for name, value in fields.items() if name != "stated"})
+    found = {LABEL: label.name, CLASSES: "|".join(label.classes) if stated else "none"}
+    if label.task == "regression":
+        found[KIND] = NUMBERS
+    elif not is_number:
+        found[KIND] = "classes that are text"
+    elif not stated:
+        _check(all(map(_is_number, label.classes)), "classes", label.classes)
+    columns = description["columns"]
+    _check(isinstance(columns, list), "columns", columns)
+    treatments = {t.name: t for t in map(_checked_treatment, columns)}
+    unique = len(treatments) == len(columns) and label.name not in treatments
+    _check(unique, "columns", [t.name for t in treatments.values()])
+    _check_categories(description["categories"], treatments)
+    missing = description["missing"]
+    _check(isinstance(missing, list) and set(missing) <= treatments.keys(), "missing", missing)
+    return found | {
+        column_property(t.name): describe_kind(t)
+        for t in treatments.values()
+        if t.reason != "no values"
+    }
+
+
+def column_property(name: str) -> str:
+    """Return the name of the property of a column."""
+    return f"the column {name!r}"
+
+
+def describe_kind(treatment: Treatment) -> str:
+    """Describe the kind of a column; text that is left out for its many values is text."""
+    shown = treatment.describe()
+    is_text = shown in ("category:category", "left_out")
+    return "text" if is_text and treatment.reason != "stated" else shown
+
+
+def checked_label(fields: Any) -> Label:
+    """Make a label from JSON of a site; raise a `ValueError` if it is malformed."""
+    _check(
+        isinstance(fields, dict) and fields.keys() == Label("", "regression").to_json().keys(),
+        "label",
+        fields,
+    )
+    label = Label.from_json(fields)
+    is_class = label.task == "classification"
+    fits = _is_text(label.name) and label.task in get_args(Task)
+    fits = fits and isinstance(label.reason, str) and all(map(_is_text, label.classes))
+    fits = fits and isinstance(fields["classes"], list | tuple) and is_class == bool(label.classes)
+    _check(fits and len({*label.classes}) == len(label.classes), "label", fields)
+    return label
+
+
+def _checked_treatment(fields: Any) -> Treatment:
+    _check(isinstance(fields, dict) and fields.keys() == {*Treatment._fields}, "column", fields)
+    values, bounds = fields["values"], fields["bounds"]
+    _check(
+        values is None or (isinstance(values, list | tuple) and all(map(_is_text, values))),
+        "column",
+        fields,
+    )
+    _check(
+        bounds is None or (len(bounds) == 2 and all(type(x) in (int, float) for x in bounds)),
+        "column",
+        fields,
+    )
+    fits = _is_text(fields["name"]) and isinstance(fields["reason"], str)
+    fits = fits and fields["kind"] in get_args(Kind)
+    left_out = fields["kind"] == "left_out" and fields["missing"] is None
+    _check(fits and (left_out or fields["missing"] in get_args(Missing)), "column", fields)
+    pairs = {n: tuple(x) if isinstance(x, list) else x for n, x in fields.items()}
+    return Treatment(**pairs)
+
+
+def _check_categories(categories: Any, treatments: Mapping[str, Treatment]) -> None:
+    _check(isinstance(categories, dict), "categories", categories)
+    for name, told in categories.items():
+        treatment = treatments.get(name)
+        _check(treatment is not None and treatment.kind == "category", "categories", name)
+        assert treatment is not None
+        if treatment.values is not None:
+            fits = told.keys() == {"other"} and type(told["other"]) is bool
+        else:
+            counts = told["values"].values()
+            fits = told.keys() == {"values"} and all(type(n) is int and n >= 0 for n in counts)
+        _check(fits, f"categories of {name!r}", told)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def _check(fits: bool, name: str, value: Any) -> None:
+    if not fits:
+        raise ArgumentError(
+            f"{name} is {value!r:.100}, expected the form of `fedpax join`. Use the same version "
+            "of fedpax on both sides."
+        )

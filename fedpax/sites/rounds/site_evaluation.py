@@ -1,0 +1,95 @@
+"""Evaluation by site: each site measures the model on its own held-out examples."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+
+from fedpax.algorithm import Params
+from fedpax.reports.metric_table import OF_SITE
+from fedpax.sites.rounds.coordinator_files import RoundMetrics, SiteWatch
+from fedpax.sites.rounds.downlink import whole
+from fedpax.sites.rounds.exchange import SHARED, Exchange, Task, new_token, numbered
+
+
+class SiteEvaluation:
+    """Sends the model to sites, and writes the metrics that they return."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        log: RoundMetrics,
+        watch: SiteWatch,
+        round_seconds: float,
+        stop: Callable[[], bool],
+    ) -> None:
+        self._exchange, self._log, self._watch = exchange, log, watch
+        self._round_seconds, self._stop = round_seconds, stop
+        self._with_model: set[str] = set()  # sites that have the model of the last round
+
+    def evaluate(
+        self, number: int, params: Params, *, last: bool, seconds: float | None = None
+    ) -> None:
+        """Ask the sites for the metrics of the model after a round."""
+        present = [s for s in self._exchange.present() if s.name not in self._with_model]
+        if not present:
+            return
+        arrays = numbered(SHARED, jax.tree.leaves(params))
+        header = {"task": "evaluate", "stage": 0, "last_stage": 0, "save": last}
+        task = Task(new_token(), header, whole(arrays), {s.name: ({}, {}) for s in present}, {})
+        seconds = self._round_seconds if seconds is None else seconds
+        replies = self._exchange.ask(task, 1, seconds, self._stop)
+        found: dict[str, tuple[int, dict[str, float]]] = {}
+        for name, reply in (replies or {}).items():
+            metrics, count = reply.header.get("metrics"), reply.header.get("examples", 0)
+            if isinstance(metrics, dict) and count > 0:
+                found[name] = count, {k: float(v) for k, v in metrics.items() if v is not None}
+            if last and "fault" not in reply.header:
+                self._with_model.add(name)
+        # A site whose loss is not finite has none.
+        with_loss = [each for each in found.values() if "loss" in each[1]]
+        if not with_loss:
+            return
+        by_site: dict[str, float] = {}
+        for name, (_, metrics) in found.items():
+            site = self._exchange.sites.get(name)
+            assert site is not None
+            site.heldout = metrics
+            by_site |= {f"{OF_SITE}{name}/{key}": value for key, value in metrics.items()}
+        self._log.add_evaluation(number, _weighted_mean(with_loss), by_site)
+
+    def say_goodbye(self, number: int, params: Callable[[], Params], seconds: float) -> None:
+        """Answer sites until each of them knows the end of the run, at most for `seconds`."""
+        deadline = time.monotonic() + seconds
+        with_model, exchange = self._with_model, self._exchange
+        exchange.publish(finished=True, awaits_model=lambda name: name not in with_model)
+
+        def lacks_model() -> bool:
+            return any(site.name not in with_model for site in exchange.present())
+
+        def all_heard() -> bool:
+            return all(site.heard_end or site.left for site in exchange.sites)
+
+        while not self._stop() and time.monotonic() < deadline:
+            if lacks_model():  # a site that was absent before
+                left = max(0.1, deadline - time.monotonic())
+                self.evaluate(number, params(), last=True, seconds=left)
+            if (
+                exchange.wait_for(
+                    lambda: all_heard() or lacks_model() or time.monotonic() >= deadline,
+                    self._stop,
+                )
+                and not lacks_model()
+            ):
+                break
+        self._watch.update(force=True)
+
+
+def _weighted_mean(found: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+    """Return the mean of metrics that all have, weighted by numbers of examples."""
+    names = set.intersection(*(set(metrics) for _, metrics in found))
+    total = sum(count for count, _ in found)
+    return {
+        name: sum(count * metrics[name] for count, metrics in found) / total
+        for name in sorted(names)
+    }

@@ -1,0 +1,171 @@
+"""A site that does not fit is refused by name with what differs, and the others go on."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sites.rounds.federation import Line, run, write_hospitals
+from sites.rounds.small_experiment import small
+from sites.rounds.test_equals_training import experiment, train_together
+from sites.rounds.test_hostile_sites import Changed
+
+from fedpax.data.tables.agreement import agree_on_table
+from fedpax.data.tables.site_properties import table_properties
+from fedpax.errors import FedpaxError
+from fedpax.run_files.metrics import read_metrics, select
+from fedpax.sites.rounds.round_rules import RoundRules
+from fedpax.sites.rounds.votes import count_votes
+from fedpax.sites.transport.message import Message
+
+SIZES = {"a": (40, 25), "b": (33,), "c": (21, 50)}
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from("abcdef"), st.dictionaries(st.sampled_from("xyz"), st.sampled_from("123"))
+    ),
+    st.dictionaries(st.sampled_from("xyz"), st.sampled_from("123")),
+)
+@settings(deadline=None)
+def test_votes(sites: dict[str, dict[str, str]], stated: dict[str, str]) -> None:
+    refused, undecided = count_votes(sites, stated)
+    left = [found for name, found in sites.items() if name not in refused]
+    for found in left:  # who is left has what is stated, and equals all others if it is decided
+        assert all(found[name] == stated[name] for name in found.keys() & stated.keys())
+    for name in "xyz":
+        values = {found[name] for found in left if name in found}
+        assert len(values) <= 1 or undecided is not None
+    for name in refused:
+        others = [v for n, v in sites.items() if n != name]
+        assert others or any(k in stated for k in sites[name])
+    backwards = dict(reversed(list(sites.items())))
+    assert count_votes(backwards, stated).refused.keys() == refused.keys()  # no site is first
+
+
+def federate(folder: Path, sites: dict[str, Any], coordinator: Any, bad: str, **options: Any):
+    return run(
+        coordinator,
+        sites,
+        folder / "runs",
+        rules=RoundRules(2, 60.0),
+        first_round_needs=3,
+        may_be_refused=[bad],
+        **options,
+    )
+
+
+def test_a_site_with_another_kind_of_column_is_refused(tmp_path: Path) -> None:
+    write_hospitals(tmp_path / "data", SIZES)
+    sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv") for s in SIZES}
+    for path in (tmp_path / "data" / "a").iterdir():  # the first site
+        head, *rows = path.read_text().splitlines()
+        path.write_text("\n".join([head, *(row.replace(",", " years,", 1) for row in rows)]) + "\n")
+    found = federate(tmp_path, sites, experiment(), "a")
+    assert (
+        "site 'a': the column 'age' is 'text' at this site, expected 'number:mean'"
+        in (found.refused["a"])
+    )
+    whole = experiment(*(f"{tmp_path}/data/{s}/*.csv" for s in "bc"))
+    for one, other in zip(found.params, train_together(whole, 3), strict=True):
+        assert np.abs(other).max() > 0.01
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+
+
+def test_a_malformed_description_ends_no_run(tmp_path: Path) -> None:
+    def change(header: dict[str, Any]) -> dict[str, Any]:
+        if header["kind"] == "join":
+            header["description"] = {"clients": 1, "label": 3}
+        return header
+
+    write_hospitals(tmp_path / "data", SIZES)
+    sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", rounds=1) for s in SIZES}
+    lines = {"a": lambda exchange: Changed(exchange, change)}
+    found = federate(tmp_path, sites, experiment(rounds=1), "a", lines=lines)
+    assert "its description is malformed" in found.refused["a"]
+    (line,) = select(read_metrics(tmp_path / "runs" / "coordinator"), "training")
+    assert line["sites"] == 2
+
+
+class FirstWithOtherTypes(Line):
+    """A line of a site that is ready first, with another batch."""
+
+    def call(self, message: Message, timeout: float) -> Message:
+        if message.header["kind"] == "ready":
+            types = {"features": ["float32", [3, 2]], "x": ["float32", [4, 9]]}
+            message = message._replace(header={**message.header, "types": types})
+        return super().call(message, timeout)
+
+
+@pytest.mark.parametrize("has_contract", [False, True])
+def test_a_site_cannot_choose_the_batches_of_others(tmp_path: Path, has_contract: bool) -> None:
+    first: Any = FirstWithOtherTypes
+    if has_contract:
+        write_hospitals(tmp_path / "data", SIZES)
+        sites: dict[str, Any] = {
+            s: experiment(f"{tmp_path}/data/{s}/*.csv", rounds=1) for s in SIZES
+        }
+        coordinator: Any = experiment(rounds=1)
+    else:
+        sites = {s: small(rounds=1, data_seed=seed) for seed, s in enumerate(SIZES)}
+        coordinator = small(rounds=1)
+    found = federate(tmp_path, sites, coordinator, "a", lines={"a": first})
+    assert "batch" in found.refused["a"]
+    assert "x" not in found.coordinator.exchange.types or not has_contract
+    (line,) = select(read_metrics(tmp_path / "runs" / "coordinator"), "training")
+    assert line["sites"] == 2
+
+
+def description() -> dict[str, Any]:
+    column = {"name": "age", "kind": "number", "missing": "mean", "values": None}
+    column |= {"bounds": None, "reason": "number"}
+    sex = {**column, "name": "sex", "kind": "category", "missing": "category", "reason": "category"}
+    label = {"name": "y", "task": "classification", "classes": ["0", "1"], "mean": 0.0}
+    label |= {"scale": 1.0, "reason": "integers", "stated": False}
+    return {
+        "clients": 2,
+        "columns": [column, sex],
+        "categories": {"sex": {"values": {"f": 2, "m": 1}}},
+        "missing": ["age"],
+        "label": label,
+        "number": True,
+    }
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    keys = value if isinstance(value, dict) else range(len(value) if isinstance(value, list) else 0)
+    return [path, *(p for key in keys for p in places(value[key], (*path, key)))]
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.text(max_size=3) | st.floats(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)
+
+
+@given(st.sampled_from(places(description())[1:]), JUNK)
+@settings(deadline=None, max_examples=150)
+def test_what_passes_the_checks_can_be_agreed_on(place: tuple[Any, ...], junk: Any) -> None:
+    changed = copy.deepcopy(description())
+    inner = changed
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = junk
+    changed = json.loads(json.dumps(changed))
+    honest = description()
+    assert table_properties(honest)["the label"] == "y"
+    try:
+        found = table_properties(changed)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return  # refused
+    if count_votes({"a": table_properties(honest), "b": found}, {}) == ({}, None):
+        try:
+            agree_on_table([honest, changed])
+            agree_on_table([changed, honest])
+        except FedpaxError as error:
+            assert "at different sites" not in str(error)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedpax.errors import FedpaxError
 from fedpax.sites.rounds.contract import Json, Question
 from fedpax.sites.rounds.coordinator_files import SiteWatch, write_federation
 from fedpax.sites.rounds.exchange import Exchange, new_token
@@ -69,11 +68,7 @@ class Agreement:
             present = self._exchange.begin_agreement()
             if self._refuse(*self._compare(present)):
                 continue
-            try:
-                inputs = self._run(present)
-            except FedpaxError as error:
-                self._wait_for_others(str(error))
-                continue
+            inputs = self._run(present)
             if inputs is None:
                 continue
             write_federation(self._folder, self._exchange.run, inputs, self._exchange.sites)

@@ -36,7 +36,7 @@ PUBLIC = (
     "fedpax.checkpoints",
     "fedpax.planning",
     "fedpax.sites",
-    "fedpax.sites.secure_sums",
+    "fedpax.secure_sums",
     "fedpax.deploy",
     "fedpax.processes",
     "fedpax.transforms",

@@ -20,6 +20,7 @@ HEIGHT = {
     "deprecation": 0,
     "lazy_names": 0,
     "extras": 1,
+    "secure_sums": 1,
     "checks": 1,
     "primitives": 2,
     "transforms": 3,

@@ -14,8 +14,7 @@ import numpy as np
 
 from fedpax.experiments.benchmarks import harness
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
-from fedpax.sites.secure_sums import CoordinatorSide, SiteSide
-from fedpax.sites.transport.message import Message
+from fedpax.secure_sums import CoordinatorSide, Message, SiteSide
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,14 +21,16 @@ from fedpax.deploy import secure_sums
 from fedpax.deploy.flower_records import read_record, write_record
 from fedpax.deploy.node_worker import forward, resolve, state_dir
 from fedpax.deploy.packets import Packet
-from fedpax.errors import MissingPackageError
+from fedpax.errors import ArgumentError, MissingPackageError
 
 if TYPE_CHECKING:
     from fedpax.deploy.node import LoadData, NodeProgram
     from fedpax.deploy.roster import Reply
+    from fedpax.deploy.round_server import SecureSum
     from fedpax.training.experiment import Experiment
 
 _LOG = logging.getLogger("flwr")
+FEDPAX, SECAGG = "fedpax", "secagg+"
 STATE_FILE, METRICS_FILE, POSITION_FILE = "state.npz", "metrics.jsonl", "position.bin"
 
 
@@ -46,9 +48,11 @@ def server_app(program: str | Path | Experiment, **settings: Any) -> Any:
             - enough: the round ends once this many have answered (over-selection). Default 0: all.
             - deadline: seconds after which a round ends if `quorum` have answered. Default 0: none.
             - wait: seconds to wait for nodes. Default 600.
-            - secure: mask the terms by SecAgg+, so that the server sees their sum alone
-              (`fedpax.deploy.secure_sums`). Default False.
-            - secure-bound: the largest absolute value of a term in floats. Default 64.
+            - secure: mask the terms, so that the server sees their sum alone. Default False.
+            - secure-protocol: "fedpax", the protocol of `fedpax.secure_sums`, or "secagg+",
+              Flower's own (`fedpax.deploy.secure_sums`), which also runs in a simulation. Default
+              "fedpax".
+            - secure-bound: the largest absolute value of a term in floats for SecAgg+. Default 64.
             - out: folder of the result, on the machine of the SuperLink. Default: a folder of the
               run in `~/.fedpax/flower/results`.
             - resume: continue the run in `out`, if there is one; its participants keep their
@@ -202,6 +206,21 @@ class FlowerNetwork:
         return replies
 
 
+def _secure_sum(network: Any, protocol: str, setting: Any) -> SecureSum:
+    """Return the server's part of a protocol for secure sums."""
+    from fedpax.deploy.node_sums import ServerSums
+    from fedpax.deploy.round_server import POLL_SECONDS
+
+    if protocol == FEDPAX:
+        return ServerSums(network, _LOG, POLL_SECONDS)
+    if protocol == SECAGG:
+        return secure_sums.SecureSum(network.grid, setting("secure-bound", 64.0), POLL_SECONDS)
+    raise ArgumentError(
+        f"secure-protocol={protocol!r}, expected {FEDPAX!r} or {SECAGG!r}. Leave it out for "
+        f"{FEDPAX!r}."
+    )
+
+
 def train(network: Any, program: Any, run: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Run all rounds, and write the server's state after each.
 
@@ -218,7 +237,7 @@ def train(network: Any, program: Any, run: str, settings: Mapping[str, Any]) -> 
 
     from fedpax.deploy.flower_files import RESULTS
     from fedpax.deploy.positions import read_position, write_position
-    from fedpax.deploy.round_server import POLL_SECONDS, RoundServer, Rules, finite_metrics
+    from fedpax.deploy.round_server import RoundServer, Rules, finite_metrics
 
     def setting(name: str, default: Any) -> Any:
         value = settings.get(name, -1)
@@ -227,7 +246,7 @@ def train(network: Any, program: Any, run: str, settings: Mapping[str, Any]) -> 
     rules = Rules(*(setting(name, Rules._field_defaults[name]) for name in Rules._fields))
     secure = None
     if setting("secure", False):
-        secure = secure_sums.SecureSum(network.grid, setting("secure-bound", 64.0), POLL_SECONDS)
+        secure = _secure_sum(network, setting("secure-protocol", FEDPAX), setting)
     out = Path(setting("out", f"~/.fedpax/flower/results/{run}")).expanduser().absolute()
     out.mkdir(parents=True, exist_ok=True)
     saved = None
@@ -245,7 +264,7 @@ def train(network: Any, program: Any, run: str, settings: Mapping[str, Any]) -> 
     )
     secure_sums.check_masks(program, server.quorum, is_secure=secure is not None)
     if secure is not None:
-        secure_sums.check_program(program, server.quorum)
+        secure_sums.check_program(program, server.quorum, secure.least)
     position = server.begin() if saved is None else saved[1]
     if saved is not None:
         _LOG.info("Run %s continues after round %d", run, position.round)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from fedpax.clients.cohort import Cohort
 from fedpax.data.rounds.cohort_rounds import CohortRounds, cohort_rounds
 from fedpax.deploy.kept_state import KeptState, KeptStateError
+from fedpax.deploy.node_sums import KIND, NodeSums
 from fedpax.deploy.packets import Packet
 from fedpax.deploy.round_program import RoundProgram
 from fedpax.deploy.secure_sums import to_vector
@@ -58,6 +59,8 @@ class NodeProgram:
         self.program, self.folder = program, folder
         self._load_data = load_data
         self._cohorts: dict[int, Callable[[int], Cohort]] = {}
+        self._least_masked = program.artifact.manifest["least_masked"]
+        self._sums = NodeSums(self._least_masked or 0)
 
     def answer(self, packet: Packet, config: Mapping[str, Any]) -> Packet:
         """Return the answer to a packet: that of a stage, or a refusal in words.
@@ -76,6 +79,8 @@ class NodeProgram:
                 )
             if values["kind"] == "greeting":
                 return Packet({**identity, "partition": int(config.get("partition-id", -1))})
+            if values["kind"] == KIND:
+                return self._sums.answer(values)
             return self._train(values, packet.arrays, config)
         except Exception as error:  # the server tells it; the run continues without this node
             kind = "" if isinstance(error, FedpaxError) else f"{type(error).__name__}: "
@@ -84,6 +89,11 @@ class NodeProgram:
     def _train(
         self, values: Mapping[str, Any], arrays: Sequence[bytes], config: Mapping[str, Any]
     ) -> Packet:
+        if self._least_masked is not None and not {"session", "secure_bound"} & values.keys():
+            raise ArgumentError(
+                "The server asks for terms without masks, expected secure=true: the program has "
+                "secure_mean() or private_secure_mean()."
+            )
         stage, key, counted = int(values["stage"]), str(values["key"]), str(values["counted"])
         participant, seed = int(values["participant"]), int(values["seed"])
         messages = self.program.artifact.manifest["stages"]
@@ -112,6 +122,8 @@ class NodeProgram:
             kept.keep_only([key, counted] if counted else [key])
         else:
             kept.write(f"{key}-{stage}", new)
+        if "session" in values:
+            return self._sums.answer(values, terms)
         if "secure_bound" in values:
             bound, levels = float(values["secure_bound"]), int(values["secure_levels"])
             sent = [to_vector(terms, bound, levels)]

@@ -30,6 +30,8 @@ class RoundError(FedpaxError):
 class SecureSum(Protocol):
     """Sums terms so that the server does not see them (`fedpax.deploy.secure_sums`)."""
 
+    least: int  # the fewest participants of a sum
+
     def values(self, participants: int) -> dict[str, Any]:
         """Return what a packet says for a secure sum."""
         ...

@@ -43,12 +43,13 @@ def range_of(participants: int) -> int:
     return levels
 
 
-def check_program(program: Any, quorum: int) -> None:
+def check_program(program: Any, quorum: int, least: int = 2) -> None:
     """Raise an ArgumentError if a program sends anything else than terms of sums.
 
     Args:
         program: a `fedpax.deploy.round_program.RoundProgram`.
         quorum: the fewest participants that must answer.
+        least: the fewest participants of a sum that the protocol opens.
     """
     if 2 * quorum <= program.size:
         raise ArgumentError(
@@ -59,6 +60,11 @@ def check_program(program: Any, quorum: int) -> None:
         raise ArgumentError(
             f"secure=true with {program.size} participants in a round, expected at least "
             f"{LEAST_PARTICIPANTS}: with fewer, the sum tells each its neighbour's terms."
+        )
+    if quorum < least:
+        raise ArgumentError(
+            f"secure=true with quorum={quorum}, expected at least {least}: from a sum of two, each "
+            'learns the other\'s terms. Set a larger quorum, or secure-protocol="secagg+".'
         )
     random = np.random.default_rng(0)
     for number, stage in enumerate(program.artifact.manifest["stages"]):
@@ -189,6 +195,8 @@ class SecureSum:
         bound: the largest absolute value of a float term.
         poll_seconds: seconds between two looks for replies.
     """
+
+    least = 2
 
     def __init__(self, grid: Any, bound: float, poll_seconds: float) -> None:
         self._grid, self.bound, self._poll_seconds = grid, bound, poll_seconds

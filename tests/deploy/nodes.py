@@ -1,21 +1,25 @@
 """Nodes in one process: the network that tests of the server of rounds have."""
 
+import os
 import random
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from fedpax.aggregators import private_secure_mean
 from fedpax.algorithms import fedavg, scaffold
 from fedpax.data import ClientSampler, cohort_rounds
 from fedpax.deploy.node import NodeProgram
 from fedpax.deploy.roster import Reply
 from fedpax.deploy.round_program import Settings, pack_program
 
-N, STEPS, BATCH, FEATURES = 3, 4, 2, 3
+N = int(os.environ.get("FEDPAX_TEST_NODES", "3"))
+STEPS, BATCH, FEATURES = 4, 2, 3
 SETTINGS = Settings(rounds=3, seed=5, num_clients=N, local_epochs=2, cohort_seed=7)
-SIZES = [4, 3, 1]
+SIZES = [4, 3, 1, 2]  # of the first N
 SGD = optax.sgd(0.1)
 
 
@@ -33,15 +37,24 @@ def init(key):
     return {"w": jax.random.normal(key, (FEATURES,))}
 
 
-def fedavg_of(size=N):
-    return fedavg(loss_fn, cohort_size=size, client_optimizer=SGD)
+def fedavg_of(size=None):
+    return fedavg(loss_fn, cohort_size=size or N, client_optimizer=SGD)
 
 
-def scaffold_of(size=N):
-    return scaffold(loss_fn, cohort_size=size, num_clients=N, client_optimizer=SGD)
+def scaffold_of(size=None):
+    return scaffold(loss_fn, cohort_size=size or N, num_clients=N, client_optimizer=SGD)
 
 
+def private_of(size=None):
+    aggregator = private_secure_mean(
+        max_norm=1.0, noise_multiplier=PRIVATE_NOISE, seed=0, min_participants=3
+    )
+    return fedavg(loss_fn, cohort_size=size or N, client_optimizer=SGD, aggregator=aggregator)
+
+
+PRIVATE_NOISE = 1e-3
 METHODS = {"fedavg": fedavg_of, "scaffold": scaffold_of}
+MASKED_METHODS = {**METHODS, "private": private_of}
 
 
 def examples(k):
@@ -53,11 +66,19 @@ def load_data(node):
     return examples(node.participant)
 
 
-def rounds_of(size=N):
+def use_nodes(monkeypatch, number):
+    """Have another number of participants, here and in processes that the test starts."""
+    monkeypatch.setenv("FEDPAX_TEST_NODES", str(number))
+    monkeypatch.setattr(sys.modules[__name__], "N", number)
+    settings = SETTINGS._replace(num_clients=number)
+    monkeypatch.setattr(sys.modules[__name__], "SETTINGS", settings)
+
+
+def rounds_of(size=None):
     """The cohorts of all participants, as jit takes them."""
     together = {name: np.concatenate([examples(k)[name] for k in range(N)]) for name in ("x", "y")}
-    parts = np.split(np.arange(sum(SIZES)), np.cumsum(SIZES)[:-1])
-    sampler = ClientSampler(N, size, SETTINGS.cohort_seed)
+    parts = np.split(np.arange(sum(SIZES[:N])), np.cumsum(SIZES[:N])[:-1])
+    sampler = ClientSampler(N, size or N, SETTINGS.cohort_seed)
     return cohort_rounds(
         together,
         parts,
@@ -70,8 +91,8 @@ def rounds_of(size=N):
     )
 
 
-def pack(method, size=N):
-    return pack_program(METHODS[method](size), init, rounds_of(size).shapes, SETTINGS)
+def pack(method, size=None):
+    return pack_program(MASKED_METHODS[method](size), init, rounds_of(size).shapes, SETTINGS)
 
 
 def by_jit(method, absent=lambda number: ()):
@@ -79,7 +100,7 @@ def by_jit(method, absent=lambda number: ()):
 
     The round's absent participants have id -1, weight 0 and no steps.
     """
-    algorithm, rounds = METHODS[method](), rounds_of()
+    algorithm, rounds = MASKED_METHODS[method](), rounds_of()
     state = algorithm.init(init(jax.random.key(SETTINGS.seed)))
     states = [state]
     for number in range(SETTINGS.rounds):
@@ -102,9 +123,8 @@ class LocalNetwork:
     comes too late, or None.
     """
 
-    def __init__(
-        self, program, folder, *, lost=lambda values, node: None, partitions=range(N), seed=0
-    ):
+    def __init__(self, program, folder, *, lost=lambda values, node: None, partitions=None, seed=0):
+        partitions = range(N) if partitions is None else partitions
         self.programs = {
             100 + k: NodeProgram(program, load_data, folder / f"disk_{k}") for k in partitions
         }

@@ -15,6 +15,7 @@ from deploy import nodes
 from deploy.flower_processes import ENVIRONMENT, Flower, binaries
 from deploy.nodes import SETTINGS, N
 
+from fedpax.aggregators import PrivacyAccountant
 from fedpax.deploy.flower_files import PACKAGE, write_app
 from fedpax.deploy.kept_state import KeptState
 from fedpax.deploy.round_program import parse_program
@@ -32,7 +33,14 @@ LINK = ("--insecure", "--disable-runtime-dependency-installation")
 
 def make_app(folder, method, data="from deploy.nodes import load_data"):
     text = nodes.pack(method)
-    write_app(folder, name=method, program=text, settings=SETTINGS, size=N, participants="clients")
+    write_app(
+        folder,
+        name=method,
+        program=text,
+        settings=nodes.SETTINGS,
+        size=nodes.N,
+        participants="clients",
+    )
     (folder / PACKAGE / "data.py").write_text(data)
     return parse_program(text)
 
@@ -223,14 +231,19 @@ def test_a_simulation_equals_the_compiled_rounds(tmp_path):
     assert_equals(out, nodes.by_jit("scaffold")[-1])
 
 
-def test_secure_sums_equal_the_compiled_rounds_also_without_a_node(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("protocol", "number"), [("fedpax", 4), ("secagg+", 3)])
+def test_secure_sums_equal_the_compiled_rounds_also_without_a_node(
+    protocol, number, tmp_path, monkeypatch
+):
+    nodes.use_nodes(monkeypatch, number)
     monkeypatch.setenv("FEDPAX_TEST_MARKS", str(tmp_path))
     app, out = tmp_path / "app", tmp_path / "out"
     make_app(app, "scaffold", SLOW_DATA)
+    settings = {"secure-protocol": f'"{protocol}"', "quorum": number - 1, "deadline": 90.0}
     with Flower(tmp_path, LINK) as flower:
-        for k in range(N):
+        for k in range(number):
             flower.start_node(k)
-        run = flower.start_run(app, out, secure="true", quorum=2, deadline=90.0)
+        run = flower.start_run(app, out, secure="true", **settings)
         deadline = time.monotonic() + 400
         while not (tmp_path / "working").exists():
             assert time.monotonic() < deadline, flower.log("run")
@@ -238,8 +251,27 @@ def test_secure_sums_equal_the_compiled_rounds_also_without_a_node(tmp_path, mon
         flower.kill_node(1)
         (tmp_path / "killed").touch()
         log = flower.finish(run, out)
-    assert [m["participants"] for m in metrics_of(out)] == [3, 2, 2], log
+    counts = [m["participants"] for m in metrics_of(out)]
+    assert counts == [number, number - 1, number - 1], log
     assert_equals(out, nodes.by_jit("scaffold", lambda number: [1] if number else [])[-1])
+
+
+@pytest.mark.parametrize("protocol", ["fedpax", "secagg+"])
+def test_private_means_are_within_the_noise(protocol, tmp_path, monkeypatch):
+    nodes.use_nodes(monkeypatch, 4)
+    app, out = tmp_path / "app", tmp_path / "out"
+    make_app(app, "private")
+    settings = {"secure-protocol": f'"{protocol}"', "quorum": 3}
+    with Flower(tmp_path, LINK) as flower:
+        for k in range(4):
+            flower.start_node(k)
+        flower.finish(flower.start_run(app, out, secure="true", **settings), out)
+    found = np.load(out / "state.npz")["state.params['w']"]
+    difference = np.abs(found - nodes.by_jit("private")[-1].params["w"]).max()
+    assert 0 < difference < 3 * 15 * nodes.PRIVATE_NOISE / 4
+    accountant = PrivacyAccountant(nodes.PRIVATE_NOISE, 1e-6)
+    stated = [accountant.epsilon(r) for r in range(1, SETTINGS.rounds + 1)]
+    np.testing.assert_allclose([m["epsilon"] for m in metrics_of(out)], stated, rtol=1e-5)
 
 
 EMPTY_SERVER = """

@@ -26,7 +26,7 @@ class RoundRules(NamedTuple):
         accept_if: a rule of `fedpax.sites.guards.parse_accept_if`, such as "loss+0.01", by which
             the coordinator drops replies that harm the model on its held-out examples. Default
             None: no rule.
-        secure_sums: whether the terms of sites are summed securely (`fedpax.sites.secure_sums`).
+        secure_sums: whether the terms of sites are summed securely (`fedpax.secure_sums`).
         secure_threshold: number of sites that have to stay until a secure sum is done. Default
             None: one more than half of the sites that begin it.
     """

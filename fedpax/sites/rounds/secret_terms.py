@@ -1,7 +1,6 @@
 """Terms of sites as secure sums: the coordinator learns the sum over sites, and not a site's terms.
 
-Floats are sent as multiples of 2^-24, in three words of 21 bits: the sums of the words over sites
-do not overflow, so the sum is exact.
+Terms are sent as words (`fedpax.secure_sums.words`), whose sums are exact.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -10,53 +9,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedpax.errors import ArgumentError
+from fedpax.secure_sums.message import Message
+from fedpax.secure_sums.words import WORDS, NotSummableError, from_words, to_words
 from fedpax.sites.rounds.contract import Json
 from fedpax.sites.rounds.downlink import whole
 from fedpax.sites.rounds.exchange import TERM, Exchange, Reply, Task, in_order, numbered
 from fedpax.sites.transport.calls import RefusedError
-from fedpax.sites.transport.message import Message
 from fedpax.transforms.client_stages import Stage
 
 if TYPE_CHECKING:
-    from fedpax.sites.secure_sums import SiteSide
-    from fedpax.sites.secure_sums.roster import Signer
+    from fedpax.secure_sums import SiteSide
+    from fedpax.secure_sums.roster import Signer
 
 TASK = "secure_sum"
 """The task of the phases of a secure sum in which no values are sent."""
 
-WORDS, _BITS, _SCALE = 3, 21, 2.0**24
-_LARGEST_FLOAT, _LARGEST_INTEGER = 2.0**29, 2**53  # such that 500 of them do not overflow
-
 Arrays = Mapping[str, np.ndarray]
-
-
-class NotSummableError(ValueError):
-    """A term that cannot be part of a sum, such as NaN."""
-
-
-def to_words(x: np.ndarray) -> np.ndarray:
-    """Return numbers as words `[..., 3]`, which can be summed."""
-    x = np.asarray(x)
-    if x.dtype.kind in "biu":
-        if x.size and not np.abs(x.astype(np.float64)).max() < _LARGEST_INTEGER:
-            raise NotSummableError("it has integers of 2**53 or more")
-        value = x.astype(np.int64)
-    else:
-        floats = x.astype(np.float64)
-        if not np.all(np.abs(floats) < _LARGEST_FLOAT):
-            raise NotSummableError("it has NaN, or numbers of 2**29 or more")
-        value = np.rint(floats * _SCALE).astype(np.int64)
-    parts = [(value >> (_BITS * k)) & ((1 << _BITS) - 1) for k in range(WORDS)]
-    return np.stack(parts, -1).astype(np.uint32)
-
-
-def from_words(words: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return the numbers whose words, or sums of words, are given."""
-    parts = words.view(np.uint32).astype(np.uint64)
-    shifts = np.uint64(_BITS) * np.arange(WORDS, dtype=np.uint64)
-    total = np.sum(parts << shifts, -1, dtype=np.uint64) & np.uint64(2**63 - 1)
-    value = np.where(total >= 2**62, total | np.uint64(2**63), total).view(np.int64)
-    return np.asarray(value if dtype.kind in "biu" else value / _SCALE).astype(dtype)
 
 
 class SecretTerms:
@@ -76,7 +44,7 @@ class SecretTerms:
 
     def answer(self, header: Json) -> Json:
         """Answer a phase in which no values are sent."""
-        from fedpax.sites.secure_sums import SecureSumError, SiteSide
+        from fedpax.secure_sums import SecureSumError, SiteSide
 
         request = header["request"]
         if request is None and header["session"] != self._session:
@@ -103,7 +71,7 @@ class SecretTerms:
 
     def send(self, header: Json, fields: Json, arrays: Arrays) -> tuple[Json, Arrays]:
         """Return the fields and the arrays of a reply: under masks, if the task asks for a sum."""
-        from fedpax.sites.secure_sums import SecureSumError
+        from fedpax.secure_sums import SecureSumError
 
         if "request" not in header:
             if self._least:
@@ -152,7 +120,7 @@ def ask_for_sums(
     raises a `SecureSumError` if too few sites are left, if their shares do not fit, or if the sites
     that are left have fewer than `least_clients` of the clients that take part.
     """
-    from fedpax.sites.secure_sums import CoordinatorSide, SecureSumError
+    from fedpax.secure_sums import CoordinatorSide, SecureSumError
 
     session = f"{exchange.run} {task.token} {task.header['stage']}"
     shapes = {f"{TERM} {i}": (*v.shape, WORDS) for i, v in enumerate(stage.terms)}

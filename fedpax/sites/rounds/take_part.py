@@ -44,7 +44,7 @@ from fedpax.training.progress import Progress
 from fedpax.training.resume_checks import check_configuration
 
 if TYPE_CHECKING:
-    from fedpax.sites.secure_sums import CertificateSigner
+    from fedpax.sites.signed_keys import CertificateSigner
 
 CALL_SECONDS, TRANSFER_SECONDS = 30.0, 600.0
 
@@ -159,7 +159,7 @@ def take_part(
 def _signer(certificates: str | Path | None) -> "CertificateSigner | None":
     if certificates is None:
         return None
-    from fedpax.sites.secure_sums import CertificateSigner
+    from fedpax.sites.signed_keys import CertificateSigner
     from fedpax.sites.transport.extras import read_certificates
 
     return CertificateSigner(read_certificates(certificates))

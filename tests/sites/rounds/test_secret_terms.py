@@ -13,14 +13,10 @@ from sites.rounds.test_equals_training import SIZES, experiment
 
 from fedpax.experiments.client_methods import method
 from fedpax.run_files.metrics import read_metrics, select
+from fedpax.secure_sums.words import NotSummableError, from_words, to_words
 from fedpax.sites.rounds.exchange import Exchange
 from fedpax.sites.rounds.round_rules import RoundRules
-from fedpax.sites.rounds.secret_terms import (
-    NotSummableError,
-    SecretTerms,
-    from_words,
-    to_words,
-)
+from fedpax.sites.rounds.secret_terms import SecretTerms
 from fedpax.sites.rounds.site_worker import SiteWorker, UnknownRoundError
 from fedpax.sites.transport.message import Message
 

@@ -24,15 +24,9 @@ from secure_sum_runs import (
 import fedpax
 from fedpax.aggregators import secure_mean
 from fedpax.aggregators.fixed_point import FixedPoint
-from fedpax.sites.secure_sums import (
-    CertificateSigner,
-    CoordinatorSide,
-    SecureSumError,
-    SiteSide,
-    masks,
-)
+from fedpax.secure_sums import CoordinatorSide, Message, SecureSumError, SiteSide, masks
+from fedpax.sites import CertificateSigner
 from fedpax.sites.transport.certificates import make_certificates, read_certificates
-from fedpax.sites.transport.message import Message
 
 VALUES = {name: random_values(i) for i, name in enumerate(NAMES)}
 SUBSETS = [set(s) for r in range(6) for s in itertools.combinations(NAMES, r)]
@@ -241,7 +235,7 @@ def test_memory_and_work_are_flat() -> None:
     with pytest.MonkeyPatch.context() as patch:
         for module in ("site_side", "coordinator_side"):
             patch.setattr(
-                f"fedpax.sites.secure_sums.{module}.add_mask",
+                f"fedpax.secure_sums.{module}.add_mask",
                 lambda *args: [calls.append(1), add_mask(*args)],
             )
         run(make_sites(VALUES), {"e": "mask"})

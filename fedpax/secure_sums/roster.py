@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
-from fedpax.sites.secure_sums.errors import SecureSumError
-from fedpax.sites.secure_sums.keys import KEY_BYTES, derive
+from fedpax.secure_sums.errors import SecureSumError
+from fedpax.secure_sums.keys import KEY_BYTES, derive
 
 MAX_SITES = 500
 """The most sites: the shares for one site have to fit into the header of a message."""

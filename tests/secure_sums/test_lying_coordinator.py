@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from secure_sum_runs import NAMES, make_sites, random_values
 
-from fedpax.sites.secure_sums import CertificateSigner, CoordinatorSide, SecureSumError, SiteSide
-from fedpax.sites.secure_sums.keys import public_key
-from fedpax.sites.secure_sums.roster import commit, read_roster, to_bytes
-from fedpax.sites.secure_sums.shamir import SHARE_BYTES, combine
+from fedpax.secure_sums import CoordinatorSide, Message, SecureSumError, SiteSide
+from fedpax.secure_sums.keys import public_key
+from fedpax.secure_sums.roster import commit, read_roster, to_bytes
+from fedpax.secure_sums.shamir import SHARE_BYTES, combine
+from fedpax.sites import CertificateSigner
 from fedpax.sites.transport.certificates import make_certificates, read_certificates
-from fedpax.sites.transport.message import Message
 
 VALUES = {name: random_values(i) for i, name in enumerate(NAMES)}
 

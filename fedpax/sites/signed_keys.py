@@ -9,7 +9,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedpax.sites.secure_sums.errors import SecureSumError
+from fedpax.secure_sums.errors import SecureSumError
 from fedpax.sites.transport.authority import now
 from fedpax.sites.transport.certificates import Certificates
 
@@ -34,7 +34,7 @@ class CertificateSigner:
         >>> two.check("site-2", b"my key", proof)
         Traceback (most recent call last):
             ...
-        fedpax.sites.secure_sums.errors.SecureSumError: the keys of site 'site-2' are not signed ...
+        fedpax.secure_sums.errors.SecureSumError: the keys of site 'site-2' are not signed ...
     """
 
     def __init__(self, certificates: Certificates) -> None:

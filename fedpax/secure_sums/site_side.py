@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from fedpax.sites.secure_sums.errors import SecureSumError
-from fedpax.sites.secure_sums.keys import agree, public_key, seal, unseal
-from fedpax.sites.secure_sums.masks import add_mask
-from fedpax.sites.secure_sums.roster import (
+from fedpax.secure_sums.errors import SecureSumError
+from fedpax.secure_sums.keys import agree, public_key, seal, unseal
+from fedpax.secure_sums.masks import add_mask
+from fedpax.secure_sums.message import Message
+from fedpax.secure_sums.roster import (
     PublicKeys,
     Roster,
     Signer,
@@ -21,8 +22,7 @@ from fedpax.sites.secure_sums.roster import (
     to_bytes,
     to_text,
 )
-from fedpax.sites.secure_sums.shamir import SECRET_BYTES, SHARE_BYTES, split
-from fedpax.sites.transport.message import Message
+from fedpax.secure_sums.shamir import SECRET_BYTES, SHARE_BYTES, split
 
 _SEALED_BYTES = 2 * SHARE_BYTES + 16
 _PHASES = ("share", "mask", "reveal")
@@ -47,7 +47,7 @@ class SiteSide:
         random: returns a number of random bytes.
 
     Example:
-        >>> from fedpax.sites.secure_sums import CoordinatorSide
+        >>> from fedpax.secure_sums import CoordinatorSide
         >>> values = {"a": [2, 0], "b": [2, 1], "c": [2, 2]}
         >>> sites = {n: SiteSide(n, "round 1", {"x": np.int32(x)}) for n, x in values.items()}
         >>> coordinator = CoordinatorSide("round 1", list(sites))

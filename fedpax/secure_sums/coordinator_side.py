@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from fedpax.sites.secure_sums.errors import SecureSumError
-from fedpax.sites.secure_sums.keys import agree, public_key
-from fedpax.sites.secure_sums.masks import add_mask
-from fedpax.sites.secure_sums.roster import (
+from fedpax.secure_sums.errors import SecureSumError
+from fedpax.secure_sums.keys import agree, public_key
+from fedpax.secure_sums.masks import add_mask
+from fedpax.secure_sums.message import Message
+from fedpax.secure_sums.roster import (
     MAX_SITES,
     PublicKeys,
     Roster,
@@ -17,8 +18,7 @@ from fedpax.sites.secure_sums.roster import (
     pair_purpose,
     to_bytes,
 )
-from fedpax.sites.secure_sums.shamir import SHARE_BYTES, combine
-from fedpax.sites.transport.message import Message
+from fedpax.secure_sums.shamir import SHARE_BYTES, combine
 
 PHASES = ("keys", "share", "mask", "reveal")
 

@@ -6,7 +6,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from fedpax.sites.secure_sums.errors import SecureSumError
+from fedpax.secure_sums.errors import SecureSumError
 
 KEY_BYTES = 32
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fedpax.sites.secure_sums import CoordinatorSide, SiteSide
+from fedpax.secure_sums import CoordinatorSide, SiteSide
 from fedpax.sites.transport.message import Message, decode, encode
 
 NAMES = ("a", "b", "c", "d", "e")

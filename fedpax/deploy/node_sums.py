@@ -1,0 +1,177 @@
+"""Secure sums of nodes by fedpax's own protocol: the server learns sums over participants alone.
+
+It is the protocol of sites (`fedpax.secure_sums`), in four exchanges of packets: keys, shares of
+secrets, masked terms, and shares again. Masks are key streams of ChaCha20 with keys of 256 bits.
+Participants believe the server which public key belongs to which of them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedpax.deploy.packets import Packet
+from fedpax.deploy.values import decode_values, encode_values
+from fedpax.errors import ArgumentError
+from fedpax.secure_sums.errors import SecureSumError
+from fedpax.secure_sums.message import Message
+from fedpax.secure_sums.words import WORDS, NotSummableError, from_words, to_words
+
+if TYPE_CHECKING:
+    from fedpax.deploy.round_server import Network
+    from fedpax.secure_sums.site_side import SiteSide
+
+LEAST_PARTICIPANTS = 3
+"""Of a sum of two, each of them learns the other's terms."""
+KIND = "sum"
+"""The kind of packets that carry no terms."""
+
+
+class NodeSums:
+    """A node's part in secure sums.
+
+    Args:
+        least: the fewest participants of a sum.
+    """
+
+    def __init__(self, least: int) -> None:
+        self._least = max(least, LEAST_PARTICIPANTS)
+        self._session, self._terms = "", dict[str, np.ndarray]()
+        self._side: SiteSide | None = None
+
+    def answer(self, values: Mapping[str, Any], terms: Sequence[Any] | None = None) -> Packet:
+        """Answer a packet of a sum; `terms` are this participant's, for the phase of masked terms.
+
+        Raises:
+            SecureSumError: the request is not one that the protocol allows.
+        """
+        from fedpax.secure_sums.site_side import SiteSide
+
+        session, request = str(values["session"]), json.loads(str(values["request"]))
+        if request is None and session != self._session:
+            self._session, self._terms = session, {}
+            name = str(values["participant"])
+            self._side = SiteSide(name, session, lambda: self._terms, least_sites=self._least)
+        if self._side is None or session != self._session:
+            raise SecureSumError(
+                "this process began after the sum, or another one has its secrets, as in a "
+                "simulation: there, run with --run-config 'secure-protocol=\"secagg+\"'"
+            )
+        if terms is not None:
+            try:
+                self._terms = {str(i): to_words(x) for i, x in enumerate(terms)}
+            except NotSummableError as error:
+                raise SecureSumError(
+                    f"a term of this participant cannot be summed: {error}"
+                ) from error
+        answer = self._side.answer(None if request is None else Message(request))
+        arrays = [encode_values(dict(answer.arrays))] if answer.arrays else []
+        return Packet({"answer": json.dumps(dict(answer.header))}, arrays)
+
+
+class ServerSums:
+    """The server's part in secure sums.
+
+    Args:
+        network: carries the packets.
+        log: where the reason is told if a sum fails.
+        poll_seconds: seconds between two looks for replies.
+    """
+
+    least = LEAST_PARTICIPANTS
+
+    def __init__(self, network: Network, log: logging.Logger, poll_seconds: float) -> None:
+        self._network, self._log, self._poll_seconds = network, log, poll_seconds
+
+    def values(self, participants: int) -> dict[str, Any]:
+        """Return what a packet says for a secure sum."""
+        del participants
+        return {}
+
+    def __call__(
+        self,
+        packets: Mapping[int, Packet],
+        terms: Sequence[Mapping[str, Any]],
+        quorum: int,
+        seconds: float | None,
+    ) -> tuple[list[int], list[Any]]:
+        """Return the nodes whose terms were summed, and the sums; `[]` and `[]` if too few.
+
+        Args:
+            packets: the packet of each node.
+            terms: name, shape and dtype of each term.
+            quorum: the fewest nodes, whose shares open the sum.
+            seconds: the deadline of each of the four exchanges, or None.
+        """
+        from fedpax.secure_sums.coordinator_side import CoordinatorSide
+
+        # A session of its own for each attempt: a participant masks its terms once in a session.
+        session = secrets.token_hex(16)
+        nodes = {str(packet.values["participant"]): node for node, packet in packets.items()}
+        shapes = {str(i): (*t["shape"], WORDS) for i, t in enumerate(terms)}
+        try:
+            side = CoordinatorSide(session, list(nodes), threshold=quorum, shapes=shapes)
+            requests: dict[str, Message | None] = dict.fromkeys(nodes)
+            while not side.done:
+                asked = {
+                    nodes[name]: _request(packets[nodes[name]], side.phase, session, request)
+                    for name, request in requests.items()
+                }
+                for node, reply in self._exchange(asked, seconds).items():
+                    try:
+                        name = str(packets[node].values["participant"])
+                        side.receive(name, _read(reply))
+                    except (SecureSumError, ArgumentError, KeyError, ValueError) as error:
+                        self._log.warning("A participant is left out of the sum: %s", error)
+                requests = dict(side.advance())
+        except SecureSumError as error:
+            self._log.warning("No secure sum: %s", error)
+            return [], []
+        total = [
+            from_words(side.total[str(i)], np.dtype(t["dtype"])).reshape(t["shape"])
+            for i, t in enumerate(terms)
+        ]
+        return sorted(nodes[name] for name in side.present), total
+
+    def _exchange(self, packets: Mapping[int, Packet], seconds: float | None) -> dict[int, Packet]:
+        """Send packets; return the answers that come in time."""
+        waiting = self._network.push(packets, seconds)
+        answers: dict[int, Packet] = {}
+        first = time.monotonic()
+        while waiting and (seconds is None or time.monotonic() - first < seconds):
+            for reply in self._network.pull(list(waiting)):
+                node = waiting.pop(reply.message, None)
+                if node is None:
+                    continue
+                problem = reply.error if reply.packet is None else ""
+                if reply.packet is not None:
+                    problem = str(reply.packet.values.get("refusal", ""))
+                if reply.packet is None or problem:
+                    self._log.warning("Node %d takes no part in the sum: %s", node, problem)
+                else:
+                    answers[node] = reply.packet
+            if waiting:
+                time.sleep(self._poll_seconds)
+        return answers
+
+
+def _request(packet: Packet, phase: str, session: str, request: Message | None) -> Packet:
+    """Return the packet of a phase: terms are masked as the answer to the packet of the stage."""
+    header = json.dumps(None if request is None else dict(request.header))
+    values = {**packet.values, "session": session, "request": header}
+    return Packet(values, packet.arrays) if phase == "mask" else Packet({**values, "kind": KIND})
+
+
+def _read(packet: Packet) -> Message:
+    """Return the message of a participant's answer."""
+    header = json.loads(str(packet.values["answer"]))
+    if not isinstance(header, dict):
+        raise SecureSumError("its answer is malformed")
+    arrays = decode_values(packet.arrays[0]) if packet.arrays else {}
+    return Message(header, {name: np.asarray(x) for name, x in arrays.items()})

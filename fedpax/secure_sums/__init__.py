@@ -1,0 +1,28 @@
+"""Secure sums of sites or nodes: the coordinator learns the sum of their integers alone.
+
+- `SiteSide` and `CoordinatorSide` are the two sides of the protocol of Bonawitz et al. (2017), as
+  state machines that exchange messages. They do not use the network.
+- `fedpax.secure_sums.words` makes integers of floats, without an error of the sum.
+- `fedpax.aggregators.fixed_point.FixedPoint` makes integers of floats, as `secure_mean` does.
+
+Needs the package cryptography: `pip install "fedpax[sites]"` or `"fedpax[flower]"`.
+"""
+
+from typing import TYPE_CHECKING
+
+from fedpax.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from fedpax.secure_sums.coordinator_side import CoordinatorSide as CoordinatorSide
+    from fedpax.secure_sums.errors import SecureSumError as SecureSumError
+    from fedpax.secure_sums.message import Message as Message
+    from fedpax.secure_sums.site_side import SiteSide as SiteSide
+
+_MODULES = {
+    "CoordinatorSide": "fedpax.secure_sums.coordinator_side",
+    "Message": "fedpax.secure_sums.message",
+    "SecureSumError": "fedpax.secure_sums.errors",
+    "SiteSide": "fedpax.secure_sums.site_side",
+}
+__all__ = list(_MODULES)
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

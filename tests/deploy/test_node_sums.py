@@ -1,0 +1,150 @@
+"""Secure sums of nodes by fedpax's protocol: exact, masked, also with nodes that drop out."""
+
+import logging
+
+import jax
+import numpy as np
+import pytest
+from deploy import nodes
+from deploy.nodes import SETTINGS, LocalNetwork
+
+from fedpax.aggregators import PrivacyAccountant
+from fedpax.deploy.flower import train
+from fedpax.deploy.node_sums import ServerSums
+from fedpax.deploy.round_program import parse_program
+from fedpax.deploy.round_server import RoundServer, Rules
+from fedpax.deploy.values import decode_values
+from fedpax.errors import FedpaxError
+
+LOG = logging.getLogger("test")
+N = 4
+
+
+@pytest.fixture(autouse=True)
+def four_nodes(monkeypatch):
+    nodes.use_nodes(monkeypatch, N)
+
+
+def run(network, program, quorum=3, rounds=SETTINGS.rounds):
+    """The positions after each round, with the metrics."""
+    server = RoundServer(
+        network,
+        program,
+        run="run",
+        rules=Rules(quorum=quorum, deadline=0.5),
+        seed=SETTINGS.seed,
+        sleep=lambda seconds: None,
+        secure=ServerSums(network, LOG, 0.001),
+    )
+    position, found = server.begin(), []
+    for _ in range(rounds):
+        position, metrics = server.advance(position)
+        found.append((position, metrics))
+    return found
+
+
+def assert_equals(position, expected):
+    for path, leaf in jax.tree.leaves_with_path(expected.params):
+        found = position.state[f"state.params{jax.tree_util.keystr(path)}"]
+        np.testing.assert_allclose(found, leaf, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "phase",
+    ["mask", *(pytest.param(p, marks=pytest.mark.slow) for p in ("keys", "share", "reveal"))],
+)
+def test_rounds_equal_the_compiled_rounds_without_a_node_that_drops_out(phase, tmp_path):
+    """After its masked terms, a node is in the sum: the others' shares open its own mask."""
+    phases = ["keys", "share", "mask", "reveal"]
+
+    def lost(values, node):
+        if values["kind"] == "greeting" or node != 101 or values["round"] != 1:
+            return None
+        asked = "keys" if values["request"] == "null" else eval_phase(values["request"])
+        return "before" if phases.index(asked) >= phases.index(phase) else None
+
+    program = parse_program(nodes.pack("scaffold"))
+    network = LocalNetwork(program, tmp_path, lost=lost)
+    found = run(network, program)
+    counts = [metrics["participants"] for _, metrics in found]
+    assert counts[0] == N and counts[1] == (N if phase == "reveal" else 3)
+    expected = nodes.by_jit("scaffold", lambda number: [1] if counts[number] == 3 else [])
+    assert_equals(found[-1][0], expected[-1])
+
+
+def eval_phase(request):
+    return next(p for p in ("share", "mask", "reveal") if f'"phase": "{p}"' in request)
+
+
+def test_the_server_receives_masked_words_alone(tmp_path):
+    program = parse_program(nodes.pack("fedavg"))
+    network, received = LocalNetwork(program, tmp_path), []
+    pull = network.pull
+
+    def record(messages):
+        replies = pull(messages)
+        received.extend(x for r in replies for content in r.packet.arrays for x in [content])
+        return replies
+
+    network.pull = record
+    run(network, program, rounds=2)
+    arrays = [x for content in received for x in decode_values(content).values()]
+    assert len(arrays) == 2 * N * len(program.artifact.manifest["stages"][0]["terms"])
+    assert {x.dtype for x in arrays} == {np.dtype(np.uint32)}
+    words = np.concatenate([np.ravel(x) for x in arrays])
+    assert words.max() >= 2**31  # unmasked words have 21 bits
+    assert len(np.unique(words)) == len(words)
+
+
+@pytest.mark.slow
+def test_private_rounds_are_within_the_noise_and_tell_epsilon(tmp_path):
+    program = parse_program(nodes.pack("private"))
+    first, second = (run(LocalNetwork(program, tmp_path / k), program, 3) for k in "ab")
+    expected = nodes.by_jit("private")
+    for number, ((position, metrics), (other, _)) in enumerate(zip(first, second, strict=True)):
+        stated = PrivacyAccountant(nodes.PRIVATE_NOISE, 1e-6).epsilon(number + 1)
+        name = next(n for n in metrics if "epsilon" in n)
+        assert metrics[name] == pytest.approx(stated, rel=1e-5)
+        found, again = position.state["state.params['w']"], other.state["state.params['w']"]
+        assert not np.array_equal(found, again)  # new noise in each run
+        largest = (number + 1) * 10 * nodes.PRIVATE_NOISE / 4 * 1.5
+        np.testing.assert_allclose(found, expected[number + 1].params["w"], rtol=0, atol=largest)
+
+
+def test_a_node_sends_no_terms_of_a_private_program_without_masks(tmp_path):
+    program = parse_program(nodes.pack("private"))
+    network = LocalNetwork(program, tmp_path)
+    server = RoundServer(
+        network, program, run="run", rules=Rules(deadline=0.1), sleep=lambda seconds: None
+    )
+    with pytest.raises(FedpaxError, match="asks for terms without masks, expected secure=true"):
+        server.advance(server.begin())
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "secure=false, but the program has .*'secure=true'"),
+        ({"secure": True, "quorum": 2}, "quorum=2, expected at least min_participants=3"),
+        ({"secure": True, "secure-protocol": "x"}, "'x', expected 'fedpax' or 'secagg\\+'"),
+    ],
+)
+def test_runs_that_would_open_a_private_sum_are_told(settings, words, tmp_path):
+    program = parse_program(nodes.pack("private"))
+    network = LocalNetwork(program, tmp_path)
+    with pytest.raises(ValueError, match=words):
+        train(network, program, "run", {"out": str(tmp_path / "out"), **settings})
+
+
+def test_a_process_that_began_after_the_sum_is_told(tmp_path):
+    program = parse_program(nodes.pack("fedavg"))
+    network = LocalNetwork(program, tmp_path)
+    server = ServerSums(network, LOG, 0.001)
+    run(network, program, rounds=1)
+    packet = next(
+        p for _, p in network.log if "request" in p.values and p.values["request"] != "null"
+    )
+    network.programs[100]._sums._session = "another"
+    answer = network.programs[100].answer(packet, {"partition-id": 0})
+    assert "this process began after the sum" in answer.values["refusal"]
+    assert server.values(3) == {}

@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -28,6 +29,8 @@ from fedpax.training.training_config import TrainingConfig
 
 MOST_PIXELS = 1 << 14
 """The largest height, width or number of channels of a site's images."""
+MOST_NUMBERS = 1 << 26
+"""The largest image that a site can name, in numbers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,10 +146,11 @@ class FedAvgImageFiles(FedAvgFiles):
     def shared_properties(self, description: Mapping[str, Any]) -> Mapping[str, str]:
         """Return the label, and the shape of images."""
         size = tuple(description["image_shape"])
-        if len(size) != 3 or not all(type(n) is int and 0 < n <= MOST_PIXELS for n in size):
+        whole = len(size) == 3 and all(type(n) is int and 0 < n <= MOST_PIXELS for n in size)
+        if not whole or math.prod(size) > MOST_NUMBERS:
             raise ArgumentError(
                 f"image_shape is {size!r:.100}, expected height, width and channels of 1 to "
-                f"{MOST_PIXELS:,}."
+                f"{MOST_PIXELS:,}, and at most {MOST_NUMBERS:,} numbers."
             )
         label = checked_label(description["label"])
         words = f"{size[0]} x {size[1]} x {size[2]}"

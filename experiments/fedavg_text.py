@@ -75,6 +75,9 @@ from fedpax.training.experiment import Run, Shardings
 from fedpax.training.training_config import TrainingConfig
 from fedpax.user_files.formats import is_files
 
+MOST_STEPS = 1 << 20
+"""Local steps of a round that a site can ask of all sites."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ClientTextConfig(TextDataConfig):
@@ -248,7 +251,13 @@ class FedAvgText(OverSites, LanguageModelExperiment):
     def shared_properties(self, description: Mapping[str, Any]) -> Mapping[str, str]:
         """Check the number of local steps; nothing else must be equal."""
         if self.cohort.max_steps is None:
-            CheckedHeader(description).count("max_steps", 1)
+            steps = CheckedHeader(description).count("max_steps", 1)
+            if steps > MOST_STEPS:  # each site makes room for the steps of the one with the most
+                raise ArgumentError(
+                    f"max_steps is {steps:,} local steps in a round, expected at most "
+                    f"{MOST_STEPS:,}. Set for example --cohort.max_steps=100 at the syncer and at "
+                    "each site."
+                )
         return {}
 
     def agree(

@@ -24,6 +24,8 @@ LINES_BYTES = 1 << 31
 NESTING = 100
 """The deepest nesting of JSON that is read; a configuration has about five levels."""
 
+_TOO_DEEP = f"it nests lists or objects deeper than {NESTING} levels"
+
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 """What some programs write at the start of a text in UTF-8; `read_json` reads past it."""
 
@@ -62,7 +64,8 @@ def read_file(path: PurePath, max_bytes: int = JSON_BYTES) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
             raise _error(f"it has {size} bytes, expected at most {max_bytes}", path)
-        content = file.read(max_bytes + 1)
+        # Memory is reserved for as many bytes as could come; the file can grow meanwhile.
+        content = file.read(min(max_bytes, size + JSON_BYTES) + 1)
     if len(content) > max_bytes:  # such as files in /proc, whose size is unknown
         raise _error(f"it has more than {max_bytes} bytes", path)
     _check_is_content(content[:_START], path)
@@ -109,18 +112,22 @@ def _check_is_content(start: bytes, path: Path) -> None:
 
 def parse_json(text: str | bytes) -> Any:
     """Parse JSON whose nesting is bounded, so that functions can follow it."""
-    too_deep = f"it nests lists or objects deeper than {NESTING} levels"
     try:
         value = json.loads(text)
     except RecursionError:
-        raise ArgumentError(too_deep) from None
+        raise ArgumentError(_TOO_DEEP) from None
+    check_nesting(value)
+    return value
+
+
+def check_nesting(value: Any) -> None:
+    """Raise a ValueError if a JSON value nests too deep for functions that follow it."""
     level, depth = _items([value]), 0
     while level:
         depth += 1
         if depth > NESTING:
-            raise ArgumentError(too_deep)
+            raise ArgumentError(_TOO_DEEP)
         level = [item for outer in level for item in _items(outer)]
-    return value
 
 
 def _items(value: Any) -> list[Any]:

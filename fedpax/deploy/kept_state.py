@@ -11,6 +11,10 @@ from typing import Any
 
 from fedpax.deploy.values import decode_values, encode_values
 from fedpax.errors import ArgumentError, FedpaxError
+from fedpax.files import create_draft, read_file
+
+STATE_BYTES = 1 << 36
+"""The largest state that is read."""
 
 _DIGEST = 32
 
@@ -42,16 +46,19 @@ class KeptState:
 
         Raises:
             KeptStateError: the file cannot be read, or is damaged.
+            PermissionError: this user must not read the file.
         """
         path = self._path(key)
         try:
-            content = path.read_bytes()
+            content = read_file(path, STATE_BYTES)
             digest, encoded = content[:_DIGEST], content[_DIGEST:]
             if hashlib.sha256(encoded).digest() != digest:
                 raise ArgumentError("it does not match its sha256")
             return decode_values(encoded)
         except FileNotFoundError:
             return None
+        except PermissionError:
+            raise
         except (OSError, ValueError) as error:
             raise KeptStateError(
                 f"{path} cannot be read ({error}), expected the state that this participant kept. "
@@ -63,7 +70,7 @@ class KeptState:
         path, encoded = self._path(key), encode_values(values)
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         draft = path.with_suffix(f".{os.getpid()}.draft")
-        with draft.open("wb") as file:
+        with os.fdopen(create_draft(draft), "wb") as file:
             file.write(hashlib.sha256(encoded).digest() + encoded)
             file.flush()
             os.fsync(file.fileno())

@@ -1,14 +1,15 @@
 """The position of a run on nodes as a file, from which another server continues it."""
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 
+from fedpax.deploy.kept_state import STATE_BYTES
 from fedpax.deploy.round_server import Position
 from fedpax.deploy.values import decode_values, encode_values
 from fedpax.errors import ConfigurationError
+from fedpax.files import parse_json, read_file, replace_file
 
 _HEADER = "position"
 
@@ -29,12 +30,7 @@ def write_position(path: Path, run: str, program: str, position: Position) -> No
         "counted": {str(k): key for k, key in position.counted.items()},
     }
     header = np.frombuffer(json.dumps(said).encode(), np.uint8)
-    draft = path.with_name(f".{path.name}")
-    with draft.open("wb") as file:
-        file.write(encode_values({_HEADER: header, **position.state}))
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    replace_file(path, encode_values({_HEADER: header, **position.state}))
 
 
 def read_position(path: Path, program: str) -> tuple[str, Position] | None:
@@ -42,14 +38,17 @@ def read_position(path: Path, program: str) -> tuple[str, Position] | None:
 
     Raises:
         ConfigurationError: the file is damaged, or of another program.
+        PermissionError: this user must not read the file.
     """
     try:
-        values = decode_values(path.read_bytes())
-        said = json.loads(values.pop(_HEADER).tobytes())
+        values = decode_values(read_file(path, STATE_BYTES))
+        said = parse_json(values.pop(_HEADER).tobytes())
         counted = {int(k): str(key) for k, key in said["counted"].items()}
         run, saved, number = str(said["run"]), str(said["program"]), int(said["round"])
     except FileNotFoundError:
         return None
+    except PermissionError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(
             f"{path} cannot be read ({error}), expected the position of a run. Restore it from a "

@@ -15,9 +15,13 @@ from fedpax.algorithm import FederatedAlgorithm, Params
 from fedpax.deploy.artifacts import pack_stages
 from fedpax.deploy.runtime import Artifact, ArtifactError, check_content, check_manifest
 from fedpax.errors import ArgumentError
+from fedpax.files import parse_json, read_file
 from fedpax.transforms.stages import stages
 
 FORMAT, VERSION = "fedpax round program", 1
+
+PROGRAM_BYTES = 1 << 33
+"""The largest program that is read."""
 
 
 class Settings(NamedTuple):
@@ -166,9 +170,12 @@ def read_program(path: str | Path) -> RoundProgram:
 
     Raises:
         ArtifactError: the file is foreign, damaged, of a newer format, or past its last day.
+        PermissionError: this user must not read the file.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_file(Path(path), PROGRAM_BYTES).decode()
+    except PermissionError:
+        raise
     except (OSError, ValueError) as error:
         raise ArtifactError(
             f"{path} cannot be read ({type(error).__name__}: {error}), expected a program that "
@@ -180,7 +187,7 @@ def read_program(path: str | Path) -> RoundProgram:
 def parse_program(text: str, path: str | Path = "program.json") -> RoundProgram:
     """Return the program of a text of `pack_program`, after the checks of `read_program`."""
     try:
-        content = json.loads(text)
+        content = parse_json(text)
     except ValueError as error:
         raise ArtifactError(f"{path} is damaged: {error}. Export again.") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:

@@ -4,8 +4,10 @@ Nothing in a folder is executed but StableHLO, whose sha256 the manifest lists.
 """
 
 import datetime
+import errno
 import hashlib
 import json
+import stat
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +18,8 @@ import numpy as np
 
 FORMAT, VERSION = "fedpax stages", 1
 MANIFEST = "manifest.json"
+MANIFEST_BYTES, FUNCTION_BYTES = 1 << 28, 1 << 31
+"""The largest files that are read."""
 
 
 class ArtifactError(ValueError):
@@ -216,12 +220,15 @@ def load(folder: str | Path, *, today: datetime.date | None = None) -> Artifact:
 
     Raises:
         ArtifactError: the folder is foreign, damaged, of a newer format, or past its last day.
+        PermissionError: this user must not read the files.
     """
     folder = Path(folder)
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        manifest = json.loads(_read(path, MANIFEST_BYTES))
+    except PermissionError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
         raise ArtifactError(
             f"{path} cannot be read ({type(error).__name__}: {error}), expected exported stages. "
             "Give the folder of `fedpax export --stages`."
@@ -260,6 +267,8 @@ def check_manifest(
             f"{path} is damaged: its versions are {versions!r}, expected those of fedpax and jax. "
             "Export again."
         )
+    if not isinstance(manifest.get("files"), dict):
+        raise ArtifactError(f"{path} is damaged: it lists no files. Export again.")
     if program_hash(manifest) != manifest.get("program"):
         raise ArtifactError(f"{path} is damaged: it does not match its sha256. Export again.")
     try:
@@ -292,7 +301,9 @@ def _checked(folder: Path, name: str, files: Mapping[str, str]) -> bytes:
     if Path(name).name != name or name not in files:
         raise ArtifactError(f"{folder / MANIFEST} lists no file {name!r}. Export again.")
     try:
-        content = (folder / name).read_bytes()
+        content = _read(folder / name, FUNCTION_BYTES)
+    except PermissionError:
+        raise
     except OSError as error:
         raise ArtifactError(
             f"{folder / name} cannot be read ({error.strerror}). Export again, or copy the whole "
@@ -300,6 +311,15 @@ def _checked(folder: Path, name: str, files: Mapping[str, str]) -> bytes:
         ) from error
     check_content(folder / name, content, files[name])
     return content
+
+
+def _read(path: Path, most: int) -> bytes:
+    """Read a regular file: reading a pipe or a device would block, or not end."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+        reason = f"it is no regular file of at most {most} bytes"
+        raise OSError(errno.EINVAL, reason, str(path))
+    return path.read_bytes()
 
 
 def check_content(path: str | Path, content: bytes, sha256: str) -> None:

@@ -26,7 +26,7 @@ CHECKSUMS = "checksums.json"
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")  # one slash: Path("gs://bucket") is gs:/bucket
 NO_FILE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 """Errors of a path that leads to no file; the last one is a link to itself."""
-FOLDERS = (CHECKPOINTS, SCALARS, "exports", "profile", "syncer", "wandb")
+FOLDERS = (CHECKPOINTS, SCALARS, "exports", "kept", "profile", "replies", "syncer", "wandb")
 """The folders of a run, into which it writes."""
 
 

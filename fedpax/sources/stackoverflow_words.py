@@ -35,6 +35,8 @@ def stackoverflow_words(
         with tarfile.open(path) as archive:
             lines = archive.extractfile(_MEMBER) or ()  # (): a folder
             words = [line.split()[0] for line in itertools.islice(lines, count)]
+    except PermissionError:
+        raise
     except (OSError, EOFError, KeyError, IndexError, tarfile.TarError) as error:
         raise OSError(
             f"{path} {error}: replace it with a new copy of {ARCHIVE.url}, or delete it and load "

@@ -46,6 +46,8 @@ def named_end(path: Path) -> tuple[Path, str | int] | None:
 def _entries(file: Path) -> dict[str, Any]:
     try:
         entries = read_json(file)
+    except PermissionError:
+        raise
     except (ValueError, OSError) as error:
         raise ArgumentError(
             f"{file}, which can name the token that ends a document, cannot be read ({error}). "

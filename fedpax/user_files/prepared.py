@@ -131,6 +131,8 @@ def open_prepared(folder: Path, label: str | None = None) -> TableSource:
             clients = _map(folder / CLIENTS)
             starts = np.append(clients["start"].to_numpy(), table.num_rows)
             names = ClientNames(clients["name"])
+    except PermissionError:
+        raise
     except (pa.ArrowException, OSError, KeyError) as error:
         raise ArgumentError(
             f"The prepared folder {folder} is damaged: {error}. {remedy}"

@@ -7,11 +7,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 from small_runs import Command
 
 from fedpax.checkpoints.saved_rounds import find_damage, write_checksums
 from fedpax.commands.parts.options import configure
+from fedpax.data import prepare
 from fedpax.errors import ConfigurationError
 from fedpax.files import parse_json
 from fedpax.run_files.configuration import read_configuration, write_configuration
@@ -178,6 +181,66 @@ for read, path in readers.items():
         assert "permission denied (it belongs to" in line and "chmod -R u+rwX" in line
         assert "delete" not in line and "Nothing is damaged" in line
     assert len(lines) == 3
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has other permissions")
+def test_other_files_without_permission_are_no_damage(tmp_path: Path) -> None:
+    """No message tells another user that a file is damaged, or to delete or restore it."""
+    (tmp_path / "a.csv").write_text("x,y\n1,0\n")
+    prepare(str(tmp_path / "a.csv"), tmp_path / "prepared")
+    Image.fromarray(np.zeros((4, 4), np.uint8)).save(tmp_path / "a.png")
+    names = "config.json", "tokenizer_config.json", "site.json", "federation.json"
+    for name in (*names, "manifest.json", "program.json", "1.0.state", "position"):
+        (tmp_path / name).write_text("{}")
+    for path in tmp_path.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0)
+    for path in [tmp_path, *tmp_path.parents]:
+        if path.stat().st_uid == os.getuid() and path != Path("/"):
+            path.chmod(path.stat().st_mode | 0o055)
+    code = """
+import os, sys
+from pathlib import Path
+from fedpax.data import load as load_data
+from fedpax.deploy import load
+from fedpax.deploy.kept_state import KeptState
+from fedpax.deploy.positions import read_position
+from fedpax.deploy.round_program import read_program
+from fedpax.models.huggingface import load_config
+from fedpax.sites.rounds.coordinator_files import read_federation
+from fedpax.sites.rounds.take_part import _read_run
+from fedpax.text.end_of_document import named_end
+folder = Path(sys.argv[1])
+readers = (
+    lambda: load_data(str(folder / "a.csv")),
+    lambda: load_data(str(folder / "prepared")),
+    lambda: load_data(str(folder / "a.png")),
+    lambda: load(folder),
+    lambda: KeptState(folder).read("1.0"),
+    lambda: read_position(folder / "position", ""),
+    lambda: read_program(folder / "program.json"),
+    lambda: load_config(folder),
+    lambda: read_federation(folder),
+    lambda: _read_run(folder),
+    lambda: named_end(folder / "tokenizer.json"),
+)
+def read_all():
+    for read in readers:
+        try:
+            read()
+        except Exception as error:
+            yield f"{type(error).__name__}: {error}"
+list(read_all())  # imports what another user may not be able to import
+if os.getuid() == 0:
+    os.setgid(65534), os.setuid(65534)
+print(*read_all(), sep="\\n")
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    lines = process.stdout.splitlines()
+    assert len(lines) == 11
+    for line in lines:
+        assert line.startswith("PermissionError: [Errno 13]") and str(tmp_path) in line, line
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -226,6 +227,11 @@ def change_manifest(folder, **changes):
     path.write_text(json.dumps(manifest))
 
 
+def replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 def damage(folder: Path) -> None:
     path = folder / "client_0.jax"
     content = bytearray(path.read_bytes())
@@ -240,6 +246,10 @@ def damage(folder: Path) -> None:
         (lambda f: (f / "fold_0.jax").unlink(), r"fold_0.jax cannot be read .* copy the whole"),
         (lambda f: (f / "manifest.json").unlink(), "expected exported stages"),
         (lambda f: (f / "manifest.json").write_text("{"), "expected exported stages"),
+        (lambda f: (f / "manifest.json").write_text("[" * 100_000), "expected exported stages"),
+        (lambda f: replace_by_pipe(f / "manifest.json"), "it is no regular file"),
+        (lambda f: replace_by_pipe(f / "fold_0.jax"), "it is no regular file"),
+        (lambda f: change_manifest(f, files=["a"]), "it lists no files"),
         (lambda f: (f / "manifest.json").write_text('{"a": 1}'), "is no manifest of exported"),
         (lambda f: change_manifest(f, format_version=2), "has format 2, and this runtime reads 1"),
         (lambda f: change_manifest(f, files={"../x": "0"}), "lists no file '../x'"),

@@ -1,6 +1,7 @@
 """Rounds on nodes equal the compiled round; late nodes take their state back; refusals are told."""
 
 import json
+import os
 
 import jax
 import numpy as np
@@ -11,9 +12,12 @@ from deploy.nodes import SETTINGS, LocalNetwork, N
 from fedpax.data import ClientSampler
 from fedpax.deploy.kept_state import KeptState, KeptStateError
 from fedpax.deploy.node import NodeProgram
+from fedpax.deploy.positions import read_position, write_position
 from fedpax.deploy.round_program import parse_program, read_program
-from fedpax.deploy.round_server import RoundError, RoundServer, Rules
+from fedpax.deploy.round_server import Position, RoundError, RoundServer, Rules
 from fedpax.deploy.runtime import ArtifactError
+from fedpax.deploy.values import decode_values, encode_values
+from fedpax.errors import ConfigurationError
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +208,41 @@ def test_damaged_state_is_told(tmp_path):
         kept.read("1.0")
     with pytest.raises(KeptStateError, match="names no round"):
         kept.read("../1")
+
+
+def test_files_that_never_end_are_told(programs, tmp_path):
+    """Others can have made the folder of a position, and a program."""
+    pipe, deep = tmp_path / "pipe", tmp_path / "deep"
+    os.mkfifo(pipe)
+    deep.write_text("[" * 100_000 + "]" * 100_000)
+    (tmp_path / "1.0.state").symlink_to("pipe")
+    with pytest.raises(KeptStateError, match="it is a pipe"):
+        KeptState(tmp_path).read("1.0")
+    for path, trouble in {pipe: "it is a pipe", deep: "deeper than 100 levels"}.items():
+        with pytest.raises(ArtifactError, match=trouble):
+            read_program(path)
+    with pytest.raises(ConfigurationError, match="it is a pipe"):
+        read_position(pipe, "program")
+    header = np.frombuffer(deep.read_bytes(), np.uint8)
+    (tmp_path / "position").write_bytes(encode_values({"position": header}))
+    with pytest.raises(ConfigurationError, match="deeper than 100 levels"):
+        read_position(tmp_path / "position", "program")
+    length = len(deep.read_bytes()).to_bytes(8, "little")
+    with pytest.raises(ValueError, match="are damaged"):
+        decode_values(length + deep.read_bytes())
+
+
+def test_links_at_drafts_are_not_followed(tmp_path):
+    theirs = tmp_path / "theirs"
+    theirs.write_text("a file of the user")
+    for draft in (".position", ".position.draft", f"1.{os.getpid()}.draft"):
+        (tmp_path / draft).symlink_to(theirs)
+    position = Position(3, {"w": nodes.normal(2)}, {0: "3.0"})
+    write_position(tmp_path / "position", "run", "program", position)
+    KeptState(tmp_path).write("1.0", {"x": nodes.normal(4)})
+    assert theirs.read_text() == "a file of the user"
+    run, found = read_position(tmp_path / "position", "program")
+    assert (run, found.round, found.counted) == ("run", 3, {0: "3.0"})
 
 
 def test_kept_states_of_other_rounds_are_removed(tmp_path):

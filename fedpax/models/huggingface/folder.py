@@ -48,6 +48,8 @@ def _json_object(path: Path) -> dict[str, Any]:
     check_fetched(path)
     try:
         value = read_json(path)
+    except PermissionError:
+        raise
     except (ValueError, OSError) as error:
         raise ArgumentError(f"{path} is damaged: {error}. {AGAIN}") from None
     if not isinstance(value, dict):

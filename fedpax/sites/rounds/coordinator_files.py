@@ -31,6 +31,8 @@ def read_federation(folder: Path) -> dict[str, Any] | None:
         content: dict[str, Any] = read_json(path)
         _ = content["run"], content["inputs"], content["sites"]
         return content
+    except PermissionError:
+        raise
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigurationError(
             f"{path} cannot be read ({type(error).__name__}: {error}), expected the file that "

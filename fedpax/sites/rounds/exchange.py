@@ -203,6 +203,12 @@ class Exchange:
         if self.finished and known is None:
             raise RefusedError("the run is finished, and this site was not part of it.")
         renumbered = known is not None and known.count != count
+        if known is not None and renumbered and known.numbered + count > MOST_CLIENTS:
+            raise RefusedError(
+                f"site {name!r} has joined with several numbers of clients, {known.numbered:,} in "
+                f"all and now {count:,} more, expected at most {MOST_CLIENTS:,}. Give the site its "
+                f"former data, with {known.count:,} clients, or wait for another run."
+            )
         site = self.sites.add(name, count)
         if self._task is not None and renumbered and name in self._task.own:
             self._replies[name] = Reply({"fault": "it has joined with other clients"}, {})

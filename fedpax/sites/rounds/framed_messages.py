@@ -7,6 +7,9 @@ from pathlib import Path
 from fedpax.files import read_file, replace_file
 from fedpax.sites.transport.message import ChecksumError, Message, decode, encode
 
+LARGEST = 1 << 36
+"""The largest file that is read, in bytes."""
+
 _LENGTH = struct.Struct("<I")
 
 
@@ -20,7 +23,8 @@ def write_message(path: Path, message: Message, *, sync: bool = True) -> int:
 
 def read_message(path: Path) -> Message:
     """Read a message that `write_message` wrote; raises a `MessageError` if it is damaged."""
-    return decode(_chunks(read_file(path, path.stat().st_size)), 1 << 62)
+    content = read_file(path, LARGEST)
+    return decode(_chunks(content), len(content))
 
 
 def _chunks(content: bytes) -> Iterator[bytes]:

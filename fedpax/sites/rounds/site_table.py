@@ -21,6 +21,7 @@ class Site:
 
     def __init__(self, name: str, first: int, count: int) -> None:
         self.name, self.first, self.count = name, first, count
+        self.numbered = count  # clients of this site that got numbers, also of earlier joins
         self.description: Json = {}
         self.types: Json = {}  # of a batch
         self.incarnation = ""  # of its process
@@ -72,6 +73,7 @@ class SiteTable:
         site = self._sites.setdefault(name, Site(name, self.num_clients, 0))
         if site.count != count:
             site.first, site.count = self.num_clients, count
+            site.numbered += count
             self.num_clients += count
         return site
 
@@ -79,7 +81,7 @@ class SiteTable:
         """Forget other sites, and number clients by the names of sites, not by their arrival."""
         self._sites, self.num_clients = {site.name: site for site in sites}, 0
         for site in self:
-            site.first = self.num_clients
+            site.first, site.numbered = self.num_clients, site.count
             self.num_clients += site.count
 
     def clients(self, site: Site) -> ClientRange:

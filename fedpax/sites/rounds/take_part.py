@@ -264,7 +264,7 @@ class Site:
         if self._run is None:
             self._run = answer.header["run"]
         self._progress.note(f"joined {self._connection.address} as {self._name}")
-        self._progress.set_rounds(answer.header["rounds"])
+        self._progress.set_rounds(CheckedHeader(answer.header).count("rounds"))
         return True
 
     def _step(self) -> bool:
@@ -374,6 +374,8 @@ def _read_run(folder: Path) -> str | None:
         if not isinstance(run, str):
             raise ArgumentTypeError(f"run is {run!r}")
         return run
+    except PermissionError:
+        raise
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigurationError(
             f"{path} cannot be read ({type(error).__name__}: {error}), expected the file that "

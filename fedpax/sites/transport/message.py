@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from fedpax.errors import ArgumentError, FedpaxError
+from fedpax.files import check_nesting
 
 CHUNK_BYTES = 1 << 20
 """Bytes of a chunk's body, at most. A header has to fit into one chunk."""
@@ -183,6 +184,7 @@ def _read_header(
         )
     try:
         content = json.loads(bytes(body[len(_FORMAT) :]), parse_constant=_raise_not_json)
+        check_nesting(content)
     except (ValueError, RecursionError) as error:
         raise MessageError(
             f"the message's header is not JSON: {str(error)[:200]}. {_SAME_VERSION}"

@@ -51,6 +51,8 @@ def decode_images(
                     height, width = options.image_size
                     image = image.resize((width, height), Image.Resampling.BILINEAR)
                 pixels = np.asarray(image)
+        except PermissionError:
+            raise
         except (OSError, SyntaxError, Image.DecompressionBombError) as error:
             raise ArgumentError(f"{name} is not a readable image: {error}") from error
         return pixels[..., None] if gray else pixels

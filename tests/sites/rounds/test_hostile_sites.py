@@ -1,21 +1,31 @@
 """Sites and coordinators that send what they should not, and sites that miss the end."""
 
+import dataclasses
+import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from sites.rounds.federation import Line, run, write_hospitals
 from sites.rounds.small_experiment import small
 from sites.rounds.test_equals_training import experiment
 
 from fedpax.checkpoints.saved_rounds import complete_rounds
-from fedpax.errors import ConfigurationError
+from fedpax.data.tables import infer_label
+from fedpax.errors import ArgumentError, ConfigurationError
+from fedpax.experiments.fedavg_image_files import fedavg_images
+from fedpax.experiments.fedavg_text import fedavg_lora_text
+from fedpax.sites.identity import identify
 from fedpax.sites.rounds.exchange import Exchange, check_types, checked_fields
+from fedpax.sites.rounds.framed_messages import read_message, write_message
 from fedpax.sites.rounds.round_rules import RoundRules
-from fedpax.sites.rounds.site_table import read_sites
+from fedpax.sites.rounds.run_coordinator import run_coordinator
+from fedpax.sites.rounds.site_table import SiteTable, read_sites
 from fedpax.sites.rounds.site_worker import SiteWorker
+from fedpax.sites.rounds.take_part import take_part
 from fedpax.sites.transport.calls import MalformedError, RefusedError
-from fedpax.sites.transport.message import Message
+from fedpax.sites.transport.message import Message, MessageError, decode, encode
 
 
 @pytest.mark.parametrize(
@@ -135,3 +145,73 @@ def test_rounds_of_several_stages_have_no_guard(tmp_path: Path) -> None:
     sites = {name: small("krum", clients=2, data_seed=seed) for seed, name in enumerate("abc")}
     with pytest.raises(ConfigurationError, match="expected a round of one stage"):
         run(small("krum"), sites, tmp_path, rules=RoundRules(3, 60.0, norm_factor=3.0))
+
+
+def test_the_numbers_of_clients_of_a_site_are_bounded(tmp_path: Path) -> None:
+    config = small(clients=2)
+    identity = identify(config, {}, config.own_fields, config.shared_content())
+    exchange = Exchange(identity, SiteTable(30.0), rounds=1, run="r")
+
+    def join(name: str, clients: int) -> Message:
+        header = {"kind": "join", "site": name, "incarnation": name, "identity": identity._asdict()}
+        return exchange.handle("", Message({**header, "description": {"clients": clients}}))
+
+    for k in range(5):
+        assert join("south", 100_000 + k).header["status"] == "ok"
+    join("north", 3)
+    with pytest.raises(RefusedError, match="joined with several numbers of clients"):
+        for k in range(20):
+            join("south", 200_000 + k)
+    assert exchange.sites.num_clients < 2_000_000
+    assert join("north", 4).header["status"] == "ok"
+
+
+def test_an_image_shape_is_checked() -> None:
+    label = infer_label("label", ["a", "b"]).to_json()
+    for shape in ([1 << 20, 1 << 20, 3], [28, 28], [28.0, 28, 1], [-1, 8, 1], ["28", 28, 1]):
+        with pytest.raises(ArgumentError, match="expected height, width and channels"):
+            fedavg_images().shared_properties({"label": label, "image_shape": shape})
+
+
+def test_local_steps_of_all_sites_are_bounded() -> None:
+    text = fedavg_lora_text()
+    text = dataclasses.replace(text, cohort=dataclasses.replace(text.cohort, max_steps=None))
+    with pytest.raises(ArgumentError, match="1,099,511,627,776 local steps"):
+        text.shared_properties({"clients": 1, "max_steps": 1 << 40})
+
+
+def test_a_link_in_place_of_the_states_of_clients_is_refused(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "notes.new").write_text("a file of the user")
+    for name in ("kept", "replies"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).symlink_to(theirs)
+        with pytest.raises(ConfigurationError, match="is a link to"):
+            take_part(small(), folder, "127.0.0.1:1", give_up_after=0.0)
+        with pytest.raises(ConfigurationError, match="is a link to"):
+            run_coordinator(small(), folder, "127.0.0.1:0")
+    assert (theirs / "notes.new").read_text() == "a file of the user"
+
+
+def test_the_sizes_in_a_file_of_states_are_checked(tmp_path: Path) -> None:
+    path = tmp_path / "a.state"
+    write_message(path, Message({"token": "t"}, {"x": np.arange(7.0)}))
+    content = path.read_bytes()
+    first = content[8 : 4 + int.from_bytes(content[:4], "little")]
+    body = first.replace(b"[7]", b"[%d]" % (1 << 40))
+    assert body != first
+    chunk = zlib.crc32(body).to_bytes(4, "little") + body
+    path.write_bytes(len(chunk).to_bytes(4, "little") + chunk)
+    with pytest.raises(MessageError, match="expected at most max_message_bytes"):
+        read_message(path)
+
+
+def test_a_header_that_nests_deep_is_refused() -> None:
+    deep: Any = 1
+    for _ in range(200):
+        deep = [deep]
+    chunks = encode(Message({"kind": "join", "description": deep}), 100)
+    with pytest.raises(MessageError, match="deeper than 100 levels"):
+        decode(chunks, 100)

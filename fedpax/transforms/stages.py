@@ -192,6 +192,14 @@ class Stages:
         """Return whether all terms of a stage are sums."""
         return self._stages[stage].adds
 
+    def seen(self, stage: int) -> dict[str, int]:
+        """Return what participants keep for a later stage and the server reads too.
+
+        The name -> its place among the values that the stage shows.
+        """
+        each = self._stages[stage]
+        return {name: each.shown.index(v) for name, v in each.kept.items() if v in each.shown}
+
     def fold(self, stage: int) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
         """Return the function that merges the rows of arrays of terms `[participants, ...]`."""
         return self._folds[stage]

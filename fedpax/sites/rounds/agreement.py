@@ -107,7 +107,8 @@ class Agreement:
 
     def _ask(self, question: Question, present: Sequence[Site]) -> Any:
         everyone = {s.name: list(range(s.first, s.first + s.count)) for s in present}
-        who = Participants(everyone, everyone, {n: own[0] for n, own in everyone.items()})
+        total = question.stages.placement.size
+        who = Participants(everyone, everyone, {n: own[0] for n, own in everyone.items()}, total)
         server, reply, token = question.stages.run(*question.args), None, new_token()
         while True:
             try:
@@ -115,7 +116,7 @@ class Agreement:
             except StopIteration as end:
                 return end.value
             header = {"task": "question", "settings": question.settings}
-            header["num_clients"] = question.stages.placement.size
+            header["num_clients"] = total
             replies = self._calls.ask(question.stages, request, token, header, who, len(present))
             if replies is None or len(without_faults(replies)) < len(present):
                 return None

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,15 @@ class FailedRoundError(FedpaxError, RuntimeError):
     """A round that too few sites answer with replies that count."""
 
     exit_status = 1
+
+
+class _Outcome(NamedTuple):
+    """The stages of a round that enough sites answered."""
+
+    result: tuple[Any, Any]  # of the program: state and metrics
+    token: str
+    answered: Mapping[str, Reply]  # of the last stage that sites were asked for
+    dropped: int  # number of sites whose replies a guard dropped
 
 
 class Coordinator:
@@ -222,66 +231,85 @@ class Coordinator:
         program = self._program(total)
         if self._state is None:
             self._state = self._start(program)
-        present = np.zeros(total, np.bool_)
-        for clients_of_site in ranges.values():
-            present[clients_of_site.start : clients_of_site.stop] = True
-        sampled = [int(client) for client in program.run.sample(number - 1, present)]
-        slots = {client: slot for slot, client in enumerate(sampled)}
-        clients = {name: [k for k in own if k in slots] for name, own in ranges.items()}
-        clients = {name: chosen for name, chosen in clients.items() if chosen}
-        token = new_token()
-        header: dict[str, Any] = {"task": "round", "weights": self._rules.weights}
-        header |= {"num_clients": total, "cohort_size": len(sampled)}
-        firsts = {name: own.start for name, own in ranges.items()}
-        who = Participants(clients, _slots(clients, slots), firsts)
-        server = program.serve(self._state)
-        reply: Any = None
+        who = self._choose(program, number, ranges, total)
         before = exchange.sent_bytes, exchange.received_bytes
-        answered: dict[str, Reply] = {}
-        earlier: list[Any] = []
-        dropped: dict[str, str] = {}
-        while True:
-            try:
-                request = server.send(reply)
-            except StopIteration as end:
-                state, metrics = end.value
-                break
-            if not sampled:  # Poisson sampling can draw none
-                reply = no_reply(program.stages[request.stage])
-                continue
-            quorum = min(self._rules.min_sites, len(who.clients)) or 1
-            replies = self._calls.ask(program.stages, request, token, header, who, quorum)
-            if replies is None:
-                return False
-            answered = without_faults(replies)
-            if self._guard.is_active and request.stage == len(program.stages) - 1:
-                dropped = self._drop(program, earlier, request, answered, who.slots)
-                replies |= {name: Reply({"fault": why}, {}) for name, why in dropped.items()}
-                answered = without_faults(replies)
-            self._note_faults(number, replies)
-            if request.stage and answered.keys() != who.clients.keys():
-                # Earlier stages have counted it.
-                self._progress.note(f"round {number}: a site left between stages; begins again")
-                return False
-            who = who.of(answered)
-            reply = self._calls.merge(program.stages, request, replies, who.slots)
-            earlier.append(reply)
+        outcome = self._run_stages(program, number, who)
+        if outcome is None:
+            return False
+        state, metrics = outcome.result
         self._state = pack(program.state, server_leaves(program.stages, state))
         self._check_finite(number)
         for site in exchange.sites:
-            if site.name in answered:
-                site.counted, site.rounds = token, site.rounds + 1
+            if site.name in outcome.answered:
+                site.counted, site.rounds = outcome.token, site.rounds + 1
         self._log.add(
             number,
-            {**metrics, "dropped_sites": len(dropped)} if self._guard.is_active else metrics,
-            sites=len(answered),
-            examples=sum(int(reply.header.get("examples", 0)) for reply in answered.values()),
+            {**metrics, "dropped_sites": outcome.dropped} if self._guard.is_active else metrics,
+            sites=len(outcome.answered),
+            examples=sum(int(r.header.get("examples", 0)) for r in outcome.answered.values()),
             sent_bytes=exchange.sent_bytes - before[0],
             received_bytes=exchange.received_bytes - before[1],
             seconds=time.perf_counter() - began,
         )
         self._save(number)
         return True
+
+    @staticmethod
+    def _choose(
+        program: CoordinatorProgram, number: int, ranges: Mapping[str, range], total: int
+    ) -> Participants:
+        """Choose the clients of a round among those of sites that are heard."""
+        present = np.zeros(total, np.bool_)
+        for own in ranges.values():
+            present[own.start : own.stop] = True
+        sampled = [int(client) for client in program.run.sample(number - 1, present)]
+        slots = {client: slot for slot, client in enumerate(sampled)}
+        clients = {name: [k for k in own if k in slots] for name, own in ranges.items()}
+        clients = {name: chosen for name, chosen in clients.items() if chosen}
+        return Participants(
+            clients,
+            {name: [slots[k] for k in chosen] for name, chosen in clients.items()},
+            {name: own.start for name, own in ranges.items()},
+            total,
+        )
+
+    def _run_stages(
+        self, program: CoordinatorProgram, number: int, who: Participants
+    ) -> _Outcome | None:
+        """Run the stages of a round; None if too few sites answer, or at a signal."""
+        divided, token = program.stages, new_token()
+        header = {"task": "round", "weights": self._rules.weights}
+        header |= {"num_clients": who.total, "cohort_size": who.count}
+        server, reply, earlier = program.serve(self._state), None, list[Any]()
+        answered: dict[str, Reply] = {}
+        dropped: dict[str, str] = {}
+        while True:
+            try:
+                request = server.send(reply)
+            except StopIteration as end:
+                return _Outcome(end.value, token, answered, len(dropped))
+            if not who.clients:  # Poisson sampling can draw none
+                reply = no_reply(divided[request.stage])
+                continue
+            computed = self._calls.compute(divided, request, earlier, who.slots)
+            if computed is None or divided[request.stage].kept:
+                quorum = min(self._rules.min_sites, len(who.clients))
+                replies = self._calls.ask(divided, request, token, header, who, quorum)
+                if replies is None:
+                    return None
+                answered = without_faults(replies)
+                if self._guard.is_active and request.stage == len(divided) - 1:
+                    dropped = self._drop(program, earlier, request, answered, who.slots)
+                    replies |= {name: Reply({"fault": why}, {}) for name, why in dropped.items()}
+                    answered = without_faults(replies)
+                self._note_faults(number, replies)
+                if request.stage and answered.keys() != who.clients.keys():
+                    # Earlier stages have counted it.
+                    self._progress.note(f"round {number}: a site left between stages; begins again")
+                    return None
+                who = who.of(answered)
+            reply = computed or self._calls.merge(divided, request, answered, who.slots)
+            earlier.append(reply)
 
     def _drop(
         self,
@@ -338,7 +366,3 @@ class Coordinator:
         self._checkpoints.save(number, self._state, position, self._configuration)
         self._checkpoints.wait()
         self.done = number
-
-
-def _slots(clients: Mapping[str, Sequence[int]], slots: Mapping[int, int]) -> dict[str, list[int]]:
-    return {name: [slots[client] for client in chosen] for name, chosen in clients.items()}

@@ -36,16 +36,24 @@ class Participants(NamedTuple):
         clients: their numbers among the clients of all sites.
         slots: their places in the program.
         firsts: the number of each site's first client.
+        total: number of clients of all sites, also of those that take no part.
     """
 
     clients: Mapping[str, Sequence[int]]
     slots: Mapping[str, Sequence[int]]
     firsts: Mapping[str, int]
+    total: int
+
+    @property
+    def count(self) -> int:
+        """The number of clients."""
+        return sum(map(len, self.clients.values()))
 
     def of(self, sites: Mapping[str, Any]) -> "Participants":
         """Return those of some sites."""
-        parts = [{n: x for n, x in part.items() if n in sites} for part in self]
-        return Participants(*parts)
+        *by_site, total = self
+        parts = [{n: x for n, x in part.items() if n in sites} for part in by_site]
+        return Participants(*parts, total)
 
 
 class StageCalls:
@@ -87,7 +95,7 @@ class StageCalls:
             own[name] = fields, numbered(ROW, [x[np.array(slots)] for x in rows])
         task = Task(
             token,
-            {**header, "stage": request.stage, "last_stage": len(divided) - 1},
+            {**header, "stage": request.stage, "last_stage": last_asked(divided)},
             packet,
             own,
             expected_arrays(divided[request.stage]),
@@ -114,6 +122,33 @@ class StageCalls:
             self._note(f"no secure sum: {error}")
             return None
 
+    def compute(
+        self,
+        divided: Stages,
+        request: Request,
+        earlier: Sequence[tuple[Any, Any, list[int]]],
+        slots: Mapping[str, Sequence[int]],
+    ) -> tuple[Any, Any, list[int]] | None:
+        """Return the terms of a stage from the values that sites showed in earlier stages.
+
+        What a site showed cannot be replaced by another value later: the sum of the updates that
+        Krum selects is computed here. None: the stage reads other values of the sites.
+        """
+        if not is_computable(divided, request.stage):
+            return None
+        known: dict[str, tuple[Any, list[int]]] = {}
+        for number, (_, shown, places) in enumerate(earlier):
+            known |= {n: (shown[i], places) for n, i in divided.seen(number).items()}
+        client, merge = divided.client(request.stage), divided.merge(request.stage)
+        places = {n: {slot: k for k, slot in enumerate(slots)} for n, (_, slots) in known.items()}
+        participants = [slot for chosen in slots.values() for slot in chosen]
+        merged: Any = None
+        for slot in participants:
+            own = {n: known[n][0][places[n][slot]] for n in known}
+            terms, _, _ = client(slot, request.shared, [x[slot] for x in request.rows], own)
+            merged = terms if merged is None else merge(merged, terms)
+        return merged, [], participants
+
     def merge(
         self,
         divided: Stages,
@@ -132,6 +167,22 @@ class StageCalls:
                     merged = merge(merged, terms) if merged else terms
                 shown.add(slots[name], in_order(SHOWN, arrays))
             return (tuple(jnp.asarray(x) for x in merged), *shown.finish())
+
+
+def is_computable(divided: Stages, number: int) -> bool:
+    """Return whether a stage reads of sites what they showed in earlier stages alone."""
+    shown = {name for earlier in range(number) for name in divided.seen(earlier)}
+    stage = divided[number]
+    return bool(shown) and not stage.shown and {value.name for value in stage.own} <= shown
+
+
+def last_asked(divided: Stages) -> int:
+    """Return the last stage that sites run: a computed one only if they keep its results."""
+    return max(
+        number
+        for number, stage in enumerate(divided)
+        if stage.kept or not is_computable(divided, number)
+    )
 
 
 def without_faults(replies: Mapping[str, Reply]) -> dict[str, Reply]:

@@ -3,7 +3,9 @@
 import dataclasses
 import math
 import numbers
-from typing import Any, Literal, get_args, get_origin, get_type_hints, overload
+import operator
+import types
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, overload
 
 import jax.numpy as jnp
 
@@ -65,6 +67,8 @@ class IntRange(Range):
         an int from 2 to 256 False
     """
 
+    least: int | None = None
+    most: int | None = None
     even: bool = False
 
     def __contains__(self, number: float) -> bool:
@@ -99,6 +103,8 @@ COUNT_OR_ZERO = IntRange(least=0)
 EVEN = IntRange(least=2, even=True)
 SEED = IntRange(least=-(2**31), most=2**32 - 1)
 """JAX drops all but 32 bits of a seed, so larger ones would equal others."""
+INT32 = IntRange(least=-(2**31) + 1, most=2**31 - 1)
+INT64 = IntRange(least=-(2**63) + 1, most=2**63 - 1)
 
 
 @overload
@@ -201,3 +207,46 @@ def check_ranges(config: Any, path: str, **ranges: Range) -> None:
                 f"{prefix}{name}={value}: expected {expected}. Set --{prefix}{name} to a value "
                 "in this range."
             )
+
+
+def check_integers(**numbers: Any) -> None:
+    """Raise a TypeError that names the first number that is not an integer, such as 2.5 clients."""
+    for name, number in numbers.items():
+        try:
+            operator.index(number)
+        except TypeError:
+            raise ArgumentTypeError(
+                f"{name} is {number!r:.80}, expected an integer. Convert it with int(...)."
+            ) from None
+
+
+def check_integer_fields(config: Any, path: str = "") -> None:
+    """Check the fields of type int of a configuration, and of the configurations in its fields."""
+    try:
+        hints = get_type_hints(type(config))
+    except (NameError, TypeError):  # of a class in a function, with annotations as texts
+        hints = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        name = f"{path}.{field.name}" if path else field.name
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            check_integer_fields(value, name)
+            continue
+        is_seed = field.name == "seed" or field.name.endswith("_seed")
+        expected = SEED if is_seed else INT32 if path == "training" else INT64
+        items = value if isinstance(value, tuple) else (value,)
+        for item in items if _takes_integers(hints.get(field.name)) else ():
+            if item is not None and item not in expected:
+                raise ArgumentError(
+                    f"{name}={item}: expected {expected}. Set --{name} to a value in this range."
+                )
+
+
+def _takes_integers(hint: Any) -> bool:
+    """Return whether an annotation is int, `int | None`, or a tuple of ints."""
+    if get_origin(hint) in (types.UnionType, Union):
+        members = set(get_args(hint)) - {types.NoneType}
+        return len(members) == 1 and _takes_integers(members.pop())
+    if get_origin(hint) is tuple:
+        return set(get_args(hint)) - {...} == {int}
+    return hint is int

@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int
 
+from fedpax.checks import check_integers
 from fedpax.clients.store_rows import (
     cohort_block,
     on_devices,
@@ -33,7 +34,7 @@ from fedpax.clients.store_rows import (
     take_rows,
 )
 from fedpax.errors import ArgumentError, ArgumentTypeError
-from fedpax.primitives.casts import check_integers, checked_tree, conversion, device_array
+from fedpax.primitives.casts import checked_tree, conversion, device_array
 from fedpax.transforms.marks import KEPT
 
 if TYPE_CHECKING:  # chex imports absl.flags

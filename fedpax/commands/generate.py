@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
+from fedpax.checks import INT32, SEED
 from fedpax.commands.parts.options import parse
 from fedpax.commands.parts.saved_run import (
     build_run,
@@ -21,8 +22,6 @@ from fedpax.console import print_error, print_line
 from fedpax.errors import UsageError
 from fedpax.experiments.language_model import LanguageModelExperiment
 from fedpax.models.generation import generate as generate_tokens
-from fedpax.run_files.integers import LARGEST_ROUND as LARGEST
-from fedpax.run_files.integers import SEEDS
 
 
 def generate(arguments: Sequence[str]) -> int:
@@ -82,8 +81,10 @@ def define_flags(options: flags.FlagValues) -> None:
     define_saved_run_flags(options)
     flags.DEFINE_string("prompt", None, "The text to continue.", flag_values=options)
     flags.DEFINE_integer(
-        "num_tokens", 100, "The number of new tokens.", None, LARGEST, flag_values=options
+        "num_tokens", 100, "The number of new tokens.", None, INT32.most, flag_values=options
     )
     flags.DEFINE_float("temperature", 1.0, "Divides the logits.", flag_values=options)
     flags.DEFINE_float("top_p", 1.0, "The nucleus' probability.", flag_values=options)
-    flags.DEFINE_integer("seed", 0, "The seed of the sampling.", *SEEDS, flag_values=options)
+    flags.DEFINE_integer(
+        "seed", 0, "The seed of the tokens.", SEED.least, SEED.most, flag_values=options
+    )

@@ -9,8 +9,9 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 from numpy.typing import ArrayLike
 
+from fedpax.checks import check_integers
 from fedpax.errors import ArgumentError, ArgumentTypeError
-from fedpax.primitives.casts import check_integers, checked_cast, host_array
+from fedpax.primitives.casts import checked_cast, host_array
 from fedpax.sources.shuffle import hash_key, shuffled_index
 
 # Part of the keys, so that the draws are independent of each other.

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 from numpy.typing import ArrayLike
 
+from fedpax.checks import check_integers
 from fedpax.errors import ArgumentError
 from fedpax.populations._assignment import (
     assign_by_shares,
@@ -24,7 +25,6 @@ from fedpax.populations._assignment import (
 )
 from fedpax.populations.partition import check_count, index_labels
 from fedpax.populations.ragged_partition import RaggedPartition
-from fedpax.primitives.casts import check_integers
 
 MOST_IN_TURN = 8192
 """The number of participants up to which each one draws alone."""

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedpax.checks import check_integers
 from fedpax.errors import ArgumentError
-from fedpax.primitives.casts import check_integers, real_number
+from fedpax.primitives.casts import real_number
 
 
 def logistic_clients(

@@ -7,10 +7,11 @@ import numpy as np
 from jaxtyping import Int64
 from numpy.typing import ArrayLike
 
+from fedpax.checks import check_integers
 from fedpax.errors import ArgumentError
 from fedpax.populations.frozen_normals import first_normals
 from fedpax.populations.partition import Indices, index_labels
-from fedpax.primitives.casts import check_integers, host_array, real_number
+from fedpax.primitives.casts import host_array, real_number
 
 
 class DirichletClients(Sequence[Indices]):

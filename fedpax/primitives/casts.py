@@ -5,7 +5,6 @@ Without `jax_enable_x64`, JAX holds numbers in at most 32 bits, and silently wra
 
 import math
 import numbers
-import operator
 from typing import Any
 
 import jax
@@ -96,17 +95,6 @@ def host_array(values: Any, name: str) -> NDArray[Any]:
             "with x.filled(...), or leave them out; in a batch, mark them in a field 'mask'."
         )
     return np.asarray(values)
-
-
-def check_integers(**numbers: Any) -> None:
-    """Raise a TypeError that names the first number that is not an integer, such as 2.5 clients."""
-    for name, number in numbers.items():
-        try:
-            operator.index(number)
-        except TypeError:
-            raise ArgumentTypeError(
-                f"{name} is {number!r:.80}, expected an integer. Convert it with int(...)."
-            ) from None
 
 
 def real_number(name: str, value: Any) -> float:

@@ -14,8 +14,9 @@ import numpy as np
 from jaxtyping import Bool, Int64, Integer, Num
 from numpy.typing import NDArray
 
+from fedpax.checks import check_integers
 from fedpax.errors import ArgumentError, ArgumentTypeError
-from fedpax.primitives.casts import check_integers, checked_cast
+from fedpax.primitives.casts import checked_cast
 from fedpax.text.byte_tokenizer import SEPARATOR
 from fedpax.text.document import AnyDocument, Document, Tokens
 

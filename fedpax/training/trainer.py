@@ -17,6 +17,7 @@ from fedpax.checkpoints.exports import Exports
 from fedpax.checkpoints.orbax_files import Retention
 from fedpax.checkpoints.participant_states import ParticipantRule, check_rule
 from fedpax.checkpoints.saved_rounds import check_latest_round
+from fedpax.checks import check_integer_fields
 from fedpax.elastic.membership import Membership
 from fedpax.errors import FedpaxError
 from fedpax.garbage_collection import collect_seldom
@@ -24,7 +25,6 @@ from fedpax.preemption import PreemptionGuard
 from fedpax.run_files.configuration import read_configuration_json, write_configuration
 from fedpax.run_files.evaluations import Evaluations
 from fedpax.run_files.goodput import GoodputClock, describe_goodput
-from fedpax.run_files.integers import check_integers
 from fedpax.run_files.metrics_log import last_line, last_rounds, read_log
 from fedpax.run_files.paths import (
     is_remote,
@@ -122,7 +122,7 @@ def train(
     """
     if isinstance(allow_config_change, str):
         allow_config_change = allow_config_change.split(",")
-    check_integers(experiment)
+    check_integer_fields(experiment)
     check_rule(participant_states)
     check_profile_at(experiment.training.profile_at, experiment.training.rounds)
     folder = resolve_job_log_dir(job_log_dir)

@@ -2,10 +2,16 @@
 
 import dataclasses
 
-from fedpax.checks import COUNT, COUNT_OR_ZERO, POSITIVE, IntRange, check_ranges
+from fedpax.checks import (
+    COUNT,
+    COUNT_OR_ZERO,
+    POSITIVE,
+    IntRange,
+    check_integer_fields,
+    check_ranges,
+)
 from fedpax.errors import ArgumentError
 from fedpax.run_files.evaluations import parse_best_metric
-from fedpax.run_files.integers import check_integers
 from fedpax.run_files.paths import is_remote
 from fedpax.training.profile import parse_profile_at
 from fedpax.training.spikes import OnSpike
@@ -101,7 +107,7 @@ class TrainingConfig:
         Raises:
             ValueError: a number is too small or no integer, or a setting is none of its values.
         """
-        check_integers(self, "training")
+        check_integer_fields(self, "training")
         check_ranges(
             self,
             "training",

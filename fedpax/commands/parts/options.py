@@ -16,6 +16,7 @@ from typing import Any
 import tyro
 from absl import flags
 
+from fedpax.checks import check_integer_fields
 from fedpax.commands.parts.descriptions import whole_sentences
 from fedpax.console import escape_controls, print_error
 from fedpax.errors import UsageError
@@ -24,7 +25,6 @@ from fedpax.experiments.catalog import describe_group as describe_experiments
 from fedpax.experiments.settings import Settings
 from fedpax.extras import check_installed
 from fedpax.run_files.configuration import check_is_dataclass
-from fedpax.run_files.integers import check_integers
 from fedpax.run_files.paths import resolve_job_log_dir
 from fedpax.run_files.seeds import seed_paths, with_seed
 from fedpax.training.experiment import Experiment
@@ -223,7 +223,7 @@ def override(
             print_error(f"fedpax: {hint}")
         raise
     resolved = changed.resolve(experiment, parse, job_log_dir)
-    check_integers(resolved)
+    check_integer_fields(resolved)
     return resolved
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedpax.checks import check_integers
 from fedpax.clients.cohort import Cohort
 from fedpax.clients.cohort_stream import CohortStream, IslandStream, fingerprint
 from fedpax.data.rounds.documents import Field, read
 from fedpax.errors import ArgumentError
-from fedpax.primitives.casts import check_integers
 from fedpax.sources.examples import Examples, get_field
 from fedpax.text.conversation import Conversation
 

@@ -56,7 +56,8 @@ def find_chat_template(path: str | Path) -> ChatTemplate | None:
         return _compile(read_file(file).decode(), entries, str(file))
     text = entries.get("chat_template") if isinstance(entries, dict) else None
     if isinstance(text, list):  # several templates by name
-        text = {item["name"]: item["template"] for item in text}.get("default")
+        named = [item for item in text if isinstance(item, dict) and item.get("name") == "default"]
+        text = named[-1].get("template") if named else None
     return None if text is None else _compile(text, entries, str(config))
 
 
@@ -102,7 +103,12 @@ def load_chat_template(path: str | Path) -> ChatTemplate:
     return template
 
 
-def _compile(text: str, entries: Any, source: str) -> ChatTemplate:
+def _compile(text: Any, entries: Any, source: str) -> ChatTemplate:
+    if not isinstance(text, str):
+        raise ArgumentError(
+            f"{source}: chat_template is {text!r:.100}, expected a text. Correct it, or pass "
+            "another one with data.chat_template."
+        )
     try:
         import jinja2
         from jinja2.ext import Extension, LoopControlExtension
@@ -140,7 +146,7 @@ def _compile(text: str, entries: Any, source: str) -> ChatTemplate:
     }
     try:
         compiled = environment.from_string(text)
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, RecursionError) as error:
         raise ArgumentError(
             f"{source}: the chat template is damaged ({error}). Correct it, or pass another one "
             "with data.chat_template."
@@ -155,10 +161,11 @@ def _compile(text: str, entries: Any, source: str) -> ChatTemplate:
                 documents=None,
                 **tokens,
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template can divide by zero, call itself, or add a text
             raise ArgumentError(
                 f"{source}: the chat template raises for the messages {list(messages)!r:.300}: "
-                f"{error}. Correct the messages, or pass another template with data.chat_template."
+                f"{str(error) or type(error).__name__}. Correct the messages, or pass another "
+                "template with data.chat_template."
             ) from error
 
     return ChatTemplate(text, render)

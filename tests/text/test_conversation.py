@@ -22,6 +22,7 @@ from fedpax.data import (
 from fedpax.data.rounds.client_rows import pack_clients, preprocess_rows
 from fedpax.data.rounds.heldout_tokens import HeldoutRows
 from fedpax.errors import ArgumentError
+from fedpax.text.chat_template import find_chat_template
 
 EXAMPLES = st.lists(
     st.fixed_dictionaries({"p": st.binary(max_size=9), "a": st.binary(max_size=9)}), min_size=1
@@ -236,6 +237,36 @@ def test_templates_run_in_a_sandbox(
     with pytest.raises(ArgumentError, match=words):
         field = Conversation(messages="m", template=load_chat_template(tmp_path / "a.jinja"))
         field.encode([{"m": MESSAGES}], tokenizer)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        3,
+        [{"name": "default", "template": ["x"]}],
+        "{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}",
+        "{{ 1 / 0 }}",
+        "{{ none + 1 }}",
+        "{% for i in range(10**9) %}x{% endfor %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% include '/etc/passwd' %}",
+    ],
+    ids=lambda template: str(template)[:20],
+)
+def test_a_damaged_template_of_others_is_told(tmp_path: Path, template: Any) -> None:
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(ArgumentError, match=r"tokenizer_config.json: (the chat t|chat_t)emplate"):
+        load_chat_template(tmp_path).render([{"role": "user", "content": "1"}], False)
+
+
+@pytest.mark.parametrize(
+    "template", [[], [3], [{"name": "default"}], [{"name": "tools", "template": "x"}]]
+)
+def test_a_config_without_a_default_template_has_none(tmp_path: Path, template: Any) -> None:
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": template}))
+    assert find_chat_template(tmp_path) is None
 
 
 def test_a_tag_of_answers_is_accepted(tmp_path: Path) -> None:

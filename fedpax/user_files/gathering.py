@@ -1,5 +1,7 @@
 """Gatherer: rows of a column that is in several batches, as one NumPy array."""
 
+import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,24 +26,35 @@ class Rows:
     def __init__(
         self, positions: Int64[np.ndarray, " n"], ends: Int64[np.ndarray, " batches"]
     ) -> None:
-        batch = np.searchsorted(ends, positions, side="right")
-        starts = np.concatenate([[0], ends[:-1]])
-        self.within = positions - starts[batch]
         self.count = len(positions)
-        # Runs of consecutive rows in one batch: those of a client.
-        cuts = np.concatenate([[0], np.flatnonzero(batch[1:] != batch[:-1]) + 1, [len(batch)]])
-        self.runs = [
-            (int(batch[a]), slice(a, b))
-            for a, b in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True)
-            if b > a
-        ]
-        order = np.argsort(batch.astype(np.uint16) if len(ends) < 2**16 else batch, kind="stable")
-        found, first = np.unique(batch[order], return_index=True)
-        self.order = order
-        self.by_batch = [
-            (int(number), order[a:b])
-            for number, a, b in zip(found, first, [*first, len(order)][1:], strict=True)
-        ]
+        self._batch = np.searchsorted(ends, positions, side="right")
+        if len(ends) < 2**16:
+            self._batch = self._batch.astype(np.uint16)  # sorted faster
+        starts = np.concatenate([[0], ends[:-1]])
+        self.within = positions - starts[self._batch]
+
+    @functools.cached_property
+    def runs(self) -> list[tuple[int, slice]]:
+        """Runs of consecutive rows in one batch, such as those of a client."""
+        cuts = _cuts(self._batch)
+        return [(int(self._batch[a]), slice(a, b)) for a, b in itertools.pairwise(cuts) if b > a]
+
+    @functools.cached_property
+    def order(self) -> Int64[np.ndarray, " n"]:
+        """The places of the rows, sorted by batch."""
+        return np.argsort(self._batch, kind="stable")
+
+    @functools.cached_property
+    def by_batch(self) -> list[tuple[int, slice, Int64[np.ndarray, " rows"]]]:
+        """For each batch its slice of `order`, and its rows there."""
+        batch, within = self._batch[self.order], self.within[self.order]
+        parts = [slice(a, b) for a, b in itertools.pairwise(_cuts(batch)) if b > a]
+        return [(int(batch[part.start]), part, within[part]) for part in parts]
+
+
+def _cuts(batch: NDArray[Any]) -> list[int]:
+    """Return where the batch of consecutive rows changes, with both ends."""
+    return [0, *(np.flatnonzero(batch[1:] != batch[:-1]) + 1).tolist(), len(batch)]
 
 
 class ColumnGatherer:
@@ -71,18 +84,19 @@ class ColumnGatherer:
         if values.itemsize * int(np.prod(shape)) >= _WIDE:
             for batch, run in rows.runs:
                 np.take(self._views[batch], rows.within[run], 0, values[run], "clip")
+        elif len(rows.by_batch) == 1:
+            return self._views[rows.by_batch[0][0]][rows.within]
         else:
-            for batch, chosen in rows.by_batch:
-                values[chosen] = self._views[batch][rows.within[chosen]]
+            in_order = np.empty_like(values)
+            for batch, part, within in rows.by_batch:
+                np.take(self._views[batch], within, 0, in_order[part], "clip")
+            values[rows.order] = in_order
         return values
 
     def _gather_arrow(self, rows: Rows) -> NDArray[Any]:
-        parts = [
-            self._chunks[batch].take(pa.array(rows.within[chosen]))
-            for batch, chosen in rows.by_batch
-        ]
+        parts = [self._chunks[batch].take(pa.array(within)) for batch, _, within in rows.by_batch]
         if len(parts) == 1:
-            return to_numpy(parts[0], masked=self._masked)  # one batch: in the order of the rows
+            return to_numpy(parts[0], masked=self._masked)  # one batch: `order` changes nothing
         together = pa.chunked_array(parts, self._chunks[0].type)
         values = to_numpy(together, masked=self._masked)
         back = np.empty(rows.count, np.int64)

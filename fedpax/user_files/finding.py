@@ -1,10 +1,11 @@
 """find_files: the files that a pattern names, and the values of its {client} and {label}."""
 
+import contextlib
 import fnmatch
 import glob
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -75,6 +76,20 @@ def is_url(path: str) -> bool:
     return re.match(r"[a-z][a-z0-9+.-]+://", path, re.IGNORECASE) is not None
 
 
+@contextlib.contextmanager
+def _bucket_errors(url: str) -> Iterator[None]:
+    """Name the URL in errors of a bucket's package, which has types of its own."""
+    try:
+        yield
+    except (ImportError, OSError):
+        raise
+    except Exception as error:
+        raise OSError(
+            f"{url} cannot be read: {error}. Check the name, the network and the credentials of "
+            "the bucket."
+        ) from error
+
+
 def find_files(patterns: Sequence[str], split: str | None) -> list[DataFile]:
     """Return the files that patterns match, each once, in the order of their paths.
 
@@ -122,8 +137,9 @@ def _find(pattern: str, split: str | None) -> list[DataFile]:
     if is_url(pattern):
         import fsspec
 
-        system, path = fsspec.core.url_to_fs(plain)
-        paths = [system.unstrip_protocol(found) for found in system.glob(path)]
+        with _bucket_errors(pattern):
+            system, path = fsspec.core.url_to_fs(plain)
+            paths = [system.unstrip_protocol(found) for found in system.glob(path)]
     else:
         paths = [str(path) for path in find_paths(plain)]
     if not PLACEHOLDER.search(tail):

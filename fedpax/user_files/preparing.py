@@ -19,7 +19,7 @@ from fedpax.errors import ArgumentError
 from fedpax.paths import expand_home
 from fedpax.user_files.columns import check_client_numbers
 from fedpax.user_files.file_sizes import estimate_bytes
-from fedpax.user_files.finding import DataFile
+from fedpax.user_files.finding import DataFile, is_url
 from fedpax.user_files.formats import BadRows, ReadOptions, TypeChangedError
 from fedpax.user_files.held_out import part_of_split
 from fedpax.user_files.load_options import LoadOptions
@@ -62,6 +62,11 @@ def prepare_files(
         raise ArgumentError(f"on_bad_row is {on_bad_row!r}, expected 'error' or 'skip'.")
     if memory is not None and not re.fullmatch(MEMORY, memory):
         raise ArgumentError(f"memory is {memory!r}, expected an amount such as '4GB'.")
+    if is_url(os.fspath(out)):
+        raise ArgumentError(
+            f"out={os.fspath(out)!r} is in a bucket, expected a local folder: prepared files are "
+            "memory-mapped. Prepare to a local disk, and copy the folder."
+        )
     out = expand_home(Path(out)).absolute()
     if out.exists():
         raise ArgumentError(f"out={str(out)!r} exists, expected a new folder. Give another one.")

@@ -377,3 +377,19 @@ def test_files_in_a_bucket_are_prepared(tmp_path: Path) -> None:
     for suffix in (".parquet", ".csv"):
         made = prepare(f"memory://prepared/*{suffix}", tmp_path / suffix[1:], client="user").source
         assert_equal(made, load(tmp_path / f"*{suffix}", client="user"))
+    with pytest.raises(ValueError, match="is in a bucket, expected a local folder"):
+        prepare("memory://prepared/*.csv", "memory://prepared/out", client="user")
+
+
+def test_a_bucket_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec
+
+    class UnreachableError(Exception):
+        """An error of a bucket's package, whose type is its own."""
+
+    def fail(self: Any, path: str, **options: Any) -> Any:
+        raise UnreachableError("could not connect")
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "glob", fail)
+    with pytest.raises(OSError, match=r"memory://away/\*.csv cannot be read: could not connect"):
+        load("memory://away/*.csv")

@@ -1,5 +1,6 @@
 """The program of a coordinator's rounds, and the types of its messages."""
 
+import math
 from collections.abc import Generator, Mapping
 from typing import Any, NamedTuple
 
@@ -65,6 +66,22 @@ def check_masks(divided: Stages, has_secure_sums: bool) -> None:
             "the aggregator is secure_mean or private_secure_mean, whose terms must be masked, "
             "expected secure sums. Start the syncer with --secure_sums."
         )
+
+
+WEIGHT, MEAN = "sum of weight", "mean of "
+"""Names of terms: the sum of weights, and the sums that are divided by it."""
+
+
+def weight_limits(stage: Stage, weights: str) -> dict[str, float]:
+    """Return the weight that a client may have at most, by the name of the term that sums it."""
+    rule, _, most = weights.partition(":")
+    limit = {"equal": 1.0, "capped": float(most or 0)}.get(rule, math.inf)
+    return {f"{TERM} {i}": limit for i, v in enumerate(stage.terms) if v.name == WEIGHT}
+
+
+def weighted_terms(stage: Stage) -> list[str]:
+    """Return the names of the terms that are divided by the weight."""
+    return [f"{TERM} {i}" for i, v in enumerate(stage.terms) if v.name.startswith(MEAN)]
 
 
 def check_program(divided: Stages, is_guarded: bool) -> None:

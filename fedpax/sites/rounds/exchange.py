@@ -46,6 +46,8 @@ class Task(NamedTuple):
         own: for each site that is asked, its fields and arrays.
         expected: shape and dtype of each array of a reply, as `{name: array type}`; a shape's first
             None stands for the number of the site's clients in this task.
+        weights: for each array that is a sum of weights, the most that a client weighs.
+        weighted: arrays that are divided by the weights.
     """
 
     token: str
@@ -53,6 +55,8 @@ class Task(NamedTuple):
     packet: Packet
     own: Mapping[str, tuple[Mapping[str, Any], Mapping[str, np.ndarray]]]
     expected: Mapping[str, tuple[tuple[int | None, ...], np.dtype]]
+    weights: Mapping[str, float] = {}
+    weighted: Sequence[str] = ()
 
 
 class Reply(NamedTuple):
@@ -333,6 +337,12 @@ class Exchange:
                 return f"{name} has NaN or infinity, expected finite values"
         if extra := arrays.keys() - task.expected.keys():
             return f"{min(extra)} is not asked for"
+        for name, most in task.weights.items():
+            weight = float(arrays[name])
+            if not 0 <= weight <= rows * most * (1 + 1e-5):  # float32 rounds a sum
+                return f"its weight is {weight:g}, expected 0 to {rows * most:g}"
+            if not weight and any(arrays[other].any() for other in task.weighted):
+                return "its weight is 0 and its values are not"
         return None
 
     def _note(self, site: Site, request: CheckedHeader, arrays: Any) -> Message:

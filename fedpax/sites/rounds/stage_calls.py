@@ -9,7 +9,12 @@ import numpy as np
 
 from fedpax.errors import FedpaxError
 from fedpax.sites.rounds.contract import Json
-from fedpax.sites.rounds.coordinator_program import check_masks, expected_arrays
+from fedpax.sites.rounds.coordinator_program import (
+    check_masks,
+    expected_arrays,
+    weight_limits,
+    weighted_terms,
+)
 from fedpax.sites.rounds.downlink import Downlink, whole
 from fedpax.sites.rounds.exchange import (
     ROW,
@@ -83,7 +88,8 @@ class StageCalls:
         """Ask for a stage, as `Exchange.ask` does."""
         rows = [np.asarray(x) for x in request.rows]
         shared = numbered(SHARED, request.shared)
-        is_model = header["task"] == "round" and request.stage == 0
+        is_round, stage, rules = header["task"] == "round", divided[request.stage], self._rules
+        is_model = is_round and request.stage == 0
         packet = self._downlink.pack(shared) if is_model else whole(shared)
         own = {}
         for name, chosen in who.clients.items():
@@ -98,13 +104,12 @@ class StageCalls:
             {**header, "stage": request.stage, "last_stage": last_asked(divided)},
             packet,
             own,
-            expected_arrays(divided[request.stage]),
+            expected_arrays(stage),
+            *((weight_limits(stage, rules.weights), weighted_terms(stage)) if is_round else ()),
         )
-        rules = self._rules
         check_masks(divided, rules.secure_sums)
         if not rules.secure_sums:
             return self._exchange.ask(task, quorum, rules.round_seconds, self._stop)
-        stage = divided[request.stage]
         check_is_sum(stage, divided.adds(request.stage))
         try:
             return ask_for_sums(

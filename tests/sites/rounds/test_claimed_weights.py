@@ -1,0 +1,81 @@
+"""What a site says that its clients weigh: bounded by the coordinator, not by the site."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from sites.rounds.federation import Line, run
+from sites.rounds.small_experiment import METHODS, make_data, small, train_together
+
+import fedpax
+from fedpax.sites.rounds.coordinator_program import (
+    expected_arrays,
+    weight_limits,
+    weighted_terms,
+)
+from fedpax.sites.rounds.coordinator_state import divide
+from fedpax.sites.rounds.downlink import whole
+from fedpax.sites.rounds.exchange import Exchange, Task
+from fedpax.sites.rounds.round_rules import RoundRules
+from fedpax.sites.rounds.site_table import read_sites
+from fedpax.sites.transport.message import Message
+
+
+def stage_of(method: str) -> Any:
+    """Return the stage of a method for clients with two examples each."""
+    algorithm, params = METHODS[method](2, 2), small(method).init(None)
+    ids = np.arange(2, dtype=np.int32)
+    cohort = fedpax.Cohort(make_data(2, 0), ids + 2, ids + 1, ids)
+    return divide(algorithm, jax.eval_shape(algorithm.init, params), cohort, None)[0]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold"])
+@pytest.mark.parametrize(
+    ("rule", "weight", "fault"),
+    [
+        ("examples", 1e9, None),
+        ("examples", -1.0, "its weight is -1"),
+        ("examples", 0.0, "its weight is 0 and its values are not"),
+        ("equal", 2.0, None),
+        ("equal", 3.0, "its weight is 3, expected 0 to 2"),
+        ("capped:10", 20.0, None),
+        ("capped:10", 21.0, "its weight is 21, expected 0 to 20"),
+    ],
+)
+def test_weights_are_checked(method: str, rule: str, weight: float, fault: str | None) -> None:
+    stage = stage_of(method)
+    expected, limits = expected_arrays(stage), weight_limits(stage, rule)
+    assert len(limits) == 1 and weighted_terms(stage)
+    task = Task("t", {}, whole({}), {}, expected, limits, weighted_terms(stage))
+    arrays = {name: np.ones(shape, dtype) for name, (shape, dtype) in expected.items()}
+    arrays |= {name: np.float32(weight) for name in limits}
+    found = Exchange._find_fault(task, {"clients": [0, 1]}, arrays)
+    assert found is None if fault is None else found is not None and fault in found
+
+
+class Claims(Line):
+    """A line that sends large values without a weight."""
+
+    def call(self, message: Message, timeout: float) -> Message:
+        header = message.header
+        if header["kind"] == "reply" and "examples" in header["fields"]:
+            arrays = {
+                name: x * np.float32(0 if x.ndim == 0 else 1e6)
+                for name, x in message.arrays.items()
+            }
+            message = message._replace(arrays=arrays)
+        return super().call(message, timeout)
+
+
+def test_values_without_a_weight_are_not_merged(tmp_path: Path) -> None:
+    sites = {name: small(rounds=2, data_seed=seed) for seed, name in enumerate("abc")}
+    rules = RoundRules(2, 60.0, norm_factor=3.0)
+    lines = {"c": Claims}
+    found = run(small(rounds=2), sites, tmp_path, rules=rules, first_round_needs=3, lines=lines)
+    rows = {site.name: site for site in read_sites(found.folder / "coordinator")}
+    assert (rows["c"].rounds, rows["c"].dropped) == (0, 2)
+    wanted = train_together(sites, 2, lambda _: ["a", "b"]).params
+    for one, other in zip(found.params, jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)

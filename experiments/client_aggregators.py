@@ -130,7 +130,7 @@ def __getattr__(name: str) -> Any:
     return AggregatorConfig.named(name)
 
 
-def _clipped_mean(  # noqa: D417
+def _clipped_mean(  # noqa: D417, --help shows the arguments that it states
     max_norm: float = 1.0, quantile: float | None = None, *, seed: int
 ) -> Aggregator:
     """Average updates by weight after clipping them to a norm.
@@ -146,7 +146,7 @@ def _clipped_mean(  # noqa: D417
     return chain(clip, aggregators.mean())
 
 
-def _compressed_mean(  # noqa: D417
+def _compressed_mean(  # noqa: D417, --help shows the arguments that it states
     codec: CodecName = "uniform",
     bits: int | None = None,
     fraction: float | None = None,

@@ -119,7 +119,7 @@ class MethodConfig(Settings):
         """Make the initial parameters: one model, or one for each cluster from its own key."""
         if self.has_shared_model:
             return init
-        count = self.num_clusters  # type: ignore[attr-defined]
+        count = self.num_clusters  # type: ignore[attr-defined]  # an argument of hypcluster
         return lambda key: jax.vmap(init)(jax.random.split(key, count))
 
     def personal_models(
@@ -172,7 +172,7 @@ def __getattr__(name: str) -> Any:
     return MethodConfig.named(name)
 
 
-def _fedac(  # noqa: D417
+def _fedac(  # noqa: D417, --help shows the arguments that it states
     loss_fn: LossFn,
     *,
     cohort_size: int,
@@ -228,7 +228,7 @@ def _with_momentum(mime: Callable[..., FederatedAlgorithm]) -> Callable[..., Fed
 _MIME, _MIME_LITE = _with_momentum(algorithms.mime), _with_momentum(algorithms.mime_lite)
 
 
-def _self_tuning_fedavg(  # noqa: D417
+def _self_tuning_fedavg(  # noqa: D417, --help shows the arguments that it states
     loss_fn: LossFn,
     *,
     cohort_size: int,

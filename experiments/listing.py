@@ -3,7 +3,7 @@
 A new experiment has a row here. The summary is the first line of the function's docstring, so that
 `fedpax list` imports no experiment.
 """
-# ruff: noqa: E501
+# ruff: noqa: E501, an experiment has one line
 # fmt: off
 
 from collections.abc import Mapping

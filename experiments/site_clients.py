@@ -1,7 +1,7 @@
 """Client experiments over sites: a site's clients among those of all sites."""
 
 import dataclasses
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from fedpax.clients.cohort import Cohort
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.data import ClientSampler, CohortRounds, Partition
+from fedpax.populations.ragged_partition import ComputedPartition
 from fedpax.sites.rounds.contract import ClientRange, Question
 
 
@@ -69,7 +70,7 @@ def sample_present(sampler: ClientSampler) -> Callable[[int, Any], list[int]]:
     return sample
 
 
-class SitePopulation(Sequence[NDArray[np.int64]]):
+class SitePopulation(ComputedPartition):
     """The clients of all sites, of which those of other sites have no examples here.
 
     Args:
@@ -84,14 +85,12 @@ class SitePopulation(Sequence[NDArray[np.int64]]):
     def __len__(self) -> int:
         return self._total
 
-    def __getitem__(self, client: Any) -> Any:
-        place = int(client) - self._first
+    def indices_of(self, participant: int) -> NDArray[np.int64]:
+        """Return the indices of a client's examples."""
+        place = participant - self._first
         if 0 <= place < len(self._own):
-            return self._own[place]
+            return np.asarray(self._own[place])
         return np.zeros(0, np.int64)
-
-    def __iter__(self) -> Iterator[NDArray[np.int64]]:
-        return (self[client] for client in range(self._total))
 
 
 class ChosenClients(ClientSampler):

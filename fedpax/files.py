@@ -58,7 +58,7 @@ def read_file(path: PurePath, max_bytes: int = JSON_BYTES) -> bytes:
         fedpax.files.UnusableFileError: [Errno 22] it has 4 bytes, expected at most 3: ...
     """
     if not isinstance(path, Path):  # in a bucket, which has regular files alone
-        content: bytes = path.read_bytes()  # type: ignore[attr-defined]
+        content: bytes = path.read_bytes()  # type: ignore[attr-defined]  # of etils.epath
         return content
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size

@@ -14,6 +14,7 @@ by a factor of up to three; their round is as many steps as a round of other met
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -152,7 +153,8 @@ def train(problem: Problem, method: Method, batches: Arrays, rounds: int) -> lis
     for event in method.events:
         clients = event.get("clients", np.arange(PARTICIPANTS))
         # A participant takes its batches in its own turn, whoever arrives in between.
-        own = jax.tree.map(lambda leaf: leaf[turns[clients] % rounds, clients], batches)  # noqa: B023
+        turn = turns[clients] % rounds
+        own = jax.tree.map(operator.itemgetter((turn, clients)), batches)
         state, _ = step(state, Cohort(own, None, event.get("num_steps"), None, event["schedule"]))
         turns[clients] += 1
         work += int(np.sum(event.get("taken", STEPS * len(clients))))

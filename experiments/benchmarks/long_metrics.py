@@ -38,7 +38,7 @@ def write_run(folder: Path, rounds: int) -> None:
     """Write the metrics of a run."""
     generator = random.Random(0)
     with MetricsWriter(folder) as metrics:
-        metrics._add_scalars = lambda *scalars: None  # type: ignore[method-assign]
+        metrics._add_scalars = lambda *scalars: None  # type: ignore[method-assign]  # no TensorBoard
         metrics.write_sizes({"num_parameters": 10**6, "item_unit": "tokens"})
         for number in range(1, rounds + 1):
             loss = 2 + 8 / (1 + number / 1000)

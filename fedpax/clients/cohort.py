@@ -95,7 +95,7 @@ class Cohort(_Fields):
         return super().__new__(cls, batches, num_examples, num_steps, client_ids, schedule)
 
     @classmethod
-    def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]
+    def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]  # `__new__` checks
         return cls(*iterable)
 
 

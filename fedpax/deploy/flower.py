@@ -298,5 +298,5 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
         arrays[name] = np.asarray(jax.random.key_data(value) if is_key else value)
     draft = path.with_name(f".{path.name}")
     with draft.open("wb") as file:
-        np.savez(file, **arrays)  # type: ignore[arg-type]
+        np.savez(file, **arrays)  # type: ignore[arg-type]  # NumPy types its other keywords
     draft.replace(path)

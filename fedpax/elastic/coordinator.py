@@ -123,7 +123,7 @@ class ElasticCoordinator:
             self._decide()
         time.sleep(0.2)  # the last messages are on their way
         for key in list(self._selector.get_map().values()):
-            key.fileobj.close()  # type: ignore[union-attr]
+            key.fileobj.close()  # type: ignore[union-attr]  # all are sockets
 
     def _accept(self) -> None:
         full = len(self._strangers) >= MOST_STRANGERS

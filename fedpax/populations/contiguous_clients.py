@@ -1,17 +1,15 @@
 """ContiguousClients: a population whose clients' examples are contiguous in the source."""
 
-from collections.abc import Sequence
-
 import numpy as np
 from jaxtyping import Int64
 from numpy.typing import ArrayLike
 
 from fedpax.errors import ArgumentError
-from fedpax.populations.partition import Indices
+from fedpax.populations.ragged_partition import ComputedPartition, Indices
 from fedpax.primitives.casts import checked_cast, host_array
 
 
-class ContiguousClients(Sequence[Indices]):
+class ContiguousClients(ComputedPartition):
     """The clients of a source that is sorted by client."""
 
     # Client k has the examples `starts[k]` to `starts[k + 1] - 1`, or the first `max_examples` of
@@ -52,12 +50,9 @@ class ContiguousClients(Sequence[Indices]):
         """Return the index of the first example of each of some clients."""
         return self._starts[clients]
 
-    def __getitem__(self, client):  # type: ignore[no-untyped-def]
-        """Return the indices of a client's examples, int64; for a slice, a list of them."""
-        position = range(len(self))[client]
-        if isinstance(position, range):
-            return [self[k] for k in position]
-        begin, end = self._starts[position : position + 2]
+    def indices_of(self, participant: int) -> Indices:
+        """Return the indices of a client's examples, int64."""
+        begin, end = self._starts[participant : participant + 2]
         if self._max_examples is not None:
             end = min(end, begin + self._max_examples)
         return np.arange(begin, end)

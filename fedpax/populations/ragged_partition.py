@@ -1,7 +1,9 @@
 """RaggedPartition: a partition in two arrays, for populations of millions of participants."""
 
+import abc
 from collections.abc import Sequence
 from itertools import chain
+from typing import overload
 
 import numpy as np
 from jaxtyping import Int64
@@ -11,7 +13,26 @@ Indices = Int64[np.ndarray, " examples"]
 """The indices of a participant's examples in a source."""
 
 
-class RaggedPartition(Sequence[Indices]):
+class ComputedPartition(Sequence[Indices], abc.ABC):
+    """A sequence of participants' indices, which are made where the sequence is indexed."""
+
+    @abc.abstractmethod
+    def indices_of(self, participant: int) -> Indices:
+        """Return the indices of a participant's examples, int64."""
+
+    @overload
+    def __getitem__(self, participant: int) -> Indices: ...
+    @overload
+    def __getitem__(self, participant: slice) -> list[Indices]: ...
+    def __getitem__(self, participant: int | slice) -> Indices | list[Indices]:
+        """Return the indices of a participant's examples; for a slice, a list of them."""
+        position = range(len(self))[participant]
+        if isinstance(position, range):
+            return [self.indices_of(k) for k in position]
+        return self.indices_of(position)
+
+
+class RaggedPartition(ComputedPartition):
     """The indices of all participants' examples, and where each participant begins.
 
     It is a sequence with an array of indices for each participant, as a list of arrays is. A list
@@ -36,12 +57,9 @@ class RaggedPartition(Sequence[Indices]):
     def __len__(self) -> int:
         return len(self.starts) - 1
 
-    def __getitem__(self, participant):  # type: ignore[no-untyped-def]
-        """Return the indices of a participant's examples, int64; for a slice, a list of them."""
-        position = range(len(self))[participant]
-        if isinstance(position, range):
-            return [self[k] for k in position]
-        return self.indices[self.starts[position] : self.starts[position + 1]]
+    def indices_of(self, participant: int) -> Indices:
+        """Return the indices of a participant's examples, int64."""
+        return self.indices[self.starts[participant] : self.starts[participant + 1]]
 
     def sizes(self) -> Int64[np.ndarray, " participants"]:
         """Return the number of examples of each participant."""

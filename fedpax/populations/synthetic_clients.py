@@ -1,7 +1,6 @@
 """DirichletClients: a synthetic population of any size over a pool of real examples."""
 
 import zlib
-from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int64
@@ -10,11 +9,12 @@ from numpy.typing import ArrayLike
 from fedpax.checks import check_integers
 from fedpax.errors import ArgumentError
 from fedpax.populations.frozen_normals import first_normals
-from fedpax.populations.partition import Indices, index_labels
+from fedpax.populations.partition import index_labels
+from fedpax.populations.ragged_partition import ComputedPartition, Indices
 from fedpax.primitives.casts import host_array, real_number
 
 
-class DirichletClients(Sequence[Indices]):
+class DirichletClients(ComputedPartition):
     """A lazily generated population whose clients differ in their labels and sizes.
 
     Client k is generated when `clients[k]` is called and depends on the arguments and k alone.
@@ -96,12 +96,9 @@ class DirichletClients(Sequence[Indices]):
     def __len__(self) -> int:
         return self._num_clients
 
-    def __getitem__(self, client):  # type: ignore[no-untyped-def]
-        """Return the indices of a client's examples, which may repeat; for a slice, a list."""
-        position = range(self._num_clients)[client]
-        if isinstance(position, range):
-            return [self[k] for k in position]
-        random = self._random(position)
+    def indices_of(self, participant: int) -> Indices:
+        """Return the indices of a client's examples, which may repeat."""
+        random = self._random(participant)
         size = self._size(random.standard_normal())
         shares = random.standard_gamma(self._concentration)
         if not (total := shares.sum()) > 0:

@@ -154,7 +154,7 @@ def named_like(
         source = source.func
     if not hasattr(source, "__code__") and not hasattr(source, "__wrapped__"):
         source = type(source).__call__  # an object with a method __call__
-    run.__wrapped__ = source  # type: ignore[attr-defined]
+    run.__wrapped__ = source  # type: ignore[attr-defined]  # for JAX and inspect
     run.__name__ = function_name(fn)
     if signature is not None:
         parameters = [
@@ -162,5 +162,6 @@ def named_like(
             for i, p in enumerate(signature.parameters.values())
             if i not in static.argnums and p.name not in static.argnames
         ]
-        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        signature = signature.replace(parameters=parameters)
+        run.__signature__ = signature  # type: ignore[attr-defined]  # for JAX and inspect
     return run

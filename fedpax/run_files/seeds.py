@@ -27,7 +27,7 @@ def with_seed(configuration: Configuration, seed: int) -> Configuration:
     """
     if isinstance(configuration, tuple):
         items = (with_seed(item, seed) for item in configuration)
-        return tuple(items)  # type: ignore[return-value]
+        return tuple(items)  # type: ignore[return-value]  # of the same type
     if not dataclasses.is_dataclass(configuration) or isinstance(configuration, type):
         return configuration
     changes = {

@@ -121,7 +121,7 @@ def _compile(text: Any, entries: Any, source: str) -> ChatTemplate:
     class Generation(Extension):
         """Accept the tag `generation`, which marks answers; they are found without it."""
 
-        tags = {"generation"}  # noqa: RUF012
+        tags = {"generation"}  # noqa: RUF012, the name and type are Jinja's
 
         def parse(self, parser: Any) -> Any:
             next(parser.stream)

@@ -15,7 +15,7 @@ def read_sentencepiece(content: bytes) -> Vocabulary:
 
     if not content:
         raise ArgumentError("the file is empty")
-    model = messages.ModelProto.FromString(content)  # type: ignore[attr-defined]
+    model = messages.ModelProto.FromString(content)  # type: ignore[attr-defined]  # made at import
     model.normalizer_spec.add_dummy_prefix = False
     model.normalizer_spec.remove_extra_whitespaces = False
     rules = model.normalizer_spec.precompiled_charsmap

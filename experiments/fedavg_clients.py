@@ -219,8 +219,8 @@ class ClientExperiment(OverSites, Experiment):
     def _batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct] | None:
         if (example := self.blank_example()) is None:
             return None
-        sampler, one = ClientSampler(1, 1), [np.zeros(1, np.int64)]
-        return batch_shapes(self.make_rounds(example, one, sampler, self.make_preprocess()))
+        sampler, population = ClientSampler(1, 1), [np.zeros(1, np.int64)]
+        return batch_shapes(self.make_rounds(example, population, sampler, self.make_preprocess()))
 
     def at_site(self, clients: ClientRange) -> SiteRun:
         """Make a site's run."""

@@ -118,8 +118,8 @@ def _own_files(experiment: Experiment, node: Node, files: str) -> CohortRounds:
     examples, population = own.read_clients()
     together = np.concatenate([np.asarray(part, np.int64) for part in population])
     sampler = ClientSampler(node.num_participants, 1, own.cohort.seed)
-    one = OneParticipant(node.num_participants, node.participant, together)
-    return own.make_rounds(examples, one, sampler, own.make_preprocess())
+    population = OneParticipant(node.num_participants, node.participant, together)
+    return own.make_rounds(examples, population, sampler, own.make_preprocess())
 
 
 def _with_own_files(experiment: Experiment, node: Node, files: str) -> FedAvgFiles:

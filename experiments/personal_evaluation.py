@@ -61,7 +61,8 @@ def with_own_models(
         return run
     assert run.shardings is not None
     stacked = jax.tree.map(
-        lambda one: NamedSharding(one.mesh, PartitionSpec(None, *one.spec)), run.shardings.params
+        lambda sharding: NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec)),
+        run.shardings.params,
     )
     return run._replace(
         init=method.make_init(run.init),

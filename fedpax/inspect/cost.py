@@ -134,7 +134,9 @@ class _Counter:
             placed = PlacedValues(jaxpr, placement, *arguments.get(placement, ()))
             levels.append(placed)
             of_server, _ = server_work(placed.plan)
-            by_participants |= {id(one.eqn) for one in placed.plan.producer.values()} - of_server
+            by_participants |= {
+                id(unstacked.eqn) for unstacked in placed.plan.producer.values()
+            } - of_server
             self._count_placement(placed, names, executions)
             server += Flops(is_exact=not sends_in_while(placed))
         for eqn in jaxpr.eqns:
@@ -153,7 +155,7 @@ class _Counter:
         name = eqn.primitive.name
         if name == "scan":
             executions *= eqn.params["length"]
-        found: list[tuple[Flops, _Counter]] = []
+        branches: list[tuple[Flops, _Counter]] = []
         for i, body in enumerate(bodies_of(eqn) or ()):
             counter = _Counter() if name in ("cond", "while") else self
             inside = names.inside(body.jaxpr, [eqn.invars[k] for k in body.operands])
@@ -163,16 +165,16 @@ class _Counter:
                 own = set(body.jaxpr.invars)
                 placed = {v: axis for v, axis in inner.axes.items() if v in own}
                 arguments[level.placement] = placed, inner.fixed & own
-            found.append((counter.visit(body.jaxpr, inside, executions, arguments), counter))
+            branches.append((counter.visit(body.jaxpr, inside, executions, arguments), counter))
         if name == "cond":
-            server, costliest = max(found, key=lambda one: one[1].total())
+            server, costliest = max(branches, key=lambda branch: branch[1].total())
             self._merge(costliest)
             return server
-        server = sum((one for one, _ in found), start=NO_FLOPS)
+        server = sum((flops for flops, _ in branches), start=NO_FLOPS)
         if name != "while":
             return server
-        costs_nothing = not server.number and all(c.total() == (0, 0) for _, c in found)
-        for _, counter in found:
+        costs_nothing = not server.number and all(c.total() == (0, 0) for _, c in branches)
+        for _, counter in branches:
             self._merge(counter)
         return Flops(server.number, server.is_exact and costs_nothing)
 
@@ -193,42 +195,48 @@ class _Counter:
 
     def _count_placement(self, values: PlacedValues, names: Names, executions: int) -> None:
         plan, placement = values.plan, values.placement
-        own = self.placements.setdefault(placement.name, _Participant(placement.size))
+        of_participant = self.placements.setdefault(placement.name, _Participant(placement.size))
         of_server, _ = server_work(plan)
         work = [
-            one
-            for key, one in {id(one.eqn): one for one in plan.producer.values()}.items()
+            unstacked
+            for key, unstacked in {
+                id(unstacked.eqn): unstacked for unstacked in plan.producer.values()
+            }.items()
             if key not in of_server
         ]
         received: dict[Var, None] = {}
         reads, _ = kept_values(plan)
-        for one in work:
-            if id(one.eqn) not in reads:
-                operands = zip(plan.operands(one.eqn), one.axes.operands, strict=True)
+        for unstacked in work:
+            if id(unstacked.eqn) not in reads:
+                operands = zip(plan.operands(unstacked.eqn), unstacked.axes.operands, strict=True)
                 received |= {
                     v: None
                     for v, axis in operands
                     # Participants compute constants themselves.
                     if axis is None and isinstance(v, Var) and v not in values.known
                 }
-            if one.eqn.primitive is federated_map_p:
-                inner = one.eqn.params["jaxpr"]
+            if unstacked.eqn.primitive is federated_map_p:
+                inner = unstacked.eqn.params["jaxpr"]
                 if is_federated(inner.jaxpr):
                     inlined = eliminate_dead_code(inline(inner, inside=lambda j: j)).jaxpr
-                    inside = names.inside(inlined, plan.operands(one.eqn))
+                    inside = names.inside(inlined, plan.operands(unstacked.eqn))
                     counter = _Counter()
-                    own.flops += counter.visit(inlined, inside, executions, {})
+                    of_participant.flops += counter.visit(inlined, inside, executions, {})
                     for nested in placements_of(inlined):
-                        found = counter.placements[nested.name]
-                        own.flops += found.flops.times(nested.size)
+                        of_nested = counter.placements[nested.name]
+                        of_participant.flops += of_nested.flops.times(nested.size)
                     self._merge(counter)
                 else:
-                    own.flops += equation_flops(one.eqn).times(1 / placement.size).times(executions)
+                    of_participant.flops += (
+                        equation_flops(unstacked.eqn).times(1 / placement.size).times(executions)
+                    )
             else:
-                own.flops += equation_flops(one.eqn).times(executions / placement.size)
+                of_participant.flops += equation_flops(unstacked.eqn).times(
+                    executions / placement.size
+                )
         for v in received:
             size = num_bytes(v)
-            own.broadcast.append(
+            of_participant.broadcast.append(
                 Transfer(names.of(v), "broadcast", type_of(v), size, size, executions)
             )
-        own.reduced += sent_values(values, names, executions)
+        of_participant.reduced += sent_values(values, names, executions)

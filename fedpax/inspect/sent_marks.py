@@ -69,11 +69,11 @@ def kept_values(plan: StreamingPlan) -> tuple[set[int], set[Var]]:
             written.update(eqn.outvars)
             waiting = [eqn]
             while waiting:
-                one = waiting.pop()
-                if id(one) in reads or one.primitive is federated_map_p:
+                needed = waiting.pop()
+                if id(needed) in reads or needed.primitive is federated_map_p:
                     continue
-                reads.add(id(one))
-                waiting += [by_result[v] for v in _variables(one) if v in by_result]
+                reads.add(id(needed))
+                waiting += [by_result[v] for v in _variables(needed) if v in by_result]
         elif eqn.primitive.name in SHAPE_PRIMITIVES and written.intersection(_variables(eqn)):
             written.update(eqn.outvars)
     return reads, written

@@ -134,8 +134,8 @@ class _Sends:
         inner, axis = eqn.params["jaxpr"], self.placed.placement.name
         names = self.names.inside(inner, eqn.invars)
         outer = dict(zip(inner.invars, eqn.invars, strict=True))
-        for one in collectives_of(inner, axis):
-            for v in one.invars:
+        for collective in collectives_of(inner, axis):
+            for v in collective.invars:
                 if isinstance(v, Var):
                     share = eqn.params["mesh"].shape[axis] / self.placed.placement.size
                     size = int(num_bytes(v) * share)

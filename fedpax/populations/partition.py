@@ -352,5 +352,7 @@ def _values(
         is_plain = type(column) is np.ndarray and column.dtype.kind in "iuUS"
         return column.tolist() if is_plain and column.ndim == 1 else column, None
     examples = (source[index] for index in range(len(source)))
-    pairs = [(get_field(one, field), 1 if size is None else size(one)) for one in examples]
+    pairs = [
+        (get_field(example, field), 1 if size is None else size(example)) for example in examples
+    ]
     return [value for value, _ in pairs], [size for _, size in pairs]

@@ -45,8 +45,8 @@ def define_reduction(primitive: Primitive, reduction: Reduction, **rules: Callab
 
     def abstract(x, *others, placement):
         # The shape is the operand's without its first axis; the dtypes are the reduction's.
-        one = (jax.ShapeDtypeStruct((1,), a.dtype) for a in (x, *others))
-        dtypes = [result.dtype for result in jax.eval_shape(reduce_all, *one)]
+        row = (jax.ShapeDtypeStruct((1,), a.dtype) for a in (x, *others))
+        dtypes = [result.dtype for result in jax.eval_shape(reduce_all, *row)]
         out = unplaced_aval(x)
         return unwrap(
             [out.update(dtype=d, weak_type=x.weak_type and d == x.dtype) for d in dtypes]

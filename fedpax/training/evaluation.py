@@ -101,7 +101,7 @@ def placed_evaluator(
         def local_totals(
             batches: chex.ArrayTree, weights: Float[Array, " steps"]
         ) -> dict[str, jax.Array]:
-            def one(
+            def weighted_metrics(
                 batch_and_weight: tuple[chex.ArrayTree, Float[Array, ""]],
             ) -> dict[str, jax.Array]:
                 batch, weight = batch_and_weight
@@ -112,7 +112,9 @@ def placed_evaluator(
                     for name, value in metrics.items()
                 }
 
-            return jax.tree.map(lambda x: jnp.sum(x), jax.lax.map(one, (batches, weights)))
+            return jax.tree.map(
+                lambda x: jnp.sum(x), jax.lax.map(weighted_metrics, (batches, weights))
+            )
 
         return federated_sum(federated_map(local_totals, batches, weights))
 

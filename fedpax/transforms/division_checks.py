@@ -82,10 +82,10 @@ def read_by_server(plan: StreamingPlan, division: Division) -> dict[str, bool]:
     own = dict(zip(plan.jaxpr.invars[len(division.server_arguments) :], division.own, strict=True))
     copies = {  # results of the map that returns its argument
         v: own[operand]
-        for v, one in plan.producer.items()
-        if one.eqn.primitive is federated_map_p
-        and result_names(one.eqn.params["jaxpr"]) == (SAME,)
-        and isinstance(operand := plan.operands(one.eqn)[0], Var)
+        for v, unstacked in plan.producer.items()
+        if unstacked.eqn.primitive is federated_map_p
+        and result_names(unstacked.eqn.params["jaxpr"]) == (SAME,)
+        and isinstance(operand := plan.operands(unstacked.eqn)[0], Var)
         and operand in own
     }
     server = ServerParts(plan)
@@ -94,7 +94,7 @@ def read_by_server(plan: StreamingPlan, division: Division) -> dict[str, bool]:
     by_clients: set[Var] = set()
     for phase in plan.loops:
         read += plan.loop_inputs(phase)[0]
-        uses = [(one.eqn, one.axes.operands) for one in plan.computed(phase)]
+        uses = [(unstacked.eqn, unstacked.axes.operands) for unstacked in plan.computed(phase)]
         uses += [(each.eqn, each.axes) for each in plan.reductions.get(phase, ())]
         for eqn, axes in uses:
             rows = zip(plan.operands(eqn), axes, strict=True)

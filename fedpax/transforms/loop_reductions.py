@@ -60,14 +60,14 @@ def loop_reduction(
         return _federated(eqn, placement) if eqn.params["placement"] == placement else None
     if all(axis is None for axis in known):
         return None
-    one = unstack_reduction(eqn, placement.size, mesh_axis, known)
-    if one is None or None in one.axes.operands:
+    unstacked = unstack_reduction(eqn, placement.size, mesh_axis, known)
+    if unstacked is None or None in unstacked.axes.operands:
         return None
-    axes = tuple(axis for axis in one.axes.operands if axis is not None)
+    axes = tuple(axis for axis in unstacked.axes.operands if axis is not None)
     dtype, name = aval_of(eqn.outvars[0]).dtype, eqn.primitive.name
     if name in CONTRACTIONS:
         wide = accumulation_dtype(dtype)
-        params = one.params | {"preferred_element_type": wide}
+        params = unstacked.params | {"preferred_element_type": wide}
         return LoopReduction(
             eqn,
             axes,

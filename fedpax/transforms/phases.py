@@ -133,9 +133,9 @@ class _PlanBuilder:
 
     def add(self, eqn: JaxprEqn) -> None:
         """Plan the next equation: the phase of the loop that can compute it, or of the server."""
-        one = self._unstack(eqn)
-        if one is not None:
-            self._add_to_loop(one)
+        unstacked = self._unstack(eqn)
+        if unstacked is not None:
+            self._add_to_loop(unstacked)
             return
         known = self._known_axes(eqn)
         reduction = loop_reduction(eqn, self.plan.placement, self._mesh_axis, known)
@@ -166,17 +166,17 @@ class _PlanBuilder:
         operands = self.plan.operands(eqn)
         return [self._axis.get(v) if isinstance(v, Var) else None for v in operands]
 
-    def _add_to_loop(self, one: Unstacked) -> None:
-        plan, eqn = self.plan, one.eqn
+    def _add_to_loop(self, unstacked: Unstacked) -> None:
+        plan, eqn = self.plan, unstacked.eqn
         operands = plan.operands(eqn)
-        phase = max(_loop_phase(plan, one), self._not_before.get(id(eqn), 0))
+        phase = max(_loop_phase(plan, unstacked), self._not_before.get(id(eqn), 0))
         if eqn.effects:
             phase = max(phase, self._last_effect.phase)
             self._last_effect = EffectOrder(phase, in_loop=True)
         if is_map(eqn, plan.placement):
             self._loops.setdefault(phase, []).append(eqn)
             self._stored.setdefault(phase, {})
-        self._add_producer(one)
+        self._add_producer(unstacked)
         self._phase.update(dict.fromkeys(eqn.outvars, phase))
         if eqn.primitive is federated_map_p or any(map(plan.is_mapped, operands)):
             self._mapped.update(eqn.outvars)
@@ -185,10 +185,10 @@ class _PlanBuilder:
                 results = (v for v in eqn.outvars if v not in self._extremum_operands)
                 self._remat_depth.update((v, depth) for v in results)
 
-    def _add_producer(self, one: Unstacked) -> None:
-        for v, axis in zip(one.eqn.outvars, one.axes.results, strict=True):
+    def _add_producer(self, unstacked: Unstacked) -> None:
+        for v, axis in zip(unstacked.eqn.outvars, unstacked.axes.results, strict=True):
             assert axis is not None  # `unstack` returns no equation that combines participants
-            self._producer[v] = one
+            self._producer[v] = unstacked
             self._axis[v] = axis
 
     def _server_phase(self, eqn: JaxprEqn) -> int:
@@ -208,8 +208,8 @@ class _PlanBuilder:
         for out in plan.jaxpr.outvars:
             self._store(plan.resolve(out), "the program returns it")
         for phase in sorted(plan.loops, reverse=True):
-            for v, _, one in list(plan.walk(phase)):
-                if one is None:
+            for v, _, unstacked in list(plan.walk(phase)):
+                if unstacked is None:
                     self._store(v, "a later phase reads it, after a reduction")
         return plan
 
@@ -230,10 +230,10 @@ class _PlanBuilder:
             if len(axes) != 1 or None in axes or any(a is not None for a in self._known_axes(eqn)):
                 continue
             size, unknown = self.plan.placement.size, [None] * len(eqn.invars)
-            one = unstack(eqn, size, self._mesh_axis, unknown, result_axis=axes.pop())
-            if one is not None:
+            unstacked = unstack(eqn, size, self._mesh_axis, unknown, result_axis=axes.pop())
+            if unstacked is not None:
                 self._others.remove(eqn)
-                self._add_producer(one)
+                self._add_producer(unstacked)
 
     def _users(self) -> dict[Var, list[JaxprEqn | None]]:
         """Return the equations that read each value; None: the program returns it."""
@@ -291,9 +291,9 @@ class _PlanBuilder:
             self._store(operand, reason)
 
 
-def _loop_phase(plan: StreamingPlan, one: Unstacked) -> int:
+def _loop_phase(plan: StreamingPlan, unstacked: Unstacked) -> int:
     """Return the first phase whose loop can run an equation."""
-    operands = zip(plan.operands(one.eqn), one.axes.operands, strict=True)
+    operands = zip(plan.operands(unstacked.eqn), unstacked.axes.operands, strict=True)
     # A mapped value that is broadcast as a whole comes from the loop of an earlier phase.
     return max(
         (plan.phase_of(v) + (a is None and plan.is_mapped(v)) for v, a in operands), default=0

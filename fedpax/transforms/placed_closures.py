@@ -75,8 +75,8 @@ def _closures(values: PlacedValues, names: Names) -> Iterator[PlacedClosure]:
     plan = values.plan
     in_rows = {
         v
-        for one in plan.producer.values()
-        for v, axis in zip(plan.operands(one.eqn), one.axes.operands, strict=True)
+        for unstacked in plan.producer.values()
+        for v, axis in zip(plan.operands(unstacked.eqn), unstacked.axes.operands, strict=True)
         if axis == 0
     }
     for eqn in values.jaxpr.eqns:

@@ -155,11 +155,11 @@ class PlacedValues:
         if name == "gather" and (axis := self._exchanged(eqn, axes)) is not None:
             return Use(Kind.EXCHANGE, (axis,))
         mesh_axis = explicit_axis(self.placement)
-        one = unstack(eqn, self.placement.size, mesh_axis, axes)
-        if one is not None and self._on_server(operands, one.axes.operands):
+        unstacked = unstack(eqn, self.placement.size, mesh_axis, axes)
+        if unstacked is not None and self._on_server(operands, unstacked.axes.operands):
             return _read(eqn, operands, axes)
-        if one is not None:
-            return Use(Kind.LOCAL, one.axes.results)
+        if unstacked is not None:
+            return Use(Kind.LOCAL, unstacked.axes.results)
         reduction = loop_reduction(eqn, self.placement, mesh_axis, axes)
         if reduction is not None:
             return _reduction(eqn, reduction)

@@ -103,17 +103,17 @@ def _run_again(plan: StreamingPlan) -> Iterator[tuple[int, JaxprEqn]]:
 
 def _with_maps_before(plan: StreamingPlan, eqn: JaxprEqn) -> list[JaxprEqn]:
     """Return a map, and the maps of its phase that its arguments need."""
-    own = plan.phase_of(eqn.outvars[0])
-    found = dict[int, JaxprEqn]()
+    phase = plan.phase_of(eqn.outvars[0])
+    maps = dict[int, JaxprEqn]()
     waiting = [eqn]
     while waiting:
-        one = waiting.pop()
-        if id(one) in found or plan.phase_of(one.outvars[0]) < own:
+        needed = waiting.pop()
+        if id(needed) in maps or plan.phase_of(needed.outvars[0]) < phase:
             continue
-        found[id(one)] = one
-        mapped = (v for v in plan.operands(one) if isinstance(v, Var) and plan.is_mapped(v))
+        maps[id(needed)] = needed
+        mapped = (v for v in plan.operands(needed) if isinstance(v, Var) and plan.is_mapped(v))
         waiting += [plan.producer[v].eqn for v in mapped]
-    return [one for one in found.values() if one.primitive is federated_map_p]
+    return [needed for needed in maps.values() if needed.primitive is federated_map_p]
 
 
 def _cost(plan: StreamingPlan) -> PlanCost:
@@ -121,9 +121,9 @@ def _cost(plan: StreamingPlan) -> PlanCost:
     chunk_sizes: dict[int, int] = {}
     for phase in plan.loops:
         chunk = _chunk_size(plan, phase)
-        for one in plan.computed(phase):
-            chunk_sizes[id(one.eqn)] = max(chunk, chunk_sizes.get(id(one.eqn), 0))
-            runs[id(one.eqn)] += one.eqn.primitive is federated_map_p
+        for unstacked in plan.computed(phase):
+            chunk_sizes[id(unstacked.eqn)] = max(chunk, chunk_sizes.get(id(unstacked.eqn), 0))
+            runs[id(unstacked.eqn)] += unstacked.eqn.primitive is federated_map_p
     return PlanCost(
         runs=runs,
         loops=len(plan.loops),

@@ -268,7 +268,7 @@ def _call(
             )
             for path, leaf in outputs
         ]
-        return [*results, *(x for one in sums for x in (one.total, one.estimate))]
+        return [*results, *(x for sum_ in sums for x in (sum_.total, sum_.estimate))]
 
     avals = list(map(jax.typeof, leaves))
     types, types_by_name = jax.tree.unflatten(structure, avals)

@@ -147,8 +147,8 @@ def loop_body(
             dict(zip(shared, servers, strict=True)),
             dict(zip(placed, slices, strict=True)),
         )
-        for one in computed:
-            values.run(one)
+        for unstacked in computed:
+            values.run(unstacked)
         outputs = [materialize(values.slice_of(v)) for v in stored]
         for reduction in plan.reductions.get(phase, ()):
             operands = plan.operands(reduction.eqn)
@@ -189,9 +189,10 @@ def run_loop(
     server_values = [replicate_over_placement(read_server(v), placement) for v in shared]
     # Maps inside a mapped function index the arguments in place: no slice of them is copied.
     nested = [
-        one.eqn
-        for one in plan.computed(phase)
-        if one.eqn.primitive is federated_map_p and is_federated(one.eqn.params["jaxpr"].jaxpr)
+        unstacked.eqn
+        for unstacked in plan.computed(phase)
+        if unstacked.eqn.primitive is federated_map_p
+        and is_federated(unstacked.eqn.params["jaxpr"].jaxpr)
     ]
     read_by_nested = {v for eqn in nested for v in plan.operands(eqn) if isinstance(v, Var)}
     results = run_participants(
@@ -223,25 +224,25 @@ class _ParticipantValues:
         self.slices = slices
         self.rows: dict[Var, jax.Array] = {}
 
-    def run(self, one: Unstacked) -> None:
+    def run(self, unstacked: Unstacked) -> None:
         """Run an equation on the values of the participant."""
-        operands = self.plan.operands(one.eqn)
-        primitive = one.eqn.primitive
+        operands = self.plan.operands(unstacked.eqn)
+        primitive = unstacked.eqn.primitive
         table = self.slices
         if primitive is federated_map_p:
-            outputs = run_streamed(one.params["jaxpr"], *map(self.slice_of, operands))
+            outputs = run_streamed(unstacked.params["jaxpr"], *map(self.slice_of, operands))
         elif primitive is federated_index_p:
             outputs = [self.index]
         elif primitive is federated_broadcast_p:
             outputs = [self.row_of(operands[0], None)]
         else:
             table = self.rows
-            inputs = list(map(self.row_of, operands, one.axes.operands))
+            inputs = list(map(self.row_of, operands, unstacked.axes.operands))
             if primitive is federated_mask_p:
                 outputs = [apply_mask(*inputs)]
             else:
-                outputs = rebind(one.eqn, inputs, one.params)
-        for v, output in zip(one.eqn.outvars, outputs, strict=True):
+                outputs = rebind(unstacked.eqn, inputs, unstacked.params)
+        for v, output in zip(unstacked.eqn.outvars, outputs, strict=True):
             if v not in self.slices:  # not read from memory
                 table[v] = output
 

@@ -99,11 +99,11 @@ class StreamingPlan:
             if axis is None or v not in self.producer or self.is_read_from_memory(v, phase):
                 yield v, axis, None
                 continue
-            one = self.producer[v]
-            yield v, axis, one
-            if id(one) not in expanded:  # once, and not for each result of a map
-                expanded.add(id(one))
-                waiting += zip(self.operands(one.eqn), one.axes.operands, strict=True)
+            unstacked = self.producer[v]
+            yield v, axis, unstacked
+            if id(unstacked) not in expanded:  # once, and not for each result of a map
+                expanded.add(id(unstacked))
+                waiting += zip(self.operands(unstacked.eqn), unstacked.axes.operands, strict=True)
 
     def _roots(self, phase: int) -> Iterator[tuple[Atom, int | None]]:
         """Yield the operands of the reductions of a loop, and the values that it stores."""
@@ -114,7 +114,11 @@ class StreamingPlan:
 
     def computed(self, phase: int) -> list[Unstacked]:
         """Return the equations that the loop of a phase runs, in the order of the jaxpr."""
-        found = {id(one.eqn): one for _, _, one in self.walk(phase) if one is not None}
+        found = {
+            id(unstacked.eqn): unstacked
+            for _, _, unstacked in self.walk(phase)
+            if unstacked is not None
+        }
         return [found[id(eqn)] for eqn in self.jaxpr.eqns if id(eqn) in found]
 
     def maps(self, phase: int) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
@@ -147,8 +151,8 @@ class StreamingPlan:
         A value can be in both lists.
         """
         shared, placed = dict[Var, None](), dict[Var, None]()
-        for v, axis, one in self.walk(phase):
-            if one is None:
+        for v, axis, unstacked in self.walk(phase):
+            if unstacked is None:
                 (placed if self.is_placed_input(v, axis) else shared)[v] = None
         # In the order of the arguments, so that results are written into the right ones.
         order = {v: i for i, v in enumerate(self.jaxpr.invars)}

@@ -17,6 +17,7 @@ import jax
 from fedpax.primitives._jax import Var, aval_of, evaluate
 from fedpax.primitives.signatures import function_name
 from fedpax.transforms.client_stages import ClientFn, Stage, client_stages
+from fedpax.transforms.coded_terms import CodedStage, code_terms
 from fedpax.transforms.discrete_gaussian import draw_noise
 from fedpax.transforms.division_checks import (
     check_means,
@@ -105,6 +106,7 @@ class Stages:
             plan, self._server, servers, division.own, division.kept, self._known, noise
         )
         self._clients = [jax.jit(stage.client) for stage in self._stages]
+        self._coded = [code_terms(stage) for stage in self._stages]
         self._merges = [jax.jit(stage.merge) for stage in self._stages]
         self._folds = [jax.jit(stage.fold) for stage in self._stages]
         self._read = jax.jit(functools.partial(evaluate, division.read))
@@ -191,6 +193,10 @@ class Stages:
     def adds(self, stage: int) -> bool:
         """Return whether all terms of a stage are sums."""
         return self._stages[stage].adds
+
+    def coded(self, stage: int) -> CodedStage | None:
+        """Return a stage whose participants send encoded words; None if none are fewer bytes."""
+        return self._coded[stage]
 
     def seen(self, stage: int) -> dict[str, int]:
         """Return what participants keep for a later stage and the server reads too.

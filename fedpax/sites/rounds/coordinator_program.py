@@ -12,8 +12,10 @@ from fedpax.clients.cohort import Cohort
 from fedpax.errors import ConfigurationError
 from fedpax.sites.rounds.contract import CoordinatorRun, Json
 from fedpax.sites.rounds.coordinator_state import CoordinatorState, unpack
-from fedpax.sites.rounds.exchange import SHOWN, TERM
+from fedpax.sites.rounds.exchange import SHOWN, TERM, WORD
+from fedpax.sites.rounds.random_keys import is_key
 from fedpax.transforms.client_stages import Stage
+from fedpax.transforms.coded_terms import CodedStage
 from fedpax.transforms.stages import Request, Stages
 
 
@@ -59,6 +61,12 @@ def expected_arrays(stage: Stage) -> dict[str, tuple[tuple[int | None, ...], np.
     return {**terms, **shown}
 
 
+def coded_arrays(coded: CodedStage | None) -> dict[str, tuple[tuple[int | None, ...], np.dtype]]:
+    """Return the shape and dtype of each array of a reply of encoded words."""
+    values = () if coded is None else coded.values
+    return {f"{WORD} {i}": (v.shape, np.dtype(v.dtype)) for i, v in enumerate(values)}
+
+
 def check_masks(divided: Stages, has_secure_sums: bool) -> None:
     """Raise if the terms of a program must be masked, and are not."""
     if divided.least_masked is not None and not has_secure_sums:
@@ -93,11 +101,11 @@ def check_program(divided: Stages, is_guarded: bool) -> None:
             "--norm_factor and --accept_if out, or choose another aggregator."
         )
     for stage in divided:
-        for value in (*stage.shared, *stage.rows, *stage.terms, *stage.shown):
-            if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        for value in (*stage.terms, *stage.shown):
+            if is_key(value.dtype):
                 raise ConfigurationError(
-                    f"a message of this round has random keys ({value.name}), expected numbers "
-                    "alone. Choose another aggregator, such as --aggregator=mean."
+                    f"a site would send random keys ({value.name}), expected numbers alone. Choose "
+                    "another aggregator, such as --aggregator=mean."
                 )
 
 

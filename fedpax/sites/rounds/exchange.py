@@ -14,6 +14,7 @@ from fedpax.sites.identity import Identity, find_difference
 from fedpax.sites.rounds.contract import Json
 from fedpax.sites.rounds.downlink import WHOLE, Packet
 from fedpax.sites.rounds.framed_messages import read_message, write_message
+from fedpax.sites.rounds.random_keys import to_numbers
 from fedpax.sites.rounds.site_table import Site, SiteTable
 from fedpax.sites.transport.calls import MalformedError, RefusedError
 from fedpax.sites.transport.checked_header import CheckedHeader
@@ -32,8 +33,11 @@ MOST_UPLOADS = 4
 
 LONGEST_UPLOAD = 600.0
 
-SHARED, ROW, TERM, SHOWN = "shared", "row", "term", "shown"
+SHARED, ROW, TERM, SHOWN, WORD = "shared", "row", "term", "shown", "word"
 """First words of the names of arrays."""
+
+
+ArrayTypes = tuple[tuple[int | None, ...], np.dtype]
 
 
 class Task(NamedTuple):
@@ -46,6 +50,7 @@ class Task(NamedTuple):
         own: for each site that is asked, its fields and arrays.
         expected: shape and dtype of each array of a reply, as `{name: array type}`; a shape's first
             None stands for the number of the site's clients in this task.
+        coded: the same for a site that sends encoded words: one whose fields have `"coded"`.
         weights: for each array that is a sum of weights, the most that a client weighs.
         weighted: arrays that are divided by the weights.
     """
@@ -54,9 +59,10 @@ class Task(NamedTuple):
     header: Mapping[str, Any]
     packet: Packet
     own: Mapping[str, tuple[Mapping[str, Any], Mapping[str, np.ndarray]]]
-    expected: Mapping[str, tuple[tuple[int | None, ...], np.dtype]]
+    expected: Mapping[str, ArrayTypes]
     weights: Mapping[str, float] = {}
     weighted: Sequence[str] = ()
+    coded: Mapping[str, ArrayTypes] = {}
 
 
 class Reply(NamedTuple):
@@ -78,7 +84,7 @@ def new_token() -> str:
 
 def numbered(word: str, arrays: Sequence[Any]) -> dict[str, np.ndarray]:
     """Return arrays by name: `word` and a number."""
-    return {f"{word} {i}": np.asarray(x) for i, x in enumerate(arrays)}
+    return {f"{word} {i}": to_numbers(x) for i, x in enumerate(arrays)}
 
 
 def in_order(word: str, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
@@ -242,7 +248,8 @@ class Exchange:
                 fields, rows = task.own[site.name]
                 place, arrays = task.packet.for_site(request.optional_text("have"))
                 content = {**arrays, **rows}
-                self.sent_bytes += sum(x.nbytes for x in content.values())
+                size = sum(x.nbytes for x in content.values())
+                self.sent_bytes, site.sent_bytes = self.sent_bytes + size, site.sent_bytes + size
                 header = self._answer(site, status="task", token=task.token).header
                 return Message({**header, **task.header, **fields, **place}, content)
             if self.finished and not (site.ready and self.awaits_model(site.name)):
@@ -280,7 +287,9 @@ class Exchange:
             site, task = self._site(name, request), self._task
             if site is None:
                 return Message({"status": "join"})
-            self.received_bytes += sum(x.nbytes for x in arrays.values())
+            size = sum(x.nbytes for x in arrays.values())
+            self.received_bytes += size
+            site.received_bytes += size
             if task is None or (token, stage) != (task.token, task.header["stage"]):
                 self._uploads.pop(name, None)
                 site.late += 1
@@ -327,23 +336,18 @@ class Exchange:
     ) -> str | None:
         """Return why a reply cannot be counted, or None."""
         rows = len(own.get("clients", ()))
-        for name, (shape, dtype) in task.expected.items():
+        expected = task.coded if own.get("coded") else task.expected
+        for name, (shape, dtype) in expected.items():
             wanted = tuple(rows if size is None else size for size in shape)
             array = arrays.get(name)
             if array is None or array.shape != wanted or array.dtype != dtype:
                 found = "nothing" if array is None else f"{array.dtype}{list(array.shape)}"
                 return f"{name} is {found}, expected {dtype}{list(wanted)}"
-            if array.dtype.kind not in "biu" and not _is_finite(array):
+            if array.dtype.kind not in "biu" and not is_finite(array):
                 return f"{name} has NaN or infinity, expected finite values"
-        if extra := arrays.keys() - task.expected.keys():
+        if extra := arrays.keys() - expected.keys():
             return f"{min(extra)} is not asked for"
-        for name, most in task.weights.items():
-            weight = float(arrays[name])
-            if not 0 <= weight <= rows * most * (1 + 1e-5):  # float32 rounds a sum
-                return f"its weight is {weight:g}, expected 0 to {rows * most:g}"
-            if not weight and any(arrays[other].any() for other in task.weighted):
-                return "its weight is 0 and its values are not"
-        return None
+        return None if own.get("coded") else find_wrong_weight(task, rows, arrays)
 
     def _note(self, site: Site, request: CheckedHeader, arrays: Any) -> Message:
         return self._answer(site, status="ok")
@@ -483,7 +487,19 @@ def check_types(types: Json) -> None:
             raise MalformedError(f"the field {name!r} of a batch is {str(kind)[:100]}.")
 
 
-def _is_finite(array: np.ndarray) -> bool:
+def find_wrong_weight(task: Task, rows: int, arrays: Mapping[str, Any]) -> str | None:
+    """Return why the weights of some clients cannot be counted, or None."""
+    for name, most in task.weights.items():
+        weight = float(arrays[name])
+        if not 0 <= weight <= rows * most * (1 + 1e-5):  # float32 rounds a sum
+            return f"its weight is {weight:g}, expected 0 to {rows * most:g}"
+        if not weight and any(arrays[other].any() for other in task.weighted):
+            return "its weight is 0 and its values are not"
+    return None
+
+
+def is_finite(array: np.ndarray) -> bool:
+    """Return whether an array has no NaN and no infinity."""
     floats = array if array.dtype.kind in "fc" else array.astype(np.float32)  # such as bfloat16
     return bool(np.all(np.isfinite(floats)))
 

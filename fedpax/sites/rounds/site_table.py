@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedpax.files import read_json
-from fedpax.reports.table import format_seconds, markdown_table
+from fedpax.reports.table import format_bytes, format_seconds, markdown_table
 from fedpax.run_files.metrics_log import is_number
 from fedpax.sites.rounds.contract import ClientRange, Json
 
 SITES = "sites.json"
 """The table of sites in the coordinator's folder, for `fedpax show`."""
 
-_SAVED = ("name", "first", "count", "counted", "rounds", "late", "dropped", "heldout")
+_COUNTS = ("rounds", "late", "dropped", "sent_bytes", "received_bytes")
+_SAVED = ("name", "first", "count", "counted", "heldout", *_COUNTS)
 
 
 class Site:
@@ -30,6 +31,7 @@ class Site:
         self.left = self.heard_end = False
         self.seen = -math.inf  # when it was last heard
         self.rounds = self.late = self.dropped = 0
+        self.sent_bytes = self.received_bytes = 0  # of arrays, to and from the site
         self.heldout: dict[str, float] = {}
 
     def to_json(self) -> dict[str, Any]:
@@ -46,6 +48,8 @@ class SiteReport(NamedTuple):
     rounds: int  # rounds that counted its terms
     late: int  # rounds that did not wait for it
     dropped: int  # replies that were refused
+    sent_bytes: int  # bytes of the arrays that the site received
+    received_bytes: int  # and of those that it sent
     heldout: Mapping[str, float]  # metrics of its held-out examples
     seconds_since_message: float | None  # None: no message since the coordinator began
 
@@ -100,9 +104,7 @@ class SiteTable:
                 site.name,
                 self._state(site, now),
                 site.count,
-                site.rounds,
-                site.late,
-                site.dropped,
+                *(getattr(site, name) for name in _COUNTS),
                 site.heldout,
                 None if math.isinf(site.seen) else now - site.seen,
             )
@@ -127,7 +129,7 @@ class SiteTable:
         for fields in saved:
             site = Site(fields["name"], fields["first"], fields["count"])
             for name in _SAVED[3:]:
-                setattr(site, name, fields[name])
+                setattr(site, name, fields.get(name, getattr(site, name)))
             self._sites[site.name] = site
             self.num_clients = max(self.num_clients, site.first + site.count)
 
@@ -143,7 +145,7 @@ def read_sites(job_log_dir: str | Path) -> list[SiteReport]:
 
 def _is_whole(site: SiteReport) -> bool:
     """Return whether the fields have the types that the table shows."""
-    texts, numbers = site[:2], (site.clients, site.rounds, site.late, site.dropped)
+    texts, numbers = site[:2], (site.clients, *(getattr(site, name) for name in _COUNTS))
     return (
         all(isinstance(text, str) for text in texts)
         and all(map(is_number, numbers))
@@ -157,13 +159,15 @@ def format_sites(sites: Sequence[SiteReport]) -> str:
     """Format the sites of a coordinator as a Markdown table."""
     found = {name for site in sites for name in site.heldout}
     names = sorted(found, key=lambda name: (name != "loss", name))
-    head = ["site", "state", "clients", "rounds", "late", "dropped"]
+    head = ["site", "state", "clients", "rounds", "late", "dropped", "down", "up"]
     head += [f"held-out {name}" for name in names] + ["last message"]
     rows = [
         [
             site.name,
             site.state,
             *(str(number) for number in (site.clients, site.rounds, site.late, site.dropped)),
+            format_bytes(site.sent_bytes),
+            format_bytes(site.received_bytes),
             *(f"{site.heldout[name]:.4f}" if name in site.heldout else "-" for name in names),
             "-"
             if site.seconds_since_message is None

@@ -15,8 +15,9 @@ from fedpax.run_files.quantiles import with_quantiles
 from fedpax.sites.rounds.contract import ClientRange, Json, SiteExperiment, SiteRun
 from fedpax.sites.rounds.coordinator_program import batch_types
 from fedpax.sites.rounds.coordinator_state import divide
-from fedpax.sites.rounds.exchange import ROW, SHARED, SHOWN, TERM, in_order, numbered
+from fedpax.sites.rounds.exchange import ROW, SHARED, SHOWN, TERM, WORD, in_order, numbered
 from fedpax.sites.rounds.kept_values import KeptValues, check_names
+from fedpax.sites.rounds.random_keys import from_numbers, type_in_message
 from fedpax.sites.rounds.round_rules import weigh
 from fedpax.sites.rounds.secret_terms import TASK as SUM
 from fedpax.sites.rounds.secret_terms import SecretTerms
@@ -211,15 +212,27 @@ class SiteWorker:
                 "is secure_mean or private_secure_mean. Start `fedpax syncer` with --secure_sums."
             )
         stage, client, merge = divided[number], divided.client(number), divided.merge(number)
-        shared = [jnp.asarray(x) for x in in_order(SHARED, arrays)]
-        of_rows = in_order(ROW, arrays)
+        shared, of_rows = in_order(SHARED, arrays), in_order(ROW, arrays)
         check_arrays(SHARED, stage.shared, shared, ())
         check_arrays(ROW, stage.rows, of_rows, (len(header["clients"]),))
+        shared = [from_numbers(x, v.dtype) for x, v in zip(shared, stage.shared, strict=True)]
+        coded = divided.coded(number) if header.get("coded") else None
+        if header.get("coded") and (coded is None or self.count > 1):
+            raise RefusedError(
+                "the syncer asks for the encoded update of a client, expected the sum over this "
+                f"site's {self.count} clients. Use the same version of fedpax on both sides."
+            )
         merged: Any = ()
         shown: list[Any] = []
         for place, (k, slot) in enumerate(zip(header["clients"], header["slots"], strict=True)):
-            received = [jnp.asarray(x[place]) for x in of_rows]
+            received = [
+                from_numbers(x[place], v.dtype) for x, v in zip(of_rows, stage.rows, strict=True)
+            ]
             values = {**rows[k], **divided.draw_noise(number)}
+            if coded is not None:
+                words, kept = coded.send(slot, shared, received, values)
+                self._between[1].setdefault(k, {}).update(kept)
+                return numbered(WORD, words)
             terms, seen, kept = client(slot, shared, received, values)
             self._between[1].setdefault(k, {}).update(kept)
             merged = merge(merged, terms) if shown else terms
@@ -260,7 +273,8 @@ def check_arrays(
     word: str, values: Sequence[Value], arrays: Sequence[Any], leading: tuple[int, ...]
 ) -> None:
     """Refuse arrays of the coordinator that are not those of this site's program."""
-    expected = [((*leading, *value.shape), np.dtype(value.dtype)) for value in values]
+    types = [type_in_message(value.shape, value.dtype) for value in values]
+    expected = [((*leading, *shape), dtype) for shape, dtype in types]
     found = [(np.shape(x), np.dtype(x.dtype)) for x in arrays]
     if expected != found:
         pairs = itertools.zip_longest(expected, found)

@@ -11,6 +11,7 @@ from fedpax.errors import FedpaxError
 from fedpax.sites.rounds.contract import Json
 from fedpax.sites.rounds.coordinator_program import (
     check_masks,
+    coded_arrays,
     expected_arrays,
     weight_limits,
     weighted_terms,
@@ -21,13 +22,17 @@ from fedpax.sites.rounds.exchange import (
     SHARED,
     SHOWN,
     TERM,
+    WORD,
     Exchange,
     Reply,
     Task,
+    find_wrong_weight,
     in_order,
+    is_finite,
     new_token,
     numbered,
 )
+from fedpax.sites.rounds.random_keys import to_numbers
 from fedpax.sites.rounds.round_rules import RoundRules
 from fedpax.sites.rounds.secret_terms import ask_for_sums, check_is_sum
 from fedpax.sites.rounds.update_rows import UpdateRows
@@ -86,7 +91,8 @@ class StageCalls:
         quorum: int,
     ) -> dict[str, Reply] | None:
         """Ask for a stage, as `Exchange.ask` does."""
-        rows = [np.asarray(x) for x in request.rows]
+        rows = [to_numbers(x) for x in request.rows]
+        coded = None if self._rules.secure_sums else divided.coded(request.stage)
         shared = numbered(SHARED, request.shared)
         is_round, stage, rules = header["task"] == "round", divided[request.stage], self._rules
         is_model = is_round and request.stage == 0
@@ -98,6 +104,8 @@ class StageCalls:
             slots = who.slots[name]
             fields: dict[str, Any] = {"clients": list(chosen), "slots": list(slots)}
             fields |= {"counted": site.counted, "first_client": who.firsts[name]}
+            # The words of one of several clients would show its update, and not their sum.
+            fields |= {"coded": True} if coded is not None and site.count == 1 else {}
             own[name] = fields, numbered(ROW, [x[np.array(slots)] for x in rows])
         task = Task(
             token,
@@ -105,11 +113,14 @@ class StageCalls:
             packet,
             own,
             expected_arrays(stage),
-            *((weight_limits(stage, rules.weights), weighted_terms(stage)) if is_round else ()),
+            weight_limits(stage, rules.weights) if is_round else {},
+            weighted_terms(stage) if is_round else (),
+            coded_arrays(coded),
         )
         check_masks(divided, rules.secure_sums)
         if not rules.secure_sums:
-            return self._exchange.ask(task, quorum, rules.round_seconds, self._stop)
+            replies = self._exchange.ask(task, quorum, rules.round_seconds, self._stop)
+            return self._check_words(task, divided, request, replies or {}, who.slots) or replies
         check_is_sum(stage, divided.adds(request.stage))
         try:
             return ask_for_sums(
@@ -126,6 +137,29 @@ class StageCalls:
         except FedpaxError as error:
             self._note(f"no secure sum: {error}")
             return None
+
+    def _check_words(
+        self,
+        task: Task,
+        divided: Stages,
+        request: Request,
+        replies: Mapping[str, Reply],
+        slots: Mapping[str, Sequence[int]],
+    ) -> dict[str, Reply]:
+        """Replace replies whose words have values or weights that do not count."""
+        checked = dict(replies)
+        for name, reply in without_faults(replies).items():
+            if not task.own[name][0].get("coded"):
+                continue
+            terms = numbered(TERM, _decode(divided, request, reply.arrays, slots[name]))
+            fault = find_wrong_weight(task, 1, terms)
+            if not all(map(is_finite, terms.values())):
+                fault = "its words stand for NaN or infinity, expected finite values"
+            if fault is not None:
+                checked[name] = Reply({"fault": fault}, {})
+                if (site := self._exchange.sites.get(name)) is not None:
+                    site.dropped += 1
+        return checked
 
     def compute(
         self,
@@ -168,10 +202,22 @@ class StageCalls:
         with UpdateRows(values, divided.placement.size, self._folder) as shown:
             for name, reply in without_faults(replies).items():
                 arrays = reply.arrays
-                if terms := in_order(TERM, arrays):  # the first reply has all of a secure sum
+                terms = _decode(divided, request, arrays, slots[name])
+                if terms:  # the first reply has all of a secure sum
                     merged = merge(merged, terms) if merged else terms
                 shown.add(slots[name], in_order(SHOWN, arrays))
             return (tuple(jnp.asarray(x) for x in merged), *shown.finish())
+
+
+def _decode(
+    divided: Stages, request: Request, arrays: Mapping[str, np.ndarray], slots: Sequence[int]
+) -> Sequence[Any]:
+    """Return the terms of a reply, also if it has the words of one client."""
+    if not (words := in_order(WORD, arrays)):
+        return in_order(TERM, arrays)
+    (slot,), coded = slots, divided.coded(request.stage)
+    assert coded is not None
+    return coded.terms(slot, request.shared, [x[slot] for x in request.rows], words)
 
 
 def is_computable(divided: Stages, number: int) -> bool:

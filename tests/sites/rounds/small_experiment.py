@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import fedpax
-from fedpax.aggregators import coordinate_median, krum
+from fedpax.aggregators import codecs, compressed_mean, coordinate_median, krum
 from fedpax.algorithms import fedavg, scaffold
 from fedpax.data import ClientSampler
 from fedpax.sites.rounds.contract import CoordinatorRun, SiteRun
@@ -49,6 +49,18 @@ METHODS: dict[str, Callable[..., Any]] = {
         client_optimizer=optax.sgd(0.1),
         aggregator=krum(1),
     ),
+    **{
+        name: lambda size, total, codec=codec, feedback=feedback: fedavg(
+            loss_fn,
+            cohort_size=size,
+            client_optimizer=optax.sgd(0.1),
+            aggregator=compressed_mean(codec, error_feedback=feedback),
+        )
+        for name, codec, feedback in (
+            ("compressed", codecs.uniform(4), False),  # which draws random numbers
+            ("feedback", codecs.e3m0(), True),
+        )
+    },
     "scaffold": lambda size, total: scaffold(
         loss_fn, cohort_size=size, num_clients=total, client_optimizer=optax.sgd(0.1)
     ),
@@ -104,7 +116,8 @@ class SmallExperiment(Experiment):
 
         def sample(round_number, present):
             available = None if present.all() else lambda _: present
-            return ClientSampler(num_clients, size, available=available).sample(round_number)
+            sampler = ClientSampler(num_clients, size, available=available)
+            return sorted(sampler.sample(round_number))  # places as in `train_together`
 
         return CoordinatorRun(algorithm, self.init, size, sample)
 

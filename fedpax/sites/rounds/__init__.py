@@ -5,5 +5,6 @@
 - `take_part`: the process of a site (`fedpax join`).
 
 The parts of a round are those of `fedpax.stages`: a site runs the clients' part for each of its
-clients, merges their terms, and sends the merged terms alone.
+clients, merges their terms, and sends the merged terms alone. A site of one client sends encoded
+words instead if they are fewer bytes.
 """

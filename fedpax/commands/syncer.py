@@ -55,6 +55,7 @@ def syncer(arguments: Sequence[str]) -> int:
                 options.secure_threshold,
                 options.down,
             ),
+            heartbeat_seconds=options.heartbeat_seconds,
             goodbye_seconds=options.goodbye_seconds,
             limits=limits,
         )
@@ -105,7 +106,7 @@ def define_flags(options: flags.FlagValues) -> None:
     flags.DEFINE_float(
         "heartbeat_seconds",
         1.0,
-        "Seconds between an island's heartbeats.",
+        "Seconds between the heartbeats of an island or a site.",
         lower_bound=0.05,
         flag_values=options,
     )

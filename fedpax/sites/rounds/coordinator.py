@@ -52,6 +52,9 @@ from fedpax.transforms.stages import Request
 MOST_FAILURES = 5
 """Times that a round may fail by replies that do not count."""
 
+MANY_SITES = 3
+"""The fewest sites of which none can compute from a sum what another one sent."""
+
 SECONDS_BETWEEN_ATTEMPTS = 1.0
 
 
@@ -137,6 +140,11 @@ class Coordinator:
             least if exchange.has_refused else needed, ready=True
         ):
             return
+        if least < MANY_SITES and len(exchange.present()) < MANY_SITES:
+            self._progress.note(
+                "fewer than 3 sites: from the model before and after a round, each of two sites "
+                "can compute what the other one sent"
+            )
         failures = 0
         while self.done < rounds and not self.stop():
             if len(self.exchange.present()) < self._rules.min_sites:

@@ -1,10 +1,11 @@
 """The coordinator's side of the messages: sites ask for work, and send what it asks for."""
 
 import json
+import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,9 @@ LONGEST_WAIT = 1.0
 """Seconds for which a site's question for work waits for some."""
 
 MOST_CLIENTS, MOST_METRICS, LONGEST_DESCRIPTION = 1_000_000, 100, 1 << 18
+
+SMALL_MESSAGE = 1 << 20
+"""Bytes of arrays that any message may have; the tasks of a run can allow more."""
 
 LARGE = 1 << 20
 """Bytes of arrays from which a reply is kept on the disk, and is offered first."""
@@ -106,7 +110,7 @@ class Exchange:
         *,
         rounds: int,
         run: str,
-        heartbeat_seconds: float = 2.0,
+        heartbeat_seconds: float = 1.0,
         down: str = WHOLE,
         folder: Path | None = None,
         on_fault: Callable[[str, str], None] = lambda name, reason: None,
@@ -121,6 +125,7 @@ class Exchange:
         self.types: Json | None = None  # of a batch
         self.round, self.finished, self.waits_for = 0, False, "sites"
         self.sent_bytes = self.received_bytes = 0
+        self.max_message_bytes = SMALL_MESSAGE
         self.awaits_model: Callable[[str], bool] = lambda name: False  # a site, at the end
         self._folder = folder
         self._receiving: set[str] = set()
@@ -415,6 +420,7 @@ class Exchange:
         deadline = time.monotonic() + seconds
         self._forget_replies()
         with self._changed:
+            self.max_message_bytes = max(self.max_message_bytes, largest_message(task))
             self._task, self._replies, self._uploads, self.faults = task, {}, {}, {}
             self._changed.notify_all()
             try:
@@ -485,6 +491,22 @@ def check_types(types: Json) -> None:
             fits = False
         if not fits or len(shape) > 32:
             raise MalformedError(f"the field {name!r} of a batch is {str(kind)[:100]}.")
+
+
+def largest_message(task: Task) -> int:
+    """Return the bytes of the largest message of a task, either way."""
+
+    def size(types: Iterable[ArrayTypes], rows: int) -> int:
+        return sum(
+            math.prod(rows if n is None else n for n in shape) * dtype.itemsize
+            for shape, dtype in types
+        )
+
+    shared = sum(x.nbytes for x in task.packet.whole.values())
+    down = [sum(x.nbytes for x in arrays.values()) for _, arrays in task.own.values()]
+    rows = [len(fields.get("clients", ())) for fields, _ in task.own.values()]
+    up = size([*task.expected.values()], max(rows, default=0)) + size(task.coded.values(), 1)
+    return max(shared + max(down, default=0), up)
 
 
 def find_wrong_weight(task: Task, rows: int, arrays: Mapping[str, Any]) -> str | None:

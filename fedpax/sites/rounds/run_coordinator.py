@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.checkpoints.saved_rounds import set_aside_after
-from fedpax.errors import ConfigurationError
+from fedpax.errors import ArgumentError, ConfigurationError
 from fedpax.preemption import PreemptionGuard
 from fedpax.run_files.configuration import write_configuration
 from fedpax.run_files.metrics import MetricsWriter
@@ -61,6 +61,7 @@ def run_coordinator(
     certificates: str | Path | None = None,
     allow_config_change: Collection[str] = (),
     rules: RoundRules | None = None,
+    heartbeat_seconds: float = 1.0,
     goodbye_seconds: float = 15.0,
     limits: SiteLimits = NO_LIMITS,
 ) -> CoordinatorResult:
@@ -79,6 +80,8 @@ def run_coordinator(
         certificates: the folder of this site's certificate. Default None: no encryption.
         allow_config_change: as in `fedpax.training.trainer.train`.
         rules: when a round ends, and what its clients weigh. Default None: `RoundRules()`.
+        heartbeat_seconds: seconds between a site's heartbeats, below `rules.silent_after`. Default
+            1.0.
         goodbye_seconds: seconds after the end in which sites can learn it. Default 15.0.
         limits: what a site may send. Default: malformed messages alone are limited.
 
@@ -94,6 +97,12 @@ def run_coordinator(
     """
     rules = RoundRules() if rules is None else rules
     rules.check()
+    if heartbeat_seconds >= rules.silent_after:
+        raise ArgumentError(
+            f"heartbeat_seconds={heartbeat_seconds} and silent_after={rules.silent_after}: a site "
+            "would be silent between two heartbeats, expected fewer seconds. Set for example "
+            f"--heartbeat_seconds={rules.silent_after / 4:g}."
+        )
     folder = resolve_job_log_dir(job_log_dir)
     refuse_checkpoint_dir(experiment.training.checkpoint_dir, "syncer")
     assert isinstance(experiment, SiteExperiment)
@@ -117,6 +126,7 @@ def run_coordinator(
             rounds=rounds,
             run=new_token() if saved is None else saved["run"],
             on_fault=admission.report if certificates else lambda name, reason: None,
+            heartbeat_seconds=heartbeat_seconds,
             down=rules.down,
             folder=folder / "replies",
         )
@@ -133,7 +143,11 @@ def run_coordinator(
             Checkpoints(folder, keep=experiment.training.keep_checkpoints) as checkpoints,
             Progress(exp or type(experiment).__name__, rounds_done=done, rounds=rounds) as progress,
             serve(
-                exchange.handle, listen, certificates=certificates, admission=admission
+                exchange.handle,
+                listen,
+                certificates=certificates,
+                admission=admission,
+                max_message_bytes=lambda: exchange.max_message_bytes,
             ) as server,
             PreemptionGuard() as preemption,
         ):

@@ -92,6 +92,13 @@ class SiteWorker:
             {n: jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for n, x in batches.items()}
         )
 
+    @property
+    def model_bytes(self) -> int:
+        """The bytes of the model."""
+        assert self._whole_run is not None
+        like = jax.eval_shape(self._whole_run.init, jax.random.key(0))
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(like))
+
     def work(self, header: Json, arrays: Arrays) -> tuple[Json, Arrays]:
         """Do a task, and return the fields and the arrays of the reply."""
         task = header["task"]

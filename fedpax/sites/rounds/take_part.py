@@ -35,7 +35,13 @@ from fedpax.sites.rounds.exchange import LARGE
 from fedpax.sites.rounds.run_coordinator import check_supported
 from fedpax.sites.rounds.secret_terms import SecretTerms
 from fedpax.sites.rounds.site_worker import SiteWorker, UnknownRoundError
-from fedpax.sites.transport.calls import Connection, DisconnectedError, RefusedError, connect
+from fedpax.sites.transport.calls import (
+    MAX_MESSAGE_BYTES,
+    Connection,
+    DisconnectedError,
+    RefusedError,
+    connect,
+)
 from fedpax.sites.transport.checked_header import CheckedHeader
 from fedpax.sites.transport.message import Message
 from fedpax.training.experiment import Experiment
@@ -45,6 +51,9 @@ from fedpax.training.resume_checks import check_configuration
 
 if TYPE_CHECKING:
     from fedpax.sites.signed_keys import CertificateSigner
+
+MOST_MODELS = 8
+"""The largest message that a site receives, in models: SCAFFOLD's has two, optimizers a few."""
 
 CALL_SECONDS, TRANSFER_SECONDS = 30.0, 600.0
 
@@ -150,6 +159,10 @@ def take_part(
                 give_up_after=give_up_after,
                 sums=SecretTerms(site_name, only_sums_of, _signer(certificates)),
             )
+            if only_sums_of == 2:
+                progress.note(
+                    "--only_sums_of=2: from a sum of two sites, each learns the terms of the other"
+                )
             with contextlib.closing(site):
                 site.run()
         stopped = None if site.finished else preemption.signal
@@ -285,6 +298,9 @@ class Site:
 
     def _set_inputs(self, inputs: Mapping[str, Any]) -> None:
         types = self._worker.set_inputs(inputs)
+        self._connection.max_message_bytes = max(
+            MAX_MESSAGE_BYTES, MOST_MODELS * self._worker.model_bytes
+        )
         self._experiment = self._experiment.with_inputs(inputs)
         if self._call("ready", types=types).header["status"] != "join":
             self._has_inputs = True

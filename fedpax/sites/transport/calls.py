@@ -169,7 +169,7 @@ def serve(
     *,
     certificates: Path | str | None = None,
     admission: Guard | None = None,
-    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    max_message_bytes: int | Callable[[], int] = MAX_MESSAGE_BYTES,
     max_calls: int = 128,
     keepalive: float = 5.0,
 ) -> MessageServer:
@@ -177,7 +177,8 @@ def serve(
     # `admission` guards the handler. With certificates it is asked before a message is read.
     # If `handler` raises another exception than `RefusedError`, it is logged with its traceback,
     # the peer gets a `DisconnectedError`, and the server continues. A malformed message is refused
-    # and logged. Memory for received messages is at most `max_calls * max_message_bytes`, and grows
+    # and logged. A function for `max_message_bytes` returns the limit of the next message.
+    # Memory for received messages is at most `max_calls * max_message_bytes`, and grows
     # as bytes arrive: gRPC stops reading from a peer whose chunks are not consumed.
     # Silent peers do not keep others from being answered: if all places for calls are taken, a new
     # call ends the one that has waited longest for its peer. `max_calls` must be at least twice the
@@ -191,7 +192,12 @@ def serve(
 
     pool = CallPool(max_calls)
     method = grpc.stream_stream_rpc_method_handler(
-        _respond(handler, max_message_bytes, pool, admission)
+        _respond(
+            handler,
+            max_message_bytes if callable(max_message_bytes) else lambda: max_message_bytes,
+            pool,
+            admission,
+        )
     )
     server = grpc.server(
         pool,
@@ -286,7 +292,7 @@ def _max_connections() -> int:
 
 
 def _respond(
-    handler: Handler, max_message_bytes: int, pool: CallPool, admission: Guard | None
+    handler: Handler, most_bytes: Callable[[], int], pool: CallPool, admission: Guard | None
 ) -> Callable[..., Iterator[bytes]]:
     """Return a gRPC method that decodes a message, calls the handler and encodes its answer."""
     import grpc
@@ -320,7 +326,7 @@ def _respond(
         try:
             if admission is not None and peer:
                 admission.check(peer)
-            message = decode(receive(chunks, context), max_message_bytes)
+            message = decode(receive(chunks, context), most_bytes())
         except MessageError as error:
             if not context.is_active():  # the peer has cancelled the call, or is gone
                 return iter(())
@@ -335,7 +341,7 @@ def _respond(
         except (RefusedError, BusyError) as error:
             refuse(sender, error, context)
         try:
-            return send(encode(handler(peer, message), max_message_bytes), context)
+            return send(encode(handler(peer, message), most_bytes()), context)
         except (RefusedError, BusyError) as error:
             refuse(sender, error, context)
         except Exception:

@@ -8,7 +8,14 @@ import numpy as np
 
 from fedpax.sites.identity import Identity
 from fedpax.sites.rounds.downlink import whole
-from fedpax.sites.rounds.exchange import LARGE, MOST_UPLOADS, Exchange, Task
+from fedpax.sites.rounds.exchange import (
+    LARGE,
+    MOST_UPLOADS,
+    SMALL_MESSAGE,
+    Exchange,
+    Task,
+    largest_message,
+)
 from fedpax.sites.rounds.site_table import SiteTable
 from fedpax.sites.transport.message import Message
 
@@ -106,3 +113,22 @@ def test_large_replies_are_received_few_at_a_time(tmp_path: Path) -> None:
     for name in names[1:]:
         call(exchange, name, "reply", {"term 0": x}, token="token", stage=0, fields={})
     thread.join()
+
+
+def test_the_largest_message_follows_the_model(tmp_path: Path) -> None:
+    exchange = open_exchange(tmp_path, ["a"])
+    assert exchange.max_message_bytes == SMALL_MESSAGE
+    thread, _ = ask(exchange, ["a"], 3 * SIZE)
+    assert exchange.max_message_bytes == 3 * 4 * SIZE
+    x = np.ones(3 * SIZE, np.float32)
+    call(exchange, "a", "reply", {"term 0": x}, token="token", stage=0, fields={})
+    thread.join()
+    thread, _ = ask(exchange, ["a"], 1)
+    assert exchange.max_message_bytes == 3 * 4 * SIZE  # a late reply still fits
+    call(exchange, "a", "reply", {"term 0": x[:1]}, token="token", stage=0, fields={})
+    thread.join()
+    packet, rows = whole({"shared 0": np.zeros(5, np.float32)}), np.zeros((2, 7), np.float64)
+    own = {"a": ({"clients": [0, 1]}, {"row 0": rows})}
+    expected = {"shown 0": ((None, 9), np.dtype(np.float32))}
+    task = Task("t", {}, packet, own, expected)
+    assert largest_message(task) == max(5 * 4 + 2 * 7 * 8, 2 * 9 * 4)

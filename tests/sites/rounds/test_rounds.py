@@ -15,6 +15,7 @@ from fedpax.sites.rounds.coordinator import FailedRoundError
 from fedpax.sites.rounds.coordinator_files import read_federation
 from fedpax.sites.rounds.exchange import Exchange
 from fedpax.sites.rounds.round_rules import RoundRules
+from fedpax.sites.rounds.run_coordinator import run_coordinator
 from fedpax.sites.rounds.site_table import read_sites
 from fedpax.sites.transport.calls import DisconnectedError, RefusedError
 from fedpax.sites.transport.message import Message
@@ -192,6 +193,13 @@ def test_a_late_site_joins_with_new_clients(tmp_path: Path) -> None:
     rows = {s.name: s for s in read_sites(found.folder / "coordinator")}
     assert rows["a"].rounds == rows["b"].rounds == 12
     assert 1 <= rows["c"].rounds <= 10
+
+
+def test_heartbeats_are_more_frequent_than_silence(tmp_path: Path) -> None:
+    rules = RoundRules(silent_after=5.0)
+    with pytest.raises(ValueError, match=r"Set for example --heartbeat_seconds=1\.25"):
+        run_coordinator(small(), tmp_path / "a", "127.0.0.1:0", rules=rules, heartbeat_seconds=5.0)
+    assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,16 @@ def test_messages_over_the_limit_of_the_server_are_refused(
             larger.call(Message({}, {"x": np.zeros(LIMIT + 1, np.int8)}), timeout=10)
 
 
+def test_the_limit_of_a_server_can_grow() -> None:
+    limits = [10]
+    with serve(answer, "localhost:0", max_message_bytes=lambda: limits[-1]) as growing:
+        with connect(f"localhost:{growing.port}") as connection:
+            with pytest.raises(RefusedError, match="expected at most max_message_bytes = 10"):
+                connection.call(Message({}, {"x": np.zeros(11, np.int8)}), timeout=10)
+            limits.append(11)
+            assert connection.call(Message({}, {"x": np.ones(11, np.int8)}), 10).arrays["x"].all()
+
+
 def test_answers_over_the_limit_are_refused(server: MessageServer, connection: Connection) -> None:
     with connect(f"localhost:{server.port}", max_message_bytes=100) as smaller:
         with pytest.raises(MessageError, match="have 101 bytes, expected at most"):

@@ -61,8 +61,8 @@ def chain(*stages: AggregatorTransformation | Aggregator) -> Aggregator:
     aggregator = stages[-1]
     for transform in reversed(stages[:-1]):
         aggregator = transform(aggregator)
-    last = stages[-1]
-    return aggregator._replace(needs_all=last.needs_all, accountant=last.accountant)
+    combine = stages[-1]
+    return aggregator._replace(needs_all=combine.needs_all, accountant=combine.accountant)
 
 
 def _describe(stage: object) -> str:

@@ -1,7 +1,7 @@
 """Epsilon after some rounds of discrete Gaussian noise, inside a program and outside."""
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,10 @@ class PrivacyAccountant(NamedTuple):
     noise_multiplier: float
     delta: float
 
+    @overload
+    def epsilon(self, num_rounds: int) -> float: ...
+    @overload
+    def epsilon(self, num_rounds: Int[Array, ""]) -> Float[Array, ""]: ...
     def epsilon(self, num_rounds: int | Int[Array, ""]) -> float | Float[Array, ""]:
         """Return epsilon after a number of rounds, at least 1.
 

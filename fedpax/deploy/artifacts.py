@@ -157,7 +157,8 @@ def pack_stages(
 
 def _add_stage(files: "_Files", stages: Stages, number: int, stage: Stage) -> int:
     """Add the functions of a stage; return the FLOPs of a participant."""
-    own = [value.name for value in (*stage.own, *stage.noise)]
+    owned: list[Value | Noise] = [*stage.own, *stage.noise]
+    own = [value.name for value in owned]
     kept = [value.name for value in stage.kept]
     num_shared, num_rows = len(stage.shared), len(stage.rows)
 
@@ -173,7 +174,7 @@ def _add_stage(files: "_Files", stages: Stages, number: int, stage: Stage) -> in
 
     index = jax.ShapeDtypeStruct((), jax.numpy.int32)
     terms = list(map(_type, stage.terms))
-    given = [*map(_type, (*stage.shared, *stage.rows, *stage.own, *stage.noise))]
+    given = [*map(_type, (*stage.shared, *stage.rows)), *map(_type, owned)]
     files.add(f"client_{number}", client, [index, *given], portable=True)
     files.add(f"merge_{number}", merge, [*terms, *terms])
     files.add(f"empty_{number}", lambda: list(stages.empty(number)), [])

@@ -133,8 +133,9 @@ def serve(connection: socket.socket) -> None:
         answers = []
         for i, content in zip(participants, request.arrays[1:], strict=True):
             rows = list(decode_values(content).values())
-            values = own[i] | kept[i] | draw_noise(artifact.manifest["stages"][stage]["noise"])
-            terms, shown, new = artifact.client(stage)(i, shared, rows, values)
+            noise = draw_noise(artifact.manifest["stages"][stage]["noise"])
+            given = own[i] | kept[i] | noise
+            terms, shown, new = artifact.client(stage)(i, shared, rows, given)
             kept[i] |= new
             answers.append(_encoded([*terms, *shown]))
         send(connection, Packet({}, answers))

@@ -99,7 +99,7 @@ class ClientStage(NamedTuple):
         self, index: Any, shared: Sequence[Any], rows: Sequence[Any], own: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
         """Run the stage for one participant; see `Stages.client`."""
-        expected = [v.name for v in (*self.messages.own, *self.messages.noise)]
+        expected = [v.name for v in self.messages.own] + [v.name for v in self.messages.noise]
         missing = [name for name in expected if name not in own]
         if missing:
             raise ArgumentError(

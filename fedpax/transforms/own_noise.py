@@ -5,15 +5,16 @@ key of the server. The stages then have the noise as a value that a participant 
 (`fedpax.transforms.discrete_gaussian`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 
 from fedpax.primitives._jax import ClosedJaxpr, Primitive, define, eliminate_dead_code
-from fedpax.primitives.placement import resolve_placement
+from fedpax.primitives.placement import Placement, resolve_placement
 
 # The cache of `jax.jit` depends on a user context: a function is traced again for stages.
 _for_stages = jax.make_user_context(False)
@@ -58,16 +59,18 @@ def noise_as_arguments(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[float, .
     return eliminate_dead_code(ClosedJaxpr(alone, closed.consts)), stddevs
 
 
-def _shape(x, *, placement, stddev):
+def _shape(x: Any, *, placement: Placement, stddev: float) -> tuple[Any, set[Any]]:
     del placement, stddev
     return x.update(dtype=jnp.dtype(jnp.int32), weak_type=False), set()
 
 
-def _not_here(x, *, placement, stddev):
+def _not_here(x: Any, *, placement: Placement, stddev: float) -> Any:
     raise NotImplementedError("own_noise() outside of fedpax.stages()")
 
 
-def _batch(axis, args, dims, *, placement, stddev):
+def _batch(
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, placement: Placement, stddev: float
+) -> tuple[Any, int]:
     # Each element of the batch has noise of its own.
     moved = jnp.moveaxis(args[0], dims[0], 1)
     return own_noise_p.bind(moved, placement=placement, stddev=stddev), 1

@@ -22,6 +22,7 @@ REFUSED = {
 }
 FAST = {"average", "two_phases", "weights_of_a_later_phase", "variance"}
 PRESENT = [0, 2, 3, 7, 10, 11]
+IN_FLOAT64 = {("server_arrays_between", "gradient")}
 
 
 def agree(found, expected, present=None):
@@ -40,16 +41,25 @@ def agree(found, expected, present=None):
 )
 @pytest.mark.parametrize("wanted", ["value", "gradient"])
 def test_stages_equal_the_program(name, wanted):
+    # In float32, the gradients of these programs are within 6e-5 of those in float64, compiled and
+    # in stages: sums of exponentials are the arguments of sines.
+    is_wide = (name, wanted) in IN_FLOAT64
+    dtype = np.float64 if is_wide else np.float32
+    with jax.enable_x64(is_wide):
+        compare(name, wanted, *(jnp.asarray(np.asarray(x), dtype) for x in (W, X, WEIGHTS)))
+
+
+def compare(name, wanted, w, x, weights):
     def program(size):
         whole = federated(name, size=size)
         return gradient_of(whole) if wanted == "gradient" else whole
 
-    stages = fedpax.stages(program(N), W, X, WEIGHTS)
-    agree(run_local(stages, W, X, WEIGHTS), jax.jit(program(N))(W, X, WEIGHTS))
+    stages = fedpax.stages(program(N), w, x, weights)
+    agree(run_local(stages, w, x, weights), jax.jit(program(N))(w, x, weights))
     if name == "values_per_participant" and wanted == "value":
         return  # it returns the index of a participant
-    few = jax.jit(program(len(PRESENT)))(W, X[jnp.array(PRESENT)], WEIGHTS[jnp.array(PRESENT)])
-    agree(run_local(stages, W, X, WEIGHTS, participants=PRESENT), few, PRESENT)
+    few = jax.jit(program(len(PRESENT)))(w, x[jnp.array(PRESENT)], weights[jnp.array(PRESENT)])
+    agree(run_local(stages, w, x, weights, participants=PRESENT), few, PRESENT)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -27,15 +27,14 @@ from fedpax.clients.store_rows import (
     cohort_block,
     on_devices,
     pass_on,
-    put_rows,
     row_specs,
     rows_axis,
     state_spec,
-    take_rows,
 )
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import checked_tree, conversion, device_array
-from fedpax.transforms.marks import KEPT
+from fedpax.primitives.client_rows import put_rows, take_rows
+from fedpax.transforms.marks import KEPT, READ_CLIENTS, WRITE_CLIENTS
 
 if TYPE_CHECKING:  # chex imports absl.flags
     import chex
@@ -152,15 +151,42 @@ def gather_clients(
         [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
     """
     client_ids = _check_call("gather_clients", store, client_ids, placement)
-    return _mark_kept(_gather(store, client_ids, placement))
+    if rows_axis(placement)[0] is not None:
+        return _mark_kept(_gather(store, client_ids, placement))
+    leaves, tree = jax.tree.flatten(store.rows)
+    return jax.tree.unflatten(tree, _read_clients(*leaves, client_ids, store.num_clients))
+
+
+def _named(name: str, fn: Any) -> Any:
+    """Jit a function under a name by which a loop over the cohort finds it."""
+    fn.__name__ = name
+    return jax.jit(fn)
+
+
+@functools.partial(_named, READ_CLIENTS)
+def _read_clients(*arguments: Any) -> list[jax.Array]:
+    """Read clients of a store on one device: `(*rows, client_ids, num_clients) -> states`."""
+    *rows, client_ids, num_clients = arguments
+    client_ids = _absent_beyond(client_ids, num_clients)
+    return _mark_kept([take_rows(leaf, client_ids, 0, 0) for leaf in rows])
+
+
+@functools.partial(_named, WRITE_CLIENTS)
+def _write_clients(*arguments: Any) -> list[jax.Array]:
+    """Write clients on one device: `(*rows, client_ids, num_clients, *states) -> rows`."""
+    count = len(arguments) // 2 - 1
+    rows, states = arguments[:count], arguments[count + 2 :]
+    client_ids = _absent_beyond(*arguments[count : count + 2])
+    return [
+        put_rows(leaf, client_ids, new, 0)
+        for leaf, new in zip(rows, _mark_kept(states), strict=True)
+    ]
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def _gather(store: ClientStore[State], client_ids: jax.Array, placement: str) -> State:
     axis, num_devices = rows_axis(placement)
     client_ids = _absent_beyond(client_ids, store.num_clients)
-    if axis is None:
-        return jax.tree.map(lambda rows: take_rows(rows, client_ids, 0, 0), store.rows)
 
     def on_device(store: State, client_ids: jax.Array) -> State:
         device = jax.lax.axis_index(axis)
@@ -224,7 +250,11 @@ def scatter_clients(
     client_ids = _check_call("scatter_clients", store, client_ids, placement)
     states = checked_tree(states, "scatter_clients(): states")
     _check_states(store, states, np.shape(client_ids)[0])
-    return _scatter(store, client_ids, _mark_kept(states), placement)
+    if rows_axis(placement)[0] is not None:
+        return _scatter(store, client_ids, _mark_kept(states), placement)
+    leaves, tree = jax.tree.flatten(store.rows)
+    rows = _write_clients(*leaves, client_ids, store.num_clients, *jax.tree.leaves(states))
+    return ClientStore(jax.tree.unflatten(tree, rows), store.num_clients)
 
 
 @functools.partial(jax.jit, static_argnums=3)
@@ -233,11 +263,6 @@ def _scatter(
 ) -> ClientStore[State]:
     axis, num_devices = rows_axis(placement)
     client_ids = _absent_beyond(client_ids, store.num_clients)
-    if axis is None:
-        rows = jax.tree.map(
-            lambda rows, new: put_rows(rows, client_ids, new, 0), store.rows, states
-        )
-        return ClientStore(rows, store.num_clients)
 
     def on_device(store: State, client_ids: jax.Array, states: State) -> State:
         device = jax.lax.axis_index(axis)

@@ -3,31 +3,8 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-
-
-def take_rows(rows: jax.Array, client_ids: jax.Array, start: Any, fallback: Any) -> jax.Array:
-    """Read the clients whose rows are here, from client `start` on; `fallback` for the others."""
-    index, is_here = _row_index(rows, client_ids, start)
-    states = rows[jnp.where(is_here, index, 0)]
-    fallback = jnp.asarray(fallback, rows.dtype)
-    return jnp.where(is_here.reshape(-1, *[1] * (rows.ndim - 1)), states, fallback)
-
-
-def put_rows(rows: jax.Array, client_ids: jax.Array, new: jax.Array, start: Any) -> jax.Array:
-    """Write the clients whose rows are here, the first being client `start`; drop the others."""
-    index, is_here = _row_index(rows, client_ids, start)
-    dropped = len(rows) + jnp.arange(len(index))
-    # Unique indices have a derivative on explicit meshes too; JAX has none for others.
-    return rows.at[jnp.where(is_here, index, dropped)].set(new, mode="drop", unique_indices=True)
-
-
-def _row_index(rows: jax.Array, client_ids: jax.Array, start: Any) -> tuple[jax.Array, jax.Array]:
-    """Return each client's index among the rows from client `start` on, and whether it is there."""
-    index = client_ids - start
-    return index, (client_ids >= 0) & (index >= 0) & (index < len(rows))
 
 
 def cohort_block(client_ids: jax.Array, block: Any, num_devices: int) -> jax.Array:

@@ -1,16 +1,20 @@
 """DeviceLoop: the participants of one device run in chunks, and their reductions accumulate."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
+from fedpax.primitives.client_rows import ClientRows
 from fedpax.primitives.layout import unplaced_aval
 from fedpax.primitives.lazy_slice import LazySlice, aval_of_value
 from fedpax.primitives.monoids import Monoid, apply_by_monoid, reduce_terms
 from fedpax.primitives.placement import ChunkSize
 from fedpax.primitives.row_buffer import empty_rows, has_typed_mesh, read_rows, write_rows
+
+Placed: TypeAlias = LazySlice | ClientRows
 
 
 class DeviceLoop(NamedTuple):
@@ -29,8 +33,10 @@ class DeviceLoop(NamedTuple):
     participants: int  # number of participants on the device
     first_index: int | jax.Array  # index of the first participant
     max_auto_chunk: int  # largest chunk that "auto" may choose on an accelerator; 1 without "auto"
+    # stacked output -> the placed value, a `ClientRows`, into whose rows it is written
+    in_place: Mapping[int, int] = MappingProxyType({})
 
-    def run(self, placed: Sequence[LazySlice], chunk_size: ChunkSize) -> list[jax.Array]:
+    def run(self, placed: Sequence[Placed], chunk_size: ChunkSize) -> list[jax.Array]:
         """Run all participants and return the stacked outputs, then the totals."""
         if chunk_size == "auto":
             return jax.lax.platform_dependent(
@@ -41,7 +47,10 @@ class DeviceLoop(NamedTuple):
         size = min(chunk_size or self.participants, self.participants)
         chunks, rest = divmod(self.participants, size)
         if chunks == 1 and not rest:
-            return self.run_chunk(size, 0, placed)
+            outputs = self.run_chunk(size, 0, placed)
+            for output, i in self.in_place.items():
+                outputs[output] = placed[i].write(0, outputs[output])
+            return outputs
 
         # A stacked output is written row by row into the buffer of an input of the same type, so a
         # donated state needs no second buffer. XLA copies an input that is not donated.
@@ -50,7 +59,9 @@ class DeviceLoop(NamedTuple):
         apart = [
             i
             for output, i in enumerate(aliases)
-            if i is not None and set(self.outputs_by_slice[i]) - {output}
+            if i is not None
+            and output not in self.in_place
+            and set(self.outputs_by_slice[i]) - {output}
         ]
 
         def step(size: int, carry: tuple, in_loop: bool) -> tuple:
@@ -58,11 +69,13 @@ class DeviceLoop(NamedTuple):
             current = list(placed)
             for i, buffer in zip(aliases, stacked, strict=True):
                 if i is not None:
-                    current[i] = LazySlice(buffer, ())
+                    current[i] = _with_buffer(placed[i], buffer)
             rows, terms = self.split(self.run_chunk(size, start, current, apart))
             stacked = [
-                write_rows(all_, own, start, fusible=in_loop or i is None)
-                for all_, own, i in zip(stacked, rows, aliases, strict=True)
+                current[i].write(start, own)
+                if output in self.in_place
+                else write_rows(all_, own, start, fusible=in_loop or i is None)
+                for output, (all_, own, i) in enumerate(zip(stacked, rows, aliases, strict=True))
             ]
             totals = apply_by_monoid(self.monoids, lambda m, a, b: m.merge(a, b), totals, terms)
             return start + size, stacked, totals
@@ -71,7 +84,7 @@ class DeviceLoop(NamedTuple):
         # starts would grow with the clients. The outputs are carried: stacked by the scan, they
         # would be copied when the last, smaller chunk is appended.
         buffers = [
-            empty_rows(self.participants, aval) if i is None else placed[i].array
+            empty_rows(self.participants, aval) if i is None else placed[i][0]
             for i, aval in zip(aliases, self.split(self.out_avals)[0], strict=True)
         ]
         carry, _ = jax.lax.scan(
@@ -91,7 +104,7 @@ class DeviceLoop(NamedTuple):
         self,
         size: int,
         start: Any,
-        placed: Sequence[LazySlice],
+        placed: Sequence[Placed],
         apart: Sequence[int] = (),
     ) -> list[jax.Array]:
         """Run `size` participants and return their stacked outputs, then their totals."""
@@ -104,7 +117,9 @@ class DeviceLoop(NamedTuple):
                 arguments += [value.array, *value.indices, local_index]
                 axes += [None, *[None] * len(value.indices), 0]
             else:
-                if i in apart:
+                if isinstance(value, ClientRows):
+                    rows = value.read(start, size)
+                elif i in apart:
                     rows = read_rows(value.array, start, size)
                 else:
                     rows = self.rows_of(value, start, size)
@@ -136,7 +151,7 @@ class DeviceLoop(NamedTuple):
         stacked = len(outputs) - len(self.monoids)
         return list(outputs[:stacked]), list(outputs[stacked:])
 
-    def aliased_inputs(self, placed: Sequence[LazySlice]) -> list[int | None]:
+    def aliased_inputs(self, placed: Sequence[Placed]) -> list[int | None]:
         """Assign input buffers to the stacked outputs.
 
         Returns:
@@ -148,10 +163,10 @@ class DeviceLoop(NamedTuple):
         free = {
             i: _shape_and_layout(unplaced_aval(aval_of_value(v)))
             for i, v in enumerate(placed)
-            if not v.indices and has_typed_mesh(v.array)
+            if isinstance(v, LazySlice) and not v.indices and has_typed_mesh(v.array)
         }
         wanted = dict(enumerate(map(_shape_and_layout, self.split(self.out_avals)[0])))
-        found: list[int | None] = [None] * len(wanted)
+        found: list[int | None] = [self.in_place.get(output) for output in wanted]
         for only_dependent in (True, False):
             for output, layout in wanted.items():
                 fitting = (
@@ -176,6 +191,13 @@ class DeviceLoop(NamedTuple):
             if key not in found:
                 found[key] = _broadcast_to_aval(value, aval)
         return [found[id(v), *_shape_and_layout(a)] for v, a in zip(values, avals, strict=True)]
+
+
+def _with_buffer(value: Placed, buffer: jax.Array) -> Placed:
+    """Replace the array of a value that a loop overwrites."""
+    if isinstance(value, ClientRows):
+        return value._replace(rows=buffer)
+    return LazySlice(buffer, ())
 
 
 def _shape_and_layout(aval: Any) -> tuple:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fedpax.primitives.client_rows import ClientRows
 from fedpax.primitives.layout import unplaced_aval
 
 
@@ -35,7 +36,10 @@ def materialize(value: Any) -> jax.Array:
 
 
 def aval_of_value(value: Any) -> Any:
-    """Return the type of an array, or of the array that a `LazySlice` materializes to."""
+    """Return the type of an array, or that a `LazySlice` or `ClientRows` stands for."""
+    if isinstance(value, ClientRows):
+        aval = jax.typeof(value.rows)
+        return aval.update(shape=(*value.client_ids.shape, *aval.shape[1:]))
     if not isinstance(value, LazySlice):
         return jax.typeof(value)
     aval = jax.typeof(value.array)

@@ -1,7 +1,8 @@
 """run_participants: the loop over participants, divided among the devices of a mesh."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from fedpax.primitives._jax import ClosedJaxpr, eliminate_dead_code, evaluate
+from fedpax.primitives.client_rows import ClientRows
 from fedpax.primitives.device_loop import DeviceLoop
 from fedpax.primitives.jaxpr_analysis import depends_on
 from fedpax.primitives.layout import (
@@ -31,12 +33,13 @@ AUTO_CHUNK_BYTES = 2**30
 def run_participants(
     participant_fn: Callable[[jax.Array, list, list], list],
     server_values: Sequence[jax.Array],
-    placed_values: Sequence[jax.Array | LazySlice],
+    placed_values: Sequence[jax.Array | LazySlice | ClientRows],
     monoids: Sequence[Monoid],
     placement: Placement,
     chunk_size: ChunkSize,
     lazy: Sequence[bool] | None = None,
     first_index: int | jax.Array = 0,
+    in_place: Mapping[int, int] = MappingProxyType({}),
 ) -> list[jax.Array]:
     """Run a function on every participant; stack its first outputs and reduce its last outputs.
 
@@ -51,9 +54,12 @@ def run_participants(
         lazy: for each placed value, whether `participant_fn` takes its slice as a `LazySlice` when
             the participants run in a loop. Default None: all slices are arrays.
         first_index: index of the first participant.
+        in_place: index of a stacked output -> index of the placed value, a `ClientRows`, into whose
+            rows it is written. Only without a mesh axis of the placement.
 
     Returns:
-        The stacked outputs `[n, ...]`, then the totals over all participants.
+        The stacked outputs `[n, ...]`, or the rows of `in_place`, then the totals over all
+        participants.
     """
     slices_of = [_shard(v, placement) for v in placed_values]
     axis = mesh_axis(placement)
@@ -62,7 +68,10 @@ def run_participants(
     if local == 1:
         chunk_size = None  # there is nothing to loop over
     loops = chunk_size == "auto" or (chunk_size or local) < local
-    lazy = [loops and wanted for wanted in lazy or [False] * len(slices_of)]
+    lazy = [
+        loops and wanted and not isinstance(v, ClientRows)
+        for wanted, v in zip(lazy or [False] * len(slices_of), slices_of, strict=True)
+    ]
     slice_types = [
         _local_slice_type(v, local) if is_lazy else unplaced_aval(aval_of_value(v))
         for v, is_lazy in zip(slices_of, lazy, strict=True)
@@ -91,6 +100,7 @@ def run_participants(
         local,
         first_index if uses_index else 0,
         max_auto_chunk,
+        in_place,
     )
     if axis is None:
         return loop.run(slices_of, chunk_size)
@@ -124,8 +134,10 @@ def run_participants(
     return [_reshard_to_type(x) for x in outputs]
 
 
-def _shard(value: jax.Array | LazySlice, placement: Placement) -> LazySlice:
+def _shard(value: Any, placement: Placement) -> LazySlice | ClientRows:
     """Return a placed value as a `LazySlice` whose participants' axis is sharded by the mesh."""
+    if isinstance(value, ClientRows):
+        return value
     if isinstance(value, LazySlice):
         spec = jax.typeof(value.array).sharding.spec
         if spec[len(value.indices)] == explicit_axis(placement):

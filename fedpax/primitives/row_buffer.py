@@ -38,6 +38,21 @@ def read_rows(buffer: jax.Array, start: Any, rows: int) -> jax.Array:
     return jax.lax.platform_dependent(jnp.int32(start), buffer, cpu=read_apart, default=read)
 
 
+def read_rows_at(buffer: jax.Array, index: jax.Array) -> jax.Array:
+    """Read rows by their index, of a loop-carried buffer, before the iteration overwrites them."""
+    if len(index) == 1:
+        return read_rows(buffer, index[0], 1)
+
+    def read(index: jax.Array, buffer: jax.Array) -> jax.Array:
+        return buffer[index]
+
+    def read_apart(index: jax.Array, buffer: jax.Array) -> jax.Array:
+        always = index[0] < buffer.shape[0]
+        return jax.lax.cond(always, read, lambda i, b: read(0 * i, b), index, buffer)
+
+    return jax.lax.platform_dependent(index, buffer, cpu=read_apart, default=read)
+
+
 def write_rows(buffer: jax.Array, rows: jax.Array, start: Any, fusible: bool) -> jax.Array:
     """Write rows into a buffer; `fusible`: XLA may fuse the write with what computes the rows."""
     # If that code reads `buffer`, and the result is reshaped outside a loop, XLA for CPU

@@ -52,11 +52,16 @@ def program_placements(jaxpr: Jaxpr) -> set[str]:
     return names
 
 
-def inline(closed: ClosedJaxpr, inside: Callable[[ClosedJaxpr], ClosedJaxpr]) -> ClosedJaxpr:
+def inline(
+    closed: ClosedJaxpr,
+    inside: Callable[[ClosedJaxpr], ClosedJaxpr],
+    keep: Callable[[JaxprEqn], bool] = lambda eqn: False,
+) -> ClosedJaxpr:
     """Inline calls (jit, remat, custom derivatives, programs) with federated or placed values."""
+    # Calls for which `keep` is true stay.
     if not any(map(_is_call_or_nested, closed.jaxpr.eqns)):
         return closed
-    return jax.make_jaxpr(functools.partial(_run_inlined, closed, inside))(*closed.in_avals)
+    return jax.make_jaxpr(functools.partial(_run_inlined, closed, inside, keep))(*closed.in_avals)
 
 
 def _is_call_or_nested(eqn: JaxprEqn) -> bool:
@@ -67,7 +72,10 @@ def _is_call_or_nested(eqn: JaxprEqn) -> bool:
 
 
 def _run_inlined(
-    closed: ClosedJaxpr, inside: Callable[[ClosedJaxpr], ClosedJaxpr], *args: Any
+    closed: ClosedJaxpr,
+    inside: Callable[[ClosedJaxpr], ClosedJaxpr],
+    keep: Callable[[JaxprEqn], bool],
+    *args: Any,
 ) -> list:
     # The placed values, by identity. They are kept alive, so that no identity is used twice.
     placed: dict[int, Any] = {}
@@ -84,7 +92,7 @@ def _run_inlined(
             uses_placed = any(id(x) in placed for x in inputs)
             contains_map = any(map(is_federated, inner_jaxprs(eqn)))
             broadcasts = any(aval_of(v).shape[:1] in sizes for v in eqn.outvars)
-            body = called_jaxpr(eqn)
+            body = None if keep(eqn) else called_jaxpr(eqn)
             if body is not None and (contains_map or uses_placed or broadcasts):
                 outputs = run(body.jaxpr, body.consts, inputs)
             elif contains_map and eqn.primitive is not federated_map_p:

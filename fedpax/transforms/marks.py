@@ -3,6 +3,9 @@
 from fedpax.primitives._jax import Jaxpr, JaxprEqn
 from fedpax.primitives.jaxpr_analysis import inner_jaxprs
 
+READ_CLIENTS, WRITE_CLIENTS = "fedpax_read_clients", "fedpax_write_clients"
+"""The names of the jitted functions that read and write rows of a store, on one device."""
+
 SENT = "fedpax_sent"
 """The name in the jaxpr of a sent value, followed by the bytes that it replaces."""
 

@@ -12,7 +12,8 @@ separates them, and then their residuals are not stored either.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ from fedpax.primitives._jax import (
     rebind,
 )
 from fedpax.primitives.broadcast import federated_broadcast_p, federated_index_p
+from fedpax.primitives.client_rows import ClientRows
 from fedpax.primitives.layout import explicit_axis, replicate_over_placement
 from fedpax.primitives.lazy_slice import LazySlice, materialize
 from fedpax.primitives.map import federated_map_p
@@ -38,6 +40,12 @@ from fedpax.primitives.participant_loop import run_participants
 from fedpax.primitives.placement import Placement
 from fedpax.transforms.inlining import inline, is_federated, placements_of
 from fedpax.transforms.planner import make_plan
+from fedpax.transforms.store_access import (
+    RowAccess,
+    has_store_access,
+    is_store_access,
+    row_accesses,
+)
 from fedpax.transforms.streaming_plan import Atom, StreamingPlan
 from fedpax.transforms.unstack import Unstacked
 
@@ -52,27 +60,59 @@ def stream(closed: ClosedJaxpr) -> ClosedJaxpr:
 def run_streamed(closed: ClosedJaxpr, *args: jax.Array | LazySlice) -> list[jax.Array]:
     """Run a jaxpr with the participants of each placement in loops."""
     if is_federated(closed.jaxpr):
+        if (planned := _plan_row_accesses(closed)) is not None:
+            return _execute(*planned, *args)
         closed = eliminate_dead_code(inline(closed, stream))
     placements = placements_of(closed.jaxpr)
     for placement in placements[:-1]:
-        rewritten = functools.partial(_execute, make_plan(closed.jaxpr, placement), closed)
+        rewritten = functools.partial(_execute, make_plan(closed.jaxpr, placement), closed, ())
         closed = jax.make_jaxpr(rewritten)(*closed.in_avals)
     if not placements:
         return evaluate(closed, *map(materialize, args))
-    return _execute(make_plan(closed.jaxpr, placements[-1]), closed, *args)
+    return _execute(make_plan(closed.jaxpr, placements[-1]), closed, (), *args)
 
 
-def _execute(plan: StreamingPlan, closed: ClosedJaxpr, *args: Any) -> list[jax.Array]:
+def _plan_row_accesses(
+    closed: ClosedJaxpr,
+) -> tuple[StreamingPlan, ClosedJaxpr, list[RowAccess]] | None:
+    """Plan a jaxpr whose loops read and write the rows of stores; None if it has none."""
+    if not has_store_access(closed.jaxpr):
+        return None
+    inlined = eliminate_dead_code(inline(closed, stream, is_store_access))
+    placements = placements_of(inlined.jaxpr)
+    if len(placements) != 1:
+        return None
+    plan = make_plan(inlined.jaxpr, placements[0])
+    accesses = row_accesses(plan)
+    return None if accesses is None else (plan, inlined, accesses)
+
+
+def _execute(
+    plan: StreamingPlan, closed: ClosedJaxpr, accesses: Sequence[RowAccess], *args: Any
+) -> list[jax.Array]:
     jaxpr = closed.jaxpr
     values: dict[Var, Any] = dict(
         zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True)
     )
+    reads = {id(access.read): access for access in accesses}
+    written = {id(access.write) for access in accesses}
     for phase in range(plan.last_phase + 1):
-        run_server(plan, phase, values)
+        run_server(plan, phase, values, reads, written)
         if phase in plan.loops:
             read_server = functools.partial(whole_value, plan, values)
             read_placed = functools.partial(_placed_value, plan, values)
-            stored, totals = run_loop(plan, phase, read_server, read_placed, plan.placement)
+            in_place = {
+                new: old
+                for access in accesses
+                if access.phase == phase
+                for old, new, _ in access.values
+            }
+            stored, totals = run_loop(
+                plan, phase, read_server, read_placed, plan.placement, in_place=in_place
+            )
+            for access in accesses:
+                if access.phase == phase:
+                    values.update({after: stored.pop(new) for _, new, after in access.values})
             values.update(stored)
             values.update(finish_reductions(plan, phase, totals))
     return [whole_value(plan, values, plan.resolve(v)) for v in jaxpr.outvars]
@@ -112,13 +152,27 @@ def _constant_rows(eqn: JaxprEqn) -> jax.Array | None:
 
 def _placed_value(plan: StreamingPlan, values: dict[Var, Any], v: Var) -> Any:
     """Return a placed value with the participants' axis first; arguments can be lazy."""
-    as_it_is = plan.is_stored(v) or isinstance(values.get(v), LazySlice)
+    as_it_is = plan.is_stored(v) or isinstance(values.get(v), (LazySlice, ClientRows))
     return values[v] if as_it_is else whole_value(plan, values, v)
 
 
-def run_server(plan: StreamingPlan, phase: int, values: dict[Var, Any]) -> None:
-    """Run the server's equations of a phase, and add their results to `values`."""
+def run_server(
+    plan: StreamingPlan,
+    phase: int,
+    values: dict[Var, Any],
+    reads: Mapping[int, RowAccess] = MappingProxyType({}),
+    written: Collection[int] = (),
+) -> None:
+    """Run the server's equations of a phase, and add their results to `values`.
+
+    The loop of `reads`, by the id of their equations, reads rows itself, and has `written` others.
+    """
     for eqn in plan.server.get(phase, ()):
+        if id(eqn) in reads:
+            values.update(reads[id(eqn)].open(functools.partial(whole_value, plan, values)))
+            continue
+        if id(eqn) in written:
+            continue
         outputs = rebind(eqn, [whole_value(plan, values, v) for v in plan.operands(eqn)])
         values.update(zip(eqn.outvars, outputs, strict=True))
 
@@ -168,6 +222,7 @@ def run_loop(
     read_placed: Callable[[Var], Any],
     placement: Placement,
     first: int | jax.Array = 0,
+    in_place: Mapping[Var, Var] = MappingProxyType({}),
 ) -> tuple[dict[Var, jax.Array], list[jax.Array]]:
     """Run the loop of a phase over all participants, or over some of them.
 
@@ -179,10 +234,11 @@ def run_loop(
             their axis first; an array or a `LazySlice`.
         placement: the program's placement, with the number of participants that run.
         first: index of the first participant that runs.
+        in_place: stored value -> the placed value, a `ClientRows`, into whose rows it is written.
 
     Returns:
-        The stored values, with the participants' axis first, and the totals of all reductions
-        before `finish_reductions`.
+        The stored values, with the participants' axis first, or the rows of `in_place`, and the
+        totals of all reductions before `finish_reductions`.
     """
     shared, placed = plan.loop_inputs(phase)
     stored = list(plan.stored[phase])
@@ -204,6 +260,7 @@ def run_loop(
         plan.chunk_size(phase),
         [v in read_by_nested for v in placed],
         first,
+        {stored.index(new): placed.index(old) for new, old in in_place.items()},
     )
     return dict(zip(stored, results, strict=False)), results[len(stored) :]
 

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from fedpax.aggregators import PrivacyAccountant
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.checks import COUNT, POSITIVE, check_ranges
 from fedpax.clients.cohort_stream import CohortStream
@@ -46,6 +47,9 @@ from fedpax.sites.rounds.contract import ClientRange, CoordinatorRun, SiteRun
 from fedpax.sources.examples import Examples
 from fedpax.training.evaluation import Batch, evaluator
 from fedpax.training.experiment import Experiment, Run, Shardings
+
+DELTA = 1e-6
+"""The probability of differential privacy where the aggregator has none: `private_mean`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,8 +213,15 @@ class ClientExperiment(OverSites, Experiment):
             model.init,
             fitting.cohort.size,
             sample_present(sampler),
+            accountant=self._accountant(),
             batches=fitting._batch_shapes(),
         )
+
+    def _accountant(self) -> PrivacyAccountant | None:
+        """Return what tells epsilon, an upper bound that ignores sampling."""
+        if not (noise := getattr(self.aggregator, "noise_multiplier", 0)):
+            return None
+        return PrivacyAccountant(noise, getattr(self.aggregator, "delta", DELTA))
 
     def blank_example(self) -> Arrays | None:
         """Return the fields of one example, `[1, ...]`, if they are known without data."""

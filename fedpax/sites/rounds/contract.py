@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import jax
 
+from fedpax.aggregators import PrivacyAccountant
 from fedpax.algorithm import FederatedAlgorithm, Params
 from fedpax.clients.cohort import Cohort
 from fedpax.training.experiment import HeldoutMetrics
@@ -59,6 +60,8 @@ class CoordinatorRun(NamedTuple):
         frozen: types of what the round takes as its third argument, such as the model below
             adapters. Each site has a copy, and it is in no message. Default None: the round has two
             arguments.
+        accountant: tells the epsilon of a site from the number of private releases that it was part
+            of. Default None: the method is not private.
         batches: types of a batch, `[batch, ...]` for each field. Default None: what most sites
             have.
     """
@@ -70,6 +73,7 @@ class CoordinatorRun(NamedTuple):
     initial: StoredParams | None = None
     frozen: Params | None = None
     batches: Mapping[str, Any] | None = None
+    accountant: PrivacyAccountant | None = None
 
 
 class SiteRun(NamedTuple):

@@ -12,6 +12,7 @@ import numpy as np
 from fedpax.algorithm import Params
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.errors import FedpaxError
+from fedpax.reports.metric_table import OF_SITE
 from fedpax.run_files.configuration import to_json
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.sites.rounds.agreement import Agreement
@@ -247,12 +248,17 @@ class Coordinator:
         state, metrics = outcome.result
         self._state = pack(program.state, server_leaves(program.stages, state))
         self._check_finite(number)
+        accountant = program.run.accountant
         for site in exchange.sites:
             if site.name in outcome.answered:
                 site.counted, site.rounds = outcome.token, site.rounds + 1
+            if accountant is not None and site.releases:
+                site.epsilon = float(accountant.epsilon(site.releases))
         self._log.add(
             number,
-            {**metrics, "dropped_sites": outcome.dropped} if self._guard.is_active else metrics,
+            metrics
+            | ({"dropped_sites": outcome.dropped} if self._guard.is_active else {})
+            | {f"{OF_SITE}{s.name}/epsilon": s.epsilon for s in exchange.sites if s.epsilon},
             sites=len(outcome.answered),
             examples=sum(int(r.header.get("examples", 0)) for r in outcome.answered.values()),
             sent_bytes=exchange.sent_bytes - before[0],

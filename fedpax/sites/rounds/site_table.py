@@ -14,7 +14,7 @@ SITES = "sites.json"
 """The table of sites in the coordinator's folder, for `fedpax show`."""
 
 _COUNTS = ("rounds", "late", "dropped", "sent_bytes", "received_bytes")
-_SAVED = ("name", "first", "count", "counted", "heldout", *_COUNTS)
+_SAVED = ("name", "first", "count", "counted", "heldout", "releases", "epsilon", *_COUNTS)
 
 
 class Site:
@@ -31,6 +31,8 @@ class Site:
         self.left = self.heard_end = False
         self.seen = -math.inf  # when it was last heard
         self.rounds = self.late = self.dropped = 0
+        self.releases = 0  # sums of rounds, and of questions before, that have its terms
+        self.epsilon: float | None = None
         self.sent_bytes = self.received_bytes = 0  # of arrays, to and from the site
         self.heldout: dict[str, float] = {}
 
@@ -50,6 +52,7 @@ class SiteReport(NamedTuple):
     dropped: int  # replies that were refused
     sent_bytes: int  # bytes of the arrays that the site received
     received_bytes: int  # and of those that it sent
+    epsilon: float | None  # of its clients' privacy, if the method is private
     heldout: Mapping[str, float]  # metrics of its held-out examples
     seconds_since_message: float | None  # None: no message since the coordinator began
 
@@ -105,6 +108,7 @@ class SiteTable:
                 self._state(site, now),
                 site.count,
                 *(getattr(site, name) for name in _COUNTS),
+                site.epsilon,
                 site.heldout,
                 None if math.isinf(site.seen) else now - site.seen,
             )
@@ -149,6 +153,7 @@ def _is_whole(site: SiteReport) -> bool:
     return (
         all(isinstance(text, str) for text in texts)
         and all(map(is_number, numbers))
+        and (site.epsilon is None or is_number(site.epsilon))
         and isinstance(site.heldout, dict)
         and all(map(is_number, site.heldout.values()))
         and (site.seconds_since_message is None or is_number(site.seconds_since_message))
@@ -160,6 +165,8 @@ def format_sites(sites: Sequence[SiteReport]) -> str:
     found = {name for site in sites for name in site.heldout}
     names = sorted(found, key=lambda name: (name != "loss", name))
     head = ["site", "state", "clients", "rounds", "late", "dropped", "down", "up"]
+    private = any(site.epsilon is not None for site in sites)
+    head += ["epsilon"] if private else []
     head += [f"held-out {name}" for name in names] + ["last message"]
     rows = [
         [
@@ -168,6 +175,7 @@ def format_sites(sites: Sequence[SiteReport]) -> str:
             *(str(number) for number in (site.clients, site.rounds, site.late, site.dropped)),
             format_bytes(site.sent_bytes),
             format_bytes(site.received_bytes),
+            *(["-" if site.epsilon is None else f"{site.epsilon:.4g}"] if private else []),
             *(f"{site.heldout[name]:.4f}" if name in site.heldout else "-" for name in names),
             "-"
             if site.seconds_since_message is None

@@ -118,10 +118,22 @@ class StageCalls:
             coded_arrays(coded),
         )
         check_masks(divided, rules.secure_sums)
-        if not rules.secure_sums:
+        if rules.secure_sums:
+            replies = self._ask_for_sum(divided, request.stage, task, who, quorum)
+        else:
             replies = self._exchange.ask(task, quorum, rules.round_seconds, self._stop)
-            return self._check_words(task, divided, request, replies or {}, who.slots) or replies
-        check_is_sum(stage, divided.adds(request.stage))
+            replies = self._check_words(task, divided, request, replies or {}, who.slots) or replies
+        if task.header["stage"] == task.header["last_stage"]:
+            for name in without_faults(replies or {}):
+                if (site := self._exchange.sites.get(name)) is not None:
+                    site.releases += 1
+        return replies
+
+    def _ask_for_sum(
+        self, divided: Stages, number: int, task: Task, who: Participants, quorum: int
+    ) -> dict[str, Reply] | None:
+        rules, stage = self._rules, divided[number]
+        check_is_sum(stage, divided.adds(number))
         try:
             return ask_for_sums(
                 self._exchange,

@@ -37,6 +37,9 @@ from fedpax.training.progress import Progress
 from fedpax.training.resume_checks import check_configuration
 from fedpax.training.tracker import track
 
+CALLS_OF_A_SITE = 8
+"""Calls of a site at a time: it has two, and those of a process that was killed."""
+
 
 class CoordinatorResult(NamedTuple):
     """The result of a call of `run_coordinator`.
@@ -148,6 +151,7 @@ def run_coordinator(
                 certificates=certificates,
                 admission=admission,
                 max_message_bytes=lambda: exchange.max_message_bytes,
+                max_calls_per_site=CALLS_OF_A_SITE,
             ) as server,
             PreemptionGuard() as preemption,
         ):

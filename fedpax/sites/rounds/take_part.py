@@ -327,20 +327,17 @@ class Site:
         except UnknownRoundError:
             fields, arrays = {"fault": "this process began after the round"}, {}
         place = {"token": task.header["token"], "stage": task.header["stage"]}
-        if sum(x.nbytes for x in arrays.values()) >= LARGE:
-            while self._call("offer").header["status"] == "later" and not self._stop():
-                time.sleep(random.uniform(0.1, 0.5))
         try:
-            answer = self._call("reply", arrays, TRANSFER_SECONDS, **place, fields=fields)
+            answer = self._reply(arrays, **place, fields=fields)
         except DisconnectedError:  # once more: the coordinator may have it, and ask no more
-            answer = self._call("reply", arrays, TRANSFER_SECONDS, **place, fields=fields)
+            answer = self._reply(arrays, **place, fields=fields)
         if "fault" in fields:
             self._progress.note(f"no reply: {fields['fault']}")
         elif answer.header["status"] == "dropped":
             self._progress.note(f"the syncer does not count the reply: {answer.header['reason']}")
         elif answer.header["status"] == "late":
             self._progress.note("the reply came too late for its round")
-        elif task.header["task"] == "round":
+        elif task.header["task"] == "round" and answer.header["status"] != "join":
             self.rounds += 1
             seconds, examples = time.perf_counter() - began, fields["examples"]
             number, rate = task.header["round"], examples / seconds
@@ -349,6 +346,15 @@ class Site:
                 values = {"clients": clients, "examples": examples, "seconds": seconds}
                 self._writer.write("training", number, {**values, "items_per_second": rate})
             self._progress.show_round(number, None, rate)
+
+    def _reply(self, arrays: Mapping[str, np.ndarray], **fields: Any) -> Message:
+        """Send a reply; a large one when the coordinator has room for it."""
+        if sum(x.nbytes for x in arrays.values()) >= LARGE:
+            while (answer := self._call("offer")).header["status"] == "later" and not self._stop():
+                time.sleep(random.uniform(0.1, 0.5))
+            if answer.header["status"] == "join":  # another coordinator, which asks anew
+                return answer
+        return self._call("reply", arrays, TRANSFER_SECONDS, **fields)
 
     def _call(
         self,

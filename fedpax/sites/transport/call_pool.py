@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,3 +60,25 @@ class CallPool(concurrent.futures.ThreadPoolExecutor):
             thread = next(iter(self._waiting))
             self._ended.add(thread)
             self._waiting.pop(thread)()
+
+
+class CallsBySite:
+    """Counts the calls that each site has at a time."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock, self._calls = threading.Lock(), Counter[str]()
+
+    @contextlib.contextmanager
+    def count(self, site: str) -> Iterator[bool]:
+        """Count a call while it runs; yields whether the site has no more than it may have."""
+        with self._lock:
+            self._calls[site] += 1
+            fits = not site or self._calls[site] <= self._most
+        try:
+            yield fits
+        finally:
+            with self._lock:
+                self._calls[site] -= 1
+                if not self._calls[site]:
+                    del self._calls[site]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from fedpax.errors import FedpaxError
 from fedpax.sites.transport.address import check_address
-from fedpax.sites.transport.call_pool import CallPool
+from fedpax.sites.transport.call_pool import CallPool, CallsBySite
 from fedpax.sites.transport.extras import import_grpc, read_certificates
 from fedpax.sites.transport.handshake import find_refusal
 from fedpax.sites.transport.limited_log import LimitedLog, escape
@@ -171,6 +171,7 @@ def serve(
     admission: Guard | None = None,
     max_message_bytes: int | Callable[[], int] = MAX_MESSAGE_BYTES,
     max_calls: int = 128,
+    max_calls_per_site: int = 128,
     keepalive: float = 5.0,
 ) -> MessageServer:
     """Serve messages: call `handler` for each, in threads, and send its result back."""
@@ -178,8 +179,9 @@ def serve(
     # If `handler` raises another exception than `RefusedError`, it is logged with its traceback,
     # the peer gets a `DisconnectedError`, and the server continues. A malformed message is refused
     # and logged. A function for `max_message_bytes` returns the limit of the next message.
-    # Memory for received messages is at most `max_calls * max_message_bytes`, and grows
-    # as bytes arrive: gRPC stops reading from a peer whose chunks are not consumed.
+    # Memory for received messages is at most `max_calls * max_message_bytes`, and of a site with a
+    # certificate `max_calls_per_site * max_message_bytes`. It grows as bytes arrive: gRPC stops
+    # reading from a peer whose chunks are not consumed.
     # Silent peers do not keep others from being answered: if all places for calls are taken, a new
     # call ends the one that has waited longest for its peer. `max_calls` must be at least twice the
     # number of honest peers' calls at a time. Connections take at most half of the files that the
@@ -197,6 +199,7 @@ def serve(
             max_message_bytes if callable(max_message_bytes) else lambda: max_message_bytes,
             pool,
             admission,
+            max_calls_per_site,
         )
     )
     server = grpc.server(
@@ -292,12 +295,16 @@ def _max_connections() -> int:
 
 
 def _respond(
-    handler: Handler, most_bytes: Callable[[], int], pool: CallPool, admission: Guard | None
+    handler: Handler,
+    most_bytes: Callable[[], int],
+    pool: CallPool,
+    admission: Guard | None,
+    max_calls_per_site: int,
 ) -> Callable[..., Iterator[bytes]]:
     """Return a gRPC method that decodes a message, calls the handler and encodes its answer."""
     import grpc
 
-    log = LimitedLog(_logger)
+    log, sites = LimitedLog(_logger), CallsBySite(max_calls_per_site)
     if admission is not None:
         handler = admission.guard(handler)
 
@@ -322,8 +329,17 @@ def _respond(
 
     def respond(chunks: Iterator[bytes], context: Any) -> Iterator[bytes]:
         peer = _peer_name(context)
+        with sites.count(peer) as fits:
+            return send(answer(peer, fits, chunks, context), context)
+
+    def answer(peer: str, fits: bool, chunks: Iterator[bytes], context: Any) -> Iterator[bytes]:
         sender = peer or context.peer()
         try:
+            if not fits:
+                raise BusyError(
+                    f"site {peer!r} has more than {max_calls_per_site} calls at a time. Wait for "
+                    "their answers."
+                )
             if admission is not None and peer:
                 admission.check(peer)
             message = decode(receive(chunks, context), most_bytes())
@@ -341,7 +357,7 @@ def _respond(
         except (RefusedError, BusyError) as error:
             refuse(sender, error, context)
         try:
-            return send(encode(handler(peer, message), most_bytes()), context)
+            return encode(handler(peer, message), most_bytes())
         except (RefusedError, BusyError) as error:
             refuse(sender, error, context)
         except Exception:

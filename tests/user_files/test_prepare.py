@@ -17,8 +17,11 @@ from fedpax.data import ClientSampler, cohort_rounds, load, prepare
 from fedpax.populations.contiguous_clients import ContiguousClients
 from fedpax.user_files import prepared
 from fedpax.user_files.columns import array_to_arrow
+from fedpax.user_files.finding import find_files
+from fedpax.user_files.formats import ReadOptions
 from fedpax.user_files.preparing import lock_file
 from fedpax.user_files.readers import csv_files, json_files
+from fedpax.user_files.readers.parquet_files import stream_parquet
 
 
 def all_types(rng: np.random.Generator, size: int) -> pa.Table:
@@ -251,6 +254,17 @@ def test_memory_that_is_exceeded_goes_to_the_disk(tmp_path: Path) -> None:
     assert_equal(made, expected)
     with pytest.raises(ValueError, match="memory='1MB' is too little to sort"):
         prepare(tmp_path / "*.parquet", tmp_path / "more", client="user", memory="1MB")
+
+
+def test_parquet_in_parts_takes_the_memory_of_a_row_group(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    values = np.random.default_rng(0).normal(size=2_000_000)
+    parquet.write_table(pa.table({"x": values}), path, row_group_size=50_000, use_dictionary=False)
+    before, held = pa.total_allocated_bytes(), []
+    (file,) = find_files([str(path)], None)
+    for _ in stream_parquet(file, ReadOptions((), {}, None)):
+        held.append(pa.total_allocated_bytes() - before)
+    assert max(held) < values.nbytes / 4
 
 
 def test_a_client_larger_than_batches_is_in_several(

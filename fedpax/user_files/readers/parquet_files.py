@@ -23,7 +23,8 @@ def read_parquet(file: DataFile, options: ReadOptions) -> pa.Table:
 def stream_parquet(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
     """Read Parquet in batches of rows."""
     with file.open_seekable() as opened:
-        content = parquet.ParquetFile(opened)
+        # With pre_buffer, pyarrow holds all that it has read until the file's end.
+        content = parquet.ParquetFile(opened, pre_buffer=False)
         columns = _columns(content, options)
         about = content.metadata
         size = sum(about.row_group(k).total_byte_size for k in range(about.num_row_groups))

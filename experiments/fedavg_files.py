@@ -25,6 +25,7 @@ from fedpax.experiments.client_files import FilesConfig, OpenFiles, PreparedFile
 from fedpax.experiments.fedavg_clients import ClientExperiment
 from fedpax.experiments.heldout_clients import heldout_of_files
 from fedpax.experiments.personal_evaluation import own_models, pad_cohort, with_own_models
+from fedpax.experiments.personal_models import fine_tuned_models
 from fedpax.experiments.saved_inputs import INPUTS, read_saved_inputs, write_saved_inputs
 from fedpax.models.losses import (
     ModelLoss,
@@ -34,6 +35,7 @@ from fedpax.models.losses import (
 )
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.parallel.mesh_rule import ShardedSize
+from fedpax.sites.rounds.contract import ClientRange, SiteRun
 from fedpax.training.client_metrics import (
     ClientMetrics,
     ExampleOwners,
@@ -158,6 +160,14 @@ class FedAvgFiles(ClientExperiment):
         other = self._sharing_files(dataclasses.replace(self))
         other.__dict__["_saved_inputs"] = inputs
         return other
+
+    def at_site(self, clients: ClientRange) -> SiteRun:
+        """Make a site's run, which can evaluate a model of each client's own."""
+        if not self.opened.heldout.any():
+            return super().at_site(clients)
+        evaluate = functools.cache(lambda: self.evaluate_own_models(fine_tune=True))
+        run = super().at_site(clients)
+        return run._replace(evaluate_personal=lambda state: evaluate()(state))
 
     def name_clients(self, population: Partition) -> Sequence[str]:
         """Return the names of the training clients."""
@@ -333,11 +343,15 @@ class FedAvgFiles(ClientExperiment):
         chosen = [names[k] for k in np.asarray(cohort.client_ids)]
         return cohort, self._read_padded([heldout.get(name or "", none) for name in chosen])
 
-    def evaluate_own_models(self) -> Callable[[Any], dict[str, float]]:
+    def evaluate_own_models(self, *, fine_tune: bool = False) -> Callable[[Any], dict[str, float]]:
         """Make the evaluation of the clients' own models, each on its held-out examples.
 
         The training batches of all clients are in memory. Clients that are held out with all their
         examples have no model of their own.
+
+        Args:
+            fine_tune: where the method makes no own models, take the local steps of one more round
+                from the shared model. Default False: the shared model.
 
         Returns:
             `state -> metrics`, means over the held-out examples; `state` is that of the algorithm.
@@ -348,7 +362,10 @@ class FedAvgFiles(ClientExperiment):
         @jax.jit
         def evaluate(state: Any, cohort: Any, own: Any) -> dict[str, jax.Array]:
             rate = self.client_learning_rate
-            models = self.method.personal_models(train_loss, rate, state, cohort)
+            if fine_tune and not own_models(self.method):
+                models = fine_tuned_models(self.method, train_loss, rate, state, cohort)
+            else:
+                models = self.method.personal_models(train_loss, rate, state, cohort)
             loss, metrics = jax.vmap(loss_fn)(models, own)
             weights = own["mask"].sum(axis=1)
             found = {**metrics, "loss": loss}

@@ -77,6 +77,9 @@ def _reptile(
     return _of_each_client(train, cohort)
 
 
+fine_tuned_models: PersonalModels = _reptile
+"""Models that take the local steps of one more round from the shared model, for any method."""
+
 MODELS: Mapping[str, PersonalModels] = {
     "ditto": _ditto,
     "apfl": _apfl,

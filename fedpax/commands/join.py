@@ -87,6 +87,7 @@ def _take_part(options: flags.FlagValues, experiment: Any, folder: Path) -> int:
         allow_config_change=allowed_changes(options),
         give_up_after=options.give_up_after,
         only_sums_of=options.only_sums_of,
+        personal=options.personal,
     )
     took_part = f"this site took part in {result.rounds} rounds"
     again = "Run the same command again to return."
@@ -145,6 +146,12 @@ def define_flags(options: flags.FlagValues) -> None:
         0,
         "Send values in secure sums of at least so many sites alone; 0: the syncer chooses.",
         lower_bound=0,
+        flag_values=options,
+    )
+    flags.DEFINE_boolean(
+        "personal",
+        False,
+        "Evaluate a model of each client's own after the rounds over sites.",
         flag_values=options,
     )
     flags.DEFINE_string("certificates", None, "The certificate's folder.", flag_values=options)

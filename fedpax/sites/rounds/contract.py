@@ -90,6 +90,8 @@ class SiteRun(NamedTuple):
         names: names of the site's own clients in the order of their numbers, each once. The states
             of a client are kept under its name, so files can be added, removed and reordered.
         frozen: the third argument of the round. Default None: it has two.
+        evaluate_personal: `state -> metrics` of a model of each client's own on its held-out
+            examples; the state has what the clients keep. Default None: there are none.
     """
 
     algorithm: FederatedAlgorithm
@@ -100,6 +102,7 @@ class SiteRun(NamedTuple):
     num_heldout: int
     names: Sequence[str]
     frozen: StoredParams | None = None
+    evaluate_personal: Callable[[Any], HeldoutMetrics] | None = None
 
 
 @runtime_checkable

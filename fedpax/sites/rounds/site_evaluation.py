@@ -36,7 +36,13 @@ class SiteEvaluation:
             return
         arrays = numbered(SHARED, jax.tree.leaves(params))
         header = {"task": "evaluate", "stage": 0, "last_stage": 0, "save": last}
-        task = Task(new_token(), header, whole(arrays), {s.name: ({}, {}) for s in present}, {})
+        task = Task(
+            new_token(),
+            header,
+            whole(arrays),
+            {s.name: ({"counted": s.counted}, {}) for s in present},
+            {},
+        )
         seconds = self._round_seconds if seconds is None else seconds
         replies = self._exchange.ask(task, 1, seconds, self._stop)
         found: dict[str, tuple[int, dict[str, float]]] = {}

@@ -54,6 +54,7 @@ class SiteWorker:
             evaluated if the site is to keep it.
         on_metrics: called with the round and the metrics of this site's held-out examples.
         sums: this site's part in secure sums. Default None: of a site without a name.
+        personal: whether a model of each client's own is evaluated after the last round.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class SiteWorker:
         save: Callable[[int, Params], None],
         on_metrics: Callable[[int, dict[str, float]], None],
         sums: SecretTerms | None = None,
+        personal: bool = False,
     ) -> None:
         assert isinstance(experiment, SiteExperiment)
         self._experiment, self._seed = experiment, seed
@@ -76,7 +78,7 @@ class SiteWorker:
         self._between: tuple[str, dict[int, dict[str, Any]]] = ("", {})  # kept between stages
         self._cohorts: tuple[str, Cohort] | None = None
         self._whole_run: SiteRun | None = None  # as if there were no other site
-        self._num_questions = 0
+        self._num_questions, self._personal = 0, personal
         self.count = int(experiment.describe_site()["clients"])
 
     def set_inputs(self, inputs: Json) -> Json:
@@ -86,6 +88,7 @@ class SiteWorker:
         # The aggregator can need more clients than this site has: others are without examples.
         cohort_size = getattr(getattr(self._experiment, "cohort", None), "size", 0)
         total = max(self.count, cohort_size)
+        self._total = total
         run = self._whole_run = self._experiment.at_site(ClientRange(0, self.count, total))
         batches = run.draw(0, []).batches
         return batch_types(
@@ -252,6 +255,7 @@ class SiteWorker:
     def _evaluate(self, header: Json, arrays: Arrays) -> Json:
         run = self._whole_run
         assert run is not None
+        self._kept.settle(header["counted"], header["token"])
         like = jax.eval_shape(run.init, jax.random.key(0))
         leaves, tree = jax.tree.flatten(like)
         received = in_order(SHARED, arrays)
@@ -266,10 +270,37 @@ class SiteWorker:
         if run.evaluate is None:
             return {"metrics": {}, "examples": 0}
         found = with_quantiles(run.evaluate(params))
+        if self._personal and header["save"]:
+            found |= self._evaluate_personal(params)
         metrics = {name: float(value) for name, value in found.items()}
         self._on_metrics(header["round"], metrics)
         finite = {name: x if np.isfinite(x) else None for name, x in metrics.items()}
         return {"metrics": finite, "examples": run.num_heldout}
+
+    def _evaluate_personal(self, params: Params) -> dict[str, Any]:
+        """Evaluate the own models of clients, with the states that they keep."""
+        program = self._program(ClientRange(0, self.count, self._total))
+        run, divided = program.run, program.stages
+        if run.evaluate_personal is None:
+            return {}
+        state = program.state._replace(params=params)
+        for first in range(0, self.count, run.cohort_size):
+            chosen = range(first, min(first + run.cohort_size, self.count))
+            arguments = state, run.draw(0, chosen), *program.frozen
+            own = {name: np.array(x) for name, x in divided.own(*arguments).items()}
+            for place, client in enumerate(np.asarray(arguments[1].client_ids)):
+                kept = self._kept.read(run.names[client]) if client >= 0 else {}
+                for name in kept.keys() & own.keys():
+                    own[name][place] = kept[name]
+            types = divided.result({})
+            written, _ = divided.with_kept(types, arguments, own)
+            state = jax.tree.map(  # what the coordinator keeps is a type in `written`
+                lambda new, old: old if isinstance(new, jax.ShapeDtypeStruct) else new,
+                written,
+                state,
+            )
+        found = with_quantiles(run.evaluate_personal(state))
+        return {f"personal_{name}": value for name, value in found.items()}
 
 
 class UnknownRoundError(Exception):

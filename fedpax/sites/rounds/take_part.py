@@ -92,6 +92,7 @@ def take_part(
     allow_config_change: Collection[str] = (),
     give_up_after: float = 600.0,
     only_sums_of: int = 0,
+    personal: bool = False,
 ) -> TakePartResult:
     """Train on this site's data in the rounds that a coordinator asks for.
 
@@ -116,6 +117,9 @@ def take_part(
         give_up_after: seconds without an answer of a coordinator after which the site stops.
         only_sums_of: number of sites, at least 2, that a secure sum must have; the terms of this
             site are sent in such sums alone. Default 0: the coordinator chooses.
+        personal: whether a model of each client's own is evaluated after the last round: the one
+            that the method keeps (Ditto), else the model after the client's local steps of one more
+            round. The means of its metrics are told, as those of the model are. Default False.
 
     Returns:
         The number of rounds of this process, and the reason for which the call stopped.
@@ -158,6 +162,7 @@ def take_part(
                 stop=lambda: preemption.signal is not None,
                 give_up_after=give_up_after,
                 sums=SecretTerms(site_name, only_sums_of, _signer(certificates)),
+                personal=personal,
             )
             if only_sums_of == 2:
                 progress.note(
@@ -201,6 +206,7 @@ class Site:
         stop: Callable[[], bool],
         give_up_after: float,
         sums: SecretTerms | None = None,
+        personal: bool = False,
     ) -> None:
         self._experiment, self._folder, self._exp = experiment, folder, exp
         self._connection, self._progress, self._stop = connection, progress, stop
@@ -216,6 +222,7 @@ class Site:
             save=self._save,
             on_metrics=self._note_metrics,
             sums=sums or SecretTerms(name),
+            personal=personal,
         )
         self._run = _read_run(folder)
         self._has_inputs = self._opened = False

@@ -75,6 +75,7 @@ def run(
     lines: Mapping[str, Callable[[Exchange], Any]] | None = None,
     done: int = 0,
     may_be_refused: Sequence[str] = (),
+    personal: bool = False,
 ) -> Federation:
     """Run a federation to its end.
 
@@ -87,6 +88,7 @@ def run(
             `rules`.
         lines: makes the lines of some sites. Default None: whole ones.
         done: rounds that the coordinator's folder has.
+        personal: whether sites evaluate models of their clients' own.
         may_be_refused: sites without which the run goes on if they are refused.
     """
     rules = RoundRules(len(sites), 60.0) if rules is None else rules
@@ -112,7 +114,8 @@ def run(
 
         def join(name: str, line: Any) -> None:
             mine: list[BaseException] = []
-            take_part(name, sites[name], folder, line, mine if name in may_be_refused else failures)
+            told = mine if name in may_be_refused else failures
+            take_part(name, sites[name], folder, line, told, personal)
             refused.update((name, str(error)) for error in mine)
 
         threads = [threading.Thread(target=join, args=(name, line)) for name, line in made.items()]
@@ -160,7 +163,12 @@ def opened(
 
 
 def take_part(
-    name: str, experiment: Any, folder: Path, line: Any, failures: list[BaseException]
+    name: str,
+    experiment: Any,
+    folder: Path,
+    line: Any,
+    failures: list[BaseException],
+    personal: bool = False,
 ) -> None:
     """Run a site in this thread."""
     own = folder / name
@@ -176,6 +184,7 @@ def take_part(
             exp="",
             stop=lambda: bool(failures),
             give_up_after=5.0,
+            personal=personal,
         )
         with contextlib.closing(site):
             site.run()

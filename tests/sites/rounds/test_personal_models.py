@@ -1,0 +1,46 @@
+"""Models of each client's own over sites equal those of training on all files."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from sites.rounds.federation import run, write_hospitals
+from sites.rounds.test_equals_training import SIZES, experiment
+
+from fedpax.experiments.client_methods import method
+from fedpax.experiments.cohort_settings import CohortConfig
+from fedpax.experiments.fedavg_table import FedAvgTable
+from fedpax.run_files.metrics import read_metrics, select
+from fedpax.sites.rounds.site_table import format_sites, read_sites
+
+
+@pytest.mark.parametrize("name", ["ditto", pytest.param("fedavg", marks=pytest.mark.slow)])
+def test_equal_to_training_on_all_files(tmp_path: Path, name: str) -> None:
+    write_hospitals(tmp_path / "data", SIZES)
+    # A step takes all examples of a client: their order depends on the client's number.
+    cohort = CohortConfig(size=10, batch_size=64, local_epochs=3)
+
+    def make(*files: str) -> FedAvgTable:
+        return dataclasses.replace(experiment(*files, method=method(name)), cohort=cohort)
+
+    sites = {s: make(f"{tmp_path}/data/{s}/*.csv") for s in SIZES}
+    run(make(), sites, tmp_path / "runs", personal=True)
+    folder = tmp_path / "runs" / "coordinator"
+    last = select(read_metrics(folder), "evaluation")[-1]
+
+    whole = make(f"{tmp_path}/data/*/*.csv")
+    whole = whole.sized(len(whole.training_parts))
+    built = whole.build()
+    state = jax.jit(built.algorithm.init)(built.init(jax.random.key(0)))
+    step = jax.jit(built.algorithm.round)
+    for _ in range(3):
+        state, _ = step(state, next(built.cohorts))
+    expected = whole.evaluate_own_models(fine_tune=True)(state)
+    assert abs(expected["loss"] - last["loss"]) > 1e-3  # of the shared model
+    for metric, value in expected.items():
+        np.testing.assert_allclose(last[f"personal_{metric}"], value, rtol=0, atol=1e-5)
+    rows = read_sites(folder)
+    assert {"personal_loss", "loss"} <= rows[0].heldout.keys()
+    assert "held-out personal_loss" in format_sites(rows)

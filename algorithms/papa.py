@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from fedpax.aggregators import mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
@@ -266,10 +266,16 @@ def _average_rotated(models: Params, islands: int, key: jax.Array) -> Params:
     """Average each model with the model c places further."""
     rotations = [tuple((i + c) % islands for i in range(islands)) for c in range(1, islands)]
     rotation = jax.random.randint(key, (), 0, len(rotations), jnp.int32)
-    partners = permute_participants(models, rotations, rotation, placement="islands")
-    return federated_map(
-        lambda w, partner: jax.tree.map(lambda a, b: (a + b) / 2, w, partner), models, partners
+    # In stages, the values of an island that does not answer are zeros, this one too.
+    answers = federated_map(lambda w: jnp.bool_(True), models)
+    partners, answered = permute_participants(
+        (models, answers), rotations, rotation, placement="islands"
     )
+
+    def average(w: Params, partner: Params, answered: Bool[Array, ""]) -> Params:
+        return jax.tree.map(lambda a, b: jnp.where(answered, (a + b) / 2, a), w, partner)
+
+    return federated_map(average, models, partners, answered)
 
 
 def _population(

@@ -15,9 +15,11 @@ from method_table import trainer
 from numpy_island_methods import papa as papa_reference
 from numpy_methods import sgd
 
+import fedpax
 from fedpax import Cohort
 from fedpax.algorithms import branch_train_merge, papa, papa_2, papa_all
 from fedpax.algorithms.papa import random_pairs
+from fedpax.deploy import run_local
 from fedpax.hlo.collectives import collectives
 from fedpax.parallel.mesh import make_mesh
 
@@ -192,3 +194,22 @@ def test_a_round_is_differentiable_in_alpha():
     difference = (expected(0.6 + 1e-5) - expected(0.6 - 1e-5)) / 2e-5
     assert abs(difference) > 1e-4
     np.testing.assert_allclose(slope, difference, rtol=1e-6)
+
+
+def test_an_island_whose_partner_does_not_answer_keeps_its_model():
+    """In stages, the missing model must not count as zeros."""
+    algorithm = papa_2(
+        lambda w, x: (jnp.mean((w - x) ** 2), {}),
+        islands=3,
+        optimizer=optax.sgd(0.5),
+        pairs="rotation",
+    )
+    state = algorithm.init(jnp.float32(0.0))
+    cohort = Cohort(jnp.array([[[1.0]], [[5.0]], [[7.0]]]))  # w = 1, 5 and 7
+    stages = fedpax.stages(algorithm.round, state, cohort)
+    found = set()
+    for r in range(6):
+        state = state._replace(round=jnp.int32(r))
+        after, _ = run_local(stages, state, cohort, participants=[0, 1])
+        found.add(tuple(after.local_params.tolist()))
+    assert found == {(3.0, 5.0, 0.0), (1.0, 3.0, 0.0)}  # by rotation; the third keeps its state

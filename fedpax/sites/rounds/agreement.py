@@ -6,9 +6,10 @@ from typing import Any
 
 from fedpax.sites.rounds.contract import Json, Question
 from fedpax.sites.rounds.coordinator_files import SiteWatch, write_federation
-from fedpax.sites.rounds.exchange import Exchange, new_token
+from fedpax.sites.rounds.exchange import Exchange
 from fedpax.sites.rounds.site_table import Site
 from fedpax.sites.rounds.stage_calls import Participants, StageCalls, without_faults
+from fedpax.sites.rounds.tasks import new_token
 from fedpax.sites.rounds.votes import Properties, count_votes
 from fedpax.training.progress import Progress
 

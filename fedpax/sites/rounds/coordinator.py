@@ -32,11 +32,7 @@ from fedpax.sites.rounds.coordinator_state import (
     pack,
     server_leaves,
 )
-from fedpax.sites.rounds.exchange import (
-    Exchange,
-    Reply,
-    new_token,
-)
+from fedpax.sites.rounds.exchange import Exchange
 from fedpax.sites.rounds.merge_guard import MergeGuard, evaluation_of
 from fedpax.sites.rounds.round_rules import RoundRules
 from fedpax.sites.rounds.site_evaluation import SiteEvaluation
@@ -45,6 +41,7 @@ from fedpax.sites.rounds.stage_calls import (
     StageCalls,
     without_faults,
 )
+from fedpax.sites.rounds.tasks import Reply, new_token
 from fedpax.training.due_rounds import is_due
 from fedpax.training.logging import NonFiniteError
 from fedpax.training.progress import Progress

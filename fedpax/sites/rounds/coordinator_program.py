@@ -12,8 +12,8 @@ from fedpax.clients.cohort import Cohort
 from fedpax.errors import ConfigurationError
 from fedpax.sites.rounds.contract import CoordinatorRun, Json
 from fedpax.sites.rounds.coordinator_state import CoordinatorState, unpack
-from fedpax.sites.rounds.exchange import SHOWN, TERM, WORD
 from fedpax.sites.rounds.random_keys import is_key
+from fedpax.sites.rounds.tasks import SHOWN, TERM, WORD
 from fedpax.transforms.client_stages import Stage
 from fedpax.transforms.coded_terms import CodedStage
 from fedpax.transforms.stages import Request, Stages

@@ -1,22 +1,22 @@
 """The coordinator's side of the messages: sites ask for work, and send what it asks for."""
 
 import json
-import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from fedpax.sites.identity import Identity, find_difference
 from fedpax.sites.rounds.contract import Json
-from fedpax.sites.rounds.downlink import WHOLE, Packet
-from fedpax.sites.rounds.framed_messages import read_message, write_message
-from fedpax.sites.rounds.random_keys import to_numbers
+from fedpax.sites.rounds.downlink import WHOLE
+from fedpax.sites.rounds.framed_messages import write_message
+from fedpax.sites.rounds.reply_checks import check_types, checked_fields, find_fault, shorten_types
 from fedpax.sites.rounds.site_table import Site, SiteTable
+from fedpax.sites.rounds.tasks import Reply, Task, largest_message
 from fedpax.sites.transport.calls import MalformedError, RefusedError
 from fedpax.sites.transport.checked_header import CheckedHeader
 from fedpax.sites.transport.message import Message
@@ -24,7 +24,7 @@ from fedpax.sites.transport.message import Message
 LONGEST_WAIT = 1.0
 """Seconds for which a site's question for work waits for some."""
 
-MOST_CLIENTS, MOST_METRICS, LONGEST_DESCRIPTION = 1_000_000, 100, 1 << 18
+MOST_CLIENTS, LONGEST_DESCRIPTION = 1_000_000, 1 << 18
 
 SMALL_MESSAGE = 1 << 20
 """Bytes of arrays that any message may have; the tasks of a run can allow more."""
@@ -36,65 +36,6 @@ MOST_UPLOADS = 4
 """Large replies that are received at a time."""
 
 LONGEST_UPLOAD = 600.0
-
-SHARED, ROW, TERM, SHOWN, WORD = "shared", "row", "term", "shown", "word"
-"""First words of the names of arrays."""
-
-
-ArrayTypes = tuple[tuple[int | None, ...], np.dtype]
-
-
-class Task(NamedTuple):
-    """What the coordinator asks of sites.
-
-    Attributes:
-        token: names the task; the stages of a round have one token.
-        header: fields for all sites, with `"task"` and `"stage"`.
-        packet: arrays for all sites.
-        own: for each site that is asked, its fields and arrays.
-        expected: shape and dtype of each array of a reply, as `{name: array type}`; a shape's first
-            None stands for the number of the site's clients in this task.
-        coded: the same for a site that sends encoded words: one whose fields have `"coded"`.
-        weights: for each array that is a sum of weights, the most that a client weighs.
-        weighted: arrays that are divided by the weights.
-    """
-
-    token: str
-    header: Mapping[str, Any]
-    packet: Packet
-    own: Mapping[str, tuple[Mapping[str, Any], Mapping[str, np.ndarray]]]
-    expected: Mapping[str, ArrayTypes]
-    weights: Mapping[str, float] = {}
-    weighted: Sequence[str] = ()
-    coded: Mapping[str, ArrayTypes] = {}
-
-
-class Reply(NamedTuple):
-    """The answer of a site to a task."""
-
-    header: Mapping[str, Any]
-    content: Mapping[str, np.ndarray] | Path  # arrays, or the file that has them
-
-    @property
-    def arrays(self) -> Mapping[str, np.ndarray]:
-        """The arrays, read when they are needed."""
-        return read_message(self.content).arrays if isinstance(self.content, Path) else self.content
-
-
-def new_token() -> str:
-    """Return a token that no other task has."""
-    return secrets.token_hex(8)
-
-
-def numbered(word: str, arrays: Sequence[Any]) -> dict[str, np.ndarray]:
-    """Return arrays by name: `word` and a number."""
-    return {f"{word} {i}": to_numbers(x) for i, x in enumerate(arrays)}
-
-
-def in_order(word: str, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """Return the arrays that `numbered` named."""
-    number = sum(name.rpartition(" ")[0] == word for name in arrays)
-    return [arrays[f"{word} {i}"] for i in range(number)]
 
 
 class Exchange:
@@ -326,7 +267,7 @@ class Exchange:
         """Return a reply, on the disk if it is large, and why it does not count."""
         if fields.get("fault") is not None:  # the site itself tells why it has no reply
             return Reply({"fault": CheckedHeader(fields).text("fault")}, {}), None
-        if reason := self._find_fault(task, task.own[name][0], arrays):
+        if reason := find_fault(task, task.own[name][0], arrays):
             return Reply({"fault": reason}, {}), reason
         if self._folder is None or sum(x.nbytes for x in arrays.values()) < LARGE:
             return Reply(fields, arrays), None
@@ -334,25 +275,6 @@ class Exchange:
         path = self._folder / f"{secrets.token_hex(8)}.reply"
         write_message(path, Message({}, arrays), sync=False)
         return Reply(fields, path), None
-
-    @staticmethod
-    def _find_fault(
-        task: Task, own: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
-    ) -> str | None:
-        """Return why a reply cannot be counted, or None."""
-        rows = len(own.get("clients", ()))
-        expected = task.coded if own.get("coded") else task.expected
-        for name, (shape, dtype) in expected.items():
-            wanted = tuple(rows if size is None else size for size in shape)
-            array = arrays.get(name)
-            if array is None or array.shape != wanted or array.dtype != dtype:
-                found = "nothing" if array is None else f"{array.dtype}{list(array.shape)}"
-                return f"{name} is {found}, expected {dtype}{list(wanted)}"
-            if array.dtype.kind not in "biu" and not is_finite(array):
-                return f"{name} has NaN or infinity, expected finite values"
-        if extra := arrays.keys() - expected.keys():
-            return f"{min(extra)} is not asked for"
-        return None if own.get("coded") else find_wrong_weight(task, rows, arrays)
 
     def _note(self, site: Site, request: CheckedHeader, arrays: Any) -> Message:
         return self._answer(site, status="ok")
@@ -464,68 +386,3 @@ class Exchange:
             for name, value in fields.items():
                 setattr(self, name, value)
             self._changed.notify_all()
-
-
-def checked_fields(fields: Json) -> Json:
-    """Return the fields of a reply; raise a `MalformedError` if a number or a name is none."""
-    checked = CheckedHeader(fields)
-    if "examples" in fields:
-        checked.count("examples")
-    metrics = checked.mapping("metrics") if "metrics" in fields else {}
-    if len(metrics) > MOST_METRICS:
-        raise MalformedError(f"a reply has {len(metrics)} metrics, at most {MOST_METRICS} fit.")
-    for name in metrics:
-        CheckedHeader({"name": name}).text("name"), CheckedHeader(metrics).number(name)
-    return fields
-
-
-def check_types(types: Json) -> None:
-    """Raise a `MalformedError` unless each field of a batch has a dtype and a shape."""
-    for name, kind in types.items():
-        CheckedHeader({"name": name}).text("name")
-        try:
-            dtype, shape = kind
-            fits = all(type(size) is int and 0 <= size < 2**31 for size in shape)
-            np.dtype(dtype)
-        except (TypeError, ValueError):
-            fits = False
-        if not fits or len(shape) > 32:
-            raise MalformedError(f"the field {name!r} of a batch is {str(kind)[:100]}.")
-
-
-def largest_message(task: Task) -> int:
-    """Return the bytes of the largest message of a task, either way."""
-
-    def size(types: Iterable[ArrayTypes], rows: int) -> int:
-        return sum(
-            math.prod(rows if n is None else n for n in shape) * dtype.itemsize
-            for shape, dtype in types
-        )
-
-    shared = sum(x.nbytes for x in task.packet.whole.values())
-    down = [sum(x.nbytes for x in arrays.values()) for _, arrays in task.own.values()]
-    rows = [len(fields.get("clients", ())) for fields, _ in task.own.values()]
-    up = size([*task.expected.values()], max(rows, default=0)) + size(task.coded.values(), 1)
-    return max(shared + max(down, default=0), up)
-
-
-def find_wrong_weight(task: Task, rows: int, arrays: Mapping[str, Any]) -> str | None:
-    """Return why the weights of some clients cannot be counted, or None."""
-    for name, most in task.weights.items():
-        weight = float(arrays[name])
-        if not 0 <= weight <= rows * most * (1 + 1e-5):  # float32 rounds a sum
-            return f"its weight is {weight:g}, expected 0 to {rows * most:g}"
-        if not weight and any(arrays[other].any() for other in task.weighted):
-            return "its weight is 0 and its values are not"
-    return None
-
-
-def is_finite(array: np.ndarray) -> bool:
-    """Return whether an array has no NaN and no infinity."""
-    floats = array if array.dtype.kind in "fc" else array.astype(np.float32)  # such as bfloat16
-    return bool(np.all(np.isfinite(floats)))
-
-
-def shorten_types(types: Json) -> str:
-    """Describe the fields of a batch."""
-    return ", ".join(f"{name}: {kind}" for name, kind in sorted(types.items()))[:500]

@@ -26,9 +26,10 @@ from fedpax.sites.rounds.coordinator_files import (
     read_federation,
     write_federation,
 )
-from fedpax.sites.rounds.exchange import Exchange, new_token
+from fedpax.sites.rounds.exchange import Exchange
 from fedpax.sites.rounds.round_rules import RoundRules
 from fedpax.sites.rounds.site_table import SiteTable
+from fedpax.sites.rounds.tasks import new_token
 from fedpax.sites.transport.admission import NO_LIMITS, Admission, SiteLimits
 from fedpax.sites.transport.calls import serve
 from fedpax.training.experiment import Experiment

@@ -13,7 +13,8 @@ from fedpax.secure_sums.message import Message
 from fedpax.secure_sums.words import WORDS, NotSummableError, from_words, to_words
 from fedpax.sites.rounds.contract import Json
 from fedpax.sites.rounds.downlink import whole
-from fedpax.sites.rounds.exchange import TERM, Exchange, Reply, Task, in_order, numbered
+from fedpax.sites.rounds.exchange import Exchange
+from fedpax.sites.rounds.tasks import TERM, Reply, Task, in_order, numbered
 from fedpax.sites.transport.calls import RefusedError
 from fedpax.transforms.client_stages import Stage
 

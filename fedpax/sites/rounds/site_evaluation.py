@@ -9,7 +9,8 @@ from fedpax.algorithm import Params
 from fedpax.reports.metric_table import OF_SITE
 from fedpax.sites.rounds.coordinator_files import RoundMetrics, SiteWatch
 from fedpax.sites.rounds.downlink import whole
-from fedpax.sites.rounds.exchange import SHARED, Exchange, Task, new_token, numbered
+from fedpax.sites.rounds.exchange import Exchange
+from fedpax.sites.rounds.tasks import SHARED, Task, new_token, numbered
 
 
 class SiteEvaluation:

@@ -15,12 +15,12 @@ from fedpax.run_files.quantiles import with_quantiles
 from fedpax.sites.rounds.contract import ClientRange, Json, SiteExperiment, SiteRun
 from fedpax.sites.rounds.coordinator_program import batch_types
 from fedpax.sites.rounds.coordinator_state import divide
-from fedpax.sites.rounds.exchange import ROW, SHARED, SHOWN, TERM, WORD, in_order, numbered
 from fedpax.sites.rounds.kept_values import KeptValues, check_names
 from fedpax.sites.rounds.random_keys import from_numbers, type_in_message
 from fedpax.sites.rounds.round_rules import weigh
 from fedpax.sites.rounds.secret_terms import TASK as SUM
 from fedpax.sites.rounds.secret_terms import SecretTerms
+from fedpax.sites.rounds.tasks import ROW, SHARED, SHOWN, TERM, WORD, in_order, numbered
 from fedpax.sites.transport.calls import RefusedError
 from fedpax.sites.transport.checked_header import CheckedHeader
 from fedpax.transforms.client_stages import Value

@@ -17,24 +17,23 @@ from fedpax.sites.rounds.coordinator_program import (
     weighted_terms,
 )
 from fedpax.sites.rounds.downlink import Downlink, whole
-from fedpax.sites.rounds.exchange import (
+from fedpax.sites.rounds.exchange import Exchange
+from fedpax.sites.rounds.random_keys import to_numbers
+from fedpax.sites.rounds.reply_checks import find_wrong_weight, is_finite
+from fedpax.sites.rounds.round_rules import RoundRules
+from fedpax.sites.rounds.secret_terms import ask_for_sums, check_is_sum
+from fedpax.sites.rounds.tasks import (
     ROW,
     SHARED,
     SHOWN,
     TERM,
     WORD,
-    Exchange,
     Reply,
     Task,
-    find_wrong_weight,
     in_order,
-    is_finite,
     new_token,
     numbered,
 )
-from fedpax.sites.rounds.random_keys import to_numbers
-from fedpax.sites.rounds.round_rules import RoundRules
-from fedpax.sites.rounds.secret_terms import ask_for_sums, check_is_sum
 from fedpax.sites.rounds.update_rows import UpdateRows
 from fedpax.transforms.stages import Request, Stages
 

@@ -15,10 +15,11 @@ from fedpax.run_files.metrics import MetricsWriter
 from fedpax.sites.identity import identify
 from fedpax.sites.rounds.coordinator import Coordinator
 from fedpax.sites.rounds.coordinator_files import read_federation
-from fedpax.sites.rounds.exchange import Exchange, new_token
+from fedpax.sites.rounds.exchange import Exchange
 from fedpax.sites.rounds.round_rules import RoundRules
 from fedpax.sites.rounds.site_table import SiteTable
 from fedpax.sites.rounds.take_part import Site
+from fedpax.sites.rounds.tasks import new_token
 from fedpax.sites.transport.message import Message, decode, encode
 from fedpax.training.progress import Progress
 

@@ -17,9 +17,10 @@ from fedpax.sites.rounds.coordinator_program import (
 )
 from fedpax.sites.rounds.coordinator_state import divide
 from fedpax.sites.rounds.downlink import whole
-from fedpax.sites.rounds.exchange import Exchange, Task
+from fedpax.sites.rounds.reply_checks import find_fault
 from fedpax.sites.rounds.round_rules import RoundRules
 from fedpax.sites.rounds.site_table import read_sites
+from fedpax.sites.rounds.tasks import Task
 from fedpax.sites.transport.message import Message
 
 
@@ -51,7 +52,7 @@ def test_weights_are_checked(method: str, rule: str, weight: float, fault: str |
     task = Task("t", {}, whole({}), {}, expected, limits, weighted_terms(stage))
     arrays = {name: np.ones(shape, dtype) for name, (shape, dtype) in expected.items()}
     arrays |= {name: np.float32(weight) for name in limits}
-    found = Exchange._find_fault(task, {"clients": [0, 1]}, arrays)
+    found = find_fault(task, {"clients": [0, 1]}, arrays)
     assert found is None if fault is None else found is not None and fault in found
 
 

@@ -8,15 +8,9 @@ import numpy as np
 
 from fedpax.sites.identity import Identity
 from fedpax.sites.rounds.downlink import whole
-from fedpax.sites.rounds.exchange import (
-    LARGE,
-    MOST_UPLOADS,
-    SMALL_MESSAGE,
-    Exchange,
-    Task,
-    largest_message,
-)
+from fedpax.sites.rounds.exchange import LARGE, MOST_UPLOADS, SMALL_MESSAGE, Exchange
 from fedpax.sites.rounds.site_table import SiteTable
+from fedpax.sites.rounds.tasks import Task, largest_message
 from fedpax.sites.transport.message import Message
 
 SIZE = LARGE  # bytes are four times as many

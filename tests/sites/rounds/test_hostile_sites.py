@@ -17,8 +17,9 @@ from fedpax.errors import ArgumentError, ConfigurationError
 from fedpax.experiments.fedavg_image_files import fedavg_images
 from fedpax.experiments.fedavg_text import fedavg_lora_text
 from fedpax.sites.identity import identify
-from fedpax.sites.rounds.exchange import Exchange, check_types, checked_fields
+from fedpax.sites.rounds.exchange import Exchange
 from fedpax.sites.rounds.framed_messages import read_message, write_message
+from fedpax.sites.rounds.reply_checks import check_types, checked_fields
 from fedpax.sites.rounds.round_rules import RoundRules
 from fedpax.sites.rounds.run_coordinator import run_coordinator
 from fedpax.sites.rounds.site_table import SiteTable, read_sites

@@ -1,0 +1,79 @@
+"""Checks of what sites send to a coordinator."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fedpax.sites.rounds.contract import Json
+from fedpax.sites.rounds.tasks import Task
+from fedpax.sites.transport.calls import MalformedError
+from fedpax.sites.transport.checked_header import CheckedHeader
+
+MOST_METRICS = 100
+
+
+def find_fault(task: Task, own: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str | None:
+    """Return why a reply cannot be counted, or None."""
+    rows = len(own.get("clients", ()))
+    expected = task.coded if own.get("coded") else task.expected
+    for name, (shape, dtype) in expected.items():
+        wanted = tuple(rows if size is None else size for size in shape)
+        array = arrays.get(name)
+        if array is None or array.shape != wanted or array.dtype != dtype:
+            found = "nothing" if array is None else f"{array.dtype}{list(array.shape)}"
+            return f"{name} is {found}, expected {dtype}{list(wanted)}"
+        if array.dtype.kind not in "biu" and not is_finite(array):
+            return f"{name} has NaN or infinity, expected finite values"
+    if extra := arrays.keys() - expected.keys():
+        return f"{min(extra)} is not asked for"
+    return None if own.get("coded") else find_wrong_weight(task, rows, arrays)
+
+
+def checked_fields(fields: Json) -> Json:
+    """Return the fields of a reply; raise a `MalformedError` if a number or a name is none."""
+    checked = CheckedHeader(fields)
+    if "examples" in fields:
+        checked.count("examples")
+    metrics = checked.mapping("metrics") if "metrics" in fields else {}
+    if len(metrics) > MOST_METRICS:
+        raise MalformedError(f"a reply has {len(metrics)} metrics, at most {MOST_METRICS} fit.")
+    for name in metrics:
+        CheckedHeader({"name": name}).text("name"), CheckedHeader(metrics).number(name)
+    return fields
+
+
+def check_types(types: Json) -> None:
+    """Raise a `MalformedError` unless each field of a batch has a dtype and a shape."""
+    for name, kind in types.items():
+        CheckedHeader({"name": name}).text("name")
+        try:
+            dtype, shape = kind
+            fits = all(type(size) is int and 0 <= size < 2**31 for size in shape)
+            np.dtype(dtype)
+        except (TypeError, ValueError):
+            fits = False
+        if not fits or len(shape) > 32:
+            raise MalformedError(f"the field {name!r} of a batch is {str(kind)[:100]}.")
+
+
+def find_wrong_weight(task: Task, rows: int, arrays: Mapping[str, Any]) -> str | None:
+    """Return why the weights of some clients cannot be counted, or None."""
+    for name, most in task.weights.items():
+        weight = float(arrays[name])
+        if not 0 <= weight <= rows * most * (1 + 1e-5):  # float32 rounds a sum
+            return f"its weight is {weight:g}, expected 0 to {rows * most:g}"
+        if not weight and any(arrays[other].any() for other in task.weighted):
+            return "its weight is 0 and its values are not"
+    return None
+
+
+def is_finite(array: np.ndarray) -> bool:
+    """Return whether an array has no NaN and no infinity."""
+    floats = array if array.dtype.kind in "fc" else array.astype(np.float32)  # such as bfloat16
+    return bool(np.all(np.isfinite(floats)))
+
+
+def shorten_types(types: Json) -> str:
+    """Describe the fields of a batch."""
+    return ", ".join(f"{name}: {kind}" for name, kind in sorted(types.items()))[:500]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
+from numpy.typing import NDArray
 
 from fedpax import Cohort
 from fedpax.algorithm import Params
@@ -18,6 +19,11 @@ from fedpax.experiments.client_evaluation import label_weights
 from fedpax.experiments.fedavg_images import FedAvgImages
 from fedpax.experiments.personal_evaluation import with_own_models
 from fedpax.models.losses import ModelLoss, classification_loss
+from fedpax.training.client_metrics import (
+    ClientMetrics,
+    LabelWeights,
+    classification_by_client,
+)
 from fedpax.training.experiment import Run
 
 
@@ -33,19 +39,18 @@ class PersonalImages(FedAvgImages):
     def build(self) -> Run:
         """Make the run, with a model for each cluster if the method has clusters."""
         evaluate = functools.cache(self.evaluate_clients)
-        return with_own_models(super().build(), self.method, evaluate)
+        own_by_client = functools.cache(self.evaluate_own_by_client)
+        run = super().build()._replace(evaluate_own_models=lambda state: own_by_client()(state))
+        if not self.method.has_shared_model:
+            run = run._replace(evaluate_clients=None)
+        return with_own_models(run, self.method, evaluate)
 
     def evaluate_clients(self) -> Callable[[Any], dict[str, float]]:
         """Make the evaluation of the clients' own models, on held-out examples of their labels."""
         # The held-out examples are weighted for each client, so that every label has the share that
         # it has among the client's training examples. A client counts by the number of these. The
         # training batches of all clients are in memory.
-        population, labels = self.read_population()
-        cohort = self._read_cohort(population)
-        heldout = self.open_heldout(self.make_preprocess())()
-        batches = jax.tree.map(lambda *leaves: np.stack(leaves), *heldout)
-        parts = [labels[np.asarray(population[k])] for k in np.asarray(cohort.client_ids)]
-        weights = label_weights(parts, batches["label"][batches["mask"] > 0])
+        cohort, batches, weights = self._own_examples
         model, rate = self.make_model(), self.client_learning_rate
         train_loss, loss_fn = self.make_loss(model), classification_loss(model.apply)
 
@@ -59,6 +64,54 @@ class PersonalImages(FedAvgImages):
         return lambda state: {
             name: float(value) for name, value in evaluate(state, cohort, batches, weights).items()
         }
+
+    def evaluate_own_by_client(self) -> Callable[[Any], ClientMetrics]:
+        """Make the evaluation by client of the clients' own models, on the same examples."""
+        cohort, batches, weights = self._own_examples
+        model, rate = self.make_model(), self.client_learning_rate
+        train_loss, is_example = self.make_loss(model), batches["mask"] > 0
+        labels = batches["label"][is_example]
+        ids = np.asarray(cohort.client_ids)
+
+        @jax.jit
+        def outputs(state: Any, cohort: Cohort, images: Array) -> Array:
+            models = self.method.personal_models(train_loss, rate, state, cohort)
+
+            def apply(params: Params) -> Array:
+                return jax.lax.map(lambda batch: model.apply(params, batch), images)
+
+            return jax.lax.map(apply, models)
+
+        def evaluate(state: Any) -> ClientMetrics:
+            logits = np.asarray(outputs(state, cohort, batches["image"]))[:, is_example]
+            found = [
+                classification_by_client(
+                    own, labels, LabelWeights([f"client {k}"], labels, weights[place, None])
+                )
+                for place, (k, own) in enumerate(zip(ids, logits, strict=True))
+            ]
+            order = np.argsort(ids)  # as the shared model's metrics
+
+            def in_order(values: list[np.ndarray]) -> np.ndarray:
+                return np.concatenate(values)[order]
+
+            return ClientMetrics(
+                [f"client {k}" for k in ids[order]],
+                in_order([one.num_examples for one in found]),
+                {name: in_order([one.metrics[name] for one in found]) for name in found[0].metrics},
+            )
+
+        return evaluate
+
+    @functools.cached_property
+    def _own_examples(self) -> tuple[Cohort, Mapping[str, NDArray[Any]], NDArray[np.float64]]:
+        """A round of all clients, the held-out batches, and their weights by client and label."""
+        population, labels = self.read_population()
+        cohort = self._read_cohort(population)
+        heldout = self.open_heldout(self.make_preprocess())()
+        batches = jax.tree.map(lambda *leaves: np.stack(leaves), *heldout)
+        parts = [labels[np.asarray(population[k])] for k in np.asarray(cohort.client_ids)]
+        return cohort, batches, label_weights(parts, batches["label"][batches["mask"] > 0])
 
     def _read_cohort(self, population: Partition) -> Cohort:
         """Read a round of all clients."""

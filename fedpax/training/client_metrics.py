@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Float, Float64, Int, Num
+from numpy.typing import NDArray
 
 NUM_BINS = 10
 """Bins of the calibration error, of equal width."""
@@ -85,7 +86,7 @@ def classification_by_client(
     - `auc`: the area under the ROC curve, the probability that an example of a class has a larger
       probability of it than one of another class; ties count half. With two classes it is that of
       the second class. With more, it is the mean over the classes that the client has, each
-      against all others. NaN for a client with one class. Only with `ExampleOwners`.
+      against all others. NaN for a client with one class.
     - `calibration_error`: the expected calibration error: the distance between accuracy and
       confidence, the largest probability, in ten bins of the confidence, weighted by their numbers
       of examples.
@@ -106,6 +107,8 @@ def classification_by_client(
     }
     if isinstance(clients, ExampleOwners):
         metrics["auc"] = _classes_auc(probabilities, labels, clients)
+    elif isinstance(clients, LabelWeights):
+        metrics["auc"] = _weighted_auc(probabilities, labels, clients)
     confidence = probabilities.max(axis=1)
     bins = np.minimum((confidence * NUM_BINS).astype(int), NUM_BINS - 1)
     gaps = [clients.sum(np.where(bins == k, correct - confidence, 0)) for k in range(NUM_BINS)]
@@ -190,6 +193,38 @@ def _classes_auc(
     )
     defined = np.isfinite(areas)
     return _divide(np.where(defined, areas, 0).sum(axis=0), defined.sum(axis=0))
+
+
+def _weighted_auc(
+    probabilities: Float64[np.ndarray, "examples classes"],
+    labels: Int[np.ndarray, " examples"],
+    clients: LabelWeights,
+) -> Float64[np.ndarray, " clients"]:
+    """Return the AUC of `_classes_auc` for examples that are weighted by label."""
+    # An AUC is a mean over pairs of examples of two classes, so the weights act on pairs of labels.
+    labels, classes = np.asarray(labels), probabilities.shape[1]
+    shares = np.zeros((len(clients.names), classes))  # of the weights of each label
+    counts = np.bincount(labels, minlength=clients.weights.shape[1])
+    known = min(classes, clients.weights.shape[1])
+    shares[:, :known] = (clients.weights * counts)[:, :known]
+    areas = np.full((len(clients.names), classes), np.nan)
+    for positive in range(classes) if classes > 2 else (1,):
+        scores = [probabilities[labels == label, positive] for label in range(classes)]
+        larger = np.array([_probability_of_larger(scores[positive], x) for x in scores])
+        others = np.where(np.arange(classes) == positive, 0, shares)
+        area = _divide(others @ larger, others.sum(axis=1))
+        areas[:, positive] = np.where(shares[:, positive] > 0, area, np.nan)
+    defined = np.isfinite(areas)
+    return _divide(np.where(defined, areas, 0).sum(axis=1), defined.sum(axis=1))
+
+
+def _probability_of_larger(x: NDArray[np.float64], y: NDArray[np.float64]) -> float:
+    """Return the share of pairs in which x is larger, ties as one half; 0 if there are none."""
+    if not len(x) or not len(y):
+        return 0.0
+    y = np.sort(y)
+    below = np.searchsorted(y, x, side="left") + np.searchsorted(y, x, side="right")
+    return float(np.mean(below) / (2 * len(y)))
 
 
 def _divide(

@@ -211,3 +211,17 @@ def test_wrong_options_are_refused(capsys, argument, words):
     with pytest.raises(SystemExit):
         personal_methods.main([argument])
     assert words in capsys.readouterr().err
+
+
+def test_metrics_by_client_are_those_of_the_own_models(few_examples):
+    experiment = small()
+    run = experiment.build()
+    state = ServerState(random_params(run))
+    assert run.evaluate_own_models is not None and run.evaluate_clients is None
+    found, together = run.evaluate_own_models(state), experiment.evaluate_clients()(state)
+    assert list(found.names) == [f"client {k}" for k in range(12)]
+    for name in ("loss", "accuracy"):
+        mean = np.average(found.metrics[name], weights=found.num_examples)
+        assert mean == pytest.approx(together[name], rel=1e-4)
+    areas = found.metrics["auc"]
+    assert ((areas >= 0) & (areas <= 1) | np.isnan(areas)).all() and np.isfinite(areas).any()

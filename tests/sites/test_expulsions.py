@@ -86,7 +86,7 @@ class TestSyncer:
         assert sites.reports[-1].islands == ("b", "c")
 
     def test_a_merge_does_not_wait_for_it(self, sites: Sites, expelled: set[str]) -> None:
-        sites.syncer._parts = sites.parts._replace(quorum=2, grace_seconds=1e6)
+        sites.syncer._quorum._voters, sites.syncer._quorum._grace = 2, 1e6
         sites.push("b", 1.0), sites.push("c", 1.0)
         assert not sites.reports
         expelled.add("a")

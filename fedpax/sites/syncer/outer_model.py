@@ -14,6 +14,7 @@ from fedpax.algorithm import AlgorithmParts, Params
 from fedpax.algorithms.parts.frozen_leaves import keep_leaves, without_leaves
 from fedpax.algorithms.parts.optimizer_step import optimizer_step
 from fedpax.sites.fragment_format import FragmentFormat
+from fedpax.training.logging import NonFiniteError
 from fedpax.transforms.program import program
 
 
@@ -124,3 +125,13 @@ class OuterModel:
         # Copies, because an array of JAX on the CPU can share the memory of its NumPy view.
         params, outer_state, aggregator_state = jax.tree.map(lambda x: np.array(x), state)
         return FragmentState(params, outer_state, aggregator_state, version)
+
+
+def check_finite(state: FragmentState, p: int, merge: int) -> None:
+    """Raise a NonFiniteError if a merge of fragment p made a parameter NaN or infinite."""
+    if not all(np.all(np.isfinite(x)) for x in jax.tree.leaves(state.params)):
+        raise NonFiniteError(
+            f"merge {merge} made a parameter of fragment {p} NaN or infinite, expected finite "
+            "values. The state before it is saved. Use a smaller outer learning rate, or a robust "
+            "aggregator."
+        )

@@ -24,8 +24,9 @@ from fedpax.sites.syncer.members import (
     Members,
     note_merged,
 )
-from fedpax.sites.syncer.outer_model import OuterModel
+from fedpax.sites.syncer.outer_model import OuterModel, check_finite
 from fedpax.sites.syncer.pending import PendingUpdates
+from fedpax.sites.syncer.quorum import Quorum
 from fedpax.sites.syncer.step_credit import StepCredit
 from fedpax.sites.syncer.syncer_store import SyncerStore
 from fedpax.sites.syncer.updates import (
@@ -41,7 +42,6 @@ from fedpax.sites.transport.calls import MalformedError, RefusedError
 from fedpax.sites.transport.checked_header import CheckedHeader
 from fedpax.sites.transport.limited_log import LimitedLog
 from fedpax.sites.transport.message import Message
-from fedpax.training.logging import NonFiniteError
 
 _logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Syncer:
         self._lock, self._log = threading.RLock(), LimitedLog(_logger)
         self._merging = threading.Lock()
         self._pending = PendingUpdates(len(model.fragments))
-        self._deadline: float | None = None
+        self._quorum = Quorum(parts.quorum, parts.grace_seconds, heartbeat_seconds, clock)
         self._members = Members(
             parts.islands,
             heartbeat_seconds,
@@ -133,11 +133,7 @@ class Syncer:
         kind = request.text("kind")
         if kind == "join":
             return self._join(peer, request)
-        kinds = {
-            "push": self._push,
-            "pull": self._pull,
-            "heartbeat": self._note,
-        }
+        kinds = {"push": self._push, "pull": self._pull, "heartbeat": self._note}
         if kind not in (*kinds, "leave"):
             raise MalformedError(
                 f"the message has kind {kind[:100]!r}, expected join, push, pull, heartbeat or "
@@ -350,20 +346,17 @@ class Syncer:
             if self._members.mark_expelled(self._is_expelled):
                 self._forget_updates_without_shard()
             p = self.merges % len(self._pending)
-            if self.finished or not self._is_due(p):
+            on_time = self._pending.on_time(p, self.merges)
+            if self.finished or not self._quorum.is_due(self._members, on_time):
                 return False
-            waiting, self._deadline = self._pending.begin_merge(p), None
+            waiting = self._pending.begin_merge(p)
+            self._quorum.begin_merge()
             version = self._model.fragments[p].version
             votes = group_votes(self._members, waiting, self._one_vote)
             now, inside = self._clock(), [i for i in self._members if i.name in waiting]
             seconds = {i.name: now - i.last_parts.get(p, i.since) for i in inside}
         state, metrics = self._model.merge(p, combine(self._model.decode[p], votes, seconds))
-        if not all(np.all(np.isfinite(x)) for x in jax.tree.leaves(state.params)):
-            raise NonFiniteError(
-                f"merge {self.merges + 1} made a parameter of fragment {p} NaN or infinite, "
-                "expected finite values. The state before it is saved. Use a smaller outer "
-                "learning rate, or a robust aggregator."
-            )
+        check_finite(state, p, self.merges + 1)
         report = make_report(self.merges, version, votes, metrics, robust=self._one_vote)
         with self._lock:
             islands = self._members.to_json()
@@ -392,23 +385,6 @@ class Syncer:
                 island.last_parts[p] = now
         self._on_merge(report)
         return True
-
-    def _is_due(self, p: int) -> bool:
-        """Return whether fragment p has its quorum and the grace window has ended."""
-        on_time = self._pending.on_time(p, self.merges)
-        voters = {island.voter for island in self._members if island.name in on_time}
-        if len(voters) < self._parts.quorum:
-            self._deadline = None
-            return False
-        now = self._clock()
-        if self._deadline is None:
-            self._deadline = now + self._parts.grace_seconds
-        alive = {
-            island.name
-            for island in self._members
-            if island.state(now, self._heartbeat) in ("starting", "training")
-        }
-        return now >= self._deadline or alive <= on_time
 
     def _manifest(self) -> dict[str, Any]:
         return {

@@ -155,7 +155,7 @@ def test_an_island_that_was_cut_off_has_the_weight_of_its_steps(absent: bool, sh
     for number in range(1, 31):
         sites.now += 5.0
         if number == 30:
-            sites.syncer._parts = sites.parts._replace(quorum=3)
+            sites.syncer._quorum._voters = 3
             sites.push("a", 1.0, update_steps=60, sequence=number)
         elif not absent:
             sites.push("a", 0.0, sequence=number)

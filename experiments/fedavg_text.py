@@ -16,37 +16,18 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
-from fedpax.algorithms import fedavg
+from fedpax.algorithm import FederatedAlgorithm, Params
 from fedpax.data import (
     ClientSampler,
-    CohortRounds,
     Partition,
-    Source,
-    Tokenizer,
-    cohort_rounds,
-    partition_natural,
 )
-from fedpax.data.rounds.client_rows import pack_clients, preprocess_rows
+from fedpax.data.rounds.client_rows import pack_clients
 from fedpax.data.rounds.preprocess import Arrays
 from fedpax.errors import ArgumentError
-from fedpax.experiments.client_evaluation import (
-    EvaluateClients,
-    client_name,
-    masked_loss_by_client,
-    rows_by_client,
-)
-from fedpax.experiments.clients_mesh import clients_mesh
-from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig
-from fedpax.experiments.heldout import HeldoutSets, heldout_evaluator
-from fedpax.experiments.language_model import (
-    LanguageModelExperiment,
-    TextDataConfig,
-    without_token_count,
-)
+from fedpax.experiments.client_text import ClientText, ClientTextConfig
+from fedpax.experiments.cohort_settings import CohortConfig
+from fedpax.experiments.heldout import HeldoutSets
 from fedpax.experiments.optimizers import OptimizerConfig
 from fedpax.experiments.site_clients import (
     ChosenClients,
@@ -60,9 +41,7 @@ from fedpax.experiments.trainable import Trainable
 from fedpax.experiments.weights import hash_weights
 from fedpax.models import presets
 from fedpax.models.lora import LoRAConfig
-from fedpax.models.losses import transformer_loss
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.parallel.mesh_rule import ShardedSize
 from fedpax.sites.rounds.contract import (
     SITE_FILE,
     ClientRange,
@@ -71,7 +50,7 @@ from fedpax.sites.rounds.contract import (
     SiteRun,
 )
 from fedpax.sites.transport.checked_header import CheckedHeader
-from fedpax.training.experiment import Run, Shardings
+from fedpax.training.experiment import Run
 from fedpax.training.training_config import TrainingConfig
 from fedpax.user_files.formats import is_files
 
@@ -79,37 +58,10 @@ MOST_STEPS = 1 << 20
 """Local steps of a round that a site can ask of all sites."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ClientTextConfig(TextDataConfig):
-    """The text, whose examples name their clients.
-
-    Attributes:
-        client_field: the field of an example that names its client.
-    """
-
-    client_field: str = "client"
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FedAvgText(OverSites, LanguageModelExperiment):
-    """A transformer trained by FedAvg on clients' documents, or adapters of one.
+class FedAvgText(OverSites, ClientText):
+    """A transformer trained by FedAvg on clients' documents, here or at sites."""
 
-    With `mesh.clients=-1`, a round uses the largest number of devices that divides the cohort.
-
-    Attributes:
-        data: the text.
-        cohort: the clients of a round and their local training. An example is a row of
-            `data.seq_len` tokens of one client.
-        optimizer: the clients' optimizer. It starts anew in every round, so a schedule counts the
-            local steps of a round.
-        server: the server optimizer.
-    """
-
-    data: ClientTextConfig = ClientTextConfig()
-    cohort: CohortConfig
-    optimizer: OptimizerConfig
-    server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
-    mesh: MeshConfig = dataclasses.field(default_factory=lambda: MeshConfig(clients=-1))
     own_fields: ClassVar[tuple[str, ...]] = (
         "data.answer_field",
         "data.chat_template",
@@ -126,80 +78,6 @@ class FedAvgText(OverSites, LanguageModelExperiment):
         "data.prompt_field",
         "data.tokenizer",
     )
-
-    def sharded_sizes(self) -> list[ShardedSize]:
-        """Return the size that the axis of clients divides."""
-        return [ShardedSize("cohort.size", self.cohort.size, ("clients",))]
-
-    def make_mesh(self) -> Mesh:
-        """Make the mesh of the largest number of devices that divides the cohort."""
-        return clients_mesh(self.mesh, self.cohort.size)
-
-    def read_population(self) -> tuple[Partition, None]:
-        """Return the indices of each client's rows; text has no labels."""
-        tokenizer = self.read_tokenizer()
-        return self._pack(self.read_training(), tokenizer)[1], None
-
-    def _pack(
-        self, training: Source, tokenizer: Tokenizer, *, of_one: bool = False
-    ) -> tuple[Arrays, Partition]:
-        data = self.data
-        return pack_clients(
-            training,
-            seq_len=data.seq_len,
-            field=data.read_field(),
-            client_field=None if of_one else data.client_field,
-            tokenizer=tokenizer,
-        )
-
-    def _make_rounds(
-        self, rows: Arrays, population: Partition, sampler: ClientSampler, num_devices: int = 1
-    ) -> CohortRounds:
-        cohort = self.cohort
-        return cohort_rounds(
-            rows,
-            population,
-            sampler,
-            batch_size=cohort.batch_size,
-            local_epochs=cohort.local_epochs,
-            max_steps=cohort.max_steps,
-            seed=cohort.seed,
-            num_devices=num_devices,
-            chunk_size=cohort.chunk_size,
-            preprocess=preprocess_rows,
-        )
-
-    def _make_algorithm(self, trainable: Trainable, max_steps: int) -> FederatedAlgorithm:
-        optimizer = self.optimizer.make(max_steps, trainable.logical_axes)
-        return trainable.algorithm(
-            lambda loss_fn: fedavg(
-                loss_fn,
-                cohort_size=self.cohort.size,
-                client_optimizer=optimizer,
-                server_optimizer=self.server.make(),
-                chunk_size=self.cohort.chunk_size,
-            ),
-            without_token_count(transformer_loss(self.model)),
-        )
-
-    def _make_evaluation(
-        self,
-        trainable: Trainable,
-        heldout: HeldoutSets,
-        num_devices: int = 1,
-        sharding: NamedSharding | None = None,
-    ) -> Callable[[Params], dict[str, float]]:
-        return trainable.evaluate(
-            lambda loss_fn: heldout_evaluator(
-                loss_fn,
-                heldout,
-                batch_size=self.data.heldout_batch_size,
-                placement="clients",
-                num_participants=num_devices,
-                sharding=sharding,
-            ),
-            without_token_count(transformer_loss(self.model, load_balance_weight=0.0)),
-        )
 
     # ---- rounds over sites with documents of their own (`fedpax.sites.rounds.contract`)
 
@@ -339,67 +217,6 @@ class FedAvgText(OverSites, LanguageModelExperiment):
     def read_inputs(self, folder: Path) -> None:
         """Find out whether the folder is a site's, whose clients may be fewer than a round's."""
         self.__dict__["_at_site"] = (folder / SITE_FILE).is_file()
-
-    def _build(self, rows: Arrays, population: Partition, heldout: HeldoutSets | None) -> Run:
-        cohort = self.cohort
-        mesh = self.make_mesh()
-        num_devices = mesh.shape.get("clients", 1)
-        trainable = self.trainable(mesh)
-        sampler = ClientSampler(len(population), cohort.size, cohort.seed)
-        rounds = self._make_rounds(rows, population, sampler, num_devices)
-        over_clients = NamedSharding(
-            mesh, PartitionSpec("clients" if "clients" in mesh.axis_names else None)
-        )
-
-        # Made at the first evaluation: `fedpax plan` compiles for devices that cannot hold data.
-        @functools.cache
-        def evaluate_heldout() -> Callable[[Params], dict[str, float]]:
-            if heldout is None:
-                raise ArgumentError(
-                    f"data.dataset={self.data.dataset} has no held-out documents, expected some. "
-                    "Set --data.heldout_fraction=0.1, or write {split} in the path."
-                )
-            return self._make_evaluation(trainable, heldout, num_devices, over_clients)
-
-        @functools.cache
-        def evaluate_clients() -> EvaluateClients:
-            return trainable.evaluate(
-                lambda loss_fn: self._evaluate_by_client(loss_fn, self.read_tokenizer()),
-                without_token_count(transformer_loss(self.model, load_balance_weight=0.0)),
-            )
-
-        return Run(
-            algorithm=self._make_algorithm(trainable, rounds.max_steps),
-            init=trainable.init,
-            cohorts=rounds,
-            evaluate=lambda params: evaluate_heldout()(params),
-            mesh=mesh,
-            shardings=Shardings(params=trainable.shardings, cohort=over_clients),
-            items_per_round=rounds.items_per_round * self.data.seq_len,
-            item_unit="tokens",
-            placement="clients",
-            cohort_shapes=rounds.shapes,
-            flops_per_item=trainable.flops_per_token,
-            flops_convention=trainable.flops_convention,
-            initial=trainable.initial,
-            frozen=trainable.frozen,
-            whole_model=trainable.whole_model,
-            evaluate_clients=lambda params: evaluate_clients()(params),
-        )
-
-    def _evaluate_by_client(self, loss_fn: LossFn, tokenizer: Tokenizer) -> EvaluateClients:
-        """Read the held-out rows of each client, and make the evaluation by client."""
-        data = self.data
-        heldout = data.load(data.dataset, data.heldout_split)
-        rows, population = self._pack(heldout, tokenizer)
-        names = [client_name(name) for name in partition_natural(heldout, data.client_field).names]
-
-        def finish(means: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-            return {"loss": means["loss"], "perplexity": np.exp(means["loss"])}
-
-        return masked_loss_by_client(
-            loss_fn, rows_by_client(preprocess_rows(rows), population), names, finish
-        )
 
 
 def fedavg_lora_text() -> FedAvgText:

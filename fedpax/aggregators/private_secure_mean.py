@@ -113,9 +113,8 @@ def private_secure_mean(
     """
     name = "private_secure_mean"
     max_norm = check_norm(name, "max_norm", max_norm)
-    remedy = "Use secure_mean() for no noise."
     noise_multiplier = check_argument(
-        name, "noise_multiplier", noise_multiplier, POSITIVE, remedy=remedy
+        name, "noise_multiplier", noise_multiplier, POSITIVE, remedy="Use secure_mean() for none."
     )
     remedy = "Use well below 1 over the population's size, such as 1e-6."
     delta = check_argument(name, "delta", delta, Range(above=0, below=1), remedy=remedy)
@@ -137,12 +136,7 @@ def private_secure_mean(
         weights: Num[Array, " participants"] | None,
     ) -> tuple[chex.ArrayTree, PrivateSecureMeanState, dict[str, jax.Array]]:
         n = num_participants()
-        least = n if min_participants is None else min_participants
-        if least > n:
-            raise ArgumentError(
-                f"{name}(): min_participants is {least}, expected at most the {n} participants of "
-                "the round. Use fewer."
-            )
+        least = _least_present(n, min_participants)
         num_entries = sum(leaf.size for leaf in jax.tree.leaves(updates)) // n
         resolution = _resolution(n, noise_multiplier, num_entries, least)
         stddev = noise_multiplier * (resolution + math.sqrt(num_entries) / 2)
@@ -188,6 +182,16 @@ def private_secure_mean(
     return Aggregator(
         init, aggregate, needs_all=True, tolerates_non_finite=True, accountant=accountant
     )
+
+
+def _least_present(n: int, min_participants: int | None) -> int:
+    """Return the least number of participants in a sum; n if none may drop out."""
+    if min_participants is not None and min_participants > n:
+        raise ArgumentError(
+            f"private_secure_mean(): min_participants is {min_participants}, expected at most the "
+            f"{n} participants of the round. Use fewer."
+        )
+    return n if min_participants is None else min_participants
 
 
 def _resolution(n: int, noise_multiplier: float, num_entries: int, least: int) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from fedpax.commands.parts.options import configure
 from fedpax.data import Source, load
-from fedpax.experiments import fedavg_clients, fedavg_text, language_model
+from fedpax.experiments import fedavg_clients, language_model
 from fedpax.experiments.catalog import find_experiment
 from fedpax.experiments.client_evaluation import client_name
 from fedpax.experiments.cohort_settings import CohortConfig
@@ -119,7 +119,6 @@ def test_text_by_module(monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = configure("fedavg_lora_text", arguments)
     whole = load("stdlib_text", "heldout")
     few = source([whole[k] for k in range(0, len(whole), 20)])
-    monkeypatch.setattr(fedavg_text, "load", few)
     monkeypatch.setattr(language_model, "load", few)
     names = sorted({client_name(value) for value in few("", "").column("client")})
     run = experiment.build()

@@ -15,7 +15,8 @@ import pytest
 from fedpax.commands.parts.options import configure
 from fedpax.data import train_tokenizer
 from fedpax.experiments import language_model
-from fedpax.experiments.fedavg_text import ClientTextConfig, FedAvgText, fedavg_lora_text
+from fedpax.experiments.client_text import ClientTextConfig
+from fedpax.experiments.fedavg_text import FedAvgText, fedavg_lora_text
 from fedpax.experiments.pretrain import pretrain_text
 from fedpax.experiments.weights import write_huggingface
 from fedpax.models import huggingface, lora

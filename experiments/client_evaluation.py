@@ -5,10 +5,17 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
+from numpy.typing import NDArray
 
 from fedpax.algorithm import LossFn, Params
 from fedpax.data import Partition, Source, partition_natural
-from fedpax.training.client_metrics import ClientMetrics, ExampleOwners
+from fedpax.data.tables import Label
+from fedpax.training.client_metrics import (
+    ClientMetrics,
+    ExampleOwners,
+    classification_by_client,
+    regression_by_client,
+)
 from fedpax.training.evaluation import Batch, evaluate_by_client
 
 EvaluateClients = Callable[[Params], ClientMetrics]
@@ -63,3 +70,27 @@ def label_weights(
     classes = 1 + max(int(labels.max(initial=0)) for labels in (*parts, heldout))
     counts = np.stack([np.bincount(part, minlength=classes) for part in parts])
     return np.asarray(counts / np.maximum(np.bincount(heldout, minlength=classes), 1), np.float64)
+
+
+def with_units(
+    label: Label, metrics: dict[str, float], labels: NDArray[np.floating]
+) -> dict[str, float]:
+    """Add the error in the label's unit, and the share of variance that is explained."""
+    if label.task == "classification":
+        return metrics
+    variance = float(np.var(labels, dtype=np.float64))
+    r2 = 1 - metrics["loss"] / variance if variance else float("nan")
+    return {**metrics, "rmse": metrics["loss"] ** 0.5 * label.scale, "r2": r2}
+
+
+def measure_clients(
+    label: Label, outputs: NDArray[Any], labels: NDArray[Any], clients: ExampleOwners
+) -> ClientMetrics:
+    """Return the metrics of each client from the model's outputs for its examples."""
+    if label.task == "classification":
+        return classification_by_client(outputs, labels, clients)
+
+    def in_units(values: NDArray[Any]) -> NDArray[np.float64]:
+        return values.astype(np.float64) * label.scale + label.mean
+
+    return regression_by_client(in_units(outputs[:, 0]), in_units(labels), clients)

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Self
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,11 +19,16 @@ from fedpax.data import Partition, example_batches
 from fedpax.data.rounds.preprocess import Arrays, Preprocess
 from fedpax.data.tables import Label
 from fedpax.deploy.batch_evaluation import NEW, HeldoutClients
-from fedpax.experiments.client_evaluation import EvaluateClients
+from fedpax.experiments.client_evaluation import EvaluateClients, measure_clients, with_units
 from fedpax.experiments.client_files import FilesConfig, OpenFiles, PreparedFiles, open_files
 from fedpax.experiments.fedavg_clients import ClientExperiment
 from fedpax.experiments.heldout_clients import heldout_of_files
-from fedpax.experiments.personal_evaluation import own_models, pad_cohort, with_own_models
+from fedpax.experiments.personal_evaluation import (
+    heldout_metrics,
+    own_models,
+    pad_cohort,
+    with_own_models,
+)
 from fedpax.experiments.personal_models import fine_tuned_models
 from fedpax.experiments.saved_inputs import INPUTS, read_saved_inputs, write_saved_inputs
 from fedpax.models.losses import (
@@ -39,8 +43,6 @@ from fedpax.sites.rounds.contract import ClientRange, SiteRun
 from fedpax.training.client_metrics import (
     ClientMetrics,
     ExampleOwners,
-    classification_by_client,
-    regression_by_client,
 )
 from fedpax.training.evaluation import Batch, map_examples
 from fedpax.training.experiment import Run
@@ -240,26 +242,16 @@ class FedAvgFiles(ClientExperiment):
             for prefix, chosen in parts.items()
             if chosen.any()
         }
+        label = self.prepared.label
 
         def evaluate_parts(params: Params) -> dict[str, float]:
             return {
                 f"{prefix}{name}": value
                 for prefix, (evaluate_part, labels) in evaluations.items()
-                for name, value in self._with_units(evaluate_part(params), labels).items()
+                for name, value in with_units(label, evaluate_part(params), labels).items()
             }
 
         return evaluate_parts
-
-    def _with_units(
-        self, metrics: dict[str, float], labels: NDArray[np.floating]
-    ) -> dict[str, float]:
-        """Add the error in the label's unit, and the share of variance that is explained."""
-        label = self.prepared.label
-        if label.task == "classification":
-            return metrics
-        variance = float(np.var(labels, dtype=np.float64))
-        r2 = 1 - metrics["loss"] / variance if variance else float("nan")
-        return {**metrics, "rmse": metrics["loss"] ** 0.5 * label.scale, "r2": r2}
 
     def make_client_evaluation(self, model: FunctionalModel) -> EvaluateClients:
         """Make the evaluation by client, on its held-out examples.
@@ -274,7 +266,8 @@ class FedAvgFiles(ClientExperiment):
         outputs = map_examples(
             lambda params, batch: model.apply(params, batch[field])[0], {field: examples[field]}
         )
-        return lambda params: self._measure(outputs(params), examples["label"], clients)
+        label = self.prepared.label
+        return lambda params: measure_clients(label, outputs(params), examples["label"], clients)
 
     def open_heldout_clients(self) -> HeldoutClients:
         """Open the held-out examples of each client that has any."""
@@ -300,19 +293,6 @@ class FedAvgFiles(ClientExperiment):
         opened = self.opened
         pairs = zip(opened.names, opened.is_new, strict=True)
         return [f"{name} (new)" if is_new else name for name, is_new in pairs]
-
-    def _measure(
-        self, outputs: NDArray[Any], labels: NDArray[Any], clients: ExampleOwners
-    ) -> ClientMetrics:
-        """Return the metrics of each client from the model's outputs for its examples."""
-        label = self.prepared.label
-        if label.task == "classification":
-            return classification_by_client(outputs, labels, clients)
-
-        def in_units(values: NDArray[Any]) -> NDArray[np.float64]:
-            return values.astype(np.float64) * label.scale + label.mean
-
-        return regression_by_client(in_units(outputs[:, 0]), in_units(labels), clients)
 
     def build(self) -> Run:
         """Read the files, and make the run; a method's own models are evaluated by client."""
@@ -359,21 +339,14 @@ class FedAvgFiles(ClientExperiment):
         (cohort, own), model = self._own_examples, self.make_model()
         train_loss, loss_fn = self.make_loss(model), self._plain_loss(model)
 
-        @jax.jit
-        def evaluate(state: Any, cohort: Any, own: Any) -> dict[str, jax.Array]:
+        def models_of(state: Any, cohort: Cohort) -> Params:
             rate = self.client_learning_rate
             if fine_tune and not own_models(self.method):
-                models = fine_tuned_models(self.method, train_loss, rate, state, cohort)
-            else:
-                models = self.method.personal_models(train_loss, rate, state, cohort)
-            loss, metrics = jax.vmap(loss_fn)(models, own)
-            weights = own["mask"].sum(axis=1)
-            found = {**metrics, "loss": loss}
-            return {name: jnp.sum(weights * x) / weights.sum() for name, x in found.items()}
+                return fine_tuned_models(self.method, train_loss, rate, state, cohort)
+            return self.method.personal_models(train_loss, rate, state, cohort)
 
-        return lambda state: {
-            name: float(value) for name, value in evaluate(state, cohort, own).items()
-        }
+        evaluate = heldout_metrics(models_of, loss_fn)
+        return lambda state: evaluate(state, cohort, own)
 
     def evaluate_own_by_client(self) -> Callable[[Any], ClientMetrics]:
         """Make the evaluation by client of the clients' own models.
@@ -399,7 +372,8 @@ class FedAvgFiles(ClientExperiment):
         def evaluate(state: Any) -> ClientMetrics:
             found = np.asarray(outputs(state, cohort, own[self.field]))
             clients = ExampleOwners(names, owners)
-            return self._measure(found[is_example], np.asarray(own["label"])[is_example], clients)
+            labels = np.asarray(own["label"])[is_example]
+            return measure_clients(self.prepared.label, found[is_example], labels, clients)
 
         return evaluate
 

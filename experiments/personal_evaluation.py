@@ -1,9 +1,10 @@
 """Runs of methods for personal models: models for clusters, and the evaluation of own models."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from fedpax.algorithm import Params
 from fedpax.clients.cohort import Cohort
 from fedpax.experiments.client_methods import MethodConfig
 from fedpax.experiments.personal_models import MODELS
+from fedpax.models.losses import ModelLoss
 from fedpax.training.experiment import Run
 
 
@@ -69,3 +71,18 @@ def with_own_models(
         shardings=run.shardings._replace(params=stacked),
         evaluate=lambda params: evaluate()(ServerState(params)),
     )
+
+
+def heldout_metrics(
+    models_of: Callable[[Any, Cohort], Params], loss_fn: ModelLoss
+) -> Callable[[Any, Cohort, Mapping[str, Any]], dict[str, float]]:
+    """Make `(state, cohort, heldout) -> metrics`: means over the held-out examples of clients."""
+
+    @jax.jit
+    def evaluate(state: Any, cohort: Cohort, heldout: Any) -> dict[str, jax.Array]:
+        loss, metrics = jax.vmap(loss_fn)(models_of(state, cohort), heldout)
+        weights = heldout["mask"].sum(axis=1)
+        by_name = {**metrics, "loss": loss}
+        return {name: jnp.sum(weights * x) / weights.sum() for name, x in by_name.items()}
+
+    return lambda *inputs: {name: float(value) for name, value in evaluate(*inputs).items()}

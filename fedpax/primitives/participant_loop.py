@@ -118,10 +118,7 @@ def run_participants(
         stacked, totals = device_loop.split(outputs)
         return [*stacked, *apply_by_monoid(monoids, lambda m, own: m.all_reduce(own, axis), totals)]
 
-    first_indices = None
-    if uses_index:
-        starts = local * jnp.arange(devices, dtype=jnp.int32)
-        first_indices = shard_over_placement(first_index + starts, placement)
+    first_indices = _first_indices(first_index, devices, placement) if uses_index else None
     num_stacked = len(jaxpr.out_avals) - len(monoids)
     outputs = jax.shard_map(
         on_device,
@@ -144,6 +141,12 @@ def _shard(value: Any, placement: Placement) -> LazySlice | ClientRows:
             return value
         value = materialize(value)
     return LazySlice(shard_over_placement(value, placement), ())
+
+
+def _first_indices(first: Any, devices: int, placement: Placement) -> jax.Array:
+    """Return the index of the first participant on each device, `[devices]`, sharded."""
+    starts = placement.size // devices * jnp.arange(devices, dtype=jnp.int32)
+    return shard_over_placement(first + starts, placement)
 
 
 def _in_spec(value: LazySlice, axis: str) -> LazySlice:

@@ -37,17 +37,11 @@ from fedpax.transforms.wiring import Wiring, output_of, wire
 
 
 class Request(NamedTuple):
-    """A message of the server to the participants of a stage.
+    """A message of the server to the participants of a stage."""
 
-    Attributes:
-        stage: number of the stage.
-        shared: arrays that all participants receive.
-        rows: arrays `[n, ...]`; participant i receives row i of each.
-    """
-
-    stage: int
-    shared: tuple[jax.Array, ...]
-    rows: tuple[jax.Array, ...]
+    stage: int  # number of the stage
+    shared: tuple[jax.Array, ...]  # arrays that all participants receive
+    rows: tuple[jax.Array, ...]  # arrays `[n, ...]`; participant i receives row i of each
 
 
 class Reply(NamedTuple):

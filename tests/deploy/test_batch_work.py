@@ -3,8 +3,20 @@
 import jax
 import numpy as np
 import pytest
-from batch_rounds import CASES, assert_equal_rounds, by_jit, run_in_a_loop
+from batch_rounds import (
+    CASES,
+    COHORT,
+    SGD,
+    assert_equal_rounds,
+    by_jit,
+    loss_fn,
+    open_rounds,
+    params,
+    run_in_a_loop,
+)
 
+from fedpax.aggregators import private_secure_mean
+from fedpax.algorithms import fedavg
 from fedpax.deploy import EachClient, beam
 from fedpax.deploy.batch_work import check_clients, split_states, stack_states
 from fedpax.deploy.values import decode_values, encode_values
@@ -19,6 +31,25 @@ def test_rounds_equal_the_compiled_rounds(name):
     program, state, open_clients = CASES[name]()
     found = run_in_a_loop(program, state, clients=open_clients, rounds=2)
     assert_equal_rounds(found, by_jit(program, state, open_clients(), 2))
+
+
+@pytest.mark.slow
+def test_clients_draw_the_noise_of_a_private_round():
+    """Two jobs differ by it; with the seed alone, as in one program, they would be equal."""
+    noise, max_norm = 1e-3, 5.0
+    aggregator = private_secure_mean(
+        max_norm=max_norm, noise_multiplier=noise, seed=0, min_participants=COHORT - 1
+    )
+    method = fedavg(loss_fn, cohort_size=COHORT, client_optimizer=SGD, aggregator=aggregator)
+    program, state = method.round, method.init(params())
+    runs = [run_in_a_loop(program, state, clients=open_rounds, rounds=2) for _ in range(2)]
+    (first, metrics), (second, _) = (run[-1] for run in runs)
+    assert np.all(np.asarray(first.params["w"]) != np.asarray(second.params["w"]))
+    expected = by_jit(program, state, open_rounds(), 2)[-1][0]
+    for name in ("w", "b"):
+        difference = np.abs(first.params[name] - expected.params[name])
+        assert np.max(difference) < 2 * 12 * noise * max_norm / (COHORT - 1)
+    assert metrics["epsilon"] == pytest.approx(aggregator.accountant.epsilon(2), rel=1e-5)
 
 
 def test_states_survive_a_file():

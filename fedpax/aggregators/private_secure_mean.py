@@ -88,7 +88,8 @@ def private_secure_mean(
         counts as 0. The result has the dtype of the updates, float32 for integers. Metrics:
         `"noise_stddev"`, the standard deviation of each coordinate of the mean, `"num_present"`,
         and `"epsilon"`, spent by this round and all rounds before it (`accountant.epsilon`). It
-        holds for the mean of the updates, not for metrics, such as the mean loss.
+        holds for the mean of the updates, not for what else a method sums, such as metrics and the
+        controls of SCAFFOLD.
 
     Raises:
         TypeError: an argument has the wrong type.

@@ -150,7 +150,8 @@ class RoundServer:
             The position after it, and the metrics of the round by name, with `participants`.
 
         Raises:
-            RoundError: fewer participants than the quorum answered, three times.
+            RoundError: fewer participants than the quorum answered, three times; or once, after
+                the round has opened a private sum.
         """
         number = position.round
         for attempt in range(_ATTEMPTS):
@@ -258,8 +259,19 @@ class RoundServer:
                 packets[k] = Packet(values, [shared, rows])
             answering, merged = self._sum(request.stage, asked, packets)
             if merged is None or len(answering) < self.quorum:
+                self._check_repeatable(position.round, request.stage)
                 return answering, None
             reply = *merged, [index[k] for k in answering]
+
+    def _check_repeatable(self, number: int, stage: int) -> None:
+        """Raise if a round has opened a private sum, before too few answered a later stage."""
+        if any(each["noise"] for each in self.program.artifact.manifest["stages"][:stage]):
+            raise RoundError(
+                f"Round {number}: fewer than {self.quorum} participants answered stage {stage}, "
+                "and an earlier stage has opened a private sum. The same round again would spend "
+                "its epsilon twice, which the metric does not count. To accept it, start the run "
+                "again with resume=true."
+            )
 
     def _sum(
         self, stage: int, asked: Mapping[int, int], packets: Mapping[int, Packet]

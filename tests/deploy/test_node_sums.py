@@ -1,17 +1,21 @@
 """Secure sums of nodes by fedpax's protocol: exact, masked, also with nodes that drop out."""
 
 import logging
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from deploy import nodes
 from deploy.nodes import SETTINGS, LocalNetwork
 
-from fedpax.aggregators import PrivacyAccountant
+import fedpax
+from fedpax.aggregators import PrivacyAccountant, private_secure_mean
+from fedpax.algorithm import FederatedAlgorithm
 from fedpax.deploy.flower import train
 from fedpax.deploy.node_sums import ServerSums
-from fedpax.deploy.round_program import parse_program
+from fedpax.deploy.round_program import pack_program, parse_program
 from fedpax.deploy.round_server import RoundServer, Rules
 from fedpax.deploy.values import decode_values
 from fedpax.errors import FedpaxError
@@ -148,3 +152,41 @@ def test_a_process_that_began_after_the_sum_is_told(tmp_path):
     answer = network.programs[100].answer(packet, {"partition-id": 0})
     assert "this process began after the sum" in answer.values["refusal"]
     assert server.values(3) == {}
+
+
+class TwoStages(NamedTuple):
+    params: Any
+    aggregator: Any
+
+
+def two_stages():
+    """A private mean, and then a sum of what each participant computes with it."""
+    aggregator = private_secure_mean(
+        max_norm=1.0, noise_multiplier=nodes.PRIVATE_NOISE, seed=0, min_participants=3
+    )
+
+    @fedpax.program(clients=N)
+    def step(state, cohort):
+        moved = fedpax.federated_map(
+            lambda batches: {"w": batches["x"].mean((0, 1))}, cohort.batches
+        )
+        mean, combined, metrics = aggregator.aggregate(state.aggregator, moved, None)
+        far = fedpax.federated_map(lambda m: jnp.sum((m["w"] - mean["w"]) ** 2), moved)
+        return TwoStages(mean, combined), {**metrics, "spread": fedpax.federated_mean(far)}
+
+    return FederatedAlgorithm(lambda params: TwoStages(params, aggregator.init(params)), step)
+
+
+def test_a_round_that_has_opened_a_private_sum_is_not_repeated(tmp_path):
+    """The same round again would spend epsilon that no metric counts."""
+
+    def lost(values, node):
+        return "before" if values.get("stage") == 1 and node in (100, 101) else None
+
+    text = pack_program(two_stages(), nodes.init, nodes.rounds_of().shapes, nodes.SETTINGS)
+    program = parse_program(text)
+    assert [len(each["noise"]) for each in program.artifact.manifest["stages"]] == [1, 0]
+    run(LocalNetwork(program, tmp_path / "a"), program, rounds=1)
+    network = LocalNetwork(program, tmp_path / "b", lost=lost)
+    with pytest.raises(FedpaxError, match=r"has opened a private sum.*spend its epsilon twice"):
+        run(network, program, rounds=1)

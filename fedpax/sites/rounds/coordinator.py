@@ -22,6 +22,7 @@ from fedpax.sites.rounds.coordinator_program import (
     CoordinatorProgram,
     batch_types,
     check_program,
+    check_repeatable,
     cohort_types,
     no_reply,
 )
@@ -307,6 +308,8 @@ class Coordinator:
                 quorum = min(self._rules.min_sites, len(who.clients))
                 replies = self._calls.ask(divided, request, token, header, who, quorum)
                 if replies is None:
+                    if not self.stop():
+                        check_repeatable(divided, request.stage, number)
                     return None
                 answered = without_faults(replies)
                 if self._guard.is_active and request.stage == len(divided) - 1:
@@ -316,6 +319,7 @@ class Coordinator:
                 self._note_faults(number, replies)
                 if request.stage and answered.keys() != who.clients.keys():
                     # Earlier stages have counted it.
+                    check_repeatable(divided, request.stage, number)
                     self._progress.note(f"round {number}: a site left between stages; begins again")
                     return None
                 who = who.of(answered)

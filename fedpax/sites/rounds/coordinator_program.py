@@ -92,6 +92,16 @@ def weighted_terms(stage: Stage) -> list[str]:
     return [f"{TERM} {i}" for i, v in enumerate(stage.terms) if v.name.startswith(MEAN)]
 
 
+def check_repeatable(divided: Stages, stage: int, number: int) -> None:
+    """Raise if a round that ends before a stage has opened a private sum."""
+    if any(divided[earlier].noise for earlier in range(stage)):
+        raise ConfigurationError(
+            f"round {number}: a site left after a private sum of an earlier stage was opened. The "
+            "same round again would spend its epsilon twice, which the metric does not count. To "
+            "accept it, run the same command again to resume."
+        )
+
+
 def check_program(divided: Stages, is_guarded: bool) -> None:
     """Raise if the rounds of a program cannot run over sites with these rules."""
     if is_guarded and len(divided) > 1:

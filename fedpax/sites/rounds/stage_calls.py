@@ -235,7 +235,11 @@ def is_computable(divided: Stages, number: int) -> bool:
     """Return whether a stage reads of sites what they showed in earlier stages alone."""
     shown = {name for earlier in range(number) for name in divided.seen(earlier)}
     stage = divided[number]
-    return bool(shown) and not stage.shown and {value.name for value in stage.own} <= shown
+    return (
+        bool(shown)
+        and not (stage.shown or stage.noise)
+        and {value.name for value in stage.own} <= shown
+    )
 
 
 def last_asked(divided: Stages) -> int:

@@ -36,6 +36,7 @@ PUBLIC = (
     "fedpax.checkpoints",
     "fedpax.planning",
     "fedpax.sites",
+    "fedpax.sites.signed_keys",
     "fedpax.secure_sums",
     "fedpax.deploy",
     "fedpax.processes",

@@ -20,7 +20,7 @@ HEIGHT = {
     "deprecation": 0,
     "lazy_names": 0,
     "extras": 1,
-    "secure_sums": 1,
+    "secure_sums": 2,
     "checks": 1,
     "primitives": 2,
     "transforms": 3,

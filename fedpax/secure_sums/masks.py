@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 import numpy as np
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
 _CHUNK = 1 << 18  # words
 
@@ -12,6 +11,8 @@ Codes = Mapping[str, np.ndarray]
 
 def add_mask(arrays: Codes, key: bytes, sign: int) -> None:
     """Add the mask of a key to uint32 arrays, or subtract it, in place and modulo 2^32."""
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+
     # The stream's words, little-endian, cover the arrays in the order of their names. The memory is
     # that of one chunk, however large the arrays are.
     encryptor = Cipher(algorithms.ChaCha20(key, bytes(16)), None).encryptor()

@@ -20,13 +20,11 @@ if TYPE_CHECKING:
     from fedpax.sites.guards import parse_accept_if as parse_accept_if
     from fedpax.sites.island.join import JoinResult as JoinResult
     from fedpax.sites.island.join import join as join
-    from fedpax.sites.signed_keys import CertificateSigner as CertificateSigner
     from fedpax.sites.syncer.run_syncer import SyncerResult as SyncerResult
     from fedpax.sites.syncer.run_syncer import run_syncer as run_syncer
 
 _MODULES = {
     "AcceptIf": "fedpax.sites.guards",
-    "CertificateSigner": "fedpax.sites.signed_keys",
     "JoinResult": "fedpax.sites.island.join",
     "NormHistory": "fedpax.sites.guards",
     "SyncerResult": "fedpax.sites.syncer.run_syncer",

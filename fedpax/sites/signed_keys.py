@@ -13,6 +13,8 @@ from fedpax.secure_sums.errors import SecureSumError
 from fedpax.sites.transport.authority import now
 from fedpax.sites.transport.certificates import Certificates
 
+__all__ = ["CertificateSigner"]
+
 _MAX_TEXT = 10_000
 _ALGORITHM = ec.ECDSA(hashes.SHA256())
 

@@ -13,7 +13,7 @@ from fedpax.secure_sums import CoordinatorSide, Message, SecureSumError, SiteSid
 from fedpax.secure_sums.keys import public_key
 from fedpax.secure_sums.roster import commit, read_roster, to_bytes
 from fedpax.secure_sums.shamir import SHARE_BYTES, combine
-from fedpax.sites import CertificateSigner
+from fedpax.sites.signed_keys import CertificateSigner
 from fedpax.sites.transport.certificates import make_certificates, read_certificates
 
 VALUES = {name: random_values(i) for i, name in enumerate(NAMES)}

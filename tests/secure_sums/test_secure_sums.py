@@ -25,7 +25,7 @@ import fedpax
 from fedpax.aggregators import secure_mean
 from fedpax.aggregators.fixed_point import FixedPoint
 from fedpax.secure_sums import CoordinatorSide, Message, SecureSumError, SiteSide, masks
-from fedpax.sites import CertificateSigner
+from fedpax.sites.signed_keys import CertificateSigner
 from fedpax.sites.transport.certificates import make_certificates, read_certificates
 
 VALUES = {name: random_values(i) for i, name in enumerate(NAMES)}

@@ -28,6 +28,7 @@ def syncer(arguments: Sequence[str]) -> int:
     # The outer model is in the host's memory: leave accelerators to other programs.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from fedpax.commands.parts.compilation_cache import enable_compilation_cache
+    from fedpax.sites.syncer.guarded_merge import GuardRules
     from fedpax.sites.syncer.run_syncer import run_syncer
     from fedpax.sites.transport.admission import SiteLimits
 
@@ -73,6 +74,7 @@ def syncer(arguments: Sequence[str]) -> int:
         goodbye_seconds=options.goodbye_seconds,
         allow_older_state=options.allow_older_state,
         limits=limits,
+        guards=GuardRules(options.norm_factor, options.accept_if),
     )
     return _report(result.rounds, result.signal, experiment, options.job_log_dir)
 

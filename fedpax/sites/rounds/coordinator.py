@@ -15,6 +15,7 @@ from fedpax.errors import FedpaxError
 from fedpax.reports.metric_table import OF_SITE
 from fedpax.run_files.configuration import to_json
 from fedpax.run_files.metrics import MetricsWriter
+from fedpax.sites.merge_guard import MergeGuard
 from fedpax.sites.rounds.agreement import Agreement
 from fedpax.sites.rounds.contract import Json
 from fedpax.sites.rounds.coordinator_files import RoundMetrics, SiteWatch, write_federation
@@ -34,9 +35,8 @@ from fedpax.sites.rounds.coordinator_state import (
     server_leaves,
 )
 from fedpax.sites.rounds.exchange import Exchange
-from fedpax.sites.rounds.merge_guard import MergeGuard, evaluation_of
 from fedpax.sites.rounds.round_rules import RoundRules
-from fedpax.sites.rounds.site_evaluation import SiteEvaluation
+from fedpax.sites.rounds.site_evaluation import SiteEvaluation, evaluation_of
 from fedpax.sites.rounds.stage_calls import (
     Participants,
     StageCalls,
@@ -91,7 +91,7 @@ class Coordinator:
         self._experiment, self._folder, self.exchange = experiment, folder, exchange
         self._rules, self._checkpoints, self._metrics = rules, checkpoints, metrics
         self._progress, self.stop, self.done = progress, stop, done
-        self._guard = MergeGuard(rules)
+        self._guard = MergeGuard(rules.norm_factor, rules.accept_if)
         self._programs: dict[int, CoordinatorProgram] = {}
         self._state: CoordinatorState | None = None
         self._configuration = to_json(experiment)
@@ -132,7 +132,8 @@ class Coordinator:
         self._experiment = self._experiment.with_inputs(exchange.inputs)
         self._experiment.write_inputs(self._folder)
         if self._rules.accept_if:
-            self._guard = MergeGuard(self._rules, evaluation_of(self._experiment))
+            rules, evaluate = self._rules, evaluation_of(self._experiment)
+            self._guard = MergeGuard(rules.norm_factor, rules.accept_if, evaluate)
         if not self._agreement.settle_types(self._batch_types(), needed, least):
             return
         if not self._agreement.wait_for_sites(

@@ -1,12 +1,18 @@
 """Evaluation by site: each site measures the model on its own held-out examples."""
 
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
+import numpy as np
 
 from fedpax.algorithm import Params
+from fedpax.errors import ArgumentError
 from fedpax.reports.metric_table import OF_SITE
+from fedpax.run_files.quantiles import with_quantiles
+from fedpax.sites.rounds.contract import ClientRange
 from fedpax.sites.rounds.coordinator_files import RoundMetrics, SiteWatch
 from fedpax.sites.rounds.downlink import whole
 from fedpax.sites.rounds.exchange import Exchange
@@ -90,6 +96,24 @@ class SiteEvaluation:
             ):
                 break
         self._watch.update(force=True)
+
+
+def evaluation_of(experiment: Any) -> Callable[[Params], dict[str, float]]:
+    """Return the metrics of a model on the held-out examples of the coordinator's own data."""
+    experiment = copy.copy(experiment)  # as one of the sites; the coordinator's own stays
+    number = int(experiment.describe_site()["clients"])
+    run = experiment.at_site(ClientRange(0, number, number))
+    if run.evaluate is None:
+        raise ArgumentError(
+            "accept_if needs held-out examples, and the coordinator's data have none. Give `fedpax "
+            "syncer` data of its own with held-out examples, or leave --accept_if out."
+        )
+
+    def evaluate(params: Params) -> dict[str, float]:
+        found = with_quantiles(run.evaluate(params))
+        return {name: float(np.asarray(value)) for name, value in found.items()}
+
+    return evaluate
 
 
 def _weighted_mean(found: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:

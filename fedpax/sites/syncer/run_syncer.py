@@ -4,11 +4,12 @@ import contextlib
 import queue
 import signal
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from fedpax.algorithm import Params
 from fedpax.checkpoints.checkpoint import Checkpoints
@@ -23,9 +24,11 @@ from fedpax.run_files.paths import (
     refuse_checkpoint_dir,
     resolve_job_log_dir,
 )
+from fedpax.run_files.quantiles import with_quantiles
 from fedpax.sites.fragment_format import largest_message
 from fedpax.sites.identity import identify
 from fedpax.sites.site_run import build_parts, parts_of, tokens_per_step
+from fedpax.sites.syncer.guarded_merge import NO_GUARDS, GuardedMerges, GuardRules
 from fedpax.sites.syncer.island_table import IslandWatch
 from fedpax.sites.syncer.members import FREE_SHARD_AFTER
 from fedpax.sites.syncer.merge_log import read_merges
@@ -81,6 +84,7 @@ def run_syncer(
     goodbye_seconds: float = 15.0,
     allow_older_state: bool = False,
     limits: SiteLimits = NO_LIMITS,
+    guards: GuardRules = NO_GUARDS,
 ) -> SyncerResult:
     """Serve the outer model of an experiment to islands, until all of its merges are done.
 
@@ -111,6 +115,7 @@ def run_syncer(
             newest merge in `merges.jsonl`, such as a restored copy. Default False.
         limits: what each site may send. Default: no limit of messages and bytes; a site that sends
             malformed messages is muted, and expelled in the end.
+        guards: which updates are dropped before a merge. Default: none.
 
     Returns:
         The number of completed rounds, and the signal that stopped the call.
@@ -123,6 +128,7 @@ def run_syncer(
         OSError: the state cannot be saved, or the address is in use.
         ValueError: the address is malformed, or certificates are missing or cannot be used.
     """
+    guards.check()
     folder = resolve_job_log_dir(job_log_dir)
     refuse_checkpoint_dir(experiment.training.checkpoint_dir, "syncer")
     with JobDirLock(folder):
@@ -148,6 +154,7 @@ def run_syncer(
             islands_per_certificate=islands_per_certificate,
             is_expelled=admission.is_expelled,
             on_merge=lambda report: reports.put((report, list(model.fragments))),
+            guard=GuardedMerges(guards, phases, _evaluation(run)),
         )
         write_configuration(folder, experiment, exp)
         first = syncer.merges // phases
@@ -193,6 +200,17 @@ def _initial_params(run: Run, experiment: Experiment) -> Params:
         if run.initial is not None:
             return jax.device_get(run.initial.load())
         return jax.device_get(jax.jit(run.init)(jax.random.key(experiment.training.seed)))
+
+
+def _evaluation(run: Run) -> Callable[[Params], dict[str, float]]:
+    """Return the metrics of a model on the syncer's held-out data."""
+
+    def evaluate(params: Params) -> dict[str, float]:
+        with jax.set_mesh(run.mesh):
+            found = with_quantiles(run.evaluate(params))
+        return {name: float(np.asarray(value)) for name, value in found.items()}
+
+    return evaluate
 
 
 def _make_progress(experiment: Experiment, exp: str, run: Run, done: int) -> Progress:

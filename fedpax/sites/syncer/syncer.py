@@ -6,7 +6,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from fedpax.algorithm import AlgorithmParts, most_phases_ahead
 from fedpax.sites.data_identity import MAX_DATA_SETS
 from fedpax.sites.identity import Identity, find_difference
 from fedpax.sites.syncer.epochs import Epochs
+from fedpax.sites.syncer.guarded_merge import NO_GUARDS, GuardedMerges, name_vote
 from fedpax.sites.syncer.join_limit import JoinLimit
 from fedpax.sites.syncer.members import (
     FREE_SHARD_AFTER,
@@ -37,7 +38,7 @@ from fedpax.sites.syncer.updates import (
     read_update,
     why_dropped,
 )
-from fedpax.sites.syncer.votes import combine, group_votes, make_report
+from fedpax.sites.syncer.votes import Vote, combine, group_votes, make_report
 from fedpax.sites.transport.calls import MalformedError, RefusedError
 from fedpax.sites.transport.checked_header import CheckedHeader
 from fedpax.sites.transport.limited_log import LimitedLog
@@ -72,6 +73,7 @@ class Syncer:
         is_expelled: Callable[[str], bool] = lambda site: False,
         clock: Callable[[], float] = time.monotonic,
         on_merge: Callable[[MergeReport], None] = lambda report: None,
+        guard: GuardedMerges | None = None,
     ) -> None:
         self._parts, self._model, self._identity = parts, model, identity
         self._one_vote = parts.aggregator.needs_all  # of each certificate in a merge
@@ -80,6 +82,7 @@ class Syncer:
         self._clock, self._on_merge, self._is_expelled = clock, on_merge, is_expelled
         self._lock, self._log = threading.RLock(), LimitedLog(_logger)
         self._merging = threading.Lock()
+        self._guard = guard or GuardedMerges(NO_GUARDS, len(model.fragments))
         self._pending = PendingUpdates(len(model.fragments))
         self._quorum = Quorum(parts.quorum, parts.grace_seconds, heartbeat_seconds, clock)
         self._members = Members(
@@ -100,6 +103,7 @@ class Syncer:
             self._epochs = Epochs(len(model.fragments), saved["epochs"], self.merges)
             self.totals = Totals(**saved["totals"])
             self._members.restore(saved["islands"], self._clock())
+            self._guard.restore(saved.get("norms", []))
             for island in self._members:
                 island.heard_end = island.heard_end and self.finished
             assert store is not None
@@ -355,15 +359,22 @@ class Syncer:
             votes = group_votes(self._members, waiting, self._one_vote)
             now, inside = self._clock(), [i for i in self._members if i.name in waiting]
             seconds = {i.name: now - i.last_parts.get(p, i.since) for i in inside}
-        state, metrics = self._model.merge(p, combine(self._model.decode[p], votes, seconds))
+        contributions = combine(self._model.decode[p], votes, seconds)
+        dropped = self._guard.drop(self._model, p, votes, contributions)
+        left, contributions = self._without(dropped, votes, contributions)
+        state, metrics = self._model.fragments[p]._replace(version=version + 1), {}
+        if left:
+            state, metrics = self._model.merge(p, contributions)
         check_finite(state, p, self.merges + 1)
-        report = make_report(self.merges, version, votes, metrics, robust=self._one_vote)
+        if self._guard.is_active:
+            metrics = {**metrics, "dropped_islands": float(len(dropped))}
+        report = make_report(self.merges, version, left or votes, metrics, robust=self._one_vote)
         with self._lock:
             islands = self._members.to_json()
             updates = [update for of_island in waiting.values() for update in of_island]
             for update in updates:
                 note_merged(islands[update.island], p, update.incarnation, update.sequence)
-            totals = self.totals.add(tokens=report.tokens)
+            totals = self.totals.add(tokens=report.tokens, guarded=len(dropped))
             versions = [fragment.version for fragment in self._model.fragments]
             versions[p] = state.version
             manifest = self._manifest() | {
@@ -379,12 +390,30 @@ class Syncer:
         with self._lock:  # only now: islands forget what the saved model has
             self._members.update_merged(islands)
             self._model.put(p, state)
-            self.merges, self.totals = self.merges + 1, self.totals.add(tokens=report.tokens)
+            self.merges, self.totals = (
+                self.merges + 1,
+                self.totals.add(tokens=report.tokens, guarded=len(dropped)),
+            )
             self._pending.end_merge()
             for island in inside:
                 island.last_parts[p] = now
         self._on_merge(report)
         return True
+
+    def _without(
+        self, dropped: Mapping[str, str], votes: Sequence[Vote], contributions: Sequence[Any]
+    ) -> tuple[list[Vote], list[Any]]:
+        """Leave out votes that a guard dropped, and name them."""
+        for name, reason in dropped.items():
+            self._log.warning(
+                "merge %d: the update of %r is dropped: %s", self.merges + 1, name, reason
+            )
+            with self._lock:
+                for island in self._members:
+                    island.dropped += island.name in name.split(", ")
+        pairs = zip(votes, contributions, strict=True)
+        left = [(vote, x) for vote, x in pairs if name_vote(vote) not in dropped]
+        return [vote for vote, _ in left], [x for _, x in left]
 
     def _manifest(self) -> dict[str, Any]:
         return {
@@ -394,4 +423,5 @@ class Syncer:
             "versions": [state.version for state in self._model.fragments],
             "islands": self._members.to_json(),
             "totals": self.totals._asdict(),
+            "norms": self._guard.to_json(),
         }

@@ -145,6 +145,7 @@ class Totals(NamedTuple):
     stale: int = 0
     not_finite: int = 0  # updates dropped because a value was NaN or infinite
     too_large: int = 0  # updates dropped because their norm was above `max_norm`
+    guarded: int = 0  # votes of merges that a guard dropped
 
     def add(self, **counts: float) -> "Totals":
         """Add to some of the counts."""

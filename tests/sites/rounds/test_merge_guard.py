@@ -11,7 +11,7 @@ from sites.rounds.federation import Federation, run, write_hospitals
 from sites.rounds.test_equals_training import SIZES, experiment
 
 from fedpax.run_files.metrics import read_metrics, select
-from fedpax.sites.rounds.merge_guard import MergeGuard
+from fedpax.sites.merge_guard import MergeGuard
 from fedpax.sites.rounds.round_rules import RoundRules
 from fedpax.sites.rounds.run_coordinator import run_coordinator
 from fedpax.sites.rounds.site_worker import SiteWorker
@@ -70,21 +70,20 @@ def test_honest_sites_are_merged_as_without_guards(tmp_path: Path) -> None:
 
 
 def test_the_norms_outlive_the_process() -> None:
-    rules = RoundRules(norm_factor=3.0)
     models = {"a": 1.0, "b": 1.1, "c": 9.0, "d": 40.0}
 
     def model_of(sites: frozenset[str]) -> dict[str, np.ndarray]:
         return {"w": np.float32([sum(models[site] for site in sites), 0.0])}
 
-    guard = MergeGuard(rules)
+    guard = MergeGuard(3.0)
     assert list(guard.drop("abc", model_of)) == ["c"]
     saved = json.loads(json.dumps(guard.to_json()))
     np.testing.assert_allclose(saved, [[1.0, 1.1, 9.0]])
-    again = MergeGuard(rules)
+    again = MergeGuard(3.0)
     again.restore(saved)
     assert list(again.drop("d", model_of)) == ["d"]
-    assert MergeGuard(rules).drop("d", model_of) == {}  # alone, its norm is the median
-    assert not MergeGuard(RoundRules()).is_active
+    assert MergeGuard(3.0).drop("d", model_of) == {}  # alone, its norm is the median
+    assert not MergeGuard().is_active
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,16 @@
 """Sites and coordinators that send what they should not, and sites that miss the end."""
 
 import dataclasses
+import time
 import zlib
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from sites.rounds.federation import Line, run, write_hospitals
-from sites.rounds.small_experiment import small
+from sites.rounds.small_experiment import small, train_together
 from sites.rounds.test_equals_training import experiment
 
 from fedpax.checkpoints.saved_rounds import complete_rounds
@@ -216,3 +218,39 @@ def test_a_header_that_nests_deep_is_refused() -> None:
     chunks = encode(Message({"kind": "join", "description": deep}), 100)
     with pytest.raises(MessageError, match="deeper than 100 levels"):
         decode(chunks, 100)
+
+
+class Replays(Line):
+    """A line that sends each reply twice, and once more after the next one."""
+
+    def call(self, message: Message, timeout: float) -> Message:
+        answer = super().call(message, timeout)
+        if message.header["kind"] == "reply":
+            earlier, self.last = getattr(self, "last", message), message
+            for again in (message, earlier):
+                answers = super().call(again, timeout)
+                assert answers.header["status"] in ("repeated", "late")
+        return answer
+
+
+class Holds(Line):
+    """A line that loses each reply, and nothing else."""
+
+    def call(self, message: Message, timeout: float) -> Message:
+        if message.header["kind"] == "reply" and "examples" in message.header["fields"]:
+            time.sleep(0.3)
+            return Message({"status": "late"})
+        return super().call(message, timeout)
+
+
+@pytest.mark.parametrize("line", [Replays, pytest.param(Holds, marks=pytest.mark.slow)])
+def test_replies_that_are_repeated_or_never_come(tmp_path: Path, line: type[Line]) -> None:
+    sites = {name: small(rounds=3, data_seed=seed) for seed, name in enumerate("abc")}
+    rules = RoundRules(2, 1.5 if line is Holds else 60.0)
+    found = run(
+        small(rounds=3), sites, tmp_path, rules=rules, first_round_needs=3, lines={"c": line}
+    )
+    names = ["a", "b"] if line is Holds else list(sites)
+    wanted = train_together(sites, 3, lambda _: names).params
+    for one, other in zip(found.params, jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)

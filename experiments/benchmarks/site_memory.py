@@ -1,0 +1,238 @@
+"""Measure the memory of a coordinator of rounds over sites, by the number of sites.
+
+    python -m fedpax.experiments.benchmarks.site_memory
+
+The coordinator is a process, and real messages reach it over loopback. The sites are threads of
+one other process, which send random updates of the model's size and do not train. Needs Linux.
+"""
+
+import dataclasses
+import multiprocessing
+import secrets
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from fedpax.aggregators import Aggregator, coordinate_median, krum, mean, trimmed_mean
+from fedpax.algorithms import fedavg
+from fedpax.experiments.benchmarks import harness
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
+from fedpax.sites.identity import identify
+from fedpax.sites.rounds.contract import CoordinatorRun
+from fedpax.sites.rounds.coordinator_program import cohort_types, expected_arrays
+from fedpax.sites.rounds.coordinator_state import divide
+from fedpax.sites.rounds.round_rules import RoundRules
+from fedpax.sites.rounds.run_coordinator import run_coordinator
+from fedpax.sites.transport.calls import Connection, DisconnectedError, connect
+from fedpax.sites.transport.message import Message
+from fedpax.training.experiment import Experiment, TrainingConfig
+
+AGGREGATORS: dict[str, Callable[[], Aggregator]] = {
+    "mean": mean,
+    "median": coordinate_median,
+    "trimmed mean": lambda: trimmed_mean(0.25),
+    "krum": lambda: krum(0),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options."""
+
+    sites: list[int] = option("4,64", "numbers of sites", harness.integers)
+    megabytes: float = option(16.0, "size of the model")
+    rounds: int = option(2, "rounds")
+    aggregators: list[str] | None = option(None, "names; default: all", harness.names)
+
+    def __post_init__(self) -> None:
+        harness.check_names("aggregators", self.aggregators, AGGREGATORS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Federation(Experiment):
+    """FedAvg of one vector, as a coordinator sees it."""
+
+    aggregator: str
+    size: int
+    own_fields: ClassVar[tuple[str, ...]] = ()
+
+    def shared_content(self) -> Mapping[str, str]:
+        """There are no files."""
+        return {}
+
+    def describe_site(self) -> Mapping[str, Any]:
+        """Each site has one client."""
+        return {"clients": 1}
+
+    def agree(self, descriptions: Sequence[Any]) -> Generator[Any, Any, Mapping[str, Any]]:
+        """Ask nothing."""
+        yield from ()
+        return {}
+
+    def shared_properties(self, description: Mapping[str, Any]) -> Mapping[str, str]:
+        """There are none."""
+        return {}
+
+    def stated_properties(self) -> Mapping[str, str]:
+        """There are none."""
+        return {}
+
+    def answer(self, settings: Any, clients: Any) -> Any:
+        """Not called."""
+        raise NotImplementedError
+
+    def with_inputs(self, inputs: Mapping[str, Any]) -> "Federation":
+        """Return this experiment: there are no inputs."""
+        return self
+
+    def at_site(self, clients: Any) -> Any:
+        """Not called."""
+        raise NotImplementedError
+
+    def build(self) -> Any:
+        """Not called."""
+        raise NotImplementedError
+
+    def coordinate(self, num_clients: int) -> CoordinatorRun:
+        """Make the run of the coordinator."""
+        algorithm = fedavg(
+            lambda params, batch: (jnp.sum(params * batch["x"]), {}),
+            cohort_size=num_clients,
+            client_optimizer=optax.sgd(0.1),
+            aggregator=AGGREGATORS[self.aggregator](),
+        )
+        return CoordinatorRun(
+            algorithm,
+            lambda key: jnp.zeros(self.size),
+            num_clients,
+            lambda number, present: list(range(num_clients)),
+        )
+
+
+def measure(settings: Settings) -> Iterator[Row]:
+    """Measure each aggregator with each number of sites."""
+    for name in settings.aggregators or AGGREGATORS:
+        for sites in settings.sites:
+            peak = _peak(settings, name, sites) / 1e6
+            yield Row(aggregator=name, sites=sites, megabytes=peak)
+
+
+def _peak(settings: Settings, aggregator: str, sites: int) -> float:
+    """Return the largest resident memory of a coordinator."""
+    training = TrainingConfig(rounds=settings.rounds, evaluate_every=0, checkpoint_every=0)
+    size = int(settings.megabytes * 1e6 / 4)
+    experiment = Federation(training=training, aggregator=aggregator, size=size)
+    context = multiprocessing.get_context("spawn")
+    pipe, other_end = context.Pipe()
+    with tempfile.TemporaryDirectory() as folder:
+        coordinator = context.Process(
+            target=_coordinate, args=(other_end, experiment, folder, sites), daemon=True
+        )
+        coordinator.start()
+        other_end.close()
+        update = np.random.default_rng(0).random(size, np.float32)
+        address, identity = pipe.recv()
+        with connect(address) as connection, ThreadPoolExecutor(sites) as pool:
+            sent = [
+                pool.submit(_send, connection, f"site{i}", experiment, identity, update)
+                for i in range(sites)
+            ]
+            for each in sent:
+                each.result()
+        peak: float = pipe.recv()
+        coordinator.join()
+    return peak
+
+
+def _coordinate(pipe: Pipe, experiment: Federation, folder: str, sites: int) -> None:
+    """Run the coordinator, and send its port and in the end its memory."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    pipe.send((f"127.0.0.1:{port}", identify(experiment, {}, (), {})._asdict()))
+    rules = RoundRules(sites, 600.0)
+    run_coordinator(experiment, folder, f"127.0.0.1:{port}", rules=rules, goodbye_seconds=60.0)
+    # Not ru_maxrss, which begins with the memory of the process that started this one.
+    status = Path("/proc/self/status").read_text("utf-8")
+    pipe.send(1024.0 * int(status.split("VmHWM:")[1].split()[0]))
+
+
+def _send(
+    connection: Connection,
+    name: str,
+    experiment: Federation,
+    identity: Mapping[str, Any],
+    update: np.ndarray,
+) -> None:
+    """Answer a coordinator's tasks with one update until the run is finished."""
+    incarnation, known, replies = secrets.token_hex(8), False, dict[int, Any]()
+
+    def call(kind: str, arrays: Mapping[str, np.ndarray] | None = None, **fields: Any) -> Message:
+        header = {"kind": kind, "site": name, "incarnation": incarnation, **fields}
+        deadline = time.monotonic() + 60.0
+        while True:
+            try:
+                return connection.call(Message(header, arrays or {}), 300.0)
+            except DisconnectedError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
+
+    call("join", identity=identity, run=None, description={"clients": 1})
+    while True:
+        task = call("work", inputs=known, have=None).header
+        if task["status"] == "finished":
+            return
+        if task["status"] == "inputs":
+            call("ready", types={"x": ["float32", [1]]})
+            known = True
+        if task["status"] != "task":
+            continue
+        place = {"token": task["token"], "stage": task["stage"]}
+        if task["task"] == "evaluate":
+            call("reply", fields={"metrics": {}, "examples": 0}, **place)
+            continue
+        if not replies:
+            replies = _replies(experiment, task["num_clients"], update)
+        while call("offer").header["status"] == "later":
+            time.sleep(0.2)
+        call("reply", replies[task["stage"]], fields={"examples": 1}, **place)
+
+
+def _replies(experiment: Federation, clients: int, update: np.ndarray) -> dict[int, Any]:
+    """Return the arrays of each stage: the update where they have its size, else ones."""
+    run = experiment.coordinate(clients)
+    state = jax.eval_shape(lambda: run.algorithm.init(run.init(jax.random.key(0))))
+    divided = divide(run.algorithm, state, cohort_types({"x": ["float32", [1]]}, clients), None)
+    found = {}
+    for number, stage in enumerate(divided):
+        shapes = {
+            name: ([1 if size is None else size for size in shape], dtype)
+            for name, (shape, dtype) in expected_arrays(stage).items()
+        }
+        found[number] = {
+            name: update.reshape(shape) if np.prod(shape) == update.size else np.ones(shape, dtype)
+            for name, (shape, dtype) in shapes.items()
+        }
+    return found
+
+
+main = Benchmark(
+    __doc__,
+    Settings,
+    measure,
+    {"aggregator": "{aggregator:<12}", "sites": "{sites:>5}", "peak MB": "{megabytes:,.0f}"},
+)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

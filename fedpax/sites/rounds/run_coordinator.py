@@ -4,7 +4,7 @@ import copy
 import signal
 from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.checkpoints.saved_rounds import set_aside_after
@@ -101,12 +101,7 @@ def run_coordinator(
     """
     rules = RoundRules() if rules is None else rules
     rules.check()
-    if heartbeat_seconds >= rules.silent_after:
-        raise ArgumentError(
-            f"heartbeat_seconds={heartbeat_seconds} and silent_after={rules.silent_after}: a site "
-            "would be silent between two heartbeats, expected fewer seconds. Set for example "
-            f"--heartbeat_seconds={rules.silent_after / 4:g}."
-        )
+    _check_heartbeat(heartbeat_seconds, rules.silent_after)
     folder = resolve_job_log_dir(job_log_dir)
     refuse_checkpoint_dir(experiment.training.checkpoint_dir, "syncer")
     assert isinstance(experiment, SiteExperiment)
@@ -116,12 +111,7 @@ def run_coordinator(
     with JobDirLock(folder):
         check_configuration(folder, experiment, exp, allow_config_change=allow_config_change)
         done, rounds = latest_round(folder) or 0, experiment.training.rounds
-        saved = read_federation(folder)
-        if done and saved is None:
-            raise ConfigurationError(
-                f"{folder} has checkpoints, but no {FEDERATION}, expected the run of a syncer. "
-                "Give another --job_log_dir, or restore the file from a copy."
-            )
+        saved = _read_saved(folder, done)
         admission = Admission(folder, limits)
         sites = SiteTable(rules.silent_after, admission.is_expelled)
         exchange = Exchange(
@@ -175,6 +165,26 @@ def run_coordinator(
             tracker.finished = finished = coordinator.done >= rounds
         stopped = None if finished else preemption.signal
         return CoordinatorResult(coordinator.done, finished, stopped)
+
+
+def _check_heartbeat(seconds: float, silent_after: float) -> None:
+    if seconds >= silent_after:
+        raise ArgumentError(
+            f"heartbeat_seconds={seconds} and silent_after={silent_after}: a site would be silent "
+            "between two heartbeats, expected fewer seconds. Set for example "
+            f"--heartbeat_seconds={silent_after / 4:g}."
+        )
+
+
+def _read_saved(folder: Path, done: int) -> dict[str, Any] | None:
+    """Return the saved run and sites of a folder; None in a new one."""
+    saved = read_federation(folder)
+    if done and saved is None:
+        raise ConfigurationError(
+            f"{folder} has checkpoints, but no {FEDERATION}, expected the run of a syncer. Give "
+            "another --job_log_dir, or restore the file from a copy."
+        )
+    return saved
 
 
 def check_supported(experiment: Experiment) -> None:

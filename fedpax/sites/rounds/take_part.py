@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -29,6 +29,7 @@ from fedpax.run_files.paths import (
     write_atomically,
 )
 from fedpax.sites.identity import identify
+from fedpax.sites.own_certificates import certified_name, signer_of
 from fedpax.sites.rounds.contract import SITE_FILE, SiteExperiment
 from fedpax.sites.rounds.downlink import WHOLE, Receiver
 from fedpax.sites.rounds.exchange import LARGE
@@ -48,9 +49,6 @@ from fedpax.training.experiment import Experiment
 from fedpax.training.job_dir_lock import JobDirLock
 from fedpax.training.progress import Progress
 from fedpax.training.resume_checks import check_configuration
-
-if TYPE_CHECKING:
-    from fedpax.sites.signed_keys import CertificateSigner
 
 MOST_MODELS = 8
 """The largest message that a site receives, in models: SCAFFOLD's has two, optimizers a few."""
@@ -142,7 +140,7 @@ def take_part(
     with JobDirLock(folder):
         changes = (*allow_config_change, "training.rounds")  # which is the coordinator's
         check_configuration(folder, experiment, exp, allow_config_change=changes)
-        site_name = name or _certified_name(certificates) or folder.name
+        site_name = name or certified_name(certificates) or folder.name
         with (
             connect(syncer, certificates=certificates, server_name=server_name) as connection,
             Progress(
@@ -161,7 +159,7 @@ def take_part(
                 exp=exp,
                 stop=lambda: preemption.signal is not None,
                 give_up_after=give_up_after,
-                sums=SecretTerms(site_name, only_sums_of, _signer(certificates)),
+                sums=SecretTerms(site_name, only_sums_of, signer_of(certificates)),
                 personal=personal,
             )
             if only_sums_of == 2:
@@ -172,23 +170,6 @@ def take_part(
                 site.run()
         stopped = None if site.finished else preemption.signal
         return TakePartResult(site.rounds, site.finished, stopped, gave_up=site.gave_up)
-
-
-def _signer(certificates: str | Path | None) -> "CertificateSigner | None":
-    if certificates is None:
-        return None
-    from fedpax.sites.signed_keys import CertificateSigner
-    from fedpax.sites.transport.extras import read_certificates
-
-    return CertificateSigner(read_certificates(certificates))
-
-
-def _certified_name(certificates: str | Path | None) -> str | None:
-    if certificates is None:
-        return None
-    from fedpax.sites.transport.extras import read_certificates
-
-    return read_certificates(certificates).name
 
 
 class Site:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedpax.data.rounds.aligned_arrays import take_aligned
 from fedpax.data.rounds.client_stream import CohortRounds, Read, client_steps
 from fedpax.data.rounds.documents import read as read_records
 from fedpax.data.rounds.preprocess import (
@@ -202,7 +203,7 @@ def _open(examples: Examples | Arrays) -> tuple[Read, int, str]:
     if isinstance(examples, Columns):
         arrays = {name: column_array(values) for name, values in examples.columns.items()}
         return (
-            lambda indices: {name: values[indices] for name, values in arrays.items()},
+            lambda indices: {n: take_aligned(values, indices) for n, values in arrays.items()},
             len(examples),
             arrays_fingerprint(arrays),
         )

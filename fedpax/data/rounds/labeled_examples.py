@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Float32, Int32, Num
 from numpy.typing import NDArray
 
+from fedpax.data.rounds.aligned_arrays import aligned_empty
 from fedpax.data.rounds.documents import read
 from fedpax.data.rounds.stream import check_sizes, source_name
 from fedpax.errors import ArgumentError, ArgumentTypeError
@@ -95,9 +96,8 @@ def scale_pixels(
     images = checked_pixels(images, field)
     if images.dtype != np.uint8:
         return images
-    scaled = images.astype(np.float32)
-    scaled /= np.float32(255)
-    return scaled
+    scaled = aligned_empty(images.shape, np.float32)
+    return np.divide(images, np.float32(255), out=scaled, dtype=np.float32)
 
 
 def checked_pixels(

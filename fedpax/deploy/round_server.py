@@ -21,6 +21,11 @@ from fedpax.populations.client_sampler import ClientSampler
 POLL_SECONDS = 0.25
 _SECONDS_BETWEEN_HINTS = 60.0
 _ATTEMPTS = 3
+_IF_SLOW = (
+    "If their SuperNodes' logs show 401, their machines are too slow for the 30 s that Flower "
+    "gives a process to start: run fewer nodes on a machine, or keep Python's packages on a local "
+    "disk."
+)
 
 
 class RoundError(FedpaxError):
@@ -215,6 +220,10 @@ class RoundServer:
                     self.roster.describe(),
                     self.program.settings.num_clients,
                 )
+                if self.roster.is_greeting and waited > _SECONDS_BETWEEN_HINTS:
+                    self._log.warning(
+                        "Some nodes are connected and have not answered. %s", _IF_SLOW
+                    )
             self._sleep(POLL_SECONDS)
         numbers = list(connected)
         if len(numbers) > self.program.size:
@@ -330,15 +339,13 @@ class RoundServer:
                 late = sorted(waiting.values())
                 self._log.warning("Not in time, after %.0f s: participants %s", waited, late)
                 break
-            if waited - told > _SECONDS_BETWEEN_HINTS:
+            if waiting and waited - told > _SECONDS_BETWEEN_HINTS:
                 told = waited
                 self._log.warning(
-                    "No answer after %.0f s from participants %s. If their SuperNodes' logs show "
-                    "401, their machines are too slow for the 30 s that Flower gives a process to "
-                    "start: run fewer nodes on a machine, or keep Python's packages on a local "
-                    "disk.",
+                    "No answer after %.0f s from participants %s. %s",
                     waited,
                     sorted(waiting.values()),
+                    _IF_SLOW,
                 )
             if waiting and len(answers) < enough:
                 self._sleep(POLL_SECONDS)

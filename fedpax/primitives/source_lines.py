@@ -15,7 +15,7 @@ from fedpax.primitives.jaxpr_analysis import inner_jaxprs
 def in_source(eqn: JaxprEqn) -> str:
     """Return the line of the user's source that an equation is from, as " (file.py:12)", or ""."""
     traceback = eqn.source_info.traceback
-    frames = traceback.frames if traceback is not None else ()
+    frames: Sequence[Any] = traceback.frames if traceback is not None else ()
     return _user_line((frame.file_name, frame.line_num) for frame in frames)
 
 

@@ -1,5 +1,6 @@
 """Rounds on nodes equal the compiled round; late nodes take their state back; refusals are told."""
 
+import itertools
 import json
 import os
 
@@ -10,6 +11,7 @@ from deploy import nodes
 from deploy.nodes import SETTINGS, LocalNetwork, N
 
 from fedpax.data import ClientSampler
+from fedpax.deploy import round_server
 from fedpax.deploy.kept_state import KeptState, KeptStateError
 from fedpax.deploy.node import NodeProgram
 from fedpax.deploy.positions import read_position, write_position
@@ -275,3 +277,25 @@ def test_bad_programs_are_told(change, remedy, programs, tmp_path):
 def test_the_same_algorithm_is_the_same_program(programs):
     again = json.loads(nodes.pack("fedavg"))
     assert again["program"] == read_program(programs("fedavg")).program
+
+
+def test_nodes_that_are_too_slow_for_flower_are_told(programs, tmp_path, caplog, monkeypatch):
+    clock = itertools.count(0.0, 10.0)
+    monkeypatch.setattr(round_server.time, "monotonic", lambda: next(clock))
+    program = read_program(programs("fedavg"))
+    lost = lambda values, node: "before" if values["kind"] == "greeting" and node == 101 else None
+    network = LocalNetwork(program, tmp_path, lost=lost)
+    with pytest.raises(RoundError, match="2 participants are connected after"):
+        serve(network, program, wait=100.0)
+    hints = [m for m in caplog.messages if "too slow for the 30 s that Flower gives" in m]
+    assert hints and all(m.startswith("Some nodes are connected and have not") for m in hints)
+    caplog.clear()
+    lost = lambda values, node: "before" if values["kind"] == "train" and node == 101 else None
+    network = LocalNetwork(program, tmp_path / "again", lost=lost)
+    serve(network, program, rounds=1, quorum=2, deadline=300.0)
+    hints = [m for m in caplog.messages if "too slow for the 30 s" in m]
+    assert hints and all("from participants [1]" in m for m in hints)
+    caplog.clear()
+    clock = itertools.count(0.0, 100.0)
+    serve(LocalNetwork(program, tmp_path / "late"), program, rounds=1)
+    assert not [m for m in caplog.messages if "too slow" in m]  # all answers were there

@@ -46,9 +46,16 @@ def shuffled_index(index: ArrayLike, size: ArrayLike, key: ArrayLike) -> NDArray
     # Half the bits of the network's domain: the smallest number with 4**half >= size.
     half = ((np.ceil(np.log2(np.maximum(sizes, 2))) + 1) // 2).astype(np.uint64)
     schedule, run = _key_schedule(keys)
+    width = 1 << int(half.max(initial=0))
+    if len(schedule[0]) * width <= len(value):  # short sequences: few inputs of the hash function
+        halves = np.arange(width, dtype=np.uint64)
+        schedule = [_mix(keys[:, None] ^ halves).ravel() for keys in schedule]
+        run = run * width
+    else:
+        width = 0
     outside = np.flatnonzero(sizes > 1)
     while len(outside):
-        value[outside] = _feistel(value[outside], half[outside], schedule, run[outside])
+        value[outside] = _feistel(value[outside], half[outside], schedule, run[outside], width > 0)
         outside = outside[value[outside] >= sizes[outside]]
     return value.reshape(shape).astype(np.int64)
 
@@ -69,14 +76,19 @@ def _feistel(
     half: NDArray[np.uint64],
     schedule: list[NDArray[np.uint64]],
     run: NDArray[np.int64],
+    is_hashed: bool,
 ) -> NDArray[np.uint64]:
     """Permute the integers of 2 * half bits."""
+    # The schedule has the keys of each run. If it is hashed: their hashes with all right halves.
     mask = (np.uint64(1) << half) - np.uint64(1)
     left, right = value >> half, value & mask
     for keys in schedule:
-        mixed = keys[run]
-        mixed ^= right
-        mixed = _mix_in_place(mixed)
+        if is_hashed:
+            mixed = keys.take(run + right.view(np.int64))
+        else:
+            mixed = keys[run]
+            mixed ^= right
+            mixed = _mix_in_place(mixed)
         mixed &= mask
         mixed ^= left
         left, right = right, mixed

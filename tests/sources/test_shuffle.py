@@ -81,3 +81,17 @@ def test_a_seed_that_is_not_an_integer_is_named(seed):
     for draw in (hash_key, lambda seed: partition_iid(2, 1, seed=seed)):
         with pytest.raises(TypeError, match=r"seed or .* is .*, expected an integer of at most 64"):
             draw(seed)
+
+
+def test_many_short_sequences_are_those_of_one_at_a_time() -> None:
+    rng = np.random.default_rng(0)
+    sizes, keys = rng.integers(1, 40, 300), rng.integers(0, 2**63, 300)
+    together = shuffled_index(
+        np.concatenate([np.arange(size) for size in sizes]),
+        np.repeat(sizes, sizes),
+        np.repeat(keys, sizes),
+    )
+    alone = [
+        int(shuffled_index(i, n, k)) for n, k in zip(sizes, keys, strict=True) for i in range(n)
+    ]
+    assert together.tolist() == alone

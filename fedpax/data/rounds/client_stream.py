@@ -162,11 +162,13 @@ class CohortRounds:
         row_slots = num_steps * batch_size
         row = np.repeat(np.arange(len(client_ids)), row_slots)
         slot = np.arange(len(row)) - (np.cumsum(row_slots) - row_slots)[row]
-        is_example = slot % epoch_slots[row] < sizes[row]
-        row, slot = row[is_example], slot[is_example]
+        epoch, place = np.divmod(slot, epoch_slots[row])
+        is_example = place < sizes[row]
+        row, slot, epoch, place = (x[is_example] for x in (row, slot, epoch, place))
         # The keys do not depend on the row: a client has the same batches on any number of devices.
-        keys = hash_key(seed, round_number, client_ids[row], slot // epoch_slots[row])
-        offset = shuffled_index(slot % epoch_slots[row], sizes[row], keys)
+        epochs = np.arange(epoch.max(initial=0) + 1)
+        keys = hash_key(seed, round_number, client_ids[:, None], epochs)[row, epoch]
+        offset = shuffled_index(place, sizes[row], keys)
         chosen = located.indices(row, offset)
 
         mask = np.zeros((len(client_ids), self.max_steps * batch_size), np.bool_)

@@ -1,0 +1,18 @@
+"""The benchmark of clients' loaders runs, and says which libraries are not installed."""
+
+import pytest
+
+from fedpax.experiments.benchmarks import client_loaders
+
+
+def test_the_benchmark_measures_what_is_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(images: object, cohort: int) -> None:
+        raise ImportError("no such library")
+
+    own = client_loaders.READERS["fedpax"]
+    monkeypatch.setattr(client_loaders, "READERS", {"fedpax": own, "other": missing})
+    rows = client_loaders.main.run(["--clients=3", "--images=4", "--repetitions=2"])
+    assert {row.name: len(row.ratio) for row in rows} == {"fedpax": 2, "other": 0}
+    assert "not installed: no such library" in capsys.readouterr().out

@@ -130,14 +130,32 @@ def divide_arguments(
         by_server = read_by_server(plan, division)
         for name, by_clients in by_server.items():
             if is_given or by_clients or name in noise:
+                line = _first_read(division, name)
                 raise ArgumentError(
-                    f"stages(): the server reads {name}, a value of the participants. To send it, "
-                    "return it from a federated_map(). If the server has it, pass own= without it."
+                    f"stages(): the server reads {name}{line}, a value of the participants. To "
+                    "send it, return it from a federated_map(). If the server has it, pass own= "
+                    "without it."
                 )
         if not by_server:
             return division, plan
         positions = dict(zip(division.own, division.own_arguments, strict=False))
         owned = owned - {positions[name] for name in by_server}
+
+
+def _first_read(division: Division, name: str) -> str:
+    """Return the line of the first operation of the server on an own value, or ""."""
+    jaxpr = division.core.jaxpr
+    values = {jaxpr.invars[len(division.server_arguments) :][division.own.index(name)]}
+    for eqn in jaxpr.eqns:
+        if not any(isinstance(v, Var) and v in values for v in eqn.invars):
+            continue
+        if eqn.primitive is federated_map_p and result_names(eqn.params["jaxpr"]) == (SAME,):
+            values.update(eqn.outvars)
+        elif eqn.primitive is not federated_map_p and eqn.primitive not in REDUCTIONS:
+            if line := in_source(eqn):
+                return line
+            values.update(eqn.outvars)  # JAX traces its own functions once, without a caller
+    return ""
 
 
 def check_means(plan: StreamingPlan) -> None:

@@ -26,6 +26,7 @@ needs_iree = pytest.mark.skipif(
 )
 
 ARM64 = os.environ.get("FEDPAX_IREE_ARM64")
+AARCH64 = 183  # the machine in the header of an ELF file
 needs_arm64 = pytest.mark.skipif(
     ARM64 is None, reason="FEDPAX_IREE_ARM64 names no command for arm64, such as one by qemu-user"
 )
@@ -127,7 +128,10 @@ def test_a_client_is_compiled_for_arm64(tmp_path, monkeypatch):
         compile_client(tmp_path / "round", tmp_path / target, target=target)
         about = json.loads((tmp_path / target / "client_0.json").read_text())
         assert about["target"] == target
-        assert b"aarch64" in (tmp_path / target / "client_0.vmfb").read_bytes()
+        content = (tmp_path / target / "client_0.vmfb").read_bytes()
+        header = content[content.index(b"\x7fELF") :][:20]  # the machine code inside
+        is_64_bit, machine = header[4] == 2, int.from_bytes(header[18:20], "little")
+        assert is_64_bit and machine == AARCH64
 
 
 def test_unknown_targets_and_missing_compilers_are_told(tmp_path, monkeypatch):

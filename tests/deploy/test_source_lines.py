@@ -36,6 +36,12 @@ def loops(w, x):
     return jax.lax.scan(body, w, None, length=2)[0]  # loop
 
 
+@fedpax.program(clients=N)
+def sorts(w, x):
+    largest = jnp.sort(x, axis=0)[-1]  # sort
+    return largest + federated_mean(federated_map(lambda x: w * x, x))
+
+
 def on_the_host(x):
     size = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return jax.pure_callback(np.sort, size, x)  # callback
@@ -64,12 +70,13 @@ def solves(w, x):
     ("program", "message"),
     [
         (divides, rf"divided by 3 {line_of('mean')}, .*Use federated_mean\(\)"),
+        (sorts, rf"the server reads x {line_of('sort')}, a value of the participants"),
         (loops, f"inside 'scan' {line_of('loop')}, expected all maps outside"),
     ],
 )
 def test_a_program_that_cannot_be_divided(program, message):
     with pytest.raises(ValueError, match=message):
-        fedpax.stages(program, jnp.float32(2), X)
+        fedpax.stages(program, jnp.float32(2), X, own=["x"])
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ class GuardedMerges:
             states[p] = state
             return model.params(states)
 
-        norms = {name: _norm(contribution.gradient) for name, contribution in named.items()}
+        norms = {name: gradient_norm(contribution.gradient) for name, contribution in named.items()}
         return self._guards[p].drop(named, model_of, norms)
 
     def to_json(self) -> list[list[list[float]]]:
@@ -101,6 +101,16 @@ def name_vote(vote: Vote) -> str:
     return ", ".join(sorted({update.island for updates in vote.values() for update in updates}))
 
 
-def _norm(gradient: Params) -> float:
+def leave_out(
+    dropped: Mapping[str, str], votes: Sequence[Vote], contributions: Sequence[Contribution]
+) -> tuple[list[Vote], list[Contribution]]:
+    """Return the votes that were not dropped, and their contributions."""
+    pairs = zip(votes, contributions, strict=True)
+    left = [(vote, x) for vote, x in pairs if name_vote(vote) not in dropped]
+    return [vote for vote, _ in left], [x for _, x in left]
+
+
+def gradient_norm(gradient: Params) -> float:
+    """Return the L2 norm of a gradient in the host's memory."""
     squares = [np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(gradient)]
     return math.sqrt(sum(squares))

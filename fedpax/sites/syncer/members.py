@@ -71,6 +71,11 @@ class IslandRecord:
         """The name that counts in a quorum: of its certificate, or without one its own."""
         return self.peer or self.name
 
+    def saved(self) -> dict[str, int]:
+        """Return for each fragment the sequence number of its newest update in the saved model."""
+        newest = self.merged.items()
+        return {str(p): number for p, (process, number) in newest if process == self.incarnation}
+
     def last_sequence(self, fragment: int) -> int:
         """Return the largest sequence number of a fragment's merged and dropped updates."""
         process, sequence = self.merged.get(fragment, ("", 0))
@@ -155,6 +160,11 @@ class Members:
         self._free_after, self._per_certificate = free_shard_after, per_certificate
         self._quorum = quorum
         self._islands: dict[str, IslandRecord] = {}
+
+    def all_heard_end(self) -> bool:
+        """Return whether all islands that joined or have a shard know the end of the run."""
+        waiting = (island for island in self if island.joined or island.shard is not None)
+        return all(island.heard_end for island in waiting)
 
     def __iter__(self) -> Iterator[IslandRecord]:
         return iter(self._islands.values())

@@ -126,6 +126,11 @@ class OuterModel:
         params, outer_state, aggregator_state = jax.tree.map(lambda x: np.array(x), state)
         return FragmentState(params, outer_state, aggregator_state, version)
 
+    def newer_than(self, versions: Sequence[int]) -> list[int]:
+        """Return the fragments that are newer than some versions, those merged first in front."""
+        newer = [p for p, state in enumerate(self.fragments) if state.version > versions[p]]
+        return sorted(newer, key=lambda p: (self.fragments[p].version, p))
+
 
 def check_finite(state: FragmentState, p: int, merge: int) -> None:
     """Raise a NonFiniteError if a merge of fragment p made a parameter NaN or infinite."""

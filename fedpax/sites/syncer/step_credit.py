@@ -30,3 +30,15 @@ class StepCredit:
         counted = max(min(steps, left), 1)
         self._left[fragment], self._merges[fragment] = max(left - counted, 0), merges
         return counted
+
+
+class StepCredits(dict[str, StepCredit]):
+    """The credit of each island, by name."""
+
+    def __init__(self, num_fragments: int, steps_per_merge: int) -> None:
+        super().__init__()
+        self._sizes = num_fragments, steps_per_merge
+
+    def add(self, island: str, merges: int, *, returns: bool) -> None:
+        """Begin the credit of an island."""
+        self[island] = StepCredit(*self._sizes, merges, returns=returns)

@@ -6,17 +6,16 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from fedpax.algorithm import AlgorithmParts, most_phases_ahead
 from fedpax.sites.data_identity import MAX_DATA_SETS
 from fedpax.sites.identity import Identity, find_difference
 from fedpax.sites.syncer.epochs import Epochs
-from fedpax.sites.syncer.guarded_merge import NO_GUARDS, GuardedMerges, name_vote
+from fedpax.sites.syncer.guarded_merge import NO_GUARDS, GuardedMerges, gradient_norm, leave_out
 from fedpax.sites.syncer.join_limit import JoinLimit
 from fedpax.sites.syncer.members import (
     FREE_SHARD_AFTER,
@@ -28,7 +27,7 @@ from fedpax.sites.syncer.members import (
 from fedpax.sites.syncer.outer_model import OuterModel, check_finite
 from fedpax.sites.syncer.pending import PendingUpdates
 from fedpax.sites.syncer.quorum import Quorum
-from fedpax.sites.syncer.step_credit import StepCredit
+from fedpax.sites.syncer.step_credit import StepCredits
 from fedpax.sites.syncer.syncer_store import SyncerStore
 from fedpax.sites.syncer.updates import (
     REPORTED,
@@ -38,7 +37,7 @@ from fedpax.sites.syncer.updates import (
     read_update,
     why_dropped,
 )
-from fedpax.sites.syncer.votes import Vote, combine, group_votes, make_report
+from fedpax.sites.syncer.votes import combine, group_votes, make_report
 from fedpax.sites.transport.calls import MalformedError, RefusedError
 from fedpax.sites.transport.checked_header import CheckedHeader
 from fedpax.sites.transport.limited_log import LimitedLog
@@ -92,7 +91,8 @@ class Syncer:
             per_certificate=islands_per_certificate,
             quorum=parts.quorum,
         )
-        self._credits: dict[str, StepCredit] = {}
+        per_merge = parts.steps_per_sync * most_phases_ahead(parts)
+        self._credits = StepCredits(len(model.fragments), per_merge)
         self._joins = JoinLimit(islands_per_certificate)
         self.merges, self.run, self.totals = 0, secrets.token_hex(8), Totals()
         self.failure: Exception | None = None
@@ -120,11 +120,7 @@ class Syncer:
     def everyone_heard_end(self) -> bool:
         """Tell whether the run is finished, and each island knows it."""
         with self._lock:
-            return self.finished and all(
-                island.heard_end
-                for island in self._members
-                if island.joined or island.shard is not None
-            )
+            return self.finished and self._members.all_heard_end()
 
     def islands(self) -> list[IslandReport]:
         """Return the islands for a table, by shard."""
@@ -208,7 +204,7 @@ class Syncer:
             island = self._admit(name, peer, folder, incarnation, shard, self._clock(), data)
             self._forget_updates_without_shard()
             if name not in self._credits:
-                self._credits[name] = self._new_credit(returns=name in before)
+                self._credits.add(name, self.merges, returns=name in before)
             elif incarnation not in before[name]["incarnations"]:
                 self._credits[name].add_merge()
             if island.shard is None and not self.finished:
@@ -257,10 +253,6 @@ class Syncer:
                 self._credits.pop(island.name, None)
                 self._pending.forget(island.name)
 
-    def _new_credit(self, *, returns: bool) -> StepCredit:
-        per_merge = self._parts.steps_per_sync * most_phases_ahead(self._parts)
-        return StepCredit(len(self._pending), per_merge, self.merges, returns=returns)
-
     def _push(
         self, island: IslandRecord, request: CheckedHeader, arrays: Mapping[str, np.ndarray]
     ) -> Message:
@@ -272,11 +264,9 @@ class Syncer:
         check_update(update, p, version, self._tokens_per_step, self._model.formats[p].wire_shapes)
         # Outside of the lock, because it takes long.
         gradient = self._model.decode[p](dict(arrays), update.shard, update.count)
-        squares = [np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(gradient)]
-        norm = math.sqrt(sum(squares))
+        norm = gradient_norm(gradient)
         with self._lock:
-            size = sum(array.nbytes for array in arrays.values())
-            self.totals = self.totals.add(received_bytes=size)
+            self.totals = self.totals.add(received_bytes=sum(x.nbytes for x in arrays.values()))
             if update.incarnation != island.incarnation or island.shard is None:
                 return Message({"status": "join"})
             unmerged = self._pending.find(p, island.name)
@@ -285,9 +275,8 @@ class Syncer:
                 self.totals = self.totals.add(repeated=1)
                 # If the answer was lost, the island must still learn of a drop, and send another.
                 dropped, reason = island.newest_dropped.get(p, (0, ""))
-                return self._answer(
-                    island, status=reason if dropped == update.sequence else "repeated"
-                )
+                status = reason if dropped == update.sequence else "repeated"
+                return self._answer(island, status=status)
             self._pending.check_room(p, island.name)
             version = self._model.fragments[p].version
             reason = why_dropped(update, norm, version, self._parts)
@@ -311,19 +300,14 @@ class Syncer:
     ) -> Message:
         have = request.versions(len(self._model.fragments))
         with self._lock:
-            newer = [p for p, state in enumerate(self._model.fragments) if state.version > have[p]]
+            newer = self._model.newer_than(have)
             if not newer:
                 return self._answer(island)
-            # The fragment that was merged first. One at a time, so that messages stay small.
-            p = min(newer, key=lambda p: self._model.fragments[p].version * len(have) + p)
-            state = self._model.fragments[p]
+            p, state = newer[0], self._model.fragments[newer[0]]  # one, so messages stay small
             content = self._model.formats[p].to_arrays(state.params)
-            size = sum(array.nbytes for array in content.values())
-            self.totals = self.totals.add(sent_bytes=size)
-            header = self._answer(
-                island, fragment=p, version=state.version, more=len(newer) > 1
-            ).header
-        return Message(header, content)
+            self.totals = self.totals.add(sent_bytes=sum(x.nbytes for x in content.values()))
+            answer = self._answer(island, fragment=p, version=state.version, more=len(newer) > 1)
+        return Message(answer.header, content)
 
     def _note(
         self, island: IslandRecord, request: CheckedHeader, arrays: Mapping[str, np.ndarray]
@@ -333,15 +317,8 @@ class Syncer:
             return self._answer(island)
 
     def _answer(self, island: IslandRecord, **fields: Any) -> Message:
-        saved = {
-            str(p): sequence
-            for p, (process, sequence) in island.merged.items()
-            if process == island.incarnation
-        }
-        return Message(
-            {"status": "ok", "merges": self.merges, "finished": self.finished, "saved": saved}
-            | fields
-        )
+        known = {"merges": self.merges, "finished": self.finished, "saved": island.saved()}
+        return Message({"status": "ok"} | known | fields)
 
     # Merges.
 
@@ -361,7 +338,8 @@ class Syncer:
             seconds = {i.name: now - i.last_parts.get(p, i.since) for i in inside}
         contributions = combine(self._model.decode[p], votes, seconds)
         dropped = self._guard.drop(self._model, p, votes, contributions)
-        left, contributions = self._without(dropped, votes, contributions)
+        self._note_dropped(dropped)
+        left, contributions = leave_out(dropped, votes, contributions)
         state, metrics = self._model.fragments[p]._replace(version=version + 1), {}
         if left:
             state, metrics = self._model.merge(p, contributions)
@@ -390,30 +368,22 @@ class Syncer:
         with self._lock:  # only now: islands forget what the saved model has
             self._members.update_merged(islands)
             self._model.put(p, state)
-            self.merges, self.totals = (
-                self.merges + 1,
-                self.totals.add(tokens=report.tokens, guarded=len(dropped)),
-            )
+            self.totals = self.totals.add(tokens=report.tokens, guarded=len(dropped))
+            self.merges += 1
             self._pending.end_merge()
             for island in inside:
                 island.last_parts[p] = now
         self._on_merge(report)
         return True
 
-    def _without(
-        self, dropped: Mapping[str, str], votes: Sequence[Vote], contributions: Sequence[Any]
-    ) -> tuple[list[Vote], list[Any]]:
-        """Leave out votes that a guard dropped, and name them."""
+    def _note_dropped(self, dropped: Mapping[str, str]) -> None:
+        """Name the votes that a guard dropped, and count them for their islands."""
+        merge = self.merges + 1
         for name, reason in dropped.items():
-            self._log.warning(
-                "merge %d: the update of %r is dropped: %s", self.merges + 1, name, reason
-            )
+            self._log.warning("merge %d: the update of %r is dropped: %s", merge, name, reason)
             with self._lock:
                 for island in self._members:
                     island.dropped += island.name in name.split(", ")
-        pairs = zip(votes, contributions, strict=True)
-        left = [(vote, x) for vote, x in pairs if name_vote(vote) not in dropped]
-        return [vote for vote, _ in left], [x for _, x in left]
 
     def _manifest(self) -> dict[str, Any]:
         return {

@@ -35,7 +35,8 @@ from fedpax.sites.rounds.round_rules import RoundRules
 from fedpax.sites.rounds.run_coordinator import run_coordinator
 from fedpax.sites.transport.calls import Connection, DisconnectedError, connect
 from fedpax.sites.transport.message import Message
-from fedpax.training.experiment import Experiment, TrainingConfig
+from fedpax.training.experiment import Experiment
+from fedpax.training.training_config import TrainingConfig
 
 AGGREGATORS: dict[str, Callable[[], Aggregator]] = {
     "mean": mean,

@@ -3,7 +3,7 @@
 The variable `KILL_POINT` has `POINT:COUNT`: at the COUNTth passage of the point the process kills
 itself. With `KILL_SIGNAL=SIGSTOP` it stops, and with `KILL_SIGNAL=FULL` it can write small files
 alone from then on. `COUNTED` names a file that gets a line with the
-sites of each round that the coordinator has saved.
+sites of each round that the coordinator has saved; its first round waits for `FIRST_SITES`, 4.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ from fedpax.sites.rounds.exchange import Exchange
 from fedpax.sites.transport import calls
 from fedpax.sites.transport.message import Message
 
-ROUNDS, NUM_SITES = 16, 4
+ROUNDS = 16
 FEATURES = 300_000  # a reply is of several chunks, and waits on the coordinator's disk
 
 # Of each point: the owner, the function, and whether it is passed before or after it.
@@ -144,7 +144,9 @@ def record_counted(path: Path) -> None:
     run = coordinator.Coordinator.run
 
     def run_with_all(self: Any) -> None:
-        self.first_round_needs = NUM_SITES  # later rounds need --min_sites
+        self.first_round_needs = int(
+            os.environ.get("FIRST_SITES", "4")
+        )  # later rounds need --min_sites
         run(self)
 
     stage_calls.StageCalls.ask, coordinator.Coordinator._save = asked, saved

@@ -1,14 +1,17 @@
 """Rounds over sites equal `fedpax train` on the same files."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 from sites.rounds.federation import run, write_hospitals
 
 from fedpax.experiments.client_methods import method
 from fedpax.experiments.cohort_settings import CohortConfig
+from fedpax.experiments.fedavg_image_files import FedAvgImageFiles, fedavg_images
 from fedpax.experiments.fedavg_table import FedAvgTable
 from fedpax.experiments.table_data import TableConfig
 from fedpax.training.training_config import TrainingConfig
@@ -54,3 +57,34 @@ def test_a_site_with_one_file_for_each_split(tmp_path: Path) -> None:
     site = experiment(f"{tmp_path}/{{split}}.csv")
     assert site.describe_site()["clients"] == 1
     assert (site.opened.training.sum(), site.opened.heldout.sum()) == (40, 12)
+
+
+@pytest.mark.slow
+def test_equals_training_on_all_images(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for ward, count in {"a/north": 9, "a/south": 6, "b/east": 12}.items():
+        for number in range(count):
+            label = "ill" if number % 3 else "well"
+            (tmp_path / "data" / ward / label).mkdir(parents=True, exist_ok=True)
+            pixels = random.normal(90 + 60 * (label == "ill"), 40, (8, 8)).clip(0, 255)
+            path = tmp_path / "data" / ward / label / f"{number}.png"
+            Image.fromarray(pixels.astype(np.uint8)).save(path)
+
+    def make(*files: str) -> FedAvgImageFiles:
+        base = fedavg_images()
+        return dataclasses.replace(
+            base,
+            data=dataclasses.replace(base.data, files=files),
+            filters=(4, 4),
+            hidden_dim=8,
+            cohort=CohortConfig(size=10, batch_size=4),
+            training=TrainingConfig(rounds=2, evaluate_every=2, checkpoint_every=0),
+        )
+
+    sites = {s: make(f"{tmp_path}/data/{s}/{{client}}/{{label}}/*.png") for s in "ab"}
+    found = run(make(), sites, tmp_path / "runs")
+    whole = make(f"{tmp_path}/data/*/{{client}}/{{label}}/*.png")
+    wanted = train_together(whole, 2)
+    for one, other in zip(found.params, wanted, strict=True):
+        assert np.abs(other).max() > 1e-3
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)

@@ -79,10 +79,11 @@ def load_chat_template(path: str | Path) -> ChatTemplate:
         ValueError: the template is damaged.
 
     Example:
-        >>> from pathlib import Path
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "chat.jinja"
         >>> text = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
-        >>> _ = Path("chat.jinja").write_text(text)
-        >>> template = load_chat_template("chat.jinja")
+        >>> _ = path.write_text(text)
+        >>> template = load_chat_template(path)
         >>> template.render([{"role": "user", "content": "1 + 1?"}], False)
         '<user>1 + 1?\n'
     """

@@ -110,7 +110,7 @@ def _checked_treatment(fields: Any) -> Treatment:
     fits = fits and fields["kind"] in get_args(Kind)
     left_out = fields["kind"] == "left_out" and fields["missing"] is None
     _check(fits and (left_out or fields["missing"] in get_args(Missing)), "column", fields)
-    pairs = {n: tuple(x) if isinstance(x, list) else x for n, x in fields.items()}
+    pairs: dict[str, Any] = {n: tuple(x) if isinstance(x, list) else x for n, x in fields.items()}
     return Treatment(**pairs)
 
 

@@ -110,13 +110,14 @@ class Agreement:
         everyone = {s.name: list(range(s.first, s.first + s.count)) for s in present}
         total = question.stages.placement.size
         who = Participants(everyone, everyone, {n: own[0] for n, own in everyone.items()}, total)
-        server, reply, token = question.stages.run(*question.args), None, new_token()
+        server, token = question.stages.run(*question.args), new_token()
+        reply: Any = None
         while True:
             try:
                 request: Any = server.send(reply)
             except StopIteration as end:
                 return end.value
-            header = {"task": "question", "settings": question.settings}
+            header: dict[str, Any] = {"task": "question", "settings": question.settings}
             header["num_clients"] = total
             replies = self._calls.ask(question.stages, request, token, header, who, len(present))
             if replies is None or len(without_faults(replies)) < len(present):

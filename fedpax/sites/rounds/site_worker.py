@@ -222,10 +222,10 @@ class SiteWorker:
                 "is secure_mean or private_secure_mean. Start `fedpax syncer` with --secure_sums."
             )
         stage, client, merge = divided[number], divided.client(number), divided.merge(number)
-        shared, of_rows = in_order(SHARED, arrays), in_order(ROW, arrays)
-        check_arrays(SHARED, stage.shared, shared, ())
+        of_all, of_rows = in_order(SHARED, arrays), in_order(ROW, arrays)
+        check_arrays(SHARED, stage.shared, of_all, ())
         check_arrays(ROW, stage.rows, of_rows, (len(header["clients"]),))
-        shared = [from_numbers(x, v.dtype) for x, v in zip(shared, stage.shared, strict=True)]
+        shared = [from_numbers(x, v.dtype) for x, v in zip(of_all, stage.shared, strict=True)]
         coded = divided.coded(number) if header.get("coded") else None
         if header.get("coded") and (coded is None or self.count > 1):
             raise RefusedError(

@@ -54,15 +54,18 @@ class Participants(NamedTuple):
     total: int
 
     @property
-    def count(self) -> int:
+    def cohort_size(self) -> int:
         """The number of clients."""
         return sum(map(len, self.clients.values()))
 
     def of(self, sites: Mapping[str, Any]) -> "Participants":
         """Return those of some sites."""
-        *by_site, total = self
-        parts = [{n: x for n, x in part.items() if n in sites} for part in by_site]
-        return Participants(*parts, total)
+        return Participants(
+            {name: x for name, x in self.clients.items() if name in sites},
+            {name: x for name, x in self.slots.items() if name in sites},
+            {name: x for name, x in self.firsts.items() if name in sites},
+            self.total,
+        )
 
 
 class StageCalls:
@@ -187,15 +190,15 @@ class StageCalls:
         if not is_computable(divided, request.stage):
             return None
         known: dict[str, tuple[Any, list[int]]] = {}
-        for number, (_, shown, places) in enumerate(earlier):
-            known |= {n: (shown[i], places) for n, i in divided.seen(number).items()}
+        for number, (_, shown, answered) in enumerate(earlier):
+            known |= {n: (shown[i], answered) for n, i in divided.seen(number).items()}
         client, merge = divided.client(request.stage), divided.merge(request.stage)
-        places = {n: {slot: k for k, slot in enumerate(slots)} for n, (_, slots) in known.items()}
+        places = {n: {slot: k for k, slot in enumerate(own)} for n, (_, own) in known.items()}
         participants = [slot for chosen in slots.values() for slot in chosen]
         merged: Any = None
         for slot in participants:
-            own = {n: known[n][0][places[n][slot]] for n in known}
-            terms, _, _ = client(slot, request.shared, [x[slot] for x in request.rows], own)
+            values = {n: known[n][0][places[n][slot]] for n in known}
+            terms, _, _ = client(slot, request.shared, [x[slot] for x in request.rows], values)
             merged = terms if merged is None else merge(merged, terms)
         return merged, [], participants
 

@@ -340,7 +340,8 @@ class Syncer:
         dropped = self._guard.drop(self._model, p, votes, contributions)
         self._note_dropped(dropped)
         left, contributions = leave_out(dropped, votes, contributions)
-        state, metrics = self._model.fragments[p]._replace(version=version + 1), {}
+        state = self._model.fragments[p]._replace(version=version + 1)
+        metrics: Mapping[str, float] = {}
         if left:
             state, metrics = self._model.merge(p, contributions)
         check_finite(state, p, self.merges + 1)

@@ -196,12 +196,12 @@ def streaming_diloco(
             run = loop_at(state, parts, p) if per_block == 1 else None
             if run is None:
                 together = [(q, parts[q]) for q in range(p, p + per_block)]
-                state, during, metrics = block.run(state, p // per_block, together)
+                state, during, of_aggregator = block.run(state, p // per_block, together)
             else:
-                state, during, metrics = block.run_in_loop(state, p, run)
-            p += per_block if run is None else run.count
+                state, during, of_aggregator = block.run_in_loop(state, p, run)
+            p += per_block if run is None else run.length
             reports += during
-            aggregator_reports += metrics
+            aggregator_reports += of_aggregator
 
         # Reduced once, and after the last transfer: the compiler combines reductions that do not
         # depend on each other, and a transfer combined with the metrics would wait for the steps.

@@ -169,7 +169,7 @@ class Block(NamedTuple):
         self, state: State, first: int, run: FragmentRun
     ) -> tuple[State, list[InnerReport], list[Metrics]]:
         """Run consecutive blocks in a loop, whose body is traced and compiled once."""
-        stacked = [stack_entries(s, first, run.count).states for s in _states(state)]
+        stacked = [stack_entries(s, first, run.length).states for s in _states(state)]
 
         def body(carry: tuple[State, list[Any], InnerReport], index: jax.Array) -> tuple[Any, Any]:
             state, stacked, total = carry
@@ -184,9 +184,9 @@ class Block(NamedTuple):
         shapes = jax.eval_shape(lambda: self.phases.train(state, self.cohort, 0, 1)[1])
         total = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         carry = _with_states(state, [(), ()]), stacked, total
-        (after, stacked, total), metrics = jax.lax.scan(body, carry, jnp.arange(run.count))
+        (after, stacked, total), metrics = jax.lax.scan(body, carry, jnp.arange(run.length))
         entries = [
-            with_stacked(before, Stacked(s, first), run.count)
+            with_stacked(before, Stacked(s, first), run.length)
             for before, s in zip(_states(state), stacked, strict=True)
         ]
         metrics = jax.tree.map(lambda values: jnp.sum(values, 0), metrics)
@@ -196,8 +196,8 @@ class Block(NamedTuple):
 def loop_at(state: State, parts: Sequence[Fragment], p: int) -> FragmentRun | None:
     """Return the fragments from p on that a loop can synchronize, or None if they are few."""
     run = fragment_runs(parts[p:])[0]
-    alike = [are_alike(s[p : p + run.count]) for s in _states(state)]
-    return run if run.count >= SHORTEST_LOOP and all(alike) else None
+    alike = [are_alike(s[p : p + run.length]) for s in _states(state)]
+    return run if run.length >= SHORTEST_LOOP and all(alike) else None
 
 
 def _states(state: State) -> tuple[Any, Any]:

@@ -19,7 +19,6 @@ from fedpax.algorithms.parts.tree_arithmetic import subtract
 from fedpax.primitives import federated_map
 
 State = TypeVar("State", bound=Any)
-Entries = TypeVar("Entries", bound=Any)  # a tuple with an entry for each fragment, or `Stacked`
 
 
 class FragmentServer(NamedTuple):
@@ -79,7 +78,7 @@ def entry(entries: tuple[Any, ...] | Stacked, p: int | jax.Array) -> Any:
     return entries[p]
 
 
-def with_entry(entries: Entries, p: int | jax.Array, value: Any) -> Entries:
+def with_entry(entries: tuple[Any, ...] | Stacked, p: int | jax.Array, value: Any) -> Any:
     """Replace the state of fragment p."""
     if isinstance(entries, Stacked):
         put = jax.lax.dynamic_update_index_in_dim

@@ -66,7 +66,7 @@ class FragmentRun(NamedTuple):
 
     first: Fragment
     steps: tuple[int, ...]  # for each leaf: number of rows between the slices of two fragments
-    count: int
+    length: int
 
     def at(self, index: int | jax.Array) -> Fragment:
         """Return a fragment of the run; `index` can be traced."""
@@ -78,8 +78,8 @@ def fragment_runs(fragments: Sequence[Fragment]) -> list[FragmentRun]:
     runs: list[FragmentRun] = []
     for before, fragment in zip([None, *fragments], fragments, strict=False):
         steps = None if before is None else _steps_between(before, fragment)
-        if steps is not None and (runs[-1].count == 1 or runs[-1].steps == steps):
-            runs[-1] = FragmentRun(runs[-1].first, steps, runs[-1].count + 1)
+        if steps is not None and (runs[-1].length == 1 or runs[-1].steps == steps):
+            runs[-1] = FragmentRun(runs[-1].first, steps, runs[-1].length + 1)
         else:
             runs.append(FragmentRun(fragment, (0,) * len(fragment.rows), 1))
     return runs

@@ -186,6 +186,7 @@ def _write_clients(*arguments: Any) -> list[jax.Array]:
 @functools.partial(jax.jit, static_argnums=2)
 def _gather(store: ClientStore[State], client_ids: jax.Array, placement: str) -> State:
     axis, num_devices = rows_axis(placement)
+    assert axis is not None
     client_ids = _absent_beyond(client_ids, store.num_clients)
 
     def on_device(store: State, client_ids: jax.Array) -> State:
@@ -262,6 +263,7 @@ def _scatter(
     store: ClientStore[State], client_ids: jax.Array, states: State, placement: str
 ) -> ClientStore[State]:
     axis, num_devices = rows_axis(placement)
+    assert axis is not None
     client_ids = _absent_beyond(client_ids, store.num_clients)
 
     def on_device(store: State, client_ids: jax.Array, states: State) -> State:

@@ -49,7 +49,7 @@ class DeviceLoop(NamedTuple):
         if chunks == 1 and not rest:
             outputs = self.run_chunk(size, 0, placed)
             for output, i in self.in_place.items():
-                outputs[output] = placed[i].write(0, outputs[output])
+                outputs[output] = _client_rows(placed[i]).write(0, outputs[output])
             return outputs
 
         # A stacked output is written row by row into the buffer of an input of the same type, so a
@@ -72,7 +72,7 @@ class DeviceLoop(NamedTuple):
                     current[i] = _with_buffer(placed[i], buffer)
             rows, terms = self.split(self.run_chunk(size, start, current, apart))
             stacked = [
-                current[i].write(start, own)
+                _client_rows(current[self.in_place[output]]).write(start, own)
                 if output in self.in_place
                 else write_rows(all_, own, start, fusible=in_loop or i is None)
                 for output, (all_, own, i) in enumerate(zip(stacked, rows, aliases, strict=True))
@@ -114,6 +114,7 @@ class DeviceLoop(NamedTuple):
         axes: list[int | None] = [0, *[None] * len(self.server_values)]
         for i, (value, is_lazy) in enumerate(zip(placed, self.lazy, strict=True)):
             if is_lazy:
+                assert isinstance(value, LazySlice)
                 arguments += [value.array, *value.indices, local_index]
                 axes += [None, *[None] * len(value.indices), 0]
             else:
@@ -191,6 +192,11 @@ class DeviceLoop(NamedTuple):
             if key not in found:
                 found[key] = _broadcast_to_aval(value, aval)
         return [found[id(v), *_shape_and_layout(a)] for v, a in zip(values, avals, strict=True)]
+
+
+def _client_rows(value: Placed) -> ClientRows:
+    assert isinstance(value, ClientRows)
+    return value
 
 
 def _with_buffer(value: Placed, buffer: jax.Array) -> Placed:

@@ -73,7 +73,9 @@ def run_participants(
         for wanted, v in zip(lazy or [False] * len(slices_of), slices_of, strict=True)
     ]
     slice_types = [
-        _local_slice_type(v, local) if is_lazy else unplaced_aval(aval_of_value(v))
+        _local_slice_type(v, local)
+        if is_lazy and isinstance(v, LazySlice)
+        else unplaced_aval(aval_of_value(v))
         for v, is_lazy in zip(slices_of, lazy, strict=True)
     ]
     index_type = jax.ShapeDtypeStruct((), jnp.int32)
@@ -123,7 +125,7 @@ def run_participants(
     outputs = jax.shard_map(
         on_device,
         axis_names={axis},
-        in_specs=(P(), P(axis), [_in_spec(v, axis) for v in slices_of]),
+        in_specs=(P(), P(axis), [_in_spec(v, axis) for v in slices_of if isinstance(v, LazySlice)]),
         out_specs=[*[P(axis)] * num_stacked, *[P()] * len(monoids)],
         # The jaxpr is differentiated already, so it need not know which values vary over the axis.
         check_vma=False,

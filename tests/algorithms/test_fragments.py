@@ -66,7 +66,7 @@ def test_runs_have_the_fragments_in_order(num_layers, num_fragments, pattern):
     model, other = random_model(num_layers), random_model(num_layers, seed=1)
     fragments = make_fragments(layer_fragments(num_fragments, pattern), model)
     runs = fragment_runs(fragments)
-    assert sum(run.count for run in runs) == num_fragments
+    assert sum(run.length for run in runs) == num_fragments
     if num_fragments > 1 and num_layers % (num_fragments - 1) == 0:
         assert len(runs) == 2  # the layers, and the other parameters
     rest = iter(fragments)
@@ -77,7 +77,7 @@ def test_runs_have_the_fragments_in_order(num_layers, num_fragments, pattern):
             moved = run.at(i)
             return moved.take(model), moved.put(other, moved.take(model))
 
-        for i in range(run.count):
+        for i in range(run.length):
             fragment = next(rest)
             expected = fragment.take(model), fragment.put(other, fragment.take(model))
             jax.tree.map(np.testing.assert_array_equal, move(i, other, model), expected)

@@ -1,12 +1,13 @@
 """Runs whose checkpoints are in a bucket of a Cloud Storage server that runs on this machine."""
 
+import http.client
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -59,16 +60,21 @@ class Server:
             [SERVER, *arguments], cwd=self.folder, stdout=log, stderr=log
         )
         self.process, deadline = launch(), time.monotonic() + 120
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port)).close()
-                return
-            except ConnectionRefusedError:
-                assert time.monotonic() < deadline, (self.folder / "log").read_text()[-2000:]
-                time.sleep(0.1)
-                # While the server was stopped, a connection of another process can take its port.
-                if self.process.poll() is not None:
-                    self.process = launch()
+        while not self._answers():
+            assert time.monotonic() < deadline, (self.folder / "log").read_text()[-2000:]
+            time.sleep(0.1)
+            # While the server was stopped, a connection of another process can take its port.
+            if self.process.poll() is not None:
+                self.process = launch()
+
+    def _answers(self) -> bool:
+        """Return whether the bucket is there: a port alone can be open before, or be another's."""
+        try:
+            url = f"http://127.0.0.1:{self.port}/storage/v1/b/runs"
+            with urllib.request.urlopen(url, timeout=60) as answer:
+                return answer.status == 200
+        except (OSError, http.client.HTTPException):
+            return False
 
     def stop(self) -> None:
         self.process.kill()

@@ -95,3 +95,21 @@ def test_a_trip_count_that_changes_is_none():
         6,
         None,
     }
+
+
+def test_the_executions_of_branches_are_unknown() -> None:
+    """Which branch of a conditional runs is known only at run time."""
+
+    def either(x):
+        return jax.lax.cond(x[0, 0] > 0, lambda x: step(step(x)), lambda x: step(x) + 1, x)
+
+    module = parsing.parse(jax.jit(either).lower(jnp.ones((4, 4))).compile().as_text())
+    runs = trip_counts.executions(module)
+    (conditional,) = (
+        instruction
+        for computation in module.computations.values()
+        for instruction in computation.instructions.values()
+        if instruction.opcode == "conditional"
+    )
+    branches = list(trip_counts.callees(conditional))
+    assert len(branches) == 2 and {runs[branch].times for branch in branches} == {None}

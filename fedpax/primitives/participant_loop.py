@@ -65,8 +65,7 @@ def run_participants(
     axis = mesh_axis(placement)
     devices = 1 if axis is None else jax.sharding.get_abstract_mesh().shape[axis]
     local = placement.size // devices
-    if local == 1:
-        chunk_size = None  # there is nothing to loop over
+    chunk_size = chunk_size if local > 1 else None  # one participant needs no loop
     loops = chunk_size == "auto" or (chunk_size or local) < local
     lazy = [
         loops and wanted and not isinstance(v, ClientRows)

@@ -327,3 +327,17 @@ def test_clients_train_once_with_weights_and_compression(num_steps):
     cohort = Cohort(jnp.ones((3, 2, 4)), jnp.arange(3.0), num_steps)
     text = str(explain(algorithm.round, algorithm.init(jnp.float32(0.0)), cohort))
     assert "phase 0" in text and "phase 1" not in text and "rematerialized" not in text
+
+
+def test_padding_that_is_not_finite_reaches_no_derivative_of_local_steps():
+    descent = optax.sgd(0.1)
+
+    def trained(w, x):
+        batches = {"x": x, "mask": jnp.array([[1], [0], [1]])}
+        loss = lambda w, batch: (jnp.mean((w * batch["x"] - 1) ** 2), {})
+        return local_steps(loss, descent, w, descent.init(w), batches)[0]
+
+    w = jnp.float32(3.0)
+    found = jax.grad(trained)(w, jnp.array([[1.0], [jnp.nan], [2.0]]))
+    assert_close(found, jax.grad(trained)(w, jnp.array([[1.0], [5.0], [2.0]])))
+    assert_close(found, 0.8 * 0.2)  # (1 - 0.2 x^2) of both batches

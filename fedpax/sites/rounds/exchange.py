@@ -93,12 +93,7 @@ class Exchange:
                 "Use the same version of fedpax on both sides, and a method that both run."
             )
         name = self._name(peer, request)
-        refused, reason = self._refused.get(name, ("", ""))
-        if refused and refused == request.text("incarnation"):
-            raise RefusedError(
-                f"the syncer refuses site {name!r}: {reason}. Mend the data or the flags of this "
-                "site, then start it again."
-            )
+        self._check_is_not_refused(name, request.text("incarnation"))
         if kind == "reply":
             return self._reply(name, request, message.arrays)
         with self._changed:
@@ -108,6 +103,14 @@ class Exchange:
                 return Message({"status": "join"})
             self._changed.notify_all()
             return kinds[kind](site, request, message.arrays)
+
+    def _check_is_not_refused(self, name: str, incarnation: str) -> None:
+        refused, reason = self._refused.get(name, ("", ""))
+        if refused and refused == incarnation:
+            raise RefusedError(
+                f"the syncer refuses site {name!r}: {reason}. Mend the data or the flags of this "
+                "site, then start it again."
+            )
 
     def _site(self, name: str, request: CheckedHeader) -> Site | None:
         """Return the site that sends a message; None if it must join first."""
@@ -204,6 +207,7 @@ class Exchange:
             if (rest := deadline - time.monotonic()) <= 0:
                 return self._answer(site, status="wait", waits_for=self.waits_for)
             self._changed.wait(rest)
+            self._check_is_not_refused(site.name, site.incarnation)
             site.seen = time.monotonic()
 
     def _offer(self, site: Site, request: CheckedHeader, arrays: Any) -> Message:

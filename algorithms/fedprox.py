@@ -53,8 +53,8 @@ def fedprox(
         chunk_size: as in `fedavg`.
 
     Returns:
-        `init(params)` and `round(state, cohort)`, as in `fedavg`. The reported loss is that of
-        `loss_fn`, without the proximal term. The paper draws clients in proportion to their
+        `init(params)` and `round(state, cohort)`, as in `fedavg`. The reported loss is `loss_fn`'s,
+        without the proximal term. The paper draws clients in proportion to their
         examples and averages uniformly; with clients drawn uniformly, weigh them by
         `cohort.num_examples`.
 

@@ -266,7 +266,7 @@ class ClientExperiment(OverSites, Experiment):
         )
 
     def name_clients(self, population: Partition) -> Sequence[str]:
-        """Return the names of clients, by default those of the data set, or their numbers."""
+        """Return the names of clients, by default the data set's names, or their numbers."""
         names = getattr(population, "names", range(len(population)))
         return [client_name(name) for name in names]
 

@@ -109,7 +109,7 @@ class FedAvgFiles(ClientExperiment):
 
     @property
     def _is_site(self) -> bool:
-        """Whether the files are those of one site of several, which may be one file."""
+        """Whether the files belong to one site of several, which may have one file."""
         return bool(self.__dict__.get("_at_site") or (self.saved_inputs or {}).get("sites"))
 
     @functools.cached_property
@@ -195,7 +195,7 @@ class FedAvgFiles(ClientExperiment):
         return self.prepared.examples, list(self.training_parts.values())
 
     def make_preprocess(self) -> Preprocess:
-        """Make the function from the fields of examples to those of batches; by default, equal."""
+        """Make the function from the fields of examples to a batch's; by default, equal."""
         return dict
 
     def open_heldout(self, preprocess: Preprocess) -> Callable[[], Sequence[Batch]]:
@@ -205,7 +205,7 @@ class FedAvgFiles(ClientExperiment):
 
     @property
     def _chosen_heldout(self) -> NDArray[np.bool_]:
-        """Which examples are held out; without any, those of the held-out clients."""
+        """Which examples are held out; without any, the examples of the held-out clients."""
         table = self.opened
         return table.heldout if table.heldout.any() else table.is_new[table.owners]
 
@@ -334,7 +334,7 @@ class FedAvgFiles(ClientExperiment):
                 from the shared model. Default False: the shared model.
 
         Returns:
-            `state -> metrics`, means over the held-out examples; `state` is that of the algorithm.
+            `state -> metrics`, means over the held-out examples; `state` is the algorithm's.
         """
         (cohort, own), model = self._own_examples, self.make_model()
         train_loss, loss_fn = self.make_loss(model), self._plain_loss(model)
@@ -352,7 +352,7 @@ class FedAvgFiles(ClientExperiment):
         """Make the evaluation by client of the clients' own models.
 
         Returns:
-            `state -> metrics of each client`; `state` is that of the algorithm.
+            `state -> metrics of each client`; `state` is the algorithm's.
         """
         (cohort, own), model = self._own_examples, self.make_model()
         train_loss, names = self.make_loss(model), self._client_names

@@ -94,7 +94,7 @@ class FedAvgImageFiles(FedAvgFiles):
         if data.image not in columns:
             raise ArgumentError(
                 f"data.image={data.image!r} is no column of {' '.join(data.files)}, expected one "
-                f"of {', '.join(map(repr, columns))}. Set --data.image to that of the images."
+                f"of {', '.join(map(repr, columns))}. Set --data.image to the images' column."
             )
         from fedpax.user_files.columns import to_numpy
 
@@ -168,7 +168,7 @@ class FedAvgImageFiles(FedAvgFiles):
     def agree(
         self, descriptions: Sequence[Mapping[str, Any]]
     ) -> Generator[Question, Any, Mapping[str, Any]]:
-        """Agree on the classes, those of all sites together, and on the shape of images."""
+        """Agree on the classes of all sites together, and on the shape of images."""
         shapes = {tuple(d["image_shape"]) for d in descriptions}
         if len(shapes) > 1:
             raise ArgumentError(

@@ -36,7 +36,7 @@ def heldout_of_files(
         prepared: the examples as arrays, and their label.
         loss_fn: the loss, without regularization.
         batch_size: the largest number of examples in a batch.
-        preprocess: the function from the fields of examples to those of batches.
+        preprocess: the function from the fields of examples to the fields of batches.
         participants: the names of the clients of a deployment, of which one may have no held-out
             example, in order, with batches of `batch_size`. Default None: all clients that have
             any.

@@ -33,8 +33,8 @@ def experiment_data(
     Args:
         folder: a folder with `config.json`, and for tables `table.json`, as a run has them.
         node: the participant.
-        experiment: the experiment, if its code does not come with fedpax. Default None: that of
-            `config.json`.
+        experiment: the experiment, if its code does not come with fedpax. Default None: the
+            experiment of `config.json`.
 
     Raises:
         ArgumentError: there is no such client, or the experiment reads no files.
@@ -61,7 +61,7 @@ def experiment_data(
 def heldout_data(folder: str | Path, node: Node) -> Callable[[int], Cohort]:
     """Return the held-out examples of a participant, for `fedpax.deploy.node.LoadData`.
 
-    They are those of client k of the experiment's data, or of the node's own `files`, as for
+    They belong to client k of the experiment's data, or to the node's own `files`, as for
     `experiment_data`.
 
     Args:

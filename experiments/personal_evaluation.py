@@ -52,7 +52,7 @@ def with_own_models(
 
     Returns:
         The run. Its further metrics have the prefix `personal_`. A method with clusters has no
-        single shared model: all of its metrics are those of the own models.
+        single shared model: all of its metrics come from the own models.
     """
 
     def evaluate_state(state: Any) -> dict[str, float]:

@@ -14,7 +14,7 @@ from fedpax.run_files.paths import write_atomically
 INPUTS = "table.json"
 """The file's name, in the folder of a run and of an exported model."""
 
-# Settings of what is saved. Those of files and of held-out parts may change.
+# Settings of what is saved. The settings of files and of held-out parts may change.
 _SETTINGS = ("label", "task", "columns", "max_categories", "category_clients", "standardize")
 
 

@@ -1,4 +1,4 @@
-"""Client experiments over sites: a site's clients among those of all sites."""
+"""Client experiments over sites: a site's clients among the clients of all sites."""
 
 import dataclasses
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -71,7 +71,7 @@ def sample_present(sampler: ClientSampler) -> Callable[[int, Any], list[int]]:
 
 
 class SitePopulation(ComputedPartition):
-    """The clients of all sites, of which those of other sites have no examples here.
+    """The clients of all sites; the clients of other sites have no examples here.
 
     Args:
         own: the examples of each client of this site.

@@ -39,7 +39,7 @@ LossFn: TypeAlias = Callable[[Params, Batch], tuple[jax.Array, Metrics | None]]
 
 @dataclasses.dataclass(frozen=True)
 class WithGradientNorm:
-    """A loss whose gradients are measured: local steps add two metrics to those of the loss.
+    """A loss whose gradients are measured: local steps add two metrics to the loss's metrics.
 
     - `"gradient_norm"`: the Euclidean norm of a participant's gradient in float32, before the
       optimizer clips it; averaged over steps and participants as all metrics are.

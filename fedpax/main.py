@@ -43,7 +43,7 @@ USAGE = (
                     such as training.rounds,mesh; mesh allows all mesh.* fields. Raising
                     --training.rounds of a finished run does not need this flag
   --target          a held-out metric and its value, such as accuracy=0.85 or loss=0.5; default:
-                    that of the group
+                    the group's target
   --participant_states
                     what islands and clients keep between rounds when a run resumes with another
                     number of them: average (default) keeps its mean, copy gives island i the
@@ -66,9 +66,9 @@ USAGE = (
                     seconds until a process that sends nothing counts as dead (default 100)
   --elastic         restart with the remaining processes when one is lost, and include it when it
                     returns; processes find each other as with --multihost
-  --keeper          the command that decides which processes train: first (default), that of
-                    process 0; alone: this command, which does not train; elsewhere: the command
-                    with --keeper=alone
+  --keeper          the command that decides which processes train: first (default), the command of
+                    process 0; alone: this command, which does not train; elsewhere: the
+                    command with --keeper=alone
   --copy_every      rounds between copies of the state in each host's memory, from which an elastic
                     run restarts (default 1; 0: restart from the newest checkpoint)
   --copy_dir        the folder in the host's memory for these copies (default /dev/shm)
@@ -114,7 +114,7 @@ USAGE = (
                     chosen by a hash of their content
   --heldout_by      what is hashed: example (default), client or a column
   --memory          the memory for sorting; default: half of the machine's
-  --round           the checkpoint's round, or best: that of the best held-out metric
+  --round           the checkpoint's round, or best: the round of the best held-out metric
                     (--training.keep_best); default: the newest
   --format          huggingface, orbax, npz or safetensors; default: by the suffix of --out, else
                     huggingface
@@ -154,8 +154,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     An experiment that is a Python object is trained by `fedpax.train`.
 
     Args:
-        argv: the arguments after the program's name, a list of strings. Default None: those of the
-            process.
+        argv: the arguments after the program's name, a list of strings. Default None: the process's
+            arguments.
 
     Returns:
         The exit status, as `fedpax --help` explains it. An error has been printed on stderr.

@@ -37,7 +37,7 @@ def decoupled_diloco_parts(
 ) -> AlgorithmParts:
     """Make the parts of Decoupled DiLoCo, for `fedpax syncer` and `fedpax join`.
 
-    The inner steps, the fragments, the outer optimizer and the merge are those of
+    The inner steps, the fragments, the outer optimizer and the merge are the same as in
     `decoupled_diloco`. That method reads the times of steps and failures from a schedule; here they
     are real. Three rules differ, so that a late island loses no step within `max_staleness`:
 

@@ -86,7 +86,7 @@ def fragment_runs(fragments: Sequence[Fragment]) -> list[FragmentRun]:
 
 
 def _steps_between(a: Fragment, b: Fragment) -> tuple[int, ...] | None:
-    """Return how far each slice of b is from that of a; None where they have other shapes."""
+    """Return how far each slice of b is from a's slice; None where they have other shapes."""
     steps = []
     for rows, others in zip(a.rows, b.rows, strict=True):
         if rows is None and others is None:

@@ -69,7 +69,7 @@ class Server(NamedTuple):
     ) -> tuple[State, Metrics]:
         """End a round: aggregate, step, and average the participants' metrics by weight."""
         # Returns the state with the server's three fields replaced, and metrics: the averages, and
-        # those of the aggregator.
+        # the aggregator's metrics.
         weights = as_floats(weights)
         pseudo_gradient, state, reported = self.aggregate(state, pseudo_gradients, weights)
         metrics = mean_metrics(metrics, weights, self.aggregator) | reported

@@ -4,8 +4,8 @@
 
 writes a table of clients with 20 examples of 64 features, prepares it as `fedpax prepare` does, and
 trains a network of 15,010 parameters for one round of few and of many clients, read from the
-prepared folder. The CPU seconds are those of all processes, without the imports of this one. Needs
-the extras `beam` and `files`.
+prepared folder. The CPU seconds are summed over all processes, without the imports of this one.
+Needs the extras `beam` and `files`.
 """
 
 import dataclasses

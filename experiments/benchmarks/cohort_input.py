@@ -4,7 +4,7 @@
 
 A cohort has images of 28 x 28 pixels from clients of log-normal sizes, 28 images in the median, in
 batches of 10. Its time is compared with the time to copy the arrays of the cohort: at most 2.5
-times. The waiting is that of a loop that asks for a cohort, and then leaves the CPU idle for as
+times. The waiting is measured in a loop that asks for a cohort, and then leaves the CPU idle for as
 long as a device would train an MLP that is `faster` times as fast as this CPU, while the next
 cohort is laid out on a thread: at most 10%. On a machine that other programs share, `--clock=cpu`
 computes it from the CPU time of a cohort and of a round.

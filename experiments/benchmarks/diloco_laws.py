@@ -3,7 +3,7 @@
     python -m fedpax.experiments.benchmarks.diloco_laws --out=runs/laws --plot=diloco_laws.png
 
 Every run trains the model of `diloco_text` on the same number of tokens with the same global batch,
-by default that of `diloco_text`: with more islands, each has a smaller batch. The first table
+by default the batch of `diloco_text`: with more islands, each has a smaller batch. The first table
 compares data parallelism, DiLoCo and Streaming DiLoCo in 4 bits over several seeds of model and
 data. The others change one setting of DiLoCo at a time, with the first seed.
 
@@ -18,7 +18,7 @@ at a constant learning rate, and begins DiLoCo from this model. The other three 
 warmup and a decay of their own.
 
 Each run has a folder below `--out`. An interrupted benchmark continues where it stopped, and
-a finished run is not repeated. The losses are those of the last evaluation.
+a finished run is not repeated. The losses come from the last evaluation.
 """
 
 import dataclasses
@@ -142,10 +142,10 @@ class Settings:
 
     out: Path = option(None, "folder of the runs", Path, required=True)
     tokens: int = option(5_000_000, "tokens of a run")
-    rows: int | None = option(None, "global batch; default: that of diloco_text", int)
+    rows: int | None = option(None, "global batch; default: diloco_text's", int)
     local_steps: int | None = option(
         None,
-        "inner steps between two averages, but in the table of them; default: those of diloco_text",
+        "inner steps between two averages, but in the table of them; default: diloco_text's",
         int,
     )
     bits: str = option(

@@ -138,7 +138,7 @@ def start(problem: Problem, method: Method) -> Any:
 
 
 def train(problem: Problem, method: Method, batches: Arrays, rounds: int) -> list[float]:
-    """Train a method; return the accuracy after each round, that of the first model in front."""
+    """Train a method; return the accuracy of the first model and after each round."""
     state, step = start(problem, method), jax.jit(method.algorithm.round)
     evaluate = jax.jit(functools.partial(_accuracy, problem.model, method.models))
     whole = cohort_of(method, batches, 0)

@@ -3,12 +3,12 @@
     python -m fedpax.experiments.benchmarks.method_rounds --model=cnn --clients=16
     python -m fedpax.experiments.benchmarks.method_rounds --model=cnn --islands=4
 
-The first command times the methods of clients against FedAvg. The second command times those of
-islands against DiLoCo with the same inner optimizer and number of inner steps.
+The first command times the methods of clients against FedAvg. The second command times the methods
+of islands against DiLoCo with the same inner optimizer and number of inner steps.
 
 A method computes some gradients per batch where FedAvg and DiLoCo compute one. `passes` is their
 cost in gradients, with a forward pass as a third of one and a Hessian-vector product as two. The
-last column divides the time by that of so many rounds of the baseline: 1 means that nothing is
+last column divides the time by the time of so many rounds of the baseline: 1 means that nothing is
 computed twice.
 As in training, a round starts from the last one's state and takes over its memory. On a busy
 machine, `--clock=cpu` measures the CPU time of the process in place of wall-clock time.

@@ -4,11 +4,11 @@
     python -m fedpax.experiments.benchmarks.methods --group=methods_synthetic --rates=0.03,0.1,0.3
 
 The methods are the experiments of a group (`fedpax list methods_digits`), with the learning rates
-that they have there. All train the same model on the same cohorts. A seed is that of the data, the
-model and the cohorts. With `--rates`, the client learning rate of each method is the one with which
-the median of its rounds to the target is smallest. Accuracy is that of the server's model on
-held-out examples of all clients, after every round. Bytes are those that the clients of a round
-receive and send, and FLOPs those of their valid steps, by `fedpax.cost`.
+that they have there. All train the same model on the same cohorts. A seed sets the data, the model
+and the cohorts. With `--rates`, the client learning rate of each method is the one with which
+the median of its rounds to the target is smallest. Accuracy is measured with the server's model on
+held-out examples of all clients, after every round. Bytes are what the clients of a round receive
+and send, and FLOPs count their valid steps, by `fedpax.cost`.
 """
 
 import dataclasses

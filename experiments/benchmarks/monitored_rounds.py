@@ -1,12 +1,12 @@
-"""Compare the cost of rounds that report norms or skip spikes with that of plain rounds.
+"""Compare the cost of rounds that report norms or skip spikes with the cost of plain rounds.
 
     python -m fedpax.experiments.benchmarks.monitored_rounds
     python -m fedpax.experiments.benchmarks.monitored_rounds \
         --exp=pretrain_c4_1b --topology=v5e:2x2 --num_layers=2 --batch_size=8
 
 compiles the round of an experiment on text with each setting, and prints the memory of its
-temporaries on a device, as a multiple of the state's, and the median ratio of its time to that of
-the plain round, in interleaved calls. With `--topology` it compiles without the hardware, runs
+temporaries on a device, as a multiple of the state's, and the median ratio of its time to the plain
+round's time, in interleaved calls. With `--topology` it compiles without the hardware, runs
 nothing, and needs the extra `tpu`.
 """
 

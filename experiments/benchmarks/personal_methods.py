@@ -5,8 +5,8 @@
 The methods are the experiments of the group `personal_digits`, on the same cohorts. Each method is
 trained with each client learning rate and with three values of its own setting, and the pair with
 the best median over seeds is kept. The baselines have no setting: `fedavg` evaluates the shared
-model, and `alone` models that clients train in the same rounds without sharing them. A seed is that
-of the data, the model and the cohorts.
+model, and `alone` models that clients train in the same rounds without sharing them. A seed sets
+the data, the model and the cohorts.
 
 Accuracy is that after the last round, on held-out examples that are weighted for each client, so
 that labels have the shares that they have among the client's training examples

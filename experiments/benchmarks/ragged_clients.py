@@ -10,8 +10,8 @@ calls:
 - padded: each client runs as many steps as the longest client, and padded steps change nothing;
 - equal clients: all clients have the same number of steps, the mean. This is the limit.
 
-The first three give the same result. `slowdown` is the time per valid step, divided by that of
-equal clients.
+The first three give the same result. `slowdown` is the time per valid step, divided by the time
+with equal clients.
 """
 
 import dataclasses

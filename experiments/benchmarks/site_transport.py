@@ -5,7 +5,7 @@
 A server in a process of its own receives messages of float32 arrays (push), or answers with them
 (pull), over mutual TLS and without encryption. Each message is encoded, checked and decoded, as
 between a syncer and its islands. With several islands, each has its connection and thread, all in
-one process, and the rate is that of all together.
+one process, and the rate is their sum.
 """
 
 import dataclasses

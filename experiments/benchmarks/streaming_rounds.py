@@ -1,9 +1,9 @@
-"""Local steps of Streaming DiLoCo against those of DiLoCo: time and memory.
+"""Local steps of Streaming DiLoCo against local steps of DiLoCo: time and memory.
 
     python -m fedpax.experiments.benchmarks.streaming_rounds --clock=cpu
 
 Both train the same model with AdamW, on the same batches, with an island on each simulated device,
-and send float32 or 4 bits. The time of a local step is that of a round divided by its steps,
+and send float32 or 4 bits. The time of a local step is the time of a round divided by its steps,
 transfers included. The memory is what the compiler allocates on a device: state, batches and
 temporaries.
 
@@ -98,7 +98,7 @@ def measure(settings: Settings) -> list[Row]:
 
 
 def _compile(run: Run, *, start: bool) -> tuple[tuple[int, int], Callable[[], Any]]:
-    """Return a round's bytes and those of its outer state, and a function that runs one more."""
+    """Return the bytes of a round and of its outer state, and a function that runs one more."""
     shapes = with_shardings(run.cohort_shapes, run.resolved_shardings.cohort)
     compiled = compile_round(run, shapes)
     found: Any = compiled.round.memory_analysis()

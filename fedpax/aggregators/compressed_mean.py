@@ -69,8 +69,8 @@ def compressed_mean(
     The one with the fewest bits is compiled: `codecs.choose_exchange` tells which. With an island
     on each device, it is the all-gather for up to 8 islands at 4 bits, and the all-to-all for more.
     All three give the same mean, up to rounding in its last bits; the first two add in the same
-    order on every mesh. `fedpax.cost` counts the encoded bytes. The derivative is zero, as that of
-    rounding is.
+    order on every mesh. `fedpax.cost` counts the encoded bytes. The derivative is zero, as is the
+    derivative of rounding.
 
     With `mean_codec`, the mean is encoded too, once, before it is received:
     mean = decode(encode(sum_i q_i / n)). The all-to-all then takes (n b / d + b') (d - 1) / d bits,

@@ -119,7 +119,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                 async_options=ocp.AsyncOptions(
                     post_finalization_callback=callback,
                     # Orbax numbers the saves of a process. A save that makes its folders in the
-                    # background waits for those of the newest number, which can be an export's.
+                    # background waits for the folders of the newest number, which can be an
+                    # export's.
                     create_directories_asynchronously=self._exports is None,
                 ),
             ),

@@ -13,7 +13,7 @@ from fedpax.algorithm import State
 from fedpax.errors import ArgumentError
 
 ParticipantRule: TypeAlias = Literal["average", "copy"]
-"""The rule that makes participants' states from those of another number of participants."""
+"""The rule that makes participants' states from the states of another number of participants."""
 
 FIXED = "fixed_participants"
 """The property of a state that returns why its number of participants cannot change."""
@@ -31,8 +31,8 @@ def participant_weights(
     Both divide the interval from 0 to 1 into equal parts, and a new participant averages the saved
     ones that its part overlaps. 4 -> 2 averages neighbors, 2 -> 4 copies each state to two, and
     4 -> 3 mixes 3 : 1, 2 : 2 and 1 : 3. Rows sum to 1 and columns to m / n, so the mean over
-    participants is kept: that of the models, and that of the updates that error feedback has not
-    sent yet.
+    participants is kept, both of the models and of the updates that error feedback has not sent
+    yet.
 
     "copy" gives new participant i the state of saved participant i mod n. With m < n, the states of
     the last n - m participants are dropped, and the mean changes.

@@ -1,4 +1,4 @@
-"""The saved state of a run: compared with that of an experiment, and read in parts."""
+"""The saved state of a run: compared with an experiment's state, and read in parts."""
 
 import time
 from collections.abc import Collection, Iterable, Mapping

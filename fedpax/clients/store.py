@@ -54,9 +54,9 @@ class ClientStore(Generic[State]):
     """The states of all clients of a population, as one pytree.
 
     Make one with `client_store`, read it with `gather_clients` and update it with
-    `scatter_clients`. It can be part of a federated algorithm's state. Its only leaves are those of
-    `rows`; the size of the population is static, so `store.num_clients` is a Python integer under
-    `jax.jit` too.
+    `scatter_clients`. It can be part of a federated algorithm's state. Its only leaves are the
+    leaves of `rows`; the size of the population is static, so `store.num_clients` is a Python
+    integer under `jax.jit` too.
 
     Attributes:
         rows: a pytree of arrays `[rows, ...]`, row k for client k. `rows` is `num_clients` rounded
@@ -304,7 +304,7 @@ def _check_states(store: ClientStore[Any], states: Any, size: int) -> None:
     expected_structure: Any = jax.tree.structure(store.rows)
     if structure != expected_structure:
         raise ArgumentTypeError(
-            f"scatter_clients(): states has the structure {structure}, expected that of the store, "
+            f"scatter_clients(): states has the structure {structure}, expected the store's, "
             f"{expected_structure}. Pass what gather_clients returned, with new values."
         )
     leaves = jax.tree.leaves_with_path(states)

@@ -64,7 +64,7 @@ def evaluate_in_batches(
         by_client: measure each client too.
 
     Returns:
-        The means over all held-out examples, those of new clients with the prefix `new_clients/`;
+        The means over all held-out examples, with the prefix `new_clients/` over new clients;
         and the metrics of each client, or None.
     """
     ids = heldout.clients.client_ids(0)

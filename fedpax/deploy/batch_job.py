@@ -102,7 +102,7 @@ def make_work(
 def read_results(
     divided: Stages, leaves: Sequence[Any], results: Sequence[bytes], states: Iterable[bytes]
 ) -> list[Any]:
-    """Return the result of each round; that of the last one has the states after it.
+    """Return the result of each round; the last result has the states after its round.
 
     Args:
         divided: the program.

@@ -79,11 +79,11 @@ def train_in_batches(
 ) -> TrainingResult:
     """Train an experiment in a folder, or resume its run, with several rounds in one job.
 
-    A job has the rounds up to the next evaluation or checkpoint. The folder is that of
-    `fedpax.train`, which can resume the run, and the other way round.
+    A job has the rounds up to the next evaluation or checkpoint. `fedpax.train` can resume the run
+    in the same folder, and the other way round.
 
     Args:
-        experiment: the experiment. Its cohorts are those of `fedpax.data.cohort_rounds`.
+        experiment: the experiment. Its cohorts come from `fedpax.data.cohort_rounds`.
         job_log_dir: the run's folder.
         run_rounds: the engine, such as `fedpax.deploy.beam.run_beam`.
         exp: the experiment's name on the command line.

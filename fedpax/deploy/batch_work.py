@@ -295,7 +295,7 @@ def _opened(work: Work) -> tuple[Artifact, Clients]:
     """Return the functions and the clients of a job, opened once in a process."""
     with _LOCK:
         if work.job not in _OPEN:
-            while len(_OPEN) > 1:  # those of earlier jobs
+            while len(_OPEN) > 1:  # the work of earlier jobs
                 _OPEN.pop(next(iter(_OPEN)))
             clients = work.open_clients()
             check_clients(clients)

@@ -51,8 +51,8 @@ def run_beam(
 
     The server's results take the place of its arguments in the next round, as in
     `round(state, cohort) -> (state, metrics)`. States that participants keep stay in the pipeline
-    between rounds: those of a client store with their client, others with the participant of their
-    number. All participants of a round answer, or the pipeline fails.
+    between rounds: a row of a client store with its client, other states with the participant of
+    their number. All participants of a round answer, or the pipeline fails.
 
     Args:
         program: a function decorated with `fedpax.program`, such as the `round` of an algorithm.
@@ -68,8 +68,8 @@ def run_beam(
         folder: a folder for messages that this process and all workers reach, such as one in a
             bucket. Default None: `--temp_location`, or a temporary folder for runners on this
             machine.
-        block_size: number of clients whose data a worker reads at once. Default None: those of 32
-            MB, at most 64.
+        block_size: number of clients whose data a worker reads at once. Default None: as many as
+            have 32 MB, at most 64.
 
     Returns:
         For each round the result of the program. Of all but the last round, values that the next

@@ -42,8 +42,8 @@ def server_app(program: str | Path | Experiment, **settings: Any) -> Any:
             then exported at the first message, and kept in the folder of states.
         **settings: defaults of the settings of a run, which `flwr run --run-config` overrides:
 
-            - rounds: number of rounds. Default: that of the experiment.
-            - seed: seed of the initial parameters. Default: that of the experiment.
+            - rounds: number of rounds. Default: the experiment's number.
+            - seed: seed of the initial parameters. Default: the experiment's seed.
             - quorum: the fewest participants that must answer. Default 0: all.
             - enough: the round ends once this many have answered (over-selection). Default 0: all.
             - deadline: seconds after which a round ends if `quorum` have answered. Default 0: none.
@@ -228,7 +228,7 @@ def train(network: Any, program: Any, run: str, settings: Mapping[str, Any]) -> 
         network: the nodes.
         program: the program.
         run: name of the run.
-        settings: those of `server_app`.
+        settings: the settings of `server_app`.
 
     Returns:
         The server's state after the last round, by name.

@@ -77,7 +77,7 @@ class KeptState:
         draft.replace(path)
 
     def keep_only(self, keys: Iterable[str]) -> None:
-        """Remove all states but those of some rounds."""
+        """Remove all states except the states of some rounds."""
         kept = {self._path(key).name for key in keys}
         for path in self.folder.glob("*.state"):
             if path.name not in kept:

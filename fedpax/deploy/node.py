@@ -63,7 +63,7 @@ class NodeProgram:
         self._sums = NodeSums(self._least_masked or 0)
 
     def answer(self, packet: Packet, config: Mapping[str, Any]) -> Packet:
-        """Return the answer to a packet: that of a stage, or a refusal in words.
+        """Return the answer to a packet: the answer of a stage, or a refusal in words.
 
         Args:
             packet: the packet of the server.

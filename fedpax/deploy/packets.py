@@ -17,7 +17,7 @@ class Packet(NamedTuple):
 
     Attributes:
         values: numbers, strings and booleans by name.
-        arrays: arrays, each element those of one kind, as `fedpax.deploy.values` encodes them.
+        arrays: encoded arrays (`fedpax.deploy.values`), one element for each kind of arrays.
     """
 
     values: Mapping[str, Any]

@@ -264,8 +264,8 @@ def check_manifest(
     versions = manifest.get("versions")
     if not isinstance(versions, dict) or not {"fedpax", "jax"} <= versions.keys():
         raise ArtifactError(
-            f"{path} is damaged: its versions are {versions!r}, expected those of fedpax and jax. "
-            "Export again."
+            f"{path} is damaged: its versions are {versions!r}, expected the versions of fedpax "
+            "and jax. Export again."
         )
     if not isinstance(manifest.get("files"), dict):
         raise ArtifactError(f"{path} is damaged: it lists no files. Export again.")
@@ -297,7 +297,7 @@ def program_hash(manifest: Mapping[str, Any]) -> str:
 
 
 def _checked(folder: Path, name: str, files: Mapping[str, str]) -> bytes:
-    """Return the content of a file whose sha256 is that of the manifest."""
+    """Return the content of a file; raise if its sha256 differs from the manifest's."""
     if Path(name).name != name or name not in files:
         raise ArtifactError(f"{folder / MANIFEST} lists no file {name!r}. Export again.")
     try:

@@ -68,7 +68,7 @@ def decode_values(content: bytes) -> dict[str, Any]:
             )
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"decode_values(): {len(content)} bytes are damaged ({error}), expected those of "
+            f"decode_values(): {len(content)} bytes are damaged ({error}), expected bytes from "
             "encode_values(). Send or write them again."
         ) from error
     if start != len(content):

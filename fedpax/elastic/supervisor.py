@@ -37,8 +37,8 @@ TICK = 0.05
 class ElasticOptions(NamedTuple):
     """The options of an elastic job, the same in the command of each host."""
 
-    # the command that runs the keeper: that of process 0 ("first"), this one, which does not train
-    # ("alone"), or one with `--keeper=alone` ("elsewhere")
+    # the command that runs the keeper: the command of process 0 ("first"), this one, which does not
+    # train ("alone"), or one with `--keeper=alone` ("elsewhere")
     keeper: Literal["first", "alone", "elsewhere"]
     join_timeout: float  # seconds to wait for the keeper
     heartbeat_timeout: float  # seconds until a silent process is lost
@@ -49,7 +49,7 @@ class ElasticOptions(NamedTuple):
 FitJob: TypeAlias = Callable[[Sequence[int], int], tuple[list[str], list[int] | None] | None]
 """Fits a job to some of its processes: (members, number of all processes) -> (arguments, numbers).
 
-The arguments change the mesh. The numbers are those of the participants that train; None if they do
+The arguments change the mesh. The numbers are the participants that train; None if they do
 not depend on the processes. The result is None if the job cannot run with these processes.
 """
 

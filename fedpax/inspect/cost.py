@@ -26,7 +26,7 @@ from fedpax.transforms.value_names import Names, type_of
 def cost(program: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
     """Count the bytes, FLOPs and memory of one execution of a program.
 
-    Bytes are those of the federated operations: for each participant, the server values that it
+    Bytes are counted for the federated operations: for each participant, the server values that it
     receives and the values that it sends. A server value that several maps read is received once.
     A value that passes from one map to another, or that the program returns for each participant,
     is not sent. Between participants, an exchange counts once for the participant that sends.

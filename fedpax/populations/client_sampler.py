@@ -205,7 +205,7 @@ class ClientSampler:
         return sampled if candidates is None else np.flatnonzero(candidates)[sampled]
 
     def _candidates(self, round_number: int) -> Bool[np.ndarray, " population"] | None:
-        """Return which clients can be drawn in a round; None: all, those of weight 0 left out."""
+        """Return which clients can be drawn in a round; None: all clients of positive weight."""
         if self.available is None:
             return None
         available = self._available(round_number)
@@ -273,7 +273,7 @@ class ClientSampler:
         candidates: Bool[np.ndarray, " clients"] | None,
     ) -> Int64[np.ndarray, " cohort"]:
         """Draw clients one after another by weight."""
-        # Draws with replacement, without those of clients that have been drawn or are not
+        # Draws with replacement, without draws of clients that have been drawn or are not
         # available, have the distribution of draws without replacement from the candidates. They
         # take a search each, where arrivals take a random number for each client.
         size = self.cohort_size

@@ -82,7 +82,7 @@ def broadcast(x: jax.Array, placement: Placement) -> jax.Array:
 
 def broadcast_closure(x: jax.Array, placement: Placement) -> jax.Array:
     """Bind the primitive for an array that a mapped function closes over."""
-    # It is marked if its shape is that of a placed value: each participant then reads the values of
+    # It is marked if it has the shape of a placed value: each participant then reads the values of
     # all participants (`fedpax.transforms.placed_closures`).
     mark = {"closed_over": True} if x.shape[:1] == (placement.size,) else {}
     return federated_broadcast_p.bind(x, placement=placement, **mark)

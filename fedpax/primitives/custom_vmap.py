@@ -2,8 +2,8 @@
 
 JAX differentiates `jax.custom_batching.custom_vmap` functions only after they are batched: then the
 batching rule has replaced the function. A mapped function is differentiated before it is batched.
-So each such call is batched over an axis of size 1 first, and the derivative is that of the rule,
-as in `jax.grad(jax.vmap(f))`.
+So each such call is batched over an axis of size 1 first, and the derivative is the rule's
+derivative, as in `jax.grad(jax.vmap(f))`.
 """
 
 import functools

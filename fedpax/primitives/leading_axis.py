@@ -1,6 +1,6 @@
 """Compute the end of one participant's step on arrays `[1, ...]`.
 
-The last equations of a training step, such as those of its optimizer, compute the new state from
+The last equations of a training step, such as the optimizer's equations, compute the new state from
 the old one elementwise. If they work on arrays `[1, ...]`, the new state takes the buffers of the
 donated old one. If the axis is removed before the step and added after it, XLA on CPU fuses both
 reshapes into these equations, computes them twice, and copies the state.

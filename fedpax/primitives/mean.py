@@ -82,8 +82,8 @@ def federated_mean(
         placement: name of the placement. Default None: the only placement of the program.
 
     Returns:
-        The same pytree with leaves `[...]`. The dtype is that of `jnp.mean`: floats keep their
-        dtype (accumulated in float32 or wider) and integers become float32.
+        The same pytree with leaves `[...]`. The dtype follows `jnp.mean`: floats keep
+        their dtype (accumulated in float32 or wider) and integers become float32.
 
     Raises:
         RuntimeError: called outside a program.

@@ -24,7 +24,7 @@ class Reduction(NamedTuple):
 
     monoid: Monoid  # combines the terms of participants into totals
     # `(*operands) -> list of arrays`, one term for each operand. It works on the operands of all
-    # participants and on those of one participant.
+    # participants and on one participant's operands.
     terms: Callable[..., list[jax.Array]]
     # `(totals, number of participants, dtype of the first operand) -> results`
     finish: Callable[[list[jax.Array], int, Any], list[jax.Array]]

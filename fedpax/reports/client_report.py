@@ -122,8 +122,8 @@ def worst_first(found: ClientMetrics) -> Int64[np.ndarray, " clients"]:
 
 def plot_clients(found: ClientMetrics, path: str | Path) -> None:
     """Draw metrics by client, one panel for each metric, the clients from the worst to the best."""
-    # Up to 20 clients have their names beside the first panel; their order is that of the first
-    # metric in all panels. More clients are sorted in each panel.
+    # Up to 20 clients have their names beside the first panel; the first metric orders them in all
+    # panels. More clients are sorted in each panel.
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 

@@ -1,4 +1,4 @@
-"""A table of the metrics of runs: those of the loss function and of the evaluation, by name."""
+"""A table of the metrics of runs, from the loss function and from the evaluation, by name."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

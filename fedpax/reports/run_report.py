@@ -27,7 +27,7 @@ from fedpax.training.job_dir_lock import is_in_use
 class RunReport(NamedTuple):
     """The progress of a run, as its folder records it."""
 
-    name: str  # the experiment's name, or that of the folder if it is unknown
+    name: str  # the experiment's name, or the folder's name if it is unknown
     # `running` while a process holds the folder, `finished` when the last round is saved, otherwise
     # `stopped`
     state: Literal["running", "finished", "stopped"]
@@ -45,8 +45,8 @@ class RunReport(NamedTuple):
     goodput: Mapping[Bucket, float] = MappingProxyType({})
     spikes: int = 0  # number of rounds that spiked
     damage: tuple[str, ...] = ()  # what cannot be read, in words
-    # the lines of `metrics.jsonl`; of a long run, those of rounds and evaluations that are evenly
-    # spread (`fedpax.run_files.metrics_log.SPREAD_ROUNDS`)
+    # the lines of `metrics.jsonl`; of a long run, the lines of rounds and evaluations that are
+    # evenly spread (`fedpax.run_files.metrics_log.SPREAD_ROUNDS`)
     lines: Sequence[Mapping[str, Any]] = ()
 
 

@@ -119,7 +119,7 @@ def from_json(value: Any, file: str | PurePath = CONFIGURATION, own: Collection[
 
 
 def moved_out_of_main(value: Any, module: str) -> Any:
-    """Name the classes that a notebook or a script defined as those of a module.
+    """Name the classes that a notebook or a script defined as classes of a module.
 
     Example:
         >>> moved_out_of_main({"class": "__main__:Model", "hidden": 8}, "mine")
@@ -136,7 +136,7 @@ def moved_out_of_main(value: Any, module: str) -> Any:
 
 
 def _fits(value: Any, annotation: Any) -> bool:
-    """Return whether a value can be that of a field; only groups and texts are looked at."""
+    """Return whether a field can have a value; only groups and texts are looked at."""
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         return isinstance(value, annotation)
     if annotation == str | None:

@@ -1,4 +1,4 @@
-"""The classes that a configuration of others may name: those of fedpax and of the experiment."""
+"""The classes that a configuration of others may name: fedpax's and the experiment's."""
 
 import dataclasses
 import importlib

@@ -123,7 +123,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """A writer that appends to `metrics.jsonl` and to TensorBoard's files; a context manager.
 
     On entering, a run that resumes after round r drops the lines of later rounds. In the end the
-    file equals that of an uninterrupted run apart from `TIMINGS`. TensorBoard hides the same
+    file equals the file of an uninterrupted run apart from `TIMINGS`. TensorBoard hides the same
     rounds.
 
     Args:
@@ -134,8 +134,8 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             None: call nothing.
 
     Attributes:
-        kept: lines of earlier processes that stay in the file: those of the last rounds
-            (`metrics_log.LAST_ROUNDS`), and all that are not of a round.
+        kept: lines of earlier processes that stay in the file: the lines of the last rounds
+            (`metrics_log.LAST_ROUNDS`), and all lines without a round.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """The lines of a run's `metrics.jsonl`, of which long files are read without parsing every line.
 
-When a checkpoint is saved, the file's size and checksum are recorded. If the checksum is still that
-of the first bytes, their lines are whole and in the order in which they were written, and only the
-lines that a caller chooses are parsed. All lines after that, and those of a file with another
-checksum, are parsed and checked one by one.
+When a checkpoint is saved, the file's size and checksum are recorded. If the first bytes still have
+this checksum, their lines are whole and in the order in which they were written, and only the
+lines that a caller chooses are parsed. All lines after the first bytes, and all lines of a file
+with another checksum, are parsed and checked one by one.
 """
 
 import functools

@@ -146,7 +146,7 @@ def check_links(folder: Path, flag: str = "--job_log_dir") -> None:
 
 
 def folder_of_checkpoints(job_log_dir: Path, checkpoint_dir: str | None) -> Path:
-    """Return the folder whose `checkpoints/` are those of a run, to read them."""
+    """Return the folder whose `checkpoints/` holds a run's checkpoints, to read them."""
     if (
         checkpoint_dir is None
         or is_remote(job_log_dir)

@@ -14,7 +14,7 @@ def add_mask(arrays: Codes, key: bytes, sign: int) -> None:
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
     # The stream's words, little-endian, cover the arrays in the order of their names. The memory is
-    # that of one chunk, however large the arrays are.
+    # one chunk's, however large the arrays are.
     encryptor = Cipher(algorithms.ChaCha20(key, bytes(16)), None).encryptor()
     for name in sorted(arrays):
         flat = arrays[name].reshape(-1)

@@ -42,7 +42,7 @@ class SiteSide:
             function that returns them, called when they are needed.
         least_sites: number of sites whose values the sum must contain, at least 2. Default 3: of a
             sum of two, each of the sites learns the other's value.
-        signer: signs the site's keys, and checks those of other sites. Default None: the site
+        signer: signs the site's keys, and checks the keys of other sites. Default None: the site
             believes the coordinator which keys belong to which site.
         random: returns a number of random bytes.
 

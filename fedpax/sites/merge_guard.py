@@ -44,8 +44,8 @@ class MergeGuard:
         Args:
             sites: the names of the sites.
             model_of: returns the model that some of them make.
-            norms: the norms of their updates. Default None: those of the changes of the model that
-                the update of each site alone makes.
+            norms: the norms of their updates. Default None: the norms of the changes of the model
+                that the update of each site alone makes.
         """
         dropped: dict[str, str] = {}
         if self._factor is not None:

@@ -25,7 +25,7 @@ def open_in_memory(name: str, split: str) -> Source:
     full_name, _, examples = _SPLITS[name]
     hashed = hashlib.md5(split.encode(), usedforsecurity=False)
 
-    def order(item: tuple[Any, Any]) -> bytes:  # that of TFDS's `core/hashing.py`
+    def order(item: tuple[Any, Any]) -> bytes:  # as in TFDS's `core/hashing.py`
         of_item = hashed.copy()
         of_item.update(str(item[0]).encode())
         return of_item.digest()

@@ -12,7 +12,7 @@ from fedpax.training.stored_params import StoredParams
 
 def begin_from(run: Run, job_log_dir: str | None) -> Run:
     """Give a run the model of another run as its initial parameters."""
-    # The method begins anew: optimizer, schedule and position in the data are those of a new run.
+    # The method begins anew: optimizer, schedule and position in the data are a new run's.
     if job_log_dir is None:
         return run
     source = f"training.begin_from={job_log_dir}"

@@ -17,8 +17,8 @@ class ClientMetrics(NamedTuple):
     """Metrics of a model on the held-out examples of each client."""
 
     names: Sequence[str]  # the clients
-    # number of held-out examples of each client; the sum of their weights, if examples stand for
-    # those of a client by weight
+    # number of held-out examples of each client; the sum of their weights, if examples stand for a
+    # client's held-out examples by weight
     num_examples: Num[np.ndarray, " clients"]
     # each metric by name, float64 `[clients]`; NaN where it is not defined
     metrics: Mapping[str, Float64[np.ndarray, " clients"]]
@@ -84,8 +84,8 @@ def classification_by_client(
     - `loss`: the mean cross-entropy in nats, log loss.
     - `accuracy`: the share of examples whose label has the largest logit.
     - `auc`: the area under the ROC curve, the probability that an example of a class has a larger
-      probability of it than one of another class; ties count half. With two classes it is that of
-      the second class. With more, it is the mean over the classes that the client has, each
+      probability of it than one of another class; ties count half. With two classes it is the area
+      of the second class. With more, it is the mean over the classes that the client has, each
       against all others. NaN for a client with one class.
     - `calibration_error`: the expected calibration error: the distance between accuracy and
       confidence, the largest probability, in ten bins of the confidence, weighted by their numbers

@@ -136,8 +136,8 @@ def _check_round(before: State, after: State, metrics: Metrics, num_participants
     returned: Any = jax.tree.structure(after)
     if given != returned:
         raise ArgumentError(
-            f"algorithm.round returns a state of structure {returned}, expected that of its "
-            f"argument, {given}. Return a state of the same type with the same fields."
+            f"algorithm.round returns a state of structure {returned}, expected the structure of "
+            f"its argument, {given}. Return a state of the same type with the same fields."
         )
     paths = jax.tree_util.tree_leaves_with_path(before)
     for (path, old), new in zip(paths, jax.tree.leaves(after), strict=True):
@@ -190,7 +190,7 @@ def check_same_types(number: int, cohort: Cohort, first: Cohort) -> None:
         >>> check_same_types(7, other, one)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
             ...
-        fedpax.errors.ArgumentError: The cohort of round 7 differs from that of the first round: ...
+        fedpax.errors.ArgumentError: The cohort of round 7 differs from the first cohort: ...
         is float64[2, 5, 4] and was float64[2, 3, 4]. ...
     """
     now, before = _types_by_path(cohort), _types_by_path(first)
@@ -202,7 +202,7 @@ def check_same_types(number: int, cohort: Cohort, first: Cohort) -> None:
         if now.get(path) != before.get(path)
     ]
     raise ArgumentError(
-        f"The cohort of round {number} differs from that of the first round: "
+        f"The cohort of round {number} differs from the first cohort: "
         f"{', '.join(differences)}. Expected equal structure, shapes and dtypes, because a round "
         "is compiled once. Pad the steps to a fixed number, and mark padding by num_steps or a "
         "mask, as fedpax.data.cohort_rounds does."

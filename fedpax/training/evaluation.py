@@ -265,8 +265,8 @@ def _checked(function: str, noun: str, batches: Any, *, of_equal_sizes: bool) ->
             shape[skip:] != first[name][skip:] for name, shape in shapes.items()
         ):
             raise ArgumentError(
-                f"{function}(): {noun} {k} has arrays of the shapes {shapes}, expected those of "
-                f"{noun} 0, {first}. Pad the arrays, and mark the padding in a field 'mask'."
+                f"{function}(): {noun} {k} has arrays of the shapes {shapes}, expected the shapes "
+                f"of {noun} 0, {first}. Pad the arrays, and mark the padding in a field 'mask'."
             )
         _check_mask(function, f"{noun} {k}", batch)
     return checked

@@ -1,7 +1,7 @@
 """Bytes of asynchronous rounds, counted from their schedules.
 
 The loop over the arrivals of a round is as long as its schedule says, so the compiled text does not
-tell how often its collectives run. These collectives are also those of a simulation: a server would
+tell how often its collectives run. These collectives also belong to a simulation: a server would
 exchange values with the participants that arrive, and with no others.
 """
 

@@ -34,8 +34,8 @@ class Shardings(NamedTuple):
             parameters' structure.
         cohort: one `NamedSharding` for every leaf of a cohort, such as `P("clients")`, or a tree
             of them that is a prefix of the cohort's structure.
-        state: the shardings of the algorithm's state. Default None: derive them from those of the
-            parameters (`fedpax.training.shardings.state_shardings`). A function
+        state: the shardings of the algorithm's state. Default None: derive them from the
+            parameters' shardings (`fedpax.training.shardings.state_shardings`). A function
             `derived -> shardings` overrides some of them. It takes a tree with the structure of
             the state and returns this tree, or a prefix of it, such as
             `lambda derived: derived._replace(table=NamedSharding(mesh, P("clients")))`.
@@ -81,11 +81,12 @@ class Run(NamedTuple):
         compiler_options: options of the compiler for the round, by name, such as
             `fedpax.parallel.overlap_options(mesh)`. Default None: the compiler's defaults.
         evaluate_state: `state -> metrics`, further metrics of the evaluations in training, from the
-            algorithm's state, such as those of the models that clients keep. Default None: none.
+            algorithm's state, such as the metrics of the models that clients keep. Default None:
+            none.
         evaluate_clients: `params -> metrics of each client` on its held-out data, for
             `fedpax evaluate --by_client`. Default None: the held-out data have no clients.
-        evaluate_own_models: `state -> metrics of each client`, those of the clients' own models,
-            from the algorithm's state. Default None: clients have no own models.
+        evaluate_own_models: `state -> metrics of each client`, the metrics of the clients' own
+            models, from the algorithm's state. Default None: clients have no own models.
         notes: lines on the data that are printed when the run starts.
     """
 
@@ -204,8 +205,8 @@ class Experiment(abc.ABC):
     def write_model(self, folder: Path, params: Params, exp: str) -> None:
         """Write the model of a checkpoint to a new folder, for other programs.
 
-        By default the folder gets an Orbax checkpoint, `params`, and a `config.json`, that of the
-        experiment.
+        By default the folder gets an Orbax checkpoint, `params`, and the experiment's
+        `config.json`.
 
         Args:
             folder: the folder, which does not exist.

@@ -96,7 +96,7 @@ class JobDirLock(AbstractContextManager["JobDirLock"]):
         shared = os.fstat(self._file).st_nlink > 1
         if shared or not self._is_current():
             # The former holder deleted the file between the two calls above; or the file has
-            # another name, which could be that of a file of the user.
+            # another name, which could be the name of a file of the user.
             if shared:
                 self._path.unlink(missing_ok=True)
             os.close(self._file)

@@ -111,7 +111,7 @@ class FiniteCheck:
 
 
 def _real_leaves(state: State) -> dict[str, Array]:
-    """Return by path the leaves of a real dtype, and those of the model."""
+    """Return by path the leaves of a real dtype, and the leaves of the model."""
     leaves = _by_path("", state)
     if not has_params_field(state):
         leaves |= _by_path(".params", state.params)

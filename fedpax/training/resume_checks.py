@@ -105,7 +105,7 @@ def check_configuration(
 
 
 def _check_entries(folder: Path) -> None:
-    """Raise if a file has the name of one of the run's folders, or a folder that of a file."""
+    """Raise if one of the run's folders is a file."""
     for name in (CHECKPOINTS, SCALARS):
         if (folder / name).exists() and not (folder / name).is_dir():
             raise ConfigurationError(

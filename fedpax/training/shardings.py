@@ -20,7 +20,7 @@ def state_shardings(
     placement: str,
     num_participants: int,
 ) -> ShardingTree:
-    """Derive the shardings of a state from those of the parameters.
+    """Derive the shardings of a state from the shardings of the parameters.
 
     A leaf belongs to a parameter if the leaf's path ends with the parameter's path and the leaf's
     last axes are the parameter's axes: the server's model and momentum, for example. Such a leaf
@@ -45,7 +45,7 @@ def state_shardings(
     except ValueError:
         raise ArgumentError(
             f"shardings.params has the structure {jax.tree.structure(params_shardings)}, expected "
-            f"that of the parameters, {structure}, or one NamedSharding for all. Pass one "
+            f"the parameters' structure, {structure}, or one NamedSharding for all. Pass one "
             "NamedSharding for each parameter."
         ) from None
     known = [

@@ -107,7 +107,7 @@ class SpikeHistory:
         self._window = window
         self._deviations = deviations
         self._limit = limit
-        # One more than the window: the newest loss may be that of the round before.
+        # Keep window + 1 losses, because the window excludes the previous round.
         self._losses: deque[tuple[int, float]] = deque(maxlen=window + 1)
         self._skipped_in_a_row = 0
         self._roll_backs: list[tuple[int, int]] = []  # (checkpoint's round, cohorts to leave out)

@@ -1,6 +1,6 @@
 """Runs at the servers of experiment trackers: Weights & Biases, MLflow and trackio.
 
-Addresses and credentials are those of each tracker's own environment variables, so that no
+Addresses and credentials come from each tracker's own environment variables, so that no
 configuration holds them. Functions here may wait for a server, and raise if it cannot be reached.
 """
 

@@ -341,7 +341,7 @@ def read_position(folder: Path, tracker: str) -> Position:
 
 
 def write_position(folder: Path, tracker: str, position: Position) -> None:
-    """Write what a tracker has of a run to `tracker.json`, beside that of other trackers."""
+    """Write to `tracker.json` which part of a run a tracker has."""
     try:
         entries = dict(read_json(folder / TRACKER))
     except FileNotFoundError:

@@ -80,8 +80,8 @@ def train(
     """Train an experiment in a folder, or resume the run that the folder holds.
 
     The folder gets `config.json`, `metrics.jsonl`, `tensorboard/` and `checkpoints/`. A run that is
-    killed at any moment resumes from its last checkpoint, and its final parameters equal those of
-    an uninterrupted run bit by bit. SIGTERM and Ctrl-C save after the current round.
+    killed at any moment resumes from its last checkpoint, and its final parameters equal the
+    parameters of an uninterrupted run bit by bit. SIGTERM and Ctrl-C save after the current round.
 
     `goodput.json` has the use of the wall time, `exports/` the exported models, and `profile/` the
     profiles that were asked for.
@@ -103,7 +103,7 @@ def train(
             islands' inner optimizers, when the run resumes with another number of participants:
             "average" keeps their mean, "copy" gives participant i the state of saved participant
             i mod n (`fedpax.checkpoints.participant_states`). The model and the state of the outer
-            optimizer are those of the checkpoint in any case.
+            optimizer always come from the checkpoint.
         membership: the part of this process in an elastic job (`fedpax train --elastic`). Default
             None: there is no such job.
 

@@ -28,7 +28,7 @@ def draw_noise(
     Args:
         described: name, shape and stddev of each value, as the manifest of exported stages lists
             them under `"noise"`.
-        random: returns a number of random bytes. Default: those of the operating system.
+        random: returns a number of random bytes. Default: the operating system's source.
 
     Returns:
         The noise by name.

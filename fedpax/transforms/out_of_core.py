@@ -37,7 +37,7 @@ def out_of_core(
 ) -> Callable[Arguments, Result]:
     """Run a program whose placed arguments do not fit the devices' memory.
 
-    The result is that of the whole program. Sums are accumulated chunk by chunk.
+    The result equals the result of the whole program. Sums are accumulated chunk by chunk.
 
     - Placed arguments stay on the host, as NumPy arrays or as any object that can be sliced like
       one, for example a memory-mapped file.

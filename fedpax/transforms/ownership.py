@@ -59,9 +59,9 @@ class Division(NamedTuple):
     # the rewritten program: `(*server's arguments, *own values) -> (*server's results, *kept
     # values)`. Own and kept values are placed.
     core: ClosedJaxpr
-    # positions of the server's arguments among those of the program
+    # positions of the server's arguments among the program's arguments
     server_arguments: tuple[int, ...]
-    server_results: tuple[int, ...]  # positions of the server's results among those of the program
+    server_results: tuple[int, ...]  # their positions among the program's results
     own: tuple[str, ...]  # the names of the own values; the last ones are noise
     # for each own value without noise, the position of the argument that it is read from
     own_arguments: tuple[int, ...]

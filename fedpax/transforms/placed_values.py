@@ -248,7 +248,7 @@ class Body(NamedTuple):
     def analyse(
         self, placement: Placement, axes: Sequence[int | None], fixed: Sequence[bool]
     ) -> PlacedValues:
-        """Find the placed values of the jaxpr, given those of the operands."""
+        """Find the placed values of the jaxpr, given the placed operands."""
         arguments = list(zip(self.jaxpr.invars, self.operands, strict=True))
         placed = {v: axis for v, i in arguments if (axis := axes[i]) is not None}
         return PlacedValues(self.jaxpr, placement, placed, {v for v, i in arguments if fixed[i]})

@@ -61,7 +61,7 @@ class Owned(NamedTuple):
     # the position among the leaves of the results that takes its place after a round; None: it
     # stays
     result: int | None
-    in_store: bool  # whether it is the client's row of a client store, not that of the participant
+    in_store: bool  # whether it is a row of a client store
 
 
 class Stages:
@@ -129,7 +129,7 @@ class Stages:
     def replaced(self) -> dict[int, int]:
         """The leaves of the results that are arguments of the next round.
 
-        The position of the result -> that of the argument.
+        The position of the result -> the position of the argument.
         """
         return {i: k for i, k in enumerate(self._io.replaced) if k is not None}
 

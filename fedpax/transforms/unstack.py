@@ -63,8 +63,8 @@ def unstack_reduction(
     """Return an equation that combines participants, on the slices of one of them.
 
     Returns:
-        The equation whose results, combined over the participants, are those of `eqn`; None if
-        `eqn` is not of this kind.
+        The equation whose results, combined over the participants, equal the results of `eqn`; None
+        if `eqn` is not of this kind.
     """
     if eqn.effects:
         return None

@@ -84,7 +84,7 @@ class Names:
         return isinstance(v, Var) and v in self.exact
 
     def of_placed(self, v: Atom) -> str:
-        """Return the name of a placed value: that of the value that it is computed from."""
+        """Return the name of the value that a placed value is computed from."""
         found = self.sources.get(v, {}) if isinstance(v, Var) else {}
         same = [name for name, kind in found.items() if kind == type_of(v)]
         return next(iter([*same, *found]), CONSTANT)

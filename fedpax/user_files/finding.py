@@ -38,7 +38,7 @@ class DataFile(NamedTuple):
 
     @property
     def suffix(self) -> str:
-        """The suffix of the format, in lower case and without that of a compression."""
+        """The suffix of the format, in lower case and without a compression's suffix."""
         path = PurePosixPath(self.path.replace("\\", "/").lower())
         return (path.with_suffix("") if path.suffix in COMPRESSIONS else path).suffix
 

@@ -114,7 +114,7 @@ class ReadOptions(NamedTuple):
 
 
 Reader = Callable[[Any, ReadOptions], Any]
-"""A function that reads a `DataFile` as a `pyarrow.Table`; that of images reads a list of files."""
+"""A function that reads a `DataFile` as a `pyarrow.Table`; for images it reads a list of files."""
 
 
 def is_files(name: str) -> bool:

@@ -35,7 +35,7 @@ class Rows:
 
     @functools.cached_property
     def runs(self) -> list[tuple[int, slice]]:
-        """Runs of consecutive rows in one batch, such as those of a client."""
+        """Runs of consecutive rows in one batch, such as a client's rows."""
         cuts = _cuts(self._batch)
         return [(int(self._batch[a]), slice(a, b)) for a, b in itertools.pairwise(cuts) if b > a]
 

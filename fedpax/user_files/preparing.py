@@ -95,7 +95,7 @@ def prepare_files(
 
 @contextlib.contextmanager
 def _draft(out: Path) -> Iterator[Path]:
-    """Make a folder beside `out`, removed at the end; those of killed processes are removed now."""
+    """Make a folder beside `out`, removed at the end; remove folders of killed processes now."""
     prefix = f".{out.name}.draft-"
     for stale in out.parent.glob(f"{glob.escape(prefix)}*/{_LOCK}"):
         with stale.open("rb") as file:

@@ -104,7 +104,7 @@ class TableSource(Source):
         """Return the source with some of its columns, and the same clients.
 
         Args:
-            columns: their names; those of the client and the label stay.
+            columns: their names; the columns of the client and the label stay.
         """
         check_columns(self.fields, {f"columns[{k}]": c for k, c in enumerate(columns)}, self.name)
         kept = [*dict.fromkeys([*columns, self.client, self.label])]

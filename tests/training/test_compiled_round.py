@@ -169,7 +169,7 @@ def throughput_of_its_own(state: Any, batches: Any) -> Any:
     [
         (other_shape, Descent, r"state\.params from float32\[3\] to float32\[4\]"),
         (other_dtype, Descent, r"to bfloat16\[3\].*Cast the update"),
-        (other_structure, Descent, "expected that of its argument"),
+        (other_structure, Descent, "expected the structure of its argument"),
         (loss_alone, Descent, "metrics an array, expected a dict of scalars"),
         (
             loss_of_each_client,

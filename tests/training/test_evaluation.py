@@ -85,7 +85,10 @@ BATCH = {"x": np.ones((4, 2), np.float32)}
         (BATCH, r"got a dict, expected a list .* Pass \[(batch|client)\]"),
         ((b for b in [BATCH]), r"got a generator, expected a list .*list"),
         (None, "got a NoneType, expected a list"),
-        ([BATCH, {"y": np.ones((4, 2))}], r"(batch|client) 1 has arrays .*'y'.*expected those of"),
+        (
+            [BATCH, {"y": np.ones((4, 2))}],
+            r"(batch|client) 1 has arrays .*'y'.*expected the shapes of",
+        ),
         ([BATCH, {"x": np.ones((4, 3), np.float32)}], r"1 has arrays .*\(4, 3\).*Pad the arrays"),
         ([{"x": np.float32(1)}], r"0 has arrays of the shapes .*\(\).* expected arrays \[examples"),
         ([BATCH | {"mask": np.ones(3)}], r"same number of examples"),

@@ -89,8 +89,8 @@ def provide_devices(
     except (RuntimeError, AssertionError) as error:  # an assertion, without a plugin for cuda
         reason = str(error) or f"JAX_PLATFORMS={jax.config.values['jax_platforms']} has none here"
         raise UsageError(
-            f"JAX cannot use its devices ({reason}), expected those of JAX_PLATFORMS. Correct or "
-            "unset JAX_PLATFORMS; `fedpax doctor` shows what JAX finds without it."
+            f"JAX cannot use its devices ({reason}), expected the devices of JAX_PLATFORMS. "
+            "Correct or unset JAX_PLATFORMS; `fedpax doctor` shows what JAX finds without it."
         ) from error
     if not takes_all and available < mesh.size:
         axes = ", ".join(f"{name}={size}" for name, size in sizes.items() if size != 1)

@@ -84,9 +84,10 @@ def _initialize(processes: JobProcesses | None, timeout: float, heartbeat_timeou
         )
     except (ValueError, RuntimeError) as error:
         raise UsageError(
-            f"--multihost found no other processes ({error}), expected those of a TPU pod, a Slurm "
-            "step (srun) or the environment. Elsewhere set JAX_COORDINATOR_ADDRESS=HOST:PORT, "
-            "JAX_NUM_PROCESSES and JAX_PROCESS_ID. docs/several_hosts.md has a script for each."
+            f"--multihost found no other processes ({error}), expected the processes of a TPU pod, "
+            "a Slurm step (srun) or the environment. Elsewhere set "
+            "JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and JAX_PROCESS_ID. "
+            "docs/several_hosts.md has a script for each."
         ) from None
 
 

@@ -84,7 +84,7 @@ def _outer_axis(sizes: Mapping[str, int]) -> str | None:
 
 
 def _islands_are_processes(experiment: Experiment) -> bool:
-    """Return whether the number of islands follows from that of the processes."""
+    """Return whether the number of islands follows from the number of processes."""
     # This is so if the outer axis is `islands`, and its size is the experiment's field `islands`.
     sizes = _sizes(experiment)
     same = getattr(experiment, "islands", None) == sizes["islands"]

@@ -39,7 +39,7 @@ class Treatment(NamedTuple):
         name: the column.
         kind: what it becomes.
         missing: what a missing value becomes; None if the column is left out.
-        values: the categories, if they are stated. None: those of the training clients.
+        values: the categories, if they are stated. None: the categories of the training clients.
         bounds: the least and largest number, if they are stated: numbers outside are set to them.
         reason: why: "stated", or the rule that applied.
 
@@ -155,8 +155,9 @@ def infer_treatments(
       least two examples of each; other text is left out;
     - a column without any value, and one of lists, images or other values, is left out.
 
-    A missing value of a number, date or boolean becomes the mean, beside an indicator feature; that
-    of a category is a category of its own. A missing value is null, NaN or an empty text.
+    A missing value of a number, date or boolean becomes the mean, beside an indicator feature; a
+    missing value of a category is a category of its own. A missing value is null, NaN or an empty
+    text.
 
     Args:
         table: the columns by name, Arrow or NumPy arrays or lists. Without the label and the

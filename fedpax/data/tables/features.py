@@ -81,7 +81,7 @@ class FittedColumn:
         self, distinct: Sequence[str], codes: Int[np.ndarray, " examples"]
     ) -> list[NDArray[Any]]:
         places = {value: place for place, value in enumerate(self.categories)}
-        # The last entry is that of missing values, whose code is -1.
+        # The last entry is for missing values, whose code is -1.
         place = np.array([*(places.get(value, -1) for value in distinct), -1], np.int64)[codes]
         known = [place == k for k in range(len(self.categories))]
         if not self.has_other:
@@ -166,7 +166,7 @@ def fit_features(
     values, 1 or 0.
 
     What the clients disclose beside the moments: the set of values of each category whose values
-    are not stated, of which those of at least `min_clients` clients are used; and whether any
+    are not stated, of which the values of at least `min_clients` clients are used; and whether any
     client misses a value of a column. This disclosure is not differentially private.
 
     Args:

@@ -110,11 +110,11 @@ def infer_label(
     """Return the label's task and classes.
 
     The rule, where the task is not stated: text, booleans, and integers of at most 20 distinct
-    values are classes; other numbers are numbers to predict. A number's mean and deviation are
-    those of `fedpax.data.tables.federated_moments`: set them with `dataclasses.replace`.
+    values are classes; other numbers are numbers to predict. `fedpax.data.tables.federated_moments`
+    computes a number's mean and deviation: set them with `dataclasses.replace`.
 
-    The classes are those of all clients, held-out ones too, so each client discloses which classes
-    it has, unless they are stated.
+    The classes are the classes of all clients, held-out ones too, so each client discloses which
+    classes it has, unless they are stated.
 
     Args:
         name: the column.

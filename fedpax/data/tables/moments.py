@@ -147,7 +147,7 @@ def moments_steps(
     zeros, ones = np.zeros(num_columns), np.ones(num_columns)
     rough = _moments((yield Scaling(zeros, ones, None, None, 1.0))).mean
     exact = _moments((yield Scaling(rough, ones, None, None, 1.0)))
-    # Below that, a variance is the rounding of float32, such as that of a constant column.
+    # A smaller variance is the rounding of float32, as in a constant column.
     known = exact.variance > _ROUNDING * (exact.variance + exact.mean**2)
     return Moments(rough + exact.mean, np.where(known, exact.variance, 0))
 

@@ -4,7 +4,7 @@
 - `run_coordinator`: the process that holds the model and asks the sites (`fedpax syncer`).
 - `take_part`: the process of a site (`fedpax join`).
 
-The parts of a round are those of `fedpax.stages`: a site runs the clients' part for each of its
+`fedpax.stages` divides a round into parts: a site runs the clients' part for each of its
 clients, merges their terms, and sends the merged terms alone. A site of one client sends encoded
 words instead if they are fewer bytes.
 """

@@ -271,7 +271,7 @@ class Coordinator:
     def _choose(
         program: CoordinatorProgram, number: int, ranges: Mapping[str, range], total: int
     ) -> Participants:
-        """Choose the clients of a round among those of sites that are heard."""
+        """Choose the clients of a round among the clients of connected sites."""
         present = np.zeros(total, np.bool_)
         for own in ranges.values():
             present[own.start : own.stop] = True

@@ -56,7 +56,7 @@ class KeptValues:
     def settle(self, counted: str | None, current: str) -> None:
         """Take over the proposals of the counted round.
 
-        Other proposals are removed, except those of the current round.
+        Other proposals are removed, except the proposals of the current round.
         """
         for path in sorted(self._folder.glob("*.new")):
             token = self._load(path).header["token"]

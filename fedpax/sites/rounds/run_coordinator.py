@@ -39,7 +39,7 @@ from fedpax.training.resume_checks import check_configuration
 from fedpax.training.tracker import track
 
 CALLS_OF_A_SITE = 8
-"""Calls of a site at a time: it has two, and those of a process that was killed."""
+"""Calls of a site at a time: it has two, and the calls of a process that was killed may remain."""
 
 
 class CoordinatorResult(NamedTuple):

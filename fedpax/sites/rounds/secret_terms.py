@@ -35,7 +35,7 @@ class SecretTerms:
         name: the site's name.
         least_sites: number of sites that a sum must have; terms are sent in such sums alone. 0:
             the coordinator chooses whether terms are summed securely, of three sites or more.
-        signer: signs the keys of this site, and checks those of others.
+        signer: signs the keys of this site, and checks the keys of other sites.
     """
 
     def __init__(self, name: str, least_sites: int = 0, signer: "Signer | None" = None) -> None:

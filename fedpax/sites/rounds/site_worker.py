@@ -310,7 +310,7 @@ class UnknownRoundError(Exception):
 def check_arrays(
     word: str, values: Sequence[Value], arrays: Sequence[Any], leading: tuple[int, ...]
 ) -> None:
-    """Refuse arrays of the coordinator that are not those of this site's program."""
+    """Refuse arrays of the coordinator whose types differ from this site's program."""
     types = [type_in_message(value.shape, value.dtype) for value in values]
     expected = [((*leading, *shape), dtype) for shape, dtype in types]
     found = [(np.shape(x), np.dtype(x.dtype)) for x in arrays]

@@ -59,7 +59,7 @@ class Participants(NamedTuple):
         return sum(map(len, self.clients.values()))
 
     def of(self, sites: Mapping[str, Any]) -> "Participants":
-        """Return those of some sites."""
+        """Return the participants of some sites."""
         return Participants(
             {name: x for name, x in self.clients.items() if name in sites},
             {name: x for name, x in self.slots.items() if name in sites},

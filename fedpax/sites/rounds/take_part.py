@@ -117,7 +117,8 @@ def take_part(
             site are sent in such sums alone. Default 0: the coordinator chooses.
         personal: whether a model of each client's own is evaluated after the last round: the one
             that the method keeps (Ditto), else the model after the client's local steps of one more
-            round. The means of its metrics are told, as those of the model are. Default False.
+            round. The site reports the means of its metrics, as for the shared model. Default
+            False.
 
     Returns:
         The number of rounds of this process, and the reason for which the call stopped.

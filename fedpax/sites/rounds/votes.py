@@ -15,7 +15,8 @@ class Outcome(NamedTuple):
 
     Attributes:
         refused: for each site that differs, what differs.
-        undecided: a property that is neither stated nor that of most sites. None: there is none.
+        undecided: a property that is not stated and whose values tie among the sites. None: there
+            is none.
     """
 
     refused: dict[str, str]

@@ -254,7 +254,10 @@ def damage(folder: Path) -> None:
         (lambda f: change_manifest(f, format_version=2), "has format 2, and this runtime reads 1"),
         (lambda f: change_manifest(f, files={"../x": "0"}), "lists no file '../x'"),
         (lambda f: change_manifest(f, not_after="2100-1-1"), "its not_after is '2100-1-1', exp"),
-        (lambda f: change_manifest(f, versions=None), "its versions are None, expected those"),
+        (
+            lambda f: change_manifest(f, versions=None),
+            "its versions are None, expected the",
+        ),
         (
             lambda f: (f / "manifest.json").write_text(
                 (f / "manifest.json").read_text().replace('"size": 4', '"size": 5')

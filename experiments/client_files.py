@@ -148,9 +148,9 @@ def open_files(data: FilesConfig, one_client: str | None = None) -> OpenFiles:
         if data.missing_label == "error":
             raise ArgumentError(missing_label_message(data.label, skipped))
         table, of_heldout = table.filter(~skipped), of_heldout[~skipped]
-    found = table.column(client).combine_chunks().dictionary_encode()
-    names = [str(name) for name in found.dictionary.to_pylist()]
-    owners = np.asarray(found.indices.to_numpy(), np.int64)
+    encoded = table.column(client).combine_chunks().dictionary_encode()
+    names = [str(name) for name in encoded.dictionary.to_pylist()]
+    owners = np.asarray(encoded.indices.to_numpy(), np.int64)
     # Sorted by client again: the held-out split followed the training split.
     order = np.argsort(owners, kind="stable")
     table, owners, of_heldout = table.take(order), owners[order], of_heldout[order]

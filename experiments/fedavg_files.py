@@ -84,8 +84,8 @@ class FedAvgFiles(ClientExperiment):
     @property
     def saved_inputs(self) -> Mapping[str, Any] | None:
         """The columns and classes with which the run began; None in a new run."""
-        found: Mapping[str, Any] | None = self.__dict__.get("_saved_inputs")
-        return found
+        saved: Mapping[str, Any] | None = self.__dict__.get("_saved_inputs")
+        return saved
 
     def read_inputs(self, folder: Path) -> None:
         """Read `table.json`, so that a model keeps its columns and classes on other files."""
@@ -370,10 +370,10 @@ class FedAvgFiles(ClientExperiment):
             return jax.vmap(model.apply)(models, inputs)
 
         def evaluate(state: Any) -> ClientMetrics:
-            found = np.asarray(outputs(state, cohort, own[self.field]))
+            predictions = np.asarray(outputs(state, cohort, own[self.field]))
             clients = ExampleOwners(names, owners)
             labels = np.asarray(own["label"])[is_example]
-            return measure_clients(self.prepared.label, found[is_example], labels, clients)
+            return measure_clients(self.prepared.label, predictions[is_example], labels, clients)
 
         return evaluate
 

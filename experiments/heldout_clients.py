@@ -57,11 +57,11 @@ def heldout_of_files(
     )
     if participants is not None:
         clients = _InOrder(clients)
-    found = HeldoutClients(clients, [names[k] for k in chosen], opened.is_new[chosen], loss_fn)
+    heldout = HeldoutClients(clients, [names[k] for k in chosen], opened.is_new[chosen], loss_fn)
     if prepared.label.task == "classification":
-        return found
+        return heldout
     finish = functools.partial(_finish_regression, prepared.label.scale)
-    return found._replace(loss_fn=_with_label_moments(loss_fn), finish=finish)
+    return heldout._replace(loss_fn=_with_label_moments(loss_fn), finish=finish)
 
 
 class _InOrder(NamedTuple):

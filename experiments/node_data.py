@@ -165,6 +165,6 @@ class _Rows:
             self._cohort = next(self._stream)
             self._next += 1
         rows = slice(self._row, self._row + 1)
-        found: Any = jax.tree.map(lambda x: x[rows], self._cohort)
-        assert isinstance(found, Cohort)
-        return found
+        row: Any = jax.tree.map(lambda x: x[rows], self._cohort)
+        assert isinstance(row, Cohort)
+        return row

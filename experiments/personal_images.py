@@ -84,7 +84,7 @@ class PersonalImages(FedAvgImages):
 
         def evaluate(state: Any) -> ClientMetrics:
             logits = np.asarray(outputs(state, cohort, batches["image"]))[:, is_example]
-            found = [
+            measured = [
                 classification_by_client(
                     own, labels, LabelWeights([f"client {k}"], labels, weights[place, None])
                 )
@@ -97,8 +97,11 @@ class PersonalImages(FedAvgImages):
 
             return ClientMetrics(
                 [f"client {k}" for k in ids[order]],
-                in_order([one.num_examples for one in found]),
-                {name: in_order([one.metrics[name] for one in found]) for name in found[0].metrics},
+                in_order([one.num_examples for one in measured]),
+                {
+                    name: in_order([one.metrics[name] for one in measured])
+                    for name in measured[0].metrics
+                },
             )
 
         return evaluate

@@ -55,11 +55,11 @@ def read_saved_inputs(path: Path, data: FilesConfig) -> Mapping[str, Any]:
                 f"data.{name}={value!r}, but the model was trained with {saved.get(name)!r}, "
                 f"expected the same. Leave --data.{name} out, or train in another folder."
             )
-    found: Mapping[str, Any] = content
-    return found
+    inputs: Mapping[str, Any] = content
+    return inputs
 
 
 def _settings(data: FilesConfig) -> dict[str, Any]:
     fields = dataclasses.asdict(data)
-    found = {name: fields[name] for name in _SETTINGS if name in fields}
-    return {n: list(value) if isinstance(value, tuple) else value for n, value in found.items()}
+    settings = {name: fields[name] for name in _SETTINGS if name in fields}
+    return {n: list(value) if isinstance(value, tuple) else value for n, value in settings.items()}

@@ -203,8 +203,8 @@ def _missing(column: FittedColumn) -> str:
 
 
 def _list(texts: Any) -> str:
-    found = list(texts)
-    return ", ".join(found[:10]) + (f" and {len(found) - 10} more" if len(found) > 10 else "")
+    shown = list(texts)
+    return ", ".join(shown[:10]) + (f" and {len(shown) - 10} more" if len(shown) > 10 else "")
 
 
 class StatisticsAggregator(NamedTuple):

@@ -196,14 +196,14 @@ def replace_file(path: Path, content: bytes, *, sync: bool = True) -> None:
 
 def find_links(folder: Path, names: Iterable[str]) -> list[Path]:
     """Return the links among folders and the entries directly in them."""
-    found = []
+    links = []
     for path in (folder / name for name in names):
         if path.is_symlink():
-            found.append(path)
+            links.append(path)
         elif path.is_dir():
             with os.scandir(path) as entries:
-                found += [path / entry.name for entry in entries if entry.is_symlink()]
-    return found
+                links += [path / entry.name for entry in entries if entry.is_symlink()]
+    return links
 
 
 def is_private(folder: Path) -> bool:

@@ -35,10 +35,10 @@ def find_paths(pattern: str | Path) -> list[Path]:
     `corpus[1]`.
     """
     whole = expand_home(pattern)
-    found = [Path(whole.anchor)]
+    matches = [Path(whole.anchor)]
     for part in whole.parts[bool(whole.anchor) :]:
-        found = [path for folder in found for path in _match(folder, part)]
-    return sorted(found)
+        matches = [path for folder in matches for path in _match(folder, part)]
+    return sorted(matches)
 
 
 def _match(folder: Path, part: str) -> list[Path]:

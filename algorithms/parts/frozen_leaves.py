@@ -82,10 +82,10 @@ def without_leaves(aggregator: Aggregator, frozen: Sequence[bool]) -> Aggregator
         )
         aggregates, state, metrics = aggregator.aggregate(state, split(updates), weights)
         rest = iter(aggregates)
-        found = [next(rest) if is_sent else None for is_sent in sent]
+        sent_aggregates = [next(rest) if is_sent else None for is_sent in sent]
         filled = [
             jnp.zeros(leaf.shape, leaf.dtype) if is_frozen else x
-            for leaf, is_frozen, x in zip(types, frozen, found, strict=True)
+            for leaf, is_frozen, x in zip(types, frozen, sent_aggregates, strict=True)
         ]
         return jax.tree.unflatten(tree, filled), state, metrics
 

@@ -74,7 +74,7 @@ class Settings(Timed):
 def aggregators(clients: int) -> dict[str, Aggregator]:
     """Return the aggregators by name; those that need more clients are left out."""
     neighbors = min(4, (clients - 1) // 2 * 2) or None  # an even number; None for two clients
-    found = {
+    aggregators = {
         "mean": mean(),
         "clip_by_norm": chain(clip_by_norm(1.0), mean()),
         "adaptive_clip": chain(adaptive_clip(initial_norm=1.0), mean()),
@@ -97,15 +97,15 @@ def aggregators(clients: int) -> dict[str, Aggregator]:
         "top_k(1/64)": codecs.top_k(1 / 64),
         "random_k(1/64)": codecs.random_k(1 / 64),
     }
-    found |= {name: compressed_mean(codec) for name, codec in compressed.items()}
-    found |= {
+    aggregators |= {name: compressed_mean(codec) for name, codec in compressed.items()}
+    aggregators |= {
         "geometric_median": geometric_median(),
         "coordinate_median": coordinate_median(),
         "trimmed_mean(0.1)": trimmed_mean(0.1),
     }
     if clients >= 5:
-        found |= {"krum(1)": krum(1), "krum(1), 2 selected": krum(1, num_selected=2)}
-    return found | ({"bulyan(1)": bulyan(1)} if clients >= 7 else {})
+        aggregators |= {"krum(1)": krum(1), "krum(1), 2 selected": krum(1, num_selected=2)}
+    return aggregators | ({"bulyan(1)": bulyan(1)} if clients >= 7 else {})
 
 
 def measure(settings: Settings) -> list[Row]:

@@ -60,10 +60,10 @@ def fedjax_reader(images: Images, cohort: int) -> Callable[[NDArray[np.int64]], 
     size = images.shape[1]
 
     def read(chosen: NDArray[np.int64]) -> list[Any]:
-        found = data.get_clients([b"%06d" % k for k in chosen])
+        clients = data.get_clients([b"%06d" % k for k in chosen])
         return [
             batch["image"]
-            for _, client in found
+            for _, client in clients
             for batch in client.shuffle_repeat_batch(batch_size=size, num_epochs=1, seed=0)
         ]
 

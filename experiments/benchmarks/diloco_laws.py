@@ -216,8 +216,8 @@ def measure_all(options: Settings) -> Iterator[Row]:
         print(f"\n{table(tried, TUNED, baseline)}")
 
     def tuned(setting: Setting) -> Setting:
-        found = best[_tuned_with(setting)]
-        return setting._replace(**{name: getattr(found, name) for name in TUNED[2:]})
+        winner = best[_tuned_with(setting)]
+        return setting._replace(**{name: getattr(winner, name) for name in TUNED[2:]})
 
     columns = {"methods": ["method", "local_steps", "bits", *TUNED[2:]], "local_steps": TUNED[1:]}
     for name, group in options.runs().items():

@@ -162,11 +162,11 @@ class Job(AbstractContextManager["Job"]):
 def measure_job(settings: Settings) -> dict[str, tuple[float, float, float]]:
     """Return the seconds until the decision and until a useful round, and of the CPU, by event."""
     last = settings.processes - 1
-    found = {}
+    seconds = {}
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
         with Job(Path(folder), settings.processes, settings.heartbeat) as job:
-            found[EVENTS[0]] = (0.0, job.useful_round() - began, job.cpu_seconds())
+            seconds[EVENTS[0]] = (0.0, job.useful_round() - began, job.cpu_seconds())
             actions: tuple[Callable[[], None], ...] = (
                 lambda: job.signal_training_process(last, signal.SIGKILL),
                 lambda: job.signal_training_process(last, signal.SIGSTOP),
@@ -180,8 +180,8 @@ def measure_job(settings: Settings) -> dict[str, tuple[float, float, float]]:
                 joined = job.wait_for_message("has joined", 1) if name == EVENTS[-1] else None
                 started = job.wait_for_message("processes train", times)
                 ended = job.useful_round()
-                found[name] = ((joined or started) - began, ended - began, job.cpu_seconds())
-    return found
+                seconds[name] = ((joined or started) - began, ended - began, job.cpu_seconds())
+    return seconds
 
 
 def measure(settings: Settings) -> list[Row]:

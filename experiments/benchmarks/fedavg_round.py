@@ -67,12 +67,12 @@ def measure(settings: Settings, devices: int, clients: int) -> list[Row]:
             devices=devices,
             clients=clients,
             implementation=name,
-            compile_seconds=found.compile_seconds,
-            temporary_bytes=found.temporary_bytes,
+            compile_seconds=program.compile_seconds,
+            temporary_bytes=program.temporary_bytes,
             seconds=seconds[name],
             fedpax_ratio=timing.paired_ratio(seconds[first], seconds[name]),
         )
-        for name, found in compiled.items()
+        for name, program in compiled.items()
     ]
 
 

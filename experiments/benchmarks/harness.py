@@ -188,7 +188,7 @@ def write(path: Path | None, rows: Sequence[Row], **settings: Any) -> None:
         return
     text = json.dumps(content, indent=2, default=str)
     # A list of numbers takes one line.
-    text = re.sub(r"\[[^][{}\"]*\]", lambda found: re.sub(r"\s+", " ", found[0]), text)
+    text = re.sub(r"\[[^][{}\"]*\]", lambda match: re.sub(r"\s+", " ", match[0]), text)
     path.write_text(f"{text}\n", encoding="utf-8")
 
 

@@ -213,8 +213,10 @@ def comparisons(
 ) -> dict[str, tuple[str, float, FederatedAlgorithm]]:
     """Return each method's baseline, its cost in the baseline's gradients, and the method."""
     if placement == "clients":
-        found = methods(loss_fn, participants)
-        return {name: ("FedAvg", cost, algorithm) for name, (cost, algorithm) in found.items()}
+        client_methods = methods(loss_fn, participants)
+        return {
+            name: ("FedAvg", cost, algorithm) for name, (cost, algorithm) in client_methods.items()
+        }
     return {
         name: (baseline, 1, algorithm)
         for name, (baseline, algorithm) in island_methods(loss_fn, participants).items()

@@ -78,15 +78,15 @@ def train_method(
             algorithm = seeded.build().algorithm  # compiled for the first seed alone
             step = jax.jit(algorithm.round, donate_argnums=0)
         trajectories.append(_train(seeded, algorithm, step, target.metric, num_rounds))
-    found = [cost_to_target(trajectory, target) for trajectory in trajectories]
-    rounds = [cost.rounds for cost in found]
+    costs = [cost_to_target(trajectory, target) for trajectory in trajectories]
+    rounds = [cost.rounds for cost in costs]
     return Row(
         method=name,
         learning_rate=experiment.client_learning_rate,
         rounds=rounds,
-        num_bytes=[cost.num_bytes for cost in found],
-        flops=[cost.flops for cost in found],
-        best=[cost.best for cost in found],
+        num_bytes=[cost.num_bytes for cost in costs],
+        flops=[cost.flops for cost in costs],
+        best=[cost.best for cost in costs],
         trajectories=[trajectory._asdict() for trajectory in trajectories],
         # Infinite if most seeds do not reach the target.
         median_rounds=statistics.median(np.inf if n is None else n for n in rounds),
@@ -146,7 +146,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _with_range(rounds: Sequence[int | None]) -> str:
-    known = [np.inf if found is None else found for found in rounds]
+    known = [np.inf if number is None else number for number in rounds]
     ends = [f"{end:.0f}" if np.isfinite(end) else "never" for end in (min(known), max(known))]
     middle = f"{statistics.median(known):.0f}"
     return middle if len(known) == 1 else f"{middle} ({ends[0]} to {ends[1]})"

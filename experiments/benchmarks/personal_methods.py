@@ -44,9 +44,9 @@ SETTINGS: Mapping[str, tuple[str, Sequence[float]]] = {
 
 def experiments() -> dict[str, Any]:
     """Return the experiments by method."""
-    found: dict[str, Any] = dict(find_group(GROUP).experiments)
-    first = next(iter(found.values()))
-    return found | {
+    of_group: dict[str, Any] = dict(find_group(GROUP).experiments)
+    first = next(iter(of_group.values()))
+    return of_group | {
         name: dataclasses.replace(first, method=method) for name, method in BASELINES.items()
     }
 

@@ -214,17 +214,17 @@ def _replies(experiment: Federation, clients: int, update: np.ndarray) -> dict[i
     run = experiment.coordinate(clients)
     state = jax.eval_shape(lambda: run.algorithm.init(run.init(jax.random.key(0))))
     divided = divide(run.algorithm, state, cohort_types({"x": ["float32", [1]]}, clients), None)
-    found = {}
+    terms = {}
     for number, stage in enumerate(divided):
         shapes = {
             name: ([1 if size is None else size for size in shape], dtype)
             for name, (shape, dtype) in expected_arrays(stage).items()
         }
-        found[number] = {
+        terms[number] = {
             name: update.reshape(shape) if np.prod(shape) == update.size else np.ones(shape, dtype)
             for name, (shape, dtype) in shapes.items()
         }
-    return found
+    return terms
 
 
 main = Benchmark(

@@ -228,8 +228,8 @@ def table(settings: Settings, rows: Sequence[Row]) -> str:
     guards = list(dict.fromkeys(row.guard for row in rows))
     lines = []
     for attack in dict.fromkeys(row.attack for row in rows):
-        found = {row.guard: row for row in rows if row.attack == attack}
-        lines.append([attack, *(f"{found[guard].accuracy:.1%}" for guard in guards)])
+        of_attack = {row.guard: row for row in rows if row.attack == attack}
+        lines.append([attack, *(f"{of_attack[guard].accuracy:.1%}" for guard in guards)])
     return "\n" + markdown_table(["the site that cheats", *guards], lines)
 
 

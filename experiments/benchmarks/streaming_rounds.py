@@ -101,12 +101,12 @@ def _compile(run: Run, *, start: bool) -> tuple[tuple[int, int], Callable[[], An
     """Return the bytes of a round and of its outer state, and a function that runs one more."""
     shapes = with_shardings(run.cohort_shapes, run.resolved_shardings.cohort)
     compiled = compile_round(run, shapes)
-    found: Any = compiled.round.memory_analysis()
+    memory: Any = compiled.round.memory_analysis()
     total = (
-        found.argument_size_in_bytes
-        + found.output_size_in_bytes
-        - found.alias_size_in_bytes
-        + found.temp_size_in_bytes
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
     )
     outer = compiled.state.params, compiled.state.outer_optimizer_state
     outer_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(outer))

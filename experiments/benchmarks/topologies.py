@@ -70,15 +70,15 @@ def compile_for(topology: str, settings: Settings) -> Row:
     cohort = fedpax.Cohort(batches, num_examples)
     with jax.set_mesh(mesh):
         compiled = jax.jit(algorithm.round, donate_argnums=0).lower(state, cohort).compile()
-    found = collectives(compiled.as_text() or "", mesh)
+    exchanges = collectives(compiled.as_text() or "", mesh)
     memory: Any = compiled.memory_analysis()
     return Row(
         topology=topology,
         devices=len(devices),
         clients=clients,
         # For each its kind, the shapes of its operands, and whether it is in a loop.
-        collectives=sorted((c.kind, c.shapes, c.in_loop) for c in found),
-        collective_bytes=sum(c.bytes * (c.executions or 0) for c in found),
+        collectives=sorted((c.kind, c.shapes, c.in_loop) for c in exchanges),
+        collective_bytes=sum(c.bytes * (c.executions or 0) for c in exchanges),
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
     )

@@ -80,12 +80,12 @@ def as_torch(name: str, value: np.ndarray, params: dict[str, np.ndarray]) -> np.
 
 def from_torch(network: Any, params: dict[str, np.ndarray]) -> dict[str, Any]:
     """Return the network's parameters with the names and the layout of `params`."""
-    found = {}
+    converted = {}
     for name, like in params.items():
         indices = as_torch(name, np.arange(like.size).reshape(like.shape), params)
-        found[name] = np.empty_like(like)
-        found[name].flat[indices.ravel()] = variable(network, name).detach().numpy().ravel()
-    return found
+        converted[name] = np.empty_like(like)
+        converted[name].flat[indices.ravel()] = variable(network, name).detach().numpy().ravel()
+    return converted
 
 
 class Problem:

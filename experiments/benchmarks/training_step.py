@@ -154,10 +154,10 @@ def compile_both(
 
 def structure(step: Step, mesh: Mesh) -> Structure:
     """Read the collectives and the memory of a compiled program."""
-    found = collectives(step.compiled.as_text() or "", mesh)
+    exchanges = collectives(step.compiled.as_text() or "", mesh)
     memory: Any = step.compiled.memory_analysis()
     return Structure(
-        Counter((c.kind, c.axes, c.shapes, c.executions) for c in found),
+        Counter((c.kind, c.axes, c.shapes, c.executions) for c in exchanges),
         memory.argument_size_in_bytes,
         memory.temp_size_in_bytes,
     )

@@ -54,5 +54,5 @@ class PrivacyAccountant(NamedTuple):
         beyond = jnp.sqrt(-math.log(self.delta) / rho) * jnp.array(_FACTORS)  # a - 1
         order = 1 + beyond
         conversion = jnp.log1p(-1 / order) - (math.log(self.delta) + jnp.log(order)) / beyond
-        found = jnp.maximum(jnp.min(rho * order + conversion), 0)
-        return found if isinstance(num_rounds, jax.Array) else float(found)
+        epsilon = jnp.maximum(jnp.min(rho * order + conversion), 0)
+        return epsilon if isinstance(num_rounds, jax.Array) else float(epsilon)

@@ -138,10 +138,10 @@ def measure_clients(run: Run, params: Params, folder: Path, number: int) -> Clie
         return shared
     like = jax.eval_shape(run.algorithm.init, params)
     own = run.evaluate_own_models(load_state(folder, number, like))
-    found = {f"personal_{name}": values for name, values in own.metrics.items()}
+    personal = {f"personal_{name}": values for name, values in own.metrics.items()}
     if shared is None:
-        return own._replace(metrics=found)
-    return shared._replace(metrics={**shared.metrics, **found})
+        return own._replace(metrics=personal)
+    return shared._replace(metrics={**shared.metrics, **personal})
 
 
 def define_flags(options: flags.FlagValues) -> None:

@@ -91,7 +91,7 @@ def cost(program: Callable[..., Any], *args: Any, **kwargs: Any) -> Cost:
         - memory.alias_size_in_bytes
     )
     return Cost(
-        {name: found.finish(name) for name, found in counter.placements.items()},
+        {name: counts.finish(name) for name, counts in counter.placements.items()},
         server.number,
         peak,
         server.is_exact and all(p.flops.is_exact for p in counter.placements.values()),

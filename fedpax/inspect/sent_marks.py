@@ -38,20 +38,20 @@ class Sent(NamedTuple):
 
 def sent_by_results(placed: PlacedValues) -> dict[Var, tuple[Sent, ...]]:
     """Return the sent values that each placed value is computed from."""
-    found: dict[Var, tuple[Sent, ...]] = {}
+    sent_of: dict[Var, tuple[Sent, ...]] = {}
     for eqn in placed.jaxpr.eqns:
         if not any(v in placed.axes for v in eqn.outvars):
             continue
         values = placed.plan.operands(eqn)
-        operands = [found.get(v, ()) if isinstance(v, Var) else () for v in values]
+        operands = [sent_of.get(v, ()) if isinstance(v, Var) else () for v in values]
         results = [_union(operands)] * len(eqn.outvars)
         if eqn.primitive is federated_map_p:
             marks = _marks(eqn.params["jaxpr"].jaxpr, id(eqn))
             results = [own or before for own, before in zip(marks, results, strict=True)]
         elif eqn.primitive.name == "optimization_barrier":
             results = operands
-        found |= {v: own for v, own in zip(eqn.outvars, results, strict=True) if own}
-    return found
+        sent_of |= {v: own for v, own in zip(eqn.outvars, results, strict=True) if own}
+    return sent_of
 
 
 def kept_values(plan: StreamingPlan) -> tuple[set[int], set[Var]]:
@@ -120,9 +120,9 @@ def _marks(jaxpr: Jaxpr, map_id: int) -> list[tuple[Sent, ...]]:
 
     def visit(jaxpr: Jaxpr, executions: int) -> dict[Var, tuple[Sent, ...]]:
         nonlocal count
-        found: dict[Var, tuple[Sent, ...]] = {}
+        sent_of: dict[Var, tuple[Sent, ...]] = {}
         for eqn in jaxpr.eqns:
-            marks = _union(found.get(v, ()) for v in eqn.invars if isinstance(v, Var))
+            marks = _union(sent_of.get(v, ()) for v in eqn.invars if isinstance(v, Var))
             for inner in inner_jaxprs(eqn):
                 times = executions * eqn.params.get("length", 1)
                 marks = _union([marks, *visit(inner, times).values()])
@@ -134,11 +134,11 @@ def _marks(jaxpr: Jaxpr, map_id: int) -> list[tuple[Sent, ...]]:
                 marks = (Sent(map_id, count, kind, size, replaced, executions),)
                 count += 1
             if marks:
-                found |= dict.fromkeys(eqn.outvars, marks)
-        return found
+                sent_of |= dict.fromkeys(eqn.outvars, marks)
+        return sent_of
 
-    found = visit(jaxpr, 1)
-    return [found.get(v, ()) if isinstance(v, Var) else () for v in jaxpr.outvars]
+    sent_of = visit(jaxpr, 1)
+    return [sent_of.get(v, ()) if isinstance(v, Var) else () for v in jaxpr.outvars]
 
 
 def _variables(eqn: JaxprEqn) -> list[Var]:

@@ -148,13 +148,15 @@ class _Sends:
         """Yield the values that array code in a loop or in the costliest branch sends."""
         name = eqn.primitive.name
         times = self.executions * (eqn.params["length"] if name == "scan" else 1)
-        found = []
+        branches = []
         for body, level in zip(bodies_of(eqn) or (), bodies, strict=True):
             names = self.names.inside(level.jaxpr, [eqn.invars[i] for i in body.operands])
-            found.append(sent_values(level, names, times))
+            branches.append(sent_values(level, names, times))
         if name == "cond":
-            found = [max(found, key=lambda sent: sum(t.sent_bytes * t.executions for t in sent))]
-        for transfers in found:
+            branches = [
+                max(branches, key=lambda sent: sum(t.sent_bytes * t.executions for t in sent))
+            ]
+        for transfers in branches:
             yield from transfers
 
 

@@ -28,14 +28,14 @@ def first_normals(seed: int, clients: Int64[np.ndarray, " n"]) -> Float64[np.nda
         counter += 1
         bits = _philox(counter, seed, clients[left].astype(np.uint64))
         uniform = [2.0 * ((word >> np.uint64(11)) * 2.0**-53) - 1.0 for word in bits]
-        found = np.zeros(len(left), np.bool_)
+        drawn = np.zeros(len(left), np.bool_)
         for x, y in (uniform[:2], uniform[2:]):
             square = x * x + y * y
-            inside = (square < 1.0) & (square != 0.0) & ~found
+            inside = (square < 1.0) & (square != 0.0) & ~drawn
             of_inside = square[inside]
             normals[left[inside]] = np.sqrt(-2.0 * np.log(of_inside) / of_inside) * y[inside]
-            found |= inside
-        left = left[~found]
+            drawn |= inside
+        left = left[~drawn]
     return normals
 
 

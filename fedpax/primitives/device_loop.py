@@ -167,7 +167,7 @@ class DeviceLoop(NamedTuple):
             if isinstance(v, LazySlice) and not v.indices and has_typed_mesh(v.array)
         }
         wanted = dict(enumerate(map(_shape_and_layout, self.split(self.out_avals)[0])))
-        found: list[int | None] = [self.in_place.get(output) for output in wanted]
+        slices: list[int | None] = [self.in_place.get(output) for output in wanted]
         for only_dependent in (True, False):
             for output, layout in wanted.items():
                 fitting = (
@@ -175,10 +175,10 @@ class DeviceLoop(NamedTuple):
                     for i, own in free.items()
                     if own == layout and (output in self.outputs_by_slice[i] or not only_dependent)
                 )
-                if found[output] is None and (i := next(fitting, None)) is not None:
-                    found[output] = i
+                if slices[output] is None and (i := next(fitting, None)) is not None:
+                    slices[output] = i
                     del free[i]
-        return found
+        return slices
 
     def identities(self) -> list[jax.Array]:
         """Return the initial totals: the identities of the monoids."""
@@ -186,12 +186,12 @@ class DeviceLoop(NamedTuple):
         values = apply_by_monoid(
             self.monoids, lambda m, own: m.identity([a.dtype for a in own]), avals
         )
-        found: dict[tuple, jax.Array] = {}  # leaves of one shape share their array
+        arrays: dict[tuple, jax.Array] = {}  # leaves of one shape share their array
         for value, aval in zip(values, avals, strict=True):
             key = (id(value), *_shape_and_layout(aval))
-            if key not in found:
-                found[key] = _broadcast_to_aval(value, aval)
-        return [found[id(v), *_shape_and_layout(a)] for v, a in zip(values, avals, strict=True)]
+            if key not in arrays:
+                arrays[key] = _broadcast_to_aval(value, aval)
+        return [arrays[id(v), *_shape_and_layout(a)] for v, a in zip(values, avals, strict=True)]
 
 
 def _client_rows(value: Placed) -> ClientRows:

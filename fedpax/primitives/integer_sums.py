@@ -139,11 +139,11 @@ def check_weights(total: float, count: int, dtype: Any) -> None:
 
 def _check_mean(where: str, mean: np.ndarray, scaled: np.ndarray) -> None:
     """Raise a ValueError if products of weights and values were out of the range of floats."""
-    found, expected = np.asarray(mean, np.complex128), np.asarray(scaled, np.complex128)
+    computed, expected = np.asarray(mean, np.complex128), np.asarray(scaled, np.complex128)
     size = np.abs(expected)
     largest = np.max(size, initial=0.0, where=np.isfinite(size))
     # Values that are tiny beside the largest one may underflow: rounding loses as much.
-    differs = np.isfinite(size) & ~(np.abs(found - expected) <= 1e-6 * largest)
+    differs = np.isfinite(size) & ~(np.abs(computed - expected) <= 1e-6 * largest)
     if np.any(differs):
         raise ArgumentError(
             f"federated_mean(): the weighted mean of {where} is {mean[differs].flat[0]:g}, "

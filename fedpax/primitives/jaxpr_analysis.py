@@ -51,14 +51,14 @@ def residual_sources(jaxpr: ClosedJaxpr, outputs: int) -> tuple[list[tuple[str, 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     """Return the jaxprs among an equation's parameters."""
-    found = []
+    jaxprs = []
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             if isinstance(item, ClosedJaxpr):
-                found.append(item.jaxpr)
+                jaxprs.append(item.jaxpr)
             elif isinstance(item, Jaxpr):
-                found.append(item)
-    return found
+                jaxprs.append(item)
+    return jaxprs
 
 
 def is_rematerialized(jaxpr: ClosedJaxpr) -> bool:

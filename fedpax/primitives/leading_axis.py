@@ -111,9 +111,9 @@ def _evaluate(jaxpr: Jaxpr, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]
 
 def _elementwise_sources(jaxpr: Jaxpr, wanted: Sequence[bool]) -> set[Var]:
     """Return the values from which wanted results follow by elementwise equations alone."""
-    found = {v for v, w in zip(jaxpr.outvars, wanted, strict=True) if w and isinstance(v, Var)}
+    reached = {v for v, w in zip(jaxpr.outvars, wanted, strict=True) if w and isinstance(v, Var)}
     for eqn in reversed(jaxpr.eqns):
-        leads = [v in found for v in eqn.outvars]
+        leads = [v in reached for v in eqn.outvars]
         if not any(leads):
             continue
         body = _jitted(eqn)
@@ -123,10 +123,10 @@ def _elementwise_sources(jaxpr: Jaxpr, wanted: Sequence[bool]) -> set[Var]:
         else:
             elementwise = _is_elementwise(eqn)
             sources = [elementwise and _has_result_shape(v, eqn) for v in eqn.invars]
-        found.update(
+        reached.update(
             v for v, s in zip(eqn.invars, sources, strict=True) if s and isinstance(v, Var)
         )
-    return found
+    return reached
 
 
 def _jitted(eqn: JaxprEqn) -> ClosedJaxpr | None:

@@ -129,9 +129,9 @@ def _check_weights(weights: Any, placement: Placement) -> jax.Array:
         for path, leaf in jax.tree.leaves_with_path(weights)
     ]
     if len(leaves) != 1 or jnp.shape(leaves[0]) != (placement.size,):
-        found = [jnp.shape(leaf) for leaf in leaves]
+        shapes = [jnp.shape(leaf) for leaf in leaves]
         raise ArgumentError(
-            f"federated_mean(): weights has shape {found[0] if len(found) == 1 else found}, "
+            f"federated_mean(): weights has shape {shapes[0] if len(shapes) == 1 else shapes}, "
             f"expected ({placement.size},), one number for each of the {placement.name}. If "
             "weights differ between parameters, multiply inside federated_map() and divide one "
             "federated_sum() by another."

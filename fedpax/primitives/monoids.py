@@ -83,13 +83,13 @@ def apply_by_monoid(
         apply: `(monoid, *lists of its totals) -> list` of the same length.
         *totals: lists of the same length as `monoids`.
     """
-    found: list[Any] = [None] * len(monoids)
+    combined: list[Any] = [None] * len(monoids)
     for monoid in dict.fromkeys(monoids):
         own = [i for i, m in enumerate(monoids) if m == monoid]
         results = apply(monoid, *([each[i] for i in own] for each in totals))
         for i, result in zip(own, results, strict=True):
-            found[i] = result
-    return found
+            combined[i] = result
+    return combined
 
 
 def accumulation_dtype(dtype: Any) -> Any:
@@ -142,8 +142,8 @@ def _elementwise(reduce: Callable, merge: Callable, identity: Callable, all_redu
 
 
 def _for_each_dtype(identity: Callable, dtypes: Sequence[Any]) -> list[jax.Array]:
-    found = {dtype: identity(dtype) for dtype in dict.fromkeys(dtypes)}
-    return [found[dtype] for dtype in dtypes]
+    identities = {dtype: identity(dtype) for dtype in dict.fromkeys(dtypes)}
+    return [identities[dtype] for dtype in dtypes]
 
 
 def _for_each(reduce: Callable) -> Callable:

@@ -176,13 +176,13 @@ def _outputs_by_slice(
     jaxpr: ClosedJaxpr, num_shared: int, slice_types: Sequence[Any]
 ) -> list[list[int]]:
     """Return the outputs that may depend on each slice, which follow `num_shared` arguments."""
-    found, first = [], num_shared
+    dependent, first = [], num_shared
     for slice_type in slice_types:
         after = first + len(jax.tree.leaves(slice_type))
         marked = [first <= i < after for i in range(len(jaxpr.in_avals))]
-        found.append([o for o, depends in enumerate(depends_on(jaxpr, marked)) if depends])
+        dependent.append([o for o, depends in enumerate(depends_on(jaxpr, marked)) if depends])
         first = after
-    return found
+    return dependent
 
 
 def _reshard_to_type(x: jax.Array) -> jax.Array:

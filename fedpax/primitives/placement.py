@@ -167,9 +167,9 @@ def check_placed(
         where = argument + jax.tree_util.keystr(path)
         array = check_array(f"{function}()", leaf, where)
         if array.ndim == 0 or array.shape[0] != placement.size:
-            found = f"has shape {array.shape}" if array.ndim else "is a scalar"
+            shape = f"has shape {array.shape}" if array.ndim else "is a scalar"
             raise ArgumentError(
-                f"{function}(): {where} {found}, expected a leading axis of size {placement.size}, "
+                f"{function}(): {where} {shape}, expected a leading axis of size {placement.size}, "
                 f"one entry per participant of {placement.name!r}. Pass a server value through "
                 "federated_broadcast() first, or use it in the mapped function as a closure."
             )

@@ -51,15 +51,15 @@ def lines_of_custom_calls(jaxpr: Jaxpr, platforms: Sequence[str]) -> dict[str, s
 
 def _first_uses(jaxpr: Jaxpr, find: Callable[[JaxprEqn], list[str]]) -> dict[str, str]:
     """Return what `find` finds in equations without inner jaxprs, each with its line."""
-    found: dict[str, str] = {}
+    first_lines: dict[str, str] = {}
     for eqn in jaxpr.eqns:
         inner = inner_jaxprs(eqn)
         uses = {} if inner else dict.fromkeys(find(eqn), "")
         for each in inner:
             uses = _first_uses(each, find) | uses
         for what, line in uses.items():  # functions of JAX are traced once, without a caller
-            found.setdefault(what, line or in_source(eqn))
-    return found
+            first_lines.setdefault(what, line or in_source(eqn))
+    return first_lines
 
 
 def _user_line(frames: Iterable[tuple[str, int]]) -> str:

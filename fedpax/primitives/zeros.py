@@ -36,8 +36,8 @@ def zero_results(closed: ClosedJaxpr, zeros: Sequence[bool]) -> list[bool]:
         return bool(np.all(np.asarray(v.val) == 0)) if isinstance(v, Literal) else v in known
 
     for eqn in jaxpr.eqns:
-        found = _zero_outputs(eqn, [is_zero(v) for v in eqn.invars])
-        known.update(v for v, is_known in zip(eqn.outvars, found, strict=True) if is_known)
+        zero_outputs = _zero_outputs(eqn, [is_zero(v) for v in eqn.invars])
+        known.update(v for v, is_known in zip(eqn.outvars, zero_outputs, strict=True) if is_known)
     return [is_zero(v) for v in jaxpr.outvars]
 
 
@@ -53,7 +53,7 @@ def _zero_outputs(eqn: JaxprEqn, zeros: list[bool]) -> list[bool]:
         return [all(zeros[1:])]
     if name == "cond":
         branches = [zero_results(branch, zeros[1:]) for branch in eqn.params["branches"]]
-        return [all(found) for found in zip(*branches, strict=True)]
+        return [all(in_branches) for in_branches in zip(*branches, strict=True)]
     bodies = inner_jaxprs(eqn)
     if name in ("jit", "pjit", "closed_call") and len(bodies[0].invars) == len(zeros):
         return zero_results(ClosedJaxpr(bodies[0], ()), zeros)

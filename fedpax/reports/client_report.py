@@ -60,67 +60,67 @@ def spread_of(name: str, values: Float64[np.ndarray, " clients"]) -> Spread:
     )
 
 
-def format_clients(found: ClientMetrics) -> str:
+def format_clients(by_client: ClientMetrics) -> str:
     """Format metrics by client as two Markdown tables: their spread, and the clients.
 
     The second table has at most 20 clients, the worst ones by the first metric.
     """
     rows = []
-    for name, values in found.metrics.items():
+    for name, values in by_client.metrics.items():
         spread = spread_of(name, values)
         rows.append(
             [
                 name,
-                _named(found, name, spread.worst),
+                _named(by_client, name, spread.worst),
                 _cell(spread.percentile),
                 _cell(spread.mean),
-                _named(found, name, spread.best),
+                _named(by_client, name, spread.best),
                 f"{spread.defined:,}"
                 + (f" of {len(values):,}" if spread.defined < len(values) else ""),
             ]
         )
     head = ["metric", "worst", "10th percentile", "mean", "best", "clients"]
-    order = worst_first(found)
+    order = worst_first(by_client)
     clients = [
         [
-            found.names[k],
-            f"{found.num_examples[k]:,.10g}",
-            *[_cell(values[k]) for values in found.metrics.values()],
+            by_client.names[k],
+            f"{by_client.num_examples[k]:,.10g}",
+            *[_cell(values[k]) for values in by_client.metrics.values()],
         ]
         for k in order[:MOST_ROWS]
     ]
     tables = [
         markdown_table(head, rows),
-        markdown_table(["client", "examples", *found.metrics], clients),
+        markdown_table(["client", "examples", *by_client.metrics], clients),
     ]
     if left := len(order) - len(clients):
         tables.append(f"{left:,} more clients; --json=FILE has all of them.")
     return "\n\n".join(tables[:2]) + "".join(f"\n{text}" for text in tables[2:])
 
 
-def clients_json(found: ClientMetrics) -> list[dict[str, Any]]:
+def clients_json(by_client: ClientMetrics) -> list[dict[str, Any]]:
     """Return the metrics as JSON values, in the order of the clients; null where not defined."""
     return [
         {
             "client": name,
-            "examples": round(found.num_examples[k].item(), 6),
+            "examples": round(by_client.num_examples[k].item(), 6),
             **{
                 metric: float(values[k]) if math.isfinite(values[k]) else None
-                for metric, values in found.metrics.items()
+                for metric, values in by_client.metrics.items()
             },
         }
-        for k, name in enumerate(found.names)
+        for k, name in enumerate(by_client.names)
     ]
 
 
-def worst_first(found: ClientMetrics) -> Int64[np.ndarray, " clients"]:
+def worst_first(by_client: ClientMetrics) -> Int64[np.ndarray, " clients"]:
     """Return the places of clients from the worst by the first metric to the best."""
     # Clients for which it is not defined are last.
-    name, values = next(iter(found.metrics.items()))
+    name, values = next(iter(by_client.metrics.items()))
     return np.argsort(-values if smaller_is_better(name) else values, kind="stable")
 
 
-def plot_clients(found: ClientMetrics, path: str | Path) -> None:
+def plot_clients(by_client: ClientMetrics, path: str | Path) -> None:
     """Draw metrics by client, one panel for each metric, the clients from the worst to the best."""
     # Up to 20 clients have their names beside the first panel; the first metric orders them in all
     # panels. More clients are sorted in each panel.
@@ -129,19 +129,19 @@ def plot_clients(found: ClientMetrics, path: str | Path) -> None:
 
     from fedpax.pictures import COLORS, add_legend, save_picture
 
-    names = list(found.metrics)
-    has_rows = len(found.names) <= MOST_ROWS
-    height = 1.6 + 0.24 * len(found.names) if has_rows else 3.6
+    names = list(by_client.metrics)
+    has_rows = len(by_client.names) <= MOST_ROWS
+    height = 1.6 + 0.24 * len(by_client.names) if has_rows else 3.6
     figure = Figure(
         figsize=(2.2 + 2.6 * len(names), max(height, 2.4)), dpi=150, layout="constrained"
     )
     panels = figure.subplots(1, len(names), sharey=has_rows, squeeze=False)[0]
     for name, axes in zip(names, panels, strict=True):
-        _draw_metric(axes, found, name, has_rows=has_rows)
+        _draw_metric(axes, by_client, name, has_rows=has_rows)
         if has_rows:
             axes.tick_params(axis="y", length=0)
     if has_rows:
-        _name_rows(panels[0], found)
+        _name_rows(panels[0], by_client)
     styles = {"worst": (COLORS[1], "o"), "best": (COLORS[2], "o")}
     handles = [
         Line2D([], [], linestyle="", color=color, marker=marker)
@@ -151,11 +151,11 @@ def plot_clients(found: ClientMetrics, path: str | Path) -> None:
     save_picture(figure, path)
 
 
-def _draw_metric(axes: Axes, found: ClientMetrics, name: str, *, has_rows: bool) -> None:
+def _draw_metric(axes: Axes, by_client: ClientMetrics, name: str, *, has_rows: bool) -> None:
     """Draw one metric: a point for each client, or the sorted values of all clients."""
     from fedpax.pictures import COLORS, note_no_values, short_text, style_panel
 
-    values, spread = found.metrics[name], spread_of(name, found.metrics[name])
+    values, spread = by_client.metrics[name], spread_of(name, by_client.metrics[name])
     style_panel(axes)
     axes.set_title(short_text(name.replace("_", " ")), fontsize=10)
     if spread.worst is None or spread.best is None:
@@ -163,7 +163,7 @@ def _draw_metric(axes: Axes, found: ClientMetrics, name: str, *, has_rows: bool)
         return
     ends = {spread.worst: COLORS[1], spread.best: COLORS[2]}
     if has_rows:
-        order = worst_first(found)
+        order = worst_first(by_client)
         places = np.argsort(order)
         axes.scatter(values, places, s=18, color=COLORS[0], zorder=3)
         for client, color in ends.items():
@@ -182,20 +182,20 @@ def _draw_metric(axes: Axes, found: ClientMetrics, name: str, *, has_rows: bool)
     axes.set_xlabel("% of clients, from the worst")
 
 
-def _name_rows(axes: Axes, found: ClientMetrics) -> None:
+def _name_rows(axes: Axes, by_client: ClientMetrics) -> None:
     """Name the clients of the rows, the worst at the top."""
     from fedpax.pictures import short_text
 
-    order = worst_first(found)
-    axes.set_yticks(range(len(order)), [short_text(found.names[k]) for k in order])
+    order = worst_first(by_client)
+    axes.set_yticks(range(len(order)), [short_text(by_client.names[k]) for k in order])
     axes.set_ylim(len(order) - 0.5, -0.5)
 
 
-def _named(found: ClientMetrics, name: str, client: int | None) -> str:
+def _named(by_client: ClientMetrics, name: str, client: int | None) -> str:
     """Return the cell of a client's value."""
     if client is None:
         return "-"
-    return f"{_cell(found.metrics[name][client])} ({found.names[client]})"
+    return f"{_cell(by_client.metrics[name][client])} ({by_client.names[client]})"
 
 
 def _cell(value: float) -> str:

@@ -187,9 +187,9 @@ def _messages(example: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
 
 def _check_special(messages: Messages, special: re.Pattern[str]) -> None:
     for message in messages:
-        if found := special.search(str(message.get("content", ""))):
+        if match := special.search(str(message.get("content", ""))):
             raise ArgumentError(
-                f"A message ({message['content']!r:.80}) spells {found.group()!r}, a special "
+                f"A message ({message['content']!r:.80}) spells {match.group()!r}, a special "
                 "token. Remove it from the message: it would be read as the end or the beginning "
                 "of a message."
             )

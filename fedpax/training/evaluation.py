@@ -222,12 +222,12 @@ def map_examples(
         )
 
     def run(params: Params) -> Any:
-        found = []
+        outputs = []
         for start in range(0, count, batch_size):
             rows = np.minimum(np.arange(start, start + batch_size), count - 1)
             batch = jax.tree.map(lambda x, rows=rows: x[rows], examples)
-            found.append(jax.device_get(map_batch(params, batch)))
-        return jax.tree.map(lambda *xs: np.concatenate(xs)[:count], *found)
+            outputs.append(jax.device_get(map_batch(params, batch)))
+        return jax.tree.map(lambda *xs: np.concatenate(xs)[:count], *outputs)
 
     return run
 

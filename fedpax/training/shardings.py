@@ -74,16 +74,16 @@ def state_shardings(
     # Trees that hold rows of stacked matrices hold rows of stacked vectors too.
     fragments: set[tuple[Any, ...]] = set()
     for path, leaf in jax.tree.leaves_with_path(state):
-        found = parameter_of(path, leaf)
-        if found and found[1] == 0 and leaf.ndim > 2:
-            fragments.add(found[0])
+        parameter = parameter_of(path, leaf)
+        if parameter and parameter[1] == 0 and leaf.ndim > 2:
+            fragments.add(parameter[0])
 
     def sharding_of(
         path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, *, is_row: bool = False
     ) -> NamedSharding:
-        found = parameter_of(path, leaf)
-        own = tuple(found[2]) if found else ()
-        front = leaf.shape[: found[1]] if found else leaf.shape
+        parameter = parameter_of(path, leaf)
+        own = tuple(parameter[2]) if parameter else ()
+        front = leaf.shape[: parameter[1]] if parameter else leaf.shape
         placed = (is_row and placement in mesh.shape) or (
             divides and front[:1] == (num_participants,)
         )

@@ -134,11 +134,11 @@ class SpikeHistory:
             return math.inf
         return spike_threshold(known[-self._window :], self._deviations)
 
-    def add(self, round_number: int, loss: float, found: bool | None = None) -> bool:
+    def add(self, round_number: int, loss: float, recorded: bool | None = None) -> bool:
         """Add a round; return whether it is a spike."""
         finite = math.isfinite(loss)
         is_spike = not finite or bool(loss > np.float32(self.threshold(round_number)))
-        is_spike = is_spike if found is None else found
+        is_spike = is_spike if recorded is None else recorded
         skipped = is_spike and self.on_spike == "skip"
         spikes, skipped_rounds, non_finite_rounds = self.counts
         self.counts = SpikeCounts(

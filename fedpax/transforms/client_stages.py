@@ -147,13 +147,13 @@ class ClientStage(NamedTuple):
             raise ArgumentError(f"{where} counts a participant twice. Merge each answer once.")
         if not len(indices):
             terms, shown = self.identities(), [None] * len(self.shown)
-        for found, values, noun in (
+        for arrays, values, noun in (
             (terms, self.messages.terms, "terms"),
             (shown, self.messages.shown, "shown values"),
         ):
-            if len(found) != len(values):
+            if len(arrays) != len(values):
                 raise ArgumentError(
-                    f"{where} has {len(found)} {noun}, expected {len(values)}. Send what client() "
+                    f"{where} has {len(arrays)} {noun}, expected {len(values)}. Send what client() "
                     "returns."
                 )
         stored = {

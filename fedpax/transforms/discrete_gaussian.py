@@ -56,14 +56,14 @@ def discrete_gaussian(
     """
     shape = tuple(shape)
     size = math.prod(shape)
-    found = np.empty(size, np.int64)
+    samples = np.empty(size, np.int64)
     done = 0
     while done < size:
         # About every third proposal is accepted.
         accepted = _accepted(stddev, 3 * (size - done) + 8, random)[: size - done]
-        found[done : done + len(accepted)] = accepted
+        samples[done : done + len(accepted)] = accepted
         done += len(accepted)
-    return found.astype(np.int32).reshape(shape)
+    return samples.astype(np.int32).reshape(shape)
 
 
 def _accepted(stddev: float, proposals: int, random: Random) -> NDArray[np.int64]:

@@ -43,18 +43,18 @@ def find_by_name(names: Sequence[str], prefixes: Iterable[str], argument: str) -
         )
     positions: set[int] = set()
     for prefix in prefixes:
-        found = {
+        matches = {
             i
             for i, name in enumerate(names)
             if name == prefix or name.startswith((f"{prefix}.", f"{prefix}["))
         }
-        if not found:
+        if not matches:
             close = difflib.get_close_matches(prefix, names, n=3, cutoff=0.0)
             raise ArgumentError(
                 f"stages(): {argument} names {prefix!r}, which is no argument. The nearest names "
                 f"are {', '.join(map(repr, close))}."
             )
-        positions |= found
+        positions |= matches
     return positions
 
 
@@ -100,8 +100,8 @@ def read_by_server(plan: StreamingPlan, division: Division) -> dict[str, bool]:
             rows = zip(plan.operands(eqn), axes, strict=True)
             by_clients.update(v for v, a in rows if isinstance(v, Var) and a is not None)
     names = {**own, **copies}
-    found = dict.fromkeys(v for v in read if isinstance(v, Var) and v in names)
-    return {names[v]: v in copies and v in by_clients for v in found}
+    named = dict.fromkeys(v for v in read if isinstance(v, Var) and v in names)
+    return {names[v]: v in copies and v in by_clients for v in named}
 
 
 def divide_arguments(

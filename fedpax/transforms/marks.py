@@ -27,13 +27,13 @@ def is_mark(eqn: JaxprEqn, mark: str) -> bool:
 
 def least_masked(jaxpr: Jaxpr) -> int | None:
     """Return the fewest participants that the masked sums of a jaxpr may have; None without any."""
-    found = [
+    least = [
         int(eqn.params["name"].removeprefix(MASKED))
         for eqn in jaxpr.eqns
         if eqn.primitive.name == "name" and str(eqn.params["name"]).startswith(MASKED)
     ]
     inner = [least_masked(inner) for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn)]
-    return max((k for k in (*found, *inner) if k is not None), default=None)
+    return max((k for k in (*least, *inner) if k is not None), default=None)
 
 
 def has_mark(jaxpr: Jaxpr, mark: str) -> bool:

@@ -91,10 +91,10 @@ def one_placement(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, Placement]:
     federated = (e for e in closed.jaxpr.eqns if _is_map(e) or e.primitive in REDUCTIONS)
     placements = list(dict.fromkeys(eqn.params["placement"] for eqn in federated))
     if len(placements) != 1:
-        found = " and ".join(map(str, placements)) or "none"
+        listed = " and ".join(map(str, placements)) or "none"
         raise ArgumentError(
             f"stages() needs a program with maps of one placement at its top level, but this one "
-            f"has {found}. Pass a round with a federated_map()."
+            f"has {listed}. Pass a round with a federated_map()."
         )
     return closed, placements[0]
 
@@ -102,7 +102,7 @@ def one_placement(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, Placement]:
 def store_reads(closed: ClosedJaxpr) -> dict[Var, int]:
     """Return the values that participants read from a client store, and the store's argument."""
     position = {v: i for i, v in enumerate(closed.jaxpr.invars)}
-    found: dict[Var, int] = {}
+    store_of: dict[Var, int] = {}
     for eqn in closed.jaxpr.eqns:
         if not is_mark(eqn, KEPT):
             continue
@@ -119,8 +119,8 @@ def store_reads(closed: ClosedJaxpr) -> dict[Var, int]:
         # The clients' indices have no more axes than the rows of a store of integers.
         stores.sort(key=lambda v: aval_of(v).shape[0] == aval.shape[0])
         if stores:
-            found[state] = position[stores[0]]
-    return found
+            store_of[state] = position[stores[0]]
+    return store_of
 
 
 def divide(
@@ -213,11 +213,11 @@ def divide(
 
 def _unique(names: Sequence[str]) -> tuple[str, ...]:
     """Add a number to names that occur before."""
-    found: dict[str, int] = {}
+    occurrences: dict[str, int] = {}
     numbered = []
     for name in names:
-        found[name] = found.get(name, 0) + 1
-        numbered.append(name if found[name] == 1 else f"{name} ({found[name]})")
+        occurrences[name] = occurrences.get(name, 0) + 1
+        numbered.append(name if occurrences[name] == 1 else f"{name} ({occurrences[name]})")
     return tuple(numbered)
 
 

@@ -60,14 +60,14 @@ def placed_closures(program: ClosedJaxpr, placements: Iterable[Placement]) -> li
     arguments = {
         v: [(name, type_of(v))] for v, name in zip(closed.jaxpr.invars, names, strict=False)
     }
-    found = [
+    closures = [
         closure
         for placement in placements
         for closure in _closures(
             PlacedValues(closed.jaxpr, placement), Names(closed.jaxpr, arguments)
         )
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(closures))
 
 
 def _closures(values: PlacedValues, names: Names) -> Iterator[PlacedClosure]:
@@ -110,11 +110,11 @@ def warn_of_placed_closures(
     source = getattr(source, "__code__", type(source))
     if source in _warned:
         return
-    found = placed_closures(program, placements)
-    if not found:
+    closures = placed_closures(program, placements)
+    if not closures:
         return
     _warned.add(source)
-    texts = "; ".join(closure.describe() for closure in found)
+    texts = "; ".join(closure.describe() for closure in closures)
     warnings.warn(
         f"program {function_name(fn)}: {texts}. Each participant reads the values of all others. "
         "Pass the value to federated_map() as an argument, or pass federated_broadcast(value) if "

@@ -218,8 +218,8 @@ class PlacedValues:
                 entering[i] = axis
         if name == "cond":
             results = tuple(
-                next((axis for axis in found if axis is not None), None)
-                for found in zip(*outs, strict=True)
+                next((axis for axis in axes_of_result if axis is not None), None)
+                for axes_of_result in zip(*outs, strict=True)
             )
         else:
             step = int(name == "scan")
@@ -259,41 +259,41 @@ def bodies_of(eqn: JaxprEqn) -> list[Body] | None:
     every, params = tuple(range(len(eqn.invars))), eqn.params
     match eqn.primitive.name:
         case "scan":
-            found = [(params["jaxpr"], every)]
+            bodies = [(params["jaxpr"], every)]
         case "while":
             condition, body = params["cond_nconsts"], params["body_nconsts"]
             carried = every[condition + body :]
-            found = [
+            bodies = [
                 (params["cond_jaxpr"], (*every[:condition], *carried)),
                 (params["body_jaxpr"], every[condition:]),
             ]
         case "cond":
-            found = [(branch, every[1:]) for branch in params["branches"]]
+            bodies = [(branch, every[1:]) for branch in params["branches"]]
         case name if name in CALLS:
             inner = params[CALLS[name]]
-            found = [(inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ()), every)]
+            bodies = [(inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ()), every)]
         case _:
             return None
-    return [Body(eliminate_dead_code(closed).jaxpr, operands) for closed, operands in found]
+    return [Body(eliminate_dead_code(closed).jaxpr, operands) for closed, operands in bodies]
 
 
 def collectives_of(jaxpr: Jaxpr, axis: str) -> list[JaxprEqn]:
     """Return the collectives of a `shard_map` along a mesh axis."""
-    found = []
+    collectives = []
     for eqn in jaxpr.eqns:
         named = eqn.params.get("axis_name", eqn.params.get("axes", ()))
         names = named if isinstance(named, tuple | list) else (named,)
         if axis in names and eqn.primitive.name not in ("axis_index", "pcast", "pvary"):
-            found.append(eqn)
+            collectives.append(eqn)
         for inner in inner_jaxprs(eqn):
-            found += collectives_of(inner, axis)
-    return found
+            collectives += collectives_of(inner, axis)
+    return collectives
 
 
 def _communicates(jaxpr: Jaxpr, axis: str) -> bool:
     """Return whether the participants of a `shard_map` exchange values, and do nothing else."""
-    found = {eqn.primitive.name for eqn in collectives_of(jaxpr, axis)}
-    return found == {"ppermute"}
+    primitives = {eqn.primitive.name for eqn in collectives_of(jaxpr, axis)}
+    return primitives == {"ppermute"}
 
 
 def _spec_axis(spec: Any, placement: Placement) -> int | None:

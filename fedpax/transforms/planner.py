@@ -90,14 +90,14 @@ def _postpone(
 
 def _run_again(plan: StreamingPlan) -> Iterator[tuple[int, JaxprEqn]]:
     """Yield maps whose results a later phase reads, and the first phase that does."""
-    found = set[int]()
+    repeated = set[int]()
     for phase in sorted(plan.loops):
         for v, _, _ in plan.walk(phase):
             eqn = plan.producer[v].eqn if plan.is_mapped(v) else None
-            if eqn is None or eqn.primitive is not federated_map_p or id(eqn) in found:
+            if eqn is None or eqn.primitive is not federated_map_p or id(eqn) in repeated:
                 continue
             if plan.phase_of(v) < phase:
-                found.add(id(eqn))
+                repeated.add(id(eqn))
                 yield phase, eqn
 
 

@@ -254,9 +254,9 @@ def _call(
     def run(*traced: ArrayTree, **traced_by_name: ArrayTree) -> list[jax.Array]:
         args, kwargs = merge(*traced, **traced_by_name)
         own = (entry._replace(depth=len(enclosing)) for entry in entries)
-        with activate((*enclosing, *own)), collect_sums(eager, check_means) as found:
+        with activate((*enclosing, *own)), collect_sums(eager, check_means) as checked_sums:
             out = fn(*args, **kwargs)
-        sums[:] = found
+        sums[:] = checked_sums
         outputs, out_tree = jax.tree.flatten_with_path(out)
         out_trees.append(out_tree)
         results = [

@@ -88,11 +88,11 @@ def _replaced(
 ) -> tuple[int | None, ...]:
     """Return, for each result, the position of the argument whose place it takes, or None."""
     results = list(out) if type(out) in (tuple, list) else [out]
-    found: list[int | None] = []
+    replaced: list[int | None] = []
     first = 0
     for position, result in enumerate(results):
         count = len(jax.tree.leaves(result))
-        kinds = [(a.shape, a.dtype) for a in out_types[len(found) : len(found) + count]]
+        kinds = [(a.shape, a.dtype) for a in out_types[len(replaced) : len(replaced) + count]]
         own = range(first, first)
         same = False
         if position < len(avals):
@@ -101,5 +101,5 @@ def _replaced(
             same = structure(result) == structure(avals[position])
         first = own.stop
         same = same and kinds == [(types[i].shape, types[i].dtype) for i in own]
-        found += own if same else [None] * count
-    return tuple(found)
+        replaced += own if same else [None] * count
+    return tuple(replaced)

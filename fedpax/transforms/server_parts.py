@@ -52,8 +52,8 @@ class ServerParts:
         wanted: list[Atom] = [*self._on_demand(part)]
         for eqn in self.plan.server.get(part, ()):
             wanted += self.plan.operands(eqn)
-        found = dict.fromkeys(source for v in wanted for source in self._sources(v))
-        return [v for v in found if v not in self._computed(part)]
+        sources = dict.fromkeys(source for v in wanted for source in self._sources(v))
+        return [v for v in sources if v not in self._computed(part)]
 
     def _results(self, part: int) -> list[Var]:
         """Return the values of a part that other parts or loops need, or the program returns."""
@@ -76,8 +76,8 @@ class ServerParts:
             wanted += self.plan.loop_inputs(part)[0]
         if part == self.number - 1:
             wanted += self.outputs
-        found = dict.fromkeys(v for v in wanted if isinstance(v, Var))
-        return [v for v in found if list(self._sources(v)) != [v]]
+        values = dict.fromkeys(v for v in wanted if isinstance(v, Var))
+        return [v for v in values if list(self._sources(v)) != [v]]
 
     def _computed(self, part: int) -> set[Var]:
         reductions = self.plan.reductions.get(part - 1, ())

@@ -61,13 +61,13 @@ def has_store_access(jaxpr: Jaxpr) -> bool:
 
 def row_accesses(plan: StreamingPlan) -> list[RowAccess] | None:
     """Return the accesses that loops make themselves; None if they do not cover all accesses."""
-    accesses = [eqn for eqn in plan.jaxpr.eqns if is_store_access(eqn)]
-    reads = [eqn for eqn in accesses if eqn.params["name"] == READ_CLIENTS]
-    writes = [eqn for eqn in accesses if eqn.params["name"] == WRITE_CLIENTS]
+    candidates = [eqn for eqn in plan.jaxpr.eqns if is_store_access(eqn)]
+    reads = [eqn for eqn in candidates if eqn.params["name"] == READ_CLIENTS]
+    writes = [eqn for eqn in candidates if eqn.params["name"] == WRITE_CLIENTS]
     is_explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
     if is_explicit or mesh_axis(plan.placement) is not None or len(reads) != len(writes):
         return None
-    found = []
+    accesses = []
     for write in writes:
         count = len(write.outvars)
         location = plan.operands(write)[: count + 2]
@@ -79,8 +79,8 @@ def row_accesses(plan: StreamingPlan) -> list[RowAccess] | None:
         access = _access(plan, matching[0], write) if len(matching) == 1 else None
         if access is None:
             return None
-        found.append(access)
-    return found
+        accesses.append(access)
+    return accesses
 
 
 def _access(plan: StreamingPlan, read: JaxprEqn, write: JaxprEqn) -> RowAccess | None:

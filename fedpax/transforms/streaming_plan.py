@@ -114,12 +114,12 @@ class StreamingPlan:
 
     def computed(self, phase: int) -> list[Unstacked]:
         """Return the equations that the loop of a phase runs, in the order of the jaxpr."""
-        found = {
+        unstacked_of = {
             id(unstacked.eqn): unstacked
             for _, _, unstacked in self.walk(phase)
             if unstacked is not None
         }
-        return [found[id(eqn)] for eqn in self.jaxpr.eqns if id(eqn) in found]
+        return [unstacked_of[id(eqn)] for eqn in self.jaxpr.eqns if id(eqn) in unstacked_of]
 
     def maps(self, phase: int) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
         """Return the maps of a loop: its own, and the rematerialized maps of earlier phases."""

@@ -58,11 +58,11 @@ class Names:
         elif name in SAME_VALUE or eqn.primitive is federated_broadcast_p:
             self._copy(eqn.outvars[0], eqn.invars[0])
         else:
-            found: dict[str, str] = {}
+            names: dict[str, str] = {}
             for operand in eqn.invars:
                 if isinstance(operand, Var):
-                    found |= self.sources.get(operand, {})
-            self.sources |= {v: found for v in eqn.outvars}
+                    names |= self.sources.get(operand, {})
+            self.sources |= {v: names for v in eqn.outvars}
 
     def _set(self, v: Var, name: str) -> None:
         self.sources[v] = {name: type_of(v)}
@@ -85,18 +85,18 @@ class Names:
 
     def of_placed(self, v: Atom) -> str:
         """Return the name of the value that a placed value is computed from."""
-        found = self.sources.get(v, {}) if isinstance(v, Var) else {}
-        same = [name for name, kind in found.items() if kind == type_of(v)]
-        return next(iter([*same, *found]), CONSTANT)
+        names = self.sources.get(v, {}) if isinstance(v, Var) else {}
+        same = [name for name, kind in names.items() if kind == type_of(v)]
+        return next(iter([*same, *names]), CONSTANT)
 
     def inside(self, jaxpr: Jaxpr, operands: Sequence[Atom]) -> Names:
         """Name the values of a jaxpr inside an equation, given the operands that it takes."""
         arguments = {}
         for v, operand in zip(jaxpr.invars, operands, strict=True):
-            found = self.sources.get(operand, {}) if isinstance(operand, Var) else {}
+            names = self.sources.get(operand, {}) if isinstance(operand, Var) else {}
             if self._is_exact(operand):  # whatever its type, which a loop over its rows changes
-                found = {self.of_placed(operand): type_of(v)}
-            arguments[v] = list(found.items())
+                names = {self.of_placed(operand): type_of(v)}
+            arguments[v] = list(names.items())
         return Names(jaxpr, arguments)
 
 

@@ -75,8 +75,8 @@ def wire(
         needed = [*server.inputs[index]]
         if is_last:
             computed = server.results[index]
-            found = (v for v in outputs if isinstance(v, Var) and v not in computed)
-            needed = list(dict.fromkeys([*needed, *found]))
+            read = (v for v in outputs if isinstance(v, Var) and v not in computed)
+            needed = list(dict.fromkeys([*needed, *read]))
         given = [v for v in needed if not (is_first and v in fixed)]
 
         def run(*flat: Any) -> list[Any]:

@@ -96,7 +96,7 @@ def find_files(patterns: Sequence[str], split: str | None) -> list[DataFile]:
     A part of a path that exists as it is written stands for itself. `{client}` and `{label}` match
     any text within a part of the path.
     """
-    found: dict[str, DataFile] = {}
+    data_files: dict[str, DataFile] = {}
     for pattern in patterns:
         matches = [file for file in _find(pattern, split) if is_url(file.path) or _is_file(file)]
         if not matches:
@@ -104,8 +104,8 @@ def find_files(patterns: Sequence[str], split: str | None) -> list[DataFile]:
                 f"No file matches {pattern!r}. Quote a pattern on the command line, and check it "
                 "with ls; {client}, {label} and {split} each stand for a part of the path."
             )
-        found |= {absolute(file.path): file for file in matches}
-    return sorted(found.values(), key=lambda file: file.path)
+        data_files |= {absolute(file.path): file for file in matches}
+    return sorted(data_files.values(), key=lambda file: file.path)
 
 
 def absolute(path: str) -> str:
@@ -139,7 +139,7 @@ def _find(pattern: str, split: str | None) -> list[DataFile]:
 
         with _bucket_errors(pattern):
             system, path = fsspec.core.url_to_fs(plain)
-            paths = [system.unstrip_protocol(found) for found in system.glob(path)]
+            paths = [system.unstrip_protocol(match) for match in system.glob(path)]
     else:
         paths = [str(path) for path in find_paths(plain)]
     if not PLACEHOLDER.search(tail):
@@ -177,8 +177,8 @@ class _Part:
         """Match a part of a path, and add its placeholders to `fields`; they must agree."""
         if not self._names:
             return True  # glob has matched it
-        found = self._expression.fullmatch(text)
-        if found is None or any(fields.get(k, v) != v for k, v in found.groupdict().items()):
+        match = self._expression.fullmatch(text)
+        if match is None or any(fields.get(k, v) != v for k, v in match.groupdict().items()):
             return False
-        fields |= found.groupdict()
+        fields |= match.groupdict()
         return True

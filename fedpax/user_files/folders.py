@@ -92,8 +92,8 @@ def _names(path: Path, field: str, of: str | None = None) -> list[str]:
 
 def _data_files(folder: Path) -> list[Path]:
     for suffix in _SUFFIXES:
-        if found := sorted(path for path in folder.rglob(f"*{suffix}") if path.is_file()):
-            return [path for path in found if not _is_hidden(path.relative_to(folder))]
+        if paths := sorted(path for path in folder.rglob(f"*{suffix}") if path.is_file()):
+            return [path for path in paths if not _is_hidden(path.relative_to(folder))]
     return []
 
 
@@ -103,8 +103,8 @@ def _is_hidden(path: Path) -> bool:
 
 def _split_of(path: Path) -> str:
     """Return the split of a file, such as data/test-00000-of-00001.parquet or dev/0.parquet."""
-    if found := _SHARD.match(path.stem):
-        return found["split"]
+    if match := _SHARD.match(path.stem):
+        return match["split"]
     words = [word for part in path.with_suffix("").parts for word in re.split(r"[^a-z]+", part)]
     for split, keywords in _KEYWORDS.items():
         if any(word in keywords for word in words):

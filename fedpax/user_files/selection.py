@@ -44,9 +44,9 @@ def select_files(
         raise ArgumentError(_expected(files))
     patterns = [os.fspath(file) for file in files]
     name = ",".join(patterns)
-    found, names_split = _find(patterns, options)
+    data_files, names_split = _find(patterns, options)
     check_split(name, options._replace(split="train") if names_split else options)
-    in_path = {field for file in found for field in file.fields}
+    in_path = {field for file in data_files for field in file.fields}
     kept = [c for c in (options.client, options.label) if c is not None and c not in in_path]
     read_options = ReadOptions(
         tuple(dict.fromkeys([*options.columns, *kept])) if options.columns else (),
@@ -54,7 +54,7 @@ def select_files(
         options.delimiter,
         options.image_size,
     )
-    return Selection(name, _group(found), read_options, names_split)
+    return Selection(name, _group(data_files), read_options, names_split)
 
 
 def _expected(files: object) -> str:
@@ -87,16 +87,16 @@ def check_split(name: str, options: LoadOptions) -> None:
 
 
 def _arrow_types(types: Mapping[str, str] | None) -> dict[str, pa.DataType]:
-    found = {}
+    arrow_types = {}
     for column, text in (types or {}).items():
         try:
-            found[column] = pa.type_for_alias(text)
+            arrow_types[column] = pa.type_for_alias(text)
         except ValueError:
             raise ArgumentError(
                 f"types: {text!r} of column {column!r} is no type of Arrow, expected one such as "
                 "string, int64, float32, bool, date32 or timestamp[s]."
             ) from None
-    return found
+    return arrow_types
 
 
 def _find(patterns: Sequence[str], options: LoadOptions) -> tuple[list[DataFile], bool]:
@@ -116,8 +116,8 @@ def _find(patterns: Sequence[str], options: LoadOptions) -> tuple[list[DataFile]
         with contextlib.suppress(ValueError):  # the folder has no such split
             return find_in_folder(folder, split)
         split = "train"
-    found, names_split = find_in_folder(folder, split)
-    return found, names_split and not options.heldout_fraction
+    data_files, names_split = find_in_folder(folder, split)
+    return data_files, names_split and not options.heldout_fraction
 
 
 def _group(files: Sequence[DataFile]) -> list[list[DataFile]]:

@@ -82,9 +82,9 @@ def sort_tables(
 
 def _bytes(memory: str) -> int:
     """Return the number of bytes of an amount such as "4GB" or "512MiB"."""
-    found = re.fullmatch(MEMORY, memory)
-    assert found is not None  # it has been checked
-    number, prefix, binary = found.groups()
+    match = re.fullmatch(MEMORY, memory)
+    assert match is not None  # it has been checked
+    number, prefix, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(prefix) + 1))
 
 

@@ -199,8 +199,8 @@ class ClientNames(Sequence[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         """Return a name, or a list of them for a slice."""
-        found = self._names[index]
-        return found.to_pylist() if isinstance(index, slice) else found.as_py()
+        names = self._names[index]
+        return names.to_pylist() if isinstance(index, slice) else names.as_py()
 
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented

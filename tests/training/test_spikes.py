@@ -101,8 +101,8 @@ def test_skipped_losses_do_not_enter_the_window_and_too_many_in_a_row_raise() ->
 
 def test_what_the_devices_found_counts() -> None:
     target = history(on_spike="skip")
-    assert target.add(1, 1.0, found=True)
-    assert not target.add(2, 1.0, found=False)
+    assert target.add(1, 1.0, recorded=True)
+    assert not target.add(2, 1.0, recorded=False)
     assert target.counts == (1, 1, 0)
 
 

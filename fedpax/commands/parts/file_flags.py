@@ -65,9 +65,9 @@ def _pair(text: str) -> tuple[str, str]:
 def _size(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
-    if found is None:
+    size = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if size is None:
         raise UsageError(
             f"--image_size={text}, expected HEIGHTxWIDTH. Set for example --image_size=32x32."
         )
-    return int(found[1]), int(found[2])
+    return int(size[1]), int(size[2])

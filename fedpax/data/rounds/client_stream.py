@@ -124,11 +124,11 @@ class CohortRounds:
         """
         ids = np.asarray(client_ids, np.int64)
         present = np.flatnonzero(ids >= 0)
-        found = self._locate(ids[present])
+        rows_of_present = self._locate(ids[present])
         sizes = np.zeros(len(ids), np.int64)
-        sizes[present] = found.sizes
+        sizes[present] = rows_of_present.sizes
         place = np.cumsum(ids >= 0) - 1
-        located = _Located(sizes, lambda row, k: found.indices(place[row], k))
+        located = _Located(sizes, lambda row, k: rows_of_present.indices(place[row], k))
         return self._read_rows(round_number, ids, located)
 
     def _locate(self, client_ids: NDArray[np.int64]) -> _Located:

@@ -110,12 +110,12 @@ def agree_on_table(
     for name in dict.fromkeys(c["name"] for d in descriptions for c in d["columns"]):
         treatment = _agree_on_kind(name, descriptions)
         if treatment.kind == "category":
-            found, other = _merge_categories(name, descriptions, treatment, min_clients)
-            if treatment.values is None and len(found) + other > max_categories:
+            values, other = _merge_categories(name, descriptions, treatment, min_clients)
+            if treatment.values is None and len(values) + other > max_categories:
                 words = f"text of more than {max_categories} distinct values"
                 treatment = Treatment(name, "left_out", None, reason=words)
             else:
-                categories[name] = found, other
+                categories[name] = values, other
         treatments.append(treatment)
     missing = {name for d in descriptions for name in d["missing"]}
     # A site without a column misses all of its values.
@@ -137,11 +137,11 @@ def _treatment(fields: Json) -> Treatment:
 
 
 def _agree_on_kind(name: str, descriptions: Sequence[Json]) -> Treatment:
-    found = [_treatment(c) for d in descriptions for c in d["columns"] if c["name"] == name]
-    with_values = [t for t in found if t.reason != "no values"]
+    treatments = [_treatment(c) for d in descriptions for c in d["columns"] if c["name"] == name]
+    with_values = [t for t in treatments if t.reason != "no values"]
     kinds = {t.kind for t in with_values}
     if not kinds:
-        return found[0]
+        return treatments[0]
     if kinds == {"category", "left_out"}:  # a text of too many values at some sites
         return next(t for t in with_values if t.kind == "left_out")
     if len({t[1:5] for t in with_values}) > 1:
@@ -163,8 +163,8 @@ def _merge_categories(
     for each in told:
         for value, count in each.get("values", {}).items():
             having[value] = having.get(value, 0) + count
-    found = tuple(sorted(value for value, count in having.items() if count >= min_clients))
-    return found, len(found) < len(having)
+    values = tuple(sorted(value for value, count in having.items() if count >= min_clients))
+    return values, len(values) < len(having)
 
 
 def _agree_on_label(

@@ -101,24 +101,24 @@ def parse_treatment(text: str) -> Treatment:
         >>> parse_treatment("sex=category(f|m)").values
         ('f', 'm')
     """
-    found = _FORM.fullmatch(text)
-    kind: Any = found["kind"] if found else None
-    if found is None or kind not in get_args(Kind):
+    match = _FORM.fullmatch(text)
+    kind: Any = match["kind"] if match else None
+    if match is None or kind not in get_args(Kind):
         raise ArgumentError(
             f"data.columns has {text!r}, expected NAME=KIND with KIND one of "
             f"{', '.join(get_args(Kind))}. Set for example --data.columns age=number "
             "zip=left_out 'sex=category(f|m)' 'weight=number(0..300):error'."
         )
-    missing: Any = found["missing"] or _DEFAULT_MISSING[kind]
+    missing: Any = match["missing"] or _DEFAULT_MISSING[kind]
     allowed = {_DEFAULT_MISSING[kind], "error"} - ({"error"} if kind == "left_out" else set())
     if missing not in allowed:
         words = " or ".join(sorted(map(str, allowed))) if kind != "left_out" else "nothing"
         raise ArgumentError(
             f"data.columns has {text!r}: a missing value of a {kind} becomes {words}, not "
-            f"{missing}. Set --data.columns {found['name']}={kind}."
+            f"{missing}. Set --data.columns {match['name']}={kind}."
         )
-    treatment = Treatment(found["name"], kind, missing)
-    inner = found["inner"]
+    treatment = Treatment(match["name"], kind, missing)
+    inner = match["inner"]
     if inner is None:
         return treatment
     if kind == "category":
@@ -195,7 +195,7 @@ def infer_treatments(
                 "not features."
             )
     exact = {treatment.name: treatment for treatment in parsed}
-    found = []
+    treatments = []
     for name, values in table.items():
         column = arrow_column(values)
         treatment = exact.get(name) or next(
@@ -205,8 +205,8 @@ def infer_treatments(
             treatment = _infer(name, column, max_categories)
         else:
             _check_kind(treatment, column)
-        found.append(treatment)
-    return tuple(found)
+        treatments.append(treatment)
+    return tuple(treatments)
 
 
 def _matches(pattern: str, name: str) -> bool:

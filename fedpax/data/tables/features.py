@@ -46,11 +46,11 @@ class FittedColumn:
         """The names of the column's features, in order."""
         name = self.treatment.name
         if self.treatment.kind == "category":
-            found = [f"{name}={value}" for value in self.categories]
-            found += [f"{name} is another"] * self.has_other
+            names = [f"{name}={value}" for value in self.categories]
+            names += [f"{name} is another"] * self.has_other
         else:
-            found = [name]
-        return tuple(found + [f"{name} is missing"] * self.has_missing)
+            names = [name]
+        return tuple(names + [f"{name} is missing"] * self.has_missing)
 
     def encode(self, values: Any) -> Float32[np.ndarray, "examples features"]:
         """Return the features of some examples.
@@ -65,17 +65,17 @@ class FittedColumn:
         column = arrow_column(values)
         missing = checked_missing(self.treatment, column)
         if self.treatment.kind == "category":
-            found = self._one_hot(*encode_texts(column))
+            features = self._one_hot(*encode_texts(column))
         elif self.treatment.kind == "boolean":
-            found = [np.where(missing, 0, _booleans(self.treatment.name, column))]
+            features = [np.where(missing, 0, _booleans(self.treatment.name, column))]
         else:
             x = bounded_numbers(self.treatment, column)
-            found = [np.where(missing, 0, (x - self.mean) / self.scale)]
+            features = [np.where(missing, 0, (x - self.mean) / self.scale)]
         if self.has_missing:
-            found = [*found, missing]
-        if not found:
+            features = [*features, missing]
+        if not features:
             return np.zeros((len(column), 0), np.float32)
-        return np.stack(found, axis=1).astype(np.float32)
+        return np.stack(features, axis=1).astype(np.float32)
 
     def _one_hot(
         self, distinct: Sequence[str], codes: Int[np.ndarray, " examples"]
@@ -114,13 +114,13 @@ class TableFeatures:
             ValueError: a value is missing and its treatment is "error", or a number is too large.
         """
         size = len(next(iter(table.values())))
-        found = [
+        encoded = [
             column.encode(
                 table[name] if (name := column.treatment.name) in table else [None] * size
             )
             for column in self.columns
         ]
-        return np.concatenate(found, axis=1) if found else np.zeros((size, 0), np.float32)
+        return np.concatenate(encoded, axis=1) if encoded else np.zeros((size, 0), np.float32)
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return the columns as JSON values, from which `from_json` makes an equal object."""
@@ -344,5 +344,5 @@ def _fit_categories(
     count = max(len(distinct), 1)
     pairs = np.unique(clients[present] * count + codes[present])
     having = np.bincount(pairs % count, minlength=len(distinct))
-    found = [value for value, n in zip(distinct, having, strict=False) if n >= min_clients]
-    return tuple(sorted(found)), len(found) < len(distinct)
+    kept = [value for value, n in zip(distinct, having, strict=False) if n >= min_clients]
+    return tuple(sorted(kept)), len(kept) < len(distinct)

@@ -151,8 +151,8 @@ def infer_label(
     if treatment is not None and treatment.values is not None:
         classes = treatment.values
     else:
-        found, _ = encode_texts(column)
-        classes = tuple(sorted(found, key=_order if is_number(column.type) else str))
+        texts, _ = encode_texts(column)
+        classes = tuple(sorted(texts, key=_order if is_number(column.type) else str))
     if len(classes) < min_classes:
         raise ArgumentError(
             f"The label {name!r} has {len(classes)} distinct values, expected at least "

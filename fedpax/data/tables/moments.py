@@ -97,8 +97,8 @@ def federated_moments(
         try:
             scaling = steps.send(combined)
         except StopIteration as end:
-            found: Moments = end.value
-            return found
+            moments: Moments = end.value
+            return moments
         averages = client_averages(scaling.apply(values), clients, counts)
         aggregate = jax.jit(averages_program(num_clients, aggregator, scaling.factor))
         combined = aggregate(averages, np.float32(counts))
@@ -139,10 +139,10 @@ def moments_steps(
     if bounds is not None:
         center, half = bounds.mean(axis=1), np.diff(bounds, axis=1)[:, 0] / 2
         factor = 1.0 if limit is None else limit(3 * num_columns)
-        found = _moments((yield Scaling(center, half, bounds[:, 0], bounds[:, 1], factor)))
+        scaled = _moments((yield Scaling(center, half, bounds[:, 0], bounds[:, 1], factor)))
         # Noise can move them out of the values that they can have.
-        average = np.clip(found.mean, -1, 1)
-        variance = np.clip(found.variance, least_deviation**2, 1)
+        average = np.clip(scaled.mean, -1, 1)
+        variance = np.clip(scaled.variance, least_deviation**2, 1)
         return Moments(center + half * average, half**2 * variance)
     zeros, ones = np.zeros(num_columns), np.ones(num_columns)
     rough = _moments((yield Scaling(zeros, ones, None, None, 1.0))).mean

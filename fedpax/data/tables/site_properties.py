@@ -43,11 +43,11 @@ def table_properties(description: Mapping[str, Any]) -> dict[str, str]:
     stated, is_number = fields.get("stated"), description["number"]
     _check(type(stated) is bool and type(is_number) is bool, "label", fields)
     label = checked_label({name: value for name, value in fields.items() if name != "stated"})
-    found = {LABEL: label.name, CLASSES: "|".join(label.classes) if stated else "none"}
+    properties = {LABEL: label.name, CLASSES: "|".join(label.classes) if stated else "none"}
     if label.task == "regression":
-        found[KIND] = NUMBERS
+        properties[KIND] = NUMBERS
     elif not is_number:
-        found[KIND] = "classes that are text"
+        properties[KIND] = "classes that are text"
     elif not stated:
         _check(all(map(_is_number, label.classes)), "classes", label.classes)
     columns = description["columns"]
@@ -58,7 +58,7 @@ def table_properties(description: Mapping[str, Any]) -> dict[str, str]:
     _check_categories(description["categories"], treatments)
     missing = description["missing"]
     _check(isinstance(missing, list) and set(missing) <= treatments.keys(), "missing", missing)
-    return found | {
+    return properties | {
         column_property(t.name): describe_kind(t)
         for t in treatments.values()
         if t.reason != "no values"

@@ -105,10 +105,10 @@ def _check_schema(file: DataFile, options: ReadOptions, schema: pa.Schema) -> No
 
 
 def _check_delimiter(delimiter: str, name: str) -> None:
-    if found := [c for c in ";\t|" if c in name]:
+    if delimiters := [c for c in ";\t|" if c in name]:
         raise ArgumentError(
             f"it has one column, {name!r}, which delimiter={delimiter!r} does not divide. Set "
-            f"delimiter={found[0]!r}"
+            f"delimiter={delimiters[0]!r}"
         )
 
 
@@ -121,9 +121,9 @@ def _recode(encoding: str, file: DataFile) -> str:
 
 def _column_of(error: Exception, file: DataFile, options: ReadOptions) -> str | None:
     """Return the column that pyarrow could not convert, or None for another error."""
-    found = re.search(r"In CSV column #(\d+)", str(error))
-    if found is None:
+    match = re.search(r"In CSV column #(\d+)", str(error))
+    if match is None:
         return None
     with file.open() as opened:
         reader = csv.open_csv(opened, **_options(file, options, options.types, use_threads=True))
-        return str(reader.schema.names[int(found[1])])
+        return str(reader.schema.names[int(match[1])])

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from sites.rounds.federation import run
@@ -13,6 +14,7 @@ from fedpax.sites.rounds.update_rows import UpdateRows
 from fedpax.transforms.client_stages import Value
 
 VALUES = [Value("x", (3, 50), np.dtype(np.float32)), Value("here", (), np.dtype(np.bool_))]
+HALF = Value("half", (2,), np.dtype(ml_dtypes.bfloat16))
 
 
 @pytest.mark.parametrize("limit", [1, 2000, 1 << 26], ids=["files", "a file", "memory"])
@@ -22,12 +24,13 @@ def test_rows_have_the_places_of_their_clients(
     monkeypatch.setattr(update_rows, "LARGEST_IN_MEMORY", limit)
     random = np.random.default_rng(0)
     x, here = np.float32(random.normal(size=(5, 3, 50))), np.ones(5, bool)
-    with UpdateRows(VALUES, 6, tmp_path) as rows:
-        rows.add([4, 0], [x[:2], here[:2]])
-        rows.add([2, 5, 1], [x[2:], here[2:]])
+    half = random.normal(size=(5, 2)).astype(ml_dtypes.bfloat16)
+    with UpdateRows([*VALUES, HALF], 6, tmp_path) as rows:
+        rows.add([4, 0], [x[:2], here[:2], half[:2]])
+        rows.add([2, 5, 1], [x[2:], here[2:], half[2:]])
         found, places = rows.finish()
     assert places == (list(range(6)) if limit < 1 << 26 else [4, 0, 2, 5, 1])
-    for one, values in zip(found, (x, here), strict=True):
+    for one, values in zip(found, (x, here, half), strict=True):
         placed = np.zeros((6, *values.shape[1:]), values.dtype)
         placed[[4, 0, 2, 5, 1]] = values
         np.testing.assert_array_equal(one, placed if limit < 1 << 26 else values)

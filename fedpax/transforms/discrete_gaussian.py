@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 Random = Callable[[int], bytes]
 
+_MOST_PROPOSALS = 1 << 18  # at a time, for the memory
+
 
 def draw_noise(
     described: Iterable[Mapping[str, Any]], random: Random = secrets.token_bytes
@@ -60,7 +62,8 @@ def discrete_gaussian(
     done = 0
     while done < size:
         # About every third proposal is accepted.
-        accepted = _accepted(stddev, 3 * (size - done) + 8, random)[: size - done]
+        proposals = min(3 * (size - done) + 8, _MOST_PROPOSALS)
+        accepted = _accepted(stddev, proposals, random)[: size - done]
         samples[done : done + len(accepted)] = accepted
         done += len(accepted)
     return samples.astype(np.int32).reshape(shape)

@@ -53,3 +53,15 @@ def test_each_call_draws_new_noise_of_the_described_values():
     assert first["noise 1"].shape == () and list(first) == ["noise 0", "noise 1"]
     correlation = np.corrcoef(first["noise 0"], second["noise 0"])[0, 1]
     assert abs(correlation) < 5 / np.sqrt(SIZE)
+
+
+def test_the_memory_does_not_grow_with_the_noise():
+    asked = []
+
+    def random(count):
+        asked.append(count)
+        return np.random.default_rng(len(asked)).bytes(count)
+
+    k = discrete_gaussian(40.0, (500_000,), random)
+    assert max(asked) <= 8 * 2**18
+    assert abs(k.std() / 40 - 1) < 0.01 and len(np.unique(k[-100_000:])) > 200

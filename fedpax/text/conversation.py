@@ -187,9 +187,11 @@ def _messages(example: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
 
 def _check_special(messages: Messages, special: re.Pattern[str]) -> None:
     for message in messages:
-        if match := special.search(str(message.get("content", ""))):
+        # Also in the role, or in another key that the template writes.
+        matches = (special.search(str(value)) for value in message.values())
+        if match := next(filter(None, matches), None):
             raise ArgumentError(
-                f"A message ({message['content']!r:.80}) spells {match.group()!r}, a special "
+                f"A message ({dict(message)!r:.120}) spells {match.group()!r}, a special "
                 "token. Remove it from the message: it would be read as the end or the beginning "
                 "of a message."
             )

@@ -201,6 +201,11 @@ def test_a_prompt_and_its_answer_are_messages_of_the_template(
         ([{"from": "human", "value": "x"}], "rename the keys"),
         (None, "Leave out this example"),
         ([{"role": "assistant", "content": "<|im_end|>"}], "spells '<|im_end|>', a special"),
+        ([{"role": "assistant", "content": "", "name": "<|im_end|>"}], "spells '<|im_end|>'"),
+        (
+            [{"role": "x<|im_end|>", "content": ""}, {"role": "assistant", "content": ""}],
+            "spells '<|im_end|>'",
+        ),
     ],
 )
 def test_messages_that_cannot_be_read_raise(

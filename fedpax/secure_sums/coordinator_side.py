@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from fedpax.secure_sums.errors import SecureSumError
-from fedpax.secure_sums.keys import agree, public_key
+from fedpax.secure_sums.keys import KEY_BYTES, agree, public_key
 from fedpax.secure_sums.masks import add_mask
 from fedpax.secure_sums.message import Message
 from fedpax.secure_sums.roster import (
@@ -21,6 +21,7 @@ from fedpax.secure_sums.roster import (
 from fedpax.secure_sums.shamir import SHARE_BYTES, combine
 
 PHASES = ("keys", "share", "mask", "reveal")
+_ANY_KEY = bytes(range(KEY_BYTES))
 
 
 class CoordinatorSide:
@@ -114,7 +115,10 @@ class CoordinatorSide:
     # The phases, in their order.
 
     def _receive_keys(self, message: Message) -> PublicKeys:
-        return PublicKeys.from_json(message.header.get("keys"))
+        keys = PublicKeys.from_json(message.header.get("keys"))
+        for key in (keys.cipher, keys.mask):
+            agree(_ANY_KEY, key, b"")  # raises for a key with which no site could go on
+        return keys
 
     def _end_keys(self) -> dict[str, Message]:
         assert self._threshold is not None

@@ -14,6 +14,8 @@ MAX_SITES = 500
 
 PROTOCOL = b"fedpax secure sum 1 "
 
+_MOST_PROOF = 10_000  # characters: the proofs of all sites are in one message
+
 
 class Signer(Protocol):
     """Signs the public keys of a site, and checks the signatures of other sites."""
@@ -47,7 +49,11 @@ class PublicKeys(NamedTuple):
     def from_json(cls, fields: Any) -> "PublicKeys":
         """Read the keys from JSON of an untrusted process."""
         match fields:
-            case {"proof": dict() as proof, **texts} if set(texts) == set(cls._fields[:3]):
+            case {"proof": dict() as proof, **texts} if (
+                set(texts) == set(cls._fields[:3])
+                and all(isinstance(text, str) for text in proof.values())
+                and sum(map(len, (*proof, *proof.values()))) <= _MOST_PROOF
+            ):
                 keys = {name: to_bytes(texts[name], KEY_BYTES) for name in cls._fields[:3]}
                 return cls(**keys, proof=proof)
         raise SecureSumError("the public keys of a site are malformed")

@@ -11,7 +11,7 @@ from secure_sum_runs import NAMES, make_sites, random_values
 
 from fedpax.secure_sums import CoordinatorSide, Message, SecureSumError, SiteSide
 from fedpax.secure_sums.keys import public_key
-from fedpax.secure_sums.roster import commit, read_roster, to_bytes
+from fedpax.secure_sums.roster import commit, read_roster, to_bytes, to_text
 from fedpax.secure_sums.shamir import SHARE_BYTES, combine
 from fedpax.sites.signed_keys import CertificateSigner
 from fedpax.sites.transport.certificates import make_certificates, read_certificates
@@ -219,10 +219,20 @@ def test_a_coordinator_cannot_pose_as_a_site(tmp_path: Path) -> None:
 # Sites that do not keep to the protocol.
 
 
+def with_keys(**changed: Any) -> Message:
+    """The first answer of a site, with other keys."""
+    header = SiteSide("a", "s", {}).answer(None).header
+    return Message({**header, "keys": {**header["keys"], **changed}})
+
+
 @pytest.mark.parametrize(
     ("phase", "message", "words"),
     [
         (0, Message({"phase": "keys"}), "keys of a site are malformed"),
+        (0, with_keys(cipher=to_text(bytes(32))), "not one of X25519"),
+        (0, with_keys(mask=to_text(bytes(32))), "not one of X25519"),
+        (0, with_keys(proof={"text": "x" * 10_001}), "keys of a site are malformed"),
+        (0, with_keys(proof={"list": [[]]}), "keys of a site are malformed"),
         (0, Message({"phase": "x"}), "sends the phase 'x'"),
         (1, Message({"phase": "share", "shares": {"x": "A"}}), "shares of a site are malformed"),
         (1, Message({"phase": "share", "shares": {"a": 1}}), "shares of a site are malformed"),

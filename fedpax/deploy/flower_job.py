@@ -22,6 +22,7 @@ from fedpax.deploy.flower_files import PACKAGE, RESULTS, write_app
 from fedpax.deploy.round_program import Settings, pack_program
 from fedpax.errors import FedpaxError, MissingPackageError
 
+_LEVEL = re.compile(r"[^A-Za-z]*INFO[^A-Za-z]*")
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 _TAIL = 2000  # characters of Flower's output in an error
 
@@ -107,8 +108,8 @@ def _read_results(command: Sequence[str], tell: Callable[[str], None]) -> dict[s
             assert process.stdout is not None
             for line in process.stdout:
                 line = _COLORS.sub("", line)
-                _, mark, content = line.partition(RESULTS)
-                if mark:
+                before, mark, content = line.partition(RESULTS)
+                if mark and _LEVEL.fullmatch(before):  # not the text of a node, in a warning
                     results = json.loads(content)
                     continue
                 lines.append(line)

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedpax.deploy.packets import Packet
+from fedpax.deploy.packets import Packet, one_line
 from fedpax.deploy.values import decode_values, encode_values
-from fedpax.errors import ArgumentError
+from fedpax.files import check_nesting
 from fedpax.secure_sums.errors import SecureSumError
 from fedpax.secure_sums.message import Message
 from fedpax.secure_sums.words import WORDS, NotSummableError, from_words, to_words
@@ -58,7 +58,8 @@ class NodeSums:
             self._session, self._terms = session, {}
             name = str(values["participant"])
             self._side = SiteSide(name, session, lambda: self._terms, least_sites=self._least)
-        if self._side is None or session != self._session:
+        is_known = self._side is not None and session == self._session
+        if self._side is None or not is_known or self._side.name != str(values["participant"]):
             raise SecureSumError(
                 "this process began after the sum, or another one has its secrets, as in a "
                 "simulation: there, run with --run-config 'secure-protocol=\"secagg+\"'"
@@ -127,8 +128,9 @@ class ServerSums:
                     try:
                         name = str(packets[node].values["participant"])
                         side.receive(name, _read(reply))
-                    except (SecureSumError, ArgumentError, KeyError, ValueError) as error:
-                        self._log.warning("A participant is left out of the sum: %s", error)
+                    except SecureSumError as error:
+                        told = one_line(error)
+                        self._log.warning("A participant is left out of the sum: %s", told)
                 requests = dict(side.advance())
         except SecureSumError as error:
             self._log.warning("No secure sum: %s", error)
@@ -149,11 +151,12 @@ class ServerSums:
                 node = waiting.pop(reply.message, None)
                 if node is None:
                     continue
-                problem = reply.error if reply.packet is None else ""
+                problem: Any = reply.error
                 if reply.packet is not None:
-                    problem = str(reply.packet.values.get("refusal", ""))
-                if reply.packet is None or problem:
-                    self._log.warning("Node %d takes no part in the sum: %s", node, problem)
+                    problem = reply.packet.values.get("refusal")
+                if reply.packet is None or problem is not None:
+                    told = one_line(problem)
+                    self._log.warning("Node %d takes no part in the sum: %s", node, told)
                 else:
                     answers[node] = reply.packet
             if waiting:
@@ -170,8 +173,12 @@ def _request(packet: Packet, phase: str, session: str, request: Message | None) 
 
 def _read(packet: Packet) -> Message:
     """Return the message of a participant's answer."""
-    header = json.loads(str(packet.values["answer"]))
+    try:
+        header = json.loads(str(packet.values["answer"]))
+        check_nesting(header)
+        arrays = decode_values(packet.arrays[0]) if packet.arrays else {}
+    except (KeyError, ValueError, RecursionError) as error:
+        raise SecureSumError(f"its answer is malformed ({str(error)[:200]})") from error
     if not isinstance(header, dict):
-        raise SecureSumError("its answer is malformed")
-    arrays = decode_values(packet.arrays[0]) if packet.arrays else {}
+        raise SecureSumError("its answer is malformed (it is no dict)")
     return Message(header, {name: np.asarray(x) for name, x in arrays.items()})

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 _LARGEST_HEADER = 1 << 20
+_LARGEST_TEXT = 2000
 
 
 class Packet(NamedTuple):
@@ -44,6 +45,12 @@ def receive(connection: socket.socket) -> Packet:
         raise ConnectionError(f"A header of {size} bytes, expected at most {_LARGEST_HEADER}.")
     header = json.loads(_read(connection, size))
     return Packet(header["values"], [_read(connection, n) for n in header["sizes"]])
+
+
+def one_line(text: Any) -> str:
+    """Return a text of another process as one line, for a log that is read by lines."""
+    printable = "".join(c if c.isprintable() else " " for c in str(text)[:_LARGEST_TEXT])
+    return " ".join(printable.split())
 
 
 def _read(connection: socket.socket, size: int) -> bytes:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
-from fedpax.deploy.packets import Packet
+from fedpax.deploy.packets import Packet, one_line
 from fedpax.deploy.round_program import RoundProgram
 from fedpax.errors import ArgumentError
 
@@ -80,7 +80,7 @@ class Roster:
 
     def refuse(self, node: int, reply: Reply) -> None:
         """Note why a node takes no part."""
-        words = reply.error if reply.packet is None else str(reply.packet.values["refusal"])
+        words = one_line(reply.error if reply.packet is None else reply.packet.values["refusal"])
         self._refusals[node] = words
         self._log.warning("Node %d takes no part: %s", node, words)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from fedpax.deploy.packets import Packet
+from fedpax.deploy.packets import Packet, one_line
 from fedpax.deploy.roster import Network, Reply, Roster
 from fedpax.deploy.round_program import RoundProgram
 from fedpax.deploy.values import decode_values, encode_values
@@ -356,12 +356,12 @@ class RoundServer:
     def _problem(self, reply: Reply) -> str:
         """Say why an answer cannot be counted, or return an empty string."""
         if reply.packet is None:
-            return reply.error
+            return one_line(reply.error)
         values = reply.packet.values
         if "refusal" in values:
-            return str(values["refusal"])
+            return one_line(values["refusal"])
         if values.get("program") != self.program.program:
-            return f"answers with program {str(values.get('program'))[:12]}"
+            return f"answers with program {one_line(values.get('program'))[:12]}"
         return ""
 
 

@@ -124,12 +124,12 @@ def to_vector(terms: Sequence[Any], bound: float, levels: int) -> bytes:
         values = values * (2 * bound / levels) if is_integer else values
         largest = np.abs(values).max(initial=0.0)
         if not largest < bound:
-            said = largest * levels / (2 * bound) if is_integer else largest
+            # The server reads this, so that the value is left out.
             most = levels / 2 if is_integer else bound
             raise ArgumentError(
-                f"A term of this participant is {said:g}, expected less than {most:g} for a secure "
-                "sum. Set --run-config 'secure-bound=...' to a larger number for floats, or divide "
-                "the weights in the program."
+                f"A term of this participant has a value of {most:g} or more, or NaN, expected "
+                "less for a secure sum. Set --run-config 'secure-bound=...' to a larger number for "
+                "floats, or divide the weights in the program."
             )
         parts.append(values)
     file = io.BytesIO()
@@ -185,6 +185,21 @@ def answer(message: Any, context: Any, compute: Callable[[Packet], Packet]) -> A
 def is_secure(message: Any) -> bool:
     """Tell whether a message belongs to SecAgg+."""
     return "secaggplus_configs" in message.content.config_records
+
+
+def answer_unmasked(packet: Packet, compute: Callable[[Packet], Packet]) -> Packet:
+    """Return a participant's answer to a message that does not belong to SecAgg+.
+
+    The server could ask so for the vector that SecAgg+ masks: this is refused.
+    """
+    if "secure_bound" in packet.values:
+        return Packet(
+            {
+                "refusal": "The server asks for a vector of SecAgg+ without its masks, expected "
+                "messages of SecAgg+. Use the same version of fedpax on both sides."
+            }
+        )
+    return compute(packet)
 
 
 class SecureSum:

@@ -66,7 +66,7 @@ def decode_values(content: bytes) -> dict[str, Any]:
             values[name] = (
                 jax.random.wrap_key_data(jnp.asarray(array), impl=kind[4:-1]) if is_key else array
             )
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"decode_values(): {len(content)} bytes are damaged ({error}), expected bytes from "
             "encode_values(). Send or write them again."

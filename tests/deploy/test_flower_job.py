@@ -128,6 +128,13 @@ def test_results_are_read_from_colored_lines(tmp_path, monkeypatch):
     assert run_total()[0].item() == 5.0
 
 
+def test_results_in_the_text_of_a_node_are_none(tmp_path, monkeypatch):
+    forged = f"WARNING: Participant 1: INFO : {RESULTS}"
+    script = f"""printf 'INFO: {RESULTS}{{"": 5.0}}\n{forged}{{"": 9.0}}\n{forged}[\n'"""
+    fake_flwr(tmp_path, monkeypatch, script)
+    assert run_total()[0].item() == 5.0
+
+
 def test_a_run_without_results_is_told(tmp_path, monkeypatch):
     fake_flwr(tmp_path, monkeypatch, "echo the SuperLink cannot be reached; exit 3")
     with pytest.raises(

@@ -1,5 +1,6 @@
 """Secure sums: integers exactly, floats in small steps; what cannot be summed is refused."""
 
+import functools
 import io
 
 import jax.numpy as jnp
@@ -10,8 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedpax
+from fedpax.deploy.packets import Packet
 from fedpax.deploy.round_program import parse_program
-from fedpax.deploy.secure_sums import check_program, from_vector, range_of, to_vector
+from fedpax.deploy.round_server import RoundServer
+from fedpax.deploy.secure_sums import (
+    answer_unmasked,
+    check_program,
+    from_vector,
+    range_of,
+    to_vector,
+)
 
 TERMS = [
     {"name": "sum of counts", "shape": [4], "dtype": "int32"},
@@ -63,14 +72,31 @@ def test_sums_stay_below_the_modulus(participants):
 @pytest.mark.parametrize(
     ("term", "message"),
     [
-        (np.float32([1, -65]), r"is 65, expected less than 64 .*secure-bound"),
-        (np.float32([np.nan]), "is nan, expected less than 64"),
-        (np.int32([2**29]), r"is 5\.36871e\+08, expected less than 5\.36871e\+08"),
+        (np.float32([1, -65]), r"of 64 or more, or NaN, expected less .*secure-bound"),
+        (np.float32([np.nan]), "of 64 or more, or NaN, expected less"),
+        (np.int32([2**29]), r"of 5\.36871e\+08 or more, or NaN, expected less"),
     ],
 )
-def test_terms_beyond_the_bound_are_told(term, message):
-    with pytest.raises(ValueError, match=message):
+def test_terms_beyond_the_bound_are_told_without_their_values(term, message):
+    with pytest.raises(ValueError, match=message) as caught:
         to_vector([term], 64.0, 2**30)
+    assert "65" not in str(caught.value)
+
+
+def test_the_vector_of_secagg_is_sent_under_its_masks_alone(tmp_path):
+    """The server could ask for the stage itself, with what only the masked message has."""
+    program = parse_program(nodes.pack("fedavg"))
+    network = nodes.LocalNetwork(program, tmp_path)
+    server = RoundServer(network, program, run="run", sleep=lambda seconds: None)
+    server.advance(server.begin())
+    node, packet = next(p for p in network.log if p[1].values["kind"] == "train")
+    values = {**packet.values, "secure_bound": 1e6, "secure_levels": 2**30}
+    asked = Packet(values, packet.arrays)
+    compute = functools.partial(network.programs[node].answer, config={"partition-id": 0})
+    assert compute(asked).arrays  # as the modifier masks it
+    answer = answer_unmasked(asked, compute)
+    assert "without its masks" in answer.values["refusal"] and not answer.arrays
+    assert answer_unmasked(packet, compute).arrays
 
 
 def exported(program, *args):

@@ -14,7 +14,9 @@ import fedpax
 from fedpax.aggregators import PrivacyAccountant, private_secure_mean
 from fedpax.algorithm import FederatedAlgorithm
 from fedpax.deploy.flower import train
+from fedpax.deploy.flower_files import RESULTS
 from fedpax.deploy.node_sums import ServerSums
+from fedpax.deploy.packets import Packet
 from fedpax.deploy.round_program import pack_program, parse_program
 from fedpax.deploy.round_server import RoundServer, Rules
 from fedpax.deploy.values import decode_values
@@ -152,6 +154,50 @@ def test_a_process_that_began_after_the_sum_is_told(tmp_path):
     answer = network.programs[100].answer(packet, {"partition-id": 0})
     assert "this process began after the sum" in answer.values["refusal"]
     assert server.values(3) == {}
+
+
+def header_of(text):
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        Packet({"answer": "[" * 100_000}),
+        Packet({"answer": '{"x": ' * 200 + "1" + "}" * 200}),
+        Packet({"answer": "[]"}),
+        Packet({}),
+        Packet({"answer": "{}"}, [header_of(b'[["0", "uint32", [1180591620717411303424]]]')]),
+        Packet({"answer": "{}"}, [b"1"]),
+        Packet({"refusal": f"no\nINFO : {RESULTS}{{}}"}),
+    ],
+)
+def test_a_malformed_answer_ends_the_part_of_its_sender_alone(packet, tmp_path, caplog):
+    program = parse_program(nodes.pack("fedavg"))
+    network = LocalNetwork(program, tmp_path)
+    answer = network.programs[101].answer
+
+    def lie(asked, config):
+        return answer(asked, config) if asked.values["kind"] == "greeting" else packet
+
+    network.programs[101].answer = lie
+    ((_, metrics),) = run(network, program, rounds=1)
+    assert metrics["participants"] == 3
+    assert not any("\n" in message for message in caplog.messages)
+
+
+def test_participants_of_one_process_are_told_what_simulates_them(tmp_path):
+    program = parse_program(nodes.pack("fedavg"))
+    network = LocalNetwork(program, tmp_path)
+    network.programs[101] = network.programs[100]
+    server = ServerSums(network, LOG, 0.001)
+    begin = {"session": "s", "request": "null", "program": program.program, "kind": "sum"}
+    first, second = (
+        network.programs[node].answer(Packet({**begin, "participant": k}), {})
+        for k, node in enumerate((100, 101))
+    )
+    assert "answer" in first.values and 'secure-protocol="secagg+"' in second.values["refusal"]
+    assert server.least == 3
 
 
 class TwoStages(NamedTuple):

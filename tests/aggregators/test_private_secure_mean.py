@@ -35,7 +35,7 @@ def combine(noise_multiplier, **settings):
     @jax.jit
     @fedpax.program(clients=N)
     def combine(updates, weights, round=0):
-        state = aggregator.init(None)._replace(round=round)
+        state = aggregator.init(None)._replace(round=jnp.int32(round))
         mean, _, metrics = aggregator.aggregate(state, updates, weights)
         return mean, metrics
 

@@ -185,16 +185,16 @@ _ZSH = """\
 # Completion of fedpax for zsh, made by `fedpax completion zsh`.
 @CANDIDATES@
 _fedpax() {
-    local -a found flags
-    found=(${(f)"$(_fedpax_candidates "${words[CURRENT]}" "${(@)words[1,CURRENT]}")"})
-    if (( ! $#found )); then
+    local -a candidates flags
+    candidates=(${(f)"$(_fedpax_candidates "${words[CURRENT]}" "${(@)words[1,CURRENT]}")"})
+    if (( ! $#candidates )); then
         case "${words[CURRENT]}" in @PATHS@) compset -P '*=' && _files ;; esac
         return
     fi
-    flags=(${(M)found:#*=})
-    found=(${found:#*=})
+    flags=(${(M)candidates:#*=})
+    candidates=(${candidates:#*=})
     (( $#flags )) && compadd -S '' -a flags
-    (( $#found )) && compadd -a found
+    (( $#candidates )) && compadd -a candidates
 }
 if [ "$funcstack[1]" = "_fedpax" ]; then _fedpax "$@"; else compdef _fedpax fedpax; fi
 """

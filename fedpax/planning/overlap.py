@@ -116,14 +116,14 @@ def find_overlap(
 
     Example:
         >>> block = [Work(15e12), Start("a"), Work(5e12), Completion("a")]  # 20 steps of 1 TFLOP
-        >>> found = find_overlap(
+        >>> overlap = find_overlap(
         ...     block, {"a": 30e9}, num_steps=20, step_seconds=0.1, bandwidth=10e9
         ... )
-        >>> found.transfers[0].start, found.transfers[0].local_steps
+        >>> overlap.transfers[0].start, overlap.transfers[0].local_steps
         (15.0, 5.0)
-        >>> round(found.exposed_seconds, 6)  # 3 s on the link, 0.5 s of them hidden
+        >>> round(overlap.exposed_seconds, 6)  # 3 s on the link, 0.5 s of them hidden
         2.5
-        >>> found.peak_bytes_per_second / 1e9, round(found.required_bandwidth[0.95] / 1e9, 1)
+        >>> overlap.peak_bytes_per_second / 1e9, round(overlap.required_bandwidth[0.95] / 1e9, 1)
         (60.0, 49.6)
     """
     if not 0 < bandwidth < math.inf:

@@ -98,8 +98,9 @@ def streaming_diloco(
     of the tau steps to arrive. With `delay=1` one of the two has none.
 
     Consecutive fragments of equal shapes, such as the layers that `layer_fragments` deals, share
-    the body of a loop if they are six or more. Otherwise the compile time grows with P: a block has
-    two loops of inner steps (one without delay, three for two transfers).
+    the body of a loop if they are six or more, but not in `fedpax.stages`, which waits for the
+    islands in each block. Otherwise the compile time grows with P: a block has two loops of inner
+    steps (one without delay, three for two transfers).
 
     Args:
         loss_fn: `(params, batch) -> (scalar loss, dict of scalars)`.

@@ -34,6 +34,7 @@ from fedpax.algorithms.parts.server import as_floats, unless_all_absent
 from fedpax.algorithms.parts.tree_arithmetic import weighted_sum
 from fedpax.clients.cohort import Cohort
 from fedpax.primitives import federated_map
+from fedpax.primitives.stage_traces import is_for_stages
 
 SHORTEST_LOOP = 6
 """A loop keeps one more copy of its fragments' states: fewer blocks are unrolled."""
@@ -195,6 +196,8 @@ class Block(NamedTuple):
 
 def loop_at(state: State, parts: Sequence[Fragment], p: int) -> FragmentRun | None:
     """Return the fragments from p on that a loop can synchronize, or None if they are few."""
+    if is_for_stages():
+        return None  # no loop of the server can wait for the participants
     run = fragment_runs(parts[p:])[0]
     alike = [are_alike(s[p : p + run.length]) for s in _states(state)]
     return run if run.length >= SHORTEST_LOOP and all(alike) else None

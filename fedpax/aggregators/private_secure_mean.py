@@ -24,7 +24,8 @@ from fedpax.aggregators.secure_mean import check_neighbors, engine_sum, secure_s
 from fedpax.checks import COUNT, POSITIVE, Range, check_argument, check_seed
 from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_sum
-from fedpax.transforms.own_noise import is_for_stages, own_noise
+from fedpax.primitives.stage_traces import is_for_stages
+from fedpax.transforms.own_noise import own_noise
 
 MOST_DEVIATIONS = 6  # float32 normal numbers stay below
 DITHERED_STDDEV = 1000.0  # from here on, dithered normal numbers are accurate, and faster

@@ -23,8 +23,8 @@ from fedpax.checks import EVEN, POSITIVE, IntRange, check_argument, check_seed
 from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, federated_sum
 from fedpax.primitives.layout import unplaced_aval
+from fedpax.primitives.stage_traces import is_for_stages
 from fedpax.transforms.marks import MASKED
-from fedpax.transforms.own_noise import is_for_stages
 
 
 class SecureMeanState(NamedTuple):

@@ -5,8 +5,7 @@ key of the server. The stages then have the noise as a value that a participant 
 (`fedpax.transforms.discrete_gaussian`).
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import chex
@@ -16,23 +15,8 @@ import jax.numpy as jnp
 from fedpax.primitives._jax import ClosedJaxpr, Primitive, define, eliminate_dead_code
 from fedpax.primitives.placement import Placement, resolve_placement
 
-# The cache of `jax.jit` depends on a user context: a function is traced again for stages.
-_for_stages = jax.make_user_context(False)
-
 own_noise_p = Primitive("own_noise")
 """int32, of the shape of its placed operand: discrete Gaussian noise of each participant."""
-
-
-@contextmanager
-def trace_for_stages() -> Iterator[None]:
-    """Trace programs with noise of the participants, and without simulated masks."""
-    with _for_stages(True):
-        yield
-
-
-def is_for_stages() -> bool:
-    """Return whether a program is traced for stages, whose engine masks the sums."""
-    return bool(_for_stages.value)
 
 
 def own_noise(like: chex.ArrayTree, stddev: float) -> chex.ArrayTree:

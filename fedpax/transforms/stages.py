@@ -16,6 +16,7 @@ import jax
 
 from fedpax.primitives._jax import Var, aval_of, evaluate
 from fedpax.primitives.signatures import function_name
+from fedpax.primitives.stage_traces import trace_for_stages
 from fedpax.transforms.client_stages import ClientFn, Stage, client_stages
 from fedpax.transforms.coded_terms import CodedStage, code_terms
 from fedpax.transforms.discrete_gaussian import draw_noise
@@ -27,7 +28,7 @@ from fedpax.transforms.division_checks import (
     read_by_rows,
 )
 from fedpax.transforms.marks import least_masked
-from fedpax.transforms.own_noise import noise_as_arguments, trace_for_stages
+from fedpax.transforms.own_noise import noise_as_arguments
 from fedpax.transforms.ownership import Division, one_placement, store_reads
 from fedpax.transforms.program_io import ProgramIO, trace_program
 from fedpax.transforms.server_parts import ServerParts

@@ -11,12 +11,14 @@ import pytest
 from method_problem import assert_close
 from numpy_methods import each, mean
 
+import fedpax
 from fedpax import Cohort
 from fedpax.aggregators import codecs, compressed_mean, private_mean, quantized_mean
 from fedpax.algorithms import diloco
 from fedpax.algorithms.parts import fragment_blocks
 from fedpax.algorithms.parts.fragments import layer_fragments
 from fedpax.algorithms.streaming_diloco import streaming_diloco
+from fedpax.deploy.local import run_local
 
 ISLANDS, BATCH, LAYERS = 3, 2, 4
 SHAPES = {"embedding": (3,), "layers/kernel": (LAYERS, 2), "layers/scale": (LAYERS,), "norm": ()}
@@ -227,6 +229,16 @@ def test_a_loop_over_fragments_equals_unrolled_blocks(
     expected = trained()
     monkeypatch.setattr(fragment_blocks, "SHORTEST_LOOP", 2)
     assert_close(trained(), expected)
+
+
+def test_stages_have_no_loop_over_fragments(monkeypatch):
+    """The server waits for the islands in each block, which it cannot do in a loop."""
+    monkeypatch.setattr(fragment_blocks, "SHORTEST_LOOP", 2)
+    method, (batches,) = algorithm(layer_fragments(3), 1, 0.5), random_rounds(1, 6)
+    args = method.init(unflatten(random_params())), Cohort(batches)
+    expected = jax.jit(method.round)(*args)  # with the loop
+    stages = fedpax.stages(method.round, *args)
+    assert_close(run_local(stages, *args), expected)
 
 
 def test_the_program_of_a_round_does_not_grow_with_its_fragments():

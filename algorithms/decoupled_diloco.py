@@ -11,6 +11,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from fedpax.aggregators import Aggregator
+from fedpax.aggregators.privacy_accountant import several_releases
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.directional_mean import directional_mean
 from fedpax.algorithms.parts.finite_states import finite_steps
@@ -152,7 +153,8 @@ def decoupled_diloco(
             begin, pause, end = p * most, (p + 1) * most - delay, (p + 1) * most
             state, inner = _train(inner_steps, state, _steps(cohort, begin, pause), num_steps)
             inner_reports.append(inner)
-            delta, aggregator_state, report = server.average(state, p, fragment, weights)
+            with several_releases(len(parts)):
+                delta, aggregator_state, report = server.average(state, p, fragment, weights)
             reports.append(report)
             states = with_entry(state.aggregator_state, p, aggregator_state)
             state = state._replace(aggregator_state=states)

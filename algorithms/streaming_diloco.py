@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from fedpax.aggregators import Aggregator, mean
+from fedpax.aggregators.privacy_accountant import several_releases
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.finite_states import finite_steps
 from fedpax.algorithms.parts.fragment_blocks import Block, Phases, loop_at
@@ -193,16 +194,17 @@ def streaming_diloco(
         aggregator_reports: list[Metrics] = []
 
         p = 0
-        while p < len(parts):
-            run = loop_at(state, parts, p) if per_block == 1 else None
-            if run is None:
-                together = [(q, parts[q]) for q in range(p, p + per_block)]
-                state, during, of_aggregator = block.run(state, p // per_block, together)
-            else:
-                state, during, of_aggregator = block.run_in_loop(state, p, run)
-            p += per_block if run is None else run.length
-            reports += during
-            aggregator_reports += of_aggregator
+        with several_releases(len(parts)):
+            while p < len(parts):
+                run = loop_at(state, parts, p) if per_block == 1 else None
+                if run is None:
+                    together = [(q, parts[q]) for q in range(p, p + per_block)]
+                    state, during, of_aggregator = block.run(state, p // per_block, together)
+                else:
+                    state, during, of_aggregator = block.run_in_loop(state, p, run)
+                p += per_block if run is None else run.length
+                reports += during
+                aggregator_reports += of_aggregator
 
         # Reduced once, and after the last transfer: the compiler combines reductions that do not
         # depend on each other, and a transfer combined with the metrics would wait for the steps.

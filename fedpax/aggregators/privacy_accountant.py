@@ -1,6 +1,8 @@
 """Epsilon after some rounds of discrete Gaussian noise, inside a program and outside."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, overload
 
 import jax
@@ -9,6 +11,22 @@ from jaxtyping import Array, Float, Int
 
 # Around the order that is best if it is large.
 _FACTORS = [2 ** (k / 20) for k in range(-60, 61)]
+
+
+# The cache of `jax.jit` depends on a user context.
+_releases = jax.make_user_context(1)
+
+
+@contextmanager
+def several_releases(number: int) -> Iterator[None]:
+    """Count each aggregate as one of several releases of a round, such as one for each fragment."""
+    with _releases(_releases.value * number):
+        yield
+
+
+def releases_per_round() -> int:
+    """Return the number of times that a round tells something of each participant's update."""
+    return int(_releases.value)
 
 
 class PrivacyAccountant(NamedTuple):

@@ -12,7 +12,7 @@ from fedpax.aggregators.aggregator import Aggregator
 from fedpax.aggregators.clipping import check_norm, clip_update
 from fedpax.aggregators.gaussian_noise import known_sharding
 from fedpax.aggregators.presence import count_all, mean_dtype, num_participants, present
-from fedpax.aggregators.privacy_accountant import PrivacyAccountant
+from fedpax.aggregators.privacy_accountant import PrivacyAccountant, releases_per_round
 from fedpax.aggregators.random_streams import round_key
 from fedpax.aggregators.random_words import (
     hashed_indices,
@@ -177,7 +177,7 @@ def private_secure_mean(
         metrics = {
             "noise_stddev": scale * local_stddev * jnp.sqrt(noises),
             "num_present": count,
-            "epsilon": accountant.epsilon(state.round + 1),
+            "epsilon": accountant.epsilon((state.round + 1) * releases_per_round()),
         }
         return mean, PrivateSecureMeanState(state.round + 1), metrics
 

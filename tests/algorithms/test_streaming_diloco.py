@@ -13,7 +13,14 @@ from numpy_methods import each, mean
 
 import fedpax
 from fedpax import Cohort
-from fedpax.aggregators import codecs, compressed_mean, private_mean, quantized_mean
+from fedpax.aggregators import (
+    PrivacyAccountant,
+    codecs,
+    compressed_mean,
+    private_mean,
+    private_secure_mean,
+    quantized_mean,
+)
 from fedpax.algorithms import diloco
 from fedpax.algorithms.parts import fragment_blocks
 from fedpax.algorithms.parts.fragments import layer_fragments
@@ -239,6 +246,17 @@ def test_stages_have_no_loop_over_fragments(monkeypatch):
     expected = jax.jit(method.round)(*args)  # with the loop
     stages = fedpax.stages(method.round, *args)
     assert_close(run_local(stages, *args), expected)
+
+
+@pytest.mark.parametrize("shortest_loop", [2, 6])
+def test_epsilon_counts_each_fragment_of_a_round(monkeypatch, shortest_loop):
+    """Each fragment of an island's update is clipped to the norm by itself, and then released."""
+    monkeypatch.setattr(fragment_blocks, "SHORTEST_LOOP", shortest_loop)
+    aggregator = private_secure_mean(max_norm=1.0, noise_multiplier=2.0, seed=0)
+    method = algorithm(layer_fragments(3), 1, 0.5, aggregator=aggregator)
+    for number, (_, metrics) in enumerate(run(method, random_rounds(2, 6)), start=1):
+        expected = PrivacyAccountant(2.0, 1e-6).epsilon(3 * number)
+        assert metrics["epsilon"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_program_of_a_round_does_not_grow_with_its_fragments():

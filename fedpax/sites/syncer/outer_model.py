@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from fedpax.aggregators import random_stream
+from fedpax.aggregators.privacy_accountant import several_releases
 from fedpax.algorithm import AlgorithmParts, Params
 from fedpax.algorithms.parts.frozen_leaves import keep_leaves, without_leaves
 from fedpax.algorithms.parts.optimizer_step import optimizer_step
@@ -80,7 +81,10 @@ class OuterModel:
         stacked = jax.tree.map(
             lambda *leaves: np.stack(leaves), *[zeros if row is None else row for row in rows]
         )
-        with random_stream(p):  # noise of its own for each fragment, as in decoupled_diloco
+        with (
+            random_stream(p),
+            several_releases(len(self._split)),
+        ):  # noise of its own for each fragment, as in decoupled_diloco
             *new, metrics = self._merges[p](*state[:3], stacked, weights)
         values = {name: float(value) for name, value in metrics.items()}
         return self._on_host(*new, version=state.version + 1), values

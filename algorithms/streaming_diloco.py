@@ -118,7 +118,8 @@ def streaming_diloco(
         mixing: alpha, share of an island's own fragment that it keeps, at least 0 and below 1. The
             paper uses 0 and 0.5.
         aggregator: combines the islands' outer gradients x_p - y_ip into Delta_p, with a state for
-            each fragment. One that clips or adds noise does so for each fragment separately.
+            each fragment. One that clips or adds noise does so for each fragment separately, and
+            its `epsilon` counts a release for each fragment of a round.
             Default None: their mean in float32.
 
     Returns:

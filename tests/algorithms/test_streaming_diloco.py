@@ -248,7 +248,7 @@ def test_stages_have_no_loop_over_fragments(monkeypatch):
     assert_close(run_local(stages, *args), expected)
 
 
-@pytest.mark.parametrize("shortest_loop", [2, 6])
+@pytest.mark.parametrize("shortest_loop", [2, pytest.param(6, marks=pytest.mark.slow)])
 def test_epsilon_counts_each_fragment_of_a_round(monkeypatch, shortest_loop):
     """Each fragment of an island's update is clipped to the norm by itself, and then released."""
     monkeypatch.setattr(fragment_blocks, "SHORTEST_LOOP", shortest_loop)

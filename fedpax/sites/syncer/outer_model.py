@@ -81,10 +81,8 @@ class OuterModel:
         stacked = jax.tree.map(
             lambda *leaves: np.stack(leaves), *[zeros if row is None else row for row in rows]
         )
-        with (
-            random_stream(p),
-            several_releases(len(self._split)),
-        ):  # noise of its own for each fragment, as in decoupled_diloco
+        # Noise of its own for each fragment, as in decoupled_diloco.
+        with random_stream(p), several_releases(len(self._split)):
             *new, metrics = self._merges[p](*state[:3], stacked, weights)
         values = {name: float(value) for name, value in metrics.items()}
         return self._on_host(*new, version=state.version + 1), values

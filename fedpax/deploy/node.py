@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -21,6 +22,8 @@ from fedpax.deploy.values import decode_values, encode_values
 from fedpax.errors import ArgumentError, ArgumentTypeError, FedpaxError
 from fedpax.populations.client_sampler import ClientSampler
 from fedpax.transforms.discrete_gaussian import draw_noise
+
+_LOG = logging.getLogger("fedpax")
 
 
 class Node(NamedTuple):
@@ -144,7 +147,8 @@ class NodeProgram:
         if participant not in self._cohorts:
             steps = (self.program.batch or (0, 0))[0]
             node = Node(participant, self.program.settings.num_clients, config, steps)
-            self._cohorts[participant] = _cohorts(self.program, node, self._load_data(node))
+            data = _without_values(self._load_data, node)
+            self._cohorts[participant] = _cohorts(self.program, node, data)
         cohort = self._cohorts[participant](round_number)
         names, found = self.program.names["cohort"], {}
         for path, leaf in jax.tree.leaves_with_path(cohort):
@@ -195,12 +199,25 @@ class OneParticipant(Sequence[Any]):
 def _cohorts(program: RoundProgram, node: Node, data: Any) -> Callable[[int], Cohort]:
     """Return `round -> cohort` of a participant's data: the batches that a whole round has."""
     if callable(data):
-        return lambda number: _checked_cohort(data(number))
+        return lambda number: _checked_cohort(_without_values(data, number))
     if isinstance(data, CohortRounds):
         rounds = data
     else:
         rounds = _rounds_of(program, node, data)
-    return lambda number: rounds.read_clients(number, np.array([node.participant]))
+    own = np.array([node.participant])
+    return lambda number: _without_values(rounds.read_clients, number, own)
+
+
+def _without_values(read: Callable[..., Any], *args: Any) -> Any:
+    """Read a participant's data; an error's text, which can have values of them, stays here."""
+    try:
+        return read(*args)
+    except Exception as error:
+        _LOG.exception("The data of this participant cannot be read")
+        raise ArgumentError(
+            f"Reading this participant's data raised {type(error).__name__}. The log of its node "
+            "has the message, which can have values of the data. Correct the data there."
+        ) from error
 
 
 def _rounds_of(program: RoundProgram, node: Node, examples: Any) -> CohortRounds:

@@ -299,3 +299,18 @@ def test_nodes_that_are_too_slow_for_flower_are_told(programs, tmp_path, caplog,
     clock = itertools.count(0.0, 100.0)
     serve(LocalNetwork(program, tmp_path / "late"), program, rounds=1)
     assert not [m for m in caplog.messages if "too slow" in m]  # all answers were there
+
+
+@pytest.mark.parametrize("when", ["loaded", "read"])
+def test_the_server_is_told_no_values_of_data_that_cannot_be_read(when, tmp_path, caplog):
+    def fails(*args):
+        raise ValueError("the age of patient Ada is 'x'")
+
+    program = parse_program(nodes.pack("fedavg"))
+    network = LocalNetwork(program, tmp_path)
+    load_data = fails if when == "loaded" else lambda node: fails
+    network.programs[101] = NodeProgram(program, load_data, tmp_path / "other")
+    server = RoundServer(network, program, run="run", sleep=lambda seconds: None)
+    with pytest.raises(RoundError, match=r"data raised ValueError\. The log of its node") as caught:
+        server.advance(server.begin())
+    assert "Ada" not in str(caught.value) and "Ada" in caplog.text

@@ -6,20 +6,22 @@ key of the server. The stages then have the noise as a value that a participant 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import chex
 import jax
 import jax.numpy as jnp
 
 from fedpax.primitives._jax import ClosedJaxpr, Primitive, define, eliminate_dead_code
 from fedpax.primitives.placement import Placement, resolve_placement
 
+if TYPE_CHECKING:  # chex imports absl.flags
+    import chex
+
 own_noise_p = Primitive("own_noise")
 """int32, of the shape of its placed operand: discrete Gaussian noise of each participant."""
 
 
-def own_noise(like: chex.ArrayTree, stddev: float) -> chex.ArrayTree:
+def own_noise(like: "chex.ArrayTree", stddev: float) -> "chex.ArrayTree":
     """Return noise of each participant, integers of the shapes of placed values. In a program."""
     placement = resolve_placement("own_noise", None).placement
     return jax.tree.map(

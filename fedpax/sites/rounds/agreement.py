@@ -44,14 +44,21 @@ class Agreement:
         self._experiment, self._folder, self._exchange = experiment, folder, exchange
         self._calls, self._watch, self._progress, self._stop = calls, watch, progress, stop
 
-    def wait_for_sites(self, number: int, *, ready: bool) -> bool:
-        """Wait until so many sites are there; False at a signal."""
+    def wait_for_sites(self, number: int, least: int, *, ready: bool) -> bool:
+        """Wait until so many sites are there; False at a signal.
+
+        Args:
+            number: number of sites that it waits for.
+            least: number of sites that are enough as soon as one is refused.
+            ready: whether only sites that can take part count.
+        """
         self._exchange.waits_for = f"{number} sites"
         self._progress.note(f"waiting for {number} sites")
 
         def enough() -> bool:
             self._watch.update()
-            return len(self._exchange.present(ready=ready)) >= number
+            needed = least if self._exchange.has_refused else number
+            return len(self._exchange.present(ready=ready)) >= needed
 
         return self._exchange.wait_for(enough, self._stop)
 
@@ -62,10 +69,9 @@ class Agreement:
 
         Args:
             number: number of sites that it waits for.
-            least: number of sites that are enough after one is refused.
+            least: number of sites that are enough as soon as one is refused.
         """
-        while self.wait_for_sites(number, ready=False):
-            number = least
+        while self.wait_for_sites(number, least, ready=False):
             present = self._exchange.begin_agreement()
             if self._refuse(*self._compare(present)):
                 continue
@@ -132,7 +138,7 @@ class Agreement:
         Args:
             types: the experiment's own; None if it cannot tell them without data.
             number: number of sites whose votes count.
-            least: number of sites that are enough after one is refused.
+            least: number of sites that are enough as soon as one is refused.
 
         Returns:
             False at a signal.
@@ -141,11 +147,10 @@ class Agreement:
             self._exchange.publish(types=types)
             self._refuse(count_votes(self._batches(), in_words(types)).refused, None)
         while self._exchange.types is None:
-            if not self.wait_for_sites(number, ready=True):
+            if not self.wait_for_sites(number, least, ready=True):
                 return False
-            number = least
             votes = self._batches()
-            if self._refuse(*count_votes(votes, {})) or len(votes) < number:
+            if self._refuse(*count_votes(votes, {})) or len(votes) < least:
                 continue
             first = next(iter(votes))
             if (site := self._exchange.sites.get(first)) is not None:

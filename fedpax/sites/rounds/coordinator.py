@@ -136,9 +136,7 @@ class Coordinator:
             self._guard = MergeGuard(rules.norm_factor, rules.accept_if, evaluate)
         if not self._agreement.settle_types(self._batch_types(), needed, least):
             return
-        if not self._agreement.wait_for_sites(
-            least if exchange.has_refused else needed, ready=True
-        ):
+        if not self._agreement.wait_for_sites(needed, least, ready=True):
             return
         if least < MANY_SITES and len(exchange.present()) < MANY_SITES:
             self._progress.note(
@@ -147,8 +145,8 @@ class Coordinator:
             )
         failures = 0
         while self.done < rounds and not self.stop():
-            if len(self.exchange.present()) < self._rules.min_sites:
-                self._agreement.wait_for_sites(self._rules.min_sites, ready=True)
+            if len(exchange.present()) < least:
+                self._agreement.wait_for_sites(least, least, ready=True)
                 continue
             if not self._round(self.done + 1):
                 failures += 1

@@ -180,10 +180,13 @@ class Exchange:
         types = request.mapping("types")
         check_types(types)
         if self.types is not None and types != self.types:
-            raise RefusedError(
-                f"site {site.name!r} has batches {shorten_types(types)}, expected "
-                f"{shorten_types(self.types)}. Use data of the same fields and shapes."
+            self.refuse(
+                {
+                    site.name: f"its batches are {shorten_types(types)}, expected "
+                    f"{shorten_types(self.types)}"
+                }
             )
+            self._check_is_not_refused(site.name, site.incarnation)
         site.types, site.ready = types, True
         return self._answer(site, status="ok")
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,22 @@ class FirstWithOtherTypes(Line):
         return super().call(message, timeout)
 
 
-@pytest.mark.parametrize("has_contract", [False, True])
-def test_a_site_cannot_choose_the_batches_of_others(tmp_path: Path, has_contract: bool) -> None:
-    first: Any = FirstWithOtherTypes
+class LastWithOtherTypes(FirstWithOtherTypes):
+    """A line of a site that is ready when the coordinator has published the batch."""
+
+    def call(self, message: Message, timeout: float) -> Message:
+        while message.header["kind"] == "ready" and self._exchange.types is None:
+            time.sleep(0.01)
+        return super().call(message, timeout)
+
+
+@pytest.mark.parametrize(
+    ("has_contract", "line_of_a"),
+    [(False, FirstWithOtherTypes), (True, FirstWithOtherTypes), (True, LastWithOtherTypes)],
+)
+def test_a_site_cannot_choose_the_batches_of_others(
+    tmp_path: Path, has_contract: bool, line_of_a: type[Line]
+) -> None:
     if has_contract:
         write_hospitals(tmp_path / "data", SIZES)
         sites: dict[str, Any] = {
@@ -113,7 +127,7 @@ def test_a_site_cannot_choose_the_batches_of_others(tmp_path: Path, has_contract
     else:
         sites = {s: small(rounds=1, data_seed=seed) for seed, s in enumerate(SIZES)}
         coordinator = small(rounds=1)
-    found = federate(tmp_path, sites, coordinator, "a", lines={"a": first})
+    found = federate(tmp_path, sites, coordinator, "a", lines={"a": line_of_a})
     assert "batch" in found.refused["a"]
     assert "x" not in found.coordinator.exchange.types or not has_contract
     (line,) = select(read_metrics(tmp_path / "runs" / "coordinator"), "training")

@@ -1,6 +1,7 @@
 """`fedpax data`: the columns and clients of files, as tables and a picture."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ from fedpax.console import print_line
 from fedpax.data import load, partition_statistics, plot_partition
 from fedpax.data.tables import ColumnSummary, infer_treatments, summarize_columns
 from fedpax.errors import UsageError
+from fedpax.extras import optional
 from fedpax.populations.contiguous_clients import ContiguousClients
 from fedpax.reports.table import markdown_table
+from fedpax.user_files.load_options import LoadOptions
 
 _MOST_CLIENTS = 20  # in the table of clients
 _MOST_LABELS = 1000  # labels with more distinct values are numbers
@@ -36,11 +39,14 @@ def data(arguments: Sequence[str]) -> int:
     options, files, reading = parse_files("data", arguments, define_flags)
     picture = output_file("picture", options.picture, ".png")
     named = files if len(files) > 1 else files[0]
+    if not picture and _is_large(named, options.partition, reading):
+        return _survey(named, reading)
     source: Any = load(named, partition=options.partition, **reading)
-    clients = "" if source.client is None else f" of {len(source.client_names):,} clients"
-    print_line(f"{source.name}: {len(source):,} examples{clients}")
-    for line in _describe_columns(source):
-        print_line(line)
+    clients = None if source.client is None else len(source.client_names)
+    _print_head(source.name, len(source), clients)
+    table = {name: source.table.column(name) for name in source.fields}
+    summaries = summarize_columns(table, infer_treatments(table))
+    _print_columns(summaries, source.table.schema, source.client, source.label)
     if source.client is None:
         if picture:
             raise UsageError(
@@ -50,9 +56,8 @@ def data(arguments: Sequence[str]) -> int:
         return 0
     population = ContiguousClients(source.client_starts)
     names, labels = _labels(source)
-    print_line("")
-    for line in _describe_clients(source, names, labels).splitlines():
-        print_line(line)
+    top = None if labels is None else _most_frequent(source.client_starts, labels)
+    _print_clients(source.client_names, np.diff(source.client_starts), names, top)
     print_line("")
     for line in str(partition_statistics(population, labels)).splitlines():
         print_line(line)
@@ -74,21 +79,72 @@ def define_flags(options: flags.FlagValues) -> None:
     flags.DEFINE_string("picture", None, "A PNG file for the clients.", flag_values=options)
 
 
-def _describe_columns(source: Any) -> list[str]:
-    """Return the table of columns, with the treatment that `fedavg_table` gives them."""
-    table = {name: source.table.column(name) for name in source.fields}
-    roles = {source.client: "client", source.label: "label"}
-    treatments = infer_treatments(table)
+def _is_large(files: Any, partition: str | None, reading: Mapping[str, Any]) -> bool:
+    """Return whether files are surveyed in parts."""
+    with optional(f"Reading {files!r}"):
+        from fedpax.data.tables.survey import is_large
+
+        return is_large(files, LoadOptions(partition=partition, **reading))
+
+
+def _survey(files: Any, reading: Mapping[str, Any]) -> int:
+    """Print the same tables of files that are read in parts."""
+    from fedpax.data.tables.survey import label_skew, survey_files
+
+    found = survey_files(files, LoadOptions(**reading), _MOST_LABELS)
+    clients = None if found.clients is None else len(found.clients)
+    _print_head(found.name, found.num_examples, clients)
+    _print_columns(found.summaries, found.schema, found.client, reading["label"])
+    if found.clients is None:
+        return 0
+    starts = np.concatenate([[0], np.cumsum(found.sizes)])
+    statistics = partition_statistics(ContiguousClients(starts))
+    names, top = None, None
+    if found.labels is not None and found.pairs is not None:
+        owner, label, amount = found.pairs
+        from fedpax.user_files.columns import to_numpy
+
+        names, order = _name_labels(to_numpy(found.labels))
+        pairs = np.stack([owner, order[label], amount])
+        by_client = np.lexsort((pairs[1], -amount, owner))
+        first = by_client[np.flatnonzero(np.diff(owner[by_client], prepend=-1))]
+        top = pairs[1][first], amount[first]
+        skew = label_skew(pairs, found.sizes)
+        statistics = statistics._replace(
+            classes=np.arange(len(names)),
+            labels_per_participant=skew[0],
+            label_entropy=skew[1],
+            overall_entropy=skew[2],
+            total_variation=skew[3],
+        )
+    _print_clients(found.clients, found.sizes, names, top)
+    print_line("")
+    for line in str(statistics).splitlines():
+        print_line(line)
+    return 0
+
+
+def _print_head(name: str, examples: int, clients: int | None) -> None:
+    of_clients = "" if clients is None else f" of {clients:,} clients"
+    print_line(f"{name}: {examples:,} examples{of_clients}")
+
+
+def _print_columns(
+    summaries: Sequence[ColumnSummary], schema: Any, client: str | None, label: str | None
+) -> None:
+    """Print the table of columns, with the treatment that `fedavg_table` gives them."""
+    roles = {client: "client", label: "label"}
     rows = []
-    for summary in summarize_columns(table, treatments):
+    for summary in summaries:
         cells = summary.cells()
-        kind = source.table.schema.field(summary.treatment.name).type
+        kind = schema.field(summary.treatment.name).type
         if hasattr(kind, "value_type") and hasattr(kind, "shape"):  # a tensor
             cells[1], cells[-1] = f"{kind.value_type}{list(kind.shape)}", "an array"
         if role := roles.get(summary.treatment.name):
             cells[-2:] = [role, "stated" if role == "label" else "names the clients"]
         rows.append(cells)
-    return ["", *markdown_table(ColumnSummary.HEAD, rows).splitlines()]
+    for line in ["", *markdown_table(ColumnSummary.HEAD, rows).splitlines()]:
+        print_line(line)
 
 
 def _labels(source: Any) -> tuple[list[str] | None, NDArray[np.int64] | None]:
@@ -98,11 +154,15 @@ def _labels(source: Any) -> tuple[list[str] | None, NDArray[np.int64] | None]:
     column = source.column(source.label)
     if column.ndim > 1 or column.dtype.kind in "fmM":
         return None, None
+    names, labels = _name_labels(column)
+    return (names, labels) if len(names) <= _MOST_LABELS else (None, None)
+
+
+def _name_labels(column: NDArray[Any]) -> tuple[list[str], NDArray[np.int64]]:
+    """Return the names of the labels, numbers in their order, and the place of each value."""
     missing = np.ma.getmaskarray(column)
     texts = np.where(missing, "missing", np.ma.getdata(column).astype(str))
     names, labels = np.unique(texts, return_inverse=True)
-    if len(names) > _MOST_LABELS:
-        return None, None
     numbers = column.dtype.kind in "iub"
     order = np.argsort(
         [float("inf") if name == "missing" else float(name == "True") if name in ("True", "False")
@@ -115,26 +175,38 @@ def _labels(source: Any) -> tuple[list[str] | None, NDArray[np.int64] | None]:
     return names[order].tolist(), rank[labels].astype(np.int64)
 
 
-def _describe_clients(
-    source: Any, names: list[str] | None, labels: NDArray[np.int64] | None
-) -> str:
-    """Return the table of the largest and smallest clients."""
-    sizes = np.diff(source.client_starts)
+def _most_frequent(
+    starts: NDArray[np.int64], labels: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return each client's most frequent label, and the number of its examples with it."""
+    top = np.zeros((2, len(starts) - 1), np.int64)
+    for client, (begin, end) in enumerate(itertools.pairwise(starts.tolist())):
+        counts = np.bincount(labels[begin:end], minlength=1)
+        top[:, client] = counts.argmax(), counts.max()
+    return top[0], top[1]
+
+
+def _print_clients(
+    client_names: Any,
+    sizes: NDArray[np.int64],
+    names: list[str] | None,
+    top: tuple[NDArray[np.int64], NDArray[np.int64]] | None,
+) -> None:
+    """Print the table of the largest and smallest clients."""
     by_size = np.argsort(-sizes, kind="stable")
     if len(by_size) > _MOST_CLIENTS:
         half = _MOST_CLIENTS // 2
         by_size = np.concatenate([by_size[:half], [-1], by_size[-half:]])
-    head = ["client", "examples"] + ([] if labels is None else ["most frequent label"])
+    head = ["client", "examples"] + ([] if top is None else ["most frequent label"])
     rows = []
     for client in by_size.tolist():
         if client < 0:
             rows.append(["..."] * len(head))
             continue
-        row = [str(source.client_names[client]), f"{sizes[client]:,}"]
-        if labels is not None and names is not None:
-            begin, end = source.client_starts[client : client + 2]
-            counts = np.bincount(labels[begin:end], minlength=len(names))
-            top = int(counts.argmax())
-            row.append(f"{names[top]} ({counts[top] / max(1, end - begin):.0%})")
+        row = [str(client_names[client]), f"{sizes[client]:,}"]
+        if top is not None and names is not None:
+            label, amount = top[0][client], top[1][client]
+            row.append(f"{names[label]} ({amount / max(1, sizes[client]):.0%})")
         rows.append(row)
-    return markdown_table(head, rows)
+    for line in ["", *markdown_table(head, rows).splitlines()]:
+        print_line(line)

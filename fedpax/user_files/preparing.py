@@ -72,7 +72,7 @@ def prepare_files(
         raise ArgumentError(f"out={str(out)!r} exists, expected a new folder. Give another one.")
     selected = select_files(files, options)
     bad_rows = BadRows() if on_bad_row == "skip" else None
-    reading = _Reading(selected, options, bad_rows)
+    reading = Reading(selected, options, bad_rows)
     reading.read_schema(first_part=True)
     check_columns(
         reading.schema.names, {"client": reading.client, "label": options.label}, selected.name
@@ -121,7 +121,7 @@ def lock_file(file: IO[bytes]) -> bool:
     return True
 
 
-def _write(reading: "_Reading", draft: Path, about: dict[str, Any], memory: str) -> Path:
+def _write(reading: "Reading", draft: Path, about: dict[str, Any], memory: str) -> Path:
     """Write the folder within the draft; again if a later part of a file changes a type."""
     for attempt in range(3 + len(reading.schema) * len(reading.groups)):
         folder, spill = draft / f"data-{attempt}", draft / f"spill-{attempt}"
@@ -140,7 +140,7 @@ def _write(reading: "_Reading", draft: Path, about: dict[str, Any], memory: str)
     raise AssertionError("every attempt settles the type of a column of a file")
 
 
-class _Reading:
+class Reading:
     """The parts of files as tables of one schema, which later parts can change.
 
     Attributes:

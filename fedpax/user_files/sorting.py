@@ -5,11 +5,15 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
 from fedpax.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import duckdb
 
 _ROW = "row"  # keeps the order of a client's examples
 _BATCH_BYTES = 1 << 23
@@ -31,10 +35,7 @@ def sort_tables(
     tables = itertools.chain([first], tables)
     # Rows of a batch: a multiple of DuckDB's vectors of 2,048.
     rows = 2048 * min(64, max(1, _BATCH_BYTES // (2048 * max(1, first.nbytes // first.num_rows))))
-    # Numbers as names: DuckDB takes columns whose names differ in case alone for one.
-    stored = pa.schema(
-        [pa.field(f"c{number}", _stored_type(kind)) for number, kind in enumerate(schema.types)]
-    )
+    stored = stored_schema(schema)
     failed: list[BaseException] = []
 
     def numbered() -> Iterator[pa.RecordBatch]:
@@ -43,7 +44,7 @@ def sort_tables(
             for table in tables:
                 numbers = pa.array(np.arange(start, start + table.num_rows))
                 start += table.num_rows
-                with_rows = _store(table, stored).append_column(_ROW, numbers)
+                with_rows = store(table, stored).append_column(_ROW, numbers)
                 yield from with_rows.combine_chunks().to_batches()
         except BaseException as error:
             failed.append(error)  # DuckDB raises another one
@@ -52,23 +53,14 @@ def sort_tables(
     reader = pa.RecordBatchReader.from_batches(
         stored.append(pa.field(_ROW, pa.int64())), numbered()
     )
-    settings: dict[str, str | bool | int | float | list[str]] = {
-        "temp_directory": str(spill),
-        "memory_limit": memory,
-        "threads": max(1, min(os.cpu_count() or 1, _bytes(memory) // _BYTES_PER_THREAD)),
-        "preserve_insertion_order": False,
-        "autoinstall_known_extensions": False,
-        "autoload_known_extensions": False,
-    }
-    with duckdb.connect(config=settings) as connection:
-        connection.execute("SET enable_progress_bar = false")
+    with connect(spill, memory) as connection:
         connection.register("examples", reader)
         names = ", ".join(stored.names)
         order = ", ".join([*(stored.names[schema.names.index(key)] for key in keys), _ROW])
         try:
             result = connection.sql(f"SELECT {names} FROM examples ORDER BY {order}")
             for batch in result.to_arrow_reader(rows):
-                yield _restore(pa.Table.from_batches([batch]), schema, stored)
+                yield restore(pa.Table.from_batches([batch]), schema, stored)
         except duckdb.Error as error:
             if failed:
                 raise failed[0] from None
@@ -78,6 +70,33 @@ def sort_tables(
                     "as '1GB'."
                 ) from error
             raise
+
+
+def connect(spill: Path, memory: str) -> "duckdb.DuckDBPyConnection":
+    """Open a database of DuckDB in memory, which spills to a folder beyond a limit."""
+    import duckdb
+
+    settings: dict[str, str | bool | int | float | list[str]] = {
+        "temp_directory": str(spill),
+        "memory_limit": memory,
+        "threads": max(1, min(os.cpu_count() or 1, _bytes(memory) // _BYTES_PER_THREAD)),
+        "preserve_insertion_order": False,
+        "autoinstall_known_extensions": False,
+        "autoload_known_extensions": False,
+    }
+    connection = duckdb.connect(config=settings)
+    connection.execute("SET enable_progress_bar = false")
+    return connection
+
+
+def stored_schema(schema: pa.Schema) -> pa.Schema:
+    """Return the schema with which DuckDB holds columns, named by number.
+
+    DuckDB takes columns whose names differ in case alone for one.
+    """
+    return pa.schema(
+        [pa.field(f"c{number}", _stored_type(kind)) for number, kind in enumerate(schema.types)]
+    )
 
 
 def _bytes(memory: str) -> int:
@@ -106,7 +125,8 @@ def _stored_type(kind: pa.DataType) -> pa.DataType:
     return kind
 
 
-def _store(table: pa.Table, stored: pa.Schema) -> pa.Table:
+def store(table: pa.Table, stored: pa.Schema) -> pa.Table:
+    """Give a table the types of `stored_schema`."""
     columns = []
     for column, field in zip(table.columns, stored, strict=True):
         chunks = [_store_array(chunk, field.type) for chunk in column.chunks]
@@ -149,7 +169,8 @@ def _row_bytes(array: pa.Array) -> Iterator[bytes | None]:
         yield np.asarray(values).tobytes()
 
 
-def _restore(table: pa.Table, schema: pa.Schema, stored: pa.Schema) -> pa.Table:
+def restore(table: pa.Table, schema: pa.Schema, stored: pa.Schema) -> pa.Table:
+    """Give a table of `stored_schema` its own names and types."""
     columns = []
     for column, field, held in zip(table.columns, schema, stored, strict=True):
         chunks = [_restore_array(chunk, field.type, held.type) for chunk in column.chunks]

@@ -217,12 +217,25 @@ def _matches(pattern: str, name: str) -> bool:
 
 def _infer(name: str, column: Any, max_categories: int) -> Treatment:
     """Apply the rule of `infer_treatments` to one column."""
+    has_values = not bool(np.all(is_missing(column)))
+    distinct = count_distinct(column) if has_values and is_text(column.type) else None
+    return infer_treatment(name, column.type, len(column), has_values, distinct, max_categories)
+
+
+def infer_treatment(
+    name: str,
+    dtype: Any,
+    examples: int,
+    has_values: bool,
+    distinct: int | None,
+    max_categories: int = MAX_CATEGORIES,
+) -> Treatment:
+    """Apply the rule of `infer_treatments` to a column of which only counts are known."""
 
     def make(kind: Kind, reason: str) -> Treatment:
         return Treatment(name, kind, _DEFAULT_MISSING[kind], reason=reason)
 
-    dtype = column.type
-    if bool(np.all(is_missing(column))):
+    if not has_values:
         return make("left_out", "no values")
     if str(dtype) == "bool":
         return make("boolean", "booleans")
@@ -230,9 +243,8 @@ def _infer(name: str, column: Any, max_categories: int) -> Treatment:
         return make("number", "numbers")
     if is_date(dtype):
         return make("date", "dates or times")
-    if not is_text(dtype):
+    if not is_text(dtype) or distinct is None:
         return make("left_out", f"values of type {dtype}")
-    distinct, examples = count_distinct(column), len(column)
     words = f"text of {distinct:,} distinct values in {examples:,} examples"
     if distinct <= max_categories and 2 * distinct <= examples:
         return make("category", words)
@@ -333,20 +345,24 @@ def summarize_columns(
         column = arrow_column(table[treatment.name])
         dtype = column.type
         missing = is_missing(column)
-        is_value = is_number(dtype) or is_date(dtype) or is_text(dtype) or str(dtype) == "bool"
         summaries.append(
             ColumnSummary(
                 treatment,
                 str(dtype),
                 int(missing.sum()),
-                count_distinct(column) if is_value else None,
-                _range(column),
+                count_distinct(column) if is_counted(dtype) else None,
+                value_range(column),
             )
         )
     return summaries
 
 
-def _range(column: Any) -> str:
+def is_counted(dtype: Any) -> bool:
+    """Return whether the distinct values of a column of this Arrow type are counted."""
+    return is_number(dtype) or is_date(dtype) or is_text(dtype) or str(dtype) == "bool"
+
+
+def value_range(column: Any) -> str:
     """Return the least and the largest number or date in words."""
     import pyarrow.compute as pc
 

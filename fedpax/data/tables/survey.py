@@ -1,0 +1,273 @@
+"""survey_files: what `fedpax data` shows of files, in memory that does not grow with their rows."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from jaxtyping import Float64, Int64
+
+from fedpax.data.tables.columns import ColumnSummary, infer_treatment, is_counted, value_range
+from fedpax.data.tables.values import is_date, is_missing, is_number
+from fedpax.errors import ArgumentError
+from fedpax.user_files.file_sizes import estimate_bytes
+from fedpax.user_files.formats import TypeChangedError, find_stream, is_files
+from fedpax.user_files.load_options import LoadOptions
+from fedpax.user_files.prepared import prepared_folder
+from fedpax.user_files.preparing import Reading
+from fedpax.user_files.selection import select_files
+from fedpax.user_files.sorting import connect, restore, store, stored_schema
+from fedpax.user_files.table_source import check_columns
+
+MEMORY = "1GB"
+"""The memory of DuckDB for hash tables; beyond it they are on the disk."""
+
+_LARGE = 1 << 28  # bytes; smaller files are read at once, which is faster
+
+
+class Survey(NamedTuple):
+    """Columns and clients of files."""
+
+    name: str
+    num_examples: int
+    schema: pa.Schema
+    summaries: list[ColumnSummary]
+    client: str | None
+    clients: pa.ChunkedArray | None  # names, ascending
+    sizes: Int64[np.ndarray, " clients"]
+    # The distinct labels, and (client, label, number of examples) of those that occur together.
+    labels: pa.ChunkedArray | None
+    pairs: Int64[np.ndarray, "3 pairs"] | None
+
+
+def is_large(files: Any, options: LoadOptions) -> bool:
+    """Return whether files take much memory, and can be read in parts."""
+    names = files if isinstance(files, list) else [files]
+    if options.partition is not None or not all(map(is_files, names)):
+        return False
+    if len(names) == 1 and prepared_folder(names[0], options.split):
+        return False
+    groups = select_files(files, options).groups
+    return estimate_bytes(groups) > _LARGE and all(find_stream(group[0]) for group in groups)
+
+
+def survey_files(files: Any, options: LoadOptions, max_labels: int) -> Survey:
+    """Summarize the columns and clients of files that are read in parts: twice if with clients.
+
+    Args:
+        files: as for `fedpax.data.load`.
+        options: how they are read, without a partition.
+        max_labels: a label with more distinct values is not counted by client.
+
+    Raises:
+        ValueError: as in `fedpax.data.load`.
+    """
+    selected = select_files(files, options)
+    reading = Reading(selected, options, None)
+    reading.read_schema(first_part=True)
+    wanted = {"client": reading.client, "label": options.label}
+    check_columns(reading.schema.names, wanted, selected.name)
+    counts = _repeat(reading, _count_columns)
+    if not counts.num_examples:
+        raise ArgumentError(
+            f"{selected.name} has no examples, expected at least one. Name other files."
+        )
+    schema, client, label = reading.schema, reading.client, options.label
+    summaries = counts.summaries(schema)
+    survey = Survey(
+        selected.name, counts.num_examples, schema, summaries, client, None, np.zeros(0, np.int64),
+        None, None,
+    )  # fmt: skip
+    if client is None:
+        return survey
+    if label is not None:
+        about = summaries[schema.names.index(label)]
+        is_class = is_counted(schema.field(label).type) and not (
+            pa.types.is_floating(schema.field(label).type) or is_date(schema.field(label).type)
+        )
+        if not is_class or (about.num_distinct or 0) > max_labels:
+            label = None
+    in_path = {name for group in selected.groups for file in group for name in file.fields}
+    kept = [name for name in (options.client, label) if name is not None and name not in in_path]
+    few = options._replace(columns=kept, label=label)
+    reading = Reading(select_files(files, few), few, None)
+    reading.read_schema(first_part=True)
+    keys = [client] if label is None else [client, label]
+    return _with_clients(survey, _repeat(reading, lambda again: _count_groups(again, keys)))
+
+
+class _Counts(NamedTuple):
+    """Counts of columns over all parts."""
+
+    num_examples: int
+    missing: dict[str, int]
+    ends: dict[str, list[pa.Array]]  # the least and largest value of each part
+    distinct: dict[str, int]
+
+    def summaries(self, schema: pa.Schema) -> list[ColumnSummary]:
+        return [self._summary(field) for field in schema]
+
+    def _summary(self, field: pa.Field) -> ColumnSummary:
+        name, distinct = field.name, self.distinct.get(field.name)
+        missing = self.missing[name]
+        treatment = infer_treatment(
+            name, field.type, self.num_examples, missing < self.num_examples, distinct
+        )
+        ends = pa.concat_arrays(self.ends[name]) if name in self.ends else pa.nulls(0)
+        return ColumnSummary(treatment, str(field.type), missing, distinct, value_range(ends))
+
+
+def _repeat(reading: Reading, use: Any) -> Any:
+    """Read all parts; again if a later part of a file changes a type."""
+    for _ in range(3 + len(reading.schema) * len(reading.groups)):
+        try:
+            return use(reading)
+        except TypeChangedError as changed:
+            reading.change_type(changed)
+    raise AssertionError("every attempt settles the type of a column of a file")
+
+
+def _count_columns(reading: Reading) -> _Counts:
+    """Count the missing and distinct values of each column."""
+    schema = reading.schema
+    counted = [field for field in schema if is_counted(field.type)]
+    examples, missing = 0, dict.fromkeys(schema.names, 0)
+    ends: dict[str, list[pa.Array]] = {}
+
+    def parts() -> Iterator[pa.Table]:
+        nonlocal examples
+        for table in reading.tables():
+            examples += table.num_rows
+            present = {}
+            for name in schema.names:
+                column = table.column(name).combine_chunks()
+                absent = is_missing(column)
+                missing[name] += int(absent.sum())
+                if is_number(column.type) or is_date(column.type):
+                    ends.setdefault(name, []).append(_ends(column))
+                present[name] = (
+                    pc.if_else(pa.array(~absent), column, pa.scalar(None, column.type))
+                    if absent.any() and is_counted(column.type)
+                    else column
+                )
+            yield pa.table({field.name: _bits(present[field.name]) for field in counted})
+
+    if not counted:
+        for _ in parts():
+            pass
+        return _Counts(examples, missing, ends, {})
+    bits = pa.schema([(f.name, _bits(pa.array([], f.type)).type) for f in counted])
+    select = ", ".join(f"count(DISTINCT c{k})" for k in range(len(counted)))
+    row = _query(parts(), bits, f"SELECT {select} FROM examples").to_pylist()[0]
+    distinct = dict(zip([f.name for f in counted], row.values(), strict=True))
+    return _Counts(examples, missing, ends, distinct)
+
+
+def _count_groups(reading: Reading, keys: list[str]) -> pa.Table:
+    """Count the examples of each client, or of each client and label."""
+    schema = pa.schema([reading.schema.field(key) for key in keys])
+    names = stored_schema(schema).names
+    sql = f"SELECT {', '.join(names)}, count(*) AS n FROM examples GROUP BY {', '.join(names)}"
+    found = _query((table.select(keys) for table in reading.tables()), schema, sql)
+    table = restore(found.select(names), schema, stored_schema(schema))
+    return table.append_column("", found.column("n").cast(pa.int64()))
+
+
+def _query(tables: Iterator[pa.Table], schema: pa.Schema, sql: str) -> pa.Table:
+    """Run a query of DuckDB over `examples`, the tables with columns c0, c1, ...."""
+    import duckdb
+
+    stored = stored_schema(schema)
+    failed: list[BaseException] = []
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        try:
+            for table in tables:
+                renamed = store(table, stored).combine_chunks()
+                yield from renamed.to_batches()
+        except BaseException as error:
+            failed.append(error)  # DuckDB raises another one
+            raise
+
+    with (
+        tempfile.TemporaryDirectory(prefix="fedpax-data-") as spill,
+        connect(Path(spill), MEMORY) as connection,
+    ):
+        connection.register("examples", pa.RecordBatchReader.from_batches(stored, batches()))
+        try:
+            return connection.sql(sql).to_arrow_table()
+        except duckdb.Error as error:
+            if failed:
+                raise failed[0] from None
+            raise ArgumentError(
+                f"The hash tables of distinct values exceed {MEMORY} of memory and cannot be "
+                f"written to {tempfile.gettempdir()}: {error}. Set TMPDIR to a folder on a disk "
+                "with more space, or show some columns with columns=."
+            ) from error
+
+
+def _ends(column: pa.Array) -> pa.Array:
+    """Return the least and the largest value of a column."""
+    kind = column.type
+    if pa.types.is_duration(kind):  # whose least value Arrow does not find
+        return _ends(column.view(pa.int64())).view(kind)
+    found = pc.min_max(column)
+    return pa.array([found["min"], found["max"]], kind)
+
+
+def _bits(column: pa.Array) -> pa.Array:
+    """Return floats as integers: Arrow counts 0.0 and -0.0 as two values, and DuckDB as one."""
+    ints = {pa.float32(): pa.int32(), pa.float64(): pa.int64()}
+    return column.view(ints[column.type]) if column.type in ints else column
+
+
+def _with_clients(survey: Survey, groups: pa.Table) -> Survey:
+    """Add the clients, and the number of their examples of each label."""
+    client, amount = groups.column(0), groups.column(groups.num_columns - 1).to_numpy()
+    names, owner = _encode(client)
+    sizes = np.bincount(owner, amount, minlength=len(names)).astype(np.int64)
+    labels, pairs = None, None
+    if groups.num_columns == 3:
+        labels, label = _encode(groups.column(1))
+        pairs = np.stack([owner, label, amount])
+    return survey._replace(clients=names, sizes=sizes, labels=labels, pairs=pairs)
+
+
+def _encode(column: pa.ChunkedArray) -> tuple[pa.Array, Int64[np.ndarray, " n"]]:
+    """Return the distinct values, ascending with null last, and the place of each value there."""
+    encoded = column.combine_chunks().dictionary_encode("encode")
+    values, places = encoded.dictionary, encoded.indices.to_numpy(zero_copy_only=False)
+    order = pc.array_sort_indices(values).to_numpy()
+    rank = np.empty(len(values), np.int64)
+    rank[order] = np.arange(len(values))
+    return values.take(pa.array(order)), rank[places]
+
+
+def label_skew(
+    pairs: Int64[np.ndarray, "3 pairs"], sizes: Int64[np.ndarray, " clients"]
+) -> tuple[float, float, float, float]:
+    """Return what `PartitionStatistics` has of labels, from the pairs that occur.
+
+    Returns:
+        `labels_per_participant`, `label_entropy`, `overall_entropy` and `total_variation`.
+    """
+    owner, label, amount = pairs
+    overall = np.bincount(label, amount) / amount.sum()
+    share = amount / sizes[owner]
+    # A label that a client has not adds its overall frequency to the sum of differences.
+    differences = (np.abs(share - overall[label]) - overall[label]).sum() + len(sizes)
+    return (
+        len(owner) / len(sizes),
+        float(0 - _x_log_x(share).sum() / len(sizes)),
+        float(0 - _x_log_x(overall).sum()),
+        float(differences / 2 / len(sizes)),
+    )
+
+
+def _x_log_x(share: Float64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
+    return share * np.log(share, where=share > 0, out=np.zeros_like(share))

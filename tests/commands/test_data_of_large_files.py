@@ -1,0 +1,122 @@
+"""Tests of `fedpax data` on files that are read in parts."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import csv, parquet
+from small_runs import Command
+
+from fedpax.data.tables import survey
+
+
+def _table(rows: int, seed: int = 0) -> pa.Table:
+    rng = np.random.default_rng(seed)
+    numbers = rng.normal(size=rows).round(2)
+    numbers[rng.random(rows) < 0.1] = np.nan
+    words = np.array(["a", "b", "", "ü"])[rng.integers(0, 4, rows)]
+    no_label = rng.random(rows) < 0.1
+    return pa.table(
+        {
+            "user_id": rng.integers(0, 70, rows),
+            "label": pa.array(rng.integers(-2, 11, rows), mask=no_label),
+            "Label": words,
+            "x": numbers,
+            "zero": rng.choice([-1.0, -0.0, 0.0, 1.0], rows),
+            "empty": pa.nulls(rows, pa.float64()),
+            "when": pa.array(rng.integers(0, 2**30, rows)).cast(pa.timestamp("s")),
+            "took": pa.array(rng.integers(-9, 2**20, rows)).cast(pa.duration("s")),
+            "flag": rng.random(rows) < 0.5,
+            "list": pa.array([[1, 2]] * rows),
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--client=user_id", "--label=label"],
+        ["--client=user_id", "--label=Label"],
+        ["--client=user_id", "--label=x"],
+        ["--client=Label", "--label=flag"],
+        ["--client=user_id", "--label=user_id"],
+        ["--client=user_id", "--columns=x,flag"],
+        ["--label=label"],
+    ],
+)
+@pytest.mark.parametrize("format", ["parquet", "csv"])
+def test_parts_give_the_same_tables(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], format: str
+) -> None:
+    table = _table(3000)
+    if "--client=Label" in flags:
+        table = table.filter(pa.compute.not_equal(table["Label"], ""))
+    if format == "parquet":
+        parquet.write_table(table, tmp_path / "all.parquet", row_group_size=200)
+    else:
+        csv.write_csv(table.drop_columns(["list", "took"]), tmp_path / "all.csv")
+    arguments = ["data", f"{tmp_path}/all.{format}", *flags]
+    expected = command(*arguments)
+    assert expected[0] == 0
+    monkeypatch.setattr(survey, "_LARGE", 0)
+    monkeypatch.setattr("fedpax.commands.data.load", None)  # it would read the file at once
+    assert command(*arguments) == expected
+
+
+def test_each_of_several_files_is_a_client(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for k in range(3):
+        csv.write_csv(_table(50 + k, k).drop_columns(["list", "took"]), tmp_path / f"{k}.csv")
+    arguments = ("data", f"{tmp_path}/*.csv", "--label=label")
+    expected = command(*arguments)
+    assert expected[0] == 0 and "of 3 clients" in expected[1]
+    monkeypatch.setattr(survey, "_LARGE", 0)
+    monkeypatch.setattr("fedpax.commands.data.load", None)
+    assert command(*arguments) == expected
+
+
+_PEAK = """
+import resource, sys
+import pyarrow as pa
+from fedpax.commands.data import data
+from fedpax.data.tables import survey
+survey._LARGE = 0
+data([sys.argv[1], "--client=user_id", "--label=label"])
+resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+print(pa.default_memory_pool().max_memory() // 2**20, resident)
+"""
+
+
+def _peaks(path: Path, groups: int) -> tuple[int, int]:
+    """Return the largest memory of pyarrow and of the process, for a file of row groups, in MiB."""
+    rng, n = np.random.default_rng(0), 100_000
+    notes = pa.array([f"{k:0100d}" for k in range(1000)])
+    kinds = {"user_id": pa.int64(), "label": pa.int64(), "x": pa.float64(), "note": pa.string()}
+    with parquet.ParquetWriter(path, pa.schema(kinds)) as writer:
+        for _ in range(groups):
+            part = {
+                "user_id": rng.integers(0, 1000, n),
+                "label": rng.integers(0, 10, n),
+                "x": rng.integers(0, 1000, n) / 8,
+                "note": notes.take(pa.array(rng.integers(0, 1000, n))),
+            }
+            writer.write_table(pa.table(part))
+    run = [sys.executable, "-c", _PEAK, path]
+    done = subprocess.run(run, check=True, capture_output=True, text=True)
+    of_arrow, resident = map(int, done.stdout.split()[-2:])
+    return of_arrow, resident
+
+
+def test_columns_are_never_whole_in_memory(tmp_path: Path) -> None:
+    of_arrow, _ = _peaks(tmp_path / "all.parquet", 10)
+    assert of_arrow < 64  # MiB; the columns take 130
+
+
+@pytest.mark.slow
+def test_memory_is_flat_in_rows(tmp_path: Path) -> None:
+    peaks = np.array([_peaks(tmp_path / f"{groups}.parquet", groups) for groups in (5, 50)])
+    assert np.all(peaks[1] < peaks[0] + [16, 150]), peaks  # MiB; 45 groups take 600

@@ -427,6 +427,10 @@ def test_tfrecords_of_examples(tmp_path: Path) -> None:
         (content[:40] + b"\0" + content[41:], "record 0 is damaged"),
         (b"\1" + content[1:], "record 0 has a damaged length"),
         (tfrecord([b"no example"]), "record 0 is not a tf.train.Example"),
+        (
+            b"\xff" * 8 + bytes.fromhex("a67b113a"),
+            "record 0 has 18446744073709551615 bytes, expected at most 2 GiB",
+        ),
     ]:
         (tmp_path / "a.tfrecord").write_bytes(damaged)
         with pytest.raises(ValueError, match=rf"a.tfrecord cannot be read as tfrecord: {message}"):

@@ -20,6 +20,7 @@ from fedpax.user_files.formats import ReadOptions
 from fedpax.user_files.readers.own_clients import add_clients
 
 _ROWS_AT_ONCE = 1 << 14
+_LARGEST = 1 << 31  # bytes of a record: protobuf reads no longer one
 _GROUP = "serialized_bytes"  # the feature list of Dataset Grouper
 
 
@@ -89,6 +90,8 @@ def _records(file: DataFile) -> Iterator[bytes]:
             length, checksum = struct.unpack("<QI", head) if len(head) == 12 else (0, 0)
             if len(head) < 12 or _mask(head[:8]) != checksum:
                 raise ArgumentError(f"record {number} has a damaged length")
+            if length > _LARGEST:
+                raise ArgumentError(f"record {number} has {length} bytes, expected at most 2 GiB")
             content = opened.read(length)
             tail = opened.read(4)
             if len(content) < length or len(tail) < 4:

@@ -45,7 +45,7 @@ class SiteReport(NamedTuple):
     """A line of the table of sites."""
 
     name: str
-    state: str  # "joining", "training", "silent", "left" or "expelled"
+    state: str  # "joining", "training", "silent", "left", "finished" or "expelled"
     clients: int
     rounds: int  # rounds that counted its terms
     late: int  # rounds that did not wait for it
@@ -122,6 +122,8 @@ class SiteTable:
     def _state(self, site: Site, now: float) -> str:
         if self._is_expelled(site.name):
             return "expelled"
+        if site.heard_end:
+            return "finished"
         if site.left:
             return "left"
         if not self.is_present(site, now):

@@ -48,8 +48,9 @@ def test_equals_one_program_on_all_clients(tmp_path: Path, name: str) -> None:
     last = evaluations[-1]
     mean = np.average([last[f"site/{s}/loss"] for s in sites], weights=[16, 8, 24])
     np.testing.assert_allclose(last["loss"], mean, rtol=1e-6)
-    assert {s.name: s.rounds for s in read_sites(found.folder / "coordinator")} == dict.fromkeys(
-        sites, 4
+    rows = read_sites(found.folder / "coordinator")
+    assert {row.name: (row.rounds, row.state) for row in rows} == dict.fromkeys(
+        sites, (4, "finished")
     )
 
 

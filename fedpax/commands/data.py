@@ -89,7 +89,7 @@ def _is_large(files: Any, partition: str | None, reading: Mapping[str, Any]) -> 
 
 def _survey(files: Any, reading: Mapping[str, Any]) -> int:
     """Print the same tables of files that are read in parts."""
-    from fedpax.data.tables.survey import label_skew, survey_files
+    from fedpax.data.tables.survey import label_skew, merge_pairs, survey_files
 
     found = survey_files(files, LoadOptions(**reading), _MOST_LABELS)
     clients = None if found.clients is None else len(found.clients)
@@ -105,10 +105,11 @@ def _survey(files: Any, reading: Mapping[str, Any]) -> int:
         from fedpax.user_files.columns import to_numpy
 
         names, order = _name_labels(to_numpy(found.labels))
-        pairs = np.stack([owner, order[label], amount])
-        by_client = np.lexsort((pairs[1], -amount, owner))
+        pairs = merge_pairs(owner, order[label], amount)
+        owner, label, amount = pairs
+        by_client = np.lexsort((label, -amount, owner))
         first = by_client[np.flatnonzero(np.diff(owner[by_client], prepend=-1))]
-        top = pairs[1][first], amount[first]
+        top = label[first], amount[first]
         skew = label_skew(pairs, found.sizes)
         statistics = statistics._replace(
             classes=np.arange(len(names)),

@@ -146,6 +146,15 @@ def is_number(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
+def check_client_type(kind: pa.DataType, client: str, name: str) -> None:
+    """Raise an error for a column of clients that has lists or structs."""
+    if pa.types.is_nested(kind):
+        raise ArgumentError(
+            f"The column {client!r} of {name} has values of type {kind}, expected texts or "
+            "numbers that name a client."
+        )
+
+
 def check_client_numbers(column: Any, client: str, name: str) -> None:
     """Raise a ValueError if the numbers of clients are floats that hold several integers.
 

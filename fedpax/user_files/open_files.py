@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedpax.errors import ArgumentError
-from fedpax.user_files.columns import check_client_numbers
+from fedpax.user_files.columns import check_client_numbers, check_client_type
 from fedpax.user_files.file_sizes import check_memory
 from fedpax.user_files.finding import CLIENT
 from fedpax.user_files.held_out import check_any, part_of_split
@@ -116,11 +116,7 @@ def sort_by_client(
         )
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
-    if pa.types.is_nested(column.type):
-        raise ArgumentError(
-            f"The column {client!r} of {name} has values of type {column.type}, expected texts or "
-            "numbers that name a client."
-        )
+    check_client_type(column.type, client, name)
     check_client_numbers(column, client, name)
     encoded = column.combine_chunks().dictionary_encode()
     if isinstance(encoded, pa.ChunkedArray):

@@ -219,7 +219,7 @@ class Reading:
             raise ArgumentError(
                 f"{file.path} has no client in the column {self.client!r} of example "
                 f"{row + int(np.argmax(missing))}, counted from 0. Fill it in, or leave such "
-                "examples out with on_bad_row='skip'."
+                "examples out: `fedpax prepare` does with --on_bad_row=skip."
             )
         for example in table.filter(pa.array(missing)).slice(0, int(missing.sum())).to_batches():
             for k in range(len(example)):

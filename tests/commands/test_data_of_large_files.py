@@ -24,6 +24,8 @@ def _table(rows: int, seed: int = 0) -> pa.Table:
             "user_id": rng.integers(0, 70, rows),
             "label": pa.array(rng.integers(-2, 11, rows), mask=no_label),
             "Label": words,
+            "text": pa.array([None, "missing", "10", "9"]).take(pa.array(rng.integers(0, 4, rows))),
+            "time": pa.array(rng.integers(0, 4, rows).astype(np.int32)).cast(pa.time32("s")),
             "x": numbers,
             "zero": rng.choice([-1.0, -0.0, 0.0, 1.0], rows),
             "empty": pa.nulls(rows, pa.float64()),
@@ -41,6 +43,8 @@ def _table(rows: int, seed: int = 0) -> pa.Table:
         ["--client=user_id", "--label=label"],
         ["--client=user_id", "--label=Label"],
         ["--client=user_id", "--label=x"],
+        ["--client=user_id", "--label=text"],
+        ["--client=user_id", "--label=time"],
         ["--client=Label", "--label=flag"],
         ["--client=user_id", "--label=user_id"],
         ["--client=user_id", "--columns=x,flag"],
@@ -77,6 +81,15 @@ def test_each_of_several_files_is_a_client(
     monkeypatch.setattr(survey, "_LARGE", 0)
     monkeypatch.setattr("fedpax.commands.data.load", None)
     assert command(*arguments) == expected
+
+
+def test_lists_name_no_client(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parquet.write_table(_table(50), tmp_path / "all.parquet")
+    monkeypatch.setattr(survey, "_LARGE", 0)
+    status, _, errors = command("data", f"{tmp_path}/all.parquet", "--client=list")
+    assert status and "expected texts or numbers that name a client" in errors
 
 
 _PEAK = """

@@ -15,6 +15,7 @@ from jaxtyping import Float64, Int64
 from fedpax.data.tables.columns import ColumnSummary, infer_treatment, is_counted, value_range
 from fedpax.data.tables.values import is_date, is_missing, is_number
 from fedpax.errors import ArgumentError
+from fedpax.user_files.columns import check_client_type
 from fedpax.user_files.file_sizes import estimate_bytes
 from fedpax.user_files.formats import TypeChangedError, find_stream, is_files
 from fedpax.user_files.load_options import LoadOptions
@@ -85,11 +86,12 @@ def survey_files(files: Any, options: LoadOptions, max_labels: int) -> Survey:
     )  # fmt: skip
     if client is None:
         return survey
+    check_client_type(schema.field(client).type, client, selected.name)
     if label is not None:
         about = summaries[schema.names.index(label)]
-        is_class = is_counted(schema.field(label).type) and not (
-            pa.types.is_floating(schema.field(label).type) or is_date(schema.field(label).type)
-        )
+        kind = schema.field(label).type
+        is_moment = is_date(kind) and not pa.types.is_time(kind)
+        is_class = is_counted(kind) and not pa.types.is_floating(kind) and not is_moment
         if not is_class or (about.num_distinct or 0) > max_labels:
             label = None
     in_path = {name for group in selected.groups for file in group for name in file.fields}
@@ -246,6 +248,16 @@ def _encode(column: pa.ChunkedArray) -> tuple[pa.Array, Int64[np.ndarray, " n"]]
     rank = np.empty(len(values), np.int64)
     rank[order] = np.arange(len(values))
     return values.take(pa.array(order)), rank[places]
+
+
+def merge_pairs(
+    owner: Int64[np.ndarray, " n"], label: Int64[np.ndarray, " n"], amount: Int64[np.ndarray, " n"]
+) -> Int64[np.ndarray, "3 pairs"]:
+    """Add up the amounts of equal pairs: values can have one name, null and the text "missing"."""
+    labels = int(label.max()) + 1
+    cells, place = np.unique(owner * labels + label, return_inverse=True)
+    total = np.bincount(place, amount).astype(np.int64)
+    return np.stack([cells // labels, cells % labels, total])
 
 
 def label_skew(

@@ -327,7 +327,7 @@ class RoundServer:
                 k = waiting.pop(reply.message, None)  # None: an answer that was read before
                 if k is None:
                     continue
-                problem = self._problem(reply)
+                problem = self._problem(reply, packets[k][1].values["stage"])
                 if problem:
                     self._log.warning("Participant %d: %s", k, problem)
                     self._last_problem = f" Participant {k}: {problem}"
@@ -353,7 +353,7 @@ class RoundServer:
             self.roster.greet_again(packets[k][0] for k in waiting.values())
         return answers
 
-    def _problem(self, reply: Reply) -> str:
+    def _problem(self, reply: Reply, stage: int) -> str:
         """Say why an answer cannot be counted, or return an empty string."""
         if reply.packet is None:
             return one_line(reply.error)
@@ -362,6 +362,17 @@ class RoundServer:
             return one_line(values["refusal"])
         if values.get("program") != self.program.program:
             return f"answers with program {one_line(values.get('program'))[:12]}"
+        try:
+            groups = [decode_values(content).values() for content in reply.packet.arrays]
+        except ValueError as error:
+            return one_line(error)
+        types = [[(list(x.shape), str(x.dtype)) for x in group] for group in groups]
+        described = self.program.artifact.manifest["stages"][stage]
+        expected = [[(v["shape"], v["dtype"]) for v in described[k]] for k in ("terms", "shown")]
+        if types != expected:
+            return (
+                f"answers with arrays of other types than the {len(expected[0])} terms of the stage"
+            )
         return ""
 
 

@@ -314,3 +314,29 @@ def test_the_server_is_told_no_values_of_data_that_cannot_be_read(when, tmp_path
     with pytest.raises(RoundError, match=r"data raised ValueError\. The log of its node") as caught:
         server.advance(server.begin())
     assert "Ada" not in str(caught.value) and "Ada" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ([], "of other types than the 3 terms"),
+        ([b"x", b"y"], "are damaged"),
+        ([encode_values({"0": np.zeros((7, 3), np.float32)}), encode_values({})], "of other types"),
+    ],
+)
+def test_a_malformed_answer_is_not_counted(arrays, words, tmp_path, caplog):
+    program = parse_program(nodes.pack("fedavg"))
+    network = LocalNetwork(program, tmp_path)
+    answer = network.programs[101].answer
+
+    def lie(packet, config):
+        truth = answer(packet, config)
+        return truth if packet.values["kind"] == "greeting" else truth._replace(arrays=arrays)
+
+    network.programs[101].answer = lie
+    server = RoundServer(
+        network, program, run="run", rules=Rules(quorum=2), sleep=lambda seconds: None
+    )
+    _, metrics = server.advance(server.begin())
+    assert metrics["participants"] == 2
+    assert words in caplog.text

@@ -39,6 +39,13 @@ class ArgumentTypeError(FedpaxError, TypeError):
     """An argument, a setting or data of a type that cannot be used."""
 
 
+class MissingFieldError(FedpaxError, KeyError):
+    """Data without the field that an argument or a setting names."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError has quotes around it
+
+
 class MissingPackageError(FedpaxError, ImportError):
     """A package that an optional feature needs is not installed."""
 

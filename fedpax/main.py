@@ -18,7 +18,13 @@ from fedpax.console import (
     open_closed_streams,
     print_error,
 )
-from fedpax.errors import ArgumentError, ArgumentTypeError, FedpaxError, MissingPackageError
+from fedpax.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    FedpaxError,
+    MissingFieldError,
+    MissingPackageError,
+)
 from fedpax.extras import optional
 from fedpax.files import describe_no_permission
 from fedpax.garbage_collection import collect_seldom
@@ -142,7 +148,7 @@ Exit status:
 
 STOPPED = 1
 USAGE_ERROR = 2
-CALLERS_ERRORS = (ArgumentError, ArgumentTypeError, MissingPackageError)
+CALLERS_ERRORS = (ArgumentError, ArgumentTypeError, MissingFieldError, MissingPackageError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

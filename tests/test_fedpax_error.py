@@ -8,7 +8,12 @@ import pytest
 
 import fedpax
 from fedpax.checkpoints.checkpoint_dir import LostCheckpointDirError
-from fedpax.errors import ArgumentError, ArgumentTypeError, MissingPackageError
+from fedpax.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    MissingFieldError,
+    MissingPackageError,
+)
 from fedpax.main import main
 from fedpax.sites.transport.calls import DisconnectedError
 
@@ -24,6 +29,7 @@ ALONE = {ROOT / "fedpax/deploy" / name for name in ("iree_client.py", "values.py
     [
         (ArgumentError, ValueError),
         (ArgumentTypeError, TypeError),
+        (MissingFieldError, KeyError),
         (MissingPackageError, ImportError),
         (DisconnectedError, ConnectionError),
         (LostCheckpointDirError, OSError),

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpax.errors import ArgumentError, ArgumentTypeError
+from fedpax.errors import ArgumentError, ArgumentTypeError, MissingFieldError
 from fedpax.primitives.casts import host_array
 
 Examples = Sequence[Mapping[str, Any]]
@@ -84,7 +84,7 @@ def get_field(example: Mapping[str, Any], field: str) -> Any:
     try:
         return example[field]
     except KeyError:
-        raise KeyError(
+        raise MissingFieldError(
             f"The examples have no field {field!r}, but {', '.join(map(repr, example))}: name one "
             "of these."
         ) from None

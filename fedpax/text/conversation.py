@@ -72,8 +72,9 @@ class Conversation:
             )
         if self.messages is not None and self.template is None:
             raise ArgumentError(
-                f"messages={self.messages!r} need a chat template, but the tokenizer has none. "
-                "Pass one: data.chat_template=FILE, in Python template=load_chat_template(FILE)."
+                f"The messages in the field {self.messages!r} need a chat template, but the "
+                "tokenizer has none. Pass one: --data.chat_template=FILE, in Python "
+                "template=load_chat_template(FILE)."
             )
 
     @property

@@ -2,8 +2,8 @@
 
 import math
 import os
-import signal
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from absl import flags
 
@@ -15,6 +15,9 @@ from fedpax.commands.parts.options import (
 )
 from fedpax.console import print_line
 from fedpax.training.experiment import Experiment
+
+if TYPE_CHECKING:  # after JAX_PLATFORMS is set
+    from fedpax.sites.syncer_result import SyncerResult
 
 
 def syncer(arguments: Sequence[str]) -> int:
@@ -38,7 +41,7 @@ def syncer(arguments: Sequence[str]) -> int:
         from fedpax.sites.rounds.round_rules import RoundRules
         from fedpax.sites.rounds.run_coordinator import run_coordinator
 
-        outcome = run_coordinator(
+        result = run_coordinator(
             experiment,
             folder,
             options.listen,
@@ -60,7 +63,7 @@ def syncer(arguments: Sequence[str]) -> int:
             goodbye_seconds=options.goodbye_seconds,
             limits=limits,
         )
-        return _report(outcome.rounds, outcome.signal, experiment, options.job_log_dir)
+        return _report(result, experiment, options.job_log_dir)
     result = run_syncer(
         experiment,
         folder,
@@ -76,7 +79,7 @@ def syncer(arguments: Sequence[str]) -> int:
         limits=limits,
         guards=GuardRules(options.norm_factor, options.accept_if),
     )
-    return _report(result.rounds, result.signal, experiment, options.job_log_dir)
+    return _report(result, experiment, options.job_log_dir)
 
 
 def has_rounds_over_sites(experiment: Experiment) -> bool:
@@ -86,10 +89,8 @@ def has_rounds_over_sites(experiment: Experiment) -> bool:
     return isinstance(experiment, SiteExperiment)
 
 
-def _report(
-    rounds: int, stopped: signal.Signals | None, experiment: Experiment, folder: str
-) -> int:
-    completed = f"{rounds} of {experiment.training.rounds} rounds"
+def _report(result: "SyncerResult", experiment: Experiment, folder: str) -> int:
+    stopped, completed = result.signal, f"{result.rounds} of {experiment.training.rounds} rounds"
     if stopped is not None:
         print_line(
             f"{stopped.name}: every merge so far is saved in {folder}, {completed}. Run the same "

@@ -102,14 +102,7 @@ class ServerSums:
         quorum: int,
         seconds: float | None,
     ) -> tuple[list[int], list[Any]]:
-        """Return the nodes whose terms were summed, and the sums; `[]` and `[]` if too few.
-
-        Args:
-            packets: the packet of each node.
-            terms: name, shape and dtype of each term.
-            quorum: the fewest nodes, whose shares open the sum.
-            seconds: the deadline of each of the four exchanges, or None.
-        """
+        """Sum the terms of nodes, as `round_server.SecureSum` says."""
         from fedpax.secure_sums.coordinator_side import CoordinatorSide
 
         # A session of its own for each attempt: a participant masks its terms once in a session.

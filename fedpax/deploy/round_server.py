@@ -48,7 +48,14 @@ class SecureSum(Protocol):
         quorum: int,
         seconds: float | None,
     ) -> tuple[list[int], list[Any]]:
-        """Return the nodes whose terms were summed, and the sums."""
+        """Return the nodes whose terms were summed, and the sums; `[]` and `[]` if too few.
+
+        Args:
+            packets: the packet of each node.
+            terms: name, shape and dtype of each term.
+            quorum: the fewest nodes, whose shares open the sum.
+            seconds: the deadline of each of the four exchanges, or None.
+        """
         ...
 
 

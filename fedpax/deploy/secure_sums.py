@@ -227,14 +227,7 @@ class SecureSum:
         quorum: int,
         seconds: float | None,
     ) -> tuple[list[int], list[Any]]:
-        """Return the nodes whose terms were summed, and the sums; `[]` and `[]` if too few.
-
-        Args:
-            packets: the packet of each node.
-            terms: name, shape and dtype of each term.
-            quorum: the fewest nodes, whose shares open the sum.
-            seconds: the deadline of each of the four exchanges, or None.
-        """
+        """Sum the terms of nodes, as `round_server.SecureSum` says."""
         from flwr.app import ConfigRecord
         from flwr.common import parameters_to_ndarrays
         from flwr.server.workflow import SecAggPlusWorkflow

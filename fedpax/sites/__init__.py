@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from fedpax.sites.guards import parse_accept_if as parse_accept_if
     from fedpax.sites.island.join import JoinResult as JoinResult
     from fedpax.sites.island.join import join as join
-    from fedpax.sites.syncer.run_syncer import SyncerResult as SyncerResult
     from fedpax.sites.syncer.run_syncer import run_syncer as run_syncer
+    from fedpax.sites.syncer_result import SyncerResult as SyncerResult
 
 _MODULES = {
     "AcceptIf": "fedpax.sites.guards",
     "JoinResult": "fedpax.sites.island.join",
     "NormHistory": "fedpax.sites.guards",
-    "SyncerResult": "fedpax.sites.syncer.run_syncer",
+    "SyncerResult": "fedpax.sites.syncer_result",
     "drop_harmful": "fedpax.sites.guards",
     "drop_large": "fedpax.sites.guards",
     "join": "fedpax.sites.island.join",

@@ -1,10 +1,9 @@
 """The process of a coordinator: asks the sites for each round, and saves the model after it."""
 
 import copy
-import signal
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.checkpoints.saved_rounds import set_aside_after
@@ -30,6 +29,7 @@ from fedpax.sites.rounds.exchange import Exchange
 from fedpax.sites.rounds.round_rules import RoundRules
 from fedpax.sites.rounds.site_table import SiteTable
 from fedpax.sites.rounds.tasks import new_token
+from fedpax.sites.syncer_result import SyncerResult
 from fedpax.sites.transport.admission import NO_LIMITS, Admission, SiteLimits
 from fedpax.sites.transport.calls import serve
 from fedpax.training.experiment import Experiment
@@ -40,20 +40,6 @@ from fedpax.training.tracker import track
 
 CALLS_OF_A_SITE = 8
 """Calls of a site at a time: it has two, and the calls of a process that was killed may remain."""
-
-
-class CoordinatorResult(NamedTuple):
-    """The result of a call of `run_coordinator`.
-
-    Attributes:
-        rounds: completed rounds of the run.
-        finished: whether all rounds are completed.
-        signal: the signal that stopped the call, or None.
-    """
-
-    rounds: int
-    finished: bool
-    signal: signal.Signals | None
 
 
 def run_coordinator(
@@ -68,7 +54,7 @@ def run_coordinator(
     heartbeat_seconds: float = 1.0,
     goodbye_seconds: float = 15.0,
     limits: SiteLimits = NO_LIMITS,
-) -> CoordinatorResult:
+) -> SyncerResult:
     """Run the rounds of an experiment over sites that train on data of their own.
 
     The coordinator needs no accelerator, and no data except for `rules.accept_if`. The first round
@@ -164,7 +150,7 @@ def run_coordinator(
                 coordinator.say_goodbye(goodbye_seconds)
             tracker.finished = finished = coordinator.done >= rounds
         stopped = None if finished else preemption.signal
-        return CoordinatorResult(coordinator.done, finished, stopped)
+        return SyncerResult(coordinator.done, finished, stopped)
 
 
 def _check_heartbeat(seconds: float, silent_after: float) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import queue
-import signal
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -37,6 +36,7 @@ from fedpax.sites.syncer.round_log import RoundLog
 from fedpax.sites.syncer.syncer import Syncer
 from fedpax.sites.syncer.syncer_store import SyncerStore
 from fedpax.sites.syncer.updates import MergeReport, Totals
+from fedpax.sites.syncer_result import SyncerResult
 from fedpax.sites.transport.admission import NO_LIMITS, Admission, SiteLimits
 from fedpax.sites.transport.calls import serve
 from fedpax.training.experiment import Experiment, Run
@@ -54,20 +54,6 @@ class SyncerState(NamedTuple):
     """The content of a syncer's checkpoints, for `fedpax evaluate`, `generate` and `export`."""
 
     params: Params
-
-
-class SyncerResult(NamedTuple):
-    """The result of a call of `run_syncer`.
-
-    Attributes:
-        rounds: completed rounds of the run. A round has one merge per fragment.
-        finished: whether all rounds are completed.
-        signal: the signal that stopped the call, or None.
-    """
-
-    rounds: int
-    finished: bool
-    signal: signal.Signals | None
 
 
 def run_syncer(

@@ -265,7 +265,7 @@ def train(network: Any, program: Any, run: str, settings: Mapping[str, Any]) -> 
     )
     secure_sums.check_masks(program, server.quorum, is_secure=secure is not None)
     if secure is not None:
-        secure_sums.check_program(program, server.quorum, secure.least)
+        secure_sums.check_program(program, server.quorum, secure.least, secure.most)
     position = server.begin() if saved is None else saved[1]
     if saved is not None:
         _LOG.info("Run %s continues after round %d", run, position.round)

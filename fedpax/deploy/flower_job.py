@@ -24,7 +24,9 @@ from fedpax.errors import FedpaxError, MissingPackageError
 
 _LEVEL = re.compile(r"[^A-Za-z]*INFO[^A-Za-z]*")
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
+_STARTED = re.compile(r"Successfully started run (\d+)")
 _TAIL = 2000  # characters of Flower's output in an error
+_SECONDS_TO_STOP = 30
 
 
 class FlowerRunError(FedpaxError):
@@ -98,9 +100,10 @@ def run_flower(
 
 
 def _read_results(command: Sequence[str], tell: Callable[[str], None]) -> dict[str, Any]:
-    """Run a command to its end; return the results in its output."""
+    """Run `flwr run APP [SUPERLINK] ...` to its end; return the results in its output."""
     lines: list[str] = []
     results: dict[str, Any] | None = None
+    run = ""
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as process:
@@ -112,10 +115,14 @@ def _read_results(command: Sequence[str], tell: Callable[[str], None]) -> dict[s
                 if mark and _LEVEL.fullmatch(before):  # not the text of a node, in a warning
                     results = json.loads(content)
                     continue
+                if not run and (started := _STARTED.search(line)):
+                    run = started[1]
                 lines.append(line)
                 tell(line.rstrip())
         except BaseException:
             process.terminate()
+            if run:
+                _stop(command, run, tell)
             raise
     if results is None:
         raise FlowerRunError(
@@ -123,3 +130,19 @@ def _read_results(command: Sequence[str], tell: Callable[[str], None]) -> dict[s
             f"last lines: {''.join(lines)[-_TAIL:].strip()}"
         )
     return results
+
+
+def _stop(command: Sequence[str], run: str, tell: Callable[[str], None]) -> None:
+    """End a run, which would otherwise go on at its SuperLink."""
+    superlink = command[3:4] if not command[3].startswith("-") else []
+    stop = [command[0], "stop", run, *superlink]
+    try:
+        ended = subprocess.run(stop, capture_output=True, timeout=_SECONDS_TO_STOP, check=False)
+        is_ended = ended.returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        is_ended = False
+    tell(
+        f"Run {run} is ended."
+        if is_ended
+        else f"Run {run} can still be active. End it: {' '.join(['flwr', *stop[1:]])}"
+    )

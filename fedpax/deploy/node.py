@@ -16,6 +16,7 @@ from fedpax.data.rounds.cohort_rounds import CohortRounds, cohort_rounds
 from fedpax.deploy.kept_state import KeptState, KeptStateError
 from fedpax.deploy.node_sums import KIND, NodeSums
 from fedpax.deploy.packets import Packet
+from fedpax.deploy.private_releases import ROUNDS_FIELD, PrivateReleases
 from fedpax.deploy.round_program import RoundProgram
 from fedpax.deploy.secure_sums import to_vector
 from fedpax.deploy.values import decode_values, encode_values
@@ -56,10 +57,20 @@ class NodeProgram:
         program: the program.
         load_data: loads the data of a participant.
         folder: the folder of kept states.
+        counts_releases: whether `PrivateReleases` limits the private sums, as it must on a node
+            with data of its own. Default False: a simulation.
     """
 
-    def __init__(self, program: RoundProgram, load_data: LoadData, folder: Path) -> None:
+    def __init__(
+        self,
+        program: RoundProgram,
+        load_data: LoadData,
+        folder: Path,
+        *,
+        counts_releases: bool = False,
+    ) -> None:
         self.program, self.folder = program, folder
+        self._counts_releases = counts_releases
         self._load_data = load_data
         self._cohorts: dict[int, Callable[[int], Cohort]] = {}
         self._least_masked = program.artifact.manifest["least_masked"]
@@ -83,11 +94,12 @@ class NodeProgram:
             if values["kind"] == "greeting":
                 return Packet({**identity, "partition": int(config.get("partition-id", -1))})
             if values["kind"] == KIND:
+                if NodeSums.opens(values):
+                    self._count_release(values, str(values["session"]), config)
                 return self._sums.answer(values)
             return self._train(values, packet.arrays, config)
         except Exception as error:  # the server tells it; the run continues without this node
-            kind = "" if isinstance(error, FedpaxError) else f"{type(error).__name__}: "
-            return Packet({**identity, "refusal": f"{kind}{error}"})
+            return Packet({**identity, "refusal": refusal_words(error)})
 
     def _train(
         self, values: Mapping[str, Any], arrays: Sequence[bytes], config: Mapping[str, Any]
@@ -96,6 +108,13 @@ class NodeProgram:
             raise ArgumentError(
                 "The server asks for terms without masks, expected secure=true: the program has "
                 "secure_mean() or private_secure_mean()."
+            )
+        least, threshold = self._least_masked, int(values.get("secure_threshold", 0))
+        if least is not None and "secure_bound" in values and threshold < least:
+            raise ArgumentError(
+                f"The server's sum opens with {threshold} participants, expected at least "
+                f"min_participants={least}, with which the noise has the stated size. Set a "
+                "larger quorum at the server."
             )
         stage, key, counted = int(values["stage"]), str(values["key"]), str(values["counted"])
         participant, seed = int(values["participant"]), int(values["seed"])
@@ -128,12 +147,26 @@ class NodeProgram:
         if "session" in values:
             return self._sums.answer(values, terms)
         if "secure_bound" in values:
+            # Flower's own protocol does not tell this program when the sum is opened.
+            self._count_release(values, key, config)
             bound, levels = float(values["secure_bound"]), int(values["secure_levels"])
             sent = [to_vector(terms, bound, levels)]
         else:
             groups = (terms, shown)
             sent = [encode_values({str(i): x for i, x in enumerate(group)}) for group in groups]
         return Packet({"program": self.program.program}, sent)
+
+    def _count_release(
+        self, values: Mapping[str, Any], name: str, config: Mapping[str, Any]
+    ) -> None:
+        """Count a private sum that is opened, or raise if there have been too many."""
+        stages = self.program.artifact.manifest["stages"]
+        private = sum(1 for stage in stages if stage["noise"])
+        if self._counts_releases and stages[int(values["stage"])]["noise"]:
+            rounds = int(config.get(ROUNDS_FIELD, self.program.settings.rounds))
+            folder = self._kept(str(values["run"]), int(values["participant"])).folder
+            releases = PrivateReleases(self.folder / ".releases" / folder.parent.name / folder.name)
+            releases.spend(f"{values['run']} {name} {values['stage']}", rounds, rounds * private)
 
     def _kept(self, run: str, participant: int) -> KeptState:
         if not run.replace("-", "").replace("_", "").isalnum():
@@ -175,6 +208,17 @@ class NodeProgram:
                 )
             own[name] = value
         return own
+
+
+def refusal_words(error: Exception) -> str:
+    """Return what the server is told of an error: words of fedpax, or the error's type alone."""
+    if isinstance(error, FedpaxError | ImportError):
+        return str(error)
+    _LOG.error("This node refuses", exc_info=error)
+    return (
+        f"{type(error).__name__}. The log of its node has the message, which can have values of "
+        "the data"
+    )
 
 
 class OneParticipant(Sequence[Any]):

@@ -21,6 +21,7 @@ from fedpax.deploy.values import decode_values, encode_values
 from fedpax.files import check_nesting
 from fedpax.secure_sums.errors import SecureSumError
 from fedpax.secure_sums.message import Message
+from fedpax.secure_sums.roster import MAX_SITES
 from fedpax.secure_sums.words import WORDS, NotSummableError, from_words, to_words
 
 if TYPE_CHECKING:
@@ -44,6 +45,12 @@ class NodeSums:
         self._least = max(least, LEAST_PARTICIPANTS)
         self._session, self._terms = "", dict[str, np.ndarray]()
         self._side: SiteSide | None = None
+
+    @staticmethod
+    def opens(values: Mapping[str, Any]) -> bool:
+        """Tell whether an answer to a packet opens a sum: the last phase reveals the masks."""
+        request = json.loads(str(values["request"]))
+        return isinstance(request, dict) and request.get("phase") == "reveal"
 
     def answer(self, values: Mapping[str, Any], terms: Sequence[Any] | None = None) -> Packet:
         """Answer a packet of a sum; `terms` are this participant's, for the phase of masked terms.
@@ -85,7 +92,7 @@ class ServerSums:
         poll_seconds: seconds between two looks for replies.
     """
 
-    least = LEAST_PARTICIPANTS
+    least, most = LEAST_PARTICIPANTS, MAX_SITES
 
     def __init__(self, network: Network, log: logging.Logger, poll_seconds: float) -> None:
         self._network, self._log, self._poll_seconds = network, log, poll_seconds

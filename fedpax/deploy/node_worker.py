@@ -161,7 +161,7 @@ def _end_with(process: int, path: Path) -> None:
 
 
 def _make_node(specification: Mapping[str, Any]) -> Any:
-    from fedpax.deploy.node import NodeProgram
+    from fedpax.deploy.node import NodeProgram, refusal_words
     from fedpax.deploy.round_program import read_program
 
     try:
@@ -169,9 +169,10 @@ def _make_node(specification: Mapping[str, Any]) -> Any:
             read_program(specification["program"]),
             resolve(specification["load_data"]),
             Path(specification["state_dir"]),
+            counts_releases=True,
         )
     except Exception as error:
-        return _Refusing(f"{type(error).__name__}: {error}")
+        return _Refusing(refusal_words(error))
 
 
 class _Refusing:

@@ -36,6 +36,7 @@ class SecureSum(Protocol):
     """Sums terms so that the server does not see them (`fedpax.deploy.secure_sums`)."""
 
     least: int  # the fewest participants of a sum
+    most: int | None  # the most, or None without a limit
 
     def values(self, participants: int) -> dict[str, Any]:
         """Return what a packet says for a secure sum."""
@@ -380,6 +381,13 @@ class RoundServer:
             return (
                 f"answers with arrays of other types than the {len(expected[0])} terms of the stage"
             )
+        empty = self.program.artifact.empty(stage)  # such as -inf, of a maximum
+        for value, term, neutral in zip(described["terms"], groups[0], empty, strict=True):
+            if not np.all(np.isfinite(term) | (term == neutral)):
+                return (
+                    f"answers with NaN or infinity in {value['name']}, which would be the "
+                    "result of the round. Set a smaller learning rate, or look at its data"
+                )
         return ""
 
 

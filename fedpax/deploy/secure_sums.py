@@ -43,14 +43,21 @@ def range_of(participants: int) -> int:
     return levels
 
 
-def check_program(program: Any, quorum: int, least: int = 2) -> None:
+def check_program(program: Any, quorum: int, least: int = 2, most: int | None = None) -> None:
     """Raise an ArgumentError if a program sends anything else than terms of sums.
 
     Args:
         program: a `fedpax.deploy.round_program.RoundProgram`.
         quorum: the fewest participants that must answer.
         least: the fewest participants of a sum that the protocol opens.
+        most: the most participants of a sum. Default None: no limit.
     """
+    if most is not None and program.size > most:
+        raise ArgumentError(
+            f"secure=true with {program.size} participants in a round, expected at most {most}: "
+            "each of them gets a share of each other one's secrets. Export again with a smaller "
+            'cohort, or secure-protocol="secagg+".'
+        )
     if 2 * quorum <= program.size:
         raise ArgumentError(
             f"secure=true with quorum={quorum} of {program.size}, expected more than half: the "
@@ -169,10 +176,14 @@ def answer(message: Any, context: Any, compute: Callable[[Packet], Packet]) -> A
     from flwr.app import Message
     from flwr.client.mod.secure_aggregation.secaggplus_mod import secaggplus_mod
     from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
+    from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_STATE
     from flwr.compat.common import recorddict_compat
 
     def masked(message: Any, context: Any) -> Any:
-        reply = compute(read_record(message.content))
+        packet = read_record(message.content)
+        threshold = int(context.state.config_records[RECORD_KEY_STATE]["threshold"])
+        values = {**packet.values, "secure_threshold": threshold}
+        reply = compute(packet._replace(values=values))
         if "refusal" in reply.values:
             raise RuntimeError(reply.values["refusal"])
         vector = np.load(io.BytesIO(reply.arrays[0]), allow_pickle=False)
@@ -211,7 +222,7 @@ class SecureSum:
         poll_seconds: seconds between two looks for replies.
     """
 
-    least = 2
+    least, most = 2, None
 
     def __init__(self, grid: Any, bound: float, poll_seconds: float) -> None:
         self._grid, self.bound, self._poll_seconds = grid, bound, poll_seconds

@@ -123,11 +123,24 @@ class LocalNetwork:
     comes too late, or None.
     """
 
-    def __init__(self, program, folder, *, lost=lambda values, node: None, partitions=None, seed=0):
+    def __init__(
+        self,
+        program,
+        folder,
+        *,
+        lost=lambda values, node: None,
+        partitions=None,
+        seed=0,
+        counts_releases=False,
+    ):
         partitions = range(N) if partitions is None else partitions
         self.programs = {
-            100 + k: NodeProgram(program, load_data, folder / f"disk_{k}") for k in partitions
+            100 + k: NodeProgram(
+                program, load_data, folder / f"disk_{k}", counts_releases=counts_releases
+            )
+            for k in partitions
         }
+        self.config = {}
         self.partitions = {100 + k: k for k in partitions}
         self.lost, self.replies, self.log, self.sent = lost, {}, [], {}
         self.random = random.Random(seed)
@@ -144,7 +157,7 @@ class LocalNetwork:
             fate = self.lost(packet.values, node)
             if fate == "before":
                 continue
-            config = {"partition-id": self.partitions[node]}
+            config = {**self.config, "partition-id": self.partitions[node]}
             answer = self.programs[node].answer(packet, config)
             if fate != "after":
                 self.replies[message] = Reply(message, answer)

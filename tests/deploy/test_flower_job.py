@@ -145,3 +145,26 @@ def test_a_run_without_results_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(flower_job.shutil, "which", lambda name: None)
     with pytest.raises(MissingPackageError, match="needs the command flwr"):
         run_total()
+
+
+@pytest.mark.parametrize(("superlink", "status"), [([], 0), (["mine"], 0), (["mine"], 1)])
+def test_an_interrupted_run_is_stopped_at_its_superlink(superlink, status, tmp_path):
+    command = tmp_path / "flwr"
+    command.write_text(
+        "#!/bin/sh\n"
+        f'if [ "$1" = stop ]; then echo "$@" > {tmp_path}/stopped; exit {status}; fi\n'
+        "echo Successfully started run 7012; echo Waiting; exec sleep 60\n"
+    )
+    command.chmod(0o700)
+    told = []
+
+    def tell(line):
+        told.append(line)
+        if line == "Waiting":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        flower_job._read_results([str(command), "run", "app", *superlink, "--stream"], tell)
+    assert (tmp_path / "stopped").read_text().split() == ["stop", "7012", *superlink]
+    words = "flwr stop 7012 mine" if status else "Run 7012 is ended."
+    assert told[-1].endswith(words)

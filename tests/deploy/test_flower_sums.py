@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import fedpax
 from fedpax.deploy.packets import Packet
 from fedpax.deploy.round_program import parse_program
-from fedpax.deploy.round_server import RoundServer
+from fedpax.deploy.round_server import RoundError, RoundServer
 from fedpax.deploy.secure_sums import (
     answer_unmasked,
     check_program,
@@ -99,6 +99,25 @@ def test_the_vector_of_secagg_is_sent_under_its_masks_alone(tmp_path):
     assert answer_unmasked(packet, compute).arrays
 
 
+def test_a_private_vector_is_sent_to_enough_participants_alone(tmp_path):
+    """Flower's protocol opens a sum with as many as its setup says; the server chooses it."""
+    program = parse_program(nodes.pack("private"))
+    network = nodes.LocalNetwork(program, tmp_path)
+    server = RoundServer(network, program, run="run", sleep=lambda seconds: None)
+    with pytest.raises(RoundError):
+        server.advance(server.begin())
+    _, packet = next(p for p in network.log if p[1].values["kind"] == "train")
+    values = {**packet.values, "secure_bound": 64.0, "secure_levels": 2**30}
+    answers = [
+        network.programs[100].answer(Packet({**values, **said}, packet.arrays), {})
+        for said in ({}, {"secure_threshold": 2}, {"secure_threshold": 3})
+    ]
+    words = "opens with {} participants, expected at least min_participants=3"
+    assert [a.values.get("refusal", "") for a in answers[2:]] == [""] and answers[2].arrays
+    for answer, count in zip(answers, (0, 2), strict=False):
+        assert words.format(count) in answer.values["refusal"] and not answer.arrays
+
+
 def exported(program, *args):
     stages = fedpax.stages(program, *args)
     from fedpax.deploy import Artifact, pack_stages
@@ -141,5 +160,7 @@ def test_programs_without_sums_are_told(program, quorum, message):
 def test_sums_and_means_are_taken():
     check_program(exported(total, nodes.normal(4, 3)), 3)
     check_program(parse_program(nodes.pack("scaffold")), 2)
+    with pytest.raises(ValueError, match="with 4 participants in a round, expected at most 3"):
+        check_program(exported(total, nodes.normal(4, 3)), 3, most=3)
     with pytest.raises(ValueError, match="with 2 participants in a round, expected at least 3"):
         check_program(parse_program(nodes.pack("fedavg", 2)), 2)

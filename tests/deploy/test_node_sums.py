@@ -18,7 +18,7 @@ from fedpax.deploy.flower_files import RESULTS
 from fedpax.deploy.node_sums import ServerSums
 from fedpax.deploy.packets import Packet
 from fedpax.deploy.round_program import pack_program, parse_program
-from fedpax.deploy.round_server import RoundServer, Rules
+from fedpax.deploy.round_server import RoundError, RoundServer, Rules
 from fedpax.deploy.values import decode_values
 from fedpax.errors import FedpaxError
 
@@ -31,12 +31,12 @@ def four_nodes(monkeypatch):
     nodes.use_nodes(monkeypatch, N)
 
 
-def run(network, program, quorum=3, rounds=SETTINGS.rounds):
+def run(network, program, quorum=3, rounds=SETTINGS.rounds, name="run"):
     """The positions after each round, with the metrics."""
     server = RoundServer(
         network,
         program,
-        run="run",
+        run=name,
         rules=Rules(quorum=quorum, deadline=0.5),
         seed=SETTINGS.seed,
         sleep=lambda seconds: None,
@@ -140,6 +140,23 @@ def test_runs_that_would_open_a_private_sum_are_told(settings, words, tmp_path):
     network = LocalNetwork(program, tmp_path)
     with pytest.raises(ValueError, match=words):
         train(network, program, "run", {"out": str(tmp_path / "out"), **settings})
+
+
+def test_a_participant_opens_the_private_sums_that_epsilon_is_stated_for(tmp_path, caplog):
+    """Over all runs and processes, and as many as its owner allows."""
+    program = parse_program(nodes.pack("private"))
+    assert program.settings.rounds == 3 and len(program.artifact.manifest["stages"]) == 1
+    network = LocalNetwork(program, tmp_path, counts_releases=True)
+    run(network, program, 4, rounds=2)
+    network = LocalNetwork(program, tmp_path, counts_releases=True)
+    with pytest.raises(RoundError, match="Round 1: fewer than 4"):
+        run(network, program, 4, rounds=2, name="another")
+    told = "part of 3 private sums of the program, expected at most 3, those of 3 rounds"
+    assert caplog.text.count(told) == 3 * N  # each attempt, each node
+    network.config["private-rounds"] = 4
+    run(network, program, 4, rounds=1, name="another")
+    simulated = LocalNetwork(program, tmp_path)
+    run(simulated, program, 4, rounds=1)
 
 
 def test_a_process_that_began_after_the_sum_is_told(tmp_path):

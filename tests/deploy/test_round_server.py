@@ -301,6 +301,36 @@ def test_nodes_that_are_too_slow_for_flower_are_told(programs, tmp_path, caplog,
     assert not [m for m in caplog.messages if "too slow" in m]  # all answers were there
 
 
+def test_the_server_is_told_no_values_of_an_unforeseen_error(tmp_path, caplog, monkeypatch):
+    program = parse_program(nodes.pack("fedavg"))
+    network = LocalNetwork(program, tmp_path)
+
+    def fails(*args):
+        raise KeyError("Ada")
+
+    monkeypatch.setattr(network.programs[101], "_own", fails)
+    server = RoundServer(network, program, run="run", sleep=lambda seconds: None)
+    with pytest.raises(RoundError, match=r"KeyError\. The log of its node has") as caught:
+        server.advance(server.begin())
+    assert "Ada" not in str(caught.value) and "Ada" in caplog.text
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_an_answer_that_is_not_finite_is_not_counted(value, tmp_path, caplog):
+    program = parse_program(nodes.pack("fedavg"))
+    network = LocalNetwork(program, tmp_path)
+    broken = lambda node: {"x": np.full((2, 3), value, np.float32), "y": nodes.normal(2)}
+    network.programs[101] = NodeProgram(program, broken, tmp_path / "other")
+    server = RoundServer(
+        network, program, run="run", rules=Rules(quorum=2), sleep=lambda seconds: None
+    )
+    position, metrics = server.advance(server.begin())
+    assert metrics["participants"] == 2
+    assert all(np.all(np.isfinite(x)) for x in position.state.values())
+    assert "Participant 1: answers with NaN or infinity in" in caplog.text
+    assert "Set a smaller learning rate" in caplog.text
+
+
 @pytest.mark.parametrize("when", ["loaded", "read"])
 def test_the_server_is_told_no_values_of_data_that_cannot_be_read(when, tmp_path, caplog):
     def fails(*args):

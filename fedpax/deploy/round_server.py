@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from fedpax.deploy.packets import Packet, one_line
-from fedpax.deploy.roster import Network, Reply, Roster
+from fedpax.deploy.answer_checks import problem_of
+from fedpax.deploy.packets import Packet
+from fedpax.deploy.roster import Network, Roster
 from fedpax.deploy.round_program import RoundProgram
 from fedpax.deploy.values import decode_values, encode_values
 from fedpax.errors import ArgumentError, FedpaxError
@@ -335,7 +336,7 @@ class RoundServer:
                 k = waiting.pop(reply.message, None)  # None: an answer that was read before
                 if k is None:
                     continue
-                problem = self._problem(reply, packets[k][1].values["stage"])
+                problem = problem_of(reply, self.program, packets[k][1].values["stage"])
                 if problem:
                     self._log.warning("Participant %d: %s", k, problem)
                     self._last_problem = f" Participant {k}: {problem}"
@@ -360,35 +361,6 @@ class RoundServer:
         if len(answers) < enough:
             self.roster.greet_again(packets[k][0] for k in waiting.values())
         return answers
-
-    def _problem(self, reply: Reply, stage: int) -> str:
-        """Say why an answer cannot be counted, or return an empty string."""
-        if reply.packet is None:
-            return one_line(reply.error)
-        values = reply.packet.values
-        if "refusal" in values:
-            return one_line(values["refusal"])
-        if values.get("program") != self.program.program:
-            return f"answers with program {one_line(values.get('program'))[:12]}"
-        try:
-            groups = [decode_values(content).values() for content in reply.packet.arrays]
-        except ValueError as error:
-            return one_line(error)
-        types = [[(list(x.shape), str(x.dtype)) for x in group] for group in groups]
-        described = self.program.artifact.manifest["stages"][stage]
-        expected = [[(v["shape"], v["dtype"]) for v in described[k]] for k in ("terms", "shown")]
-        if types != expected:
-            return (
-                f"answers with arrays of other types than the {len(expected[0])} terms of the stage"
-            )
-        empty = self.program.artifact.empty(stage)  # such as -inf, of a maximum
-        for value, term, neutral in zip(described["terms"], groups[0], empty, strict=True):
-            if not np.all(np.isfinite(term) | (term == neutral)):
-                return (
-                    f"answers with NaN or infinity in {value['name']}, which would be the "
-                    "result of the round. Set a smaller learning rate, or look at its data"
-                )
-        return ""
 
 
 def _encode(arrays: Iterable[Any]) -> bytes:

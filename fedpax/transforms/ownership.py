@@ -225,13 +225,21 @@ def _unique(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _needed(
-    closed: ClosedJaxpr, outputs: Iterable[Atom], known: Container[Var]
+    closed: ClosedJaxpr,
+    outputs: Iterable[Atom],
+    known: Container[Var],
+    *,
+    with_effects: bool = False,
 ) -> tuple[list[JaxprEqn], set[Var]]:
-    """Return the equations that compute values from known ones, and the arguments they need."""
+    """Return the equations that compute values from known ones, and the arguments they need.
+
+    With `with_effects`, they have those with effects, such as callbacks, whose results nothing
+    reads.
+    """
     wanted = {v for v in outputs if isinstance(v, Var) and v not in known}
     eqns = []
     for eqn in reversed(closed.jaxpr.eqns):
-        if wanted.isdisjoint(eqn.outvars):
+        if wanted.isdisjoint(eqn.outvars) and not (with_effects and eqn.effects):
             continue
         eqns.append(eqn)
         wanted.update(v for v in eqn.invars if isinstance(v, Var) and v not in known)
@@ -240,7 +248,7 @@ def _needed(
 
 def _missing(closed: ClosedJaxpr, outputs: Iterable[Atom], own: Container[Var]) -> set[int]:
     """Return the positions of the arguments that the rewritten program would need."""
-    _, arguments = _needed(closed, outputs, own)
+    _, arguments = _needed(closed, outputs, own, with_effects=True)
     return {i for i, v in enumerate(closed.jaxpr.invars) if v in arguments}
 
 
@@ -271,7 +279,7 @@ def _rewrite(
     kept: Sequence[Var],
 ) -> ClosedJaxpr:
     """Rewrite a program such that participants compute with what they own and receive."""
-    eqns, _ = _needed(closed, [*results, *kept], own)
+    eqns, _ = _needed(closed, [*results, *kept], own, with_effects=True)
     readers: dict[Var, list[JaxprEqn]] = {}
     for eqn in eqns:
         for v in eqn.invars:

@@ -340,3 +340,31 @@ def test_a_store_that_is_written_twice_is_told():
 
     with pytest.raises(ValueError, match=r"the store store\.rows is written 2 times"):
         fedpax.stages(twice, client_store(jnp.float32(0), 5), np.array([1, 3]))
+
+
+def test_the_server_has_its_effects(capsys):
+    """They are part of no result, and follow what they read."""
+
+    @fedpax.program(clients=3)
+    def watched(w, x):
+        jax.debug.print("before {}", w, ordered=True)
+        placed = fedpax.federated_broadcast(w)
+        total = fedpax.federated_sum(fedpax.federated_map(jnp.multiply, placed, x))
+        jax.debug.print("after {}", total, ordered=True)
+        return 2 * w
+
+    args = jnp.int32(2), jnp.arange(3)
+    stages = fedpax.stages(watched, *args)
+    assert run_local(stages, *args) == 4
+    jax.effects_barrier()
+    assert capsys.readouterr().out.split("\n")[:2] == ["before 2", "after 6"]
+
+
+def test_an_effect_that_reads_the_data_is_told():
+    @fedpax.program(clients=3)
+    def watched(x):
+        jax.debug.print("{}", x)
+        return fedpax.federated_sum(fedpax.federated_map(jnp.sin, x))
+
+    with pytest.raises(ValueError, match=r"the server reads x \(test_stages.py:\d+\)"):
+        fedpax.stages(watched, jnp.ones(3))

@@ -1,0 +1,36 @@
+"""What an answer of a participant must be to be counted."""
+
+import numpy as np
+
+from fedpax.deploy.packets import one_line
+from fedpax.deploy.roster import Reply
+from fedpax.deploy.round_program import RoundProgram
+from fedpax.deploy.values import decode_values
+
+
+def problem_of(reply: Reply, program: RoundProgram, stage: int) -> str:
+    """Say why an answer cannot be counted, or return an empty string."""
+    if reply.packet is None:
+        return one_line(reply.error)
+    values = reply.packet.values
+    if "refusal" in values:
+        return one_line(values["refusal"])
+    if values.get("program") != program.program:
+        return f"answers with program {one_line(values.get('program'))[:12]}"
+    try:
+        groups = [decode_values(content).values() for content in reply.packet.arrays]
+    except ValueError as error:
+        return one_line(error)
+    types = [[(list(x.shape), str(x.dtype)) for x in group] for group in groups]
+    described = program.artifact.manifest["stages"][stage]
+    expected = [[(v["shape"], v["dtype"]) for v in described[k]] for k in ("terms", "shown")]
+    if types != expected:
+        return f"answers with arrays of other types than the {len(expected[0])} terms of the stage"
+    empty = program.artifact.empty(stage)  # such as -inf, of a maximum
+    for value, term, neutral in zip(described["terms"], groups[0], empty, strict=True):
+        if not np.all(np.isfinite(term) | (term == neutral)):
+            return (
+                f"answers with NaN or infinity in {value['name']}, which would be the "
+                "result of the round. Set a smaller learning rate, or look at its data"
+            )
+    return ""

@@ -75,6 +75,24 @@ def _reduce_blocks(
 
 
 def _inner_products(x: jax.Array) -> Float[Array, "participants participants"]:
+    if x.size <= _BLOCK_SIZE or spans_devices() or _explicit(x):
+        return _matmul(x)
+    return jax.lax.platform_dependent(x, cpu=_sum_blocks_of_products, default=_matmul)
+
+
+def _sum_blocks_of_products(x: jax.Array) -> Float[Array, "participants participants"]:
+    """Add the inner products of blocks of coordinates: a matmul of a CPU copies its operands."""
+    size, width = math.prod(x.shape[1:]), max(_BLOCK_SIZE // x.shape[0], 1)
+    rows, blocks = x.reshape(x.shape[0], size), size // width
+
+    def add_block(i: Int[Array, ""], total: jax.Array) -> jax.Array:
+        return total + _matmul(jax.lax.dynamic_slice_in_dim(rows, i * width, width, 1))
+
+    rest = _matmul(rows[:, blocks * width :])
+    return jax.lax.fori_loop(0, blocks, add_block, rest)
+
+
+def _matmul(x: jax.Array) -> Float[Array, "participants participants"]:
     axes = tuple(range(1, x.ndim))
     return jax.lax.dot_general(
         x,

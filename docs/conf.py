@@ -4,9 +4,7 @@ import re
 import sys
 from pathlib import Path
 
-import nbformat
 from docutils import nodes
-from myst_nb.core.read import read_myst_markdown_notebook
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
@@ -26,6 +24,7 @@ extensions = [
     "api_index",
     "gallery_pages",
     "myst_nb",
+    "notebook_downloads",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
@@ -121,18 +120,8 @@ def escape(line: str) -> str:
     return "`".join(parts)
 
 
-def write_notebooks(app: Sphinx) -> None:
-    """Write the notebooks for Jupyter and Colab, which `notebooks.md` links."""
-    for page in (DOCS / "notebooks").glob("*.md"):
-        notebook = read_myst_markdown_notebook(page.read_text(encoding="utf-8"))
-        for i, cell in enumerate(notebook.cells):
-            cell.id = f"cell-{i}"  # in place of a random one: an unchanged notebook stays the same
-        page.with_suffix(".ipynb").write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
-
-
 def setup(app: Sphinx) -> None:
     """Register the directive and what changes docstrings."""
-    app.connect("builder-inited", write_notebooks)
     app.add_directive("command-line-help", CommandLineHelp)
     app.add_directive("experiment-list", ExperimentList)
     # Before napoleon, which reads the sections.

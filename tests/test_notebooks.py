@@ -1,15 +1,16 @@
 """Notebooks: what works in a kernel of Jupyter, and the downloads of the site.
 
-`tests/test_site.py` runs the notebooks of the site.
+`tests/test_site.py` runs the notebooks of the site, and a download of its pages.
 """
 
+import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
 from jupyter_client.manager import start_new_kernel
 from myst_nb.core.read import read_myst_markdown_notebook
 from nbclient import NotebookClient
@@ -17,6 +18,9 @@ from nbclient import NotebookClient
 DOCS = Path(__file__).parent.parent / "docs"
 NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.md"))
 TIMEOUT = 300
+spec = importlib.util.spec_from_file_location("notebook_downloads", DOCS / "notebook_downloads.py")
+downloads = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(downloads)
 
 EXPERIMENT = """
 import dataclasses, fedpax
@@ -68,17 +72,42 @@ def test_pages_are_notebooks_with_a_kernel():
         assert sum(cell.cell_type == "code" for cell in notebook.cells) >= 3
 
 
-@pytest.mark.slow
-def test_a_download_runs_in_jupyter(tmp_path):
-    """The file that the site's build writes, in a fresh kernel."""
-    command = [sys.executable, "-m", "sphinx", "-q", "-D", "nb_execution_mode=off", "-b", "dummy"]
-    subprocess.run([*command, DOCS, tmp_path / "html"], check=True, timeout=900)
-    notebook = nbformat.read(DOCS / "notebooks/scaffold.ipynb", as_version=4)
-    nbformat.validate(notebook)
-    NotebookClient(notebook, timeout=TIMEOUT, kernel_name="python3").execute()
-    assert any(
-        "image/png" in o.get("data", {}) for c in notebook.cells for o in c.get("outputs", [])
-    )
+def test_a_download_has_the_cells_of_its_page():
+    for path in NOTEBOOKS:
+        page = read_myst_markdown_notebook(path.read_text())
+        made = downloads.notebook(path.read_text())
+        nbformat.validate(made)
+        install, *cells = made.cells
+        assert "fedpax" in install.source and len(cells) == len(page.cells)
+        for cell, of_page in zip(cells, page.cells, strict=True):
+            assert cell.cell_type == of_page.cell_type
+            if cell.cell_type == "code":
+                assert cell.source == of_page.source
+            else:  # a link to another page is its text
+                expected = re.sub(r"\]\([\w/.#-]*\.md[\w#-]*\)", "", of_page.source)
+                assert cell.source.replace("[", "") == expected.replace("[", "")
+                assert ".md)" not in cell.source
+
+
+def run_first_cell(monkeypatch, folder, installed):
+    """Run the cell that installs fedpax, and return the packages that it would install."""
+    packages = []
+    shell = SimpleNamespace(run_line_magic=lambda magic, line: packages.append((magic, line)))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.chdir(folder)
+    code = TransformerManager().transform_cell(downloads.INSTALL)
+    exec(code, {"get_ipython": lambda: shell})
+    return packages
+
+
+def test_the_first_cell_installs_the_wheel_if_fedpax_is_missing(monkeypatch, tmp_path):
+    assert run_first_cell(monkeypatch, tmp_path, installed=True) == []
+    with pytest.raises(FileNotFoundError, match="make package"):
+        run_first_cell(monkeypatch, tmp_path, installed=False)
+    wheel = tmp_path / "fedpax-0.2.0-py3-none-any.whl"
+    wheel.touch()
+    (installed,) = run_first_cell(monkeypatch, tmp_path, installed=False)
+    assert installed[0] == "pip" and "wheels[-1]" in installed[1]
 
 
 @pytest.mark.slow

@@ -11,7 +11,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 import fedpax
 from fedpax.experiments.listing import EXPERIMENTS
@@ -104,6 +106,23 @@ def test_pictures_have_alternative_texts(site: dict[Path, Page]) -> None:
     assert len(pictures) >= 5
     # Sphinx takes the file's name for a picture without one.
     assert not [p for p in pictures if not p.get("alt") or "_images/" in (p["alt"] or "")]
+
+
+@pytest.mark.slow
+def test_downloads_of_notebooks_run_in_jupyter(site: dict[Path, Page]) -> None:
+    """Each page links its own file; one runs in a fresh kernel."""
+    files = {}
+    for path, page in site.items():
+        if path.parent.name == "notebooks":
+            (link,) = {link for link in page.links if link.endswith(".ipynb")}
+            files[path.stem] = (path.parent / link).resolve()
+            assert files[path.stem].name == f"{path.stem}.ipynb"
+            nbformat.validate(nbformat.read(files[path.stem], as_version=4))
+    assert len(files) == 7
+    notebook = nbformat.read(files["scaffold"], as_version=4)
+    NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
 
 
 def test_public_names_have_docstrings() -> None:

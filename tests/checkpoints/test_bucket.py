@@ -19,7 +19,7 @@ from fedpax.checkpoints import load_params
 from fedpax.run_files.metrics import read_metrics
 from fedpax.run_files.paths import METRICS
 
-SERVER = Path(sys.executable).with_name("gcp-storage-emulator")
+SERVER = Path(__file__).with_name("bucket_server.py")
 EXP = "--exp=small_regression:regression"
 TRAIN = ("train", EXP, "--training.checkpoint_dir=gs://runs/run")
 READ = """
@@ -53,12 +53,10 @@ class Server:
         folder.mkdir()
         self.start()
 
-    def start(self) -> None:
-        arguments = ["start", "--host=127.0.0.1", f"--port={self.port}", "--default-bucket=runs"]
+    def start(self, *arguments: str) -> None:
+        command = [sys.executable, SERVER, str(self.port), *arguments]
         log = (self.folder / "log").open("a")
-        launch = lambda: subprocess.Popen(
-            [SERVER, *arguments], cwd=self.folder, stdout=log, stderr=log
-        )
+        launch = lambda: subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log)
         self.process, deadline = launch(), time.monotonic() + 120
         while not self._answers():
             assert time.monotonic() < deadline, (self.folder / "log").read_text()[-2000:]
@@ -106,8 +104,7 @@ class Server:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     pytest.importorskip("gcsfs")
-    if not SERVER.exists():
-        pytest.skip("gcp-storage-emulator is not installed")
+    pytest.importorskip("gcp_storage_emulator")
     server = Server(tmp_path / "server")
     yield server
     server.stop()
@@ -201,6 +198,18 @@ def test_a_run_outlives_a_server_that_is_away(server: Server, tmp_path: Path, pl
     assert status == 0 and output.startswith("Finished 12 of 12 rounds"), errors
     assert losses(folder) == losses(plain)
     assert "Traceback" not in errors, errors
+    assert read(server, "params alone")[1] == params_of(plain)
+
+
+def test_the_last_save_is_tried_again(server: Server, tmp_path: Path, plain: Path) -> None:
+    """Refuse an upload of the last checkpoint, whose files are then in the bucket in part."""
+    server.stop()
+    server.start("--refuse=checkpoints/12/", "--times=1")
+    folder = tmp_path / "run"
+    status, output, errors = server.run(*TRAIN, f"--job_log_dir={folder}")
+    assert status == 0 and output.startswith("Finished 12 of 12 rounds"), errors
+    assert errors.count("The checkpoint of round 12 cannot be written") == 1, errors
+    assert losses(folder) == losses(plain)
     assert read(server, "params alone")[1] == params_of(plain)
 
 

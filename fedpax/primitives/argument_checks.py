@@ -1,4 +1,4 @@
-"""Messages about arguments that a function does not take."""
+"""Messages about arguments that a function does not take, or that have been donated."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
+
+import jax
 
 from fedpax.errors import ArgumentTypeError
 from fedpax.primitives.signatures import BY_NAME, POSITIONAL
@@ -96,3 +98,17 @@ def nearest_argument(unknown: str, known: list[str]) -> str | None:
     if best is not None and shared(best):
         return best
     return next(iter(difflib.get_close_matches(unknown, known, n=1)), None)
+
+
+def check_not_deleted(value: Any, name: str) -> None:
+    """Raise a RuntimeError if a value is an array that was donated to an earlier call."""
+    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
+        return
+    if value.is_deleted():
+        raise RuntimeError(
+            f"{name} has been deleted: it was donated to an earlier call, as with "
+            "jax.jit(..., donate_argnums=0). If that call was interrupted, its result is lost: "
+            "restore the state from a checkpoint, or make it anew with init. To continue after an "
+            "interruption, do not donate the state, or keep a copy: "
+            "jax.tree.map(jnp.copy, state)."
+        )

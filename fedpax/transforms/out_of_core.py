@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives._jax import ClosedJaxpr, Literal, Var, aval_of, eliminate_dead_code
+from fedpax.primitives.argument_checks import check_not_deleted
 from fedpax.primitives.casts import device_array, is_host_number, needs_cast
 from fedpax.primitives.layout import mesh_axis
 from fedpax.primitives.signatures import argument_names
@@ -62,6 +63,7 @@ def out_of_core(
         `jax.jit` or `jax.grad`: transform the program, and run the result out of core.
 
     Raises:
+        RuntimeError: at the call, an argument was donated to an earlier call.
         TypeError: at the call, a traced argument, or an array that is not numbers.
         ValueError: `chunk_size` below 1; at the call, a `chunk_size` that the mesh axis does not
             divide, a program without maps, or with maps of several placements, at its top level, or
@@ -131,6 +133,7 @@ def _checked(leaf: Any, path: Any, names: Sequence[str]) -> Any:
     in_kwargs, key, *rest = path
     argument = str(key.key) if in_kwargs.idx else names[key.idx]
     name = f"out_of_core(): argument {argument}{jax.tree_util.keystr(tuple(rest))}"
+    check_not_deleted(leaf, name)
     if isinstance(leaf, jax.Array) or not hasattr(leaf, "shape"):
         if is_host_number(leaf):
             device_array(leaf, name)

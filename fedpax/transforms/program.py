@@ -11,6 +11,7 @@ import numpy as np
 
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives._jax import ClosedJaxpr, trace
+from fedpax.primitives.argument_checks import check_not_deleted
 from fedpax.primitives.call_rules import define_call
 from fedpax.primitives.casts import conversion, device_array, is_host_number
 from fedpax.primitives.federated_program import federated_program_p
@@ -324,14 +325,7 @@ def _check_argument(function: str, leaf: Any, path: tuple, names: Sequence[str])
         array = device_array(leaf, f"program {function}: {where}")
         # A Python number stays as it is: converted, it would lose its weak type.
         return array if isinstance(leaf, np.ndarray | np.generic) else leaf
-    if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
-        raise RuntimeError(
-            f"program {function}: {where} has been deleted: it was donated to an earlier call, as "
-            "with jax.jit(..., donate_argnums=0). If that call was interrupted, its result is "
-            "lost: restore the state from a checkpoint, or make it anew with init. To continue "
-            "after an interruption, do not donate the state, or keep a copy: "
-            "jax.tree.map(jnp.copy, state)."
-        )
+    check_not_deleted(leaf, f"program {function}: {where}")
     try:
         jax.typeof(leaf)
     except TypeError:

@@ -9,6 +9,7 @@ import jax
 
 from fedpax.errors import ArgumentTypeError
 from fedpax.primitives._jax import ClosedJaxpr
+from fedpax.primitives.argument_checks import check_not_deleted
 from fedpax.primitives.casts import device_array, is_host_number
 from fedpax.primitives.signatures import argument_names
 from fedpax.transforms.ownership import Signature
@@ -41,6 +42,7 @@ class ProgramIO(NamedTuple):
                     f"{name} is a type, expected an array {aval.str_short()}: the server reads it. "
                     "Pass its value; types will do only for what participants own."
                 )
+            check_not_deleted(leaf, name)
             leaf = device_array(leaf, name) if is_host_number(leaf) else leaf
             if (leaf.shape, leaf.dtype) != (aval.shape, aval.dtype):
                 raise ArgumentTypeError(

@@ -223,6 +223,7 @@ class Stages:
             keep is its type.
 
         Raises:
+            RuntimeError: an argument of the server was donated to an earlier call.
             TypeError: an argument of the server is a type, or has another type than at
                 `fedpax.stages`.
             ValueError: a reply does not fit the stage.

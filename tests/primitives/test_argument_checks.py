@@ -68,7 +68,10 @@ def test_too_many_arguments_by_position_are_named():
 def test_a_donated_state_says_what_to_do():
     method = fedavg(loss_fn, cohort_size=2, client_optimizer=optax.sgd(0.1))
     state, cohort = method.init(jnp.zeros(3)), fedpax.Cohort(jnp.ones((2, 1, 1, 3)))
+    stages = fedpax.stages(method.round, state, cohort)
     jax.jit(method.round, donate_argnums=0)(state, cohort)  # interrupted: nothing is assigned
-    words = r"fedavg_round: argument state\.params has been deleted.*restore the state"
-    with pytest.raises(RuntimeError, match=words):
-        method.round(state, cohort)
+    words = r"state\.params has been deleted.*restore the state"
+    out_of_core = fedpax.out_of_core(method.round, chunk_size=1)
+    for call in (method.round, out_of_core, lambda *args: next(stages.run(*args))):
+        with pytest.raises(RuntimeError, match=words):
+            call(state, cohort)

@@ -58,6 +58,7 @@ def syncer(arguments: Sequence[str]) -> int:
                 options.secure_sums,
                 options.secure_threshold,
                 options.down,
+                options.up,
             ),
             heartbeat_seconds=options.heartbeat_seconds,
             goodbye_seconds=options.goodbye_seconds,
@@ -206,9 +207,10 @@ def _define_round_flags(options: flags.FlagValues) -> None:
         "What a client weighs: examples, equal, or capped:N, at most N examples.",
         flag_values=options,
     )
-    flags.DEFINE_string(
-        "down",
-        "float32",
-        "Codec of what all sites receive in rounds: float32, e3m0, drive or sign.",
-        flag_values=options,
-    )
+    for way, what in (("down", "what all sites receive"), ("up", "the sums that sites send")):
+        flags.DEFINE_string(
+            way,
+            "float32",
+            f"Codec of {what} in rounds: float32, e3m0, drive or sign.",
+            flag_values=options,
+        )

@@ -8,13 +8,16 @@ sites with reasons, for metrics and for people. Aggregators that tolerate wrong 
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from fedpax.errors import ArgumentError
 
 Dropped = dict[str, str]
 """The reason for each dropped site."""
+
+EvaluateWithoutEach = Callable[[tuple[str, ...]], Iterable[tuple[str, Mapping[str, float]]]]
+"""See `drop_harmful`."""
 
 NORM_FACTOR = 3.0
 """Default limit of a norm, in medians of recent norms."""
@@ -131,6 +134,8 @@ def drop_harmful(
     sites: Iterable[str],
     evaluate: Callable[[frozenset[str]], Mapping[str, float]],
     rule: AcceptIf,
+    *,
+    evaluate_without_each: EvaluateWithoutEach | None = None,
 ) -> Dropped:
     """Drop the updates with which the merged model is worse on the coordinator's held-out data.
 
@@ -145,6 +150,8 @@ def drop_harmful(
             without sites, of the present model. It is called once, and for each dropped site and
             the last time once for each site that is left.
         rule: what is accepted.
+        evaluate_without_each: yields each of some sites, in their order, with the metrics of the
+            model that a merge of the updates of the others makes. Default None: by `evaluate`.
 
     Returns:
         The dropped sites, in the order in which they were dropped. A metric that is not finite is
@@ -156,11 +163,17 @@ def drop_harmful(
         >>> drop_harmful("abc", evaluate, parse_accept_if("loss+0.01"))
         {'c': 'loss 3.3 with its update and 0.8 without, expected at most 0.01 more'}
     """
+
+    def by_evaluate(left: Iterable[str]) -> Iterator[tuple[str, Mapping[str, float]]]:
+        for site in (all_sites := tuple(left)):
+            yield site, evaluate(frozenset(all_sites) - {site})
+
+    evaluate_each = evaluate_without_each or by_evaluate
     left = dict.fromkeys(sites)
     dropped: Dropped = {}
     loss = rule.loss(evaluate(frozenset(left))) if left else 0.0
     while left:
-        without = {site: rule.loss(evaluate(frozenset(left) - {site})) for site in left}
+        without = {site: rule.loss(metrics) for site, metrics in evaluate_each(tuple(left))}
         site = min(without, key=without.__getitem__)
         if not without[site] + rule.tolerance < loss:
             break

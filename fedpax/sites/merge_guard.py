@@ -11,6 +11,9 @@ from fedpax.sites.guards import NormHistory, drop_harmful, drop_large, parse_acc
 ModelOf = Callable[[frozenset[str]], Params]
 """Returns the model that the updates of some sites alone make; without any, the present model."""
 
+ModelsWithoutEach = Callable[[tuple[str, ...]], Iterable[tuple[str, Params]]]
+"""Yields each of some sites, in their order, with the model that the updates of the others make."""
+
 
 class MergeGuard:
     """Drops updates by the rules of `fedpax.sites.guards`.
@@ -37,7 +40,11 @@ class MergeGuard:
         return self._factor is not None or self._rule is not None
 
     def drop(
-        self, sites: Iterable[str], model_of: ModelOf, norms: Mapping[str, float] | None = None
+        self,
+        sites: Iterable[str],
+        model_of: ModelOf,
+        norms: Mapping[str, float] | None = None,
+        models_without_each: ModelsWithoutEach | None = None,
     ) -> dict[str, str]:
         """Return the sites whose updates are not merged, with reasons.
 
@@ -46,6 +53,8 @@ class MergeGuard:
             model_of: returns the model that some of them make.
             norms: the norms of their updates. Default None: the norms of the changes of the model
                 that the update of each site alone makes.
+            models_without_each: a faster way to the models without each site. Default None: by
+                `model_of`.
         """
         dropped: dict[str, str] = {}
         if self._factor is not None:
@@ -57,7 +66,19 @@ class MergeGuard:
             evaluate = self._evaluate
             assert evaluate is not None
             left = [site for site in sites if site not in dropped]
-            dropped |= drop_harmful(left, lambda some: evaluate(model_of(some)), self._rule)
+            models, each = models_without_each, None
+            if models is not None:
+                make = models  # which is not None
+
+                def each(some: tuple[str, ...]) -> Iterable[tuple[str, Mapping[str, float]]]:
+                    return ((site, evaluate(model)) for site, model in make(some))
+
+            dropped |= drop_harmful(
+                left,
+                lambda some: evaluate(model_of(some)),
+                self._rule,
+                evaluate_without_each=each,
+            )
         return dropped
 
     def to_json(self) -> list[list[float]]:

@@ -128,7 +128,7 @@ class Agreement:
             replies = self._calls.ask(question.stages, request, token, header, who, len(present))
             if replies is None or len(without_faults(replies)) < len(present):
                 return None
-            reply = self._calls.merge(question.stages, request, replies, everyone)
+            reply = self._calls.merge(question.stages, request, replies, who)
 
     # ---- batches
 

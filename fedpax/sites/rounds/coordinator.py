@@ -1,7 +1,7 @@
 """The rounds of a coordinator: what it asks the sites, and what it does with their replies."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from fedpax.sites.rounds.coordinator_state import (
     server_leaves,
 )
 from fedpax.sites.rounds.exchange import Exchange
+from fedpax.sites.rounds.guarded_replies import drop_replies
 from fedpax.sites.rounds.round_rules import RoundRules
 from fedpax.sites.rounds.site_evaluation import SiteEvaluation, evaluation_of
 from fedpax.sites.rounds.stage_calls import (
@@ -43,10 +44,10 @@ from fedpax.sites.rounds.stage_calls import (
     without_faults,
 )
 from fedpax.sites.rounds.tasks import Reply, new_token
+from fedpax.sites.rounds.uplink import check_up
 from fedpax.training.due_rounds import is_due
 from fedpax.training.logging import NonFiniteError
 from fedpax.training.progress import Progress
-from fedpax.transforms.stages import Request
 
 MOST_FAILURES = 5
 """Times that a round may fail by replies that do not count."""
@@ -198,6 +199,8 @@ class Coordinator:
             cohort = cohort_types(self.exchange.types, run.cohort_size)
             divided = divide(run.algorithm, state, cohort, run.frozen)
             check_program(divided, self._guard.is_active)
+            if told := check_up(self._rules.up, divided, run.accountant is not None):
+                self._progress.note(told)
             self._programs = {number: CoordinatorProgram(run, divided, state, cohort)}
         return self._programs[number]
 
@@ -312,7 +315,20 @@ class Coordinator:
                     return None
                 answered = without_faults(replies)
                 if self._guard.is_active and request.stage == len(divided) - 1:
-                    dropped = self._drop(program, earlier, request, answered, who.slots)
+                    dropped = drop_replies(
+                        self._guard,
+                        self._calls,
+                        program,
+                        self._state,
+                        earlier,
+                        request,
+                        answered,
+                        who,
+                    )
+                    for name in dropped:
+                        site = self.exchange.sites.get(name)
+                        assert site is not None
+                        site.dropped += 1
                     replies |= {name: Reply({"fault": why}, {}) for name, why in dropped.items()}
                     answered = without_faults(replies)
                 self._note_faults(number, replies)
@@ -322,38 +338,8 @@ class Coordinator:
                     self._progress.note(f"round {number}: a site left between stages; begins again")
                     return None
                 who = who.of(answered)
-            reply = computed or self._calls.merge(divided, request, answered, who.slots)
+            reply = computed or self._calls.merge(divided, request, answered, who)
             earlier.append(reply)
-
-    def _drop(
-        self,
-        program: CoordinatorProgram,
-        earlier: Sequence[Any],
-        request: Request,
-        replies: Mapping[str, Reply],
-        slots: Mapping[str, Sequence[int]],
-    ) -> dict[str, str]:
-        """Return the sites whose replies to the last stage are not merged, with reasons."""
-
-        def model_of(names: frozenset[str]) -> Params:
-            assert self._state is not None
-            some = {name: reply for name, reply in replies.items() if name in names}
-            reply = self._calls.merge(program.stages, request, some, slots)
-            server = program.serve(self._state)
-            try:
-                for message in (None, *earlier, reply):
-                    server.send(message)
-            except StopIteration as end:
-                state, _ = end.value
-            params: Params = state.params
-            return params
-
-        dropped = self._guard.drop(list(replies), model_of)
-        for name in dropped:
-            site = self.exchange.sites.get(name)
-            assert site is not None
-            site.dropped += 1
-        return dropped
 
     def _note_faults(self, number: int, replies: Mapping[str, Reply]) -> None:
         for name, reply in replies.items():

@@ -2,7 +2,7 @@
 
 import functools
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,11 @@ from fedpax.aggregators.codecs.update_coder import UpdateCoder
 from fedpax.errors import ArgumentError
 
 WHOLE = "float32"
-CODECS = ("e3m0", "drive", "sign")
+CODECS: Mapping[str, Callable[[], codecs.Codec]] = {
+    "e3m0": codecs.e3m0,
+    "drive": functools.partial(codecs.drive, unbiased=False),  # contractive: errors do not add up
+    "sign": codecs.sign,
+}
 SMALLEST = 256
 """Arrays of fewer entries are sent whole."""
 
@@ -124,17 +128,17 @@ class Receiver:
         return arrays
 
 
-def make_codec(name: str) -> codecs.Codec | None:
-    """Return a codec by name; None for whole arrays."""
+@functools.cache
+def make_codec(name: str, flag: str = "down") -> codecs.Codec | None:
+    """Return the codec that a flag names; None for whole arrays."""
     if name == WHOLE:
         return None
     if name not in CODECS:
         raise ArgumentError(
-            f"down={name!r}, expected one of {', '.join((WHOLE, *CODECS))}. Set for example "
-            "--down=e3m0."
+            f"{flag}={name!r}, expected one of {', '.join((WHOLE, *CODECS))}. Set for example "
+            f"--{flag}=e3m0."
         )
-    codec: codecs.Codec = getattr(codecs, name)()
-    return codec
+    return CODECS[name]()
 
 
 def _coded_names(arrays: Arrays, codec: codecs.Codec | None) -> list[str]:

@@ -20,6 +20,8 @@ class RoundRules(NamedTuple):
         weights: "examples", "equal" for each client, or "capped:N", at most N examples.
         down: codec of what the coordinator sends to all sites: "float32", or "e3m0", "drive"
             or "sign", which send differences against what sites have.
+        up: codec of the sums that a site sends, one of the same. What a sum loses stays at the site
+            and is part of its next sum.
         silent_after: seconds without a message after which no round waits for a site.
         norm_factor: the reply of a site is dropped if it changes the model by a norm of more than
             so many medians of recent norms. Default None: no limit.
@@ -40,10 +42,12 @@ class RoundRules(NamedTuple):
     secure_sums: bool = False
     secure_threshold: int | None = None
     down: str = WHOLE
+    up: str = WHOLE
 
     def check(self) -> None:
         """Check the ranges."""
         make_codec(self.down)
+        make_codec(self.up, "up")
         if self.min_sites < 1:
             raise ArgumentError(
                 f"min_sites={self.min_sites}, expected at least 1. Set for example --min_sites=2."
@@ -62,6 +66,11 @@ class RoundRules(NamedTuple):
             raise ArgumentError(
                 "secure_sums hides the replies of sites, and norm_factor and accept_if look at "
                 "each of them. Leave --secure_sums out, or the other two."
+            )
+        if self.secure_sums and self.up != WHOLE:
+            raise ArgumentError(
+                f"up={self.up!r} with secure_sums, whose terms are integers, expected "
+                f"up={WHOLE!r}. Leave --up out."
             )
         if self.secure_sums and self.min_sites < 3:
             raise ArgumentError(

@@ -21,6 +21,7 @@ from fedpax.sites.rounds.round_rules import weigh
 from fedpax.sites.rounds.secret_terms import TASK as SUM
 from fedpax.sites.rounds.secret_terms import SecretTerms
 from fedpax.sites.rounds.tasks import ROW, SHARED, SHOWN, TERM, WORD, in_order, numbered
+from fedpax.sites.rounds.uplink import Uplink
 from fedpax.sites.transport.calls import RefusedError
 from fedpax.sites.transport.checked_header import CheckedHeader
 from fedpax.transforms.client_stages import Value
@@ -28,6 +29,9 @@ from fedpax.transforms.stages import Stages
 
 Arrays = Mapping[str, np.ndarray]
 
+
+UNSENT = "\0 what the sums of this site have lost"
+"""Under this name, which no file has, a site keeps it beside the states of its clients."""
 
 MAX_CLIENTS = 10_000_000
 MOST_QUESTIONS = 20
@@ -76,6 +80,7 @@ class SiteWorker:
         self._programs: dict[ClientRange, _Program] = {}
         self._questions: dict[str, tuple[Stages, Mapping[str, jax.Array]]] = {}
         self._between: tuple[str, dict[int, dict[str, Any]]] = ("", {})  # kept between stages
+        self._unsent: dict[str, np.ndarray] = {}  # what the sums of this round lose
         self._cohorts: tuple[str, Cohort] | None = None
         self._whole_run: SiteRun | None = None  # as if there were no other site
         self._num_questions, self._personal = 0, personal
@@ -177,7 +182,7 @@ class SiteWorker:
         names = {k: program.run.names[k - own_clients.first] for k in clients}
         if stage == 0:
             self._kept.settle(header["counted"], token)
-            self._between = token, {}
+            self._between, self._unsent = (token, {}), {}
         elif self._between[0] != token:
             raise UnknownRoundError
         if self._cohorts is None or self._cohorts[0] != token:
@@ -196,16 +201,34 @@ class SiteWorker:
             for k in clients
         }
         result = self._run_clients(program.stages, header, arrays, rows)
+        if "up" in header and not header.get("coded"):
+            result = self._encode_sums(program.stages, header, own_clients.first, result)
+        proposals: dict[str, dict[str, Any]] = {}
         if stage == len(program.stages) - 1:
             kept = self._between[1]
             proposals = {
                 names[k]: {n: x for n, x in kept[k].items() if n in states and n in own}
                 for k in clients
             }
-            if any(proposals.values()):
-                self._kept.propose(token, proposals)
+        if self._unsent and stage == header["last_stage"]:
+            proposals[UNSENT] = self._unsent
+        if proposals := {name: values for name, values in proposals.items() if values}:
+            self._kept.propose(token, proposals)
         weights = np.asarray(cohort.num_examples)
         return {"examples": int(sum(weights[places[k]] for k in clients))}, result
+
+    def _encode_sums(self, divided: Stages, header: Json, first: int, arrays: Arrays) -> Arrays:
+        """Return a reply whose sums are encoded, and keep what they lose."""
+        stage = header["stage"]
+        uplink = Uplink(header["up"], divided[stage], divided.adds(stage))
+        if not uplink.is_active:
+            return arrays
+        zeros, earlier = uplink.zeros(), self._kept.read(UNSENT)
+        unsent = [earlier.get(f"{stage} {i}", x) for i, x in enumerate(zeros)]
+        unsent = [e if e.shape == x.shape else x for e, x in zip(unsent, zeros, strict=True)]
+        encoded, lost = uplink.encode(header["round"], first, arrays, unsent)
+        self._unsent |= {f"{stage} {i}": x for i, x in enumerate(lost)}
+        return encoded
 
     def _run_clients(
         self,

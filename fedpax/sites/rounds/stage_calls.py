@@ -16,7 +16,7 @@ from fedpax.sites.rounds.coordinator_program import (
     weight_limits,
     weighted_terms,
 )
-from fedpax.sites.rounds.downlink import Downlink, whole
+from fedpax.sites.rounds.downlink import WHOLE, Downlink, whole
 from fedpax.sites.rounds.exchange import Exchange
 from fedpax.sites.rounds.random_keys import to_numbers
 from fedpax.sites.rounds.reply_checks import find_wrong_weight, is_finite
@@ -35,6 +35,7 @@ from fedpax.sites.rounds.tasks import (
     numbered,
 )
 from fedpax.sites.rounds.update_rows import UpdateRows
+from fedpax.sites.rounds.uplink import SUM, Uplink
 from fedpax.transforms.stages import Request, Stages
 
 
@@ -82,6 +83,7 @@ class StageCalls:
         self._exchange, self._rules, self._note, self._stop = exchange, rules, note, stop
         self._folder = folder  # of large updates
         self._downlink = Downlink(rules.down, new_token())
+        self._told: set[str] = set()  # sites that send floats, although the aggregator encodes
 
     def ask(
         self,
@@ -109,12 +111,17 @@ class StageCalls:
             # The words of one of several clients would show its update, and not their sum.
             fields |= {"coded": True} if coded is not None and site.count == 1 else {}
             own[name] = fields, numbered(ROW, [x[np.array(slots)] for x in rows])
+            if coded is not None and site.count > 1 and rules.up == WHOLE:
+                self._tell_float32(name)
+        uplink, expected = self._uplink(divided, request.stage), expected_arrays(stage)
+        if is_round and uplink.is_active:
+            header, expected = {**header, "up": rules.up}, uplink.types(expected)
         task = Task(
             token,
             {**header, "stage": request.stage, "last_stage": last_asked(divided)},
             packet,
             own,
-            expected_arrays(stage),
+            expected,
             weight_limits(stage, rules.weights) if is_round else {},
             weighted_terms(stage) if is_round else (),
             coded_arrays(coded),
@@ -124,7 +131,7 @@ class StageCalls:
             replies = self._ask_for_sum(divided, request.stage, task, who, quorum)
         else:
             replies = self._exchange.ask(task, quorum, rules.round_seconds, self._stop)
-            replies = self._check_words(task, divided, request, replies or {}, who.slots) or replies
+            replies = self._check_words(task, divided, request, replies or {}, who) or replies
         if task.header["stage"] == task.header["last_stage"]:
             for name in without_faults(replies or {}):
                 if (site := self._exchange.sites.get(name)) is not None:
@@ -152,21 +159,32 @@ class StageCalls:
             self._note(f"no secure sum: {error}")
             return None
 
+    def _tell_float32(self, name: str) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            self._note(
+                f"site {name} has several clients: it sends their sum as float32. "
+                "--up=e3m0 sends sums in 4 bits a number"
+            )
+
+    def _uplink(self, divided: Stages, number: int) -> Uplink:
+        return Uplink(self._rules.up, divided[number], divided.adds(number))
+
     def _check_words(
         self,
         task: Task,
         divided: Stages,
         request: Request,
         replies: Mapping[str, Reply],
-        slots: Mapping[str, Sequence[int]],
+        who: Participants,
     ) -> dict[str, Reply]:
         """Replace replies whose words have values or weights that do not count."""
         checked = dict(replies)
         for name, reply in without_faults(replies).items():
-            if not task.own[name][0].get("coded"):
+            if not (task.own[name][0].get("coded") or "up" in task.header):
                 continue
-            terms = numbered(TERM, _decode(divided, request, reply.arrays, slots[name]))
-            fault = find_wrong_weight(task, 1, terms)
+            terms = numbered(TERM, self.terms_of(divided, request, name, reply.arrays, who))
+            fault = find_wrong_weight(task, len(who.clients[name]), terms)
             if not all(map(is_finite, terms.values())):
                 fault = "its words stand for NaN or infinity, expected finite values"
             if fault is not None:
@@ -174,6 +192,24 @@ class StageCalls:
                 if (site := self._exchange.sites.get(name)) is not None:
                     site.dropped += 1
         return checked
+
+    def terms_of(
+        self,
+        divided: Stages,
+        request: Request,
+        name: str,
+        arrays: Mapping[str, np.ndarray],
+        who: Participants,
+    ) -> Sequence[Any]:
+        """Return the terms of a site's reply, also if they are encoded."""
+        if words := in_order(WORD, arrays):  # of one client
+            (slot,), coded = who.slots[name], divided.coded(request.stage)
+            assert coded is not None
+            return coded.terms(slot, request.shared, [x[slot] for x in request.rows], words)
+        if any(name.startswith(f"{SUM} ") for name in arrays):
+            uplink = self._uplink(divided, request.stage)
+            arrays = uplink.decode(self._exchange.round, who.firsts[name], arrays)
+        return in_order(TERM, arrays)
 
     def compute(
         self,
@@ -203,11 +239,7 @@ class StageCalls:
         return merged, [], participants
 
     def merge(
-        self,
-        divided: Stages,
-        request: Request,
-        replies: Mapping[str, Reply],
-        slots: Mapping[str, Sequence[int]],
+        self, divided: Stages, request: Request, replies: Mapping[str, Reply], who: Participants
     ) -> tuple[Any, Any, list[int]]:
         """Merge the terms of sites, in the order of their names."""
         merge = divided.merge(request.stage)
@@ -216,22 +248,11 @@ class StageCalls:
         with UpdateRows(values, divided.placement.size, self._folder) as shown:
             for name, reply in without_faults(replies).items():
                 arrays = reply.arrays
-                terms = _decode(divided, request, arrays, slots[name])
+                terms = self.terms_of(divided, request, name, arrays, who)
                 if terms:  # the first reply has all of a secure sum
                     merged = merge(merged, terms) if merged else terms
-                shown.add(slots[name], in_order(SHOWN, arrays))
+                shown.add(who.slots[name], in_order(SHOWN, arrays))
             return (tuple(jnp.asarray(x) for x in merged), *shown.finish())
-
-
-def _decode(
-    divided: Stages, request: Request, arrays: Mapping[str, np.ndarray], slots: Sequence[int]
-) -> Sequence[Any]:
-    """Return the terms of a reply, also if it has the words of one client."""
-    if not (words := in_order(WORD, arrays)):
-        return in_order(TERM, arrays)
-    (slot,), coded = slots, divided.coded(request.stage)
-    assert coded is not None
-    return coded.terms(slot, request.shared, [x[slot] for x in request.rows], words)
 
 
 def is_computable(divided: Stages, number: int) -> bool:

@@ -56,6 +56,7 @@ USAGE = (
                     state of saved island i modulo their number
   --engine          beam: run the rounds as jobs on Apache Beam, with the rounds up to the next
                     evaluation or checkpoint in each; evaluate: read the held-out data there.
+                    prepare: sort the files there.
                     out_of_core: run them here, with the data of a few clients in memory.
                     flower: evaluate on Flower's nodes, each on its own held-out data
   --beam_flags      flags of the pipeline, such as "--runner=FlinkRunner --temp_location=..."

@@ -131,8 +131,9 @@ COMMANDS = {
                  [--columns=NAME,...] [--types=COLUMN=TYPE,...] [--delimiter=';']
                  [--image_size=32x32] [--on_bad_row=skip] [--memory=4GB]
                  [--heldout_fraction=0.1] [--heldout_by=client]
+                 [--engine=beam [--beam_flags="..."] [--num_shards=N]]
       Sort files by client once, larger than memory, into a folder of memory-mapped columns, which
-      takes the place of the files.
+      takes the place of the files. --engine=beam sorts on many machines, into shards.
 """,
         takes_experiment=False,
     ),

@@ -1,6 +1,9 @@
 """`fedpax prepare`: sort files by client once, into a folder that opens without being read."""
 
-from collections.abc import Sequence
+import functools
+import shlex
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from absl import flags
 
@@ -30,7 +33,7 @@ def prepare(arguments: Sequence[str]) -> int:
             "`fedpax prepare` has no --out, expected a new folder. Set for example "
             "--out=data/events."
         )
-    prepared = prepare_files(
+    prepared = _find_engine(options)(
         files if len(files) > 1 else files[0],
         options.out,
         on_bad_row=options.on_bad_row,
@@ -42,10 +45,26 @@ def prepare(arguments: Sequence[str]) -> int:
     for path, count in prepared.skipped.items():
         first = prepared.first_skipped[path]
         print_error(f"Skipped {count:,} rows of {path}, the first of them {first!r}.")
-    source = prepared.source
-    clients = "" if source.client_names is None else f" of {len(source.client_names):,} clients"
-    print_line(f"Wrote {len(source):,} examples{clients} to {options.out}.")
+    clients = "" if prepared.num_clients is None else f" of {prepared.num_clients:,} clients"
+    print_line(f"Wrote {prepared.num_examples:,} examples{clients} to {options.out}.")
     return 0
+
+
+def _find_engine(options: flags.FlagValues) -> Callable[..., Any]:
+    if options.engine == "beam":
+        from fedpax.deploy.beam_prepare import prepare_beam
+
+        return functools.partial(
+            prepare_beam,
+            num_shards=options.num_shards,
+            flags=shlex.split(options.beam_flags or ""),
+        )
+    for name in ("beam_flags", "num_shards"):
+        if (value := options[name].value) is not None:
+            raise UsageError(
+                f"--{name}={value} without --engine=beam, expected both. Add --engine=beam."
+            )
+    return prepare_files
 
 
 def define_flags(options: flags.FlagValues) -> None:
@@ -56,3 +75,6 @@ def define_flags(options: flags.FlagValues) -> None:
     flags.DEFINE_float("heldout_fraction", 0.0, "The share to hold out.", flag_values=options)
     flags.DEFINE_string("heldout_by", "example", "What is hashed.", flag_values=options)
     flags.DEFINE_string("memory", None, "The memory for sorting.", flag_values=options)
+    flags.DEFINE_enum("engine", None, ["beam"], "What sorts the files.", flag_values=options)
+    flags.DEFINE_string("beam_flags", None, "Flags of the pipelines.", flag_values=options)
+    flags.DEFINE_integer("num_shards", None, "The most shards.", 1, flag_values=options)

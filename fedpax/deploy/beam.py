@@ -96,14 +96,9 @@ def run_beam(
         >>> [float(gap) for _, gap in results], float(results[-1][0])  # doctest: +SKIP
         ([99.0, 74.25], 37.125)
     """
-    if beam is None:
-        raise MissingPackageError(
-            "run_beam() needs the package apache-beam. Install it in an environment of its own: "
-            "pip install 'fedpax[beam]' --constraint constraints-beam.txt."
-        )
+    options = pipeline_options("run_beam", flags)
     if rounds < 1:
         raise ArgumentError(f"run_beam(): rounds={rounds}, expected at least 1.")
-    options = PipelineOptions([*flags] if _has_runner(flags) else ["--runner=FnApiRunner", *flags])
     parent = _folder(folder, options)
     opened = clients()
     check_clients(opened)
@@ -132,6 +127,16 @@ def run_beam(
             )
         finally:
             FileSystems.delete([where])
+
+
+def pipeline_options(function: str, flags: Sequence[str]) -> PipelineOptions:
+    """Return the options of a pipeline for a function that needs Beam."""
+    if beam is None:
+        raise MissingPackageError(
+            f"{function}() needs the package apache-beam. Install it in an environment of its own: "
+            "pip install 'fedpax[beam]' --constraint constraints-beam.txt."
+        )
+    return PipelineOptions([*flags] if _has_runner(flags) else ["--runner=FnApiRunner", *flags])
 
 
 def _type(x: Any) -> Any:

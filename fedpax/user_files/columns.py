@@ -70,6 +70,48 @@ def array_to_arrow(array: NDArray[Any]) -> Any:
     return pa.ExtensionArray.from_storage(tensor, storage)
 
 
+def plain_tensors(table: pa.Table) -> pa.Table:
+    """Give tensors the order of their axes in memory, and no names of axes.
+
+    pyarrow writes a permutation of axes with every tensor that is made from an array.
+    """
+    for place, field in enumerate(table.schema):
+        kind = field.type
+        if isinstance(kind, pa.FixedShapeTensorType):
+            order = kind.permutation
+            if order is not None or kind.dim_names is not None:
+                in_order = order is None or order == sorted(order)
+                convert = _same_axes if in_order else _permute_axes
+                empty = pa.array([], kind.storage_type)
+                chunks = table.column(place).chunks or [pa.ExtensionArray.from_storage(kind, empty)]
+                table = table.set_column(place, field.name, pa.chunked_array(map(convert, chunks)))
+    return table
+
+
+def _same_axes(tensors: Any) -> Any:
+    kind = tensors.type
+    return pa.ExtensionArray.from_storage(
+        pa.fixed_shape_tensor(kind.value_type, kind.shape), tensors.storage
+    )
+
+
+def _permute_axes(tensors: Any) -> Any:
+    kind = tensors.type
+    shape = [kind.shape[axis] for axis in kind.permutation]
+    flat = (
+        np.arange(int(np.prod(shape))).reshape(kind.shape).transpose(kind.permutation).reshape(-1)
+    )
+    storage = tensors.storage
+    size = storage.type.list_size
+    places = size * np.arange(len(storage))[:, None] + flat
+    values = storage.values.slice(storage.offset * size).take(pa.array(places.reshape(-1)))
+    mask = storage.is_null() if storage.null_count else None
+    return pa.ExtensionArray.from_storage(
+        pa.fixed_shape_tensor(kind.value_type, shape),
+        pa.FixedSizeListArray.from_arrays(values, size, mask=mask),
+    )
+
+
 _REMEDIES = {
     "c": "Give its real and its imaginary part as two columns, x.real and x.imag",
     "f": "Convert it with .astype(np.float64)",

@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from fedpax.errors import ArgumentError
 from fedpax.primitives.casts import host_array
-from fedpax.user_files.columns import array_to_arrow, is_pandas_index
+from fedpax.user_files.columns import array_to_arrow, is_pandas_index, plain_tensors
 from fedpax.user_files.formats import ReadOptions
 from fedpax.user_files.readers.hugging_face import decode_features
 
@@ -44,7 +44,7 @@ def memory_table(data: Any, columns: Sequence[str]) -> pa.Table | None:
         )
     if not table.num_rows:
         raise ArgumentError("The table has no examples, expected at least one. Pass another one.")
-    table = decode_features(table, ReadOptions(tuple(columns), {}, None))
+    table = plain_tensors(decode_features(table, ReadOptions(tuple(columns), {}, None)))
     table = table.select(list(columns) or [n for n in names if not is_pandas_index(n)])
     kinds = [field.with_type(_VIEWS.get(field.type, field.type)) for field in table.schema]
     return table.cast(pa.schema(kinds))

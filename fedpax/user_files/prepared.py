@@ -3,13 +3,17 @@
 examples.arrow   Arrow IPC; a client's examples are in one batch unless they exceed it
 clients.arrow    Arrow IPC; each client's name and first example
 prepared.json    what was prepared, how many examples and clients; written last
+
+A job on many machines writes shards, each such a folder, beside a prepared.json that names them in
+the order of their clients.
 """
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -27,6 +31,8 @@ EXAMPLES, CLIENTS = "examples.arrow", "clients.arrow"
 _FORMAT = 1
 _BATCH_BYTES = 1 << 25
 _BATCH_ROWS = 1 << 17
+_SHARD = re.compile(r"shard-\d+")
+_REMEDY = "Delete the folder and prepare it again."
 
 
 def write_prepared(
@@ -69,8 +75,12 @@ def write_prepared(
         with ipc.new_file(str(folder / CLIENTS), clients.schema) as writer:
             writer.write_table(clients)
         about = {**about, "num_clients": len(names)}
-    content = {"format": _FORMAT, **about, "num_examples": rows}
-    (folder / PREPARED).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    (folder / PREPARED).write_text(encode_about({**about, "num_examples": rows}), encoding="utf-8")
+
+
+def encode_about(about: dict[str, Any]) -> str:
+    """Return the content of prepared.json."""
+    return json.dumps({"format": _FORMAT, **about}, indent=1) + "\n"
 
 
 class _ClientIndex:
@@ -120,42 +130,88 @@ def prepared_folder(path: str | os.PathLike[str], split: str | None) -> Path | N
 
 def open_prepared(folder: Path, label: str | None = None) -> TableSource:
     """Open a prepared folder; nothing but the index of clients is read."""
-    remedy = "Delete the folder and prepare it again."
+    about = _read_about(folder)
+    part = _open_shards(folder, about) if "shards" in about else _open_part(folder, about)
+    return TableSource(
+        str(folder),
+        folder,
+        part.table,
+        client=about["client"],
+        client_starts=None if part.starts is None else np.append(part.starts, len(part.table)),
+        client_names=None if part.names is None else ClientNames(part.names),
+        label=label or about.get("label"),
+    )
+
+
+class _Part(NamedTuple):
+    """A prepared folder without shards."""
+
+    table: pa.Table
+    starts: Any  # the first example of each client. None: there are no clients
+    names: Any
+
+
+def _read_about(folder: Path) -> dict[str, Any]:
     about = read_json(folder / PREPARED)
-    if not isinstance(about, dict) or about.get("format") != _FORMAT:
-        raise ArgumentError(f"{folder / PREPARED} is not of format {_FORMAT}. {remedy}")
+    if not isinstance(about, dict) or about.get("format") != _FORMAT or "client" not in about:
+        raise ArgumentError(f"{folder / PREPARED} is not of format {_FORMAT}. {_REMEDY}")
+    return about
+
+
+def _open_part(folder: Path, about: dict[str, Any]) -> _Part:
     try:
         table = _map(folder / EXAMPLES)
         starts = names = None
         if about["client"] is not None:
             clients = _map(folder / CLIENTS)
-            starts = np.append(clients["start"].to_numpy(), table.num_rows)
-            names = ClientNames(clients["name"])
+            starts, names = clients["start"].to_numpy(), clients["name"]
     except PermissionError:
         raise
     except (pa.ArrowException, OSError, KeyError) as error:
-        raise ArgumentError(
-            f"The prepared folder {folder} is damaged: {error}. {remedy}"
-        ) from error
-    if about.get("num_examples") != table.num_rows or (starts is not None and starts[0] != 0):
+        raise _damaged(folder, str(error)) from error
+    _check_examples(folder, about, table)
+    if starts is not None and (
+        starts[0] != 0 or not (np.diff(np.append(starts, table.num_rows)) > 0).all()
+    ):
+        raise _damaged(folder, "its clients do not follow one another")
+    return _Part(table, starts, names)
+
+
+def _open_shards(folder: Path, about: dict[str, Any]) -> _Part:
+    """Open shards as one table."""
+    names = about["shards"]
+    if not isinstance(names, list) or not all(_SHARD.fullmatch(str(name)) for name in names):
+        raise _damaged(folder, f"prepared.json has the shards {names!r:.80}")
+    parts = []
+    for name in names:
+        if not (folder / name / PREPARED).is_file():
+            raise _damaged(folder, f"the shard {name} is missing")
+        own = _read_about(folder / name)
+        if own["client"] != about["client"]:
+            raise _damaged(folder, f"the shard {name} has the client {own['client']!r}")
+        parts.append(_open_part(folder / name, own))
+    try:
+        table = pa.concat_tables([part.table for part in parts])
+        _check_examples(folder, about, table)
+        if about["client"] is None:
+            return _Part(table, None, None)
+        before = np.cumsum([0, *(len(part.table) for part in parts[:-1])])
+        starts = np.concatenate([n + part.starts for n, part in zip(before, parts, strict=True)])
+        return _Part(table, starts, pa.chunked_array([c for p in parts for c in p.names.chunks]))
+    except (pa.ArrowException, ValueError) as error:
+        raise _damaged(folder, str(error)) from error
+
+
+def _check_examples(folder: Path, about: dict[str, Any], table: pa.Table) -> None:
+    if about.get("num_examples") != table.num_rows:
         raise ArgumentError(
             f"The prepared folder {folder} has {table.num_rows} examples, expected "
-            f"{about.get('num_examples')}. {remedy}"
+            f"{about.get('num_examples')}. {_REMEDY}"
         )
-    if starts is not None and not (np.diff(starts) > 0).all():
-        raise ArgumentError(
-            f"The prepared folder {folder} is damaged: its clients do not follow one another. "
-            f"{remedy}"
-        )
-    return TableSource(
-        str(folder),
-        folder,
-        table,
-        client=about["client"],
-        client_starts=starts,
-        client_names=names,
-        label=label or about.get("label"),
-    )
+
+
+def _damaged(folder: Path, why: str) -> ArgumentError:
+    return ArgumentError(f"The prepared folder {folder} is damaged: {why}. {_REMEDY}")
 
 
 def _map(path: Path) -> pa.Table:

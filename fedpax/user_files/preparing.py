@@ -11,26 +11,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from fedpax.errors import ArgumentError
 from fedpax.paths import expand_home
-from fedpax.user_files.columns import check_client_numbers
 from fedpax.user_files.file_sizes import estimate_bytes
-from fedpax.user_files.finding import DataFile, is_url
-from fedpax.user_files.formats import BadRows, ReadOptions, TypeChangedError
-from fedpax.user_files.held_out import part_of_split
+from fedpax.user_files.finding import is_url
+from fedpax.user_files.formats import BadRows, TypeChangedError
 from fedpax.user_files.load_options import LoadOptions
-from fedpax.user_files.path_columns import Fields, add_path_columns, path_fields
 from fedpax.user_files.prepared import open_prepared, write_prepared
-from fedpax.user_files.read_table import stream_tables
-from fedpax.user_files.readers.own_clients import has_own_clients, mark_clients
-from fedpax.user_files.schemas import conform, fits, unify
-from fedpax.user_files.selection import Selection, select_files
+from fedpax.user_files.reading import Reading
+from fedpax.user_files.selection import select_files
 from fedpax.user_files.sorting import MEMORY, sort_tables
-from fedpax.user_files.table_source import TableSource, check_columns
+from fedpax.user_files.table_source import TableSource
 
 _LOCK = "lock"  # held by the process that writes the draft
 
@@ -48,6 +41,17 @@ class Prepared(NamedTuple):
     skipped: dict[str, int]
     first_skipped: dict[str, str]
 
+    @property
+    def num_examples(self) -> int:
+        """The number of examples."""
+        return len(self.source)
+
+    @property
+    def num_clients(self) -> int | None:
+        """The number of clients, or None if the files have none."""
+        names = self.source.client_names
+        return None if names is None else len(names)
+
 
 def prepare_files(
     files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
@@ -58,31 +62,22 @@ def prepare_files(
     memory: str | None,
 ) -> Prepared:
     """Prepare files; see `fedpax.data.prepare`."""
-    if on_bad_row not in ("error", "skip"):
-        raise ArgumentError(f"on_bad_row is {on_bad_row!r}, expected 'error' or 'skip'.")
-    if memory is not None and not re.fullmatch(MEMORY, memory):
-        raise ArgumentError(f"memory is {memory!r}, expected an amount such as '4GB'.")
+    check_arguments(on_bad_row, memory)
     if is_url(os.fspath(out)):
         raise ArgumentError(
             f"out={os.fspath(out)!r} is in a bucket, expected a local folder: prepared files are "
             "memory-mapped. Prepare to a local disk, and copy the folder."
         )
-    out = expand_home(Path(out)).absolute()
-    if out.exists():
-        raise ArgumentError(f"out={str(out)!r} exists, expected a new folder. Give another one.")
+    out = new_folder(out)
     selected = select_files(files, options)
     bad_rows = BadRows() if on_bad_row == "skip" else None
     reading = Reading(selected, options, bad_rows)
     reading.read_schema(first_part=True)
-    check_columns(
-        reading.schema.names, {"client": reading.client, "label": options.label}, selected.name
-    )
-    out.parent.mkdir(parents=True, exist_ok=True)
+    about = reading.describe()
     needed = estimate_bytes(selected.groups)
     _check_space(out.parent, needed)
-    with _draft(out) as draft:
+    with draft_folder(out) as draft:
         try:
-            about = {"client": reading.client, "label": options.label, "files": selected.name}
             written = _write(reading, draft, about, memory or _half_of_memory())
             written.rename(out)
         except OSError as error:
@@ -93,8 +88,25 @@ def prepare_files(
     return Prepared(open_prepared(out), bad.count, bad.first)
 
 
+def check_arguments(on_bad_row: str, memory: str | None) -> None:
+    """Check arguments of `prepare`."""
+    if on_bad_row not in ("error", "skip"):
+        raise ArgumentError(f"on_bad_row is {on_bad_row!r}, expected 'error' or 'skip'.")
+    if memory is not None and not re.fullmatch(MEMORY, memory):
+        raise ArgumentError(f"memory is {memory!r}, expected an amount such as '4GB'.")
+
+
+def new_folder(out: str | os.PathLike[str]) -> Path:
+    """Return the path of a folder that does not exist; its parent is made."""
+    path = expand_home(Path(out)).absolute()
+    if path.exists():
+        raise ArgumentError(f"out={str(path)!r} exists, expected a new folder. Give another one.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
 @contextlib.contextmanager
-def _draft(out: Path) -> Iterator[Path]:
+def draft_folder(out: Path) -> Iterator[Path]:
     """Make a folder beside `out`, removed at the end; remove folders of killed processes now."""
     prefix = f".{out.name}.draft-"
     for stale in out.parent.glob(f"{glob.escape(prefix)}*/{_LOCK}"):
@@ -121,7 +133,7 @@ def lock_file(file: IO[bytes]) -> bool:
     return True
 
 
-def _write(reading: "Reading", draft: Path, about: dict[str, Any], memory: str) -> Path:
+def _write(reading: Reading, draft: Path, about: dict[str, Any], memory: str) -> Path:
     """Write the folder within the draft; again if a later part of a file changes a type."""
     for attempt in range(3 + len(reading.schema) * len(reading.groups)):
         folder, spill = draft / f"data-{attempt}", draft / f"spill-{attempt}"
@@ -138,106 +150,6 @@ def _write(reading: "Reading", draft: Path, about: dict[str, Any], memory: str) 
         shutil.rmtree(spill, ignore_errors=True)
         shutil.rmtree(folder)
     raise AssertionError("every attempt settles the type of a column of a file")
-
-
-class Reading:
-    """The parts of files as tables of one schema, which later parts can change.
-
-    Attributes:
-        groups: the files that are read at once.
-        schema: the schema of all files, with the columns that paths name.
-        client: the column of clients, or None.
-    """
-
-    def __init__(self, selected: Selection, options: LoadOptions, bad_rows: BadRows | None) -> None:
-        self.groups = selected.groups
-        self.client = options.client
-        self.schema = pa.schema([])
-        self._name = selected.name
-        self._options = options._replace(heldout_fraction=0.0) if selected.names_split else options
-        self._read_options = selected.options._replace(bad_rows=bad_rows)
-        self._bad_rows = bad_rows
-        self._types: dict[str, dict[str, pa.DataType]] = {}
-        self._fields: list[Fields] = []
-
-    def read_schema(self, *, first_part: bool) -> None:
-        """Read the schema from the first part of each file, or from all parts."""
-        schemas = []
-        for group in self.groups:
-            parts = stream_tables(group, self._options_of(group[0]))
-            own = [table.schema for table in ([next(parts)] if first_part else parts)]
-            together = unify([group[0]] * len(own), own)
-            schemas.append(mark_clients(together) if has_own_clients(own[0]) else together)
-        self._fields, self.client = path_fields(self.groups, schemas, self._options.client)
-        schemas = [
-            _decode(add_path_columns(schema.empty_table(), fields[:1])).schema
-            for schema, fields in zip(schemas, self._fields, strict=True)
-        ]
-        known = self.schema.names  # whose order stays when types of columns change
-        files = [group[0] for group in self.groups]
-        together = unify(files, schemas, self._options.optional_columns)
-        names = [*known, *(name for name in together.names if name not in known)]
-        self.schema = pa.schema([together.field(name) for name in names])
-
-    def change_type(self, changed: TypeChangedError) -> None:
-        """Read the schema again, with the type of a column that a later part has."""
-        while True:
-            if changed.column:
-                self._types.setdefault(changed.path, {})[changed.column] = changed.type
-            try:
-                return self.read_schema(first_part=bool(changed.column))
-            except TypeChangedError as further:
-                changed = further
-
-    def tables(self) -> Iterator[pa.Table]:
-        """Yield all parts."""
-        if self._bad_rows is not None:
-            self._bad_rows.clear()
-        for group, fields in zip(self.groups, self._fields, strict=True):
-            row = 0
-            for part in stream_tables(group, self._options_of(group[0])):
-                table = _decode(add_path_columns(part, fields))
-                if not fits(table.schema, self.schema):
-                    raise TypeChangedError(group[0].path, "", None)
-                table = conform(table, self.schema)
-                if self.client is not None:
-                    table = self._with_clients(table, group[0], row)
-                row += part.num_rows
-                table = part_of_split(self._name, table, self._options, self.client)
-                if table.num_rows:
-                    yield table
-
-    def _with_clients(self, table: pa.Table, file: DataFile, row: int) -> pa.Table:
-        """Leave out the examples without a client, or raise an error."""
-        column = table.column(self.client)
-        if self.client is not None:
-            check_client_numbers(column, self.client, file.path)
-        missing = np.asarray(pc.is_null(column, nan_is_null=True))
-        if not missing.any():
-            return table
-        if self._bad_rows is None:
-            raise ArgumentError(
-                f"{file.path} has no client in the column {self.client!r} of example "
-                f"{row + int(np.argmax(missing))}, counted from 0. Fill it in, or leave such "
-                "examples out: `fedpax prepare` does with --on_bad_row=skip."
-            )
-        for example in table.filter(pa.array(missing)).slice(0, int(missing.sum())).to_batches():
-            for k in range(len(example)):
-                self._bad_rows.skip(file.path, str(example.slice(k, 1).to_pylist()[0]))
-        return table.filter(pa.array(~missing))
-
-    def _options_of(self, file: DataFile) -> ReadOptions:
-        types = {**self._read_options.types, **self._types.get(file.path, {})}
-        return self._read_options._replace(types=types)
-
-
-def _decode(table: pa.Table) -> pa.Table:
-    """Decode categories: the batches of a file have no common dictionary."""
-    kinds = [
-        field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
-        for field in table.schema
-    ]
-    return table.cast(pa.schema(kinds, table.schema.metadata))
 
 
 def _check_space(folder: Path, needed: int) -> None:

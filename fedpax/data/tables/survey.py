@@ -20,7 +20,7 @@ from fedpax.user_files.file_sizes import estimate_bytes
 from fedpax.user_files.formats import TypeChangedError, find_stream, is_files
 from fedpax.user_files.load_options import LoadOptions
 from fedpax.user_files.prepared import prepared_folder
-from fedpax.user_files.preparing import Reading
+from fedpax.user_files.reading import Reading
 from fedpax.user_files.selection import select_files
 from fedpax.user_files.sorting import connect, restore, store, stored_schema
 from fedpax.user_files.table_source import check_columns

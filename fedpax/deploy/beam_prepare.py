@@ -1,0 +1,306 @@
+"""Prepare files on Apache Beam: sort them by client on many machines, into shards.
+
+Two pipelines: the first reads the schemas and a sample of the clients, the second sends each row to
+the shard of its client, where it is sorted. This process then names the shards in prepared.json.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import pyarrow as pa
+
+from fedpax.deploy.beam import pipeline_options
+from fedpax.errors import ArgumentError
+from fedpax.user_files.finding import absolute, is_url
+from fedpax.user_files.folders import PREPARED
+from fedpax.user_files.formats import BadRows
+from fedpax.user_files.load_options import LoadOptions
+from fedpax.user_files.prepared import encode_about
+from fedpax.user_files.preparing import check_arguments, draft_folder, new_folder
+from fedpax.user_files.reading import Reading
+from fedpax.user_files.selection import select_files
+from fedpax.user_files.sharding import (
+    Division,
+    GroupSurvey,
+    decode_table,
+    encode_table,
+    split_rows,
+    survey_group,
+    write_shard,
+)
+
+try:
+    import apache_beam as beam
+except ImportError:  # pipeline_options raises
+    beam = None
+
+
+class PreparedShards(NamedTuple):
+    """What `prepare_beam` has written.
+
+    Attributes:
+        num_examples: the number of examples.
+        num_clients: the number of clients, or None if the files have none.
+        num_shards: the number of shards.
+        skipped: the number of rows that were skipped, by file.
+        first_skipped: the beginning of the first of them, by file.
+    """
+
+    num_examples: int
+    num_clients: int | None
+    num_shards: int
+    skipped: dict[str, int]
+    first_skipped: dict[str, str]
+
+
+def prepare_beam(
+    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    client: str | None = None,
+    label: str | None = None,
+    split: str | None = None,
+    columns: Sequence[str] = (),
+    types: Mapping[str, str] | None = None,
+    delimiter: str | None = None,
+    image_size: tuple[int, int] | None = None,
+    optional_columns: Sequence[str] = (),
+    heldout_fraction: float = 0.0,
+    heldout_by: str = "example",
+    on_bad_row: Literal["error", "skip"] = "error",
+    memory: str | None = None,
+    num_shards: int | None = None,
+    flags: Sequence[str] = (),
+) -> PreparedShards:
+    r"""Sort files by client on many machines; the result equals that of `fedpax.data.prepare`.
+
+    The folder has the same clients and examples in the same order, divided into shards, each a
+    prepared folder of consecutive clients. `fedpax.data.load` opens it, or one of its shards. A
+    file is read by one worker, twice. prepared.json is written last: after an interruption, prepare
+    again.
+
+    Args:
+        files: as for `fedpax.data.load`; all workers read them by the same path.
+        out: the folder to write: a new folder that this process and all workers reach by the same
+            path, or a URL in a bucket, from which it must be copied to be opened.
+        client: as for `fedpax.data.load`, and so are the arguments up to `heldout_by`.
+        label: the column with the label.
+        split: the split.
+        columns: the columns to read.
+        types: types of columns.
+        delimiter: the character between columns of CSV.
+        image_size: the height and width of images.
+        optional_columns: columns that some of the files lack.
+        heldout_fraction: the share of the examples that is held out.
+        heldout_by: what is hashed to hold out a share.
+        on_bad_row: as for `fedpax.data.prepare`.
+        memory: the memory for sorting a shard, such as `"4GB"`; beyond it a worker sorts on its
+            disk. Default None: 1 GiB.
+        num_shards: the most shards. Default None: shards of about 256 MB.
+        flags: flags of the pipelines, as for `run_beam`. Default: Beam's FnApiRunner in this
+            process, which holds all examples in memory.
+
+    Returns:
+        The numbers of examples, clients and shards, and of skipped rows by file.
+
+    Raises:
+        ValueError: as for `fedpax.data.prepare`.
+        MissingPackageError: the package apache-beam is missing.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from fedpax.data import load
+        >>> from fedpax.deploy.beam_prepare import prepare_beam
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> _ = (folder / "a.csv").write_text("user,x\nbo,1\nann,2\nbo,3\n")
+        >>> prepared = prepare_beam(  # doctest: +SKIP
+        ...     folder / "a.csv", folder / "out", client="user", num_shards=2
+        ... )
+        >>> prepared.num_clients, load(folder / "out").column("x")  # doctest: +SKIP
+        (2, array([2, 1, 3]))
+    """
+    options = LoadOptions.of(locals())
+    pipeline_options("prepare_beam", flags)
+    check_arguments(on_bad_row, memory)
+    if num_shards is not None and num_shards < 1:
+        raise ArgumentError(f"num_shards is {num_shards}, expected at least 1.")
+    selected = select_files(files, options)
+    groups = [
+        [file._replace(path=absolute(file.path)) for file in group] for group in selected.groups
+    ]
+    bad_rows = BadRows() if on_bad_row == "skip" else None
+    reading = Reading(selected._replace(groups=groups), options, bad_rows)
+    with _place(out) as place:
+        survey = beam.Map(functools.partial(_survey, reading))
+        surveys = place.run(flags, len(groups), lambda numbers: numbers | "survey" >> survey)
+        division = Division.of(reading, [*map(GroupSurvey.decode, surveys)], num_shards)
+        work = _Work(division, memory or "1GiB", place)
+        told = [json.loads(content) for content in place.run(flags, len(groups), work.build)]
+        shards = [item for item in told if "shard" in item]
+        if not shards:
+            raise ArgumentError(
+                f"{selected.name} has no examples, expected at least one. Name others."
+            )
+        about = {**division.about, "num_examples": sum(shard["num_examples"] for shard in shards)}
+        if reading.client is not None:
+            about["num_clients"] = sum(shard["num_clients"] for shard in shards)
+        about["shards"] = [shard["shard"] for shard in shards]
+        place.finish(encode_about(about))
+    return PreparedShards(
+        about["num_examples"],
+        about.get("num_clients"),
+        len(shards),
+        {path: count for item in told for path, count in item.get("skipped", {}).items()},
+        {path: row for item in told for path, row in item.get("first_skipped", {}).items()},
+    )
+
+
+class _Place(NamedTuple):
+    """Where a job writes.
+
+    Attributes:
+        shards: the folder of the shards: of a draft, or `out` in a bucket.
+        messages: the folder of the job's messages.
+        out: the local folder that the draft becomes, or None.
+    """
+
+    shards: str
+    messages: str
+    out: Path | None
+
+    def run(self, flags: Sequence[str], count: int, build: Callable[[Any], Any]) -> list[bytes]:
+        """Run a pipeline from the numbers of the groups to outcomes; return their contents."""
+        path = f"{self.messages}/{uuid.uuid4().hex}"
+        options = pipeline_options("prepare_beam", flags)
+        with beam.Pipeline(options=options) as pipeline:
+            numbers = pipeline | "groups" >> beam.Create(range(count)) | beam.Reshuffle()
+            outcomes = build(numbers) | "gather" >> beam.combiners.ToList()
+            _ = outcomes | "write" >> beam.Map(functools.partial(_write_outcomes, path))
+        with _open(path, "rb") as file:
+            table = decode_table(file.read()).sort_by("number")
+        for error in table["error"].drop_null().to_pylist()[:1]:
+            raise ArgumentError(error)
+        return [bytes(content) for content in table["content"].to_pylist()]
+
+    def publish(self, folder: Path, name: str) -> None:
+        """Add a shard; a repeated step may have done so."""
+        if self.out is not None:
+            try:
+                folder.rename(Path(self.shards, name))
+            except OSError:
+                if not Path(self.shards, name).is_dir():
+                    raise
+            return
+        for file in sorted(folder.iterdir(), key=lambda file: file.name == PREPARED):
+            with file.open("rb") as source, _open(f"{self.shards}/{name}/{file.name}", "wb") as to:
+                shutil.copyfileobj(source, to, 1 << 24)
+
+    def finish(self, about: str) -> None:
+        """Make the folder readable."""
+        with _open(f"{self.shards}/{PREPARED}", "wb") as file:
+            file.write(about.encode())
+        if self.out is not None:
+            Path(self.shards).rename(self.out)
+
+
+@contextlib.contextmanager
+def _place(out: str | os.PathLike[str]) -> Iterator[_Place]:
+    """Make the folders of a job, whose messages are removed at the end."""
+    if not is_url(os.fspath(out)):
+        folder = new_folder(out)
+        with draft_folder(folder) as draft:
+            for name in ("shards", "messages"):
+                (draft / name).mkdir()
+            yield _Place(str(draft / "shards"), str(draft / "messages"), folder)
+        return
+    import fsspec
+
+    url = os.fspath(out).rstrip("/")
+    system, path = fsspec.core.url_to_fs(url)
+    if system.exists(f"{path}/{PREPARED}"):
+        raise ArgumentError(f"out={url!r} exists, expected a new folder. Give another one.")
+    if system.exists(path):  # remains of a job that was interrupted
+        for stale in (name for name in system.ls(path, detail=False) if "/shard-" in name):
+            system.rm(stale, recursive=True)
+    messages = f"job-{uuid.uuid4().hex}"
+    try:
+        yield _Place(url, f"{url}/{messages}", None)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            system.rm(f"{path}/{messages}", recursive=True)
+
+
+def _open(path: str, mode: str) -> Any:
+    if not is_url(path):
+        return Path(path).open(mode)
+    import fsspec
+
+    return fsspec.open(path, mode).open()
+
+
+class _Work(NamedTuple):
+    """The second pipeline."""
+
+    division: Division
+    memory: str
+    place: _Place
+
+    def build(self, numbers: Any) -> Any:
+        """Add the steps from groups of files to shards."""
+        read = numbers | "read" >> beam.FlatMap(self._read).with_outputs("rows", "told")
+        shards = read["rows"] | beam.GroupByKey() | "write shards" >> beam.Map(self._write)
+        return (read["told"], shards) | beam.Flatten()
+
+    def _read(self, number: int) -> Iterator[Any]:
+        reading = self.division.reading.copy()
+        division = self.division._replace(reading=reading)
+        error = None
+        try:
+            for shard, rows in split_rows(division, number):
+                yield beam.pvalue.TaggedOutput("rows", (shard, rows))
+        except (ArgumentError, OSError) as raised:
+            error = str(raised)
+        bad = reading.bad_rows or BadRows()
+        told = {"skipped": bad.count, "first_skipped": bad.first}
+        yield beam.pvalue.TaggedOutput("told", (number, error, json.dumps(told).encode()))
+
+    def _write(self, shard: tuple[int, Any]) -> Any:
+        return _attempt(len(self.division.reading.groups) + shard[0], lambda: self._shard(*shard))
+
+    def _shard(self, number: int, rows: Any) -> bytes:
+        name = f"shard-{number:05d}"
+        parent = None if self.place.out is None else self.place.messages
+        with write_shard(self.division, rows, self.memory, parent) as folder:
+            about = json.loads((folder / PREPARED).read_text(encoding="utf-8"))
+            self.place.publish(folder, name)
+        return json.dumps({**about, "shard": name}).encode()
+
+
+def _survey(reading: Reading, number: int) -> Any:
+    return _attempt(number, lambda: survey_group(reading, number).encode())
+
+
+def _attempt(number: int, function: Callable[[], bytes]) -> Any:
+    """Return a number, an error in the data or None, and a content or None."""
+    try:
+        return number, None, function()
+    except (ArgumentError, OSError) as error:
+        return number, str(error), None
+
+
+def _write_outcomes(path: str, outcomes: Sequence[Any]) -> None:
+    columns = zip(*outcomes, strict=True)
+    kinds = {"number": pa.int64(), "error": pa.string(), "content": pa.large_binary()}
+    arrays = [pa.array(values, kind) for values, kind in zip(columns, kinds.values(), strict=True)]
+    with _open(path, "wb") as file:
+        file.write(encode_table(pa.table(arrays, [*kinds])))

@@ -1,0 +1,175 @@
+"""Reading: files as tables of one schema, a group of files after another."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from fedpax.errors import ArgumentError
+from fedpax.user_files.columns import check_client_numbers, check_client_type
+from fedpax.user_files.finding import CLIENT, DataFile
+from fedpax.user_files.formats import BadRows, ReadOptions, TypeChangedError
+from fedpax.user_files.held_out import part_of_split
+from fedpax.user_files.load_options import LoadOptions
+from fedpax.user_files.path_columns import Fields, add_path_columns, path_fields
+from fedpax.user_files.read_table import stream_tables
+from fedpax.user_files.readers.own_clients import has_own_clients, mark_clients
+from fedpax.user_files.schemas import conform, fits, unify
+from fedpax.user_files.selection import Selection
+from fedpax.user_files.table_source import check_columns
+
+
+class Reading:
+    """The parts of files as tables of one schema, which later parts can change.
+
+    Attributes:
+        groups: the files that are read at once.
+        schema: the schema of all files, with the columns that paths name.
+        client: the column of clients, or None.
+        fields: for each group the values of the columns that its paths name.
+        bad_rows: counts the rows that are skipped. None: they are errors.
+        types: for each file the types of columns that its first part does not have.
+    """
+
+    def __init__(self, selected: Selection, options: LoadOptions, bad_rows: BadRows | None) -> None:
+        self.groups = selected.groups
+        self.client = options.client
+        self.schema = pa.schema([])
+        self._name = selected.name
+        self._options = options._replace(heldout_fraction=0.0) if selected.names_split else options
+        self._read_options = selected.options
+        self.bad_rows = bad_rows
+        self.types: dict[str, dict[str, pa.DataType]] = {}
+        self.fields: list[Fields] = []
+
+    def read_schema(self, *, first_part: bool) -> None:
+        """Read the schema from the first part of each file, or from all parts."""
+        self.join([self._group_schema(group, first_part) for group in self.groups])
+
+    def _group_schema(self, group: Sequence[DataFile], first_part: bool) -> pa.Schema:
+        parts = stream_tables(group, self._options_of(group[0]))
+        own = [table.schema for table in ([next(parts)] if first_part else parts)]
+        return unify_parts(group[0], own)
+
+    def raw_parts(self, number: int) -> Iterator[tuple[pa.Table, pa.Schema, str | None]]:
+        """Yield before `join` the parts of a group with their schemas and the column of clients.
+
+        Examples without a client are left out.
+
+        Raises:
+            TypeChangedError: for `set_type`.
+        """
+        file = self.groups[number][0]
+        row = 0
+        for part in stream_tables(self.groups[number], self._options_of(file)):
+            client = self.client or (CLIENT if has_own_clients(part.schema) else None)
+            table = _decode(part)
+            if client in table.column_names:
+                table = self._with_clients(table, client, file, row)
+            row += part.num_rows
+            yield table, part.schema, client
+
+    def copy(self) -> "Reading":
+        """Return a copy that counts skipped rows by itself."""
+        again = copy.copy(self)
+        again.bad_rows = None if self.bad_rows is None else BadRows()
+        again.types = {path: dict(types) for path, types in self.types.items()}
+        return again
+
+    def join(self, schemas: Sequence[pa.Schema]) -> None:
+        """Set `schema` and `client` from the schemas of the groups, without the paths' columns."""
+        self.fields, self.client = path_fields(self.groups, schemas, self._options.client)
+        schemas = [
+            _decode(add_path_columns(schema.empty_table(), fields[:1])).schema
+            for schema, fields in zip(schemas, self.fields, strict=True)
+        ]
+        known = self.schema.names  # whose order stays when types of columns change
+        files = [group[0] for group in self.groups]
+        together = unify(files, schemas, self._options.optional_columns)
+        names = [*known, *(name for name in together.names if name not in known)]
+        self.schema = pa.schema([together.field(name) for name in names])
+
+    def describe(self) -> dict[str, Any]:
+        """Check the columns, and return what prepared.json says of the files."""
+        columns = {"client": self.client, "label": self._options.label}
+        check_columns(self.schema.names, columns, self._name)
+        if self.client is not None:
+            check_client_type(self.schema.field(self.client).type, self.client, self._name)
+        return {**columns, "files": self._name}
+
+    def change_type(self, changed: TypeChangedError) -> None:
+        """Read the schema again, with the type of a column that a later part has."""
+        while True:
+            self.set_type(changed)
+            try:
+                return self.read_schema(first_part=bool(changed.column))
+            except TypeChangedError as further:
+                changed = further
+
+    def set_type(self, changed: TypeChangedError) -> None:
+        """Read a column of a file with the type that a later part has."""
+        if changed.column:
+            self.types.setdefault(changed.path, {})[changed.column] = changed.type
+
+    def tables(self) -> Iterator[pa.Table]:
+        """Yield all parts."""
+        if self.bad_rows is not None:
+            self.bad_rows.clear()
+        for number in range(len(self.groups)):
+            yield from self.group_tables(number)
+
+    def group_tables(self, number: int) -> Iterator[pa.Table]:
+        """Yield the parts of a group: the examples of the split that have a client."""
+        group, fields = self.groups[number], self.fields[number]
+        row = 0
+        for part in stream_tables(group, self._options_of(group[0])):
+            table = _decode(add_path_columns(part, fields))
+            if not fits(table.schema, self.schema):
+                raise TypeChangedError(group[0].path, "", None)
+            table = conform(table, self.schema)
+            if self.client is not None:
+                table = self._with_clients(table, self.client, group[0], row)
+            row += part.num_rows
+            table = part_of_split(self._name, table, self._options, self.client)
+            if table.num_rows:
+                yield table
+
+    def _with_clients(self, table: pa.Table, client: str, file: DataFile, row: int) -> pa.Table:
+        """Leave out the examples without a client, or raise an error."""
+        column = table.column(client)
+        check_client_numbers(column, client, file.path)
+        missing = np.asarray(pc.is_null(column, nan_is_null=True))
+        if not missing.any():
+            return table
+        if self.bad_rows is None:
+            raise ArgumentError(
+                f"{file.path} has no client in the column {client!r} of example "
+                f"{row + int(np.argmax(missing))}, counted from 0. Fill it in, or leave such "
+                "examples out: `fedpax prepare` does with --on_bad_row=skip."
+            )
+        for example in table.filter(pa.array(missing)).slice(0, int(missing.sum())).to_batches():
+            for k in range(len(example)):
+                self.bad_rows.skip(file.path, str(example.slice(k, 1).to_pylist()[0]))
+        return table.filter(pa.array(~missing))
+
+    def _options_of(self, file: DataFile) -> ReadOptions:
+        types = {**self._read_options.types, **self.types.get(file.path, {})}
+        return self._read_options._replace(types=types, bad_rows=self.bad_rows)
+
+
+def unify_parts(file: DataFile, schemas: Sequence[pa.Schema]) -> pa.Schema:
+    """Return the schema of a file from those of its parts."""
+    together = unify([file] * len(schemas), schemas)
+    return mark_clients(together) if has_own_clients(schemas[0]) else together
+
+
+def _decode(table: pa.Table) -> pa.Table:
+    """Decode categories: the batches of a file have no common dictionary."""
+    kinds = [
+        field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
+        for field in table.schema
+    ]
+    return table.cast(pa.schema(kinds, table.schema.metadata))

@@ -189,10 +189,14 @@ def infer_treatments(
                 "all but one."
             )
         if name not in table and not any(_matches(name, column) for column in table):
+            remedy = (
+                "Separate several columns by spaces: 'age=number' 'ward=category'."
+                if "=" in name
+                else "Correct the name; the label and the client are not features."
+            )
             raise ArgumentError(
                 f"data.columns states {name!r}, expected one of the columns "
-                f"{', '.join(map(repr, table))}. Correct the name; the label and the client are "
-                "not features."
+                f"{', '.join(map(repr, table))}. {remedy}"
             )
     exact = {treatment.name: treatment for treatment in parsed}
     treatments = []

@@ -84,6 +84,7 @@ def test_malformed_treatments_raise(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
+        (["day=left_out, age=number"], r"Separate several columns by spaces: 'age=number' 'ward"),
         (["ages=number"], r"states 'ages', expected one of the columns 'age \[years\]'"),
         (["weight=number", "weight=date"], "'weight' 2 times, expected once"),
         (["note=number"], r"note=number, but its values are not numbers .*note=category"),

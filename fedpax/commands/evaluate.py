@@ -58,6 +58,11 @@ def evaluate(arguments: Sequence[str]) -> int:
             f"--by_client: the held-out data of {saved.exp} have no clients, expected an "
             "experiment with clients, such as fedavg_table. Leave out --by_client."
         )
+    if options.engine and run.evaluate_own_models is not None:
+        own = "the clients' own models are in the checkpoint of this process"
+        if run.evaluate_clients is None:
+            raise UsageError(f"--engine={options.engine}: {own}. Leave out --engine.")
+        print_error(f"Measures the shared model alone: {own}, which reads them without --engine.")
     clients = None
     with jax.set_mesh(run.mesh):
         params = load_saved_params(saved, run, number)

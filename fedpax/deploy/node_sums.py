@@ -92,7 +92,7 @@ class ServerSums:
         poll_seconds: seconds between two looks for replies.
     """
 
-    least, most = LEAST_PARTICIPANTS, MAX_SITES
+    least, most, problem = LEAST_PARTICIPANTS, MAX_SITES, ""
 
     def __init__(self, network: Network, log: logging.Logger, poll_seconds: float) -> None:
         self._network, self._log, self._poll_seconds = network, log, poll_seconds
@@ -155,8 +155,8 @@ class ServerSums:
                 if reply.packet is not None:
                     problem = reply.packet.values.get("refusal")
                 if reply.packet is None or problem is not None:
-                    told = one_line(problem)
-                    self._log.warning("Node %d takes no part in the sum: %s", node, told)
+                    self.problem = f"Node {node} takes no part in the sum: {one_line(problem)}"
+                    self._log.warning("%s", self.problem)
                 else:
                     answers[node] = reply.packet
             if waiting:

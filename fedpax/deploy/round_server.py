@@ -38,6 +38,7 @@ class SecureSum(Protocol):
 
     least: int  # the fewest participants of a sum
     most: int | None  # the most, or None without a limit
+    problem: str  # why a node was left out last
 
     def values(self, participants: int) -> dict[str, Any]:
         """Return what a packet says for a secure sum."""
@@ -222,12 +223,16 @@ class RoundServer:
                 )
             if waited - told > _SECONDS_BETWEEN_HINTS / 2:
                 told = waited
+                size = self.program.settings.num_clients
+                hint = (
+                    f" In a simulation, --federation-config 'num-supernodes={size}' sets their "
+                    "number."
+                )
                 self._log.info(
-                    "Waiting for %d participants: %s. In a simulation, --federation-config "
-                    "'num-supernodes=%d' sets their number.",
+                    "Waiting for %d participants: %s.%s",
                     wanted,
                     self.roster.describe(),
-                    self.program.settings.num_clients,
+                    "" if self.roster.is_greeting else hint,
                 )
                 if self.roster.is_greeting and waited > _SECONDS_BETWEEN_HINTS:
                     self._log.warning(
@@ -307,6 +312,8 @@ class RoundServer:
             self.quorum,
             self.rules.deadline or None,
         )
+        if self._secure.problem:
+            self._last_problem = f" {self._secure.problem}"
         answering = sorted(participant[node] for node in nodes)
         self.roster.greet_again(participant.keys() - set(nodes))
         return answering, (terms, []) if nodes else None

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from fedpax.deploy.flower_records import read_record, write_record
-from fedpax.deploy.packets import Packet
+from fedpax.deploy.packets import Packet, one_line
 from fedpax.errors import ArgumentError
 
 _LOG = logging.getLogger("flwr")
@@ -222,7 +222,7 @@ class SecureSum:
         poll_seconds: seconds between two looks for replies.
     """
 
-    least, most = 2, None
+    least, most, problem = 2, None, ""
 
     def __init__(self, grid: Any, bound: float, poll_seconds: float) -> None:
         self._grid, self.bound, self._poll_seconds = grid, bound, poll_seconds
@@ -265,7 +265,7 @@ class SecureSum:
             client_manager=SimpleNamespace(num_available=lambda: len(packets)),
             history=SimpleNamespace(add_metrics_distributed_fit=lambda **_: None),
         )
-        state, grid = WorkflowState(), _Matching(self._grid, self._poll_seconds)
+        state, grid = WorkflowState(), _Matching(self._grid, self._poll_seconds, self)
         if not workflow.setup_stage(grid, context, state):
             return [], []
         state.nid_to_fitins = {node: write_record(packet) for node, packet in packets.items()}
@@ -311,8 +311,8 @@ class _KeepMean:
 class _Matching:
     """A grid that polls often, ends at the deadline, and matches replies by their message."""
 
-    def __init__(self, grid: Any, poll_seconds: float) -> None:
-        self._grid, self._poll_seconds = grid, poll_seconds
+    def __init__(self, grid: Any, poll_seconds: float, sums: SecureSum) -> None:
+        self._grid, self._poll_seconds, self._sums = grid, poll_seconds, sums
 
     def send_and_receive(self, messages: Sequence[Any], *, timeout: float | None) -> list[Any]:
         """Send messages; return the replies that came in time."""
@@ -325,7 +325,8 @@ class _Matching:
                     waiting.discard(message.metadata.reply_to_message_id)
                     replies.append(message)
                     if message.has_error():
-                        _LOG.warning("A participant: %s", message.error.reason)
+                        self._sums.problem = f"A participant: {one_line(message.error.reason)}"
+                        _LOG.warning("%s", self._sums.problem)
             if waiting:
                 time.sleep(self._poll_seconds)
         return replies

@@ -228,3 +228,22 @@ def test_parameters_are_loaded_onto_shardings(
     assert {name: leaf.sharding for name, leaf in loaded.items()} == shardings
     with pytest.raises(ValueError, match="out in only one of them"):
         load_params(regression, 4, {"hidden": like["hidden"]})
+
+
+@pytest.mark.parametrize("method", ["ditto", "hypcluster"])
+def test_engines_say_that_own_models_are_not_measured(
+    command: Command, method: str, tmp_path: Path
+) -> None:
+    rows = "\n".join(f"{i % 7},{i % 2}" for i in range(60))
+    for client in "ab":
+        (tmp_path / f"{client}.csv").write_text(f"x,y\n{rows}\n")
+    run = f"--job_log_dir={tmp_path / 'run'}"
+    files = f"--data.files={tmp_path}/*.csv", "--data.label=y", "--data.heldout_fraction=0.3"
+    trained = ["--exp=fedavg_table", *files, f"--method={method}", "--training.rounds=1", run]
+    assert command("train", *trained)[0] == 0
+    status, output, errors = command("evaluate", run, "--by_client", "--engine=out_of_core")
+    if method == "ditto":
+        assert status == 0 and "Measures the shared model alone" in errors
+        assert "accuracy" in output and "personal_accuracy" not in output
+    else:
+        assert status == 2 and "own models are in the checkpoint" in errors

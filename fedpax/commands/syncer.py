@@ -59,6 +59,7 @@ def syncer(arguments: Sequence[str]) -> int:
                 options.secure_threshold,
                 options.down,
                 options.up,
+                options.missed_rounds,
             ),
             heartbeat_seconds=options.heartbeat_seconds,
             goodbye_seconds=options.goodbye_seconds,
@@ -166,6 +167,14 @@ def _define_round_flags(options: flags.FlagValues) -> None:
         600.0,
         "Seconds after which a round waits for no further site.",
         lower_bound=0.1,
+        flag_values=options,
+    )
+    flags.DEFINE_integer(
+        "missed_rounds",
+        3,
+        "Deadlines that a site misses until no round waits for it; an answered round takes one "
+        "back.",
+        lower_bound=1,
         flag_values=options,
     )
     flags.DEFINE_float(

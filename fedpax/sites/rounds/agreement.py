@@ -1,9 +1,11 @@
 """Before the first round: the inputs that all sites share, and the sites that do not fit."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedpax.errors import ConfigurationError
 from fedpax.sites.rounds.contract import Json, Question
 from fedpax.sites.rounds.coordinator_files import SiteWatch, write_federation
 from fedpax.sites.rounds.exchange import Exchange
@@ -24,6 +26,10 @@ _MALFORMED = (
 """What reading a description raises if it has another form."""
 
 
+_SECONDS_TO_TELL = 2.0
+"""Seconds in which sites can hear why a run ends."""
+
+
 class Agreement:
     """What the coordinator and the sites agree on.
 
@@ -40,7 +46,10 @@ class Agreement:
         watch: SiteWatch,
         progress: Progress,
         stop: Callable[[], bool],
+        *,
+        tie_seconds: float,
     ) -> None:
+        self._tie_seconds = tie_seconds
         self._experiment, self._folder, self._exchange = experiment, folder, exchange
         self._calls, self._watch, self._progress, self._stop = calls, watch, progress, stop
 
@@ -176,15 +185,25 @@ class Agreement:
         return bool(reasons) or undecided is not None
 
     def _wait_for_others(self, reason: str) -> None:
-        """Wait until other sites are there, or sites that were started again."""
-        self._progress.note(f"waiting for other sites: {reason}")
+        """Wait until other sites are there, or sites that were started again; raise in the end."""
+        seconds = self._tie_seconds
+        self._progress.note(f"waiting {seconds:g} s for other sites: {reason}")
         self._exchange.waits_for = "sites that agree"
 
         def who() -> set[tuple[str, str]]:
             return {(s.name, s.incarnation) for s in self._exchange.present(ready=False)}
 
-        before = who()
-        self._exchange.wait_for(lambda: who() != before, self._stop)
+        before, deadline = who(), time.monotonic() + seconds
+        self._exchange.wait_for(lambda: who() != before or time.monotonic() >= deadline, self._stop)
+        if self._stop() or who() != before:
+            return
+        self._exchange.refuse({name: reason for name, _ in before})
+        told = time.monotonic() + _SECONDS_TO_TELL
+        self._exchange.wait_for(lambda: time.monotonic() >= told, self._stop)
+        raise ConfigurationError(
+            f"after {seconds:g} s sites still differ, expected sites that agree: {reason}. Then "
+            "run the same command again."
+        )
 
 
 def in_words(types: Json) -> dict[str, str]:

@@ -43,7 +43,7 @@ from fedpax.sites.rounds.stage_calls import (
     StageCalls,
     without_faults,
 )
-from fedpax.sites.rounds.tasks import Reply, new_token
+from fedpax.sites.rounds.tasks import ROUND, Reply, new_token
 from fedpax.sites.rounds.uplink import check_up
 from fedpax.training.due_rounds import is_due
 from fedpax.training.logging import NonFiniteError
@@ -105,7 +105,14 @@ class Coordinator:
 
         self._calls = StageCalls(exchange, rules, folder, progress.note, stop_now)
         self._agreement = Agreement(
-            experiment, folder, exchange, self._calls, self._watch, progress, stop_now
+            experiment,
+            folder,
+            exchange,
+            self._calls,
+            self._watch,
+            progress,
+            stop_now,
+            tie_seconds=rules.round_seconds,
         )
         self._evaluation = SiteEvaluation(
             exchange, self._log, self._watch, rules.round_seconds, stop_now
@@ -252,6 +259,7 @@ class Coordinator:
         for site in exchange.sites:
             if site.name in outcome.answered:
                 site.counted, site.rounds = outcome.token, site.rounds + 1
+                site.attendance.take_part(ROUND)
             if accountant is not None and site.releases:
                 site.epsilon = float(accountant.epsilon(site.releases))
         self._log.add(
@@ -315,6 +323,7 @@ class Coordinator:
                     return None
                 answered = without_faults(replies)
                 if self._guard.is_active and request.stage == len(divided) - 1:
+                    assert self._state is not None
                     dropped = drop_replies(
                         self._guard,
                         self._calls,

@@ -246,6 +246,7 @@ class Exchange:
             if task is None or (token, stage) != (task.token, task.header["stage"]):
                 self._uploads.pop(name, None)
                 site.late += 1
+                site.attendance.answer_late(token, stage, time.monotonic())
                 return self._answer(site, status="late")
             if name not in task.own or name in self._replies or name in self._receiving:
                 return self._answer(site, status="repeated")
@@ -343,8 +344,9 @@ class Exchange:
     ) -> dict[str, Reply] | None:
         """Ask sites, and return the replies by name, sorted.
 
-        It returns when each site that is asked has answered or is silent, or, after `seconds`, when
-        a quorum has answered; None if `stop()` is True before, or if no quorum is left.
+        It returns when each site that is asked has answered, is silent or is overdue, or, after
+        `seconds`, when a quorum has answered; None if `stop()` is True before, or if no quorum is
+        left.
         """
         deadline = time.monotonic() + seconds
         self._forget_replies()
@@ -355,10 +357,10 @@ class Exchange:
             try:
                 while not stop():
                     now = time.monotonic()
-                    asked = [site for site in self.sites if site.name in task.own]
-                    pending = [s for s in asked if s.name not in self._replies]
-                    waiting = [s.name for s in pending if self.sites.is_present(s, now)]
                     whole = sum("fault" not in reply.header for reply in self._replies.values())
+                    waiting = self.sites.awaited(
+                        task, self._replies, now, needs_more=whole < quorum
+                    )
                     self.waits_for = ", ".join(waiting[:5]) or "sites"
                     if whole >= quorum and (not waiting or now >= deadline):
                         return dict(sorted(self._replies.items()))
@@ -369,6 +371,7 @@ class Exchange:
                 return None
             finally:
                 self._task = None
+                self.sites.end_task(task, self._replies, time.monotonic(), deadline=deadline)
                 found = {name: reply.header.get("fault") for name, reply in self._replies.items()}
                 self.faults |= {name: str(fault) for name, fault in found.items() if fault}
 

@@ -8,6 +8,7 @@ import numpy as np
 from fedpax.clients.cohort import Cohort
 from fedpax.errors import ArgumentError
 from fedpax.sites.guards import parse_accept_if
+from fedpax.sites.rounds.attendance import MOST_MISSED
 from fedpax.sites.rounds.downlink import WHOLE, make_codec
 
 
@@ -22,6 +23,8 @@ class RoundRules(NamedTuple):
             or "sign", which send differences against what sites have.
         up: codec of the sums that a site sends, one of the same. What a sum loses stays at the site
             and is part of its next sum.
+        missed_rounds: number of deadlines that a site misses until no round waits for it. A round
+            that it answers takes one back.
         silent_after: seconds without a message after which no round waits for a site.
         norm_factor: the reply of a site is dropped if it changes the model by a norm of more than
             so many medians of recent norms. Default None: no limit.
@@ -43,6 +46,7 @@ class RoundRules(NamedTuple):
     secure_threshold: int | None = None
     down: str = WHOLE
     up: str = WHOLE
+    missed_rounds: int = MOST_MISSED
 
     def check(self) -> None:
         """Check the ranges."""
@@ -51,6 +55,11 @@ class RoundRules(NamedTuple):
         if self.min_sites < 1:
             raise ArgumentError(
                 f"min_sites={self.min_sites}, expected at least 1. Set for example --min_sites=2."
+            )
+        if self.missed_rounds < 1:
+            raise ArgumentError(
+                f"missed_rounds={self.missed_rounds}, expected at least 1. Set for example "
+                f"--missed_rounds={MOST_MISSED}."
             )
         if not re.fullmatch(r"examples|equal|capped:[1-9][0-9]{0,8}", self.weights):
             raise ArgumentError(

@@ -99,7 +99,7 @@ def run_coordinator(
         done, rounds = latest_round(folder) or 0, experiment.training.rounds
         saved = _read_saved(folder, done)
         admission = Admission(folder, limits)
-        sites = SiteTable(rules.silent_after, admission.is_expelled)
+        sites = SiteTable(rules.silent_after, admission.is_expelled, rules.missed_rounds)
         exchange = Exchange(
             identify(experiment, {}, experiment.own_fields, experiment.shared_content()),
             sites,

@@ -1,14 +1,16 @@
 """The sites of a coordinator: who they are, which clients are theirs, and what became of them."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedpax.files import read_json
 from fedpax.reports.table import format_bytes, format_seconds, markdown_table
 from fedpax.run_files.metrics_log import is_number
+from fedpax.sites.rounds.attendance import MOST_MISSED, Attendance
 from fedpax.sites.rounds.contract import ClientRange, Json
+from fedpax.sites.rounds.tasks import EVALUATION, ROUND, Task
 
 SITES = "sites.json"
 """The table of sites in the coordinator's folder, for `fedpax show`."""
@@ -29,6 +31,7 @@ class Site:
         self.counted: str | None = None  # token of the last round that counted its terms
         self.ready = False  # whether it knows the inputs of all sites
         self.left = self.heard_end = False
+        self.attendance = Attendance()
         self.seen = -math.inf  # when it was last heard
         self.rounds = self.late = self.dropped = 0
         self.releases = 0  # sums of rounds, and of questions before, that have its terms
@@ -45,7 +48,9 @@ class SiteReport(NamedTuple):
     """A line of the table of sites."""
 
     name: str
-    state: str  # "joining", "training", "silent", "left", "finished" or "expelled"
+    # "joining", "training", "overdue" (it is heard and does not answer), "silent", "left",
+    # "finished" or "expelled"
+    state: str
     clients: int
     rounds: int  # rounds that counted its terms
     late: int  # rounds that did not wait for it
@@ -61,8 +66,12 @@ class SiteTable:
     """The sites by name; each has a range of numbers for its clients."""
 
     def __init__(
-        self, silent_after: float, is_expelled: Callable[[str], bool] = lambda name: False
+        self,
+        silent_after: float,
+        is_expelled: Callable[[str], bool] = lambda name: False,
+        most_missed: int = MOST_MISSED,
     ) -> None:
+        self._most_missed = most_missed
         self._is_expelled = is_expelled
         self._sites: dict[str, Site] = {}
         self._silent_after = silent_after
@@ -100,6 +109,34 @@ class SiteTable:
         heard = not site.left and now - site.seen <= self._silent_after
         return heard and not self._is_expelled(site.name)
 
+    def is_awaited(self, site: Site, kind: str, now: float) -> bool:
+        """Tell whether a task of a kind waits for a site until its deadline."""
+        is_overdue = site.attendance.missed[kind] >= self._most_missed
+        return self.is_present(site, now) and not is_overdue
+
+    def awaited(
+        self, task: Task, answered: Container[str], now: float, *, needs_more: bool
+    ) -> list[str]:
+        """Return the sites that a task waits for: overdue ones only if it needs more answers."""
+        pending = [site for site in self if site.name in task.own and site.name not in answered]
+        awaited = [site.name for site in pending if self.is_awaited(site, task.kind, now)]
+        if awaited or not needs_more:
+            return awaited
+        return [site.name for site in pending if self.is_present(site, now)]
+
+    def end_task(
+        self, task: Task, answered: Container[str], now: float, *, deadline: float
+    ) -> None:
+        """Note which sites have answered a task."""
+        for site in self:
+            if site.name not in task.own:
+                continue
+            if site.name in answered:
+                if task.kind == EVALUATION:  # a round has several tasks: its coordinator notes it
+                    site.attendance.take_part(EVALUATION)
+            elif self.is_present(site, now):
+                site.attendance.miss(task, now, deadline=deadline, most=self._most_missed)
+
     def reports(self, now: float) -> list[SiteReport]:
         """Return the table."""
         return [
@@ -128,6 +165,8 @@ class SiteTable:
             return "left"
         if not self.is_present(site, now):
             return "silent"
+        if not self.is_awaited(site, ROUND, now):
+            return "overdue"
         return "training" if site.ready else "joining"
 
     def to_json(self) -> list[dict[str, Any]]:

@@ -16,6 +16,9 @@ SHARED, ROW, TERM, SHOWN, WORD = "shared", "row", "term", "shown", "word"
 """First words of the names of arrays."""
 
 
+ROUND, EVALUATION = "round", "evaluate"
+"""Kinds of tasks: one that is no evaluation is part of a round."""
+
 ArrayTypes = tuple[tuple[int | None, ...], np.dtype]
 
 
@@ -42,6 +45,11 @@ class Task(NamedTuple):
     weights: Mapping[str, float] = {}
     weighted: Sequence[str] = ()
     coded: Mapping[str, ArrayTypes] = {}
+
+    @property
+    def kind(self) -> str:
+        """ROUND or EVALUATION."""
+        return EVALUATION if self.header["task"] == EVALUATION else ROUND
 
 
 class Reply(NamedTuple):

@@ -93,7 +93,10 @@ def run(
         may_be_refused: sites without which the run goes on if they are refused.
     """
     rules = RoundRules(len(sites), 60.0) if rules is None else rules
-    table, own_folder = SiteTable(rules.silent_after), folder / "coordinator"
+    table, own_folder = (
+        SiteTable(rules.silent_after, most_missed=rules.missed_rounds),
+        folder / "coordinator",
+    )
     own_folder.mkdir(parents=True, exist_ok=True)
     exchange = Exchange(
         identify(experiment, {}, experiment.own_fields, experiment.shared_content()),

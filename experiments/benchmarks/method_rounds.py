@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
@@ -56,6 +57,8 @@ from fedpax.algorithms import (
     sparseloco,
     streaming_diloco,
 )
+from fedpax.clients import home_devices
+from fedpax.data import balanced_order
 from fedpax.experiments.benchmarks import harness, timing
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, Timed, option
 from fedpax.experiments.benchmarks.workloads import LEARNING_RATE, WORKLOADS
@@ -73,6 +76,7 @@ class Settings(Timed):
     model: str = option("cnn", "the clients' model", choices=WORKLOADS)
     clients: int = option(16, "number of clients in the round")
     islands: int | None = option(None, "time the methods of islands, and so many islands", int)
+    population: int | None = option(None, "clients with states; default: the cohort", int)
     devices: int = option(1, "number of devices; simulated on a CPU")
     chunk_size: int = option(1, "participants that a device runs at once")
     methods: list[str] | None = option(
@@ -80,7 +84,7 @@ class Settings(Timed):
     )
 
     def __post_init__(self) -> None:
-        known = comparisons(self.placement, lambda params, batch: (params, {}), 1)
+        known = comparisons(self.placement, lambda params, batch: (params, {}), 1, 1)
         harness.check_names("methods", self.methods, known)
 
     @property
@@ -89,8 +93,10 @@ class Settings(Timed):
         return "clients" if self.islands is None else "islands"
 
 
-def methods(loss_fn: Any, clients: int) -> dict[str, tuple[float, FederatedAlgorithm]]:
-    """Return each method's cost in gradients, and the method; the cohort is the population."""
+def methods(
+    loss_fn: Any, clients: int, population: int
+) -> dict[str, tuple[float, FederatedAlgorithm]]:
+    """Return each method's cost in gradients, and the method."""
 
     def build(
         algorithm: Callable[..., FederatedAlgorithm], momentum: float | None = None, **settings: Any
@@ -98,7 +104,7 @@ def methods(loss_fn: Any, clients: int) -> dict[str, tuple[float, FederatedAlgor
         optimizer = optax.sgd(LEARNING_RATE, momentum)
         return algorithm(loss_fn, cohort_size=clients, client_optimizer=optimizer, **settings)
 
-    stored = functools.partial(build, num_clients=clients)
+    stored = functools.partial(build, num_clients=population)
     rates = FedAcRates(LEARNING_RATE, 2 * LEARNING_RATE, 2.0, 3.0)
     meta = functools.partial(build, per_fedavg, adaptation_learning_rate=LEARNING_RATE)
     return {
@@ -168,7 +174,9 @@ def measure(settings: Settings) -> list[Row]:
     participants = settings.islands or settings.clients
     with jax.set_mesh(mesh := make_mesh(clients=-1)):
         params, batches, num_examples = workload.random_arguments(participants, mesh)
-    table = comparisons(placement, classification_loss(workload.model.apply), participants)
+    population = settings.population or participants
+    loss_fn = classification_loss(workload.model.apply)
+    table = comparisons(placement, loss_fn, participants, population)
     if settings.methods is not None:
         used = {*settings.methods, *(table[name][0] for name in settings.methods)}
         used |= {table[name][0] for name in used}
@@ -179,7 +187,8 @@ def measure(settings: Settings) -> list[Row]:
         batches, num_examples = jax.device_put((batches, num_examples), P(placement))
         cohort = Cohort(batches)
         if placement == "clients":
-            cohort = Cohort(batches, num_examples, client_ids=jnp.arange(participants))
+            client_ids = sample(participants, population, settings.devices)
+            cohort = Cohort(batches, num_examples, client_ids=client_ids)
         for name, (_, _, algorithm) in table.items():
             start = params
             if name == "HypCluster":
@@ -208,12 +217,19 @@ def measure(settings: Settings) -> list[Row]:
     return rows
 
 
+def sample(clients: int, population: int, devices: int) -> jax.Array:
+    """Sample clients, in the order of `cohort_rounds`."""
+    client_ids = np.random.default_rng(0).permutation(population)[:clients]
+    homes = home_devices(client_ids, population, devices)
+    return jnp.asarray(client_ids[balanced_order(np.ones(clients), devices, homes=homes)])
+
+
 def comparisons(
-    placement: str, loss_fn: Any, participants: int
+    placement: str, loss_fn: Any, participants: int, population: int
 ) -> dict[str, tuple[str, float, FederatedAlgorithm]]:
     """Return each method's baseline, its cost in the baseline's gradients, and the method."""
     if placement == "clients":
-        client_methods = methods(loss_fn, participants)
+        client_methods = methods(loss_fn, participants, population)
         return {
             name: ("FedAvg", cost, algorithm) for name, (cost, algorithm) in client_methods.items()
         }

@@ -3,6 +3,7 @@
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.clients.schedule import ArrivalOrder, Arrivals, RegionalOrder, Syncs
 from fedpax.clients.store import ClientStore, client_store, gather_clients, scatter_clients
+from fedpax.clients.store_rows import home_devices
 
 __all__ = [
     "ArrivalOrder",
@@ -14,5 +15,6 @@ __all__ = [
     "check_cohort",
     "client_store",
     "gather_clients",
+    "home_devices",
     "scatter_clients",
 ]

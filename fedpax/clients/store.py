@@ -5,14 +5,16 @@ states of a round's cohort, update them, and scatter them back. Both functions r
 `jax.jit` and inside a `fedpax.program`.
 
 On a mesh that has an axis named as the placement, each device holds an equal block of the store's
-rows and an equal block of the cohort. A gather or a scatter sends the cohort's rows once around the
-ring of devices, one hop per device, so communication does not depend on the size of the population.
-Peak extra memory per device is three blocks of cohort/devices rows.
+rows and an equal block of the cohort. If a program's map alone reads the states and the store alone
+takes its results, the loop over the cohort reads and writes the rows: a chunk's states move between
+devices if a client is not on its home device, and memory does not grow with the cohort. Otherwise a
+gather or a scatter sends the cohort's states once around the ring of devices. Peak extra memory per
+device is then three blocks of cohort/devices rows. Communication never depends on the size of the
+population.
 """
 
 import dataclasses
 import functools
-import math
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
@@ -23,17 +25,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Int
 
 from fedpax.checks import check_integers
-from fedpax.clients.store_rows import (
-    cohort_block,
-    on_devices,
-    pass_on,
-    row_specs,
-    rows_axis,
-    state_spec,
-)
+from fedpax.clients.store_rows import count_rows, on_devices, row_specs, rows_axis, state_spec
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import checked_tree, conversion, device_array
-from fedpax.primitives.client_rows import put_rows, take_rows
+from fedpax.primitives.client_rows import ClientRows, Ring, read_clients, write_clients
 from fedpax.transforms.marks import KEPT, READ_CLIENTS, WRITE_CLIENTS
 
 if TYPE_CHECKING:  # chex imports absl.flags
@@ -41,9 +36,6 @@ if TYPE_CHECKING:  # chex imports absl.flags
 
 State = TypeVar("State", bound="chex.ArrayTree")
 ClientIds = Int[jax.Array | np.ndarray, "cohort"]
-
-ROW_MULTIPLE = 8
-"""The number of rows is a multiple of this, so that 1, 2, 4 and 8 devices have the same shapes."""
 
 
 @functools.partial(
@@ -105,8 +97,7 @@ def client_store(
     if num_clients < 1:
         raise ArgumentError(f"client_store(): num_clients is {num_clients}, expected at least 1.")
     axis, num_devices = rows_axis(placement)
-    multiple = math.lcm(ROW_MULTIPLE, num_devices)
-    num_rows = -(-num_clients // multiple) * multiple
+    num_rows = count_rows(num_clients, num_devices)
 
     leaves, tree = jax.tree.flatten_with_path(state)
     arrays = [_check_leaf(leaf, path) for path, leaf in leaves]
@@ -151,66 +142,59 @@ def gather_clients(
         [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
     """
     client_ids = _check_call("gather_clients", store, client_ids, placement)
-    if rows_axis(placement)[0] is not None:
-        return _mark_kept(_gather(store, client_ids, placement))
     leaves, tree = jax.tree.flatten(store.rows)
-    return jax.tree.unflatten(tree, _read_clients(*leaves, client_ids, store.num_clients))
+    states = _read_clients(placement)(*leaves, client_ids, store.num_clients)
+    return jax.tree.unflatten(tree, states)
+
+
+@functools.cache
+def _read_clients(placement: str) -> Any:
+    """Return `(*rows, client_ids, num_clients) -> states`, which a loop over a cohort can find."""
+
+    def read(*arguments: Any) -> list[jax.Array]:
+        *rows, client_ids, num_clients = arguments
+        axis, num_devices = rows_axis(placement)
+
+        def on_device(rows: list[Any], client_ids: jax.Array) -> list[jax.Array]:
+            values = [ClientRows(leaf, client_ids) for leaf in rows]
+            ring = None if axis is None else Ring(axis, num_devices)
+            return read_clients(values, 0, len(client_ids) // num_devices, ring, in_loop=False)
+
+        if axis is not None:
+            specs = row_specs(rows, axis)
+            on_device = on_devices(on_device, (specs, P()), specs)
+        return _mark_kept(on_device(rows, _absent_beyond(client_ids, num_clients)))
+
+    return _named(READ_CLIENTS, read)
+
+
+@functools.cache
+def _write_clients(placement: str) -> Any:
+    """Return `(*rows, client_ids, num_clients, *states) -> rows`."""
+
+    def write(*arguments: Any) -> list[jax.Array]:
+        count = len(arguments) // 2 - 1
+        rows, states = list(arguments[:count]), list(arguments[count + 2 :])
+        axis, num_devices = rows_axis(placement)
+
+        def on_device(rows: list[Any], client_ids: jax.Array, states: Any) -> list[jax.Array]:
+            values = [ClientRows(leaf, client_ids) for leaf in rows]
+            ring = None if axis is None else Ring(axis, num_devices)
+            return write_clients(values, 0, states, ring, in_loop=False)
+
+        if axis is not None:
+            specs = row_specs(rows, axis)
+            on_device = on_devices(on_device, (specs, P(), specs), specs)
+        client_ids = _absent_beyond(*arguments[count : count + 2])
+        return on_device(rows, client_ids, _mark_kept(states))
+
+    return _named(WRITE_CLIENTS, write)
 
 
 def _named(name: str, fn: Any) -> Any:
     """Jit a function under a name by which a loop over the cohort finds it."""
     fn.__name__ = name
     return jax.jit(fn)
-
-
-@functools.partial(_named, READ_CLIENTS)
-def _read_clients(*arguments: Any) -> list[jax.Array]:
-    """Read clients of a store on one device: `(*rows, client_ids, num_clients) -> states`."""
-    *rows, client_ids, num_clients = arguments
-    client_ids = _absent_beyond(client_ids, num_clients)
-    return _mark_kept([take_rows(leaf, client_ids, 0, 0) for leaf in rows])
-
-
-@functools.partial(_named, WRITE_CLIENTS)
-def _write_clients(*arguments: Any) -> list[jax.Array]:
-    """Write clients on one device: `(*rows, client_ids, num_clients, *states) -> rows`."""
-    count = len(arguments) // 2 - 1
-    rows, states = arguments[:count], arguments[count + 2 :]
-    client_ids = _absent_beyond(*arguments[count : count + 2])
-    return [
-        put_rows(leaf, client_ids, new, 0)
-        for leaf, new in zip(rows, _mark_kept(states), strict=True)
-    ]
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _gather(store: ClientStore[State], client_ids: jax.Array, placement: str) -> State:
-    axis, num_devices = rows_axis(placement)
-    assert axis is not None
-    client_ids = _absent_beyond(client_ids, store.num_clients)
-
-    def on_device(store: State, client_ids: jax.Array) -> State:
-        device = jax.lax.axis_index(axis)
-
-        def fill(hop: Any, states: Any) -> Any:
-            """Add this device's rows to the block of the cohort that is here at this hop."""
-            block = cohort_block(client_ids, (device - 1 - hop) % num_devices, num_devices)
-            return jax.tree.map(
-                lambda rows, fallback: take_rows(rows, block, device * len(rows), fallback),
-                store,
-                states,
-            )
-
-        states = fill(0, jax.tree.map(lambda rows: 0, store))
-        return jax.lax.fori_loop(
-            1,
-            num_devices,
-            lambda hop, states: fill(hop, pass_on(states, axis, num_devices)),
-            states,
-        )
-
-    specs = row_specs(store.rows, axis)
-    return on_devices(on_device, (specs, P()), specs)(store.rows, client_ids)
 
 
 def scatter_clients(
@@ -251,40 +235,10 @@ def scatter_clients(
     client_ids = _check_call("scatter_clients", store, client_ids, placement)
     states = checked_tree(states, "scatter_clients(): states")
     _check_states(store, states, np.shape(client_ids)[0])
-    if rows_axis(placement)[0] is not None:
-        return _scatter(store, client_ids, _mark_kept(states), placement)
     leaves, tree = jax.tree.flatten(store.rows)
-    rows = _write_clients(*leaves, client_ids, store.num_clients, *jax.tree.leaves(states))
+    write = _write_clients(placement)
+    rows = write(*leaves, client_ids, store.num_clients, *jax.tree.leaves(states))
     return ClientStore(jax.tree.unflatten(tree, rows), store.num_clients)
-
-
-@functools.partial(jax.jit, static_argnums=3)
-def _scatter(
-    store: ClientStore[State], client_ids: jax.Array, states: State, placement: str
-) -> ClientStore[State]:
-    axis, num_devices = rows_axis(placement)
-    assert axis is not None
-    client_ids = _absent_beyond(client_ids, store.num_clients)
-
-    def on_device(store: State, client_ids: jax.Array, states: State) -> State:
-        device = jax.lax.axis_index(axis)
-
-        def write(hop: Any, store: Any, states: Any) -> Any:
-            """Write this device's rows from the block of the cohort that is here at this hop."""
-            block = cohort_block(client_ids, (device - hop) % num_devices, num_devices)
-            return jax.tree.map(
-                lambda rows, new: put_rows(rows, block, new, device * len(rows)), store, states
-            )
-
-        def body(hop: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            states = pass_on(carry[1], axis, num_devices)
-            return write(hop, carry[0], states), states
-
-        return jax.lax.fori_loop(1, num_devices, body, (write(0, store, states), states))[0]
-
-    specs = row_specs(store.rows, axis)
-    rows = on_devices(on_device, (specs, P(), specs), specs)(store.rows, client_ids, states)
-    return ClientStore(rows, store.num_clients)
 
 
 def _mark_kept(states: State) -> State:

@@ -1,22 +1,47 @@
-"""The rows of a client store on the devices of a mesh: read, written, and sent around a ring."""
+"""The rows of a client store on the devices of a mesh."""
 
+import math
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Int, Int64
+
+ROW_MULTIPLE = 8
+"""The number of rows is a multiple of this, so that 1, 2, 4 and 8 devices have the same shapes."""
 
 
-def cohort_block(client_ids: jax.Array, block: Any, num_devices: int) -> jax.Array:
-    """Return one of the equal blocks of a cohort."""
-    size = len(client_ids) // num_devices
-    return jax.lax.dynamic_slice_in_dim(client_ids, block * size, size)
+def count_rows(num_clients: int, num_devices: int) -> int:
+    """Return the number of rows of a store, padding included."""
+    multiple = math.lcm(ROW_MULTIPLE, num_devices)
+    return -(-num_clients // multiple) * multiple
 
 
-def pass_on(states: Any, axis: str, num_devices: int) -> Any:
-    """Send each device's states to the next device of the ring."""
-    ring = [(d, (d + 1) % num_devices) for d in range(num_devices)]
-    return jax.tree.map(lambda state: jax.lax.ppermute(state, axis, ring), states)
+def home_devices(
+    client_ids: Int[np.ndarray, " cohort"], num_clients: int, num_devices: int
+) -> Int64[np.ndarray, " cohort"]:
+    """Return the device that has each client's row of a `ClientStore`.
+
+    A cohort in the order `fedpax.data.balanced_order(num_steps, num_devices, homes=...)` moves few
+    rows between devices; `fedpax.data.cohort_rounds` uses this order.
+
+    Args:
+        client_ids: integers `[cohort]`, as in `gather_clients`; negative where a client is absent.
+        num_clients: the size of the population.
+        num_devices: the size of the mesh axis of the placement.
+
+    Returns:
+        int64 `[cohort]`: the index along this mesh axis; -1 where a client is absent.
+
+    Example:
+        >>> home_devices(np.array([0, 11, -1, 12]), num_clients=24, num_devices=2).tolist()
+        [0, 0, -1, 1]
+    """
+    ids = np.asarray(client_ids, np.int64)
+    block = count_rows(num_clients, num_devices) // num_devices
+    return np.where(ids < 0, -1, ids // block)
 
 
 def rows_axis(placement: str) -> tuple[str | None, int]:

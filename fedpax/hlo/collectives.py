@@ -18,6 +18,7 @@ import numpy as np
 from fedpax.errors import ArgumentError
 from fedpax.hlo import parsing, replica_groups, trip_counts
 from fedpax.hlo.shapes import shape_bytes
+from fedpax.primitives.client_rows import MOVED_ROWS
 
 _KINDS = (
     "all-gather",
@@ -50,6 +51,7 @@ class Collective(NamedTuple):
     # pairs (source, target).
     groups: tuple[tuple[int, ...], ...]
     name: str  # name of the instruction in the text
+    moves_client_rows: bool = False  # whether it moves rows of a client store, if any have to move
 
     def __str__(self) -> str:
         times = "an unknown number of times" if self.executions is None else f"{self.executions}x"
@@ -90,6 +92,7 @@ def collectives(text: str, mesh: jax.sharding.Mesh) -> list[Collective]:
                     between_slices="_xla_megascale_target" in instruction.attributes,
                     groups=groups,
                     name=instruction.name,
+                    moves_client_rows=f'{MOVED_ROWS}="true"' in instruction.attributes,
                 )
             )
     return listed
@@ -103,11 +106,13 @@ def operand_bytes_along(text: str, mesh: jax.sharding.Mesh, axis: str) -> int:
     #   devices, each device sends 2 (n - 1) / n times the operand in an all-reduce, and n - 1 times
     #   in an all-gather.
     # - A collective over `axis` and another axis counts in full.
+    # - Rows of a client store that move in the loop over a cohort are left out: their number
+    #   depends on the cohort.
     # - Dtypes are as in the compiled program: a CPU sends bfloat16 as float32, and a TPU pads
     #   small operands that it sends between slices.
     totals = np.zeros(mesh.size, np.int64)
     for collective in collectives(text, mesh):
-        if axis not in collective.axes:
+        if axis not in collective.axes or collective.moves_client_rows:
             continue
         if collective.executions is None:
             raise ArgumentError(

@@ -1,55 +1,166 @@
-"""Rows of clients: a loop over a cohort reads and writes them in the store of all clients."""
+"""Rows of clients: a loop over a cohort reads and writes them in the store of all clients.
 
+On a mesh, each device has an equal block of the rows. A client's row can be on another device than
+the client: then the states of a chunk go around the ring of devices, forward to be read and back to
+be written, only as far as the chunk's rows move.
+"""
+
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from fedpax.primitives.row_buffer import read_rows_at
+
+MOVED_ROWS = "fedpax_moved_rows"
+"""The attribute of collectives that run only if rows of a cohort's clients have to move."""
 
 
 class ClientRows(NamedTuple):
     """The states of a cohort, as rows of an array of all clients.
 
     Attributes:
-        rows: array `[clients, ...]`.
+        rows: array `[clients, ...]`; inside a `shard_map`, the device's block of it.
         client_ids: integers `[cohort]`, below `clients`, different from one another; negative where
-            a client is absent. An absent client reads zeros and writes nothing.
+            a client is absent. An absent client reads zeros and writes nothing. Each device has the
+            ids of the whole cohort.
     """
 
     rows: Any
     client_ids: Any
 
-    def read(self, start: Any, size: int) -> jax.Array:
-        """Read the states of `size` clients, before the same iteration of a loop writes them."""
-        ids = jax.lax.dynamic_slice_in_dim(self.client_ids, jnp.int32(start), size)
-        states = read_rows_at(self.rows, jnp.maximum(ids, 0))
-        is_present = (ids >= 0).reshape(-1, *[1] * (states.ndim - 1))
-        return jnp.where(is_present, states, jnp.zeros((), states.dtype))
 
-    def write(self, start: Any, states: jax.Array) -> jax.Array:
-        """Return the rows with the states of clients from place `start` of the cohort on."""
-        ids = jax.lax.dynamic_slice_in_dim(self.client_ids, jnp.int32(start), len(states))
-        return put_rows(self.rows, ids, states, 0)
+class Ring(NamedTuple):
+    """The devices that share the rows and the cohort in equal blocks, inside a `shard_map`."""
 
+    axis: str
+    devices: int
 
-def take_rows(rows: jax.Array, client_ids: jax.Array, start: Any, fallback: Any) -> jax.Array:
-    """Read the clients whose rows are here, from client `start` on; `fallback` for the others."""
-    index, is_here = _row_index(rows, client_ids, start)
-    states = rows[jnp.where(is_here, index, 0)]
-    fallback = jnp.asarray(fallback, rows.dtype)
-    return jnp.where(is_here.reshape(-1, *[1] * (rows.ndim - 1)), states, fallback)
+    def pass_on(self, states: Any, by: int) -> Any:
+        """Send each device's states to the device that follows by 1, or precedes by -1."""
+        pairs = [(d, (d + by) % self.devices) for d in range(self.devices)]
+        return jax.tree.map(lambda state: jax.lax.ppermute(state, self.axis, pairs), states)
 
 
-def put_rows(rows: jax.Array, client_ids: jax.Array, new: jax.Array, start: Any) -> jax.Array:
-    """Write the clients whose rows are here, the first being client `start`; drop the others."""
-    index, is_here = _row_index(rows, client_ids, start)
-    dropped = len(rows) + jnp.arange(len(index))
-    # Unique indices have a derivative on explicit meshes too; JAX has none for others.
-    return rows.at[jnp.where(is_here, index, dropped)].set(new, mode="drop", unique_indices=True)
+def read_clients(
+    values: Sequence[ClientRows], start: Any, size: int, ring: Ring | None, *, in_loop: bool
+) -> list[jax.Array]:
+    """Read the states of `size` clients, from place `start` of each device's block of the cohort.
+
+    Args:
+        values: the rows.
+        start: the first client.
+        size: the number of clients.
+        ring: the devices. None: one device has all rows.
+        in_loop: the same iteration of a loop writes the rows after this. JAX has no reverse
+            derivative then.
+    """
+    chunks = [_Chunk(value, start, size, ring) for value in values]
+    device = _device(ring)
+    hops = _hops(values, start, size, ring, in_loop)
+
+    def fill(hop: Any, states: list[Any], apart: bool = False) -> list[jax.Array]:
+        """Add this device's rows to the block that is here: it comes to its device at last."""
+        own = zip(chunks, states, strict=True)
+        return [chunk.take(device + hops - hop, state, apart) for chunk, state in own]
+
+    states = fill(0, [0] * len(chunks), in_loop)
+    if ring is None:
+        return states
+
+    def body(hop: Any, states: list[jax.Array]) -> list[jax.Array]:
+        return fill(hop, ring.pass_on(states, 1))
+
+    with set_xla_metadata(**{MOVED_ROWS: in_loop}):
+        return jax.lax.fori_loop(1, hops + 1, body, states)
 
 
-def _row_index(rows: jax.Array, client_ids: jax.Array, start: Any) -> tuple[jax.Array, jax.Array]:
-    """Return each client's index among the rows from client `start` on, and whether it is there."""
-    index = client_ids - start
-    return index, (client_ids >= 0) & (index >= 0) & (index < len(rows))
+def write_clients(
+    values: Sequence[ClientRows],
+    start: Any,
+    states: Sequence[jax.Array],
+    ring: Ring | None,
+    *,
+    in_loop: bool,
+) -> list[jax.Array]:
+    """Return the rows with new states; the arguments are as in `read_clients`."""
+    chunks = [
+        _Chunk(value, start, len(new), ring) for value, new in zip(values, states, strict=True)
+    ]
+    device = _device(ring)
+
+    def write(hop: Any, buffers: list[Any], states: Any) -> list[jax.Array]:
+        """Write this device's rows from the block that is here, which started at its device."""
+        own = zip(chunks, buffers, states, strict=True)
+        return [chunk.put(device + hop, rows, new) for chunk, rows, new in own]
+
+    buffers = write(0, [value.rows for value in values], states)
+    if ring is None:
+        return buffers
+
+    def body(hop: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        states = ring.pass_on(carry[1], -1)
+        return write(hop, carry[0], states), states
+
+    hops = _hops(values, start, len(states[0]), ring, in_loop)
+    with set_xla_metadata(**{MOVED_ROWS: in_loop}):
+        return jax.lax.fori_loop(1, hops + 1, body, (buffers, list(states)))[0]
+
+
+class _Chunk:
+    """The clients at the same places of all devices' blocks of the cohort."""
+
+    def __init__(self, value: ClientRows, start: Any, size: int, ring: Ring | None):
+        self.rows = value.rows
+        devices = 1 if ring is None else ring.devices
+        blocks = value.client_ids.reshape(devices, -1)
+        self.ids = jax.lax.dynamic_slice_in_dim(blocks, jnp.int32(start), size, 1)
+        self.first = _device(ring) * len(self.rows)  # the first client whose row is here
+
+    def take(self, block: Any, fallback: Any, apart: bool) -> jax.Array:
+        """Read a block's clients whose rows are here; `fallback` for the others."""
+        index, is_here = self._index(block)
+        index = jnp.where(is_here, index, 0)
+        states = read_rows_at(self.rows, index) if apart else self.rows[index]
+        is_here = is_here.reshape(-1, *[1] * (states.ndim - 1))
+        return jnp.where(is_here, states, jnp.asarray(fallback, states.dtype))
+
+    def put(self, block: Any, rows: jax.Array, new: jax.Array) -> jax.Array:
+        """Write a block's clients whose rows are here; drop the others."""
+        index, is_here = self._index(block)
+        dropped = len(rows) + jnp.arange(len(index))
+        index = jnp.where(is_here, index, dropped)
+        # Unique indices have a derivative on explicit meshes too; JAX has none for others.
+        return rows.at[index].set(new, mode="drop", unique_indices=True)
+
+    def _index(self, block: Any) -> tuple[jax.Array, jax.Array]:
+        """Return each client's index among the rows that are here, and whether it is there."""
+        ids = self.ids[block % len(self.ids)]
+        index = ids - self.first
+        return index, (ids >= 0) & (index >= 0) & (index < len(self.rows))
+
+
+def _device(ring: Ring | None) -> Any:
+    return 0 if ring is None else jax.lax.axis_index(ring.axis)
+
+
+def _hops(
+    values: Sequence[ClientRows], start: Any, size: int, ring: Ring | None, in_loop: bool
+) -> Any:
+    if ring is None:
+        return 0
+    # Reverse derivatives need a length that is static: the whole ring.
+    return count_hops(values, start, size, ring) if in_loop else ring.devices - 1
+
+
+def count_hops(values: Sequence[ClientRows], start: Any, size: int, ring: Ring) -> jax.Array:
+    """Return how many devices a chunk's rows pass, the same number on all devices."""
+    hops = jnp.int32(0)
+    for value in values:
+        ids = _Chunk(value, start, size, ring).ids
+        home = ids // len(value.rows)
+        distance = (jnp.arange(ring.devices)[:, None] - home) % ring.devices
+        hops = jnp.maximum(hops, jnp.max(jnp.where(ids < 0, 0, distance)).astype(jnp.int32))
+    return hops

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from fedpax.primitives.client_rows import ClientRows
+from fedpax.primitives.client_rows import ClientRows, Ring, read_clients, write_clients
 from fedpax.primitives.layout import unplaced_aval
 from fedpax.primitives.lazy_slice import LazySlice, aval_of_value
 from fedpax.primitives.monoids import Monoid, apply_by_monoid, reduce_terms
@@ -35,6 +35,7 @@ class DeviceLoop(NamedTuple):
     max_auto_chunk: int  # largest chunk that "auto" may choose on an accelerator; 1 without "auto"
     # stacked output -> the placed value, a `ClientRows`, into whose rows it is written
     in_place: Mapping[int, int] = MappingProxyType({})
+    ring: Ring | None = None  # the devices that share the rows of clients, if there are several
 
     def run(self, placed: Sequence[Placed], chunk_size: ChunkSize) -> list[jax.Array]:
         """Run all participants and return the stacked outputs, then the totals."""
@@ -48,9 +49,8 @@ class DeviceLoop(NamedTuple):
         chunks, rest = divmod(self.participants, size)
         if chunks == 1 and not rest:
             outputs = self.run_chunk(size, 0, placed)
-            for output, i in self.in_place.items():
-                outputs[output] = _client_rows(placed[i]).write(0, outputs[output])
-            return outputs
+            written = self.write_clients(0, outputs, placed)
+            return [written.get(output, value) for output, value in enumerate(outputs)]
 
         # A stacked output is written row by row into the buffer of an input of the same type, so a
         # donated state needs no second buffer. XLA copies an input that is not donated.
@@ -71,9 +71,10 @@ class DeviceLoop(NamedTuple):
                 if i is not None:
                     current[i] = _with_buffer(placed[i], buffer)
             rows, terms = self.split(self.run_chunk(size, start, current, apart))
+            written = self.write_clients(start, rows, current)
             stacked = [
-                _client_rows(current[self.in_place[output]]).write(start, own)
-                if output in self.in_place
+                written[output]
+                if output in written
                 else write_rows(all_, own, start, fusible=in_loop or i is None)
                 for output, (all_, own, i) in enumerate(zip(stacked, rows, aliases, strict=True))
             ]
@@ -95,6 +96,17 @@ class DeviceLoop(NamedTuple):
         _, stacked, totals = step(rest, carry, in_loop=False) if rest else carry
         return [*stacked, *totals]
 
+    def write_clients(
+        self, start: Any, outputs: Sequence[Any], placed: Sequence[Placed]
+    ) -> dict[int, jax.Array]:
+        """Write the outputs of `in_place` into the rows of clients."""
+        if not self.in_place:
+            return {}
+        values = [_client_rows(placed[i]) for i in self.in_place.values()]
+        states = [outputs[output] for output in self.in_place]
+        rows = write_clients(values, start, states, self.ring, in_loop=True)
+        return dict(zip(self.in_place, rows, strict=True))
+
     def auto_chunk_size(self) -> int:
         """Return the chunk size of "auto": the fewest chunks that fit, of about equal size."""
         chunks = -(-self.participants // self.max_auto_chunk)
@@ -112,6 +124,9 @@ class DeviceLoop(NamedTuple):
         local_index = start + jnp.arange(size, dtype=jnp.int32) if several else jnp.int32(start)
         arguments = [local_index + self.first_index, *self.server_values]
         axes: list[int | None] = [0, *[None] * len(self.server_values)]
+        own = {i: value for i, value in enumerate(placed) if isinstance(value, ClientRows)}
+        states = read_clients([*own.values()], start, size, self.ring, in_loop=True) if own else []
+        read = dict(zip(own, states, strict=True))
         for i, (value, is_lazy) in enumerate(zip(placed, self.lazy, strict=True)):
             if is_lazy:
                 assert isinstance(value, LazySlice)
@@ -119,7 +134,7 @@ class DeviceLoop(NamedTuple):
                 axes += [None, *[None] * len(value.indices), 0]
             else:
                 if isinstance(value, ClientRows):
-                    rows = value.read(start, size)
+                    rows = read[i]
                 elif i in apart:
                     rows = read_rows(value.array, start, size)
                 else:

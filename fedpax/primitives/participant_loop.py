@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from fedpax.primitives._jax import ClosedJaxpr, eliminate_dead_code, evaluate
-from fedpax.primitives.client_rows import ClientRows
+from fedpax.primitives.client_rows import ClientRows, Ring
 from fedpax.primitives.device_loop import DeviceLoop
 from fedpax.primitives.jaxpr_analysis import depends_on
 from fedpax.primitives.layout import (
@@ -55,7 +55,7 @@ def run_participants(
             the participants run in a loop. Default None: all slices are arrays.
         first_index: index of the first participant.
         in_place: index of a stacked output -> index of the placed value, a `ClientRows`, into whose
-            rows it is written. Only without a mesh axis of the placement.
+            rows it is written. Only without explicit mesh axes.
 
     Returns:
         The stacked outputs `[n, ...]`, or the rows of `in_place`, then the totals over all
@@ -84,13 +84,11 @@ def run_participants(
     shared = [False, *[True] * len(server_values)]
     for is_lazy, slice_type in zip(lazy, slice_types, strict=True):
         shared += [is_lazy] * len(jax.tree.leaves(slice_type))
-    max_auto_chunk = 1
-    if chunk_size == "auto":
-        max_auto_chunk = max(1, AUTO_CHUNK_BYTES // _bytes_per_participant(jaxpr, shared))
-    device_jaxpr = jaxpr
+    device_jaxpr, num_stacked = jaxpr, len(jaxpr.out_avals) - len(monoids)
     if local == 1:
         placed = [False] * (1 + len(server_values)) + [True] * len(slices_of)
-        device_jaxpr = keep_leading_axis(jaxpr, placed, len(jaxpr.out_avals) - len(monoids))
+        device_jaxpr = keep_leading_axis(jaxpr, placed, num_stacked)
+    ring = None if axis is None else Ring(axis, devices)
     loop = DeviceLoop(
         functools.partial(evaluate, device_jaxpr),
         jaxpr.out_avals,
@@ -100,8 +98,9 @@ def run_participants(
         _outputs_by_slice(jaxpr, 1 + len(server_values), slice_types),
         local,
         first_index if uses_index else 0,
-        max_auto_chunk,
+        _largest_auto_chunk(jaxpr, shared) if chunk_size == "auto" else 1,
         in_place,
+        ring,
     )
     if axis is None:
         return loop.run(slices_of, chunk_size)
@@ -120,11 +119,10 @@ def run_participants(
         return [*stacked, *apply_by_monoid(monoids, lambda m, own: m.all_reduce(own, axis), totals)]
 
     first_indices = _first_indices(first_index, devices, placement) if uses_index else None
-    num_stacked = len(jaxpr.out_avals) - len(monoids)
     outputs = jax.shard_map(
         on_device,
         axis_names={axis},
-        in_specs=(P(), P(axis), [_in_spec(v, axis) for v in slices_of if isinstance(v, LazySlice)]),
+        in_specs=(P(), P(axis), [_in_spec(v, axis) for v in slices_of]),
         out_specs=[*[P(axis)] * num_stacked, *[P()] * len(monoids)],
         # The jaxpr is differentiated already, so it need not know which values vary over the axis.
         check_vma=False,
@@ -150,7 +148,9 @@ def _first_indices(first: Any, devices: int, placement: Placement) -> jax.Array:
     return shard_over_placement(first + starts, placement)
 
 
-def _in_spec(value: LazySlice, axis: str) -> LazySlice:
+def _in_spec(value: LazySlice | ClientRows, axis: str) -> LazySlice | ClientRows:
+    if isinstance(value, ClientRows):
+        return ClientRows(P(axis), P())
     return LazySlice(P(*[None] * len(value.indices), axis), tuple(P() for _ in value.indices))
 
 
@@ -193,8 +193,8 @@ def _reshard_to_type(x: jax.Array) -> jax.Array:
     return jax.sharding.reshard(x, spec) if any(entry is not None for entry in spec) else x
 
 
-def _bytes_per_participant(jaxpr: ClosedJaxpr, shared: Sequence[bool]) -> int:
-    """Return the peak bytes of one participant, without the arguments that participants share."""
+def _largest_auto_chunk(jaxpr: ClosedJaxpr, shared: Sequence[bool]) -> int:
+    """Return how many participants fit at once, without the arguments that they share."""
     inner = jaxpr.jaxpr
     shared_bytes = sum(num_bytes(v) for v, s in zip(inner.invars, shared, strict=True) if s)
-    return max(1, peak_live_bytes(inner) - shared_bytes)
+    return max(1, AUTO_CHUNK_BYTES // max(1, peak_live_bytes(inner) - shared_bytes))

@@ -19,7 +19,6 @@ from jax.sharding import AxisType
 from fedpax.primitives._jax import Jaxpr, JaxprEqn, Var
 from fedpax.primitives.client_rows import ClientRows
 from fedpax.primitives.jaxpr_analysis import inner_jaxprs
-from fedpax.primitives.layout import mesh_axis
 from fedpax.transforms.marks import READ_CLIENTS, WRITE_CLIENTS
 from fedpax.transforms.streaming_plan import Atom, StreamingPlan
 
@@ -65,7 +64,7 @@ def row_accesses(plan: StreamingPlan) -> list[RowAccess] | None:
     reads = [eqn for eqn in candidates if eqn.params["name"] == READ_CLIENTS]
     writes = [eqn for eqn in candidates if eqn.params["name"] == WRITE_CLIENTS]
     is_explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-    if is_explicit or mesh_axis(plan.placement) is not None or len(reads) != len(writes):
+    if is_explicit or len(reads) != len(writes):
         return None
     accesses = []
     for write in writes:

@@ -7,11 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import fedpax
 from fedpax import Cohort
 from fedpax.algorithms import ditto, feddyn, scaffold
 from fedpax.clients import ClientStore, gather_clients, scatter_clients
+from fedpax.hlo.collectives import collectives, operand_bytes_along
+from fedpax.primitives.client_rows import ClientRows, Ring, count_hops
 
 COHORT, NUM_CLIENTS = 7, 20
 IDS = np.int32([3, -1, 19, 0, 25, 8, 4])  # one is absent, and one is beyond the population
@@ -103,32 +109,156 @@ def test_rows_are_those_of_numpy(variant, chunk_size):
     jax.tree.map(close, result, wanted)
 
 
-@pytest.mark.parametrize("method", [scaffold, feddyn, ditto])
-@pytest.mark.parametrize("chunk_size", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_temporaries_do_not_grow_with_the_cohort(method, chunk_size):
-    """The state is updated in place, and no array has the states of the cohort."""
+def temporaries_of(method, cohort_size, chunk_size, num_devices):
+    """Return a round's temporaries in states of a client, and its compiled text and mesh."""
     width = 2**14
     extra = {scaffold: {}, feddyn: {"alpha": 0.1}, ditto: {"lam": 0.1}}[method]
-
-    def temporaries(cohort_size):
-        algorithm = method(
-            lambda w, x: (jnp.mean((w - x) ** 2), {}),
-            cohort_size=cohort_size,
-            num_clients=100,
-            client_optimizer=optax.sgd(0.1),
-            chunk_size=chunk_size,
-            **extra,
-        )
+    algorithm = method(
+        lambda w, x: (jnp.mean((w - x) ** 2), {}),
+        cohort_size=cohort_size,
+        num_clients=96,
+        client_optimizer=optax.sgd(0.1),
+        chunk_size=chunk_size,
+        **extra,
+    )
+    mesh = fedpax.make_mesh(devices=jax.devices()[:num_devices], clients=num_devices)
+    with jax.set_mesh(mesh):
         state = jax.eval_shape(algorithm.init, jax.ShapeDtypeStruct((width,), jnp.float32))
+        over_clients = NamedSharding(mesh, P("clients"))
+        state = jax.tree.map(
+            lambda x: x.update(sharding=over_clients) if x.shape[:1] == (96,) else x, state
+        )
         ids = jax.ShapeDtypeStruct((cohort_size,), jnp.int32)
         cohort = Cohort(jax.ShapeDtypeStruct((cohort_size, 1, 1), jnp.float32), client_ids=ids)
         compiled = jax.jit(algorithm.round, donate_argnums=0).lower(state, cohort).compile()
-        memory = compiled.memory_analysis()
-        assert memory.alias_size_in_bytes > 4 * 100 * width
-        return memory.temp_size_in_bytes
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes > 4 * 96 // num_devices * width  # the store stays in place
+    return memory.temp_size_in_bytes / width / 4, compiled.as_text(), mesh
 
-    few, many = temporaries(10), temporaries(70)
-    assert many - few < 4 * width  # not one state more
+
+@pytest.mark.parametrize(
+    ("method", "num_devices", "chunk_size"),
+    [
+        *((method, 1, 1) for method in (scaffold, feddyn, ditto)),
+        (scaffold, 2, 1),
+        *(
+            pytest.param(method, devices, chunk_size, marks=pytest.mark.slow)
+            for method in (scaffold, feddyn, ditto)
+            for devices, chunk_size in ((1, 3), (2, 1), (2, 3), (8, 1))
+            if (method, devices, chunk_size) != (scaffold, 2, 1)
+        ),
+    ],
+)
+def test_temporaries_do_not_grow_with_the_cohort(method, num_devices, chunk_size):
+    """The store is updated in place, no array has the cohort's states, and no rows are gathered."""
+    (few, _, _), (many, text, mesh) = (
+        temporaries_of(method, size, chunk_size, num_devices) for size in (16, 64)
+    )
+    assert many - few < 1  # not one state more
+    assert few < 20 * chunk_size
+    if num_devices > 1:  # bytes are counted without rows, whose moves depend on the cohort
+        total = operand_bytes_along(text, mesh, "clients")
+        assert 4 * 2**14 < total < 2.1 * 4 * 2**14  # of a sum or two
+    for collective in collectives(text, mesh):
+        is_of_rows = collective.bytes > 2**14  # of the store's or the cohort's, and not indices
+        assert collective.kind in ("all-reduce", "collective-permute") or not is_of_rows
+
+
+def run_on_devices(program, store, ids, x, num_devices):
+    with jax.set_mesh(fedpax.make_mesh(devices=jax.devices()[:num_devices], clients=num_devices)):
+        rows = jax.device_put(store.rows, P("clients"))
+        return jax.jit(program)(ClientStore(rows, store.num_clients), ids, x)
+
+
+@functools.cache
+def programs(cohort, chunk_size):
+    """Return a program that updates a store, once for all examples of hypothesis."""
+
+    @fedpax.program(clients=cohort, chunk_size=chunk_size)
+    def program(store, ids, x):
+        new, values = fedpax.federated_map(
+            lambda s, x: (
+                {"control": s["control"] * x + 1, "rounds": s["rounds"] + 1},
+                jnp.sum(s["control"]) + x,
+            ),
+            gather_clients(store, ids),
+            x,
+        )
+        return scatter_clients(store, ids, new), fedpax.federated_sum(values)
+
+    return program
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "chunk_size"),
+    [(2, 1), (2, None), (4, 3), *(pytest.param(8, c, marks=pytest.mark.slow) for c in (1, None))],
+)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_rows_on_several_devices_are_those_of_numpy(num_devices, chunk_size, data):
+    """Clients at home, clients that move between any two devices, absent and invalid ones."""
+    cohort = num_devices * (1 if num_devices == 8 else 4)
+    known = st.lists(st.integers(0, 23), min_size=cohort, max_size=cohort, unique=True)
+    ids = np.array(data.draw(known), np.int32)
+    absent = data.draw(st.lists(st.booleans(), min_size=cohort, max_size=cohort))
+    ids = np.where(absent, data.draw(st.sampled_from([-1, -5])), ids)
+    table = tables(seed=data.draw(st.integers(0, 9)))
+    x = np.random.default_rng(1).normal(size=cohort).astype(np.float32)
+    store = ClientStore(jax.tree.map(jnp.asarray, table), NUM_CLIENTS)
+    after, total = run_on_devices(programs(cohort, chunk_size), store, ids, x, num_devices)
+    seen = (ids >= 0) & (ids < NUM_CLIENTS)
+    own = np.where(seen[:, None, None], table["control"][ids % 24], 0)
+    expected = {k: v.copy() for k, v in table.items()}
+    expected["control"][ids[seen]] = (own * x[:, None, None] + 1)[seen]
+    expected["rounds"][ids[seen]] += 1
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), after.rows, expected)
+    np.testing.assert_allclose(total, np.sum(own.sum((1, 2)) + x), rtol=1e-4, atol=1e-5)
+
+
+@given(data=st.data())
+def test_rows_move_no_further_than_to_the_farthest_client(data):
+    """Rows of clients at home are not sent at all."""
+    ids = np.array(data.draw(st.lists(st.integers(-2, 23), min_size=8, max_size=8)), np.int32)
+    start = data.draw(st.integers(0, 1))
+    chunk = ids.reshape(4, 2)[:, start]
+    expected = max((device - k // 6) % 4 if k >= 0 else 0 for device, k in enumerate(chunk))
+    assert hops(4)(ids, start).tolist() == [expected] * 4
+
+
+@functools.cache
+def hops(devices):
+    def on_device(ids, start):
+        ring = Ring("clients", devices)
+        rows = ClientRows(jnp.zeros((6, 2)), ids)
+        return count_hops([rows], start, 1, ring)[None]
+
+    mesh = fedpax.make_mesh(devices=jax.devices()[:devices], clients=devices)
+    return jax.jit(
+        jax.shard_map(
+            on_device, mesh=mesh, in_specs=(P(), P()), out_specs=P("clients"), check_vma=False
+        )
+    )
+
+
+def test_rows_are_sharded_over_another_axis_too():
+    """The loop is manual over the clients' axis alone."""
+    rng = np.random.default_rng(3)
+    ids = np.int32([3, -1, 19, 0, 13, 8, 4, 15])
+    table = tables()
+    x = rng.normal(size=8).astype(np.float32)
+    program = programs(8, 1)
+    with jax.set_mesh(fedpax.make_mesh(devices=jax.devices()[:4], clients=2, fsdp=2)):
+        rows = {
+            "control": jax.device_put(table["control"], P("clients", None, "fsdp")),
+            "rounds": jax.device_put(table["rounds"], P("clients")),
+        }
+        after, _ = jax.jit(program, donate_argnums=0)(ClientStore(rows, NUM_CLIENTS), ids, x)
+        assert after.rows["control"].sharding.shard_shape((24, 3, 2)) == (12, 3, 1)
+    expected = table["control"].copy()
+    for k, factor in zip(ids, x, strict=True):
+        if k >= 0:
+            expected[k] = expected[k] * factor + 1
+    np.testing.assert_allclose(after.rows["control"], expected, rtol=1e-6)
 
 
 def test_the_derivative_of_a_round_with_a_store_is_that_without_loops():

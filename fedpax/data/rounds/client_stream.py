@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpax.clients.cohort import MASK, Cohort
+from fedpax.clients.store_rows import home_devices
 from fedpax.data.rounds.preprocess import Arrays, Preprocess, apply_preprocess, combine_masks
 from fedpax.data.rounds.scheduling import balanced_order
 from fedpax.data.rounds.stream import arrays_fingerprint, check_state, evenly_spaced
@@ -146,7 +147,9 @@ class CohortRounds:
         located = self._locate(sampled)
         sizes = np.concatenate([located.sizes, np.zeros(absent, np.int64)])
         num_steps = self._num_steps(sizes)
-        order = balanced_order(num_steps, self._num_devices, chunk_size=self._chunk_size)
+        devices = self._num_devices
+        homes = home_devices(client_ids, self._sampler.num_clients, devices)
+        order = balanced_order(num_steps, devices, chunk_size=self._chunk_size, homes=homes)
         in_order = _Located(sizes[order], lambda row, k: located.indices(order[row], k))
         return client_ids[order], in_order
 

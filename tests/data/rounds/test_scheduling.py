@@ -57,6 +57,34 @@ def test_each_chunk_goes_to_the_device_with_the_least_work_and_room(case):
     assert order.tolist() == [k for own in assigned for k in own]
 
 
+@given(rounds(), st.integers(0, 99))
+def test_an_order_by_homes_has_every_client_once_and_is_as_balanced(case, seed):
+    steps, devices, chunk_size = case
+    homes = np.random.default_rng(seed).integers(-1, devices, len(steps))
+    order = balanced_order(steps, devices, chunk_size=chunk_size, homes=homes)
+    assert sorted(order.tolist()) == list(range(len(steps)))
+    balanced = balanced_order(steps, devices, chunk_size=chunk_size)
+    times = [max(loads(np.take(steps, o), devices, chunk_size)) for o in (order, balanced)]
+    assert times[0] <= 1.02 * times[1]
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize("kind", ["equal", "log-normal"])
+def test_few_clients_leave_their_homes_and_they_are_the_last_of_a_device(kind, devices):
+    rng = np.random.default_rng(0)
+    away, without = [], []
+    for _ in range(20):
+        steps = np.full(256, 5) if kind == "equal" else np.ceil(rng.lognormal(3, 1, 256))
+        homes = rng.integers(0, devices, 256)
+        device = np.repeat(np.arange(devices), 256 // devices)
+        leaves = homes[balanced_order(steps, devices, homes=homes)] != device
+        assert all(np.all(np.diff(own.astype(int)) >= 0) for own in leaves.reshape(devices, -1))
+        away.append(leaves.mean())
+        without.append((homes[balanced_order(steps, devices)] != device).mean())
+    assert np.mean(away) < {"equal": 0.08, "log-normal": 0.16}[kind]
+    assert np.mean(without) > 0.45
+
+
 @given(rounds())
 def test_idle_fraction_equals_a_loop_over_the_devices(case):
     steps, devices, chunk_size = case
@@ -107,3 +135,8 @@ def test_log_normal_clients_leave_devices_idle_less_than_a_twentieth(devices, ch
 def test_bad_arguments_raise(function, steps, sizes, remedy):
     with pytest.raises(ValueError, match=re.escape(remedy)):
         function(steps, **sizes)
+
+
+def test_homes_of_other_clients_raise():
+    with pytest.raises(ValueError, match=r"homes has shape \[3\], expected \[4\].*home_devices"):
+        balanced_order([1, 2, 3, 4], 2, homes=[0, 1, 0])

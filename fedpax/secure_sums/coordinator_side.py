@@ -1,6 +1,7 @@
 """The coordinator of a secure sum, which learns the sum alone."""
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -9,16 +10,18 @@ from fedpax.secure_sums.errors import SecureSumError
 from fedpax.secure_sums.keys import KEY_BYTES, agree, public_key
 from fedpax.secure_sums.masks import add_mask
 from fedpax.secure_sums.message import Message
+from fedpax.secure_sums.restoring import restore
 from fedpax.secure_sums.roster import (
     MAX_SITES,
     PublicKeys,
     Roster,
+    Signer,
     commit,
     own_mask_key,
     pair_purpose,
     to_bytes,
 )
-from fedpax.secure_sums.shamir import SHARE_BYTES, combine
+from fedpax.secure_sums.shamir import SHARE_BYTES
 
 PHASES = ("keys", "share", "mask", "reveal")
 _ANY_KEY = bytes(range(KEY_BYTES))
@@ -40,11 +43,15 @@ class CoordinatorSide:
             `2 threshold > n + c`. Default None: one more than half of the sites in the first phase.
         shapes: the shapes of the values by name. Default None: the shapes of the first site that
             sends values.
+        signer: checks the signatures of the sites' keys. Default None: they are checked by the
+            other sites alone, which leave a sum with a forged signature.
 
     Attributes:
         total: after the last phase, the sums modulo 2^32 of the present sites, int32 by name.
         present: the sites in the sum.
         phase: the current phase; "done" after the last one.
+        suspects: sites that do not keep to the protocol, with reasons, although the sum may be
+            complete. A site is one if its shares and those of several other sites do not fit.
     """
 
     def __init__(
@@ -54,12 +61,16 @@ class CoordinatorSide:
         *,
         threshold: int | None = None,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
+        signer: Signer | None = None,
     ) -> None:
         if not 2 <= len(sites) <= MAX_SITES:
             raise SecureSumError(f"a secure sum is of 2 to {MAX_SITES} sites, not of {len(sites)}")
         self.session, self.phase = session, PHASES[0]
         self.total: dict[str, np.ndarray] = {}
         self.present: tuple[str, ...] = ()
+        self.suspects: dict[str, str] = {}
+        self._signer = signer
+        self._misfits: set[tuple[str, str]] = set()  # of a share: who sent it, and whose it is
         self._threshold = threshold
         self._asked = set(sites)
         self._received: dict[str, Any] = {}
@@ -86,7 +97,10 @@ class CoordinatorSide:
             raise SecureSumError(f"a site sends the phase {str(phase)[:100]!r}")
         if phase != self.phase or site not in self.waiting:
             return False
-        self._received[site] = getattr(self, f"_receive_{phase}")(message)
+        answer = getattr(self, f"_receive_{phase}")(message)
+        if phase == PHASES[0] and self._signer is not None:
+            self._signer.check(site, answer.signed_content(self.session, site), answer.proof)
+        self._received[site] = answer
         return True
 
     def advance(self) -> dict[str, Message]:
@@ -181,15 +195,16 @@ class CoordinatorSide:
 
     def _end_reveal(self) -> dict[str, Message]:
         roster, digest = self._roster, self._roster.digest()
+        own: dict[str, bytes] = {}
+        keys: dict[str, bytes] = {}
         for site in self.present:
-            secret = self._restore(site, 0)
-            if commit(secret) != roster.sites[site].commitment:
-                raise self._does_not_fit(site)
+            own[site] = self._restore(site, 0, commit, roster.sites[site].commitment)
+        for site in sorted(self._shared - set(self.present)):
+            keys[site] = self._restore(site, 1, public_key, roster.sites[site].mask)
+        self._find_suspects()
+        for secret in own.values():
             add_mask(self._sum, own_mask_key(secret, digest), -1)
-        for dropped in sorted(self._shared - set(self.present)):
-            key = self._restore(dropped, 1)
-            if not key or public_key(key) != roster.sites[dropped].mask:
-                raise self._does_not_fit(dropped)
+        for dropped, key in keys.items():
             for site in self.present:
                 pair = agree(key, roster.sites[site].mask, pair_purpose(digest, site, dropped))
                 add_mask(self._sum, pair, -1 if site < dropped else +1)
@@ -197,15 +212,30 @@ class CoordinatorSide:
         self._sum = {}
         return {}
 
-    def _restore(self, site: str, kind: int) -> bytes:
+    def _restore(
+        self, site: str, kind: int, publish: Callable[[bytes], bytes], published: bytes
+    ) -> bytes:
+        """Restore a secret of a site, also if some of its shares are wrong."""
         answers: Mapping[str, tuple[dict[str, bytes], dict[str, bytes]]] = self._received
-        senders = sorted(answers)[: self._roster.threshold]
-        return combine(
-            {self._roster.place(sender): answers[sender][kind][site] for sender in senders}
+        senders = {self._roster.place(sender): sender for sender in answers}
+        shares = {place: answers[sender][kind][site] for place, sender in senders.items()}
+        restored = restore(
+            shares, self._roster.threshold, lambda secret: publish(secret) == published
         )
+        if restored is None:
+            words = f"the shares of a secret of site {site!r} do not fit together"
+            if len(shares) > self._roster.threshold:  # one sender cannot have made them all wrong
+                self.suspects[site] = words
+            raise SecureSumError(
+                f"{words}: this site or one that has its shares does not keep to the protocol. "
+                "Repeat the sum with other sites"
+            )
+        self._misfits |= {(senders[place], site) for place in restored.wrong}
+        return restored.secret
 
-    def _does_not_fit(self, site: str) -> SecureSumError:
-        return SecureSumError(
-            f"the shares of a secret of site {site!r} do not fit together: this site or one that "
-            "has its shares does not keep to the protocol. Repeat the sum with other sites"
-        )
+    def _find_suspects(self) -> None:
+        """Find the sites that have a part in several wrong shares: one can be the other's fault."""
+        parts = Counter(site for pair in self._misfits for site in set(pair))
+        for site, count in parts.items():
+            if count > 1:
+                self.suspects[site] = f"{count} shares that it has sent or made do not fit"

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,9 @@ from fedpax.training.due_rounds import is_due
 from fedpax.training.logging import NonFiniteError
 from fedpax.training.progress import Progress
 
+if TYPE_CHECKING:
+    from fedpax.secure_sums.roster import Signer
+
 MOST_FAILURES = 5
 """Times that a round may fail by replies that do not count."""
 
@@ -88,6 +91,7 @@ class Coordinator:
         progress: Progress,
         stop: Callable[[], bool],
         done: int,
+        signer: "Signer | None" = None,
     ) -> None:
         self._experiment, self._folder, self.exchange = experiment, folder, exchange
         self._rules, self._checkpoints, self._metrics = rules, checkpoints, metrics
@@ -103,7 +107,7 @@ class Coordinator:
         def stop_now() -> bool:
             return self.stop()
 
-        self._calls = StageCalls(exchange, rules, folder, progress.note, stop_now)
+        self._calls = StageCalls(exchange, rules, folder, progress.note, stop_now, signer)
         self._agreement = Agreement(
             experiment,
             folder,

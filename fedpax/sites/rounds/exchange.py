@@ -219,16 +219,12 @@ class Exchange:
         self._uploads = {
             name: since
             for name, since in self._uploads.items()
-            if now - since < LONGEST_UPLOAD and name != site.name and self._is_present(name, now)
+            if now - since < LONGEST_UPLOAD and name != site.name and self.sites.hears(name, now)
         }
         if len(self._uploads) >= MOST_UPLOADS:
             return self._answer(site, status="later")
         self._uploads[site.name] = now
         return self._answer(site, status="send")
-
-    def _is_present(self, name: str, now: float) -> bool:
-        site = self.sites.get(name)
-        return site is not None and self.sites.is_present(site, now)
 
     def _reply(
         self, name: str, request: CheckedHeader, arrays: Mapping[str, np.ndarray]
@@ -263,11 +259,16 @@ class Exchange:
                 site.late += 1
                 return self._answer(site, status="late")
             self._replies[name] = reply
-            if reason is None:
-                return self._answer(site, status="ok")
+        if reason is None:
+            return self._answer(site, status="ok")
+        self.report(name, reason)
+        return self._answer(site, status="dropped", reason=reason)
+
+    def report(self, name: str, reason: str) -> None:
+        """Count a fault of a site, which is muted and in the end expelled."""
+        if (site := self.sites.get(name)) is not None:
             site.dropped += 1
         self._on_fault(name, reason)
-        return self._answer(site, status="dropped", reason=reason)
 
     def _keep(
         self, name: str, task: Task, fields: Json, arrays: Mapping[str, np.ndarray]

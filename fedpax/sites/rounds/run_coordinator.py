@@ -18,6 +18,7 @@ from fedpax.run_files.paths import (
     resolve_job_log_dir,
 )
 from fedpax.sites.identity import identify
+from fedpax.sites.own_certificates import signer_of
 from fedpax.sites.rounds.contract import SiteExperiment
 from fedpax.sites.rounds.coordinator import Coordinator
 from fedpax.sites.rounds.coordinator_files import (
@@ -144,6 +145,7 @@ def run_coordinator(
                 progress=progress,
                 stop=lambda: preemption.signal is not None,
                 done=done,
+                signer=signer_of(certificates) if rules.secure_sums else None,
             )
             coordinator.run()
             if coordinator.done >= rounds:

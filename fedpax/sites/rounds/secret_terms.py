@@ -114,18 +114,24 @@ def ask_for_sums(
     threshold: int | None,
     clients: Mapping[str, int],
     least_clients: int,
+    report: Callable[[str, str], None],
+    signer: "Signer | None" = None,
 ) -> dict[str, Reply] | None:
     """Ask sites as `Exchange.ask` does, for the sum of their terms alone.
 
     The first of the replies has the sum, in the terms' dtypes, and the others have no arrays. It
     raises a `SecureSumError` if too few sites are left, if their shares do not fit, or if the sites
-    that are left have fewer than `least_clients` of the clients that take part.
+    that are left have fewer than `least_clients` of the clients that take part. A site whose answer
+    is malformed, or whose keys `signer` does not find signed by it, is left out. `report` is called
+    with its name and the reason, and with the names of sites whose shares do not fit.
     """
     from fedpax.secure_sums import CoordinatorSide, SecureSumError
 
     session = f"{exchange.run} {task.token} {task.header['stage']}"
     shapes = {f"{TERM} {i}": (*v.shape, WORDS) for i, v in enumerate(stage.terms)}
-    side = CoordinatorSide(session, list(task.own), threshold=threshold, shapes=shapes)
+    side = CoordinatorSide(
+        session, list(task.own), threshold=threshold, shapes=shapes, signer=signer
+    )
     requests: dict[str, Message | None] = dict.fromkeys(task.own)
     fields: dict[str, Any] = {}
     faults: dict[str, Reply] = {}
@@ -147,11 +153,16 @@ def ask_for_sums(
                     side.receive(name, Message(header, reply.arrays))
             except SecureSumError as error:
                 reply = Reply({"fault": str(error)}, {})
+                report(name, str(error))
             if "fault" in reply.header:
                 faults[name] = reply
             elif phase == "mask":
                 fields[name] = {k: v for k, v in reply.header.items() if k != "answer"}
-        requests = dict(side.advance())
+        try:
+            requests = dict(side.advance())
+        finally:
+            for name, reason in side.suspects.items():
+                report(name, reason)
     total = {
         name: from_words(side.total[name], np.dtype(value.dtype))
         for name, value in zip(shapes, stage.terms, strict=True)

@@ -109,6 +109,11 @@ class SiteTable:
         heard = not site.left and now - site.seen <= self._silent_after
         return heard and not self._is_expelled(site.name)
 
+    def hears(self, name: str, now: float) -> bool:
+        """Tell whether the site of a name is heard."""
+        site = self._sites.get(name)
+        return site is not None and self.is_present(site, now)
+
     def is_awaited(self, site: Site, kind: str, now: float) -> bool:
         """Tell whether a task of a kind waits for a site until its deadline."""
         is_overdue = site.attendance.missed[kind] >= self._most_missed

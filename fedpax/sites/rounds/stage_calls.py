@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +37,9 @@ from fedpax.sites.rounds.tasks import (
 from fedpax.sites.rounds.update_rows import UpdateRows
 from fedpax.sites.rounds.uplink import SUM, Uplink
 from fedpax.transforms.stages import Request, Stages
+
+if TYPE_CHECKING:
+    from fedpax.secure_sums.roster import Signer
 
 
 class Participants(NamedTuple):
@@ -79,7 +82,9 @@ class StageCalls:
         folder: Path,
         note: Callable[[str], None],
         stop: Callable[[], bool],
+        signer: "Signer | None" = None,
     ) -> None:
+        self._signer = signer
         self._exchange, self._rules, self._note, self._stop = exchange, rules, note, stop
         self._folder = folder  # of large updates
         self._downlink = Downlink(rules.down, new_token())
@@ -154,10 +159,16 @@ class StageCalls:
                 threshold=rules.secure_threshold,
                 clients={name: len(chosen) for name, chosen in who.clients.items()},
                 least_clients=divided.least_masked or 0,
+                report=self._report,
+                signer=self._signer,
             )
         except FedpaxError as error:
             self._note(f"no secure sum: {error}")
             return None
+
+    def _report(self, name: str, reason: str) -> None:
+        self._note(f"site {name} does not keep to the protocol: {reason}")
+        self._exchange.report(name, reason)
 
     def _tell_float32(self, name: str) -> None:
         if name not in self._told:
@@ -189,8 +200,7 @@ class StageCalls:
                 fault = "its words stand for NaN or infinity, expected finite values"
             if fault is not None:
                 checked[name] = Reply({"fault": fault}, {})
-                if (site := self._exchange.sites.get(name)) is not None:
-                    site.dropped += 1
+                self._exchange.report(name, fault)
         return checked
 
     def terms_of(

@@ -17,6 +17,7 @@ from fedpax.sites.rounds.coordinator import Coordinator
 from fedpax.sites.rounds.coordinator_files import read_federation
 from fedpax.sites.rounds.exchange import Exchange
 from fedpax.sites.rounds.round_rules import RoundRules
+from fedpax.sites.rounds.secret_terms import SecretTerms
 from fedpax.sites.rounds.site_table import SiteTable
 from fedpax.sites.rounds.take_part import Site
 from fedpax.sites.rounds.tasks import new_token
@@ -77,6 +78,8 @@ def run(
     done: int = 0,
     may_be_refused: Sequence[str] = (),
     personal: bool = False,
+    signers: Mapping[str, Any] | None = None,
+    on_fault: Callable[[str, str], None] = lambda name, reason: None,
 ) -> Federation:
     """Run a federation to its end.
 
@@ -90,6 +93,9 @@ def run(
         lines: makes the lines of some sites. Default None: whole ones.
         done: rounds that the coordinator's folder has.
         personal: whether sites evaluate models of their clients' own.
+        signers: what signs the keys of each site, and "coordinator"'s, which checks them. Default
+            None: keys are not signed.
+        on_fault: called with the name of a site and its fault.
         may_be_refused: sites without which the run goes on if they are refused.
     """
     rules = RoundRules(len(sites), 60.0) if rules is None else rules
@@ -106,12 +112,22 @@ def run(
         heartbeat_seconds=0.3,
         down=rules.down,
         folder=own_folder / "replies",
+        on_fault=on_fault,
     )
     if (saved := read_federation(own_folder)) is not None:
         exchange.run, exchange.inputs = saved["run"], saved["inputs"]
         table.restore(saved["sites"])
     with contextlib.ExitStack() as stack:
-        coordinator = stack.enter_context(opened(experiment, own_folder, exchange, rules, done))
+        coordinator = stack.enter_context(
+            opened(
+                experiment,
+                own_folder,
+                exchange,
+                rules,
+                done,
+                signer=None if signers is None else signers["coordinator"],
+            )
+        )
         made = {name: (lines or {}).get(name, Line)(exchange) for name in sites}
         failures: list[BaseException] = []
         refused: dict[str, str] = {}
@@ -119,7 +135,7 @@ def run(
         def join(name: str, line: Any) -> None:
             mine: list[BaseException] = []
             told = mine if name in may_be_refused else failures
-            take_part(name, sites[name], folder, line, told, personal)
+            take_part(name, sites[name], folder, line, told, personal, (signers or {}).get(name))
             refused.update((name, str(error)) for error in mine)
 
         threads = [threading.Thread(target=join, args=(name, line)) for name, line in made.items()]
@@ -144,7 +160,12 @@ def run(
 
 @contextlib.contextmanager
 def opened(
-    experiment: Any, folder: Path, exchange: Exchange, rules: RoundRules, done: int = 0
+    experiment: Any,
+    folder: Path,
+    exchange: Exchange,
+    rules: RoundRules,
+    done: int = 0,
+    signer: Any = None,
 ) -> Iterator[Coordinator]:
     """Open a coordinator's folder."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -163,6 +184,7 @@ def opened(
             progress=progress,
             stop=lambda: False,
             done=done,
+            signer=signer,
         )
 
 
@@ -173,6 +195,7 @@ def take_part(
     line: Any,
     failures: list[BaseException],
     personal: bool = False,
+    signer: Any = None,
 ) -> None:
     """Run a site in this thread."""
     own = folder / name
@@ -189,6 +212,7 @@ def take_part(
             stop=lambda: bool(failures),
             give_up_after=5.0,
             personal=personal,
+            sums=SecretTerms(name, signer=signer),
         )
         with contextlib.closing(site):
             site.run()

@@ -39,6 +39,7 @@ PUBLIC = (
     "fedpax.sites.signed_keys",
     "fedpax.secure_sums",
     "fedpax.deploy",
+    "fedpax.deploy.flower",
     "fedpax.processes",
     "fedpax.transforms",
     "fedpax.inspect",

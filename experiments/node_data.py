@@ -12,7 +12,7 @@ import numpy as np
 from fedpax.clients.cohort import Cohort
 from fedpax.clients.cohort_stream import CohortStream, IslandStream
 from fedpax.data import ClientSampler, CohortRounds, cohort_rounds
-from fedpax.deploy.node import Node, OneParticipant
+from fedpax.deploy.nodes.node import Node, OneParticipant
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_files import open_files
 from fedpax.experiments.fedavg_files import FedAvgFiles
@@ -24,7 +24,7 @@ from fedpax.user_files.finding import find_files
 def experiment_data(
     folder: str | Path, node: Node, experiment: Experiment | None = None
 ) -> CohortRounds | Callable[[int], Cohort]:
-    """Return the data of a participant of an experiment, for `fedpax.deploy.node.LoadData`.
+    """Return the data of a participant of an experiment, for `fedpax.deploy.nodes.node.LoadData`.
 
     Participant k has client k of the experiment's data. If the node's settings name `files`, all
     their training examples belong to this participant: `flower-supernode --node-config
@@ -59,7 +59,7 @@ def experiment_data(
 
 
 def heldout_data(folder: str | Path, node: Node) -> Callable[[int], Cohort]:
-    """Return the held-out examples of a participant, for `fedpax.deploy.node.LoadData`.
+    """Return the held-out examples of a participant, for `fedpax.deploy.nodes.node.LoadData`.
 
     They belong to client k of the experiment's data, or to the node's own `files`, as for
     `experiment_data`.

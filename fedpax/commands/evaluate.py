@@ -27,7 +27,7 @@ from fedpax.commands.parts.saved_run import (
 from fedpax.console import print_error, print_line
 from fedpax.deploy.batch_evaluation import evaluate_in_batches, open_heldout
 from fedpax.deploy.batch_training import RunRounds, for_workers
-from fedpax.deploy.flower_job import run_flower
+from fedpax.deploy.flower.job import run_flower
 from fedpax.errors import UsageError
 from fedpax.experiments.fedavg_files import FedAvgFiles
 from fedpax.reports.client_report import clients_json, format_clients, plot_clients

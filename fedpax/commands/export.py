@@ -23,7 +23,7 @@ from fedpax.commands.parts.saved_run import (
 )
 from fedpax.console import print_error, print_line
 from fedpax.deploy.artifacts import export_stages
-from fedpax.deploy.flower_files import APP_FILE
+from fedpax.deploy.flower.app_files import APP_FILE
 from fedpax.deploy.runtime import MANIFEST
 from fedpax.errors import UsageError
 from fedpax.experiments.language_model import LanguageModelExperiment

@@ -202,8 +202,8 @@ import os, sys
 from pathlib import Path
 from fedpax.data import load as load_data
 from fedpax.deploy import load
-from fedpax.deploy.kept_state import KeptState
-from fedpax.deploy.positions import read_position
+from fedpax.deploy.nodes.kept_state import KeptState
+from fedpax.deploy.nodes.positions import read_position
 from fedpax.deploy.round_program import read_program
 from fedpax.models.huggingface import load_config
 from fedpax.sites.rounds.coordinator_files import read_federation

@@ -10,8 +10,8 @@ import pytest
 from small_runs import TINY_TRANSFORMER, Command
 
 from fedpax.deploy.experiment_program import program_file
-from fedpax.deploy.flower_files import PACKAGE, app_name
-from fedpax.deploy.node import Node
+from fedpax.deploy.flower.app_files import PACKAGE, app_name
+from fedpax.deploy.nodes.node import Node
 from fedpax.deploy.round_program import read_program
 from fedpax.errors import ArgumentError
 from fedpax.experiments.fedavg_table import FedAvgTable

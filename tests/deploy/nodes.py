@@ -12,8 +12,8 @@ import optax
 from fedpax.aggregators import private_secure_mean
 from fedpax.algorithms import fedavg, scaffold
 from fedpax.data import ClientSampler, cohort_rounds
-from fedpax.deploy.node import NodeProgram
-from fedpax.deploy.roster import Reply
+from fedpax.deploy.nodes.node import NodeProgram
+from fedpax.deploy.nodes.roster import Reply
 from fedpax.deploy.round_program import Settings, pack_program
 
 N = int(os.environ.get("FEDPAX_TEST_NODES", "3"))

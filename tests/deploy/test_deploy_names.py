@@ -27,6 +27,6 @@ def test_an_unknown_name_raises():
 
 
 def test_a_process_that_forwards_messages_imports_no_jax():
-    code = "import sys, fedpax.deploy.flower; print({'jax', 'flwr'} & set(sys.modules))"
+    code = "import sys, fedpax.deploy.flower.app; print({'jax', 'flwr'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -15,11 +15,12 @@ from test_batch_evaluation import random_params
 import fedpax
 from fedpax.commands.parts.flower_export import write_heldout_data
 from fedpax.commands.parts.options import configure
-from fedpax.deploy import EachClient, Node, flower_job
+from fedpax.deploy import EachClient, Node
 from fedpax.deploy.batch_evaluation import evaluate_in_batches
-from fedpax.deploy.flower import train
-from fedpax.deploy.flower_files import PACKAGE, RESULTS
-from fedpax.deploy.node import NodeProgram
+from fedpax.deploy.flower import job as flower_job
+from fedpax.deploy.flower.app import train
+from fedpax.deploy.flower.app_files import PACKAGE, RESULTS
+from fedpax.deploy.nodes.node import NodeProgram
 from fedpax.deploy.round_program import read_program
 from fedpax.errors import MissingPackageError
 from fedpax.experiments.node_data import heldout_data

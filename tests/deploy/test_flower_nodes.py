@@ -16,8 +16,8 @@ from deploy.flower_processes import ENVIRONMENT, Flower, binaries
 from deploy.nodes import SETTINGS, N
 
 from fedpax.aggregators import PrivacyAccountant
-from fedpax.deploy.flower_files import PACKAGE, write_app
-from fedpax.deploy.kept_state import KeptState
+from fedpax.deploy.flower.app_files import PACKAGE, write_app
+from fedpax.deploy.nodes.kept_state import KeptState
 from fedpax.deploy.round_program import parse_program
 
 pytestmark = [

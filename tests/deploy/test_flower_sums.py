@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedpax
-from fedpax.deploy.packets import Packet
-from fedpax.deploy.round_program import parse_program
-from fedpax.deploy.round_server import RoundError, RoundServer
-from fedpax.deploy.secure_sums import (
+from fedpax.deploy.flower.secagg import (
     answer_unmasked,
     check_program,
     from_vector,
     range_of,
     to_vector,
 )
+from fedpax.deploy.nodes.round_server import RoundError, RoundServer
+from fedpax.deploy.packets import Packet
+from fedpax.deploy.round_program import parse_program
 
 TERMS = [
     {"name": "sum of counts", "shape": [4], "dtype": "int32"},

@@ -7,7 +7,7 @@ import pytest
 from deploy import nodes
 from deploy.nodes import SETTINGS, LocalNetwork, N
 
-from fedpax.deploy.flower import METRICS_FILE, POSITION_FILE, STATE_FILE, train
+from fedpax.deploy.flower.app import METRICS_FILE, POSITION_FILE, STATE_FILE, train
 from fedpax.deploy.round_program import parse_program
 from fedpax.errors import ConfigurationError
 

@@ -13,12 +13,12 @@ from deploy.nodes import SETTINGS, LocalNetwork
 import fedpax
 from fedpax.aggregators import PrivacyAccountant, private_secure_mean
 from fedpax.algorithm import FederatedAlgorithm
-from fedpax.deploy.flower import train
-from fedpax.deploy.flower_files import RESULTS
-from fedpax.deploy.node_sums import ServerSums
+from fedpax.deploy.flower.app import train
+from fedpax.deploy.flower.app_files import RESULTS
+from fedpax.deploy.nodes.node_sums import ServerSums
+from fedpax.deploy.nodes.round_server import RoundError, RoundServer, Rules
 from fedpax.deploy.packets import Packet
 from fedpax.deploy.round_program import pack_program, parse_program
-from fedpax.deploy.round_server import RoundError, RoundServer, Rules
 from fedpax.deploy.values import decode_values
 from fedpax.errors import FedpaxError
 

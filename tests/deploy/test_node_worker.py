@@ -16,8 +16,8 @@ from deploy import nodes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpax.deploy import node_worker
-from fedpax.deploy.node_worker import WorkerError, forward, socket_folder
+from fedpax.deploy.flower import node_worker
+from fedpax.deploy.flower.node_worker import WorkerError, forward, socket_folder
 from fedpax.deploy.packets import Packet, receive, send
 from fedpax.deploy.round_program import read_program
 from fedpax.deploy.values import encode_values

@@ -13,10 +13,10 @@ from deploy.nodes import LocalNetwork
 
 import fedpax
 from fedpax.deploy import Settings, pack_program, run_local, write_app
-from fedpax.deploy.flower_files import PACKAGE
-from fedpax.deploy.node import NodeProgram
+from fedpax.deploy.flower.app_files import PACKAGE
+from fedpax.deploy.nodes.node import NodeProgram
+from fedpax.deploy.nodes.round_server import RoundServer, Rules
 from fedpax.deploy.round_program import parse_program
-from fedpax.deploy.round_server import RoundServer, Rules
 
 ROUNDS = 3
 

@@ -11,12 +11,12 @@ from deploy import nodes
 from deploy.nodes import SETTINGS, LocalNetwork, N
 
 from fedpax.data import ClientSampler
-from fedpax.deploy import round_server
-from fedpax.deploy.kept_state import KeptState, KeptStateError
-from fedpax.deploy.node import NodeProgram
-from fedpax.deploy.positions import read_position, write_position
+from fedpax.deploy.nodes import round_server
+from fedpax.deploy.nodes.kept_state import KeptState, KeptStateError
+from fedpax.deploy.nodes.node import NodeProgram
+from fedpax.deploy.nodes.positions import read_position, write_position
+from fedpax.deploy.nodes.round_server import Position, RoundError, RoundServer, Rules
 from fedpax.deploy.round_program import parse_program, read_program
-from fedpax.deploy.round_server import Position, RoundError, RoundServer, Rules
 from fedpax.deploy.runtime import ArtifactError
 from fedpax.deploy.values import decode_values, encode_values
 from fedpax.errors import ConfigurationError

@@ -11,9 +11,9 @@ from deploy.nodes import LocalNetwork, N, normal
 import fedpax
 from fedpax import federated_map, federated_mean, federated_sum
 from fedpax.algorithm import FederatedAlgorithm
-from fedpax.deploy.node import NodeProgram
+from fedpax.deploy.nodes.node import NodeProgram
+from fedpax.deploy.nodes.round_server import RoundServer, Rules
 from fedpax.deploy.round_program import Settings, pack_program, parse_program
-from fedpax.deploy.round_server import RoundServer, Rules
 
 
 class State(NamedTuple):

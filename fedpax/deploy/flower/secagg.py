@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from fedpax.deploy.flower_records import read_record, write_record
+from fedpax.deploy.flower.records import read_record, write_record
 from fedpax.deploy.packets import Packet, one_line
 from fedpax.errors import ArgumentError
 

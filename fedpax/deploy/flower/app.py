@@ -17,16 +17,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedpax.deploy import secure_sums
-from fedpax.deploy.flower_records import read_record, write_record
-from fedpax.deploy.node_worker import forward, resolve, state_dir
+from fedpax.deploy.flower import secagg
+from fedpax.deploy.flower.node_worker import forward, resolve, state_dir
+from fedpax.deploy.flower.records import read_record, write_record
 from fedpax.deploy.packets import Packet
 from fedpax.errors import ArgumentError, MissingPackageError
 
 if TYPE_CHECKING:
-    from fedpax.deploy.node import LoadData, NodeProgram
-    from fedpax.deploy.roster import Reply
-    from fedpax.deploy.round_server import SecureSum
+    from fedpax.deploy.nodes.node import LoadData, NodeProgram
+    from fedpax.deploy.nodes.roster import Reply
+    from fedpax.deploy.nodes.round_server import SecureSum
     from fedpax.training.experiment import Experiment
 
 _LOG = logging.getLogger("flwr")
@@ -50,7 +50,7 @@ def server_app(program: str | Path | Experiment, **settings: Any) -> Any:
             - wait: seconds to wait for nodes. Default 600.
             - secure: mask the terms, so that the server sees their sum alone. Default False.
             - secure-protocol: "fedpax", the protocol of `fedpax.secure_sums`, or "secagg+",
-              Flower's own (`fedpax.deploy.secure_sums`), which also runs in a simulation. Default
+              Flower's own (`fedpax.deploy.flower.secagg`), which also runs in a simulation. Default
               "fedpax".
             - secure-bound: the largest absolute value of a term in floats for SecAgg+. Default 64.
             - out: folder of the result, on the machine of the SuperLink. Default: a folder of the
@@ -86,8 +86,8 @@ def client_app(program: str | Path | Experiment, load_data: LoadData | str) -> A
 
     Args:
         program: the same as the server's.
-        load_data: loads the data of this node (`fedpax.deploy.node.LoadData`), a function of a
-            module, or its name `"module:function"`, which is then imported only by the worker.
+        load_data: loads the data of this node (`fedpax.deploy.nodes.node.LoadData`), a function of
+            a module, or its name `"module:function"`, which is then imported only by the worker.
 
     Returns:
         A `flwr.clientapp.ClientApp`.
@@ -111,10 +111,10 @@ def client_app(program: str | Path | Experiment, load_data: LoadData | str) -> A
         return programs[0].answer(packet, config)
 
     def answer(message: Any, context: Any) -> Any:
-        if secure_sums.is_secure(message):
-            return secure_sums.answer(message, context, lambda packet: compute(packet, context))
+        if secagg.is_secure(message):
+            return secagg.answer(message, context, lambda packet: compute(packet, context))
         packet = read_record(message.content)
-        reply = secure_sums.answer_unmasked(packet, lambda packet: compute(packet, context))
+        reply = secagg.answer_unmasked(packet, lambda packet: compute(packet, context))
         return Message(write_record(reply), reply_to=message)
 
     def _forward(packet: Packet, config: Mapping[str, Any], node: int) -> Packet:
@@ -158,7 +158,7 @@ def _load(
     program: str | Path | Experiment, load_data: Any, config: Mapping[str, Any]
 ) -> NodeProgram:
     """Load a program in this process, as a simulation does."""
-    from fedpax.deploy.node import NodeProgram
+    from fedpax.deploy.nodes.node import NodeProgram
     from fedpax.deploy.round_program import read_program
 
     function = resolve(load_data) if isinstance(load_data, str) else load_data
@@ -194,7 +194,7 @@ class FlowerNetwork:
 
     def pull(self, messages: Iterable[str]) -> list[Reply]:
         """Return the replies that are there, matched by the message that they answer."""
-        from fedpax.deploy.roster import Reply
+        from fedpax.deploy.nodes.roster import Reply
 
         replies = []
         for message in self.grid.pull_messages(list(messages)):
@@ -209,13 +209,13 @@ class FlowerNetwork:
 
 def _secure_sum(network: Any, protocol: str, setting: Any) -> SecureSum:
     """Return the server's part of a protocol for secure sums."""
-    from fedpax.deploy.node_sums import ServerSums
-    from fedpax.deploy.round_server import POLL_SECONDS
+    from fedpax.deploy.nodes.node_sums import ServerSums
+    from fedpax.deploy.nodes.round_server import POLL_SECONDS
 
     if protocol == FEDPAX:
         return ServerSums(network, _LOG, POLL_SECONDS)
     if protocol == SECAGG:
-        return secure_sums.SecureSum(network.grid, setting("secure-bound", 64.0), POLL_SECONDS)
+        return secagg.SecureSum(network.grid, setting("secure-bound", 64.0), POLL_SECONDS)
     raise ArgumentError(
         f"secure-protocol={protocol!r}, expected {FEDPAX!r} or {SECAGG!r}. Leave it out for "
         f"{FEDPAX!r}."
@@ -236,9 +236,9 @@ def train(network: Any, program: Any, run: str, settings: Mapping[str, Any]) -> 
     """
     import numpy as np
 
-    from fedpax.deploy.flower_files import RESULTS
-    from fedpax.deploy.positions import read_position, write_position
-    from fedpax.deploy.round_server import RoundServer, Rules, finite_metrics
+    from fedpax.deploy.flower.app_files import RESULTS
+    from fedpax.deploy.nodes.positions import read_position, write_position
+    from fedpax.deploy.nodes.round_server import RoundServer, Rules, finite_metrics
 
     def setting(name: str, default: Any) -> Any:
         value = settings.get(name, -1)
@@ -263,9 +263,9 @@ def train(network: Any, program: Any, run: str, settings: Mapping[str, Any]) -> 
         seed=setting("seed", program.settings.seed),
         log=_LOG,
     )
-    secure_sums.check_masks(program, server.quorum, is_secure=secure is not None)
+    secagg.check_masks(program, server.quorum, is_secure=secure is not None)
     if secure is not None:
-        secure_sums.check_program(program, server.quorum, secure.least, secure.most)
+        secagg.check_program(program, server.quorum, secure.least, secure.most)
     position = server.begin() if saved is None else saved[1]
     if saved is not None:
         _LOG.info("Run %s continues after round %d", run, position.round)

@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 
 from fedpax.clients.cohort import Cohort
 from fedpax.data.rounds.cohort_rounds import CohortRounds, cohort_rounds
-from fedpax.deploy.kept_state import KeptState, KeptStateError
-from fedpax.deploy.node_sums import KIND, NodeSums
+from fedpax.deploy.flower.secagg import to_vector
+from fedpax.deploy.nodes.kept_state import KeptState, KeptStateError
+from fedpax.deploy.nodes.node_sums import KIND, NodeSums
+from fedpax.deploy.nodes.private_releases import ROUNDS_FIELD, PrivateReleases
 from fedpax.deploy.packets import Packet
-from fedpax.deploy.private_releases import ROUNDS_FIELD, PrivateReleases
 from fedpax.deploy.round_program import RoundProgram
-from fedpax.deploy.secure_sums import to_vector
+from fedpax.deploy.runtime import ArtifactError
 from fedpax.deploy.values import decode_values, encode_values
 from fedpax.errors import ArgumentError, ArgumentTypeError, FedpaxError
 from fedpax.populations.client_sampler import ClientSampler
@@ -212,7 +213,7 @@ class NodeProgram:
 
 def refusal_words(error: Exception) -> str:
     """Return what the server is told of an error: words of fedpax, or the error's type alone."""
-    if isinstance(error, FedpaxError | ImportError):
+    if isinstance(error, FedpaxError | ArtifactError | ImportError):
         return str(error)
     _LOG.error("This node refuses", exc_info=error)
     return (

@@ -161,7 +161,7 @@ def _end_with(process: int, path: Path) -> None:
 
 
 def _make_node(specification: Mapping[str, Any]) -> Any:
-    from fedpax.deploy.node import NodeProgram, refusal_words
+    from fedpax.deploy.nodes.node import NodeProgram, refusal_words
     from fedpax.deploy.round_program import read_program
 
     try:

@@ -18,7 +18,7 @@ import numpy as np
 
 from fedpax.algorithm import FederatedAlgorithm
 from fedpax.deploy.batch_work import Clients
-from fedpax.deploy.flower_files import PACKAGE, RESULTS, write_app
+from fedpax.deploy.flower.app_files import PACKAGE, RESULTS, write_app
 from fedpax.deploy.round_program import Settings, pack_program
 from fedpax.errors import FedpaxError, MissingPackageError
 

@@ -25,7 +25,7 @@ from fedpax.secure_sums.roster import MAX_SITES
 from fedpax.secure_sums.words import WORDS, NotSummableError, from_words, to_words
 
 if TYPE_CHECKING:
-    from fedpax.deploy.round_server import Network
+    from fedpax.deploy.nodes.round_server import Network
     from fedpax.secure_sums.site_side import SiteSide
 
 LEAST_PARTICIPANTS = 3

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from fedpax.deploy.answer_checks import problem_of
+from fedpax.deploy.nodes.answer_checks import problem_of
+from fedpax.deploy.nodes.roster import Network, Roster
 from fedpax.deploy.packets import Packet
-from fedpax.deploy.roster import Network, Roster
 from fedpax.deploy.round_program import RoundProgram
 from fedpax.deploy.values import decode_values, encode_values
 from fedpax.errors import ArgumentError, FedpaxError
@@ -34,7 +34,7 @@ class RoundError(FedpaxError):
 
 
 class SecureSum(Protocol):
-    """Sums terms so that the server does not see them (`fedpax.deploy.secure_sums`)."""
+    """Sums terms so that the server does not see them (`fedpax.deploy.flower.secagg`)."""
 
     least: int  # the fewest participants of a sum
     most: int | None  # the most, or None without a limit

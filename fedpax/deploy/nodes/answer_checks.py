@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from fedpax.deploy.nodes.roster import Reply
 from fedpax.deploy.packets import one_line
-from fedpax.deploy.roster import Reply
 from fedpax.deploy.round_program import RoundProgram
 from fedpax.deploy.values import decode_values
 

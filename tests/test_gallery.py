@@ -97,7 +97,7 @@ def test_prose_of_docstrings_is_escaped_but_not_code_or_equations():
 @pytest.mark.parametrize("name", ["fedavg", "diloco", "krum", "fedbuff", "async_diloco"])
 def test_measurements_repeat(name):
     """The committed results are of a machine with other rounding: close, not equal."""
-    (row,) = gallery.measure(gallery.Settings(rounds=3, methods=[name]))
+    (row,) = gallery.Gallery(rounds=3, methods=[name]).measure()
     committed = pages.results()["rows"][name]
     assert row.received_bytes == committed["received_bytes"]
     assert row.sent_bytes == committed["sent_bytes"]

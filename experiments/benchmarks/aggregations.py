@@ -17,10 +17,9 @@ arrays, in NumPy, and must give the same result. They use one thread, and fedpax
 them by `--clock=cpu`, the CPU time of the process.
 """
 
-import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import chex
@@ -29,117 +28,16 @@ import jax.numpy as jnp
 import numpy as np
 
 import fedpax
-from fedpax.aggregators import (
-    Aggregator,
-    bulyan,
-    coordinate_median,
-    geometric_median,
-    krum,
-    trimmed_mean,
-)
+from fedpax import aggregators
+from fedpax.aggregators import Aggregator
 from fedpax.aggregators.all_updates import reduce_coordinates, squared_distances
 from fedpax.aggregators.sorting_network import sort_rows
 from fedpax.experiments.benchmarks import harness, timing
-from fedpax.experiments.benchmarks.harness import Benchmark, Row, Timed, option
+from fedpax.experiments.benchmarks.harness import Row, Timed, command, option
 from fedpax.experiments.benchmarks.workloads import WORKLOADS
 
 NUM_ITERATIONS = 8  # of the geometric median
 NUM_BYZANTINE = 3  # with fewer, Bulyan's last selections are ties, which Flower breaks otherwise
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(Timed):
-    """The options."""
-
-    model: str = option("cnn", "shapes of the updates", choices=WORKLOADS)
-    clients: int = option(64, "number of clients")
-    aggregators: list[str] | None = option(
-        None, "names separated by semicolons; default: all", harness.names_with_commas
-    )
-
-    def __post_init__(self) -> None:
-        least = 4 * NUM_BYZANTINE + 3  # for Bulyan
-        harness.check_at_least(least, clients=self.clients)
-        harness.check_names("aggregators", self.aggregators, aggregations())
-
-
-def aggregations() -> dict[str, tuple[Aggregator, Callable[[Any], Any]]]:
-    """Return each aggregator, and its lower bound, a function of the placed updates."""
-    return {
-        "coordinate_median": (coordinate_median(), _sort),
-        "trimmed_mean(0.1)": (trimmed_mean(0.1), _sort),
-        "krum(3)": (krum(NUM_BYZANTINE), squared_distances),
-        "krum(3), 5 selected": (krum(NUM_BYZANTINE, num_selected=5), squared_distances),
-        "bulyan(3)": (bulyan(NUM_BYZANTINE), lambda u: (squared_distances(u), _sort(u))),
-        "geometric_median": (geometric_median(num_iterations=NUM_ITERATIONS), _means),
-    }
-
-
-def flower_functions() -> dict[str, Callable[[list[Any]], list[np.ndarray]]]:
-    """Return Flower's functions, `[(arrays, number of examples) of each client] -> arrays`."""
-    if not timing.is_installed("flwr"):
-        return {}
-    module = importlib.import_module("flwr.server.strategy.aggregate")
-    byzantine = NUM_BYZANTINE
-    return {
-        "coordinate_median": module.aggregate_median,
-        "trimmed_mean(0.1)": lambda r: module.aggregate_trimmed_avg(r, 0.1),
-        "krum(3)": lambda r: module.aggregate_krum(r, byzantine, 0),
-        "krum(3), 5 selected": lambda r: module.aggregate_krum(r, byzantine, 5),
-        "bulyan(3)": lambda r: module.aggregate_bulyan(  # removes clients from its argument
-            list(r), byzantine, module.aggregate_krum, to_keep=0
-        ),
-    }
-
-
-def measure(settings: Settings) -> list[Row]:
-    """Check that fedpax and Flower agree, and time interleaved calls."""
-    clients, random = settings.clients, np.random.default_rng(0)
-    with jax.set_mesh(fedpax.make_mesh(clients=-1)):
-        params = jax.eval_shape(WORKLOADS[settings.model]().model.init, jax.random.key(0))
-        updates = jax.tree.map(
-            lambda p: random.standard_normal((clients, *p.shape), dtype=np.float32), params
-        )
-        results = [([x[i] for x in jax.tree.leaves(updates)], 1) for i in range(clients)]
-        placed = jax.tree.map(jnp.asarray, updates)
-        calls: dict[str, Callable[[], Any]] = {}
-        peers, chosen = flower_functions(), settings.aggregators or list(aggregations())
-        for name in chosen:
-            aggregator, bound = aggregations()[name]
-            ours = _compiled(functools.partial(_aggregate, aggregator), clients, placed)
-            calls[name] = ours
-            calls[f"bound of {name}"] = _compiled(bound, clients, placed)
-            if name in peers:
-                theirs = calls[f"Flower's {name}"] = functools.partial(peers[name], results)
-                for own, other in zip(jax.tree.leaves(ours()), theirs(), strict=True):
-                    np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-5)
-        seconds = timing.interleaved(calls, (), settings.repetitions, settings.clock)
-    rows = []
-    for name in chosen:
-        took, bound_took = seconds[name], seconds[f"bound of {name}"]
-        flower = seconds.get(f"Flower's {name}")
-        rows.append(
-            Row(
-                aggregator=name,
-                seconds=took,
-                bound_seconds=bound_took,
-                bound_ratio=timing.paired_ratio(took, bound_took),
-                flower_seconds=flower,
-                flower_ratio=None if flower is None else timing.paired_ratio(flower, took),
-            )
-        )
-    return rows
-
-
-def _compiled(fn: Callable[[Any], Any], clients: int, updates: chex.ArrayTree) -> Callable[[], Any]:
-    """Compile a function of the placed updates as a program."""
-    return functools.partial(
-        timing.compile_for(fedpax.program(clients=clients, chunk_size=1)(fn), updates).call, updates
-    )
-
-
-def _aggregate(aggregator: Aggregator, updates: chex.ArrayTree) -> chex.ArrayTree:
-    return aggregator.aggregate(aggregator.init(None), updates, None)[0]
 
 
 def _sort(updates: chex.ArrayTree) -> chex.ArrayTree:
@@ -158,20 +56,95 @@ def _means(updates: chex.ArrayTree) -> chex.ArrayTree:
     return jax.lax.fori_loop(0, NUM_ITERATIONS, iterate, fedpax.federated_mean(updates))
 
 
-main = Benchmark(
-    __doc__,
-    Settings,
-    lambda settings: timing.on_devices(1, measure, settings),
-    {
-        "aggregator": "{aggregator:20}",
-        "fedpax, s": "{seconds:.3f}",
-        "bound, s": "{bound_seconds:.3f}",
-        "fedpax / bound": "{bound_ratio:.2f}",
-        "Flower, s": "{flower_seconds:.2f}",
-        "Flower / fedpax": "{flower_ratio:.1f}",
-    },
-)
+def aggregations() -> dict[str, tuple[Aggregator, Callable[[Any], Any]]]:
+    """Return each aggregator, and its lower bound, a function of the placed updates."""
+    krum = functools.partial(aggregators.krum, NUM_BYZANTINE)
+    both = aggregators.bulyan(NUM_BYZANTINE), lambda u: (squared_distances(u), _sort(u))
+    return {
+        "coordinate_median": (aggregators.coordinate_median(), _sort),
+        "trimmed_mean(0.1)": (aggregators.trimmed_mean(0.1), _sort),
+        "krum(3)": (krum(), squared_distances),
+        "krum(3), 5 selected": (krum(num_selected=5), squared_distances),
+        "bulyan(3)": both,
+        "geometric_median": (aggregators.geometric_median(num_iterations=NUM_ITERATIONS), _means),
+    }
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def flower_functions() -> dict[str, Callable[[list[Any]], list[np.ndarray]]]:
+    """Return Flower's functions, `[(arrays, number of examples) of each client] -> arrays`."""
+    if not timing.is_installed("flwr"):
+        return {}
+    module, byzantine = importlib.import_module("flwr.server.strategy.aggregate"), NUM_BYZANTINE
+    return {
+        "coordinate_median": module.aggregate_median,
+        "trimmed_mean(0.1)": lambda r: module.aggregate_trimmed_avg(r, 0.1),
+        "krum(3)": lambda r: module.aggregate_krum(r, byzantine, 0),
+        "krum(3), 5 selected": lambda r: module.aggregate_krum(r, byzantine, 5),
+        "bulyan(3)": lambda r: module.aggregate_bulyan(  # removes clients from its argument
+            list(r), byzantine, module.aggregate_krum, to_keep=0
+        ),
+    }
+
+
+class Aggregations(Timed):
+    model: str = option("cnn", "shapes of the updates", choices=WORKLOADS)
+    clients: int = option(64, "number of clients")
+    aggregators: list[str] | None = option(
+        None, "names separated by semicolons; default: all", harness.names_with_commas
+    )
+    columns = (
+        "aggregator {aggregator:20} | fedpax, s {seconds:.3f} | bound, s {bound_seconds:.3f} "
+        "| fedpax / bound {bound_ratio:.2f} | Flower, s {flower_seconds:.2f} "
+        "| Flower / fedpax {flower_ratio:.1f}"
+    )
+
+    def __post_init__(self) -> None:
+        harness.check_at_least(4 * NUM_BYZANTINE + 3, clients=self.clients)  # for Bulyan
+        harness.check_names("aggregators", self.aggregators, aggregations())
+
+    def measure(self) -> Any:
+        return timing.on_devices(1, self.measure_here)
+
+    def measure_here(self) -> Iterator[Row]:
+        clients, random = self.clients, np.random.default_rng(0)
+        peers, chosen = flower_functions(), self.aggregators or list(aggregations())
+        calls: dict[str, Callable[[], Any]] = {}
+        with jax.set_mesh(fedpax.make_mesh(clients=-1)):
+            params = jax.eval_shape(WORKLOADS[self.model]().model.init, jax.random.key(0))
+            updates = jax.tree.map(
+                lambda p: random.standard_normal((clients, *p.shape), dtype=np.float32), params
+            )
+            results = [([x[i] for x in jax.tree.leaves(updates)], 1) for i in range(clients)]
+            placed = jax.tree.map(jnp.asarray, updates)
+            for name in chosen:
+                aggregator, bound = aggregations()[name]
+                ours = _compiled(functools.partial(_aggregate, aggregator), clients, placed)
+                calls |= {name: ours, f"bound of {name}": _compiled(bound, clients, placed)}
+                if name in peers:
+                    theirs = calls[f"Flower's {name}"] = functools.partial(peers[name], results)
+                    for own, other in zip(jax.tree.leaves(ours()), theirs(), strict=True):
+                        np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-5)
+            seconds = self.time(calls)
+        for name in chosen:
+            took, bound_took = seconds[name], seconds[f"bound of {name}"]
+            flower = seconds.get(f"Flower's {name}")
+            yield Row(
+                aggregator=name,
+                seconds=took,
+                bound_seconds=bound_took,
+                bound_ratio=timing.paired_ratio(took, bound_took),
+                flower_seconds=flower,
+                flower_ratio=None if flower is None else timing.paired_ratio(flower, took),
+            )
+
+
+def _compiled(fn: Callable[[Any], Any], clients: int, updates: chex.ArrayTree) -> Callable[[], Any]:
+    program = fedpax.program(clients=clients, chunk_size=1)(fn)
+    return functools.partial(timing.compile_for(program, updates).call, updates)
+
+
+def _aggregate(aggregator: Aggregator, updates: chex.ArrayTree) -> chex.ArrayTree:
+    return aggregator.aggregate(aggregator.init(None), updates, None)[0]
+
+
+main = command(Aggregations)

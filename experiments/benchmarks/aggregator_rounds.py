@@ -11,10 +11,9 @@ need all updates at once. On a busy machine, `--clock=cpu` measures the CPU time
 place of wall-clock time.
 """
 
-import dataclasses
 import functools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import chex
@@ -23,70 +22,21 @@ import optax
 from jaxtyping import Array, Float
 
 import fedpax
-from fedpax import Cohort, federated_broadcast, federated_map
-from fedpax.aggregators import (
-    Aggregator,
-    adaptive_clip,
-    bulyan,
-    chain,
-    clip_by_norm,
-    codecs,
-    compressed_mean,
-    coordinate_median,
-    geometric_median,
-    krum,
-    mean,
-    private_mean,
-    private_secure_mean,
-    quantized_mean,
-    secure_mean,
-    trimmed_mean,
-)
+from fedpax import Cohort
+from fedpax import aggregators as of
+from fedpax.aggregators import Aggregator, chain, codecs, mean
 from fedpax.algorithm import Params
 from fedpax.algorithms import fedavg
 from fedpax.experiments.benchmarks import harness, timing
-from fedpax.experiments.benchmarks.harness import Benchmark, Row, Timed, option
+from fedpax.experiments.benchmarks.harness import Row, Timed, command, option
 from fedpax.experiments.benchmarks.workloads import LEARNING_RATE, WORKLOADS
-from fedpax.models.losses import classification_loss
 from fedpax.parallel.mesh import make_mesh
-from fedpax.reports.table import format_bytes
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(Timed):
-    """The options."""
-
-    model: str = option("cnn", "the clients' model", choices=WORKLOADS)
-    clients: int = option(64, "number of clients in the round")
-    devices: int = option(1, "number of devices; simulated on a CPU")
-    chunk_size: int = option(1, "clients that run at once")
-    repetitions: int = option(7, "timed calls of each round")
-    aggregators: list[str] | None = option(
-        None, "names separated by semicolons; default: all", harness.names_with_commas
-    )
-
-    def __post_init__(self) -> None:
-        harness.check_at_least(1, repetitions=self.repetitions)
-        harness.check_at_least(2, clients=self.clients)
-        harness.check_names("aggregators", self.aggregators, aggregators(self.clients))
 
 
 def aggregators(clients: int) -> dict[str, Aggregator]:
     """Return the aggregators by name; those that need more clients are left out."""
     neighbors = min(4, (clients - 1) // 2 * 2) or None  # an even number; None for two clients
-    aggregators = {
-        "mean": mean(),
-        "clip_by_norm": chain(clip_by_norm(1.0), mean()),
-        "adaptive_clip": chain(adaptive_clip(initial_norm=1.0), mean()),
-        "private_mean": private_mean(max_norm=1.0, noise_multiplier=1.0, seed=0),
-        "secure_mean, 4 neighbours": secure_mean(
-            max_value=1.0, bits=16, seed=0, num_neighbors=neighbors
-        ),
-        "private_secure_mean, 4 neighbours": private_secure_mean(
-            max_norm=1.0, noise_multiplier=1.0, seed=0, num_neighbors=neighbors
-        ),
-        "quantized_mean(4)": quantized_mean(4),
-    }
+    private: dict[str, Any] = {"max_norm": 1.0, "noise_multiplier": 1.0, "seed": 0}
     compressed = {
         "uniform(4)": codecs.uniform(4),
         "rotated(uniform(4))": codecs.rotated(codecs.uniform(4)),
@@ -97,69 +47,88 @@ def aggregators(clients: int) -> dict[str, Aggregator]:
         "top_k(1/64)": codecs.top_k(1 / 64),
         "random_k(1/64)": codecs.random_k(1 / 64),
     }
-    aggregators |= {name: compressed_mean(codec) for name, codec in compressed.items()}
-    aggregators |= {
-        "geometric_median": geometric_median(),
-        "coordinate_median": coordinate_median(),
-        "trimmed_mean(0.1)": trimmed_mean(0.1),
+    aggregators = {
+        "mean": mean(),
+        "clip_by_norm": chain(of.clip_by_norm(1.0), mean()),
+        "adaptive_clip": chain(of.adaptive_clip(initial_norm=1.0), mean()),
+        "private_mean": of.private_mean(**private),
+        "secure_mean, 4 neighbours": of.secure_mean(
+            max_value=1.0, bits=16, seed=0, num_neighbors=neighbors
+        ),
+        "private_secure_mean, 4 neighbours": of.private_secure_mean(
+            **private, num_neighbors=neighbors
+        ),
+        "quantized_mean(4)": of.quantized_mean(4),
+        **{name: of.compressed_mean(codec) for name, codec in compressed.items()},
+        "geometric_median": of.geometric_median(),
+        "coordinate_median": of.coordinate_median(),
+        "trimmed_mean(0.1)": of.trimmed_mean(0.1),
     }
     if clients >= 5:
-        aggregators |= {"krum(1)": krum(1), "krum(1), 2 selected": krum(1, num_selected=2)}
-    return aggregators | ({"bulyan(1)": bulyan(1)} if clients >= 7 else {})
+        aggregators |= {"krum(1)": of.krum(1), "krum(1), 2 selected": of.krum(1, num_selected=2)}
+    return aggregators | ({"bulyan(1)": of.bulyan(1)} if clients >= 7 else {})
 
 
-def measure(settings: Settings) -> list[Row]:
-    """Time timing.interleaved rounds with all aggregators, on the devices of this process."""
-    workload = WORKLOADS[settings.model]()
-    loss_fn = classification_loss(workload.model.apply)
-    mesh = make_mesh(clients=-1)
-    timed = settings.repetitions, settings.clock
-    with jax.set_mesh(mesh):
-        params, batches, num_examples = workload.random_arguments(settings.clients, mesh)
-        cohort = Cohort(batches, num_examples)
+class AggregatorRounds(Timed):
+    model: str = option("cnn", "the clients' model", choices=WORKLOADS)
+    clients: int = option(64, "number of clients in the round")
+    devices: int = option(1, "number of devices; simulated on a CPU")
+    chunk_size: int = option(1, "clients that run at once")
+    repetitions: int = option(7, "timed calls of each round")
+    aggregators: list[str] | None = option(
+        None, "names separated by semicolons; default: all", harness.names_with_commas
+    )
+    columns = (
+        "aggregator {aggregator:32} | temporaries {temporary_bytes:bytes} | round, s {seconds:.3f} "
+        "| round / mean's {ratio:.2f} | added {added:+.1%}"
+    )
+
+    def __post_init__(self) -> None:
+        harness.check_at_least(1, repetitions=self.repetitions)
+        harness.check_at_least(2, clients=self.clients)
+        harness.check_names("aggregators", self.aggregators, aggregators(self.clients))
+
+    def measure(self) -> Any:
+        return timing.on_devices(self.devices, self.measure_here)
+
+    def measure_here(self) -> Iterator[Row]:
+        workload, mesh = WORKLOADS[self.model](), make_mesh(clients=-1)
         rounds, untrained, temporaries = {}, {}, {}
-        for name, aggregator in aggregators(settings.clients).items():
-            if settings.aggregators is not None and name not in ("mean", *settings.aggregators):
-                continue
-            algorithm = fedavg(
-                loss_fn,
-                cohort_size=settings.clients,
-                client_optimizer=optax.sgd(LEARNING_RATE),
-                aggregator=aggregator,
-                chunk_size=settings.chunk_size,
-            )
-            state = algorithm.init(params)
-            compiled = timing.compile_for(algorithm.round, state, cohort)
-            rounds[name] = functools.partial(compiled.call, state, cohort)
-            temporaries[name] = compiled.temporary_bytes
-            untrained[name] = _untrained_round(
-                aggregator, settings.chunk_size, params, num_examples
-            )
-        seconds = timing.interleaved(rounds, (), *timed)
-        alone = timing.interleaved(untrained, (), *timed)
-    return [
-        Row(
-            aggregator=name,
-            temporary_bytes=temporaries[name],
-            seconds=took,
-            ratio=timing.paired_ratio(took, seconds["mean"]),
-            untrained_seconds=alone[name],
-            added=statistics.median(
-                (own - least) / whole
-                for own, least, whole in zip(
-                    alone[name], alone["mean"], seconds["mean"], strict=True
+        with jax.set_mesh(mesh):
+            params, batches, num_examples = workload.random_arguments(self.clients, mesh)
+            cohort = Cohort(batches, num_examples)
+            for name, aggregator in aggregators(self.clients).items():
+                if self.aggregators is not None and name not in ("mean", *self.aggregators):
+                    continue
+                algorithm = fedavg(
+                    workload.loss_fn,
+                    cohort_size=self.clients,
+                    client_optimizer=optax.sgd(LEARNING_RATE),
+                    aggregator=aggregator,
+                    chunk_size=self.chunk_size,
                 )
-            ),
-        )
-        for name, took in seconds.items()
-    ]
+                state = algorithm.init(params)
+                compiled = timing.compile_for(algorithm.round, state, cohort)
+                rounds[name] = functools.partial(compiled.call, state, cohort)
+                temporaries[name] = compiled.temporary_bytes
+                untrained[name] = _untrained_round(
+                    aggregator, self.chunk_size, params, num_examples
+                )
+            seconds, alone = self.time(rounds), self.time(untrained)
+        for name, took in seconds.items():
+            pairs = zip(alone[name], alone["mean"], seconds["mean"], strict=True)
+            yield Row(
+                aggregator=name,
+                temporary_bytes=temporaries[name],
+                seconds=took,
+                ratio=timing.paired_ratio(took, seconds["mean"]),
+                untrained_seconds=alone[name],
+                added=statistics.median((own - least) / whole for own, least, whole in pairs),
+            )
 
 
 def _untrained_round(
-    aggregator: Aggregator,
-    chunk_size: int,
-    params: Params,
-    num_examples: Float[Array, " clients"],
+    aggregator: Aggregator, chunk_size: int, params: Params, num_examples: Float[Array, " clients"]
 ) -> Callable[[], Any]:
     """Compile a round in which a client's update is the parameters times its number of examples."""
     program = fedpax.program(clients=len(num_examples))
@@ -172,30 +141,13 @@ def _untrained_round(
             # The barrier keeps the update an array, as a trained one is.
             return jax.lax.optimization_barrier(jax.tree.map(lambda p: p * factor, params))
 
-        updates = federated_map(
-            scale, federated_broadcast(params), num_examples, chunk_size=chunk_size
-        )
-        mean, state, _ = aggregator.aggregate(state, updates, num_examples)
-        return mean, state
+        at_clients = fedpax.federated_broadcast(params)
+        updates = fedpax.federated_map(scale, at_clients, num_examples, chunk_size=chunk_size)
+        return aggregator.aggregate(state, updates, num_examples)[:2]
 
     state = jax.jit(program(aggregator.init))(params)
     compiled = timing.compile_for(run, params, state, num_examples)
     return functools.partial(compiled.call, params, state, num_examples)
 
 
-main = Benchmark(
-    __doc__,
-    Settings,
-    lambda settings: timing.on_devices(settings.devices, measure, settings),
-    {
-        "aggregator": "{aggregator:32}",
-        "temporaries": lambda row: format_bytes(row.temporary_bytes),
-        "round, s": "{seconds:.3f}",
-        "round / mean's": "{ratio:.2f}",
-        "added": "{added:+.1%}",
-    },
-)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command(AggregatorRounds)

@@ -18,15 +18,17 @@ The paper does not state how many of a model's parameters are exchanged. One con
 
 import argparse
 import dataclasses
+import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
+from fedpax.experiments.benchmarks import harness
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
 from fedpax.planning.site_bandwidth import (
     SiteExchange,
     SiteWorkload,
@@ -56,32 +58,17 @@ PUBLISHED: dict[str, dict[str, tuple[float, float]]] = {
 }
 
 
-def _read_plan(text: str) -> tuple[str, float]:
-    """Parse METHOD=FILE; return the method and the bits of a parameter in an exchange."""
-    method, _, file = text.partition("=")
-    try:
-        if method not in PUBLISHED:
-            raise ValueError(f"unknown method {method!r}; choose from {', '.join(PUBLISHED)}")
-        return method, bits_per_parameter(method, json.loads(Path(file).read_bytes()))
-    except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def exchange(method: str, num_layers: int) -> SiteExchange:
     """Return what a method of the table exchanges."""
-    fragments = num_layers // 3
-    match method:
-        case "data parallel":
-            return SiteExchange()
-        case "DiLoCo":
-            return SiteExchange(period=100)
-        case "streaming":
-            return SiteExchange(period=100, fragments=fragments)
-        case "+ overlap":
-            return SiteExchange(period=100, fragments=fragments, overlap_steps=1)
-        case "+ 4 bits":
-            return SiteExchange(period=100, fragments=fragments, overlap_steps=1, bits=4)
-    raise ValueError(f"unknown method {method!r}, expected one of {', '.join(PUBLISHED)}.")
+    streaming = SiteExchange(period=100, fragments=num_layers // 3)
+    overlap = dataclasses.replace(streaming, overlap_steps=1)
+    return {
+        "data parallel": SiteExchange(),
+        "DiLoCo": SiteExchange(period=100),
+        "streaming": streaming,
+        "+ overlap": overlap,
+        "+ 4 bits": dataclasses.replace(overlap, bits=4),
+    }[method]
 
 
 def bits_per_parameter(method: str, plan: Mapping[str, Any]) -> float:
@@ -101,10 +88,38 @@ def bits_per_parameter(method: str, plan: Mapping[str, Any]) -> float:
     return 8 * overlap["bytes_out_of_slice_per_round"] / computation["num_parameters"] / exchanges
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The options."""
+def _read_plan(text: str) -> tuple[str, float]:
+    """Parse METHOD=FILE; return the method and the bits of a parameter in an exchange."""
+    method, _, file = text.partition("=")
+    try:
+        harness.check_names("methods", [method], PUBLISHED)
+        return method, bits_per_parameter(method, json.loads(Path(file).read_bytes()))
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
+
+def cells(params: float = 0.83, bits: Mapping[str, float] | None = None) -> Iterator[Row]:
+    """Compute the table, with the bits of a parameter of some methods."""
+    ratio, compiled = np.log(GRID[1] / GRID[0]), bits or {}
+    for method, (name, model) in itertools.product(PUBLISHED, MODELS.items()):
+        own = exchange(method, model.num_layers)
+        if method in compiled:
+            own = dataclasses.replace(own, bits=compiled[method])
+        else:
+            model = dataclasses.replace(model, num_params=params * model.num_params)
+        for utilization, paper in zip(UTILIZATIONS, PUBLISHED[method][name], strict=True):
+            computed = required_bandwidth(model, own, utilization, GRID) / 1e9
+            yield Row(
+                method=method,
+                model=name,
+                utilization=utilization,
+                computed=computed,
+                published=paper,
+                steps=round(float(np.log(computed / paper) / ratio)),
+            )
+
+
+class Bandwidth(Benchmark):
     params: float = option(0.83, "part of the parameters that is exchanged")
     plans: list[tuple[str, float]] = option(
         (),
@@ -118,78 +133,43 @@ class Settings:
         if not self.params > 0:
             raise ValueError(f"--params is {self.params}, expected a number above 0")
 
+    def measure(self) -> Iterator[Row]:
+        for method, bits in self.plans:
+            print(f"{method}: {bits:.2f} bits of each parameter in an exchange, as compiled")
+        yield from cells(self.params, dict(self.plans))
 
-def measure(settings: Settings) -> Iterator[Row]:
-    """Compute the table."""
-    for method, bits in settings.plans:
-        print(f"{method}: {bits:.2f} bits of each parameter in an exchange, as compiled")
-    yield from cells(settings.params, dict(settings.plans))
+    def summary(self, rows: list[Row]) -> str:
+        """Format computed and published bandwidths, and how far they are from each other."""
+        head = ["Gbit/s, computed (published)"]
+        head += [f"{model}, {utilization:.0%}" for model in MODELS for utilization in UTILIZATIONS]
+        lines = [
+            [method, *(f"{r.computed:.1f} ({r.published:g})" for r in rows if r.method == method)]
+            for method in PUBLISHED
+        ]
+        distances = [abs(row.steps) for row in rows]
+        return (
+            f"{markdown_table(head, lines)}\nOf {len(rows)} bandwidths, {distances.count(0)} equal "
+            "the published ones on the grid, and the largest distance is "
+            f"{max(distances)} of its steps."
+        )
 
-
-def cells(params: float = 0.83, bits: Mapping[str, float] | None = None) -> Iterator[Row]:
-    """Compute the table."""
-    ratio = np.log(GRID[1] / GRID[0])
-    compiled = bits or {}
-    for method, models in PUBLISHED.items():
-        for name, published in models.items():
-            model = MODELS[name]
-            own = exchange(method, model.num_layers)
-            if method in compiled:
-                own = dataclasses.replace(own, bits=compiled[method])
-            else:
-                model = dataclasses.replace(model, num_params=params * model.num_params)
-            for utilization, paper in zip(UTILIZATIONS, published, strict=True):
-                computed = required_bandwidth(model, own, utilization, GRID) / 1e9
-                steps = round(float(np.log(computed / paper) / ratio))
-                yield Row(
-                    method=method,
-                    model=name,
-                    utilization=utilization,
-                    computed=computed,
-                    published=paper,
-                    steps=steps,
-                )
-
-
-def table(settings: Settings, rows: Sequence[Row]) -> str:
-    """Format computed and published bandwidths, and how far they are from each other."""
-    head = ["Gbit/s, computed (published)"]
-    head += [f"{model}, {utilization:.0%}" for model in MODELS for utilization in UTILIZATIONS]
-    lines = [
-        [method, *(f"{r.computed:.1f} ({r.published:g})" for r in rows if r.method == method)]
-        for method in PUBLISHED
-    ]
-    distances = [abs(row.steps) for row in rows]
-    return (
-        f"{markdown_table(head, lines)}\n"
-        f"Of {len(rows)} bandwidths, {distances.count(0)} equal the published ones on the grid, "
-        f"and the largest distance is {max(distances)} of its steps."
-    )
+    def draw(self, rows: list[Row]) -> Figure:
+        """Draw the compute utilization of each method over the bandwidth, by model."""
+        label, bandwidths = "Gbit/s between two sites", np.logspace(-1, 3, 400) * 1e9
+        titles = [f"{k} parameters, {m.step_seconds:g} s a step" for k, m in MODELS.items()]
+        axes = harness.panels(
+            *({"title": title, "xscale": "log", "xlabel": label} for title in titles),
+            size=(11, 3.6),
+            sharey=True,
+        )
+        for panel, model in zip(axes, MODELS.values(), strict=True):
+            model = dataclasses.replace(model, num_params=self.params * model.num_params)
+            for method in PUBLISHED:
+                own = exchange(method, model.num_layers)
+                values = [compute_utilization(model, own, b) for b in bandwidths]
+                panel.plot(bandwidths / 1e9, values, label=method)
+        axes[0].set_ylabel("compute utilization")
+        return harness.figure_of(axes)
 
 
-def draw(settings: Settings, rows: Sequence[Row]) -> Figure:
-    """Draw the compute utilization of each method over the bandwidth, by model."""
-    figure = Figure(figsize=(11, 3.6), layout="constrained", dpi=110)
-    bandwidths = np.logspace(-1, 3, 400) * 1e9
-    for axes, (name, model) in zip(
-        figure.subplots(1, len(MODELS), sharey=True), MODELS.items(), strict=True
-    ):
-        model = dataclasses.replace(model, num_params=settings.params * model.num_params)
-        for method in PUBLISHED:
-            own = exchange(method, model.num_layers)
-            values = [compute_utilization(model, own, b) for b in bandwidths]
-            axes.plot(bandwidths / 1e9, values, label=method)
-        axes.set_xscale("log")
-        axes.set_title(f"{name} parameters, {model.step_seconds:g} s a step", fontsize="medium")
-        axes.set_xlabel("Gbit/s between two sites")
-        axes.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("compute utilization")
-    figure.axes[0].legend(frameon=False, fontsize="small")
-    return figure
-
-
-main = Benchmark(__doc__, Settings, measure, summary=table, draw=draw)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command(Bandwidth)

@@ -8,7 +8,6 @@ prepared folder. The CPU seconds are summed over all processes, without the impo
 Needs the extras `beam` and `files`.
 """
 
-import dataclasses
 import functools
 import resource
 import statistics
@@ -23,21 +22,11 @@ import optax
 
 from fedpax.algorithms import fedavg
 from fedpax.data import ClientSampler, CohortRounds, cohort_rounds, load, partition_natural, prepare
-from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.losses import classification_loss
 
 FEATURES, CLASSES, EXAMPLES = 64, 10, 20
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The options."""
-
-    few: int = option(20, "clients of the small round")
-    many: int = option(2020, "clients of the large round")
-    repetitions: int = option(3, "pairs of jobs")
-    beam_flags: str = option("", "flags of the pipeline")
 
 
 def open_rounds(folder: str, size: int) -> CohortRounds:
@@ -50,9 +39,9 @@ def open_rounds(folder: str, size: int) -> CohortRounds:
 
 def preprocess(columns: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a batch."""
-    features = [columns[f"x{i}"] for i in range(FEATURES)]
+    features = np.stack([columns[f"x{i}"] for i in range(FEATURES)], axis=1)
     return {
-        "image": np.stack(features, axis=1).astype(np.float32),
+        "image": features.astype(np.float32),
         "label": np.asarray(columns["label"], np.int32),
     }
 
@@ -62,25 +51,35 @@ def write_clients(folder: Path, num_clients: int) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    random = np.random.default_rng(0)
-    count = num_clients * EXAMPLES
+    random, count = np.random.default_rng(0), num_clients * EXAMPLES
     columns: dict[str, Any] = {"client": np.repeat(np.arange(num_clients), EXAMPLES)}
-    for i in range(FEATURES):
-        columns[f"x{i}"] = random.normal(size=count).astype(np.float32)
+    features = random.normal(size=(FEATURES, count)).astype(np.float32)
+    columns |= {f"x{i}": feature for i, feature in enumerate(features)}
     columns["label"] = random.integers(CLASSES, size=count)
     pq.write_table(pa.table(columns), folder / "table.parquet")
     prepare(str(folder / "table.parquet"), folder / "prepared", client="client")
 
 
-def measure(settings: Settings) -> Iterator[Row]:
-    """Run pairs of jobs."""
-    from fedpax.deploy.beam import run_beam
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of those that it has started."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
-    model = mlp(MLPConfig(layer_sizes=(FEATURES, 200, CLASSES)))
-    with tempfile.TemporaryDirectory() as temporary:
-        write_clients(Path(temporary), settings.many)
-        for _ in range(settings.repetitions):
-            for size in (settings.few, settings.many):
+
+class BeamRounds(Benchmark):
+    few: int = option(20, "clients of the small round")
+    many: int = option(2020, "clients of the large round")
+    repetitions: int = option(3, "pairs of jobs")
+    beam_flags: str = option("", "flags of the pipeline")
+    columns = "clients {clients} | CPU s {seconds:.2f}"
+
+    def measure(self) -> Iterator[Row]:
+        from fedpax.deploy.beam import run_beam
+
+        model = mlp(MLPConfig(layer_sizes=(FEATURES, 200, CLASSES)))
+        with tempfile.TemporaryDirectory() as temporary:
+            write_clients(Path(temporary), self.many)
+            for size in self.repetitions * (self.few, self.many):
                 method = fedavg(
                     classification_loss(model.apply),
                     cohort_size=size,
@@ -88,33 +87,17 @@ def measure(settings: Settings) -> Iterator[Row]:
                 )
                 state = method.init(jax.jit(model.init)(jax.random.key(0)))
                 opened = functools.partial(open_rounds, f"{temporary}/prepared", size)
-                before = _cpu_seconds()
-                run_beam(method.round, state, clients=opened, flags=settings.beam_flags.split())
-                yield Row(clients=size, seconds=_cpu_seconds() - before)
+                before = cpu_seconds()
+                run_beam(method.round, state, clients=opened, flags=self.beam_flags.split())
+                yield Row(clients=size, seconds=cpu_seconds() - before)
+
+    def summary(self, rows: list[Row]) -> str:
+        few, many = (
+            statistics.median(row.seconds for row in rows if row.clients == size)
+            for size in (self.few, self.many)
+        )
+        client = (many - few) / (self.many - self.few)
+        return f"a job: {few - client * self.few:.2f} CPU s; a client: {1000 * client:.2f} CPU ms"
 
 
-def conclude(settings: Settings, rows: list[Row]) -> str:
-    """Return the cost of a job and of a client."""
-    few, many = (
-        statistics.median(row.seconds for row in rows if row.clients == size)
-        for size in (settings.few, settings.many)
-    )
-    client = (many - few) / (settings.many - settings.few)
-    return f"a job: {few - client * settings.few:.2f} CPU s; a client: {1000 * client:.2f} CPU ms"
-
-
-def _cpu_seconds() -> float:
-    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
-
-
-main = Benchmark(
-    __doc__,
-    Settings,
-    measure,
-    {"clients": "{clients}", "CPU s": "{seconds:.2f}"},
-    conclude,
-)
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command(BeamRounds)

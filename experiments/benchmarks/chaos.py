@@ -16,6 +16,7 @@ an island of this run, and loses the steps since the last checkpoint.
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import signal
 import statistics
@@ -41,7 +42,8 @@ from fedpax.experiments.benchmarks.chaos_sites import (
     draw_failures,
     play,
 )
-from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
+from fedpax.experiments.benchmarks.workloads import changed
 from fedpax.experiments.decoupled_diloco_text import DecoupledDiLoCoText, decoupled_diloco_text
 from fedpax.experiments.text import TextConfig
 from fedpax.parallel.mesh import MeshConfig
@@ -55,11 +57,10 @@ class PacedStream:
     """A stream of cohorts of which each comes at least some seconds after the one before."""
 
     def __init__(self, stream: CohortStream, seconds: float) -> None:
-        self._stream, self._seconds = stream, seconds
-        self._next = 0.0
+        self._stream, self._seconds, self._next = stream, seconds, 0.0
+        self.get_state, self.set_state = stream.get_state, stream.set_state
 
     def __next__(self) -> Cohort:
-        """Return the next cohort when its time has come."""
         cohort = next(self._stream)
         time.sleep(max(0.0, self._next - time.monotonic()))
         self._next = time.monotonic() + self._seconds
@@ -70,14 +71,6 @@ class PacedStream:
         if isinstance(self._stream, IslandStream):
             self._stream.keep_island(island)
 
-    def get_state(self) -> Any:
-        """Return the position of the stream."""
-        return self._stream.get_state()
-
-    def set_state(self, state: Any) -> None:
-        """Move to a position."""
-        self._stream.set_state(state)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PacedText(DecoupledDiLoCoText):
@@ -86,7 +79,6 @@ class PacedText(DecoupledDiLoCoText):
     round_seconds: float = 1.0
 
     def build(self) -> Run:
-        """Make the run, with a paced stream of data."""
         run = super().build()
         return run._replace(cohorts=PacedStream(run.cohorts, self.round_seconds))
 
@@ -94,13 +86,11 @@ class PacedText(DecoupledDiLoCoText):
 def paced_text() -> PacedText:
     """Four islands that train a small transformer, a round of 8 steps each second."""
     base = decoupled_diloco_text()
-    model = dataclasses.replace(
-        base.model, num_layers=2, embed_dim=32, num_heads=2, num_kv_heads=1, mlp_dim=64
-    )
+    sizes = {"num_layers": 2, "embed_dim": 32, "num_heads": 2, "num_kv_heads": 1, "mlp_dim": 64}
     return PacedText(
         islands=4,
         mesh=MeshConfig(islands=1),  # of `fedpax evaluate`; each island has one device
-        model=model,
+        model=changed(base.model, **sizes),
         data=TextConfig(local_steps=LOCAL_STEPS, batch_size=4, seq_len=64, heldout_tokens=1 << 15),
         optimizer=base.optimizer,
         # A grace window of more than a round: islands are at any moment of their rounds.
@@ -110,10 +100,7 @@ def paced_text() -> PacedText:
 
 
 def restarted_data_parallelism(
-    failures: Sequence[Failure],
-    seconds: float,
-    restart_seconds: float,
-    checkpoint_seconds: float,
+    failures: Sequence[Failure], seconds: float, restart_seconds: float, checkpoint_seconds: float
 ) -> float:
     """Compute the useful fraction of time if each failure stops all islands.
 
@@ -149,11 +136,6 @@ def mean_data_parallelism(
     """Compute the mean of `restarted_data_parallelism` over schedules of one failure rate.
 
     One schedule of some minutes differs by several percent from another one of the same rate.
-
-    Example:
-        >>> rare, often = (mean_data_parallelism(m, 4, 350.0, 5.0, 2.0) for m in (1e4, 4.0))
-        >>> 0.9 < rare < 1.0 and 0.2 < often < 0.3
-        True
     """
     kept = []
     for seed in range(schedules):
@@ -174,9 +156,8 @@ def heldout_loss(sites: Sites) -> float:
     """Return the held-out loss of the outer model, by `fedpax evaluate`."""
     file = sites.folder / "evaluation.json"
     command = ["evaluate", f"--job_log_dir={sites.run_folder(SYNCER)}", f"--json={file}"]
-    subprocess.run(
-        [sys.executable, "-m", "fedpax", *command], check=True, stdout=subprocess.DEVNULL
-    )
+    run = [sys.executable, "-m", "fedpax", *command]
+    subprocess.run(run, check=True, stdout=subprocess.DEVNULL)
     return float(json.loads(file.read_text(encoding="utf-8"))["metrics"]["loss"])
 
 
@@ -184,39 +165,29 @@ def draw_outcomes(quiet: Outcome, chaotic: Outcome) -> Figure:
     """Draw the failures, and the inner steps in merges over time with and without them."""
     figure = Figure(figsize=(9, 6), layout="constrained", dpi=120)
     above, below = figure.subplots(2, sharex=True, height_ratios=[1, 1.6])
-    colors = dict(zip(get_args(Kind), ("C3", "C1", "C0", "C9", "C4"), strict=True))
+    colors: dict[str, Any] = dict(zip(get_args(Kind), ("C3", "C1", "C0", "C9", "C4"), strict=True))
     named: set[str] = set()
+
+    def bar(name: str, process: int, left: float, seconds: float, **style: Any) -> None:
+        label = None if name in named else name
+        above.barh(process, seconds, left=left, label=label, **style)
+        named.add(name)
+
     for failure in chaotic.failures:
-        label = None if failure.kind in named else failure.kind
-        named.add(failure.kind)
-        above.barh(
-            failure.island,
-            failure.seconds,
-            left=failure.time,
-            color=colors[failure.kind],
-            label=label,
-        )
-    for restart in chaotic.restarts:
-        ended = next(f for f in chaotic.failures if (f.island, f.time) == restart[:2]).seconds
-        above.barh(
-            restart.process,
-            restart.seconds,
-            left=restart.time + ended,
-            color="C3",
-            alpha=0.3,
-            label=None if "restart" in named else "until its first round or merge",
-        )
-        named.add("restart")
-    islands = range(SYNCER, len(chaotic.statuses) - 1)
-    above.set_yticks(list(islands), ["syncer", *(f"island {island}" for island in islands[1:])])
+        kind, color = failure.kind, colors[failure.kind]
+        bar(kind, failure.island, failure.time, failure.seconds, color=color)
+    for process, killed, seconds in chaotic.restarts:
+        ended = next(f for f in chaotic.failures if (f.island, f.time) == (process, killed)).seconds
+        name = "until its first round or merge"
+        bar(name, process, killed + ended, seconds, color="C3", alpha=0.3)
+    islands = range(len(chaotic.statuses) - 1)
+    above.set_yticks([SYNCER, *islands], ["syncer", *(f"island {island}" for island in islands)])
     if named:
         above.legend(fontsize="small", ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     for name, outcome in (("undisturbed", quiet), ("with failures", chaotic)):
         times, counts = zip(*outcome.merges, strict=True)
-        total = [sum(counts[: i + 1]) for i in range(len(counts))]
-        below.plot(times, total, label=name)
-    below.set_xlabel("seconds")
-    below.set_ylabel("inner steps in merges")
+        below.plot(times, list(itertools.accumulate(counts)), label=name)
+    below.set(xlabel="seconds", ylabel="inner steps in merges")
     below.legend()
     return figure
 
@@ -232,17 +203,14 @@ def compare(
     quiet, chaotic = outcomes
     restarts = [r.seconds for r in chaotic.restarts if r.process != SYNCER]
     restart = statistics.median(restarts) if restarts else 0.0
+    rates = chaotic.seconds, restart, checkpoint_seconds
     return Row(
         seed=seed,
         failures=dict(Counter(failure.kind for failure in chaotic.failures)),
         seconds=chaotic.seconds,
         useful=chaotic.steps_per_second / quiet.steps_per_second,
-        data_parallel=restarted_data_parallelism(
-            chaotic.failures, chaotic.seconds, restart, checkpoint_seconds
-        ),
-        mean_data_parallel=mean_data_parallelism(
-            mean_seconds, len(chaotic.statuses) - 1, chaotic.seconds, restart, checkpoint_seconds
-        ),
+        data_parallel=restarted_data_parallelism(chaotic.failures, *rates),
+        mean_data_parallel=mean_data_parallelism(mean_seconds, len(chaotic.statuses) - 1, *rates),
         restart_seconds=restart,
         repeated=chaotic.repeated,
         lost_updates=sum(chaotic.lost_updates.values()),
@@ -252,10 +220,7 @@ def compare(
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The options."""
-
+class Chaos(Benchmark):
     seed: int = option(0, "of the failures")
     rounds: int = option(150, "rounds of the run")
     round_seconds: float = option(1.0, "seconds of a round")
@@ -264,62 +229,46 @@ class Settings:
     limit_seconds: float = option(1800.0, "for each run")
     folder: str | None = option(None, "a new folder for runs and logs; default: temporary")
 
-
-def measure(settings: Settings) -> Iterator[Row]:
-    """Run both."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the processes too
-    fields = [
-        "--exp=fedpax.experiments.benchmarks.chaos:paced_text",
-        f"--training.rounds={settings.rounds}",
-        f"--round_seconds={settings.round_seconds}",
-    ]
-    islands, limit = settings.islands, settings.limit_seconds
-    # Until the end of the run, whenever that is.
-    failures = draw_failures(settings.seed, islands, limit, settings.mean_seconds)
-    results = []
-    with contextlib.ExitStack() as stack:
-        folder = Path(settings.folder or stack.enter_context(tempfile.TemporaryDirectory()))
-        for name, schedule in (("quiet", []), ("chaotic", failures)):
-            with Sites(folder / name, islands, fields, local_steps=LOCAL_STEPS) as sites:
-                outcome = play(sites, schedule, limit)
-                results.append((outcome, heldout_loss(sites)))
-    (quiet, quiet_loss), (chaotic, loss) = results
-    yield compare(
-        settings.seed,
-        (quiet, chaotic),
-        (quiet_loss, loss),
-        CHECKPOINT_ROUNDS * settings.round_seconds,
-        settings.mean_seconds,
-    )
-
-
-def describe(settings: Settings, rows: Sequence[Row]) -> str:
-    """Describe the comparison in words."""
-    (row,) = rows
-    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(row.failures.items()))
-    return "\n".join(
-        [
-            f"failures: {sum(row.failures.values())} in {row.seconds:.0f} s ({kinds})",
-            f"useful time of the islands: {row.useful:.1%}",
-            f"restarted data parallelism: {row.data_parallel:.1%} after these failures, "
-            f"{row.mean_data_parallel:.1%} on average at this rate (computed)",
-            f"restart of an island until its first round: {row.restart_seconds:.1f} s (median)",
-            f"updates applied twice: {row.repeated}",
-            f"updates lost of islands that were never killed: {row.lost_updates}",
-            f"held-out loss: {row.loss:.4f}, undisturbed {row.quiet_loss:.4f}",
+    def measure(self) -> Iterator[Row]:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the processes too
+        fields = [
+            "--exp=fedpax.experiments.benchmarks.chaos:paced_text",
+            f"--training.rounds={self.rounds}",
+            f"--round_seconds={self.round_seconds}",
         ]
-    )
+        islands, limit = self.islands, self.limit_seconds
+        # Until the end of the run, whenever that is.
+        failures = draw_failures(self.seed, islands, limit, self.mean_seconds)
+        results = []
+        with contextlib.ExitStack() as stack:
+            folder = Path(self.folder or stack.enter_context(tempfile.TemporaryDirectory()))
+            for name, schedule in (("quiet", []), ("chaotic", failures)):
+                with Sites(folder / name, islands, fields, local_steps=LOCAL_STEPS) as sites:
+                    outcome = play(sites, schedule, limit)
+                    results.append((outcome, heldout_loss(sites)))
+        (quiet, quiet_loss), (chaotic, loss) = results
+        checkpoints = CHECKPOINT_ROUNDS * self.round_seconds
+        outcomes, losses = (quiet, chaotic), (quiet_loss, loss)
+        yield compare(self.seed, outcomes, losses, checkpoints, self.mean_seconds)
+
+    def summary(self, rows: list[Row]) -> str:
+        (row,) = rows
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(row.failures.items()))
+        return "\n".join(
+            [
+                f"failures: {sum(row.failures.values())} in {row.seconds:.0f} s ({kinds})",
+                f"useful time of the islands: {row.useful:.1%}",
+                f"restarted data parallelism: {row.data_parallel:.1%} after these failures, "
+                f"{row.mean_data_parallel:.1%} on average at this rate (computed)",
+                f"restart of an island until its first round: {row.restart_seconds:.1f} s (median)",
+                f"updates applied twice: {row.repeated}",
+                f"updates lost of islands that were never killed: {row.lost_updates}",
+                f"held-out loss: {row.loss:.4f}, undisturbed {row.quiet_loss:.4f}",
+            ]
+        )
+
+    def draw(self, rows: list[Row]) -> Figure:
+        return draw_outcomes(*vars(rows[0])["_outcomes"])
 
 
-main = Benchmark(
-    __doc__,
-    Settings,
-    measure,
-    summary=describe,
-    draw=lambda settings, rows: draw_outcomes(*vars(rows[0])["_outcomes"]),
-    aliases={"--json": "--out", "--plot": "--picture"},
-)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command(Chaos)

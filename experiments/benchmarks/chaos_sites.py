@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -36,17 +36,8 @@ class Failure(NamedTuple):
 def draw_failures(
     seed: int, islands: int, total_seconds: float, mean_seconds: float
 ) -> list[Failure]:
-    """Draw the failures of a run.
-
-    Example:
-        >>> failures = draw_failures(seed=0, islands=4, total_seconds=1000.0, mean_seconds=5.0)
-        >>> 150 < len(failures) < 250
-        True
-        >>> failures == draw_failures(seed=0, islands=4, total_seconds=1000.0, mean_seconds=5.0)
-        True
-    """
-    rng = random.Random(seed)
-    failures: list[Failure] = []
+    """Draw the failures of a run."""
+    rng, failures = random.Random(seed), list[Failure]()
     now = rng.expovariate(1 / mean_seconds)
     while now < total_seconds:
         kind = rng.choice(get_args(Kind))
@@ -94,7 +85,7 @@ class Outcome(NamedTuple):
         return sum(steps for _, steps in self.merges) / self.seconds
 
 
-class Sites:
+class Sites(contextlib.AbstractContextManager["Sites"]):
     """The processes of a syncer and its islands, with a proxy before each island."""
 
     def __init__(
@@ -115,18 +106,17 @@ class Sites:
         self._logs = contextlib.ExitStack()
         folder.mkdir(parents=True)
 
-    def __enter__(self) -> "Sites":
-        """Return itself."""
-        return self
-
     def __exit__(self, *exception: object) -> None:
-        """Kill all processes."""
-        for process in self._processes.values():
-            process.kill()
-            process.wait()
+        for island in self._processes:
+            self.kill(island)
         for network in self.networks:
             network.close()
         self._logs.close()
+
+    @property
+    def processes(self) -> list[int]:
+        """The syncer and the islands."""
+        return [SYNCER, *range(len(self.networks))]
 
     def start(self, island: int, *more: str) -> None:
         """Start an island, or the syncer, with further arguments."""
@@ -137,10 +127,10 @@ class Sites:
             port = self.networks[island].port
             command = ["join", f"--syncer=127.0.0.1:{port}", f"--shard={island}"]
         run = self.run_folder(island)
-        arguments = [*self._fields, *more]
         log = self._logs.enter_context((self.folder / f"{run.name}.log").open("ab"))
+        arguments = [*command, f"--job_log_dir={run}", *self._fields, *more]
         self._processes[island] = subprocess.Popen(
-            [sys.executable, "-m", "fedpax", *command, f"--job_log_dir={run}", *arguments],
+            [sys.executable, "-m", "fedpax", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -154,9 +144,8 @@ class Sites:
 
     def signal(self, island: int, number: signal.Signals) -> None:
         """Send a signal to a process, if it is running."""
-        process = self._processes[island]
-        if process.poll() is None:
-            process.send_signal(number)
+        if self.status(island) is None:
+            self._processes[island].send_signal(number)
 
     def kill(self, island: int) -> None:
         """Kill a process with SIGKILL, and reap it."""
@@ -201,13 +190,11 @@ def play(sites: Sites, failures: Sequence[Failure], limit_seconds: float) -> Out
     A failure after the end does not happen, nor one of a process that is down already, or has not
     trained or merged yet since it was started again.
     """
-    islands = range(len(sites.networks))
+    islands = sites.processes[1:]
     deadline = time.monotonic() + limit_seconds
-    for process in (SYNCER, *islands):
+    for process in sites.processes:
         sites.start(process)
-    while not all(sites.rounds(island) >= 2 for island in islands):
-        _check(sites, deadline)
-        time.sleep(0.3)
+    _wait(sites, deadline, lambda: all(sites.rounds(island) >= 2 for island in islands))
     begin, date = time.monotonic(), time.time()
     waiting = list(failures)
     agenda: list[tuple[float, Failure]] = []  # what ends, and when
@@ -242,22 +229,23 @@ def play(sites: Sites, failures: Sequence[Failure], limit_seconds: float) -> Out
     seconds = time.monotonic() - begin
     for _, failure in agenda:
         _end(sites, failure)
-    while any(sites.status(island) is None for island in islands):
+    _wait(sites, deadline, lambda: all(sites.status(island) is not None for island in islands))
+    return _summarize(sites, date, seconds, happened, restarts)
+
+
+def _wait(sites: Sites, deadline: float, until: Callable[[], bool]) -> None:
+    while not until():
         _check(sites, deadline)
         time.sleep(0.3)
-    statuses = [sites.status(process) or 0 for process in (SYNCER, *islands)]
-    return _summarize(sites, date, seconds, happened, restarts, statuses)
 
 
 def _check(sites: Sites, deadline: float, except_for: Collection[int] = ()) -> None:
     if time.monotonic() > deadline:
         raise TimeoutError(f"the run did not end in time: see the logs in {sites.folder}")
-    for process in (SYNCER, *range(len(sites.networks))):
-        if process not in except_for and sites.status(process) not in (None, 0):
-            raise RuntimeError(
-                f"{sites.run_folder(process).name} ended with status {sites.status(process)}: see "
-                f"the logs in {sites.folder}"
-            )
+    for process in sites.processes:
+        if process not in except_for and (status := sites.status(process)) not in (None, 0):
+            name = sites.run_folder(process).name
+            raise RuntimeError(f"{name} ended with status {status}: see the logs in {sites.folder}")
 
 
 def _begin(sites: Sites, failure: Failure) -> None:
@@ -289,39 +277,30 @@ def _summarize(
     seconds: float,
     failures: list[Failure],
     restarts: list[Restart],
-    statuses: list[int],
 ) -> Outcome:
     merges = sites.merges()
     fragments = 1 + max(merge["fragment"] for merge in merges)
-    times = [merge["time"] for merge in merges]
-    sent = Counter(
-        (update["island"], update["incarnation"], update["sequence"], merge["fragment"])
-        for merge in merges
-        for update in merge["updates"]
-    )
+    updates = [(merge["fragment"], update) for merge in merges for update in merge["updates"]]
+    sent = Counter((q, *(u[k] for k in ("island", "incarnation", "sequence"))) for q, u in updates)
     killed = {failure.island for failure in failures if failure.kind == "kill"}
     lost, last = {}, {}
-    for island in set(range(len(sites.networks))) - killed:
-        own = [
-            (merge["fragment"], update["sequence"], update["steps"])
-            for merge in merges
-            for update in merge["updates"]
-            if update["island"] == sites.run_folder(island).name
-        ]
-        newest = [max(n for q, n, _ in own if q == p) for p in range(fragments)]
-        missing = min(newest) - sum(n <= min(newest) for _, n, _ in own)
+    for island in {*sites.processes[1:]} - killed:
+        own = [(q, u) for q, u in updates if u["island"] == sites.run_folder(island).name]
+        newest = min(max(u["sequence"] for q, u in own if q == p) for p in range(fragments))
+        missing = newest - sum(u["sequence"] <= newest for _, u in own)
         lost[island] = max(missing - sites.dropped(island), 0)
-        merged = [sum(steps for q, _, steps in own if q == p) for p in range(fragments)]
-        last[island] = sites.steps(island) - min(merged)
+        merged = min(sum(u["steps"] for q, u in own if q == p) for p in range(fragments))
+        last[island] = sites.steps(island) - merged
     # A step is part of one update of each fragment.
     steps = [sum(update["steps"] for update in merge["updates"]) / fragments for merge in merges]
+    times = [merge["time"] - date for merge in merges]
     return Outcome(
         seconds,
-        [(at - date, n) for at, n in zip(times, steps, strict=True) if at >= date],
+        [(at, n) for at, n in zip(times, steps, strict=True) if at >= 0],
         sum(count - 1 for count in sent.values()),
         lost,
         last,
         restarts,
-        statuses,
+        [sites.status(process) or 0 for process in sites.processes],
         failures,
     )

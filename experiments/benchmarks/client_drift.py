@@ -8,8 +8,7 @@ float64. All clients join each round. The optimum of the mean loss solves a line
 with K above 1 converges to another point, which `fixed_point` computes.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -20,10 +19,8 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 
 from fedpax import Cohort
-from fedpax.algorithm import FederatedAlgorithm
-from fedpax.algorithms import fedavg, feddyn, fedprox, mime, mime_lite, scaffold
-from fedpax.experiments.benchmarks import harness
-from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
+from fedpax.experiments.benchmarks import harness, workloads
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
 from fedpax.reports.table import markdown_table
 
 
@@ -41,14 +38,7 @@ class Quadratics(NamedTuple):
 
 
 def draw_quadratics(clients: int = 5, size: int = 4, seed: int = 0) -> Quadratics:
-    """Draw Hessians with eigenvalues from 0.5 to 3, and the clients' optima from N(0, 9).
-
-    Example:
-        >>> problem = draw_quadratics(clients=3, size=2)
-        >>> gaps = problem.optimum - problem.centers
-        >>> bool(np.allclose(np.einsum("ijk,ik->j", problem.hessians, gaps), 0))  # the gradient
-        True
-    """
+    """Draw Hessians with eigenvalues from 0.5 to 3, and the clients' optima from N(0, 9)."""
     rng = np.random.default_rng(seed)
     basis = np.linalg.qr(rng.normal(size=(clients, size, size)))[0]
     values = rng.uniform(0.5, 3, size=(clients, 1, size))
@@ -62,39 +52,30 @@ def loss_fn(w: jax.Array, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, No
     return (w - center) @ hessian @ (w - center) / 2, None
 
 
-METHODS: dict[str, tuple[Callable[..., FederatedAlgorithm], dict[str, Any]]] = {
-    "FedAvg": (fedavg, {}),
-    "FedProx": (fedprox, {"mu": 0.5}),
-    "MimeLite": (mime_lite, {}),
-    "SCAFFOLD I": (scaffold, {"option": "I"}),
-    "SCAFFOLD II": (scaffold, {"option": "II"}),
-    "FedDyn": (feddyn, {"alpha": 1.0}),
-    "Mime": (mime, {}),
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "FedAvg": ("fedavg", {}),
+    "FedProx": ("fedprox", {"mu": 0.5}),
+    "MimeLite": ("mime_lite", {}),
+    "SCAFFOLD I": ("scaffold", {"option": "I"}),
+    "SCAFFOLD II": ("scaffold", {"option": "II"}),
+    "FedDyn": ("feddyn", {"alpha": 1.0}),
+    "Mime": ("mime", {}),
 }
-"""The methods by name, with their settings beside the learning rate."""
 
 
 def distances(
     problem: Quadratics, method: str, *, rounds: int, local_steps: int = 10, rate: float = 0.1
 ) -> tuple[Float[np.ndarray, " size"], Float[np.ndarray, " rounds"]]:
-    """Train from 0 and measure the distance from the optimum.
-
-    Example:
-        >>> _, errors = distances(draw_quadratics(), "SCAFFOLD I", rounds=20)
-        >>> bool(errors[0] > 0.1 and errors[-1] < 1e-8)
-        True
-    """
-    build, settings = METHODS[method]
+    """Train from 0; return the last parameters and the distance from the optimum by round."""
+    function, settings = METHODS[method]
     clients, size = problem.centers.shape
-    if build in (scaffold, feddyn):
-        settings = {"num_clients": clients, **settings}
+    sizes = {"cohort_size": clients, "num_clients": clients}
     fields = {"hessian": problem.hessians, "center": problem.centers}
     batches = {k: np.repeat(v[:, None, None], local_steps, 1) for k, v in fields.items()}
     cohort = Cohort(batches, client_ids=np.arange(clients))
     with jax.enable_x64(True):
-        algorithm = build(
-            loss_fn, cohort_size=clients, client_optimizer=optax.sgd(rate), **settings
-        )
+        sgd = optax.sgd(rate)
+        algorithm = workloads.method(function, loss_fn, client_optimizer=sgd, **sizes, **settings)
 
         def step(state: Any, _: None) -> tuple[Any, jax.Array]:
             state = algorithm.round(state, cohort)[0]
@@ -112,11 +93,6 @@ def fixed_point(
 
     From x, client i ends at x - M_i (x - b_i), with M_i the sum over k < K of
     (I - eta (A_i + mu I))^k eta A_i. At the fixed point, these moves have mean 0.
-
-    Example:
-        >>> problem = draw_quadratics()
-        >>> bool(np.allclose(fixed_point(problem, local_steps=1), problem.optimum))
-        True
     """
     hessians, centers = problem
     moves = np.zeros_like(hessians)
@@ -125,10 +101,7 @@ def fixed_point(
     return np.linalg.solve(moves.sum(0), np.einsum("ijk,ik->j", moves, centers))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The options."""
-
+class ClientDrift(Benchmark):
     clients: int = option(5, "number of clients")
     rounds: int = option(60, "rounds to train")
     local_steps: list[int] = option("10", "K; several with commas", harness.integers)
@@ -142,46 +115,35 @@ class Settings:
         harness.check_at_least(1, rounds=self.rounds, clients=self.clients)
         harness.check_names("methods", self.methods, METHODS)
 
+    def measure(self) -> Iterator[Row]:
+        problem = draw_quadratics(self.clients, seed=self.seed)
+        for steps in self.local_steps:
+            for name in self.methods or METHODS:
+                _, errors = distances(
+                    problem, name, rounds=self.rounds, local_steps=steps, rate=self.rate
+                )
+                yield Row(method=name, local_steps=steps, distances=errors.tolist())
 
-def measure(settings: Settings) -> Iterator[Row]:
-    """Train the methods with each number of local steps."""
-    problem = draw_quadratics(settings.clients, seed=settings.seed)
-    for local_steps in settings.local_steps:
-        sizes: dict[str, Any] = {"local_steps": local_steps, "rate": settings.rate}
-        for name in settings.methods or METHODS:
-            errors = distances(problem, name, rounds=settings.rounds, **sizes)[1].tolist()
-            yield Row(method=name, local_steps=local_steps, distances=errors)
+    def summary(self, rows: list[Row]) -> str:
+        """Format the distances after some rounds, a table for each number of local steps."""
+        shown = sorted({r for r in (1, 10, 20, 40, self.rounds) if r <= self.rounds})
+        parts = []
+        for steps in self.local_steps:
+            chosen = [row for row in rows if row.local_steps == steps]
+            cells = [[str(r), *(f"{row.distances[r - 1]:.1e}" for row in chosen)] for r in shown]
+            parts += [f"\n{steps} local steps:\n"] if len(self.local_steps) > 1 else []
+            parts.append(markdown_table(["round", *(row.method for row in chosen)], cells))
+        return "\n".join(parts)
 
-
-def tables(settings: Settings, rows: Sequence[Row]) -> str:
-    """Format the distances after some rounds, a table for each number of local steps."""
-    shown = sorted({r for r in (1, 10, 20, 40, settings.rounds) if r <= settings.rounds})
-    parts = []
-    for local_steps in settings.local_steps:
-        chosen = [row for row in rows if row.local_steps == local_steps]
-        cells = [[str(r), *(f"{row.distances[r - 1]:.1e}" for row in chosen)] for r in shown]
-        parts += [f"\n{local_steps} local steps:\n"] if len(settings.local_steps) > 1 else []
-        parts.append(markdown_table(["round", *(row.method for row in chosen)], cells))
-    return "\n".join(parts)
-
-
-def draw(settings: Settings, rows: Sequence[Row]) -> Figure:
-    """Draw the distances over rounds for the last number of local steps, on a logarithmic scale."""
-    figure = Figure(figsize=(7, 4), layout="constrained", dpi=110)
-    axes = figure.subplots()
-    for row in rows:
-        if row.local_steps == settings.local_steps[-1]:
-            rounds = np.arange(1, len(row.distances) + 1)
-            axes.semilogy(rounds, row.distances, label=row.method, linewidth=1)
-    axes.set_xlabel("round")
-    axes.set_ylabel("distance from the optimum")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize="small")
-    return figure
+    def draw(self, rows: list[Row]) -> Figure:
+        """Draw the distances for the last number of local steps, on a logarithmic scale."""
+        axes = {"xlabel": "round", "ylabel": "distance from the optimum", "yscale": "log"}
+        (panel,) = harness.panels(axes, size=(7, 4))
+        for row in rows:
+            if row.local_steps == self.local_steps[-1]:
+                rounds = np.arange(1, len(row.distances) + 1)
+                panel.plot(rounds, row.distances, label=row.method, linewidth=1)
+        return harness.figure_of([panel])
 
 
-main = Benchmark(__doc__, Settings, measure, summary=tables, draw=draw)
-
-
-if __name__ == "__main__":
-    main()
+main = command(ClientDrift)

@@ -10,10 +10,10 @@ cohort is laid out on a thread: at most 10%. On a machine that other programs sh
 computes it from the CPU time of a cohort and of a round.
 """
 
-import dataclasses
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,32 +25,56 @@ from fedpax.algorithms import fedavg
 from fedpax.data import ClientSampler, CohortRounds, cohort_rounds
 from fedpax.data.rounds.preprocess import preprocess_images
 from fedpax.experiments.benchmarks import timing
-from fedpax.experiments.benchmarks.harness import Benchmark, Row, Timed, option
-from fedpax.models.classifiers import MLPConfig, mlp
-from fedpax.models.losses import classification_loss
+from fedpax.experiments.benchmarks.harness import Row, Timed, command, option
+from fedpax.experiments.benchmarks.workloads import WORKLOADS
 from fedpax.training.prefetch import Prefetch
 
 MOST_COPIES, MOST_WAITING = 2.5, 0.1
 KINDS = "float32", "uint8", "uint8 to float32"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(Timed):
-    """The options."""
-
+class CohortInput(Timed):
     clients: int = option(1000, "clients of a cohort, of 4 times as many")
     faster: float = option(50.0, "speed of the device, as a multiple of this CPU's")
     examples: int = option(60_000, "images of all clients")
+    columns = (
+        "images {kind:16} | MB {megabytes:.0f} | CPU s of a cohort {seconds:.4f} "
+        "| in copies {copies:.2f} | s on the device {computing:.4f} | waiting {waiting:.1%}"
+    )
+    bar = f"{MOST_COPIES:g} copies, {MOST_WAITING:.0%} waiting"
+
+    def measure(self) -> Iterator[Row]:
+        computing = None
+        for kind, stream in streams(self):
+            cohort = next(stream)
+            if computing is None:
+                computing = round_seconds(cohort, self.clock) / self.faster
+            calls = {
+                "next": lambda stream=stream: next(stream).batches,
+                "copy": lambda cohort=cohort: {k: v.copy() for k, v in cohort.batches.items()},
+            }
+            seconds = timing.interleaved(calls, (), self.repetitions, "cpu")
+            copies = timing.paired_ratio(seconds["next"], seconds["copy"])
+            fraction = waiting(stream, computing, self.repetitions, self.clock)
+            yield Row(
+                kind=kind,
+                megabytes=sum(v.nbytes for v in cohort.batches.values()) / 1e6,
+                seconds=seconds["next"],
+                copies=copies,
+                computing=computing,
+                waiting=fraction,
+                met=copies is not None and copies <= MOST_COPIES and fraction <= MOST_WAITING,
+            )
 
 
-def streams(settings: Settings) -> Iterator[tuple[str, CohortRounds]]:
+def streams(sizes: CohortInput) -> Iterator[tuple[str, CohortRounds]]:
     """Make the stream of each kind of images."""
     random = np.random.default_rng(0)
-    images = random.integers(0, 256, (settings.examples, 28, 28, 1), np.uint8)
-    labels = random.integers(0, 10, settings.examples, np.int32)
-    sizes = np.ceil(random.lognormal(np.log(28), 0.9, 4 * settings.clients)).clip(1, 100)
-    clients = [random.integers(0, settings.examples, int(size)) for size in sizes]
-    sampler = ClientSampler(len(clients), settings.clients)
+    images = random.integers(0, 256, (sizes.examples, 28, 28, 1), np.uint8)
+    labels = random.integers(0, 10, sizes.examples, np.int32)
+    counts = np.ceil(random.lognormal(np.log(28), 0.9, 4 * sizes.clients)).clip(1, 100)
+    clients = [random.integers(0, sizes.examples, int(count)) for count in counts]
+    sampler = ClientSampler(len(clients), sizes.clients)
     floats = {"image": images / np.float32(255), "label": labels}
     integers = {"image": images, "label": labels}
     for kind, arrays in zip(KINDS, (floats, integers, integers), strict=True):
@@ -60,21 +84,21 @@ def streams(settings: Settings) -> Iterator[tuple[str, CohortRounds]]:
 
 def round_seconds(cohort: fedpax.Cohort, clock: str = "wall") -> float:
     """Return the seconds of a FedAvg round of an MLP on this CPU."""
-    model = mlp(MLPConfig())
+    workload = WORKLOADS["mlp"]()
     algorithm = fedavg(
-        classification_loss(model.apply),
+        workload.loss_fn,
         cohort_size=cohort.batches["label"].shape[0],
         client_optimizer=optax.sgd(0.1),
         chunk_size=1,
     )
     image = cohort.batches["image"].reshape(*cohort.batches["mask"].shape, -1)
     cohort = cohort._replace(batches={**cohort.batches, "image": image.astype(np.float32)})
-    state = algorithm.init(jax.jit(model.init)(jax.random.key(0)))
+    state = algorithm.init(jax.jit(workload.model.init)(jax.random.key(0)))
     calls = {"round": jax.jit(algorithm.round)}
     return min(timing.interleaved(calls, (state, cohort), 2, clock)["round"])
 
 
-def waiting(stream: CohortRounds, computing: float, rounds: int, clock: str = "wall") -> float:
+def waiting(stream: Any, computing: float, rounds: int, clock: str = "wall") -> float:
     """Return the fraction of time in which a loop waits for the next cohort.
 
     With the CPU clock, it is computed from the CPU time that the cohorts take on the thread.
@@ -91,59 +115,8 @@ def waiting(stream: CohortRounds, computing: float, rounds: int, clock: str = "w
             jax.block_until_ready(cohorts.next())
             waited.append(time.perf_counter() - asked)
         input_seconds = (time.process_time() - began) / rounds
-    seconds = statistics.median(waited)
-    if clock == "cpu":
-        seconds = max(0.0, input_seconds - computing)
+    seconds = max(0.0, input_seconds - computing) if clock == "cpu" else statistics.median(waited)
     return seconds / (seconds + computing)
 
 
-def measure(settings: Settings) -> Iterator[Row]:
-    """Measure each kind of images."""
-    computing = None
-    for kind, stream in streams(settings):
-        cohort = next(stream)
-        if computing is None:
-            computing = round_seconds(cohort, settings.clock) / settings.faster
-        calls = {
-            "next": lambda stream=stream: next(stream).batches,
-            "copy": lambda cohort=cohort: {k: v.copy() for k, v in cohort.batches.items()},
-        }
-        seconds = timing.interleaved(calls, (), settings.repetitions, "cpu")
-        ratio = timing.paired_ratio(seconds["next"], seconds["copy"])
-        fraction = waiting(stream, computing, settings.repetitions, settings.clock)
-        yield Row(
-            kind=kind,
-            megabytes=sum(v.nbytes for v in cohort.batches.values()) / 1e6,
-            seconds=seconds["next"],
-            copies=ratio,
-            computing=computing,
-            waiting=fraction,
-            met=ratio is not None and ratio <= MOST_COPIES and fraction <= MOST_WAITING,
-        )
-
-
-def summary(settings: Settings, rows: Sequence[Row]) -> str:
-    """Name the bars."""
-    missed = [row.kind for row in rows if not row.met]
-    bars = f"{MOST_COPIES:g} copies, {MOST_WAITING:.0%} waiting"
-    return f"\nBars ({bars}): {'met' if not missed else 'missed with ' + ', '.join(missed)}."
-
-
-main = Benchmark(
-    __doc__,
-    Settings,
-    measure,
-    {
-        "images": "{kind:16}",
-        "MB": "{megabytes:.0f}",
-        "CPU s of a cohort": "{seconds:.4f}",
-        "in copies": "{copies:.2f}",
-        "s on the device": "{computing:.4f}",
-        "waiting": "{waiting:.1%}",
-    },
-    summary,
-    required="met",
-)
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command(CohortInput)

@@ -21,7 +21,7 @@ Each run has a folder below `--out`. An interrupted benchmark continues where it
 a finished run is not repeated. The losses come from the last evaluation.
 """
 
-import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -33,47 +33,36 @@ from matplotlib.figure import Figure
 from fedpax.experiments.benchmarks import harness
 from fedpax.experiments.benchmarks.diloco_runs import (
     BITS,
+    DILOCO,
     Result,
     Setting,
     common_start,
     measure,
 )
-from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
-from fedpax.experiments.diloco_text import diloco_text
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
 from fedpax.parallel import simulate_devices
 from fedpax.reports.table import format_bytes, markdown_table
 
 TUNED = ["method", "local_steps", "learning_rate", "weight_decay", "outer_momentum"]
 """The columns of the table of settings that were tried."""
 
+COLUMNS = {"methods": ["method", "local_steps", "bits", *TUNED[2:]], "local_steps": TUNED[1:]}
 TABLES = ("methods", "local_steps", "islands", "bits")
-DILOCO = diloco_text()
 
 
 def settings(
-    num_seeds: int,
-    rows: int | None = None,
-    local_steps: int | None = None,
-    bits: str = "4 bits",
+    num_seeds: int, rows: int | None = None, local_steps: int | None = None, bits: str = "4 bits"
 ) -> dict[str, list[Setting]]:
     """Return the runs of each table by the table's name."""
-    diloco = DILOCO
-    islands = diloco.islands
-    if local_steps is None:
-        local_steps = diloco.data.local_steps
-    if rows is None:
-        rows = islands * diloco.data.batch_size
-    base = Setting("DiLoCo", local_steps, islands, bits, rows)
-    seeds = range(num_seeds)
+    islands = DILOCO.islands
+    rows = islands * DILOCO.data.batch_size if rows is None else rows
+    steps = DILOCO.data.local_steps if local_steps is None else local_steps
+    base = Setting("DiLoCo", steps, islands, bits, rows)
+    sent = {"data parallelism": "float32", "DiLoCo": bits, "Streaming DiLoCo": "4 bits"}
     return {
         "methods": [
-            Setting(method, local_steps, islands, sent, rows, seed)
-            for method, sent in (
-                ("data parallelism", "float32"),
-                ("DiLoCo", bits),
-                ("Streaming DiLoCo", "4 bits"),
-            )
-            for seed in seeds
+            base._replace(method=method, bits=sent[method], seed=seed)
+            for method, seed in itertools.product(sent, range(num_seeds))
         ],
         "local_steps": [base._replace(local_steps=steps) for steps in (1, 6, 18, 54, 162)],
         "islands": [base._replace(islands=count) for count in (1, 2, islands, 8)],
@@ -102,25 +91,20 @@ def table(results: Sequence[Result], changed: Sequence[str], baseline: float) ->
         losses = [run.loss for run in runs]
         spread = f" ± {(max(losses) - min(losses)) / 2:.4f}" if len(losses) > 1 else ""
         cells = {name: str(getattr(setting, name)) for name in changed}
-        if not setting.has_outer_optimizer:
-            cells.pop("outer_momentum", None)
-        rows.append(
-            [
-                *(cells.get(name, "") for name in changed),
-                f"{fmean(losses):.4f}{spread}",
-                f"{fmean(losses) / baseline - 1:+.2%}",
-                format_bytes(runs[0].bytes_sent),
-            ]
-        )
+        if not setting.has_outer_optimizer and "outer_momentum" in cells:
+            cells["outer_momentum"] = ""
+        mean = fmean(losses)
+        figures = f"{mean:.4f}{spread}", f"{mean / baseline - 1:+.2%}"
+        rows.append([*cells.values(), *figures, format_bytes(runs[0].bytes_sent)])
     head = [*(name.replace("_", " ") for name in changed), "loss", "over DP", "sent"]
     return markdown_table(head, rows)
 
 
 def draw(results: dict[str, list[Result]], baseline: float) -> Figure:
     """Draw the loss over local steps, islands and bits."""
-    figure = Figure(figsize=(10, 3.4), layout="constrained", dpi=110)
-    panels = figure.subplots(1, 3, sharey=True)
-    for axes, name in zip(panels, ("local_steps", "islands", "bits"), strict=True):
+    labels = [{"xlabel": name.replace("_", " ")} for name in TABLES[1:]]
+    panels = harness.panels(*labels, size=(10, 3.4), sharey=True)
+    for axes, name in zip(panels, TABLES[1:], strict=True):
         runs = results.get(name, [])
         places = [getattr(run.setting, name) for run in runs]
         axes.plot(places, [run.loss for run in runs], marker="o", label="DiLoCo")
@@ -129,38 +113,29 @@ def draw(results: dict[str, list[Result]], baseline: float) -> Figure:
             axes.set_xscale("log", base=2)
             axes.set_xticks(places, [str(place) for place in places])
             axes.minorticks_off()
-        axes.set_xlabel(name.replace("_", " "))
-        axes.grid(alpha=0.3)
     panels[0].set_ylabel("held-out loss, nats per byte")
-    panels[0].legend(frameon=False, fontsize="small")
-    return figure
+    return harness.figure_of(panels)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The options."""
+def _tried(default: float, name: str) -> list[float]:
+    parsed: list[float] = option(str(default), f"{name} to choose from", harness.numbers)
+    return parsed
 
+
+class DiLoCoLaws(Benchmark):
     out: Path = option(None, "folder of the runs", Path, required=True)
     tokens: int = option(5_000_000, "tokens of a run")
     rows: int | None = option(None, "global batch; default: diloco_text's", int)
     local_steps: int | None = option(
-        None,
-        "inner steps between two averages, but in the table of them; default: diloco_text's",
-        int,
+        None, "inner steps between two averages, but in their table; default: diloco_text's", int
     )
     bits: str = option(
-        "4 bits", "format of DiLoCo's outer gradients, but in the table of formats", choices=BITS
+        "4 bits", "format of DiLoCo's outer gradients, but in their table", choices=BITS
     )
     seeds: int = option(3, "seeds of the first table")
-    learning_rates: list[float] = option(
-        str(DILOCO.optimizer.learning_rate), "peak learning rates to choose from", harness.numbers
-    )
-    weight_decays: list[float] = option(
-        str(DILOCO.optimizer.weight_decay), "weight decays to choose from", harness.numbers
-    )
-    outer_momenta: list[float] = option(
-        str(DILOCO.outer.momentum), "momenta of the outer optimizer to choose from", harness.numbers
-    )
+    learning_rates: list[float] = _tried(DILOCO.optimizer.learning_rate, "peak learning rates")
+    weight_decays: list[float] = _tried(DILOCO.optimizer.weight_decay, "weight decays")
+    outer_momenta: list[float] = _tried(DILOCO.outer.momentum, "momenta of the outer optimizer")
     common_start: float = option(
         0.0, "fraction of the tokens that data parallelism trains before DiLoCo"
     )
@@ -177,10 +152,10 @@ class Settings:
     def runs(self) -> dict[str, list[Setting]]:
         """Return the runs of each table; the table of methods holds the baseline."""
         groups = settings(self.seeds, self.rows, self.local_steps, self.bits)
+        start = self.common_start
         return {
             name: [
-                setting._replace(common_start=self.common_start * setting.has_outer_optimizer)
-                for setting in groups[name]
+                run._replace(common_start=start * run.has_outer_optimizer) for run in groups[name]
             ]
             for name in dict.fromkeys(["methods", *self.tables])
         }
@@ -192,62 +167,44 @@ class Settings:
     def tuning(self) -> list[Setting]:
         """Return the runs from which the best rates, decays and momenta follow."""
         untuned = {_tuned_with(setting): setting for setting in reversed(self.planned())}
-        return [
-            setting._replace(learning_rate=rate, weight_decay=decay, outer_momentum=momentum)
-            for setting in reversed(untuned.values())
-            for rate in self.learning_rates
-            for decay in self.weight_decays
-            for momentum in (
-                self.outer_momenta if setting.has_outer_optimizer else [setting.outer_momentum]
-            )
-        ]
+        tried: list[Setting] = []
+        for run in reversed(untuned.values()):
+            momenta = self.outer_momenta if run.has_outer_optimizer else [run.outer_momentum]
+            for values in itertools.product(self.learning_rates, self.weight_decays, momenta):
+                names: Any = dict(zip(TUNED[2:], values, strict=True))
+                tried.append(run._replace(**names))
+        return tried
+
+    def measure(self) -> Iterator[Row]:
+        """Train the runs, and print a table of each kind."""
+        simulate_devices(DILOCO.islands)
+        jax.config.update("jax_platforms", "cpu")
+        tuning = self.tuning()
+        best = {_tuned_with(setting): setting for setting in tuning}
+        if len(tuning) > len(best):
+            tried = [measure(setting, self.tokens, self.out) for setting in tuning]
+            best = {tuned: result.setting for tuned, result in best_results(tried).items()}
+            baseline = min(run.loss for run in tried if not run.setting.has_outer_optimizer)
+            print(f"\n{table(tried, TUNED, baseline)}")
+        for name, group in self.runs().items():
+            results = []
+            for setting in group:
+                winner = best[_tuned_with(setting)]
+                tuned = setting._replace(**{name: getattr(winner, name) for name in TUNED[2:]})
+                results.append(measure(tuned, self.tokens, self.out))
+            if name == "methods":
+                parallel = [run for run in results if run.setting.method == "data parallelism"]
+                baseline = fmean(run.loss for run in parallel)
+            print(f"\n{table(results, COLUMNS.get(name, [name]), baseline)}", flush=True)
+            for run in results:
+                figures = {"loss": run.loss, "bytes_sent": run.bytes_sent, "baseline": baseline}
+                yield Row(table=name, **run.setting._asdict(), **figures, _result=run)
+
+    def draw(self, rows: list[Row]) -> Figure:
+        groups: dict[str, list[Result]] = {}
+        for row in rows:
+            groups.setdefault(row.table, []).append(row._result)
+        return draw(groups, rows[0].baseline)
 
 
-def measure_all(options: Settings) -> Iterator[Row]:
-    """Train the runs, and print a table of each kind."""
-    simulate_devices(DILOCO.islands)
-    jax.config.update("jax_platforms", "cpu")
-    tuning = options.tuning()
-    best = {_tuned_with(setting): setting for setting in tuning}
-    if len(tuning) > len(best):
-        tried = [measure(setting, options.tokens, options.out) for setting in tuning]
-        best = {tuned: result.setting for tuned, result in best_results(tried).items()}
-        baseline = min(run.loss for run in tried if not run.setting.has_outer_optimizer)
-        print(f"\n{table(tried, TUNED, baseline)}")
-
-    def tuned(setting: Setting) -> Setting:
-        winner = best[_tuned_with(setting)]
-        return setting._replace(**{name: getattr(winner, name) for name in TUNED[2:]})
-
-    columns = {"methods": ["method", "local_steps", "bits", *TUNED[2:]], "local_steps": TUNED[1:]}
-    for name, group in options.runs().items():
-        results = [measure(tuned(setting), options.tokens, options.out) for setting in group]
-        if name == "methods":
-            baseline = fmean(
-                run.loss for run in results if run.setting.method == "data parallelism"
-            )
-        print(f"\n{table(results, columns.get(name, [name]), baseline)}", flush=True)
-        for run in results:
-            yield Row(
-                table=name,
-                **run.setting._asdict(),
-                loss=run.loss,
-                bytes_sent=run.bytes_sent,
-                baseline=baseline,
-                _result=run,
-            )
-
-
-def draw_rows(options: Settings, rows: Sequence[Any]) -> Figure:
-    """Draw the last three tables."""
-    groups: dict[str, list[Result]] = {}
-    for row in rows:
-        groups.setdefault(row.table, []).append(row._result)
-    return draw(groups, rows[0].baseline)
-
-
-main = Benchmark(__doc__, Settings, measure_all, draw=draw_rows)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command(DiLoCoLaws)

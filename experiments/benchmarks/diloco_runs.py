@@ -1,10 +1,10 @@
 """The runs of `diloco_laws`: what a run varies, its experiment, and its training."""
 
-import dataclasses
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fedpax.console import print_error
+from fedpax.experiments.benchmarks.workloads import changed
 from fedpax.experiments.diloco_text import data_parallel_text, diloco_text
 from fedpax.experiments.streaming_diloco_text import streaming_diloco_text
 from fedpax.experiments.text import TextExperiment
@@ -18,6 +18,8 @@ BITS: dict[str, int | None] = {"float32": None, "4 bits": 16, "2 bits": 4, "1 bi
 OTHER_SEED = 1000
 """Added to the seed of the data after a common start."""
 
+DILOCO = diloco_text()
+
 
 class Setting(NamedTuple):
     """A run."""
@@ -28,9 +30,9 @@ class Setting(NamedTuple):
     bits: str
     rows: int
     seed: int = 0
-    learning_rate: float = diloco_text().optimizer.learning_rate
-    outer_momentum: float = diloco_text().outer.momentum
-    weight_decay: float = diloco_text().optimizer.weight_decay
+    learning_rate: float = DILOCO.optimizer.learning_rate
+    outer_momentum: float = DILOCO.outer.momentum
+    weight_decay: float = DILOCO.optimizer.weight_decay
     common_start: float = 0.0
 
     @property
@@ -43,61 +45,51 @@ class Setting(NamedTuple):
         """The name of the run's folder."""
         return "-".join(str(value).replace(" ", "_") for value in self)
 
+    def _base(self) -> Any:
+        momentum, levels = self.outer_momentum, BITS[self.bits]
+        if self.method == "data parallelism":
+            return data_parallel_text()
+        if self.method == "DiLoCo":
+            return changed(DILOCO, outer={"momentum": momentum, "num_levels": levels})
+        streamed = streaming_diloco_text()
+        most = self.local_steps // streamed.streaming.fragments - 1
+        delay = max(min(streamed.streaming.delay, most), 0)
+        return changed(streamed, streaming={"momentum": momentum, "delay": delay})
+
     def experiment(self, num_tokens: int) -> TextExperiment:
         """Make the experiment, without the common start."""
-        base: TextExperiment
-        if self.method == "data parallelism":
-            base = data_parallel_text()
-        elif self.method == "Streaming DiLoCo":
-            streamed = streaming_diloco_text()
-            streaming = streamed.streaming
-            streaming = dataclasses.replace(
-                streaming,
-                momentum=self.outer_momentum,
-                delay=max(min(streaming.delay, self.local_steps // streaming.fragments - 1), 0),
-            )
-            base = dataclasses.replace(streamed, streaming=streaming)
-        else:
-            diloco = diloco_text()
-            outer = dataclasses.replace(
-                diloco.outer, momentum=self.outer_momentum, num_levels=BITS[self.bits]
-            )
-            base = dataclasses.replace(diloco, outer=outer)
-        rows = self.rows
+        base, rows = self._base(), self.rows
         if rows < 1 or rows % self.islands:
             raise ValueError(
                 f"{self.islands} islands do not divide the global batch of {rows} rows. Choose a "
                 f"multiple of {self.islands}."
             )
-        # All devices of the demo: an island has several where there are few islands.
-        on_axis = min(self.islands, base.islands)
         rounds = num_tokens // (self.local_steps * rows * base.data.seq_len)
         if not rounds:
             raise ValueError(
                 f"{num_tokens:,} tokens fill no round of {self.local_steps} steps of {rows} rows "
                 f"of {base.data.seq_len} tokens. Pass more --tokens."
             )
-        return dataclasses.replace(
+        # All devices of the demo: an island has several where there are few islands.
+        on_axis = min(self.islands, base.islands)
+        made: TextExperiment = changed(
             base,
             islands=self.islands,
             mesh=MeshConfig(islands=on_axis, fsdp=base.islands // on_axis),
-            data=dataclasses.replace(
-                base.data,
-                local_steps=self.local_steps,
-                batch_size=rows // self.islands,
-                seed=self.seed,
-            ),
-            optimizer=dataclasses.replace(
-                base.optimizer, learning_rate=self.learning_rate, weight_decay=self.weight_decay
-            ),
-            training=dataclasses.replace(
-                base.training,
-                rounds=rounds,
-                evaluate_every=0,
-                checkpoint_every=0,
-                seed=self.seed,
-            ),
+            data={
+                "local_steps": self.local_steps,
+                "batch_size": rows // self.islands,
+                "seed": self.seed,
+            },
+            optimizer={"learning_rate": self.learning_rate, "weight_decay": self.weight_decay},
+            training={
+                "rounds": rounds,
+                "evaluate_every": 0,
+                "checkpoint_every": 0,
+                "seed": self.seed,
+            },
         )
+        return made
 
 
 class Result(NamedTuple):
@@ -114,19 +106,13 @@ def measure(setting: Setting, num_tokens: int, out: Path) -> Result:
     experiment, sent = setting.experiment(num_tokens), 0.0
     if setting.common_start:
         start = common_start(setting, num_tokens)
-        # One for all methods.
-        folder = out / f"start-{_start_of(setting).folder}"
+        folder = out / f"start-{_start_of(setting).folder}"  # one for all methods
         sent = _train(start, folder).bytes_across_placement
-        experiment = dataclasses.replace(
-            experiment,
-            training=dataclasses.replace(
-                experiment.training,
-                rounds=experiment.training.rounds - start.training.rounds,
-                begin_from=str(folder),
-            ),
-            # Not the rows of the common start again.
-            data=dataclasses.replace(experiment.data, seed=experiment.data.seed + OTHER_SEED),
-        )
+        rest = experiment.training.rounds - start.training.rounds
+        # Not the rows of the common start again.
+        seed = experiment.data.seed + OTHER_SEED
+        training = {"rounds": rest, "begin_from": str(folder)}
+        experiment = changed(experiment, training=training, data={"seed": seed})
     run = _train(experiment, out / setting.folder)
     return Result(setting, run.loss, sent + run.bytes_across_placement)
 
@@ -141,26 +127,15 @@ def common_start(setting: Setting, num_tokens: int) -> TextExperiment:
             "rounds, expected some of them and not all. Pass a fraction between 0 and 1, or more "
             "--tokens."
         )
-    return dataclasses.replace(
-        whole,
-        training=dataclasses.replace(whole.training, rounds=rounds),
-        optimizer=dataclasses.replace(whole.optimizer, schedule="constant"),
-    )
+    schedule = {"schedule": "constant"}
+    start: TextExperiment = changed(whole, training={"rounds": rounds}, optimizer=schedule)
+    return start
 
 
 def _start_of(setting: Setting) -> Setting:
     """Return the setting of a run's common start, equal for all methods."""
-    return Setting(
-        "data parallelism",
-        setting.local_steps,
-        setting.islands,
-        "float32",
-        setting.rows,
-        setting.seed,
-        setting.learning_rate,
-        weight_decay=setting.weight_decay,
-        common_start=setting.common_start,
-    )
+    momentum = Setting._field_defaults["outer_momentum"]
+    return setting._replace(method="data parallelism", bits="float32", outer_momentum=momentum)
 
 
 def _train(experiment: TextExperiment, folder: Path) -> RunSummary:

@@ -16,7 +16,8 @@ also has the largest CPU time of a training process from its start to the next u
 depends less on other programs of the machine.
 """
 
-import dataclasses
+import contextlib
+import functools
 import os
 import signal
 import socket
@@ -24,13 +25,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fedpax.elastic.host_copies import memory_folder, remove_copies
 from fedpax.experiments.benchmarks import timing
-from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
 from fedpax.run_files.metrics import read_metrics, select
 
 EVENTS = (
@@ -44,21 +44,7 @@ CHECKPOINT_EVERY = 10_000
 LONGEST = 600.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The options."""
-
-    processes: int = option(3, "processes, at least 2")
-    repetitions: int = option(3, "number of jobs")
-    heartbeat: int = option(10, "--heartbeat_timeout, seconds")
-    pause: float = option(12.0, "seconds between a useful round and the next event")
-
-    def __post_init__(self) -> None:
-        if self.processes < 2 or self.repetitions < 1:
-            raise ValueError("expected --processes of at least 2 and --repetitions of at least 1")
-
-
-class Job(AbstractContextManager["Job"]):
+class Job(contextlib.AbstractContextManager["Job"]):
     """An elastic job of FedAvg on digits on this machine; a context manager that ends it."""
 
     def __init__(self, folder: Path, processes: int, heartbeat: int) -> None:
@@ -96,34 +82,30 @@ class Job(AbstractContextManager["Job"]):
 
     def wait_for_message(self, text: str, times: int) -> float:
         """Wait until the keeper has printed a text several times; return the time."""
-        deadline = time.monotonic() + LONGEST
-        while Path(self._log.name).read_text(encoding="utf-8").count(text) < times:
-            self._check(deadline)
-        return time.monotonic()
+        return self._wait(lambda: self._messages().count(text) >= times)
 
     def useful_round(self) -> float:
         """Wait for a useful round; return the time."""
-        deadline = time.monotonic() + LONGEST
         most = self._last_round()
-        while self._last_round() <= most:
-            self._check(deadline)
-        return time.monotonic()
+        return self._wait(lambda: self._last_round() > most)
+
+    def _messages(self) -> str:
+        return Path(self._log.name).read_text(encoding="utf-8")
 
     def _last_round(self) -> int:
         lines = select(read_metrics(self._folder), "training")
         return int(lines[-1]["round"]) if lines else 0
 
-    def _check(self, deadline: float) -> None:
-        if self._supervisors[0].poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(
-                f"the job did not train on, expected a round within {LONGEST:g} s. Its messages: "
-                f"{Path(self._log.name).read_text(encoding='utf-8')[-2000:]}"
-            )
-        time.sleep(0.02)
-
-    def signal_training_process(self, number: int, which: signal.Signals) -> None:
-        """Send a signal to the training process of a host, the child of its supervisor."""
-        os.kill(self._training_process(number), which)
+    def _wait(self, until: Callable[[], bool]) -> float:
+        deadline = time.monotonic() + LONGEST
+        while not until():
+            if self._supervisors[0].poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"the job did not train on, expected a round within {LONGEST:g} s. Its "
+                    f"messages: {self._messages()[-2000:]}"
+                )
+            time.sleep(0.02)
+        return time.monotonic()
 
     def _training_process(self, number: int) -> int:
         process = self._supervisors[number].pid
@@ -140,17 +122,20 @@ class Job(AbstractContextManager["Job"]):
                 ticks.append(int(user) + int(system))
         return max(ticks) / os.sysconf("SC_CLK_TCK")
 
-    def kill_host(self, number: int) -> None:
-        """Kill a supervisor, and with it its training process."""
-        self._supervisors[number].kill()
-        self._supervisors[number].wait()
+    def signal_training_process(self, which: signal.Signals) -> None:
+        """Send a signal to the training process of the last host, the child of its supervisor."""
+        os.kill(self._training_process(-1), which)
 
-    def return_host(self, number: int) -> None:
-        """Start a supervisor again."""
-        self._supervisors[number] = self._launch(number)
+    def kill_host(self) -> None:
+        """Kill the last supervisor, and with it its training process."""
+        self._supervisors[-1].kill()
+        self._supervisors[-1].wait()
+
+    def return_host(self) -> None:
+        """Start the last supervisor again."""
+        self._supervisors[-1] = self._launch(self._count - 1)
 
     def __exit__(self, *error: object) -> None:
-        """Kill all processes, and remove their copies of the state."""
         for supervisor in self._supervisors:
             supervisor.kill()
             supervisor.wait()
@@ -159,60 +144,50 @@ class Job(AbstractContextManager["Job"]):
         self._log.close()
 
 
-def measure_job(settings: Settings) -> dict[str, tuple[float, float, float]]:
-    """Return the seconds until the decision and until a useful round, and of the CPU, by event."""
-    last = settings.processes - 1
-    seconds = {}
-    with tempfile.TemporaryDirectory() as folder:
-        began = time.monotonic()
-        with Job(Path(folder), settings.processes, settings.heartbeat) as job:
-            seconds[EVENTS[0]] = (0.0, job.useful_round() - began, job.cpu_seconds())
-            actions: tuple[Callable[[], None], ...] = (
-                lambda: job.signal_training_process(last, signal.SIGKILL),
-                lambda: job.signal_training_process(last, signal.SIGSTOP),
-                lambda: job.kill_host(last),
-                lambda: job.return_host(last),
+class ElasticRestarts(Benchmark):
+    processes: int = option(3, "processes, at least 2")
+    repetitions: int = option(3, "number of jobs")
+    heartbeat: int = option(10, "--heartbeat_timeout, seconds")
+    pause: float = option(12.0, "seconds between a useful round and the next event")
+    columns = (
+        "event {name:24} | decided {decided:.1f} | seconds {seconds:.1f} | cpu {cpu:.1f} "
+        "| of a start {ratio:.2f}"
+    )
+
+    def __post_init__(self) -> None:
+        if self.processes < 2 or self.repetitions < 1:
+            raise ValueError("expected --processes of at least 2 and --repetitions of at least 1")
+
+    def measure(self) -> Iterator[Row]:
+        jobs = [self.measure_job() for _ in range(self.repetitions)]
+        for name in EVENTS:
+            decided, seconds, cpu = (
+                list(taken) for taken in zip(*(j[name] for j in jobs), strict=True)
             )
-            for times, (name, act) in enumerate(zip(EVENTS[1:], actions, strict=True), start=1):
-                time.sleep(settings.pause)
-                began = time.monotonic()
-                act()
-                joined = job.wait_for_message("has joined", 1) if name == EVENTS[-1] else None
-                started = job.wait_for_message("processes train", times)
-                ended = job.useful_round()
-                seconds[name] = ((joined or started) - began, ended - began, job.cpu_seconds())
-    return seconds
+            ratio = timing.paired_ratio(seconds, [job["start"][1] for job in jobs])
+            yield Row(name=name, decided=decided, seconds=seconds, cpu=cpu, ratio=ratio)
+
+    def measure_job(self) -> dict[str, tuple[float, float, float]]:
+        """Return the seconds until the decision and a useful round, and of the CPU, by event."""
+        with tempfile.TemporaryDirectory() as folder:
+            began = time.monotonic()
+            with Job(Path(folder), self.processes, self.heartbeat) as job:
+                seconds = {EVENTS[0]: (0.0, job.useful_round() - began, job.cpu_seconds())}
+                actions: tuple[Callable[[], None], ...] = (
+                    functools.partial(job.signal_training_process, signal.SIGKILL),
+                    functools.partial(job.signal_training_process, signal.SIGSTOP),
+                    job.kill_host,
+                    job.return_host,
+                )
+                for times, (name, act) in enumerate(zip(EVENTS[1:], actions, strict=True), start=1):
+                    time.sleep(self.pause)
+                    began = time.monotonic()
+                    act()
+                    joined = job.wait_for_message("has joined", 1) if name == EVENTS[-1] else None
+                    started = job.wait_for_message("processes train", times)
+                    ended = job.useful_round()
+                    seconds[name] = (joined or started) - began, ended - began, job.cpu_seconds()
+        return seconds
 
 
-def measure(settings: Settings) -> list[Row]:
-    """Measure all jobs."""
-    jobs = [measure_job(settings) for _ in range(settings.repetitions)]
-    seconds = {name: [job[name][1] for job in jobs] for name in EVENTS}
-    return [
-        Row(
-            name=name,
-            decided=[job[name][0] for job in jobs],
-            seconds=seconds[name],
-            cpu=[job[name][2] for job in jobs],
-            ratio=timing.paired_ratio(seconds[name], seconds["start"]),
-        )
-        for name in EVENTS
-    ]
-
-
-main = Benchmark(
-    __doc__,
-    Settings,
-    measure,
-    {
-        "event": "{name:24}",
-        "decided": "{decided:.1f}",
-        "seconds": "{seconds:.1f}",
-        "cpu": "{cpu:.1f}",
-        "of a start": "{ratio:.2f}",
-    },
-)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command(ElasticRestarts)

@@ -5,75 +5,111 @@
 All implementations run the same round on the same random data and must give the same result. They
 are timed in interleaved calls, and a ratio is the median over repetitions. DrJAX is part of the
 extra `bench` and is left out if it is not installed.
+
+`--plot` draws time and memory over the number of clients, with the rows of `--files`: its
+temporaries slow down the calls after DrJAX, so time it in a file of its own. Memory comes from any
+row of an implementation and a number of clients, time from the last row that has it.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import Any
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
 
+import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 import fedpax
+from fedpax.algorithm import Params
 from fedpax.experiments.benchmarks import harness, timing
-from fedpax.experiments.benchmarks.harness import Benchmark, Row, Timed, option
-from fedpax.experiments.benchmarks.rounds import drjax_round, fedpax_round, scan_round, vmap_round
+from fedpax.experiments.benchmarks.harness import Row, Timed, command, option
 from fedpax.experiments.benchmarks.workloads import WORKLOADS, Sizes
 from fedpax.primitives.placement import ChunkSize
 
+NumExamples: TypeAlias = Float[Array, " clients"]
+LocalTrain: TypeAlias = Callable[[Params, chex.ArrayTree], Params]
+Round: TypeAlias = Callable[[Params, chex.ArrayTree, jax.Array], Params]
+
+
+def fedpax_round(local_train: LocalTrain, clients: int, chunk_size: ChunkSize) -> Round:
+    """Make the round with fedpax; a device runs `chunk_size` clients at once."""
+
+    @fedpax.program(clients=clients, chunk_size=chunk_size)
+    def fedavg_round(params: Params, batches: chex.ArrayTree, num_examples: NumExamples) -> Params:
+        at_clients = fedpax.federated_broadcast(params)
+        update = fedpax.federated_map(local_train, at_clients, batches)
+        return _add(params, fedpax.federated_mean(update, weights=num_examples))
+
+    return fedavg_round
+
+
+def drjax_round(local_train: LocalTrain, clients: int) -> Round:
+    """Make the round with DrJAX, which takes one array of weights per leaf."""
+    import drjax
+
+    @drjax.program(clients=clients)
+    def fedavg_round(params: Params, batches: chex.ArrayTree, num_examples: NumExamples) -> Params:
+        update = drjax.map_fn(local_train, (drjax.broadcast(params), batches))
+        weights = jax.tree.map(lambda _: num_examples, update)
+        return _add(params, drjax.reduce_weighted_mean(update, weights))
+
+    return fedavg_round
+
+
+def vmap_round(local_train: LocalTrain, clients: int) -> Round:
+    """Make the round as one `jax.vmap` over all clients; the compiler partitions it."""
+
+    def fedavg_round(params: Params, batches: chex.ArrayTree, num_examples: NumExamples) -> Params:
+        update = jax.vmap(local_train, in_axes=(None, 0))(params, batches)
+        share = num_examples / jnp.sum(num_examples)
+        return _add(params, jax.tree.map(lambda c: jnp.tensordot(share, c, 1), update))
+
+    return fedavg_round
+
+
+def scan_round(local_train: LocalTrain, clients: int) -> Round:
+    """Make the round as a loop over the clients of a device, with one all-reduce at the end.
+
+    This is the lower limit of memory: no copies of the parameters and no client's update is stored.
+    """
+
+    def on_device(params: Params, batches: chex.ArrayTree, num_examples: NumExamples) -> Params:
+        # Varying over devices: otherwise JAX sums the gradients of all clients.
+        varying = jax.tree.map(lambda p: jax.lax.pcast(p, "clients", to="varying"), params)
+
+        def add(total: Params, client: tuple[chex.ArrayTree, jax.Array]) -> tuple[Params, None]:
+            batches, weight = client
+            update = local_train(varying, batches)
+            return jax.tree.map(lambda t, c: t + weight * c, total, update), None
+
+        zeros = jax.tree.map(jnp.zeros_like, varying)
+        total, _ = jax.lax.scan(add, zeros, (batches, num_examples))
+        total, weight = jax.lax.psum((total, jnp.sum(num_examples)), "clients")
+        return _add(params, jax.tree.map(lambda t: t / weight, total))
+
+    specs = (P(), P("clients"), P("clients"))
+    return jax.shard_map(on_device, in_specs=specs, out_specs=P())
+
+
+def _add(params: Params, update: Params) -> Params:
+    return jax.tree.map(jnp.add, params, update)
+
+
 BASELINES = {"scan": scan_round, "drjax": drjax_round, "vmap": vmap_round}
-
-
-def _chunk_sizes(text: str) -> list[ChunkSize]:
-    return harness.several(
-        text, harness.chunk_size, '"auto" or integers of at least 1', example="auto,8"
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(Sizes, Timed):
-    """The options."""
-
-    chunk_size: list[ChunkSize] = option(
-        "auto,1", "values to run fedpax with, separated by commas", _chunk_sizes
-    )
-    baselines: list[str] = option(
-        ",".join(BASELINES), "implementations to compare fedpax with", harness.names
-    )
-
-
-def measure(settings: Settings, devices: int, clients: int) -> list[Row]:
-    """Compile the rounds, check that they agree, and time interleaved calls."""
-    workload = WORKLOADS[settings.model]()
-    mesh = fedpax.make_mesh(devices=jax.devices()[:devices], clients=devices)
-    train = workload.local_train
-    rounds = {f"fedpax {k}": fedpax_round(train, clients, k) for k in settings.chunk_size}
-    first = next(iter(rounds))
-    rounds |= {name: BASELINES[name](train, clients) for name in settings.baselines}
-    with jax.set_mesh(mesh):
-        types = workload.argument_types(clients, mesh)
-        compiled = {name: timing.compile_for(fn, *types) for name, fn in rounds.items()}
-        calls = {name: c.call for name, c in compiled.items()}
-        arguments: Any = ()
-        if settings.repetitions:
-            arguments = workload.random_arguments(clients, mesh)
-            check_equal({name: call(*arguments) for name, call in calls.items()})
-        seconds = timing.interleaved(calls, arguments, settings.repetitions, settings.clock)
-    return [
-        Row(
-            model=settings.model,
-            device=jax.devices()[0].device_kind,
-            devices=devices,
-            clients=clients,
-            implementation=name,
-            compile_seconds=program.compile_seconds,
-            temporary_bytes=program.temporary_bytes,
-            seconds=seconds[name],
-            fedpax_ratio=timing.paired_ratio(seconds[first], seconds[name]),
-        )
-        for name, program in compiled.items()
-    ]
+STYLES: dict[str, dict[str, Any]] = {
+    "drjax": {"label": "DrJAX", "color": "#b3531d", "marker": "s"},
+    "scan": {"label": "hand-written loop", "color": "#7a7a7a", "marker": "o", "markersize": 9},
+    "fedpax auto": {"label": "fedpax", "color": "#1d4fb3", "marker": "o"},
+}
 
 
 def check_equal(results: dict[str, Any]) -> None:
@@ -86,32 +122,83 @@ def check_equal(results: dict[str, Any]) -> None:
         jax.tree.map(close, result, expected)
 
 
-def measure_sizes(settings: Settings) -> Iterator[Row]:
-    """Measure each size, without DrJAX if it is not installed."""
-    if "drjax" in settings.baselines and not timing.is_installed("drjax"):
-        print(
-            "drjax is not installed and is left out. Install it with `pip install 'fedpax[bench]'`."
-        )
-        installed = [name for name in settings.baselines if name != "drjax"]
-        settings = dataclasses.replace(settings, baselines=installed)
-    return settings.measure_each(measure)
+def _chunk_sizes(text: str) -> list[ChunkSize]:
+    return harness.several(
+        text, harness.chunk_size, '"auto" or integers of at least 1', example="auto,8"
+    )
 
 
-main = Benchmark(
-    __doc__,
-    Settings,
-    measure_sizes,
-    {
-        "devices": "{devices}",
-        "clients": "{clients:9,}",
-        "round": "{implementation:16}",
-        "compile s": "{compile_seconds:.1f}",
-        "temporaries": "{temporary_bytes:14,}",
-        "median s": "{seconds:.4f}",
-        "fedpax/this": "{fedpax_ratio:.3f}",
-    },
-)
+class FedAvgRound(Sizes, Timed):
+    chunk_size: list[ChunkSize] = option("auto,1", "values to run fedpax with", _chunk_sizes)
+    baselines: list[str] = option(
+        ",".join(BASELINES), "implementations to compare fedpax with", harness.names
+    )
+    files: list[Path] = option((), "JSON files with more rows for --plot", Path, nargs="+")
+    columns = (
+        "devices {devices} | clients {clients:9,} | round {implementation:16} "
+        "| compile s {compile_seconds:.1f} | temporaries {temporary_bytes:14,} "
+        "| median s {seconds:.4f} | fedpax/this {fedpax_ratio:.3f}"
+    )
+
+    def measure(self) -> Iterator[Row]:
+        if "drjax" in self.baselines and not timing.is_installed("drjax"):
+            print("drjax is not installed and is left out: `pip install 'fedpax[bench]'`.")
+            installed = [name for name in self.baselines if name != "drjax"]
+            self = dataclasses.replace(self, baselines=installed)
+        return super().measure()
+
+    def measure_size(self, devices: int, clients: int) -> list[Row]:
+        workload = WORKLOADS[self.model]()
+        mesh = fedpax.make_mesh(devices=jax.devices()[:devices], clients=devices)
+        train = workload.local_train
+        rounds = {f"fedpax {k}": fedpax_round(train, clients, k) for k in self.chunk_size}
+        first = next(iter(rounds))
+        rounds |= {name: BASELINES[name](train, clients) for name in self.baselines}
+        with jax.set_mesh(mesh):
+            types = workload.argument_types(clients, mesh)
+            compiled = {name: timing.compile_for(fn, *types) for name, fn in rounds.items()}
+            calls, arguments = {name: c.call for name, c in compiled.items()}, tuple[Any, ...]()
+            if self.repetitions:
+                arguments = workload.random_arguments(clients, mesh)
+                check_equal({name: call(*arguments) for name, call in calls.items()})
+            seconds = self.time(calls, *arguments)
+        return [
+            Row(
+                model=self.model,
+                device=jax.devices()[0].device_kind,
+                devices=devices,
+                clients=clients,
+                implementation=name,
+                compile_seconds=program.compile_seconds,
+                temporary_bytes=program.temporary_bytes,
+                seconds=seconds[name],
+                fedpax_ratio=timing.paired_ratio(seconds[first], seconds[name]),
+            )
+            for name, program in compiled.items()
+        ]
+
+    def draw(self, rows: list[Row]) -> Figure:
+        contents = [json.loads(file.read_bytes())["rows"] for file in self.files]
+        rows = [Row(**row) for content in contents for row in content] + rows
+        kinds = {(row.model, row.devices) for row in rows}
+        if len(kinds) != 1:
+            raise ValueError(
+                f"rows of {len(kinds)} pairs of a model and a number of devices, not 1"
+            )
+        scales = {"xscale": "log", "yscale": "log", "xlabel": "clients"}
+        titles = {"s": "time of a round", "B": "temporary memory of a round"}
+        axes = harness.panels(*({"title": t, **scales} for t in titles.values()), size=(9, 3.4))
+        for name, style in STYLES.items():
+            own = [row for row in rows if row.implementation == name]
+            timed = {r.clients: statistics.median(r.seconds) for r in own if r.seconds}
+            sizes = {row.clients: row.temporary_bytes for row in own}
+            for panel, points in zip(axes, (timed, sizes), strict=True):
+                if points:
+                    panel.plot(*zip(*sorted(points.items()), strict=True), **style)
+        for panel, unit in zip(axes, titles, strict=True):
+            panel.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+            panel.yaxis.set_major_formatter(EngFormatter(unit))
+        return harness.figure_of(axes, legend=1)
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command(FedAvgRound)

@@ -7,11 +7,9 @@ to Parquet; opens the prepared folder, and makes a stream of rounds over it; and
 1,000 clients of 29 images of 28 x 28, beside a copy of what is sent. Times are CPU time.
 """
 
-import dataclasses
 import functools
 import itertools
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,130 +17,91 @@ from typing import Any
 import numpy as np
 
 from fedpax.data import ClientSampler, cohort_rounds, load, prepare
-from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
+from fedpax.experiments.benchmarks import timing
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
 from fedpax.populations.contiguous_clients import ContiguousClients
 
 IMAGES = 29  # of a client
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The options."""
+def _images(dtype: Any, fields: Any) -> dict[str, Any]:
+    return {"image": fields["image"].astype(dtype, copy=False)}
 
+
+class Files(Benchmark):
     clients: int = option(1_000_000, "clients of the Parquet file")
     examples: int = option(6, "mean number of rows of a client")
     cohort: int = option(1000, "clients of a round of images")
     repetitions: int = option(5, "measurements of each")
     folder: str | None = option(None, "where to write; default: a temporary folder")
-
-
-def measure(settings: Settings) -> Iterator[Row]:
-    """Yield a row for each pair of a job and what it is compared with."""
-    with tempfile.TemporaryDirectory(dir=settings.folder) as name:
-        folder = Path(name)
-        yield from _prepare(settings, folder)
-        yield _pair("open the folder", lambda: load(folder / "0"), None, settings)
-        source: Any = load(folder / "0")
-        sampler = ClientSampler(len(source.client_names), min(1000, settings.clients))
-        population = ContiguousClients(source.client_starts)
-
-        def make_rounds() -> None:
-            cohort_rounds(source, population, sampler, batch_size=6, preprocess=_numbers)
-
-        yield _pair("make its rounds", make_rounds, None, settings)
-        yield from _image_rounds(settings)
-
-
-def _prepare(settings: Settings, folder: Path) -> Iterator[Row]:
-    import duckdb
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    rng, rows = np.random.default_rng(0), settings.clients * settings.examples
-    table = pa.table(
-        {
-            "user_id": np.char.add("u", rng.integers(0, settings.clients, rows).astype(str)),
-            "x": rng.normal(size=rows).astype(np.float32),
-            "y": rng.normal(size=rows),
-            "label": rng.integers(0, 9, rows),
-        }
-    )
-    file = folder / "a.parquet"
-    parquet.write_table(table, file)
-    numbers = itertools.count()
-
-    def sort() -> None:
-        with duckdb.connect() as connection:
-            connection.execute("SET enable_progress_bar = false")
-            query = f"COPY (SELECT * FROM '{file}' ORDER BY user_id) TO '{folder}/sorted.parquet'"
-            connection.execute(f"{query} (FORMAT parquet)")
-
-    yield _pair(
-        "prepare; DuckDB's sort",
-        lambda: prepare(file, folder / str(next(numbers)), client="user_id"),
-        sort,
-        settings,
+    columns = (
+        "job {name:40} | CPU s {seconds:.4f} | compared with, CPU s {others:.4f} "
+        "| ratio {ratio:.2f}"
     )
 
+    def measure(self) -> Iterator[Row]:
+        with tempfile.TemporaryDirectory(dir=self.folder) as name:
+            folder = Path(name)
+            yield self._prepare(folder)
+            yield self._pair("open the folder", lambda: load(folder / "0"))
+            source: Any = load(folder / "0")
+            make_rounds = functools.partial(
+                cohort_rounds,
+                source,
+                ContiguousClients(source.client_starts),
+                ClientSampler(len(source.client_names), min(1000, self.clients)),
+                batch_size=6,
+                preprocess=lambda fields: {name: fields[name] for name in ("x", "y", "label")},
+            )
+            yield self._pair("make its rounds", make_rounds)
+        yield from self._image_rounds()
 
-def _numbers(fields: Any) -> dict[str, Any]:
-    return {name: fields[name] for name in ("x", "y", "label")}
+    def _pair(self, name: str, run: Callable[[], Any], other: Any = None) -> Row:
+        calls = {"run": run} | ({"other": other} if other else {})
+        seconds = timing.interleaved(calls, (), self.repetitions, "cpu", warmups=0)
+        others = seconds.get("other", [])
+        ratio = timing.paired_ratio(seconds["run"], others) if others else None
+        return Row(name=name, seconds=seconds["run"], others=others, ratio=ratio)
+
+    def _prepare(self, folder: Path) -> Row:
+        import duckdb
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        rng, rows = np.random.default_rng(0), self.clients * self.examples
+        users = np.char.add("u", rng.integers(0, self.clients, rows).astype(str))
+        x, y = rng.normal(size=rows).astype(np.float32), rng.normal(size=rows)
+        columns = {"user_id": users, "x": x, "y": y, "label": rng.integers(0, 9, rows)}
+        file, numbers = folder / "a.parquet", itertools.count()
+        parquet.write_table(pa.table(columns), file)
+
+        def sort() -> None:
+            with duckdb.connect() as connection:
+                connection.execute("SET enable_progress_bar = false")
+                query = f"SELECT * FROM '{file}' ORDER BY user_id"
+                connection.execute(f"COPY ({query}) TO '{folder}/sorted.parquet' (FORMAT parquet)")
+
+        def run() -> None:
+            prepare(file, folder / str(next(numbers)), client="user_id")
+
+        return self._pair("prepare; DuckDB's sort", run, sort)
+
+    def _image_rounds(self) -> Iterator[Row]:
+        clients = 4 * self.cohort
+        pixels = np.random.default_rng(0).integers(0, 256, (clients * IMAGES, 28, 28, 1), np.uint8)
+        owners = np.repeat(np.arange(clients), IMAGES)
+        source: Any = load({"client": owners, "image": pixels}, client="client")
+        for dtype in (np.uint8, np.float32):
+            rounds = cohort_rounds(
+                source,
+                ContiguousClients(source.client_starts),
+                ClientSampler(clients, self.cohort),
+                batch_size=IMAGES,
+                preprocess=functools.partial(_images, dtype),
+            )
+            image = next(rounds).batches["image"]
+            name = f"round as {np.dtype(dtype)}; copy of its {image.nbytes / 1e6:.0f} MB"
+            yield self._pair(name, functools.partial(next, rounds), image.copy)
 
 
-def _images(dtype: type[np.generic], fields: Any) -> dict[str, np.ndarray]:
-    return {"image": fields["image"].astype(dtype, copy=False)}
-
-
-def _image_rounds(settings: Settings) -> Iterator[Row]:
-    clients = 4 * settings.cohort
-    pixels = np.random.default_rng(0).integers(0, 256, (clients * IMAGES, 28, 28, 1), np.uint8)
-    owners = np.repeat(np.arange(clients), IMAGES)
-    source: Any = load({"client": owners, "image": pixels}, client="client")
-    for dtype in (np.uint8, np.float32):
-        rounds = cohort_rounds(
-            source,
-            ContiguousClients(source.client_starts),
-            ClientSampler(clients, settings.cohort),
-            batch_size=IMAGES,
-            preprocess=functools.partial(_images, dtype),
-        )
-        image = next(rounds).batches["image"]
-        name = f"round as {np.dtype(dtype)}; copy of its {image.nbytes / 1e6:.0f} MB"
-        yield _pair(name, functools.partial(next, rounds), image.copy, settings)
-
-
-def _pair(
-    name: str, run: Callable[[], Any], other: Callable[[], Any] | None, settings: Settings
-) -> Row:
-    """Time two functions in turn."""
-    seconds: list[float] = []
-    others: list[float] = []
-    for _ in range(settings.repetitions):
-        for function, times in ((run, seconds), (other, others)):
-            if function is not None:
-                started = time.process_time()
-                function()
-                times.append(time.process_time() - started)
-    ratios = [a / b for a, b in zip(seconds, others, strict=False)]
-    return Row(name=name, seconds=seconds, others=others, ratio=ratios)
-
-
-def _text(values: list[float], form: str) -> str:
-    return format(float(np.median(values)), form) if values else ""
-
-
-main = Benchmark(
-    __doc__,
-    Settings,
-    measure,
-    {
-        "job": "{name:40}",
-        "CPU s": lambda row: _text(row.seconds, ".4f"),
-        "compared with, CPU s": lambda row: _text(row.others, ".4f"),
-        "ratio": lambda row: _text(row.ratio, ".2f"),
-    },
-)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command(Files)

@@ -12,7 +12,6 @@ Each repetition runs four pairs of new processes, one process after the other:
 Differences and ratios are medians over the pairs, because the load of a machine changes slowly.
 """
 
-import dataclasses
 import os
 import statistics
 import subprocess
@@ -23,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fedpax.experiments.benchmarks import timing
-from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
 from fedpax.run_files.metrics import read_metrics, select
 
 JAX = ("-c", "import jax")
@@ -34,23 +33,11 @@ COMMANDS = {
 COLD, WARM = "first round, cache cold", "first round, cache warm"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The options."""
-
-    exp: str = option("fedavg_digits", "the experiment to train")
-    repetitions: int = option(5, "pairs of each kind")
-
-
 def start(arguments: Sequence[str]) -> float:
     """Run Python to its end; return the seconds."""
-    began = time.perf_counter()
-    subprocess.run(
-        [sys.executable, *arguments],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        check=True,
-    )
+    began, pipe = time.perf_counter(), subprocess.PIPE
+    command = [sys.executable, *arguments]
+    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=pipe, check=True)
     return time.perf_counter() - began
 
 
@@ -59,20 +46,14 @@ def train_first_round(exp: str, folder: Path, cache: Path) -> float:
     command = [sys.executable, "-m", "fedpax", "train", f"--exp={exp}", f"--job_log_dir={folder}"]
     changed = {"XDG_CACHE_HOME": str(cache), "JAX_ENABLE_COMPILATION_CACHE": "1"}
     environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
-    began = time.perf_counter()
+    began, seconds, ended, quiet = time.perf_counter(), None, False, subprocess.DEVNULL
     with subprocess.Popen(
-        [*command, "--training.rounds=1"],
-        env=environment | changed,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        [*command, "--training.rounds=1"], env=environment | changed, stdout=quiet, stderr=quiet
     ) as process:
-        seconds = None
-        while seconds is None:
+        while seconds is None and not ended:
             ended = process.poll() is not None
             if select(read_metrics(folder), "training"):
                 seconds = time.perf_counter() - began
-            elif ended:
-                break
             time.sleep(0.005)
     if seconds is None or process.returncode:
         raise RuntimeError(
@@ -82,56 +63,39 @@ def train_first_round(exp: str, folder: Path, cache: Path) -> float:
     return seconds
 
 
-def compare(name: str, baseline: str, seconds: list[float], baseline_seconds: list[float]) -> Row:
-    """Summarize pairs of starts.
-
-    Example:
-        >>> compare("import fedpax", "import jax", [3.0, 5.0, 8.0], [2.0, 4.0, 4.0]).difference
-        1.0
-    """
-    pairs = zip(seconds, baseline_seconds, strict=True)
-    return Row(
-        name=name,
-        baseline=baseline,
-        seconds=seconds,
-        baseline_seconds=baseline_seconds,
-        difference=statistics.median(a - b for a, b in pairs),
-        ratio=timing.paired_ratio(seconds, baseline_seconds),
+class FirstRound(Benchmark):
+    exp: str = option("fedavg_digits", "the experiment to train")
+    repetitions: int = option(5, "pairs of each kind")
+    columns = (
+        "start {name:23} | median s {seconds:.2f} | compared with {baseline:23} "
+        "| its median s {baseline_seconds:.2f} | difference s {difference:.2f} | ratio {ratio:.2f}"
     )
 
-
-def measure(settings: Settings) -> Iterator[Row]:
-    """Measure all pairs."""
-    start(COMMANDS["fedpax list"])  # so that the files are in memory and compiled to bytecode
-    seconds: dict[str, list[float]] = {name: [] for name in (*COMMANDS, COLD, WARM)}
-    imports: dict[str, list[float]] = {name: [] for name in COMMANDS}
-    for _ in range(settings.repetitions):
-        for name, arguments in COMMANDS.items():
-            seconds[name].append(start(arguments))
-            imports[name].append(start(JAX))
-        with tempfile.TemporaryDirectory() as folder:
-            for name in (COLD, WARM):
-                runs = Path(folder) / name, Path(folder) / "cache"
-                seconds[name].append(train_first_round(settings.exp, *runs))
-    for name in COMMANDS:
-        yield compare(name, "import jax", seconds[name], imports[name])
-    yield compare(WARM, COLD, seconds[WARM], seconds[COLD])
-
-
-main = Benchmark(
-    __doc__,
-    Settings,
-    measure,
-    {
-        "start": "{name:23}",
-        "median s": "{seconds:.2f}",
-        "compared with": "{baseline:23}",
-        "median s ": "{baseline_seconds:.2f}",
-        "difference s": "{difference:.2f}",
-        "ratio": "{ratio:.2f}",
-    },
-)
+    def measure(self) -> Iterator[Row]:
+        start(COMMANDS["fedpax list"])  # so that the files are in memory and compiled to bytecode
+        pairs: dict[tuple[str, str], list[tuple[float, float]]] = {
+            **{(name, "import jax"): [] for name in COMMANDS},
+            (WARM, COLD): [],
+        }
+        for _ in range(self.repetitions):
+            for name, arguments in COMMANDS.items():
+                pairs[name, "import jax"].append((start(arguments), start(JAX)))
+            with tempfile.TemporaryDirectory() as name:
+                cold, warm = (
+                    train_first_round(self.exp, Path(name, kind), Path(name, "cache"))
+                    for kind in (COLD, WARM)
+                )
+            pairs[WARM, COLD].append((warm, cold))
+        for (name, baseline), taken in pairs.items():
+            seconds, others = map(list, zip(*taken, strict=True))
+            yield Row(
+                name=name,
+                baseline=baseline,
+                seconds=seconds,
+                baseline_seconds=others,
+                difference=statistics.median(a - b for a, b in taken),
+                ratio=timing.paired_ratio(seconds, others),
+            )
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command(FirstRound)

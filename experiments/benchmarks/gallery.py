@@ -12,7 +12,6 @@ updates reversed and four times as large. The participants of asynchronous metho
 by a factor of up to three; their round is as many steps as a round of other methods.
 """
 
-import dataclasses
 import functools
 import operator
 from collections.abc import Iterator
@@ -24,9 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.datasets import load_digits
 
-from fedpax import Cohort
-from fedpax import cost as cost_of
-from fedpax.algorithm import LossFn, Params
+from fedpax import Cohort, cost
+from fedpax.algorithm import LossFn
 from fedpax.data import partition_dirichlet
 from fedpax.experiments.benchmarks import harness
 from fedpax.experiments.benchmarks.gallery_methods import (
@@ -38,7 +36,7 @@ from fedpax.experiments.benchmarks.gallery_methods import (
     Rates,
     make_method,
 )
-from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.losses import classification_loss
 from fedpax.models.nnx_functional import FunctionalModel
@@ -78,32 +76,26 @@ def _problem(examples: Arrays, parts: Any, hidden: tuple[int, ...], rates: Rates
     training, heldout = [], []
     for part in parts:
         part = np.random.default_rng(0).permutation(part)
-        own = [
-            {k: v[i] for k, v in examples.items()} for i in (part[::5], np.delete(part, np.s_[::5]))
-        ]
-        heldout.append(own[0] | {"mask": np.ones(len(own[0]["label"]), np.float32)})
-        training.append(own[1])
+        kept = np.delete(part, np.s_[::5])
+        training.append({k: v[kept] for k, v in examples.items()})
+        held = {k: v[part[::5]] for k, v in examples.items()}
+        heldout.append(held | {"mask": np.ones(len(held["label"]), np.float32)})
     largest = max(len(own["mask"]) for own in heldout)
     padded = [
         {k: np.pad(v, [(0, largest - len(v))] + [(0, 0)] * (v.ndim - 1)) for k, v in own.items()}
         for own in heldout
     ]
-    sizes = (examples["image"].shape[1], *hidden, 10)
-    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *padded)
-    return Problem(mlp(MLPConfig(layer_sizes=sizes)), training, stacked, rates)
+    model = mlp(MLPConfig(layer_sizes=(examples["image"].shape[1], *hidden, 10)))
+    return Problem(model, training, jax.tree.map(lambda *x: np.stack(x), *padded), rates)
 
 
 def digits() -> Problem:
     """Make the problem of unlike labels."""
     data = load_digits()
-    examples = {
-        "image": (data.data / 16).astype(np.float32),
-        "label": data.target.astype(np.int32),
-    }
-    parts = partition_dirichlet(
-        examples["label"], PARTICIPANTS, alpha=0.3, min_examples=SMALLEST, seed=0
-    )
-    return _problem(examples, parts, (32,), Rates(client=0.1, island=0.003))
+    image, label = (data.data / 16).astype(np.float32), data.target.astype(np.int32)
+    parts = partition_dirichlet(label, PARTICIPANTS, alpha=0.3, min_examples=SMALLEST, seed=0)
+    rates = Rates(client=0.1, island=0.003)
+    return _problem({"image": image, "label": label}, parts, (32,), rates)
 
 
 def synthetic() -> Problem:
@@ -113,19 +105,6 @@ def synthetic() -> Problem:
 
 
 PROBLEMS = {"digits": digits, "synthetic": synthetic}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The options."""
-
-    rounds: int = option(30, "rounds to train", harness.integer)
-    methods: list[str] | None = option(
-        None, "names separated by commas; default: all", harness.names
-    )
-
-    def __post_init__(self) -> None:
-        harness.check_names("methods", self.methods, NAMES)
 
 
 def start(problem: Problem, method: Method) -> Any:
@@ -143,14 +122,12 @@ def train(problem: Problem, method: Method, batches: Arrays, rounds: int) -> lis
     evaluate = jax.jit(functools.partial(_accuracy, problem.model, method.models))
     whole = cohort_of(method, batches, 0)
     accuracies = [evaluate(state, whole, problem.heldout)]
-    if method.events is None:
-        for r in range(rounds):
-            cohort = cohort_of(method, batches, r)
-            state, _ = step(state, cohort)
-            accuracies.append(evaluate(state, cohort, problem.heldout))
-        return [round(float(accuracy), 4) for accuracy in accuracies]
+    for r in range(rounds if method.events is None else 0):
+        cohort = cohort_of(method, batches, r)
+        state, _ = step(state, cohort)
+        accuracies.append(evaluate(state, cohort, problem.heldout))
     work, turns = 0, np.zeros(PARTICIPANTS, int)
-    for event in method.events:
+    for event in method.events or ():
         clients = event.get("clients", np.arange(PARTICIPANTS))
         # A participant takes its batches in its own turn, whoever arrives in between.
         turn = turns[clients] % rounds
@@ -175,68 +152,64 @@ def _accuracy(
     model: FunctionalModel, models: Any, state: Any, cohort: Cohort, heldout: Any
 ) -> jax.Array:
     """Compute the participants' mean accuracy, each with its own model if it has one."""
-    own: Params = (
-        jax.tree.map(lambda p: jnp.broadcast_to(p, (PARTICIPANTS, *p.shape)), state.params)
-        if models is None
-        else models(state, cohort)
-    )
+
+    def repeat(p: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(p, (PARTICIPANTS, *p.shape))
+
+    own = jax.tree.map(repeat, state.params) if models is None else models(state, cohort)
     logits = jax.vmap(model.apply)(own, heldout["image"])
     correct = (logits.argmax(-1) == heldout["label"]) * heldout["mask"]
     return jnp.mean(correct.sum(1) / heldout["mask"].sum(1))
 
 
-def measure(settings: Settings) -> Iterator[Row]:
-    """Train each method on both problems, and count the cost of a round on digits."""
-    problems = {name: make() for name, make in PROBLEMS.items()}
-    batches = {name: problem.batches(settings.rounds) for name, problem in problems.items()}
-    for name in settings.methods or NAMES:
-        make = functools.partial(make_method, name, rounds=settings.rounds)
-        accuracy, attacked = {}, {}
-        for at, problem in problems.items():
-            method = make(problem.loss_fn, problem.rates, is_attacked=False)
-            accuracy[at] = train(problem, method, batches[at], settings.rounds)
-            if name in AGGREGATORS:
-                faulty = make(problem.loss_fn, problem.rates, is_attacked=True)
-                attacked[at] = train(problem, faulty, batches[at], settings.rounds)
-        problem = problems["digits"]
-        method = make(problem.loss_fn, problem.rates, is_attacked=False)
-        each = cost_of(method.algorithm.round, start(problem, method), _costed(method, batches))
-        participant = each.placements[method.placement]
-        yield Row(
-            method=name,
-            placement=method.placement,
-            accuracy=accuracy,
-            attacked=attacked or None,
-            received_bytes=participant.broadcast_bytes,
-            sent_bytes=participant.sent_bytes,
-            flops=participant.flops,
-            digits=accuracy["digits"][-1],
-            synthetic=accuracy["synthetic"][-1],
-        )
+class Gallery(Benchmark):
+    rounds: int = option(30, "rounds to train", harness.integer)
+    methods: list[str] | None = option(
+        None, "names separated by commas; default: all", harness.names
+    )
+    columns = (
+        "method {method:20} | digits {digits:.3f} | synthetic {synthetic:.3f} "
+        "| received {received_bytes:8,} | sent {sent_bytes:8,} | FLOPs {flops:9.3g}"
+    )
+
+    def __post_init__(self) -> None:
+        harness.check_names("methods", self.methods, NAMES)
+
+    def measure(self) -> Iterator[Row]:
+        """Train each method on both problems, and count the cost of a round on digits."""
+        problems = {name: make() for name, make in PROBLEMS.items()}
+        batches = {name: problem.batches(self.rounds) for name, problem in problems.items()}
+        for name in self.methods or NAMES:
+            trained: dict[bool, dict[str, list[float]]] = {False: {}, True: {}}
+            for is_attacked in (False, True) if name in AGGREGATORS else (False,):
+                for at, problem in problems.items():
+                    method = make_method(
+                        name, problem.loss_fn, problem.rates, self.rounds, is_attacked
+                    )
+                    trained[is_attacked][at] = train(problem, method, batches[at], self.rounds)
+            problem = problems["digits"]
+            method = make_method(name, problem.loss_fn, problem.rates, self.rounds, False)
+            state, cohort = start(problem, method), _costed(method, batches["digits"])
+            participant = cost(method.algorithm.round, state, cohort).placements[method.placement]
+            yield Row(
+                method=name,
+                placement=method.placement,
+                accuracy=trained[False],
+                attacked=trained[True] or None,
+                received_bytes=participant.broadcast_bytes,
+                sent_bytes=participant.sent_bytes,
+                flops=participant.flops,
+                digits=trained[False]["digits"][-1],
+                synthetic=trained[False]["synthetic"][-1],
+            )
 
 
-def _costed(method: Method, batches: dict[str, Arrays]) -> Cohort:
+def _costed(method: Method, batches: Arrays) -> Cohort:
     """Make a cohort in which every participant takes all steps."""
     if method.events is None:
-        return cohort_of(method, batches["digits"], 0)
+        return cohort_of(method, batches, 0)
     clients = method.events[0].get("clients", np.arange(PARTICIPANTS))
-    return Cohort(jax.tree.map(lambda leaf: leaf[0, clients], batches["digits"]))
+    return Cohort(jax.tree.map(lambda leaf: leaf[0, clients], batches))
 
 
-main = Benchmark(
-    __doc__,
-    Settings,
-    measure,
-    {
-        "method": "{method:20}",
-        "digits": "{digits:.3f}",
-        "synthetic": "{synthetic:.3f}",
-        "received": "{received_bytes:8,}",
-        "sent": "{sent_bytes:8,}",
-        "FLOPs": "{flops:9.3g}",
-    },
-)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command(Gallery)

@@ -1,6 +1,6 @@
 """The methods of the gallery, with the settings and the order of events that its figures have."""
 
-import inspect
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -9,9 +9,10 @@ import numpy as np
 import optax
 
 from fedpax import Cohort, aggregators, algorithms, simulation
-from fedpax.aggregators import Aggregator, chain, codecs
+from fedpax.aggregators import Aggregator, chain, codecs, mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.algorithms import fedavg
+from fedpax.experiments.benchmarks import workloads
 from fedpax.experiments.client_aggregators import aggregator
 from fedpax.experiments.client_methods import ClientTraining, MethodConfig, method
 
@@ -46,9 +47,8 @@ class Method(NamedTuple):
     stack: int = 0
 
 
-def _methods() -> Mapping[str, tuple[MethodConfig, optax.GradientTransformation]]:
+def _methods() -> dict[str, tuple[MethodConfig, optax.GradientTransformation]]:
     """Return the methods for clients, with their server optimizers."""
-    sgd = optax.sgd(1.0)
     configured: dict[str, dict[str, Any]] = {
         "agnostic": {"mixture_learning_rate": 0.001},
         "apfl": {"mixing": 0.25},
@@ -65,8 +65,8 @@ def _methods() -> Mapping[str, tuple[MethodConfig, optax.GradientTransformation]
         "reptile": {"meta_learning_rate": 1.0},
         "scaffold": {},
     }
-    return {name: (method(name, **settings), sgd) for name, settings in configured.items()} | {
-        "self_tuning": (method("self_tuning_fedavg"), sgd),
+    return {k: (method(k, **settings), optax.sgd(1.0)) for k, settings in configured.items()} | {
+        "self_tuning": (method("self_tuning_fedavg"), optax.sgd(1.0)),
         "server_adagrad": (method("fedavg"), algorithms.server_adagrad(0.1)),
         "server_adam": (method("fedavg"), algorithms.server_adam(0.03)),
         "server_yogi": (method("fedavg"), algorithms.server_yogi(0.03)),
@@ -76,17 +76,8 @@ def _methods() -> Mapping[str, tuple[MethodConfig, optax.GradientTransformation]
 CLIENTS = _methods()
 
 ISLANDS: Mapping[str, Mapping[str, Any]] = {
-    "branch_train_merge": {},
-    "data_parallel": {},
-    "diloco": {},
-    "eager_diloco": {},
-    "easgd": {},
-    "local_sgd": {},
-    "muloco": {},
-    "noloco": {},
-    "papa": {},
-    "papa_2": {},
-    "papa_all": {},
+    **{name: {} for name in "branch_train_merge data_parallel diloco eager_diloco easgd".split()},
+    **{name: {} for name in "local_sgd muloco noloco papa papa_2 papa_all".split()},
     "sparseloco": {"codec": codecs.top_k(1 / 16)},
     # The weights are a fragment, and so are the biases.
     "streaming_diloco": {"fragments": lambda path, leaf: int(leaf.ndim == 1), "delay": 1},
@@ -95,15 +86,16 @@ ISLANDS: Mapping[str, Mapping[str, Any]] = {
 
 ASYNCHRONOUS = ("async_diloco", "decoupled_diloco", "fedasync", "fedbuff", "halos")
 
+_NOISE: Any = {"max_norm": 1.0, "noise_multiplier": 0.1, "seed": 0}
 AGGREGATORS: Mapping[str, Callable[[], Aggregator]] = {
     "adaptive_clip": lambda: chain(
-        aggregators.adaptive_clip(initial_norm=1.0, quantile=0.5), aggregators.mean()
+        aggregators.adaptive_clip(initial_norm=1.0, quantile=0.5), mean()
     ),
-    "add_local_noise": lambda: chain(aggregators.add_local_noise(0.01, seed=0), aggregators.mean()),
-    "add_noise": lambda: chain(aggregators.add_noise(0.01, seed=0), aggregators.mean()),
+    "add_local_noise": lambda: chain(aggregators.add_local_noise(0.01, seed=0), mean()),
+    "add_noise": lambda: chain(aggregators.add_noise(0.01, seed=0), mean()),
     "bulyan": lambda: aggregators.bulyan(1),
     "chain": lambda: chain(aggregators.clip_by_norm(1.0), aggregators.quantized_mean(16)),
-    "clip_by_norm": lambda: chain(aggregators.clip_by_norm(1.0), aggregators.mean()),
+    "clip_by_norm": lambda: chain(aggregators.clip_by_norm(1.0), mean()),
     "compressed_mean": lambda: aggregators.compressed_mean(
         codecs.top_k(1 / 16), error_feedback=True
     ),
@@ -111,11 +103,9 @@ AGGREGATORS: Mapping[str, Callable[[], Aggregator]] = {
     "directional_mean": algorithms.directional_mean,
     "geometric_median": aggregators.geometric_median,
     "krum": lambda: aggregators.krum(2, num_selected=4),
-    "mean": aggregators.mean,
-    "private_mean": lambda: aggregators.private_mean(max_norm=1.0, noise_multiplier=0.1, seed=0),
-    "private_secure_mean": lambda: aggregators.private_secure_mean(
-        max_norm=1.0, noise_multiplier=0.1, seed=0
-    ),
+    "mean": mean,
+    "private_mean": lambda: aggregators.private_mean(**_NOISE),
+    "private_secure_mean": lambda: aggregators.private_secure_mean(**_NOISE),
     "quantized_mean": lambda: aggregators.quantized_mean(16),
     "secure_mean": lambda: aggregator("secure_mean", max_value=1.0).make(0, PARTICIPANTS),
     "trimmed_mean": lambda: aggregators.trimmed_mean(0.2),
@@ -125,14 +115,10 @@ NAMES = sorted([*CLIENTS, *ISLANDS, *ASYNCHRONOUS, *AGGREGATORS])
 
 
 def make_method(name: str, loss_fn: LossFn, rates: Rates, rounds: int, is_attacked: bool) -> Method:
-    """Make a method of the gallery.
+    """Make a method of the gallery, one of `NAMES`, with the learning rates of a problem.
 
-    Args:
-        name: its name, one of `NAMES`.
-        loss_fn: the loss.
-        rates: the learning rates of the problem.
-        rounds: number of rounds, of which an asynchronous method has the order of events.
-        is_attacked: whether two participants send faulty updates to an aggregator.
+    An asynchronous method has the order of events of some rounds. With `is_attacked`, two
+    participants send faulty updates to an aggregator.
     """
     if name in CLIENTS:
         config, server_optimizer = CLIENTS[name]
@@ -145,35 +131,26 @@ def make_method(name: str, loss_fn: LossFn, rates: Rates, rounds: int, is_attack
             models=lambda state, cohort: config.personal_models(loss_fn, rate, state, cohort),
             stack=0 if config.has_shared_model else config.num_clusters,  # type: ignore[attr-defined]
         )
+    sgd, inner = optax.sgd(rates.client), optax.adamw(rates.island)
     if name in AGGREGATORS:
         combine = AGGREGATORS[name]()
         algorithm = fedavg(
             loss_fn,
             cohort_size=PARTICIPANTS,
-            client_optimizer=optax.sgd(rates.client),
+            client_optimizer=sgd,
             aggregator=_with_faulty_updates(combine) if is_attacked else combine,
         )
         return Method(algorithm, "clients")
-    function: Callable[..., FederatedAlgorithm] = getattr(algorithms, name)
-    inner = optax.adamw(rates.island)
-    if name in ASYNCHRONOUS:
-        return _asynchronous(name, function, loss_fn, rates, inner, rounds)
-    accepted = inspect.signature(function).parameters
-    given = {"islands": PARTICIPANTS, "optimizer": inner, "inner_optimizer": inner}
-    given = {key: value for key, value in given.items() if key in accepted}
-    return Method(function(loss_fn, **given, **ISLANDS[name]), "islands")
+    common = {"optimizer": inner, "inner_optimizer": inner, "client_optimizer": sgd}
+    special, events = _order(name, rounds) if name in ASYNCHRONOUS else (ISLANDS[name], None)
+    algorithm = workloads.method(name, loss_fn, islands=PARTICIPANTS, **common, **special)
+    return Method(algorithm, "clients" if "max_staleness" in special else "islands", events)
 
 
-def _asynchronous(
-    name: str,
-    function: Callable[..., FederatedAlgorithm],
-    loss_fn: LossFn,
-    rates: Rates,
-    inner: optax.GradientTransformation,
-    rounds: int,
-) -> Method:
-    """Make an asynchronous method, with an order of events for participants of unlike speeds."""
-    steps = simulation.dynamic_local_steps(TRACE, STEPS)
+def _order(name: str, rounds: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return an asynchronous method's settings, and events of participants of unlike speeds."""
+    steps: Any = simulation.dynamic_local_steps(TRACE, STEPS)
+    arrivals: Callable[..., Any] = simulation.island_arrivals
     if name in ("fedbuff", "fedasync"):
         buffer_size = 5 if name == "fedbuff" else 1
         order = simulation.buffered_arrivals(
@@ -184,13 +161,8 @@ def _asynchronous(
             num_steps=STEPS,
         )
         settings = {"buffer_size": buffer_size} if name == "fedbuff" else {"mixing": 0.3}
-        algorithm = function(
-            loss_fn,
-            max_staleness=order.max_staleness,
-            client_optimizer=optax.sgd(rates.client),
-            **settings,
-        )
-        return Method(algorithm, "clients", _each(order.schedule, clients=order.client_ids))
+        events = _each(order.schedule, clients=order.client_ids)
+        return {"max_staleness": order.max_staleness, **settings}, events
     if name == "decoupled_diloco":
         syncs = simulation.fragment_syncs(
             TRACE,
@@ -199,25 +171,19 @@ def _asynchronous(
             quorum=PARTICIPANTS // 2,
             max_steps_per_sync=STEPS,
         )
-        algorithm = function(loss_fn, islands=PARTICIPANTS, inner_optimizer=inner)
-        return Method(algorithm, "islands", _each(syncs.schedule, taken=syncs.num_steps.sum(2)))
-    arrivals: Any
-    if name == "async_diloco":
-        algorithm = function(loss_fn, islands=PARTICIPANTS, inner_optimizer=inner)
-        arrivals = simulation.island_arrivals(TRACE, num_rounds=rounds * 2, num_steps=steps)
-    else:
-        algorithm = function(loss_fn, regions=REGIONS, inner_optimizer=inner)
-        arrivals = simulation.regional_arrivals(
-            TRACE,
+        return {}, _each(syncs.schedule, taken=syncs.num_steps.sum(2))
+    regions = {}
+    if name == "halos":
+        regions = {"regions": REGIONS}
+        arrivals = functools.partial(
+            simulation.regional_arrivals,
             regions=REGIONS,
-            num_rounds=rounds * 2,
-            num_steps=steps,
             updates_per_exchange=5,
             seconds_to_global=5.0,
             seconds_from_global=5.0,
         )
-    events = _each(arrivals.schedule, num_steps=arrivals.num_steps, taken=arrivals.num_steps)
-    return Method(algorithm, "islands", events)
+    made = arrivals(TRACE, num_rounds=rounds * 2, num_steps=steps)
+    return regions, _each(made.schedule, num_steps=made.num_steps, taken=made.num_steps)
 
 
 def _each(schedule: Any, **fields: Any) -> list[dict[str, Any]]:

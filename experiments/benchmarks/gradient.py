@@ -8,7 +8,6 @@ need the same temporaries as 64. Before anything is timed, the loss and the grad
 two clients per device are compared with plain JAX.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -20,9 +19,8 @@ from jaxtyping import Array, Float
 import fedpax
 from fedpax.algorithm import Params
 from fedpax.experiments.benchmarks import harness, timing
-from fedpax.experiments.benchmarks.fedavg_round import check_equal
-from fedpax.experiments.benchmarks.harness import Benchmark, Row, Timed, option
-from fedpax.experiments.benchmarks.rounds import vmap_round
+from fedpax.experiments.benchmarks.fedavg_round import check_equal, vmap_round
+from fedpax.experiments.benchmarks.harness import Row, Timed, command, option
 from fedpax.experiments.benchmarks.workloads import (
     LEARNING_RATE,
     LOCAL_STEPS,
@@ -32,21 +30,8 @@ from fedpax.experiments.benchmarks.workloads import (
 )
 from fedpax.primitives.placement import ChunkSize
 
-Rates: TypeAlias = dict[str, jax.Array]
-"""The scalar learning rates `"server"` and `"client"`."""
-
+Rates: TypeAlias = dict[str, jax.Array]  # scalars, "server" and "client"
 DifferentiableRound: TypeAlias = Callable[[Rates, Params, chex.ArrayTree, jax.Array], Params]
-"""A round `(rates, params, batches, num_examples) -> params`."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(Sizes, Timed):
-    """The options."""
-
-    chunk_size: ChunkSize = option(
-        "auto", 'clients that a device runs at once: a number or "auto"', harness.chunk_size
-    )
-    unroll: int = option(LOCAL_STEPS, "local steps per loop iteration")
 
 
 def make_round(
@@ -56,10 +41,7 @@ def make_round(
 
     @fedpax.program(clients=clients, chunk_size=chunk_size)
     def fedavg_round(
-        rates: Rates,
-        params: Params,
-        batches: chex.ArrayTree,
-        num_examples: Float[Array, " clients"],
+        rates: Rates, params: Params, batches: chex.ArrayTree, num_examples: jax.Array
     ) -> Params:
         @jax.checkpoint
         def local_train(params: Params, rate: jax.Array, batches: chex.ArrayTree) -> Params:
@@ -77,10 +59,7 @@ def make_plain_round(workload: Workload) -> DifferentiableRound:
     """Make the same round in plain JAX, which stores the residuals of all clients."""
 
     def fedavg_round(
-        rates: Rates,
-        params: Params,
-        batches: chex.ArrayTree,
-        num_examples: Float[Array, " clients"],
+        rates: Rates, params: Params, batches: chex.ArrayTree, num_examples: jax.Array
     ) -> Params:
         def local_train(params: Params, batches: chex.ArrayTree) -> Params:
             return workload.local_train(params, batches, rates["client"])
@@ -98,69 +77,57 @@ def loss_after(workload: Workload, fedavg_round: DifferentiableRound) -> Callabl
         rates: Rates, params: Params, batches: chex.ArrayTree, num_examples: jax.Array
     ) -> Float[Array, ""]:
         params = fedavg_round(rates, params, batches, num_examples)
-        return workload.loss(params, jax.tree.map(lambda leaf: leaf[0, 0], batches))
+        return workload.loss_fn(params, jax.tree.map(lambda leaf: leaf[0, 0], batches))[0]
 
     return loss
 
 
-def measure(settings: Settings, devices: int, clients: int) -> list[Row]:
-    """Compile a round and its gradient, compare it with plain JAX, and time interleaved calls."""
-    workload = WORKLOADS[settings.model]()
-    mesh = fedpax.make_mesh(devices=jax.devices()[:devices], clients=devices)
-    rates = {"server": jnp.float32(1.0), "client": jnp.float32(LEARNING_RATE)}
-    options = settings.chunk_size, settings.unroll
-    fedavg_round = make_round(workload, clients, *options)
-    gradient = jax.value_and_grad(loss_after(workload, fedavg_round))
-    with jax.set_mesh(mesh):
-        types = workload.argument_types(clients, mesh)
-        round_program = timing.compile_for(fedavg_round, rates, *types)
-        gradient_program = timing.compile_for(gradient, rates, *types)
-        arguments: Any = ()
-        if settings.repetitions:
-            few = 2 * devices
-            arguments = (rates, *workload.random_arguments(few, mesh))
-            implementations = {
-                "plain JAX": make_plain_round(workload),
-                "fedpax": make_round(workload, few, *options),
-            }
-            check_equal(
-                {
-                    name: jax.jit(jax.value_and_grad(loss_after(workload, fn)))(*arguments)
-                    for name, fn in implementations.items()
-                }
-            )
-            arguments = (rates, *workload.random_arguments(clients, mesh))
-        calls = {"round": round_program.call, "gradient": gradient_program.call}
-        seconds = timing.interleaved(calls, arguments, settings.repetitions, settings.clock)
-    row = Row(
-        model=settings.model,
-        device=jax.devices()[0].device_kind,
-        devices=devices,
-        clients=clients,
-        round_temporary_bytes=round_program.temporary_bytes,
-        gradient_temporary_bytes=gradient_program.temporary_bytes,
-        round_seconds=seconds["round"],
-        gradient_seconds=seconds["gradient"],
-        ratio=timing.paired_ratio(seconds["gradient"], seconds["round"]),
+class Gradient(Sizes, Timed):
+    chunk_size: ChunkSize = option(
+        "auto", 'clients that a device runs at once: a number or "auto"', harness.chunk_size
     )
-    return [row]
+    unroll: int = option(LOCAL_STEPS, "local steps per loop iteration")
+    columns = (
+        "devices {devices} | clients {clients:9,} | temporaries: round {round_temporary_bytes:,} "
+        "| gradient {gradient_temporary_bytes:14,} | median s: round {round_seconds:.4f} "
+        "| gradient, s {gradient_seconds:.4f} | ratio {ratio:.2f}"
+    )
+
+    def measure_size(self, devices: int, clients: int) -> list[Row]:
+        workload = WORKLOADS[self.model]()
+        mesh = fedpax.make_mesh(devices=jax.devices()[:devices], clients=devices)
+        rates = {"server": jnp.float32(1.0), "client": jnp.float32(LEARNING_RATE)}
+        fedavg_round = make_round(workload, clients, self.chunk_size, self.unroll)
+        functions = {
+            "round": fedavg_round,
+            "gradient": jax.value_and_grad(loss_after(workload, fedavg_round)),
+        }
+        with jax.set_mesh(mesh):
+            types, arguments = workload.argument_types(clients, mesh), tuple[Any, ...]()
+            compiled = {k: timing.compile_for(fn, rates, *types) for k, fn in functions.items()}
+            if self.repetitions:
+                few = 2 * devices
+                rounds = {
+                    "plain JAX": make_plain_round(workload),
+                    "fedpax": make_round(workload, few, self.chunk_size, self.unroll),
+                }
+                arguments = (rates, *workload.random_arguments(few, mesh))
+                gradients = {
+                    k: jax.value_and_grad(loss_after(workload, f)) for k, f in rounds.items()
+                }
+                check_equal({name: jax.jit(fn)(*arguments) for name, fn in gradients.items()})
+                arguments = (rates, *workload.random_arguments(clients, mesh))
+            seconds = self.time({name: c.call for name, c in compiled.items()}, *arguments)
+        row = Row(
+            model=self.model,
+            device=jax.devices()[0].device_kind,
+            devices=devices,
+            clients=clients,
+            ratio=timing.paired_ratio(seconds["gradient"], seconds["round"]),
+            **{f"{name}_temporary_bytes": c.temporary_bytes for name, c in compiled.items()},
+            **{f"{name}_seconds": taken for name, taken in seconds.items()},
+        )
+        return [row]
 
 
-main = Benchmark(
-    __doc__,
-    Settings,
-    lambda settings: settings.measure_each(measure),
-    {
-        "devices": "{devices}",
-        "clients": "{clients:9,}",
-        "temporaries: round": "{round_temporary_bytes:,}",
-        "gradient": "{gradient_temporary_bytes:14,}",
-        "median s: round": "{round_seconds:.4f}",
-        "gradient ": "{gradient_seconds:.4f}",
-        "ratio": "{ratio:.2f}",
-    },
-)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command(Gradient)

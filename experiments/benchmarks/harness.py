@@ -1,20 +1,19 @@
-"""The harness of the benchmarks: options, a table, JSON and a picture.
+"""The harness of the benchmarks: options, a table, JSON, a picture and a bar.
 
-A benchmark is a dataclass of settings, a function that yields rows, and the columns of a table:
+A benchmark is a class of options, with the columns of a table and a method that yields its rows:
 
-    @dataclasses.dataclass(frozen=True)
-    class Settings(Timed):
+    class Rounds(Timed):
         clients: list[int] = option("64,1024", "numbers of clients", integers)
+        columns = "clients {clients:,} | median s {seconds:.3f} | a / b {ratio:.2f}"
+        bar = "a takes at most as long as b"
 
-    def measure(settings: Settings) -> Iterator[Row]:
-        for clients in settings.clients:
-            seconds = interleaved(rounds(clients), (), settings.repetitions, settings.clock)
-            yield Row(clients=clients, seconds=seconds["a"], ratio=paired_ratio(*seconds.values()))
+        def measure(self) -> Iterator[Row]:
+            for clients in self.clients:
+                seconds = self.time(rounds(clients))
+                ratio = paired_ratio(*seconds.values())
+                yield Row(clients=clients, seconds=seconds["a"], ratio=ratio, met=ratio <= 1)
 
-    main = Benchmark(__doc__, Settings, measure, {"clients": "{clients:,}", "s": "{seconds:.3f}"})
-
-    if __name__ == "__main__":
-        raise SystemExit(main())
+    main = command(Rounds)
 """
 
 import argparse
@@ -27,31 +26,31 @@ import platform
 import re
 import statistics
 import string
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace as Row
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, dataclass_transform
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fedpax.experiments.benchmarks.timing import CLOCKS, is_installed
-from fedpax.reports.table import markdown_table
+from fedpax.experiments.benchmarks import timing
+from fedpax.experiments.benchmarks.timing import is_installed
+from fedpax.reports.table import format_bytes, markdown_table
 
 PACKAGES = ("fedpax", "jax", "jaxlib", "drjax", "flax", "flwr", "numpy")
-Column: TypeAlias = str | Callable[[Any], str]
-"""A format of a row's measurements, in which a list stands for its median, or a function."""
-_Settings = TypeVar("_Settings")
 _Value = TypeVar("_Value")
 
 
 def option(default: Any, help: str, parse: Callable[[str], Any] | None = None, **more: Any) -> Any:
-    """Make a field of a dataclass of settings, which is an option of the command.
+    """Make an option of a benchmark.
 
     Args:
         default: the default; a text is parsed.
         help: the text of `--help`.
         parse: parses the option's text. Default None: the type of the default.
-        **more: `positional=True`, or arguments of `ArgumentParser.add_argument`.
+        **more: arguments of `ArgumentParser.add_argument`.
     """
     parse = parse or (str if default is None else type(default))
     value = parse(default) if isinstance(default, str) else default
@@ -62,116 +61,142 @@ def option(default: Any, help: str, parse: Callable[[str], Any] | None = None, *
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Timed:
-    """The options of a benchmark that times interleaved calls."""
-
-    repetitions: int = option(5, "timed calls of each; 0: compile only")
-    clock: str = option("wall", "wall-clock time, or CPU time of the process", choices=CLOCKS)
-
-
-@dataclasses.dataclass(frozen=True)
-class Benchmark(Generic[_Settings]):
-    """A command that measures, prints a table, and writes JSON and a picture.
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+class Benchmark:
+    """A benchmark: its fields are options. A ValueError of `__post_init__` is a usage error.
 
     Attributes:
-        doc: the description for `--help`.
-        settings: a dataclass of `option`s. A ValueError of its `__post_init__` is a usage error.
-        measure: yields the rows. Names that begin with an underscore are not written.
-        columns: the columns of the table by title. A row is printed when it is measured.
-        summary: the text below the table.
-        draw: draws the rows for `--plot`.
-        required: the name of a truth value of each row: if one is false, the exit status is 1.
-        aliases: other names of `--json` and `--plot`.
-        picture: the default of `--plot`. Default None: no picture.
+        columns: titles and formats of the table, separated by `|`. A list stands for its median,
+            None for a dash, and the format `bytes` writes a unit. Empty: no table.
+        bar: a requirement. Each row's `met` says whether it meets it; if one does not, the exit
+            status is 1.
     """
 
-    doc: str | None
-    settings: type[_Settings]
-    measure: Callable[[_Settings], Iterable[Row]]
-    columns: Mapping[str, Column] = dataclasses.field(default_factory=dict)
-    summary: Callable[[_Settings, list[Row]], str] | None = None
-    draw: Callable[[_Settings, list[Row]], Figure] | None = None
-    required: str | None = None
-    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    picture: Path | None = None
+    columns: ClassVar[str] = ""
+    bar: ClassVar[str] = ""
+
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+    def measure(self) -> Iterable[Row]:
+        """Yield the rows, which are printed at once. Names with an underscore are not written."""
+        raise NotImplementedError
+
+    def summary(self, rows: list[Row]) -> str:
+        """Return the text below the table: by default, which rows miss the bar."""
+        missed = [" ".join(cells_of(self.columns, row)[:2]) for row in rows if not row.met]
+        return f"\nBar ({self.bar}): {'missed by ' + '; '.join(missed) if missed else 'met'}."
+
+    def draw(self, rows: list[Row]) -> Figure:
+        """Draw the rows for `--plot`, where a benchmark has a picture."""
+        raise NotImplementedError
+
+
+class Timed(Benchmark):
+    """A benchmark that times interleaved calls."""
+
+    repetitions: int = option(5, "timed calls of each; 0: compile only")
+    clock: str = option(
+        "wall", "wall-clock time, or CPU time of the process", choices=timing.CLOCKS
+    )
+
+    def time(self, calls: Mapping[str, Callable[..., Any]], *arguments: Any) -> timing.Seconds:
+        """Time interleaved calls of functions."""
+        return timing.interleaved(calls, arguments, self.repetitions, self.clock)
+
+
+class Command(NamedTuple):
+    """The command line of a benchmark."""
+
+    benchmark: type[Benchmark]
 
     def __call__(self, argv: Sequence[str] | None = None) -> int:
         """Run the benchmark; return the exit status."""
-        rows = self.run(argv)
-        return int(self.required is not None and not all(vars(r)[self.required] for r in rows))
+        return int(not all(vars(row).get("met", True) for row in self.run(argv)))
 
     def run(self, argv: Sequence[str] | None = None) -> list[Row]:
         """Run the benchmark; return the rows."""
-        settings, json_file, picture = self._parse(argv)
+        benchmark, json_file, picture = self._parse(argv)
         rows: list[Row] = []
-        for row in self.measure(settings):
-            if self.columns:
-                print(_table_lines(self.columns, row, has_head=not rows), flush=True)
+        for row in benchmark.measure():
+            if benchmark.columns:
+                print(_table_lines(benchmark.columns, row, has_head=not rows), flush=True)
             rows.append(row)
-        if self.summary:
-            print(self.summary(settings, rows))
-        if self.draw and picture:
+        if benchmark.bar or self._overrides("summary"):
+            print(benchmark.summary(rows))
+        if picture:
             picture.parent.mkdir(parents=True, exist_ok=True)
-            self.draw(settings, rows).savefig(picture)
+            benchmark.draw(rows).savefig(picture)
             print(picture)
-        if json_file or not self.draw:
-            write(json_file, rows, **vars(settings))
+        if json_file or not self._overrides("draw"):
+            _write(json_file, rows, vars(benchmark))
         return rows
 
-    def _parse(self, argv: Sequence[str] | None) -> tuple[_Settings, Path | None, Path | None]:
+    def _overrides(self, name: str) -> bool:
+        return getattr(self.benchmark, name) is not getattr(Benchmark, name)
+
+    def _parse(self, argv: Sequence[str] | None) -> tuple[Benchmark, Path | None, Path | None]:
         parser = argparse.ArgumentParser(
-            description=self.doc, formatter_class=argparse.RawDescriptionHelpFormatter
+            description=sys.modules[self.benchmark.__module__].__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        settings: Any = self.settings
-        for field in dataclasses.fields(settings):
-            arguments = dict(field.metadata)
+        fields = dataclasses.fields(self.benchmark)  # type: ignore[arg-type]
+        for field in fields:
             assert callable(field.default_factory)
-            if not arguments.get("required"):
-                arguments["default"] = field.default_factory()
-            name = field.name if arguments.pop("positional", False) else f"--{field.name}"
-            parser.add_argument(name, **arguments)
-        files = {"--json": "the measurements, as JSON"}
-        if self.draw:
-            files["--plot"] = "the figure, such as figure.png"
-        for name, content in files.items():
-            parser.add_argument(
-                *filter(None, (name, self.aliases.get(name))),
-                type=Path,
-                metavar="FILE",
-                default=self.picture if name == "--plot" else None,
-                help=f"file for {content}",
-            )
+            default = {} if "required" in field.metadata else {"default": field.default_factory()}
+            parser.add_argument(f"--{field.name}", **default, **field.metadata)
+        files = {"json": ["--json"]}
+        if self._overrides("draw"):
+            files["plot"] = ["--plot", "--picture"]
+        if "out" not in {field.name for field in fields}:
+            [*files.values()][-1].append("--out")
+        for content, flags in files.items():
+            help = f"file for the {'figure' if content == 'plot' else 'measurements'}"
+            parser.add_argument(*flags, dest=content, type=Path, metavar="FILE", help=help)
         options = vars(parser.parse_args(argv))
-        json_file, picture = options.pop("json"), options.pop("plot", None)
+        paths = options.pop("json"), options.pop("plot", None)
         try:
-            return settings(**options), json_file, picture
+            return self.benchmark(**options), *paths
         except ValueError as error:
             parser.error(str(error))
 
 
-class _CellFormatter(string.Formatter):
-    """Formats the median of a list, and a dash in place of a missing measurement."""
+def command(benchmark: type[Benchmark]) -> Command:
+    """Return a benchmark's command, and run it if its module is the program: call this last."""
+    main = Command(benchmark)
+    if benchmark.__module__ == "__main__":
+        raise SystemExit(main())
+    return main
 
+
+class _CellFormatter(string.Formatter):
     def format_field(self, value: Any, format_spec: str) -> str:
         if isinstance(value, list):
             value = statistics.median(value) if value else None
         if value is None:
             return "-"
+        if format_spec == "bytes":
+            return format_bytes(value)
         return str(super().format_field(value, format_spec))
 
 
-def _table_lines(columns: Mapping[str, Column], row: Row, *, has_head: bool) -> str:
+def _split(columns: str) -> dict[str, str]:
+    parts = (column.partition("{") for column in columns.split("|"))
+    return {title.strip(): f"{{{form.rstrip()}" for title, _, form in parts}
+
+
+def cells_of(columns: str, row: Row) -> list[str]:
+    """Format the cells of a row of a table."""
+    return [_CellFormatter().vformat(form, (), vars(row)) for form in _split(columns).values()]
+
+
+def _table_lines(columns: str, row: Row, *, has_head: bool) -> str:
     """Format a row of a Markdown table, below its head if it is the first one."""
-    cells = [
-        _CellFormatter().vformat(column, (), vars(row)) if isinstance(column, str) else column(row)
-        for column in columns.values()
-    ]
-    lines = markdown_table(list(columns), [cells]).splitlines()
+    lines = markdown_table(list(_split(columns)), [cells_of(columns, row)]).splitlines()
     return "\n".join(lines if has_head else lines[2:])
 
 
-def write(path: Path | None, rows: Sequence[Row], **settings: Any) -> None:
+def _write(path: Path | None, rows: Sequence[Row], settings: Mapping[str, Any]) -> None:
     """Write or print measurements as JSON, with settings, versions of packages and the machine."""
     content = {
         "settings": settings,
@@ -192,6 +217,24 @@ def write(path: Path | None, rows: Sequence[Row], **settings: Any) -> None:
     path.write_text(f"{text}\n", encoding="utf-8")
 
 
+def panels(*axes: Mapping[str, Any], size: tuple[float, float], **more: Any) -> list[Axes]:
+    """Return the axes of a figure side by side, with a grid and their properties."""
+    figure = Figure(figsize=size, layout="constrained", dpi=110)
+    made: list[Axes] = figure.subplots(1, len(axes), squeeze=False, **more)[0].tolist()
+    for panel, properties in zip(made, axes, strict=True):
+        panel.set(**properties)
+        panel.grid(alpha=0.3)
+    return made
+
+
+def figure_of(axes: Sequence[Axes], legend: int = 0) -> Figure:
+    """Return the figure of some axes, with a legend in one of them."""
+    axes[legend].legend(frameon=False, fontsize="small")
+    figure = axes[0].figure
+    assert isinstance(figure, Figure)
+    return figure
+
+
 def check_names(option: str, names: Sequence[str] | None, known: Collection[str]) -> None:
     """Raise a ValueError for names that are unknown, or do nothing for None."""
     if unknown := sorted({*(names or ())} - {*known}):
@@ -207,22 +250,12 @@ def check_at_least(least: int, **options: int) -> None:
 
 
 def integers(text: str) -> list[int]:
-    """Parse integers of at least 1, separated by commas.
-
-    Example:
-        >>> integers("1,8")
-        [1, 8]
-    """
+    """Parse integers of at least 1, separated by commas."""
     return several(text, integer, "integers of at least 1", "2,8")
 
 
 def numbers(text: str) -> list[float]:
-    """Parse finite numbers of at least 0, separated by commas.
-
-    Example:
-        >>> numbers("0.1,1e-3")
-        [0.1, 0.001]
-    """
+    """Parse finite numbers of at least 0, separated by commas."""
     return several(text, number, "numbers of at least 0", "0.1,0.3")
 
 

@@ -13,29 +13,25 @@ and then leaves the CPU idle for as long as the accelerators would compute, whil
 prepared on a thread.
 """
 
-import dataclasses
-import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
-from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.data import Source, Tokenizer, TokenRounds, load, load_tokenizer, train_tokenizer
 from fedpax.data import token_rounds as make_rounds
-from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
+from fedpax.experiments.benchmarks.cohort_input import waiting
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
 from fedpax.models import presets
 from fedpax.parallel.chips import CHIPS
-from fedpax.training.prefetch import Prefetch
 
-MEAN_BYTES = 2200
-"""Bytes of a document on average, as in C4's English split."""
+MEAN_BYTES = 2200  # of a document, as in C4's English split
 
 
 class Need(NamedTuple):
@@ -46,10 +42,7 @@ class Need(NamedTuple):
     flops_per_token: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The settings."""
-
+class InputRate(Benchmark):
     chip: str = option("v6e", "kind of chip", choices=sorted(CHIPS))
     chips: int = option(256, "number of chips")
     chips_per_host: int = option(4, "chips of a host")
@@ -66,30 +59,84 @@ class Settings:
         "that is trained on the text",
         action="append",
     )
+    columns = (
+        "tokenizer {tokenizer:14} | tokens {vocab_size:7,} | CPU ns per token: read {read:.1f} "
+        "| tokenize {tokenize:.1f} | pack {pack:6.1f} | tokens/s per core {tokens_per_core:,.0f} "
+        "| cores at the need {cores:.3f} | waiting for input {waiting:.3%}"
+    )
 
     @property
     def need(self) -> Need:
-        """The tokens that one host must prepare."""
-        return tokens_needed(
-            chip=self.chip,
-            chips=self.chips,
-            chips_per_host=self.chips_per_host,
-            mfu=self.mfu,
-            seq_len=self.seq_len,
+        """The rate at which the chips of one host take tokens; MaxText reports 7,207 per chip."""
+        flops = presets.llama_3_1_8b().flops_per_token(self.seq_len)
+        rate = self.chips_per_host * CHIPS[self.chip].peak_flops * self.mfu / flops
+        return Need(rate, self.chips // self.chips_per_host, flops)
+
+    @property
+    def rows(self) -> int:
+        """The rows of a step of one host."""
+        return max(1, self.batch_size // self.need.hosts)
+
+    def measure(self) -> Iterator[Row]:
+        need = self.need
+        print(
+            f"Llama 3.1 8B on {self.chips} {self.chip} at {self.mfu:.1%} MFU, "
+            f"{need.flops_per_token / 1e9:.1f} GFLOPs per token: "
+            f"{need.tokens_per_second:,.0f} tokens/s for each of {need.hosts} hosts"
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            source = write_documents(Path(folder), self.documents)
+            for name in [*(self.tokenizer or ("bytes", None))]:
+                if name is None:
+                    texts = (source[n]["text"] for n in range(0, len(source), 4))
+                    path = Path(folder, "tokenizer.json")
+                    tokenizer = train_tokenizer(texts, vocab_size=32_000, path=path)
+                else:
+                    tokenizer = load_tokenizer(name)
+                yield self.measure_tokenizer(source, tokenizer)
+
+    def measure_tokenizer(self, source: Source, tokenizer: Tokenizer) -> Row:
+        seconds: dict[str, float] = defaultdict(float)
+        own: Any = _timed(seconds, "tokenize", tokenizer.encode_all)
+        rounds = self._share(TimedSource(source, seconds), tokenizer._replace(encode_batch=own))
+        tokens = self.steps * self.rows * self.seq_len
+        next(rounds)
+        seconds.clear()
+        # As many rounds as fit: whole windows, whatever the rounds' size.
+        start, count = time.process_time(), 0
+        while time.process_time() - start < self.cpu_seconds:
+            next(rounds)
+            count += 1
+        nanoseconds = 1e9 / (count * tokens)
+        every = nanoseconds * (time.process_time() - start)
+        read, tokenize = nanoseconds * seconds["read"], nanoseconds * seconds["tokenize"]
+        stream = HostRows(self._share(source, tokenizer), self.rows)
+        rate = self.need.tokens_per_second
+        return Row(
+            tokenizer=tokenizer.name.partition(":")[0],
+            vocab_size=tokenizer.vocab_size,
+            read=read,
+            tokenize=tokenize,
+            pack=every - read - tokenize,
+            tokens_per_core=1e9 / every,
+            cores=rate * every / 1e9,
+            waiting=waiting(stream, tokens / rate, self.rounds),
+            tokens_per_second=rate,
         )
 
-
-def tokens_needed(*, chip: str, chips: int, chips_per_host: int, mfu: float, seq_len: int) -> Need:
-    """Return the rate at which the chips of one host take tokens.
-
-    Example:
-        >>> need = tokens_needed(chip="v6e", chips=256, chips_per_host=4, mfu=0.4546, seq_len=8192)
-        >>> need.hosts, round(need.tokens_per_second / 4)  # MaxText reports 7,207 per chip
-        (64, 7206)
-    """
-    flops = presets.llama_3_1_8b().flops_per_token(seq_len)
-    rate = chips_per_host * CHIPS[chip].peak_flops * mfu / flops
-    return Need(rate, chips // chips_per_host, flops)
+    def _share(self, source: Any, tokenizer: Tokenizer) -> TokenRounds:
+        """Make the stream of one host: its rows of steps of the whole job."""
+        rows = np.zeros((1, self.steps, self.batch_size), np.bool_)
+        rows[..., : self.rows] = True
+        return make_rounds(
+            source,
+            islands=1,
+            local_steps=self.steps,
+            batch_size=self.batch_size,
+            seq_len=self.seq_len,
+            tokenizer=tokenizer,
+            rows=rows,
+        )
 
 
 def write_documents(folder: Path, count: int) -> Source:
@@ -99,33 +146,32 @@ def write_documents(folder: Path, count: int) -> Source:
     random = np.random.default_rng(0)
     starts = random.integers(0, len(text) - 20 * MEAN_BYTES, count)
     lengths = random.gamma(1.0, MEAN_BYTES, count).astype(int).clip(100, 20 * MEAN_BYTES)
-    path = folder / "train.array_record"
-    writer = ArrayRecordWriter(str(path), "group_size:1")
+    path = str(folder / "train.array_record")
+    writer = ArrayRecordWriter(path, "group_size:1")
     for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
         writer.write(text[start : start + length].decode(errors="ignore").encode())
     writer.close()
-    return load(str(path), "train")
+    return load(path, "train")
 
 
-class Timer:
-    """CPU seconds of all threads, by stage."""
+def _timed(seconds: dict[str, float], stage: str, fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a function that adds its CPU time, of all threads, to that of a stage."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        """Add the CPU time of a block to a stage."""
+    def run(argument: Any) -> Any:
         start = time.process_time()
-        yield
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.process_time() - start
+        result = fn(argument)
+        seconds[stage] += time.process_time() - start
+        return result
+
+    return run
 
 
-class Timed:
-    """A source whose reads are timed."""
+class TimedSource:
+    """A source whose reads of several documents are timed."""
 
-    def __init__(self, source: Source, timer: Timer) -> None:
-        self._source, self._timer = source, timer
+    def __init__(self, source: Source, seconds: dict[str, float]) -> None:
+        self._source = source
+        self.read = _timed(seconds, "read", source.__getitems__)
 
     def __len__(self) -> int:
         return len(self._source)
@@ -134,34 +180,8 @@ class Timed:
         return self._source[index]
 
     def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
-        """Read several documents."""
-        with self._timer("read"):
-            return self._source.__getitems__(indices)
-
-
-def timed(tokenizer: Tokenizer, timer: Timer) -> Tokenizer:
-    """Return a tokenizer whose batches are timed."""
-
-    def encode_batch(texts: Sequence[str | bytes]) -> list[Any]:
-        with timer("tokenize"):
-            return tokenizer.encode_all(texts)
-
-    return tokenizer._replace(encode_batch=encode_batch)
-
-
-def share_of_host(source: Any, tokenizer: Tokenizer, settings: Settings, hosts: int) -> TokenRounds:
-    """Make the stream of one host: its rows of steps of the whole job."""
-    rows = np.zeros((1, settings.steps, settings.batch_size), np.bool_)
-    rows[..., : max(1, settings.batch_size // hosts)] = True
-    return make_rounds(
-        source,
-        islands=1,
-        local_steps=settings.steps,
-        batch_size=settings.batch_size,
-        seq_len=settings.seq_len,
-        tokenizer=tokenizer,
-        rows=rows,
-    )
+        rows: Sequence[Any] = self.read(indices)
+        return rows
 
 
 class HostRows:
@@ -169,99 +189,10 @@ class HostRows:
 
     def __init__(self, rounds: TokenRounds, rows: int) -> None:
         self._rounds, self._rows = rounds, rows
+        self.get_state, self.set_state = rounds.get_state, rounds.set_state
 
     def __next__(self) -> Any:
-        """Return the next round's rows."""
         return jax.tree.map(lambda array: array[:, :, : self._rows], next(self._rounds))
 
-    def get_state(self) -> Any:
-        """Return the stream's position."""
-        return self._rounds.get_state()
 
-    def set_state(self, state: Any) -> None:
-        """Move to a position."""
-        self._rounds.set_state(state)
-
-
-def measure_tokenizer(source: Source, tokenizer: Tokenizer, settings: Settings) -> Row:
-    """Measure one tokenizer."""
-    timer, need = Timer(), settings.need
-    rounds = share_of_host(Timed(source, timer), timed(tokenizer, timer), settings, need.hosts)
-    rows = max(1, settings.batch_size // need.hosts)
-    tokens = settings.steps * rows * settings.seq_len
-    next(rounds)
-    timer.seconds.clear()
-    # As many rounds as fit: whole windows, whatever the rounds' size.
-    start, count = time.process_time(), 0
-    while time.process_time() - start < settings.cpu_seconds:
-        next(rounds)
-        count += 1
-    total = time.process_time() - start
-    per_token = {stage: 1e9 * s / (count * tokens) for stage, s in timer.seconds.items()}
-    waited, computing = [], tokens / need.tokens_per_second
-    stream = HostRows(share_of_host(source, tokenizer, settings, need.hosts), rows)
-    mesh = jax.make_mesh((1,), ("devices",), devices=jax.devices()[:1])
-    device = NamedSharding(mesh, PartitionSpec())
-    with Prefetch(stream, device, settings.rounds) as cohorts:
-        cohorts.peek()
-        for _ in range(settings.rounds):
-            asked = time.perf_counter()
-            cohorts.next()
-            waited.append(time.perf_counter() - asked)
-            time.sleep(computing)
-    waiting = statistics.median(waited)
-    every = 1e9 * total / (count * tokens)
-    read, tokenize = per_token.get("read", 0.0), per_token.get("tokenize", 0.0)
-    return Row(
-        tokenizer=tokenizer.name.partition(":")[0],
-        vocab_size=tokenizer.vocab_size,
-        read=read,
-        tokenize=tokenize,
-        pack=every - read - tokenize,
-        tokens_per_core=1e9 / every,
-        cores=need.tokens_per_second * every / 1e9,
-        waiting=waiting / (waiting + computing),
-        tokens_per_second=need.tokens_per_second,
-    )
-
-
-def measure(settings: Settings) -> Iterator[Row]:
-    """Measure each tokenizer on the same documents."""
-    need = settings.need
-    print(
-        f"Llama 3.1 8B on {settings.chips} {settings.chip} at {settings.mfu:.1%} MFU, "
-        f"{need.flops_per_token / 1e9:.1f} GFLOPs per token: "
-        f"{need.tokens_per_second:,.0f} tokens/s for each of {need.hosts} hosts"
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        source = write_documents(Path(folder), settings.documents)
-        names: list[str | None] = [*(settings.tokenizer or ("bytes", None))]
-        for name in names:
-            if name is None:
-                texts = (source[n]["text"] for n in range(0, len(source), 4))
-                path = Path(folder, "tokenizer.json")
-                tokenizer = train_tokenizer(texts, vocab_size=32_000, path=path)
-            else:
-                tokenizer = load_tokenizer(name)
-            yield measure_tokenizer(source, tokenizer, settings)
-
-
-main = Benchmark(
-    __doc__,
-    Settings,
-    measure,
-    {
-        "tokenizer": "{tokenizer:14}",
-        "tokens": "{vocab_size:7,}",
-        "CPU ns per token: read": "{read:.1f}",
-        "tokenize": "{tokenize:.1f}",
-        "pack": "{pack:6.1f}",
-        "tokens/s per core": "{tokens_per_core:,.0f}",
-        "cores at the need": "{cores:.3f}",
-        "waiting for input": "{waiting:.3%}",
-    },
-)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command(InputRate)

@@ -24,7 +24,8 @@ import numpy as np
 from fedpax.experiments.benchmarks import harness
 from fedpax.experiments.benchmarks.chaos import CHECKPOINT_ROUNDS, paced_text
 from fedpax.experiments.benchmarks.chaos_sites import SYNCER, Failure, draw_failures
-from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
+from fedpax.experiments.benchmarks.workloads import changed
 from fedpax.experiments.decoupled_diloco_text import DecoupledDiLoCoText
 from fedpax.sites.identity import Identity
 from fedpax.sites.island.island import Island
@@ -49,27 +50,13 @@ class Setting(NamedTuple):
     learning_rate: float
 
 
-def _pair(text: str) -> tuple[float, float]:
+def _setting(text: str) -> Setting:
     momentum, learning_rate = map(harness.number, text.split(":"))
-    return momentum, learning_rate
+    return Setting(momentum, learning_rate)
 
 
-def _pairs(text: str) -> list[tuple[float, float]]:
-    return harness.several(text, _pair, "pairs of numbers", "0.9:0.4,0.6:0.7")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The options."""
-
-    outer: list[tuple[float, float]] = option(
-        "0.9:0.4,0.6:0.7", "momentum:learning_rate,...", _pairs
-    )
-    rounds: int = option(40, "rounds of the run")
-    latency: float = option(0.3, "seconds of an exchange")
-    jitter: float = option(0.5, "of the time of a phase")
-    mean_seconds: float = option(4.5, "between failures, mean")
-    seeds: int = option(1, "number of seeds")
+def _settings(text: str) -> list[Setting]:
+    return harness.several(text, _setting, "pairs of numbers", "0.9:0.4,0.6:0.7")
 
 
 class Data:
@@ -88,12 +75,8 @@ class Data:
 
     def build(self, setting: Setting) -> Run:
         """Build the experiment with the outer optimizer of a setting."""
-        decoupled = dataclasses.replace(
-            self.experiment.decoupled,
-            momentum=setting.momentum,
-            learning_rate=setting.learning_rate,
-        )
-        return dataclasses.replace(self.experiment, decoupled=decoupled).build()
+        run: Run = changed(self.experiment, decoupled=setting._asdict()).build()
+        return run
 
     def batches(self, number: int, shard: int) -> Any:
         """Return an island's batches of a round."""
@@ -107,9 +90,7 @@ class _Process:
 
     def __init__(self, name: str, link: Link, island: Island, saved: Any) -> None:
         self.name, self.link, self.island, self.saved = name, link, island, saved
-        self.phase = 0
-        if saved is not None:
-            self.phase = saved[2]
+        self.phase = 0 if saved is None else saved[2]
 
     def save(self) -> None:
         """Keep the state, as a checkpoint does."""
@@ -267,49 +248,36 @@ class VirtualSites:
                 process.link.exchange()
 
 
-def measure(settings: Settings) -> Iterator[Row]:
-    """Train with each outer optimizer, without and with failures."""
-    data = Data(settings.rounds)
-    cases = itertools.product(settings.outer, (False, True), range(settings.seeds))
-    for (momentum, learning_rate), failing, seed in cases:
-        failures = draw_failures(
-            seed, data.islands, 10.0 * settings.rounds * failing, settings.mean_seconds
-        )
-        sites = VirtualSites(
-            data,
-            Setting(momentum, learning_rate),
-            seed=seed,
-            failures=failures,
-            latency=settings.latency,
-            jitter=settings.jitter,
-        )
-        loss = sites.play()
-        assert np.isfinite(loss)
-        yield Row(
-            momentum=momentum,
-            learning_rate=learning_rate,
-            failing=failing,
-            loss=loss,
-            late=sum(r.late for r in sites.reports) / sum(r.updates for r in sites.reports),
-            seconds=sites.now,
-            failures=sites.failures,
-        )
+class LateUpdates(Benchmark):
+    outer: list[Setting] = option("0.9:0.4,0.6:0.7", "momentum:learning_rate,...", _settings)
+    rounds: int = option(40, "rounds of the run")
+    latency: float = option(0.3, "seconds of an exchange")
+    jitter: float = option(0.5, "of the time of a phase")
+    mean_seconds: float = option(4.5, "between failures, mean")
+    seeds: int = option(1, "number of seeds")
+    columns = (
+        "momentum {momentum:g} | learning rate {learning_rate:g} | failures {failures} "
+        "| held-out loss {loss:.4f} | late updates {late:.1%}"
+    )
+
+    def measure(self) -> Iterator[Row]:
+        """Train with each outer optimizer, without and with failures."""
+        data, times = Data(self.rounds), {"latency": self.latency, "jitter": self.jitter}
+        cases = itertools.product(self.outer, (False, True), range(self.seeds))
+        for setting, failing, seed in cases:
+            seconds = 10.0 * self.rounds * failing
+            failures = draw_failures(seed, data.islands, seconds, self.mean_seconds)
+            sites = VirtualSites(data, setting, seed=seed, failures=failures, **times)
+            loss = sites.play()
+            assert np.isfinite(loss)
+            yield Row(
+                **setting._asdict(),
+                failing=failing,
+                loss=loss,
+                late=sum(r.late for r in sites.reports) / sum(r.updates for r in sites.reports),
+                seconds=sites.now,
+                failures=sites.failures,
+            )
 
 
-main = Benchmark(
-    __doc__,
-    Settings,
-    measure,
-    {
-        "momentum": "{momentum:g}",
-        "learning rate": "{learning_rate:g}",
-        "failures": "{failures}",
-        "held-out loss": "{loss:.4f}",
-        "late updates": "{late:.1%}",
-    },
-    aliases={"--json": "--out"},
-)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command(LateUpdates)

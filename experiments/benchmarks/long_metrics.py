@@ -6,7 +6,6 @@ The lines imitate a run with an evaluation and a checkpoint every 100 rounds. Th
 counted from the sizes of the parts that each checkpoint writes.
 """
 
-import dataclasses
 import itertools
 import random
 import resource
@@ -14,10 +13,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-from fedpax.experiments.benchmarks.harness import Benchmark, Row, integers, option
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, integers, option
 from fedpax.run_files.goodput import BUCKETS
 from fedpax.run_files.line_files import part_starts
 from fedpax.run_files.metrics import MetricsWriter
@@ -25,13 +24,10 @@ from fedpax.run_files.paths import METRICS
 
 EVALUATE_EVERY = SAVE_EVERY = 100
 RESUME_SECONDS, SHOW_SECONDS, SHOW_MB = 2.0, 5.0, 400.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The options."""
-
-    rounds: list[int] = option("1000,100000,1000000", "numbers of rounds", integers)
+SHOW = (
+    "import resource, sys; from fedpax.main import main; main(sys.argv[1:]); "
+    "usage = resource.getrusage(resource.RUSAGE_SELF); print(usage.ru_maxrss)"
+)
 
 
 def write_run(folder: Path, rounds: int) -> None:
@@ -64,15 +60,10 @@ def resume(folder: Path, rounds: int) -> float:
 
 def show(folder: Path) -> tuple[float, float]:
     """Return the CPU seconds and the peak of the memory in MB of `fedpax show` with a picture."""
-    code = (
-        "import resource, sys; from fedpax.main import main; main(sys.argv[1:]); "
-        "usage = resource.getrusage(resource.RUSAGE_SELF); print(usage.ru_maxrss)"
-    )
     words = ["show", f"--job_log_dir={folder}", f"--picture={folder / 'run.png'}"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", SHOW, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return seconds, int(done.stdout.split()[-1]) / 1e3
@@ -89,50 +80,34 @@ def copied(size: int, checkpoints: int) -> float:
     return written / size
 
 
-def measure(settings: Settings) -> Iterator[Row]:
-    """Measure runs of each length."""
-    for rounds in settings.rounds:
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            write_run(folder, rounds)
-            seconds = min(resume(folder, rounds) for _ in range(3))
-            show_seconds, show_mb = show(folder)
-            size = (folder / METRICS).stat().st_size
-        yield Row(
-            rounds=rounds,
-            bytes=size,
-            resume_seconds=seconds,
-            show_seconds=show_seconds,
-            show_mb=show_mb,
-            copied=copied(size, rounds // SAVE_EVERY),
-            whole=(rounds // SAVE_EVERY + 1) / 2,
-            met=seconds < RESUME_SECONDS and show_seconds < SHOW_SECONDS and show_mb < SHOW_MB,
-        )
+class LongMetrics(Benchmark):
+    rounds: list[int] = option("1000,100000,1000000", "numbers of rounds", integers)
+    columns = (
+        "rounds {rounds:,} | MB {megabytes:.1f} | resume (CPU s) {resume_seconds:.2f} "
+        "| show (CPU s) {show_seconds:.2f} | show (MB) {show_mb:.0f} "
+        "| copied / size {copied:.1f} | whole files {whole:,.1f}"
+    )
+    bar = f"resume {RESUME_SECONDS:g} s, show {SHOW_SECONDS:g} s and {SHOW_MB:g} MB"
+
+    def measure(self) -> Iterator[Row]:
+        for rounds in self.rounds:
+            with tempfile.TemporaryDirectory() as name:
+                folder = Path(name)
+                write_run(folder, rounds)
+                seconds = min(resume(folder, rounds) for _ in range(3))
+                show_seconds, show_mb = show(folder)
+                size = (folder / METRICS).stat().st_size
+            yield Row(
+                rounds=rounds,
+                bytes=size,
+                megabytes=size / 1e6,
+                resume_seconds=seconds,
+                show_seconds=show_seconds,
+                show_mb=show_mb,
+                copied=copied(size, rounds // SAVE_EVERY),
+                whole=(rounds // SAVE_EVERY + 1) / 2,
+                met=seconds < RESUME_SECONDS and show_seconds < SHOW_SECONDS and show_mb < SHOW_MB,
+            )
 
 
-def summary(settings: Settings, rows: Sequence[Row]) -> str:
-    """Name the bars."""
-    missed = [f"{row.rounds:,}" for row in rows if not row.met]
-    bars = f"resume {RESUME_SECONDS:g} s, show {SHOW_SECONDS:g} s and {SHOW_MB:g} MB"
-    return f"\nBars ({bars}): {'met' if not missed else 'missed at ' + ', '.join(missed)}."
-
-
-main = Benchmark(
-    __doc__,
-    Settings,
-    measure,
-    {
-        "rounds": "{rounds:,}",
-        "MB": lambda row: f"{row.bytes / 1e6:.1f}",
-        "resume (CPU s)": "{resume_seconds:.2f}",
-        "show (CPU s)": "{show_seconds:.2f}",
-        "show (MB)": "{show_mb:.0f}",
-        "copied / size": "{copied:.1f}",
-        "whole files": "{whole:,.1f}",
-    },
-    summary,
-    required="met",
-)
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command(LongMetrics)

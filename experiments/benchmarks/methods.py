@@ -11,7 +11,6 @@ held-out examples of all clients, after every round. Bytes are what the clients 
 and send, and FLOPs count their valid steps, by `fedpax.cost`.
 """
 
-import dataclasses
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,11 +19,10 @@ import jax
 import numpy as np
 from matplotlib.figure import Figure
 
-from fedpax.algorithm import FederatedAlgorithm
 from fedpax.experiments.benchmarks import harness
-from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
+from fedpax.experiments.benchmarks.workloads import changed
 from fedpax.experiments.catalog import find_group
-from fedpax.experiments.fedavg_clients import ClientExperiment
 from fedpax.experiments.listing import GROUPS
 from fedpax.reports.table import format_bytes, markdown_table
 from fedpax.reports.target import (
@@ -37,10 +35,7 @@ from fedpax.reports.target import (
 from fedpax.reports.target_report import draw_trajectories
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The options."""
-
+class Methods(Benchmark):
     group: str = option("methods_digits", "group of experiments", choices=sorted(GROUPS))
     rounds: int | None = option(None, "rounds to train; default: the experiment's", int)
     rates: list[float] | None = option(
@@ -62,83 +57,93 @@ class Settings:
         """Return the target."""
         return parse_target(self.target or find_group(self.group).target or "accuracy=0.85")
 
+    def measure(self) -> Iterator[Row]:
+        """Train each method with each rate, and keep the fastest."""
+        experiments: Any = find_group(self.group).experiments
+        for name in self.methods or experiments:
+            experiment, tried = experiments[name], []
+            for rate in self.rates or [experiment.client_learning_rate]:
+                variant = changed(experiment, client_learning_rate=rate)
+                tried.append(self.train(name, variant))
+                print(f"{name}, rate {rate:g}: rounds {tried[-1].rounds}", flush=True)
+            yield min(tried, key=speed)
 
-def train_method(
-    name: str, experiment: ClientExperiment, target: Target, seeds: Sequence[int], num_rounds: int
-) -> Row:
-    """Train a method with each seed."""
-    algorithm, trajectories = None, []
-    for seed in seeds:
-        seeded = dataclasses.replace(
-            experiment,
-            cohort=dataclasses.replace(experiment.cohort, seed=seed),
-            training=dataclasses.replace(experiment.training, seed=seed),
+    def train(self, name: str, experiment: Any) -> Row:
+        """Train a method with each seed."""
+        target, trajectories = self.goal(), []
+        for run, states in seeded_runs(experiment, self.seeds):
+            beginning, evaluations = run.cohorts.get_state(), []
+            for number in range(1, (self.rounds or experiment.training.rounds) + 1):
+                evaluations.append({"round": number, **run.evaluate(next(states).params)})
+            run.cohorts.set_state(beginning)
+            trajectories.append(trajectory_of(run, evaluations, target.metric))
+        costs = [cost_to_target(trajectory, target) for trajectory in trajectories]
+        rounds = [cost.rounds for cost in costs]
+        return Row(
+            method=name,
+            learning_rate=experiment.client_learning_rate,
+            rounds=rounds,
+            num_bytes=[cost.num_bytes for cost in costs],
+            flops=[cost.flops for cost in costs],
+            best=[cost.best for cost in costs],
+            trajectories=[trajectory._asdict() for trajectory in trajectories],
+            # Infinite if most seeds do not reach the target.
+            median_rounds=statistics.median(np.inf if n is None else n for n in rounds),
         )
+
+    def summary(self, rows: list[Row]) -> str:
+        """Format the medians over seeds, the fastest method first, with the range of the rounds."""
+        target = self.goal()
+        goal = f"rounds to {target.metric} {target.value:g}"
+        head = ["method", "client rate", goal, "bytes", "client FLOPs", f"best {target.metric}"]
+        cells = []
+        for row in sorted(rows, key=speed):
+            reached = np.isfinite(row.median_rounds)
+            costs = [format_bytes(_median(row.num_bytes)), f"{_median(row.flops):.3g}"]
+            cells.append(
+                [
+                    row.method,
+                    f"{row.learning_rate:g}",
+                    *([_with_range(row.rounds), *costs] if reached else ["not reached", "-", "-"]),
+                    f"{statistics.median(row.best):.3f}",
+                ]
+            )
+        return markdown_table(head, cells)
+
+    def draw(self, rows: list[Row]) -> Figure:
+        """Draw the metric of the first seed over rounds, bytes and FLOPs."""
+        trajectories = {row.method: MetricTrajectory(**row.trajectories[0]) for row in rows}
+        return draw_trajectories(trajectories, self.goal())
+
+
+def with_seed(experiment: Any, seed: int) -> Any:
+    """Return an experiment with a seed of its data, its model and its cohorts."""
+    return changed(experiment, cohort={"seed": seed}, training={"seed": seed})
+
+
+def seeded_runs(experiment: Any, seeds: Sequence[int]) -> Iterator[tuple[Any, Iterator[Any]]]:
+    """Yield the run of each seed with its states after each round, compiled for the first alone."""
+    algorithm = None
+    for seed in seeds:
+        run = with_seed(experiment, seed).build()
         if algorithm is None:
-            algorithm = seeded.build().algorithm  # compiled for the first seed alone
+            algorithm = run.algorithm
             step = jax.jit(algorithm.round, donate_argnums=0)
-        trajectories.append(_train(seeded, algorithm, step, target.metric, num_rounds))
-    costs = [cost_to_target(trajectory, target) for trajectory in trajectories]
-    rounds = [cost.rounds for cost in costs]
-    return Row(
-        method=name,
-        learning_rate=experiment.client_learning_rate,
-        rounds=rounds,
-        num_bytes=[cost.num_bytes for cost in costs],
-        flops=[cost.flops for cost in costs],
-        best=[cost.best for cost in costs],
-        trajectories=[trajectory._asdict() for trajectory in trajectories],
-        # Infinite if most seeds do not reach the target.
-        median_rounds=statistics.median(np.inf if n is None else n for n in rounds),
-    )
+        run = run._replace(algorithm=algorithm)
+        with jax.set_mesh(run.mesh):
+            yield run, _states(run, step, seed)
 
 
-def _train(
-    experiment: ClientExperiment,
-    algorithm: FederatedAlgorithm,
-    step: Any,
-    metric: str,
-    num_rounds: int,
-) -> MetricTrajectory:
-    run = experiment.build()._replace(algorithm=algorithm)
-    beginning, evaluations = run.cohorts.get_state(), []
-    with jax.set_mesh(run.mesh):
-        key = jax.random.key(experiment.training.seed)
-        state = jax.jit(lambda key: algorithm.init(run.init(key)))(key)
-        for number in range(1, num_rounds + 1):
-            state, _ = step(state, next(run.cohorts))
-            evaluations.append({"round": number, **run.evaluate(state.params)})
-        run.cohorts.set_state(beginning)
-        return trajectory_of(run, evaluations, metric)
+def _states(run: Any, step: Any, seed: int) -> Iterator[Any]:
+    state = jax.jit(lambda key: run.algorithm.init(run.init(key)))(jax.random.key(seed))
+    while True:
+        state, _ = step(state, next(run.cohorts))
+        yield state
 
 
 def speed(row: Row) -> tuple[float, float]:
     """Return the key that sorts rows, the fastest method first."""
     return row.median_rounds, -statistics.median(row.best)
-
-
-def table(settings: Settings, rows: Sequence[Row]) -> str:
-    """Format the medians over seeds as a Markdown table, the fastest method first.
-
-    Cells of rounds show the least and the largest number of rounds behind the median.
-    """
-    target = settings.goal()
-    goal = f"rounds to {target.metric} {target.value:g}"
-    head = ["method", "client rate", goal, "bytes", "client FLOPs", f"best {target.metric}"]
-    cells = []
-    for row in sorted(rows, key=speed):
-        reached = np.isfinite(row.median_rounds)
-        cells.append(
-            [
-                row.method,
-                f"{row.learning_rate:g}",
-                _with_range(row.rounds) if reached else "not reached",
-                format_bytes(_median(row.num_bytes)) if reached else "-",
-                f"{_median(row.flops):.3g}" if reached else "-",
-                f"{statistics.median(row.best):.3f}",
-            ]
-        )
-    return markdown_table(head, cells)
 
 
 def _median(values: Sequence[float]) -> float:
@@ -152,27 +157,4 @@ def _with_range(rounds: Sequence[int | None]) -> str:
     return middle if len(known) == 1 else f"{middle} ({ends[0]} to {ends[1]})"
 
 
-def measure(settings: Settings) -> Iterator[Row]:
-    """Train each method with each rate, and keep the fastest."""
-    experiments: Any = find_group(settings.group).experiments
-    for name in settings.methods or experiments:
-        experiment, tried = experiments[name], []
-        for rate in settings.rates or [experiment.client_learning_rate]:
-            variant = dataclasses.replace(experiment, client_learning_rate=rate)
-            rounds = settings.rounds or experiment.training.rounds
-            tried.append(train_method(name, variant, settings.goal(), settings.seeds, rounds))
-            print(f"{name}, rate {rate:g}: rounds {tried[-1].rounds}", flush=True)
-        yield min(tried, key=speed)
-
-
-def draw(settings: Settings, rows: Sequence[Row]) -> Figure:
-    """Draw the metric of the first seed over rounds, bytes and FLOPs."""
-    trajectories = {row.method: MetricTrajectory(**row.trajectories[0]) for row in rows}
-    return draw_trajectories(trajectories, settings.goal())
-
-
-main = Benchmark(__doc__, Settings, measure, summary=table, draw=draw)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command(Methods)

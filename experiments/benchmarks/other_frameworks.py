@@ -1,25 +1,22 @@
-"""A round with fedpax, and with pfl, Flower and FedJAX, which need environments of their own.
+"""A round with fedpax, and with pfl and Flower, which need environments of their own.
 
     python -m fedpax.experiments.benchmarks.other_frameworks --model=cnn --clients=64 \
-        --pfl_python=environments/pfl/bin/python --flower_python=environments/flower/bin/python \
-        --fedjax_python=environments/fedjax/bin/python
+        --pfl_python=environments/pfl/bin/python --flower_python=environments/flower/bin/python
 
-pfl needs PyTorch, Flower needs Ray, and PyTorch for its clients, and FedJAX needs jax < 0.4.39.
-Each option names the Python interpreter of an environment with the library; a library without the
-option is left out. All libraries get the same data and parameters, run the same round (5 steps of
-plain SGD per client, updates weighted by numbers of examples) and must give the same result. Then
-interleaved calls are timed. Each library runs in its own process, which waits for a request before
-every round.
+pfl needs PyTorch, and Flower needs Ray, and PyTorch for its clients. Each option names the Python
+interpreter of an environment with the library; a library without the option is left out. All
+libraries get the same data and parameters, run the same round (5 steps of plain SGD per client,
+updates weighted by numbers of examples) and must give the same result. Then interleaved calls are
+timed. Each library runs in its own process, which waits for a request before every round.
 
-`--method=fedprox` and `--method=scaffold` (option II) run these in place of FedAvg. Flower and
-FedJAX have no SCAFFOLD, and FedJAX's FedProx is not run. pfl runs SCAFFOLD with one worker. The
-results are compared after one round, when SCAFFOLD's controls are still 0. `--method=private` is
-FedAvg with the central Gaussian mechanism: each update is clipped, and noise is added to the sum,
-so little of it that the results can be compared.
+`--method=fedprox` and `--method=scaffold` (option II) run these in place of FedAvg. Flower has no
+SCAFFOLD. pfl runs SCAFFOLD with one worker. The results are compared after one round, when
+SCAFFOLD's controls are still 0. `--method=private` is FedAvg with the central Gaussian mechanism:
+each update is clipped, and noise is added to the sum, so little of it that the results can be
+compared.
 """
 
 import contextlib
-import dataclasses
 import os
 import subprocess
 import tempfile
@@ -34,29 +31,22 @@ import optax
 
 import fedpax
 from fedpax.aggregators import private_mean
-from fedpax.algorithm import FederatedAlgorithm
-from fedpax.algorithms import fedavg, fedprox, scaffold
 from fedpax.experiments.benchmarks import harness, timing
-from fedpax.experiments.benchmarks.fedavg_round import check_equal
-from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
-from fedpax.experiments.benchmarks.method_rounds import repeated
-from fedpax.experiments.benchmarks.rounds import fedpax_round
+from fedpax.experiments.benchmarks.fedavg_round import check_equal, fedpax_round
+from fedpax.experiments.benchmarks.harness import Row, command, option
 from fedpax.experiments.benchmarks.workloads import (
     BATCH_SIZE,
     LEARNING_RATE,
     LOCAL_STEPS,
     WORKLOADS,
     Sizes,
+    Workload,
+    method,
 )
-from fedpax.models.losses import classification_loss
 
-SCRIPTS = {
-    "pfl": "torch_rounds.py",
-    "flower": "torch_rounds.py",
-    "fedjax": "fedjax_round.py",
-}
+SCRIPT = Path(__file__).parent / "torch_rounds.py"
 METHODS = {  # and the libraries that have them
-    "fedavg": ("pfl", "flower", "fedjax"),
+    "fedavg": ("pfl", "flower"),
     "fedprox": ("pfl", "flower"),
     "scaffold": ("pfl",),
     "private": ("pfl",),
@@ -65,25 +55,29 @@ MU = 0.1  # FedProx's
 MAX_NORM, NOISE = 0.1, 1e-6  # of the Gaussian mechanism
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(Sizes):
-    """The options."""
+def _python(library: str) -> Any:
+    return option(None, f"Python interpreter of an environment with {library}")
 
+
+class OtherFrameworks(Sizes):
     model: str = option("cnn", "the clients' model", choices=WORKLOADS)
     clients: list[int] = option("64", "numbers of clients in the round", harness.integers)
     devices: list[int] = option(
         "2", "numbers of devices, simulated on a CPU; for pfl and Flower, workers", harness.integers
     )
-    pfl_python: str | None = option(None, "Python interpreter of an environment with pfl")
-    flower_python: str | None = option(None, "Python interpreter of an environment with Flower")
-    fedjax_python: str | None = option(None, "Python interpreter of an environment with FedJAX")
+    pfl_python: str | None = _python("pfl")
+    flower_python: str | None = _python("Flower")
     method: str = option("fedavg", "the method to run", choices=METHODS)
     repetitions: int = option(3, "timed rounds of each library")
+    columns = (
+        "devices {devices} | clients {clients:9,} | library {library:7} | median s {seconds:.3f} "
+        "| fedpax/this {fedpax_ratio:.3f} | versions {versions}"
+    )
 
     @property
     def pythons(self) -> dict[str, str]:
         """The interpreters by library."""
-        paths = {library: getattr(self, f"{library}_python") for library in SCRIPTS}
+        paths = {library: getattr(self, f"{library}_python") for library in METHODS["fedavg"]}
         return {library: path for library, path in paths.items() if path}
 
     def __post_init__(self) -> None:
@@ -94,63 +88,42 @@ class Settings(Sizes):
                     f"--method={self.method} is for {libraries}: leave --{library}_python out"
                 )
 
-
-def measure(settings: Settings, devices: int, clients: int) -> list[Row]:
-    """Check that the libraries agree, and time interleaved calls; fedpax has the first row."""
-    method, pythons = settings.method, settings.pythons
-    workload = WORKLOADS[settings.model]()
-    mesh = fedpax.make_mesh(devices=jax.devices()[:devices], clients=devices)
-    with (
-        tempfile.TemporaryDirectory() as name,
-        contextlib.ExitStack() as processes,
-        jax.set_mesh(mesh),
-    ):
-        folder = Path(name)
-        params, batches, ones = workload.random_arguments(clients, mesh)
-        num_examples = jnp.full_like(ones, LOCAL_STEPS * BATCH_SIZE)
-        saved: dict[str, Any] = {**by_name(params), **batches, "rate": LEARNING_RATE}
-        if {"pfl", "flower"} & set(pythons):
+    def measure_size(self, devices: int, clients: int) -> list[Row]:
+        workload, pythons = WORKLOADS[self.model](), self.pythons
+        mesh = fedpax.make_mesh(devices=jax.devices()[:devices], clients=devices)
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            stack.enter_context(jax.set_mesh(mesh))
+            params, batches, ones = workload.random_arguments(clients, mesh)
+            num_examples = jnp.full_like(ones, LOCAL_STEPS * BATCH_SIZE)
+            saved: dict[str, Any] = {**by_name(params), **batches, "rate": LEARNING_RATE}
             saved |= {"mu": MU, "max_norm": MAX_NORM, "noise": NOISE}
-        np.savez(folder / "arguments.npz", **saved)
-        results: dict[str, dict[str, Any]] = {}
-        calls: dict[str, Callable[[], Any]] = {}
-        if method == "fedavg":
-            arguments = (params, batches, num_examples)
-            call = timing.compile_for(
-                fedpax_round(workload.local_train, clients, "auto"), *arguments
-            ).call
-            calls["fedpax"] = lambda: call(*arguments)
-            results["fedpax"] = by_name(calls["fedpax"]())
-        else:
-            cohort = fedpax.Cohort(batches, num_examples, client_ids=jnp.arange(clients))
-            algorithm = make_algorithm(method, workload.model.apply, clients)
-            state = algorithm.init(params)
-            step = timing.compile_for(algorithm.round, state, cohort, donate_argnums=0).call
-            calls["fedpax"] = repeated(step, state, cohort)
-            results["fedpax"] = by_name(calls["fedpax"]()[0].params)
-        versions = {"fedpax": f"jax {jax.__version__}"}
-        for library, python in pythons.items():
-            result = folder / f"{library}.npz"
-            paths = folder / "arguments.npz", result
-            command = command_of(library, python, devices, *paths, method)
-            calls[library] = processes.enter_context(rounds_of(command, devices))
-            calls[library]()
-            results[library] = dict(np.load(result))
-            versions[library] = str(results[library].pop("versions"))
-        check_equal(results)
-        seconds = timing.interleaved(calls, (), settings.repetitions)
-    return [
-        Row(
-            model=settings.model,
-            devices=devices,
-            clients=clients,
-            library=library,
-            versions=versions[library],
-            seconds=seconds[library],
-            fedpax_ratio=timing.paired_ratio(seconds["fedpax"], seconds[library]),
-        )
-        for library in calls
-    ]
+            np.savez(folder / "arguments.npz", **saved)
+            fedpax_call = make_call(self.method, workload, params, batches, num_examples)
+            calls: dict[str, Callable[[], Any]] = {"fedpax": fedpax_call}
+            results = {"fedpax": by_name(fedpax_call())}
+            versions = {"fedpax": f"jax {jax.__version__}"}
+            for library, python in pythons.items():
+                paths = folder / "arguments.npz", folder / f"{library}.npz"
+                line = command_of(library, python, devices, *paths, self.method)
+                calls[library] = stack.enter_context(rounds_of(line, devices))
+                calls[library]()
+                results[library] = dict(np.load(paths[1]))
+                versions[library] = str(results[library].pop("versions"))
+            check_equal(results)
+            seconds = timing.interleaved(calls, (), self.repetitions)
+        return [
+            Row(
+                model=self.model,
+                devices=devices,
+                clients=clients,
+                library=library,
+                versions=versions[library],
+                seconds=seconds[library],
+                fedpax_ratio=timing.paired_ratio(seconds["fedpax"], seconds[library]),
+            )
+            for library in calls
+        ]
 
 
 def by_name(params: Any) -> dict[str, Any]:
@@ -160,47 +133,45 @@ def by_name(params: Any) -> dict[str, Any]:
     return {name: np.asarray(leaf) for name, (_, leaf) in zip(names, leaves, strict=True)}
 
 
-def make_algorithm(
-    method: str, apply: Callable[..., jax.Array], clients: int
-) -> FederatedAlgorithm:
-    """Make a method other than FedAvg for a cohort that is the population."""
-    methods: dict[str, tuple[Callable[..., FederatedAlgorithm], dict[str, Any]]] = {
-        "fedprox": (fedprox, {"mu": MU}),
-        "scaffold": (scaffold, {"num_clients": clients}),
-        "private": (
-            fedavg,
-            {"aggregator": private_mean(max_norm=MAX_NORM, noise_multiplier=NOISE, seed=0)},
-        ),
-    }
-    make, settings = methods[method]
-    return make(
-        classification_loss(apply),
+def make_call(
+    name: str, workload: Workload, params: Any, batches: Any, num_examples: Any
+) -> Callable[[], Any]:
+    """Compile a method; return a function that runs one more round and returns the parameters."""
+    clients = len(num_examples)
+    if name == "fedavg":
+        arguments = params, batches, num_examples
+        fedavg = fedpax_round(workload.local_train, clients, "auto")
+        call = timing.compile_for(fedavg, *arguments).call
+        return lambda: call(*arguments)
+    private = {"aggregator": private_mean(max_norm=MAX_NORM, noise_multiplier=NOISE, seed=0)}
+    algorithm = method(
+        "fedavg" if name == "private" else name,
+        workload.loss_fn,
         cohort_size=clients,
+        num_clients=clients,
         client_optimizer=optax.sgd(LEARNING_RATE),
+        mu=MU,
         chunk_size=1,
-        **settings,
+        **private if name == "private" else {},
     )
+    cohort = fedpax.Cohort(batches, num_examples, client_ids=jnp.arange(clients))
+    state = algorithm.init(params)
+    step = timing.compile_for(algorithm.round, state, cohort, donate_argnums=0).call
+    run = timing.repeated(step, state, cohort)
+    return lambda: run()[0].params
 
 
 def command_of(
-    library: str,
-    python: str,
-    devices: int,
-    arguments: Path,
-    result: Path,
-    method: str = "fedavg",
+    library: str, python: str, devices: int, arguments: Path, result: Path, method: str = "fedavg"
 ) -> list[str]:
     """Return the command that runs a library's rounds."""
-    script = str(Path(__file__).parent / SCRIPTS[library])
-    files = [str(arguments), str(result)]
-    if library == "fedjax":
-        return [python, script, *files]
+    script = [str(SCRIPT), library, str(arguments), str(result), method]
     if library == "flower":
-        return [python, script, library, *files, method, str(devices)]
+        return [python, *script, str(devices)]
     # pfl keeps SCAFFOLD's controls in one process, whose threads use all cores.
     workers = 1 if method == "scaffold" else devices
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={workers}"]
-    return [python, *launch, script, library, *files, method]
+    return [python, *launch, *script]
 
 
 @contextlib.contextmanager
@@ -230,20 +201,4 @@ def rounds_of(command: Sequence[str], devices: int) -> Iterator[Callable[[], Non
         yield run_round
 
 
-main = Benchmark(
-    __doc__,
-    Settings,
-    lambda settings: settings.measure_each(measure),
-    {
-        "devices": "{devices}",
-        "clients": "{clients:9,}",
-        "library": "{library:7}",
-        "median s": "{seconds:.3f}",
-        "fedpax/this": "{fedpax_ratio:.3f}",
-        "versions": "{versions}",
-    },
-)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command(OtherFrameworks)

@@ -13,22 +13,20 @@ that labels have the shares that they have among the client's training examples
 (`fedpax.experiments.personal_images`).
 """
 
-import dataclasses
 import itertools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-
 from fedpax.experiments.benchmarks import harness
-from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
+from fedpax.experiments.benchmarks.methods import seeded_runs, with_seed
+from fedpax.experiments.benchmarks.workloads import changed
 from fedpax.experiments.catalog import find_group
 from fedpax.experiments.client_methods import MethodConfig, method
 from fedpax.experiments.personal_images import PersonalImages
 from fedpax.reports.table import markdown_table
 
-GROUP = "personal_digits"
 BASELINES: Mapping[str, MethodConfig] = {
     "fedavg": method("fedavg"),
     "alone": method("apfl", mixing=1.0),
@@ -44,70 +42,30 @@ SETTINGS: Mapping[str, tuple[str, Sequence[float]]] = {
 
 def experiments() -> dict[str, Any]:
     """Return the experiments by method."""
-    of_group: dict[str, Any] = dict(find_group(GROUP).experiments)
+    of_group: dict[str, Any] = dict(find_group("personal_digits").experiments)
     first = next(iter(of_group.values()))
-    return of_group | {
-        name: dataclasses.replace(first, method=method) for name, method in BASELINES.items()
-    }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The options."""
-
-    rates: list[float] = option("0.1,0.3,1", "client learning rates", harness.numbers)
-    seeds: list[int] = option("0", "seeds, such as 0,1,2", harness.seeds)
-    rounds: int | None = option(None, "rounds to train; default: the experiment's", harness.integer)
-    methods: list[str] | None = option(
-        None, "names separated by commas; default: all", harness.names
-    )
-
-    def __post_init__(self) -> None:
-        harness.check_names("methods", self.methods, experiments())
+    return of_group | {name: changed(first, method=method) for name, method in BASELINES.items()}
 
 
 def variants(name: str, experiment: PersonalImages) -> dict[str, PersonalImages]:
-    """Return the experiment with each value of the method's setting, by the setting.
-
-    Example:
-        >>> list(variants("ditto", find_group(GROUP).experiments["ditto"]))
-        ['lam = 0.3', 'lam = 1', 'lam = 3']
-    """
+    """Return the experiment with each value of the method's setting, such as `lam = 0.3`."""
     if name in BASELINES:
         return {"": experiment}
     field, values = SETTINGS[name]
-    return {
-        f"{field} = {value:g}": dataclasses.replace(
-            experiment, method=dataclasses.replace(experiment.method, **{field: value})
-        )
-        for value in values
-    }
+    return {f"{field} = {v:g}": changed(experiment, method={field: v}) for v in values}
 
 
 def train_method(
     name: str, setting: str, experiment: PersonalImages, seeds: Sequence[int], num_rounds: int
 ) -> Row:
     """Train a method with each seed."""
-    personal, shared, algorithm = list[float](), list[float](), None
-    for seed in seeds:
-        seeded = dataclasses.replace(
-            experiment,
-            cohort=dataclasses.replace(experiment.cohort, seed=seed),
-            training=dataclasses.replace(experiment.training, seed=seed),
-        )
-        run = seeded.build()
-        if algorithm is None:
-            algorithm = run.algorithm  # compiled for the first seed alone
-            step: Any = jax.jit(algorithm.round, donate_argnums=0)
-        with jax.set_mesh(run.mesh):
-            key = jax.random.key(seed)
-            state = jax.jit(lambda key, run=run: run.algorithm.init(run.init(key)))(key)
-            for _ in range(num_rounds):
-                state, _ = step(state, next(run.cohorts))
-            personal.append(seeded.evaluate_clients()(state)["accuracy"])
-            if name not in BASELINES and seeded.method.has_shared_model:
-                server = dataclasses.replace(seeded, method=BASELINES["fedavg"])
-                shared.append(server.evaluate_clients()(state)["accuracy"])
+    personal, shared = list[float](), list[float]()
+    server = changed(experiment, method=BASELINES["fedavg"])
+    for seed, (_, states) in zip(seeds, seeded_runs(experiment, seeds), strict=True):
+        state = next(itertools.islice(states, num_rounds - 1, None))
+        personal.append(with_seed(experiment, seed).evaluate_clients()(state)["accuracy"])
+        if name not in BASELINES and experiment.method.has_shared_model:
+            shared.append(with_seed(server, seed).evaluate_clients()(state)["accuracy"])
     return make_row(name, setting, experiment.client_learning_rate, personal, shared)
 
 
@@ -125,12 +83,35 @@ def make_row(
     )
 
 
-def table(settings: Settings, rows: Sequence[Row]) -> str:
-    """Format the medians over seeds, with the least and the largest, as a Markdown table."""
-    head = ["method", "setting", "client rate", "accuracy of the clients' models", "shared model"]
-    return markdown_table(
-        head,
-        [
+class PersonalMethods(Benchmark):
+    rates: list[float] = option("0.1,0.3,1", "client learning rates", harness.numbers)
+    seeds: list[int] = option("0", "seeds, such as 0,1,2", harness.seeds)
+    rounds: int | None = option(None, "rounds to train; default: the experiment's", harness.integer)
+    methods: list[str] | None = option(
+        None, "names separated by commas; default: all", harness.names
+    )
+
+    def __post_init__(self) -> None:
+        harness.check_names("methods", self.methods, experiments())
+
+    def measure(self) -> Iterator[Row]:
+        """Train each method with each value of its setting and each rate, and keep the best."""
+        known = experiments()
+        for name in self.methods or known:
+            experiment, tried = known[name], []
+            settings = variants(name, experiment).items()
+            for (setting, variant), rate in itertools.product(settings, self.rates):
+                with_rate = changed(variant, client_learning_rate=rate)
+                rounds = self.rounds or experiment.training.rounds
+                tried.append(train_method(name, setting, with_rate, self.seeds, rounds))
+                label = ", ".join(filter(None, (name, setting, f"rate {rate:g}")))
+                print(f"{label}: {tried[-1].score:.3f}", flush=True)
+            yield max(tried, key=lambda row: row.score)
+
+    def summary(self, rows: list[Row]) -> str:
+        """Format the medians over seeds, with the least and the largest, as a Markdown table."""
+        head = ["method", "setting", "client rate", "accuracy of the clients' models"]
+        cells = [
             [
                 row.method,
                 row.setting or "-",
@@ -139,28 +120,8 @@ def table(settings: Settings, rows: Sequence[Row]) -> str:
                 f"{statistics.median(row.shared):.3f}" if row.shared else "-",
             ]
             for row in sorted(rows, key=lambda row: -row.score)
-        ],
-    )
+        ]
+        return markdown_table([*head, "shared model"], cells)
 
 
-def measure(settings: Settings) -> Iterator[Row]:
-    """Train each method with each value of its setting and each rate, and keep the best."""
-    known = experiments()
-    for name in settings.methods or known:
-        experiment, tried = known[name], []
-        for (setting, variant), rate in itertools.product(
-            variants(name, experiment).items(), settings.rates
-        ):
-            with_rate = dataclasses.replace(variant, client_learning_rate=rate)
-            rounds = settings.rounds or experiment.training.rounds
-            tried.append(train_method(name, setting, with_rate, settings.seeds, rounds))
-            label = ", ".join(filter(None, (name, setting, f"rate {rate:g}")))
-            print(f"{label}: {tried[-1].score:.3f}", flush=True)
-        yield max(tried, key=lambda row: row.score)
-
-
-main = Benchmark(__doc__, Settings, measure, summary=table)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command(PersonalMethods)

@@ -8,27 +8,17 @@ clients, or 10 times as much for 10 million; another step that visits every clie
 a client; a cohort of 1,000 drawn by weight has 10 ms.
 """
 
-import dataclasses
 import math
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from fedpax.data import (
-    ClientSampler,
-    DirichletClients,
-    balanced_order,
-    cohort_rounds,
-    partition_by_quantity,
-    partition_by_shards,
-    partition_dirichlet,
-    partition_iid,
-    partition_statistics,
-)
-from fedpax.experiments.benchmarks.harness import Benchmark, Row, integers, option
+from fedpax import data
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, integers, option
 
 COHORT = 1000
 POPULATION_SECONDS, POPULATION_BYTES, STEP_SECONDS = 2e-6, 200, 1e-6  # for each client
@@ -36,29 +26,25 @@ COHORT_SECONDS = 0.01
 Step = Callable[[], Any]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The options."""
-
-    clients: list[int] = option("100000,1000000", "numbers of clients", integers)
-
-
 def populations(clients: int) -> dict[str, Step]:
     """Return the steps that make a population."""
     labels = np.random.default_rng(0).integers(0, 10, 2 * clients)
     pool = {"label": labels[:60_000]}
-    synthetic = DirichletClients(pool["label"], clients, alpha=0.5, median_examples=30, sigma=1.0)
-    sampler = ClientSampler(clients, min(COHORT, clients))
+    synthetic = data.DirichletClients(
+        pool["label"], clients, alpha=0.5, median_examples=30, sigma=1.0
+    )
+    sampler = data.ClientSampler(clients, min(COHORT, clients))
+    dirichlet = partial(data.partition_dirichlet, labels, clients, alpha=0.5)
     return {
-        "partition_iid": lambda: partition_iid(2 * clients, clients),
-        "partition_dirichlet": lambda: partition_dirichlet(labels, clients, alpha=0.5),
-        "partition_dirichlet(equal_sizes=True)": lambda: partition_dirichlet(
-            labels, clients, alpha=0.5, equal_sizes=True
+        "partition_iid": lambda: data.partition_iid(2 * clients, clients),
+        "partition_dirichlet": dirichlet,
+        "partition_dirichlet(equal_sizes=True)": partial(dirichlet, equal_sizes=True),
+        "partition_by_quantity": partial(
+            data.partition_by_quantity, 2 * clients, clients, alpha=1.0
         ),
-        "partition_by_quantity": lambda: partition_by_quantity(2 * clients, clients, alpha=1.0),
-        "partition_by_shards": lambda: partition_by_shards(labels, clients),
-        "cohort_rounds(DirichletClients)": lambda: cohort_rounds(
-            pool, synthetic, sampler, batch_size=10, preprocess=dict
+        "partition_by_shards": lambda: data.partition_by_shards(labels, clients),
+        "cohort_rounds(DirichletClients)": partial(
+            data.cohort_rounds, pool, synthetic, sampler, batch_size=10, preprocess=dict
         ),
     }
 
@@ -68,25 +54,27 @@ def steps(clients: int) -> dict[str, Step]:
     rng = np.random.default_rng(0)
     weights, sizes = rng.exponential(size=clients), rng.integers(1, 50, clients - clients % 8)
     examples = {"label": np.zeros(2 * clients, np.uint8)}
-    population = partition_iid(2 * clients, clients)
-    sampler = ClientSampler(clients, min(COHORT, clients))
+    population = data.partition_iid(2 * clients, clients)
+    sampler = data.ClientSampler(clients, min(COHORT, clients))
     return {
-        "cohort_rounds(partition)": lambda: cohort_rounds(
-            examples, population, sampler, batch_size=10, preprocess=dict
+        "cohort_rounds(partition)": partial(
+            data.cohort_rounds, examples, population, sampler, batch_size=10, preprocess=dict
         ),
-        "partition_statistics": lambda: partition_statistics(population),
-        "balanced_order(num_devices=1)": lambda: balanced_order(sizes),
-        "balanced_order(num_devices=8)": lambda: balanced_order(sizes, 8),
-        "ClientSampler(weights)": lambda: ClientSampler(clients, sampler.cohort_size, 0, weights),
+        "partition_statistics": lambda: data.partition_statistics(population),
+        "balanced_order(num_devices=1)": lambda: data.balanced_order(sizes),
+        "balanced_order(num_devices=8)": lambda: data.balanced_order(sizes, 8),
+        "ClientSampler(weights)": lambda: data.ClientSampler(
+            clients, sampler.cohort_size, 0, weights
+        ),
     }
 
 
-def weighted_cohort(clients: int) -> Step:
+def weighted_cohort(clients: int) -> dict[str, Step]:
     """Return a step that draws a cohort by weight, another one in each call."""
     weights = np.random.default_rng(0).exponential(size=clients)
-    sampler = ClientSampler(clients, min(COHORT, clients), weights=weights)
+    sampler = data.ClientSampler(clients, min(COHORT, clients), weights=weights)
     rounds = iter(range(10**6))
-    return lambda: sampler.sample(next(rounds))
+    return {"sample(), by weight": lambda: sampler.sample(next(rounds))}
 
 
 def cpu_seconds(step: Step) -> float:
@@ -106,48 +94,34 @@ def peak_bytes(step: Step) -> int:
         tracemalloc.stop()
 
 
-def measure(settings: Settings) -> Iterator[Row]:
-    """Measure each step."""
-    for clients in settings.clients:
-        kinds = [
-            (populations(clients), clients * POPULATION_SECONDS, clients * POPULATION_BYTES),
-            (steps(clients), clients * STEP_SECONDS, math.inf),
-            ({"sample(), by weight": weighted_cohort(clients)}, COHORT_SECONDS, math.inf),
-        ]
-        for cases, most_seconds, most_bytes in kinds:
-            for name, step in cases.items():
-                seconds, size = cpu_seconds(step), peak_bytes(step)
-                yield Row(
-                    clients=clients,
-                    step=name,
-                    seconds=seconds,
-                    bar=most_seconds,
-                    bytes=size,
-                    met=seconds <= most_seconds and size <= most_bytes,
-                )
+class Populations(Benchmark):
+    clients: list[int] = option("100000,1000000", "numbers of clients", integers)
+    columns = (
+        "clients {clients:,} | step {step:37} | CPU s {seconds:.3f} | bar {bar:.3f} "
+        "| us a client {microseconds:.2f} | peak MB {megabytes:.1f}"
+    )
+    bar = f"{POPULATION_SECONDS:g} s and {POPULATION_BYTES} bytes a client to make a population"
+
+    def measure(self) -> Iterator[Row]:
+        for clients in self.clients:
+            kinds = [
+                (populations(clients), clients * POPULATION_SECONDS, clients * POPULATION_BYTES),
+                (steps(clients), clients * STEP_SECONDS, math.inf),
+                (weighted_cohort(clients), COHORT_SECONDS, math.inf),
+            ]
+            for cases, most_seconds, most_bytes in kinds:
+                for name, step in cases.items():
+                    seconds, size = cpu_seconds(step), peak_bytes(step)
+                    yield Row(
+                        clients=clients,
+                        step=name,
+                        seconds=seconds,
+                        microseconds=1e6 * seconds / clients,
+                        bar=most_seconds,
+                        bytes=size,
+                        megabytes=size / 1e6,
+                        met=seconds <= most_seconds and size <= most_bytes,
+                    )
 
 
-def summary(settings: Settings, rows: Sequence[Row]) -> str:
-    """Name the steps that miss their bars."""
-    missed = [f"{row.step} at {row.clients:,}" for row in rows if not row.met]
-    return "\nBars: " + ("met." if not missed else f"missed by {', '.join(missed)}.")
-
-
-main = Benchmark(
-    __doc__,
-    Settings,
-    measure,
-    {
-        "clients": "{clients:,}",
-        "step": "{step:37}",
-        "CPU s": "{seconds:.3f}",
-        "bar": "{bar:.3f}",
-        "us a client": lambda row: f"{1e6 * row.seconds / row.clients:.2f}",
-        "peak MB": lambda row: f"{row.bytes / 1e6:.1f}",
-    },
-    summary,
-    required="met",
-)
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command(Populations)

@@ -7,7 +7,8 @@ one other process, which send random updates of the model's size and do not trai
 """
 
 import dataclasses
-import multiprocessing
+import functools
+import itertools
 import secrets
 import socket
 import tempfile
@@ -26,7 +27,8 @@ import optax
 from fedpax.aggregators import Aggregator, coordinate_median, krum, mean, trimmed_mean
 from fedpax.algorithms import fedavg
 from fedpax.experiments.benchmarks import harness
-from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
+from fedpax.experiments.benchmarks.site_transport import in_process
 from fedpax.sites.identity import identify
 from fedpax.sites.rounds.contract import CoordinatorRun
 from fedpax.sites.rounds.coordinator_program import cohort_types, expected_arrays
@@ -47,112 +49,76 @@ AGGREGATORS: dict[str, Callable[[], Aggregator]] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The options."""
-
-    sites: list[int] = option("4,64", "numbers of sites", harness.integers)
-    megabytes: float = option(16.0, "size of the model")
-    rounds: int = option(2, "rounds")
-    aggregators: list[str] | None = option(None, "names; default: all", harness.names)
-
-    def __post_init__(self) -> None:
-        harness.check_names("aggregators", self.aggregators, AGGREGATORS)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Federation(Experiment):
-    """FedAvg of one vector, as a coordinator sees it."""
+    """FedAvg of one vector with a client at each site, as a coordinator sees it."""
 
     aggregator: str
     size: int
     own_fields: ClassVar[tuple[str, ...]] = ()
 
-    def shared_content(self) -> Mapping[str, str]:
-        """There are no files."""
+    def _nothing(self, *arguments: Any) -> Mapping[str, Any]:
         return {}
 
+    def _not_called(self, *arguments: Any) -> Any:
+        raise NotImplementedError
+
+    shared_content = shared_properties = stated_properties = _nothing
+    answer = at_site = build = _not_called
+
     def describe_site(self) -> Mapping[str, Any]:
-        """Each site has one client."""
         return {"clients": 1}
 
     def agree(self, descriptions: Sequence[Any]) -> Generator[Any, Any, Mapping[str, Any]]:
-        """Ask nothing."""
         yield from ()
         return {}
 
-    def shared_properties(self, description: Mapping[str, Any]) -> Mapping[str, str]:
-        """There are none."""
-        return {}
-
-    def stated_properties(self) -> Mapping[str, str]:
-        """There are none."""
-        return {}
-
-    def answer(self, settings: Any, clients: Any) -> Any:
-        """Not called."""
-        raise NotImplementedError
-
     def with_inputs(self, inputs: Mapping[str, Any]) -> "Federation":
-        """Return this experiment: there are no inputs."""
         return self
 
-    def at_site(self, clients: Any) -> Any:
-        """Not called."""
-        raise NotImplementedError
-
-    def build(self) -> Any:
-        """Not called."""
-        raise NotImplementedError
-
     def coordinate(self, num_clients: int) -> CoordinatorRun:
-        """Make the run of the coordinator."""
         algorithm = fedavg(
             lambda params, batch: (jnp.sum(params * batch["x"]), {}),
             cohort_size=num_clients,
             client_optimizer=optax.sgd(0.1),
             aggregator=AGGREGATORS[self.aggregator](),
         )
+        everyone = list(range(num_clients))
         return CoordinatorRun(
-            algorithm,
-            lambda key: jnp.zeros(self.size),
-            num_clients,
-            lambda number, present: list(range(num_clients)),
+            algorithm, lambda key: jnp.zeros(self.size), num_clients, lambda *_: everyone
         )
 
 
-def measure(settings: Settings) -> Iterator[Row]:
-    """Measure each aggregator with each number of sites."""
-    for name in settings.aggregators or AGGREGATORS:
-        for sites in settings.sites:
-            peak = _peak(settings, name, sites) / 1e6
-            yield Row(aggregator=name, sites=sites, megabytes=peak)
+class SiteMemory(Benchmark):
+    sites: list[int] = option("4,64", "numbers of sites", harness.integers)
+    megabytes: float = option(16.0, "size of the model")
+    rounds: int = option(2, "rounds")
+    aggregators: list[str] | None = option(None, "names; default: all", harness.names)
+    columns = "aggregator {aggregator:<12} | sites {sites:>5} | peak MB {megabytes:,.0f}"
 
+    def __post_init__(self) -> None:
+        harness.check_names("aggregators", self.aggregators, AGGREGATORS)
 
-def _peak(settings: Settings, aggregator: str, sites: int) -> float:
-    """Return the largest resident memory of a coordinator."""
-    training = TrainingConfig(rounds=settings.rounds, evaluate_every=0, checkpoint_every=0)
-    size = int(settings.megabytes * 1e6 / 4)
-    experiment = Federation(training=training, aggregator=aggregator, size=size)
-    context = multiprocessing.get_context("spawn")
-    pipe, other_end = context.Pipe()
-    with tempfile.TemporaryDirectory() as folder:
-        coordinator = context.Process(
-            target=_coordinate, args=(other_end, experiment, folder, sites), daemon=True
-        )
-        coordinator.start()
-        other_end.close()
+    def measure(self) -> Iterator[Row]:
+        for name, sites in itertools.product(self.aggregators or AGGREGATORS, self.sites):
+            yield Row(aggregator=name, sites=sites, megabytes=self._peak(name, sites) / 1e6)
+
+    def _peak(self, aggregator: str, sites: int) -> float:
+        """Return the largest resident memory of a coordinator."""
+        training = TrainingConfig(rounds=self.rounds, evaluate_every=0, checkpoint_every=0)
+        size = int(self.megabytes * 1e6 / 4)
+        experiment = Federation(training=training, aggregator=aggregator, size=size)
         update = np.random.default_rng(0).random(size, np.float32)
-        address, identity = pipe.recv()
-        with connect(address) as connection, ThreadPoolExecutor(sites) as pool:
-            sent = [
-                pool.submit(_send, connection, f"site{i}", experiment, identity, update)
-                for i in range(sites)
-            ]
-            for each in sent:
-                each.result()
-        peak: float = pipe.recv()
-        coordinator.join()
-    return peak
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            in_process(_coordinate, experiment, folder, sites) as pipe,
+        ):
+            address, identity = pipe.recv()
+            with connect(address) as connection, ThreadPoolExecutor(sites) as pool:
+                names = [f"site{i}" for i in range(sites)]
+                send = functools.partial(_send, connection, experiment, identity, update)
+                list(pool.map(send, names))
+            peak: float = pipe.recv()
+        return peak
 
 
 def _coordinate(pipe: Pipe, experiment: Federation, folder: str, sites: int) -> None:
@@ -169,10 +135,10 @@ def _coordinate(pipe: Pipe, experiment: Federation, folder: str, sites: int) -> 
 
 def _send(
     connection: Connection,
-    name: str,
     experiment: Federation,
     identity: Mapping[str, Any],
     update: np.ndarray,
+    name: str,
 ) -> None:
     """Answer a coordinator's tasks with one update until the run is finished."""
     incarnation, known, replies = secrets.token_hex(8), False, dict[int, Any]()
@@ -189,10 +155,7 @@ def _send(
                 time.sleep(0.2)
 
     call("join", identity=identity, run=None, description={"clients": 1})
-    while True:
-        task = call("work", inputs=known, have=None).header
-        if task["status"] == "finished":
-            return
+    while (task := call("work", inputs=known, have=None).header)["status"] != "finished":
         if task["status"] == "inputs":
             call("ready", types={"x": ["float32", [1]]})
             known = True
@@ -202,8 +165,7 @@ def _send(
         if task["task"] == "evaluate":
             call("reply", fields={"metrics": {}, "examples": 0}, **place)
             continue
-        if not replies:
-            replies = _replies(experiment, task["num_clients"], update)
+        replies = replies or _replies(experiment, task["num_clients"], update)
         while call("offer").header["status"] == "later":
             time.sleep(0.2)
         call("reply", replies[task["stage"]], fields={"examples": 1}, **place)
@@ -211,29 +173,16 @@ def _send(
 
 def _replies(experiment: Federation, clients: int, update: np.ndarray) -> dict[int, Any]:
     """Return the arrays of each stage: the update where they have its size, else ones."""
+
+    def reply(sizes: Sequence[int | None], dtype: Any) -> np.ndarray:
+        shape = [1 if size is None else size for size in sizes]
+        return update.reshape(shape) if np.prod(shape) == update.size else np.ones(shape, dtype)
+
     run = experiment.coordinate(clients)
     state = jax.eval_shape(lambda: run.algorithm.init(run.init(jax.random.key(0))))
     divided = divide(run.algorithm, state, cohort_types({"x": ["float32", [1]]}, clients), None)
-    terms = {}
-    for number, stage in enumerate(divided):
-        shapes = {
-            name: ([1 if size is None else size for size in shape], dtype)
-            for name, (shape, dtype) in expected_arrays(stage).items()
-        }
-        terms[number] = {
-            name: update.reshape(shape) if np.prod(shape) == update.size else np.ones(shape, dtype)
-            for name, (shape, dtype) in shapes.items()
-        }
-    return terms
+    expected = enumerate(map(expected_arrays, divided))
+    return {n: {name: reply(*of) for name, of in arrays.items()} for n, arrays in expected}
 
 
-main = Benchmark(
-    __doc__,
-    Settings,
-    measure,
-    {"aggregator": "{aggregator:<12}", "sites": "{sites:>5}", "peak MB": "{megabytes:,.0f}"},
-)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command(SiteMemory)

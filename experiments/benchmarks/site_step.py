@@ -12,7 +12,6 @@ computes the steps; an accelerator computes beside them.
 """
 
 import contextlib
-import dataclasses
 import multiprocessing
 import os
 import tempfile
@@ -26,7 +25,9 @@ import jax
 import numpy as np
 
 from fedpax.experiments.benchmarks import timing
-from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
+from fedpax.experiments.benchmarks.site_transport import in_process
+from fedpax.experiments.benchmarks.workloads import changed
 from fedpax.experiments.decoupled_diloco_text import DecoupledDiLoCoText, decoupled_diloco_text
 from fedpax.parallel.mesh import SINGLE_DEVICE
 from fedpax.sites.identity import identify
@@ -43,98 +44,91 @@ from fedpax.sites.transport.certificates import make_certificates
 SETTLE_SECONDS = 0.5
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The options."""
-
+class SiteStep(Benchmark):
     local_steps: int = option(32, "inner steps of a round, H; a fragment is sent every H / P")
     batch_size: int = option(16, "rows of a step")
     seq_len: int = option(64, "tokens of a row")
     phases: int = option(8, "phases of a block")
     pairs: int = option(9, "pairs of blocks")
-
-    def experiment(self) -> DecoupledDiLoCoText:
-        """Make the experiment: `decoupled_diloco_text` with one island and these sizes."""
-        base = decoupled_diloco_text()
-        sizes = {name: getattr(self, name) for name in ("local_steps", "batch_size", "seq_len")}
-        return dataclasses.replace(
-            base,
-            islands=1,
-            mesh=SINGLE_DEVICE,
-            data=dataclasses.replace(base.data, **sizes),
-            decoupled=dataclasses.replace(base.decoupled, quorum=1),
-        )
-
-
-def measure(settings: Settings) -> list[Row]:
-    """Run a syncer and an island in processes of their own, and time the island's steps."""
-    context = multiprocessing.get_context("spawn")
-    pipe, other_end = context.Pipe()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        make_certificates(folder / "certificates", ["localhost", "site"])
-        syncer = context.Process(target=_serve, args=(other_end, settings, folder), daemon=True)
-        syncer.start()
-        try:
-            with ProcessPoolExecutor(1, context) as island:
-                return [island.submit(_train, pipe.recv(), settings, folder).result()]
-        finally:
-            syncer.kill()
-            syncer.join()
-
-
-def _serve(pipe: Pipe, settings: Settings, folder: Path) -> None:
-    _use_core(1)
-    experiment = settings.experiment()
-    run = build_parts(experiment, SINGLE_DEVICE)
-    assert run.algorithm.parts is not None
-    params = jax.device_get(jax.jit(run.init)(jax.random.key(0)))
-    syncer = Syncer(
-        run.algorithm.parts,
-        OuterModel(run.algorithm.parts, params),
-        identify(experiment, params),
-        num_merges=10**9,
-        store=SyncerStore(folder),
+    columns = (
+        "a step alone, ms {alone_milliseconds:.2f} | beside the syncer, ms "
+        "{beside_milliseconds:.2f} | ratio {ratio:.3f} "
+        "| merges per phase {merges_per_phase:.2f} | MB per phase {megabytes_per_phase:.2f}"
     )
-    certificates = folder / "certificates" / "localhost"
-    with serve(syncer.handle, "localhost:0", certificates=certificates) as server:
-        pipe.send(f"localhost:{server.port}")
-        pipe.poll(None)  # until the other process closes its end
 
+    def measure(self) -> list[Row]:
+        """Run a syncer and an island in processes of their own, and time the island's steps."""
+        context = multiprocessing.get_context("spawn")
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            make_certificates(folder / "certificates", ["localhost", "site"])
+            with (
+                in_process(self._serve, folder) as pipe,
+                ProcessPoolExecutor(1, context) as island,
+            ):
+                return [island.submit(self._train, pipe.recv(), folder).result()]
 
-def _train(address: str, settings: Settings, folder: Path) -> Row:
-    _use_core(0)
-    experiment = settings.experiment()
-    run = build_parts(experiment, SINGLE_DEVICE)
-    parts = run.algorithm.parts
-    assert parts is not None
-    params = jax.eval_shape(run.init, jax.random.key(0))
-    with (
-        jax.set_mesh(run.mesh),
-        connect(address, certificates=folder / "certificates" / "site") as connection,
-    ):
-        model = LocalModel(run)
-        identity: dict[str, Any] = {
-            "island": "site",
-            "incarnation": "1",
-            "folder": "1",
-            "run": None,
-            "shard": 0,
-        }
-        identity["identity"] = identify(experiment, params)._asdict()
-        link = Link(connection.call, identity, model.formats, [-1] * len(model.formats))
-        link.join()
-        link.start()
-        island = Island(
-            parts, model, link, shard=0, process="1", tokens_per_step=float(settings.seq_len)
+    def _experiment(self) -> DecoupledDiLoCoText:
+        """Make the experiment: `decoupled_diloco_text` with one island and these sizes."""
+        sizes = {name: getattr(self, name) for name in ("local_steps", "batch_size", "seq_len")}
+        fields: dict[str, Any] = {"islands": 1, "data": sizes, "decoupled": {"quorum": 1}}
+        made: DecoupledDiLoCoText = changed(decoupled_diloco_text(), mesh=SINGLE_DEVICE, **fields)
+        return made
+
+    def _serve(self, pipe: Pipe, folder: Path) -> None:
+        _use_core(1)
+        experiment = self._experiment()
+        run = build_parts(experiment, SINGLE_DEVICE)
+        assert run.algorithm.parts is not None
+        params = jax.device_get(jax.jit(run.init)(jax.random.key(0)))
+        syncer = Syncer(
+            run.algorithm.parts,
+            OuterModel(run.algorithm.parts, params),
+            identify(experiment, params),
+            num_merges=10**9,
+            store=SyncerStore(folder),
         )
-        while not island.has_model:
-            link.wait(0.1)
-            island.receive()
-        batches = jax.device_put(_random_batches(run, parts.steps_per_sync))
+        certificates = folder / "certificates" / "localhost"
+        with serve(syncer.handle, "localhost:0", certificates=certificates) as server:
+            pipe.send(f"localhost:{server.port}")
+            pipe.poll(None)  # until the other process closes its end
+
+    def _train(self, address: str, folder: Path) -> Row:
+        _use_core(0)
+        experiment = self._experiment()
+        run = build_parts(experiment, SINGLE_DEVICE)
+        parts = run.algorithm.parts
+        assert parts is not None
+        identity = identify(experiment, jax.eval_shape(run.init, jax.random.key(0)))._asdict()
+        member: dict[str, Any] = {"island": "site", "incarnation": "1", "folder": "1", "run": None}
+        with (
+            jax.set_mesh(run.mesh),
+            connect(address, certificates=folder / "certificates" / "site") as connection,
+        ):
+            model = LocalModel(run)
+            versions = [-1] * len(model.formats)
+            member |= {"shard": 0, "identity": identity}
+            link = Link(connection.call, member, model.formats, versions)
+            link.join()
+            link.start()
+            tokens = float(self.seq_len)
+            island = Island(parts, model, link, shard=0, process="1", tokens_per_step=tokens)
+            while not island.has_model:
+                link.wait(0.1)
+                island.receive()
+            batches = jax.device_put(_random_batches(run, parts.steps_per_sync))
+            try:
+                return self._blocks(island, link, model, batches, parts.steps_per_sync)
+            finally:
+                link.close()
+
+    def _blocks(
+        self, island: Island, link: Link, model: LocalModel, batches: Any, steps: int
+    ) -> Row:
+        """Time blocks of phases of some steps with the exchange and without it."""
 
         def beside() -> None:
-            for _ in range(settings.phases):
+            for _ in range(self.phases):
                 while island.is_ahead:
                     link.wait(0.05)
                     island.receive()
@@ -143,7 +137,7 @@ def _train(address: str, settings: Settings, folder: Path) -> Row:
 
         def alone() -> None:
             last = None
-            for _ in range(settings.phases):
+            for _ in range(self.phases):
                 island.state, report = model.take_steps(island.state, batches, 0)
                 if last is not None:
                     float(last.metrics["loss"])  # as an island reads it, one phase later
@@ -151,33 +145,29 @@ def _train(address: str, settings: Settings, folder: Path) -> Row:
 
         seconds: dict[Any, list[float]] = {alone: [], beside: []}
         merges = megabytes = 0.0
-        for pair in range(settings.pairs + 1):  # the first pair compiles
+        for pair in range(self.pairs + 1):  # the first pair compiles
             for block in (alone, beside) if pair % 2 else (beside, alone):
                 before = link.merges, link.sent_bytes + link.received_bytes
                 jax.block_until_ready(island.state)
                 began = time.perf_counter()
                 block()
                 jax.block_until_ready(island.state)
-                if pair:
-                    seconds[block].append(time.perf_counter() - began)
+                taken = time.perf_counter() - began
                 island.finish(60.0)
                 time.sleep(SETTLE_SECONDS)
                 island.receive()
                 if pair:
+                    seconds[block].append(taken)
                     merges += link.merges - before[0]
                     megabytes += (link.sent_bytes + link.received_bytes - before[1]) / 1e6
-        link.close()
-    steps, phases = settings.phases * parts.steps_per_sync, settings.phases * settings.pairs
-    milliseconds = {
-        block.__name__: [1000 * s / steps for s in taken] for block, taken in seconds.items()
-    }
-    return Row(
-        alone_milliseconds=milliseconds["alone"],
-        beside_milliseconds=milliseconds["beside"],
-        ratio=timing.paired_ratio(seconds[beside], seconds[alone]),
-        merges_per_phase=merges / phases,
-        megabytes_per_phase=megabytes / phases,
-    )
+        phases = self.phases * self.pairs
+        return Row(
+            alone_milliseconds=[1000 * s / steps / self.phases for s in seconds[alone]],
+            beside_milliseconds=[1000 * s / steps / self.phases for s in seconds[beside]],
+            ratio=timing.paired_ratio(seconds[beside], seconds[alone]),
+            merges_per_phase=merges / phases,
+            megabytes_per_phase=megabytes / phases,
+        )
 
 
 def _random_batches(run: Any, steps: int) -> Any:
@@ -197,20 +187,4 @@ def _use_core(core: int) -> None:
             os.sched_setaffinity(0, {cores[core]})
 
 
-main = Benchmark(
-    __doc__,
-    Settings,
-    measure,
-    {
-        "a step alone, ms": "{alone_milliseconds:.2f}",
-        "beside the syncer, ms": "{beside_milliseconds:.2f}",
-        "ratio": "{ratio:.3f}",
-        "merges per phase": "{merges_per_phase:.2f}",
-        "MB per phase": "{megabytes_per_phase:.2f}",
-    },
-    aliases={"--json": "--out"},
-)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command(SiteStep)

@@ -8,20 +8,22 @@ between a syncer and its islands. With several islands, each has its connection 
 one process, and the rate is their sum.
 """
 
-import dataclasses
+import contextlib
+import itertools
 import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fedpax.experiments.benchmarks import harness
-from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
 from fedpax.sites.transport.calls import Connection, connect, serve
 from fedpax.sites.transport.certificates import make_certificates
 from fedpax.sites.transport.message import Message
@@ -29,47 +31,47 @@ from fedpax.sites.transport.message import Message
 MB = 1_000_000
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The options."""
-
+class SiteTransport(Benchmark):
     megabytes: list[float] = option("0.1,1,10,100", "sizes of the messages", harness.numbers)
     islands: list[int] = option("1,4", "numbers of connections", harness.integers)
     repeats: int = option(7, "timed calls per size and direction")
+    columns = (
+        "encryption {encryption:10} | islands {islands} | message MB {megabytes:g} "
+        "| push MB/s: median (best) {push:.0f} ({best_push:.0f}) "
+        "| pull {pull:5.0f} ({best_pull:5.0f}) | empty call ms {empty_milliseconds:.1f}"
+    )
+
+    def measure(self) -> Iterator[Row]:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary) / "certificates"
+            make_certificates(folder, ["localhost", "site"])
+            for islands, tls in itertools.product(self.islands, (False, True)):
+                certificates = folder / "site" if tls else None
+                with in_process(_serve, folder / "localhost" if tls else None) as pipe:
+                    address = f"localhost:{pipe.recv()}"
+                    links = [connect(address, certificates=certificates) for _ in range(islands)]
+                    for size in self.megabytes:
+                        yield _rate(links, tls, size, self.repeats)
 
 
-def measure(settings: Settings) -> Iterator[Row]:
-    """Measure the rates without encryption and with mutual TLS."""
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / "certificates"
-        make_certificates(folder, ["localhost", "site"])
-        for islands in settings.islands:
-            for tls in (False, True):
-                yield from _rates(settings, islands, tls, folder)
-
-
-def _rates(settings: Settings, islands: int, tls: bool, folder: Path) -> Iterator[Row]:
+@contextlib.contextmanager
+def in_process(target: Callable[..., None], *arguments: Any) -> Iterator[Pipe]:
+    """Run a function in a new process until the block ends, with a pipe to it."""
     context = multiprocessing.get_context("spawn")
     pipe, other_end = context.Pipe()
-    certificates = folder / "site" if tls else None
-    server = context.Process(
-        target=_serve, args=(other_end, folder / "localhost" if tls else None), daemon=True
-    )
-    server.start()
+    process = context.Process(target=target, args=(other_end, *arguments), daemon=True)
+    process.start()
+    other_end.close()
     try:
-        address = f"localhost:{pipe.recv()}"
-        connections = [connect(address, certificates=certificates) for _ in range(islands)]
-        for size in settings.megabytes:
-            yield _rate(connections, tls, size, settings.repeats)
+        yield pipe
     finally:
-        server.kill()
-        server.join()
+        process.kill()
+        process.join()
 
 
 def _rate(connections: list[Connection], tls: bool, megabytes: float, repeats: int) -> Row:
     x = np.random.default_rng(0).normal(size=round(megabytes * MB / 4)).astype(np.float32)
-    push = Message({"kind": "push"}, {"x": x})
-    pull = Message({"kind": "pull", "size": x.size})
+    total = len(connections) * x.nbytes / MB
 
     def seconds(message: Message) -> tuple[float, float]:
         """Median and least seconds of a call per connection, where all call at once."""
@@ -81,16 +83,17 @@ def _rate(connections: list[Connection], tls: bool, megabytes: float, repeats: i
                 times.append(time.perf_counter() - begin)
             return statistics.median(times[1:]), min(times[1:])
 
-    total = len(connections) * x.nbytes / MB
-    (push_median, push_least), (pull_median, pull_least) = seconds(push), seconds(pull)
+    push, best_push = seconds(Message({"kind": "push"}, {"x": x}))
+    pull, best_pull = seconds(Message({"kind": "pull", "size": x.size}))
     return Row(
         tls=tls,
+        encryption="mutual TLS" if tls else "none",
         islands=len(connections),
         megabytes=megabytes,
-        push=total / push_median,
-        pull=total / pull_median,
-        best_push=total / push_least,
-        best_pull=total / pull_least,
+        push=total / push,
+        pull=total / pull,
+        best_push=total / best_push,
+        best_pull=total / best_pull,
         empty_milliseconds=1000 * seconds(Message({"kind": "push"}))[0],
     )
 
@@ -111,21 +114,4 @@ def _serve(pipe: Pipe, certificates: Path | None) -> None:
         pipe.poll(None)  # until the other process closes its end
 
 
-main = Benchmark(
-    __doc__,
-    Settings,
-    measure,
-    {
-        "encryption": lambda row: "mutual TLS" if row.tls else "none      ",
-        "islands": "{islands}",
-        "message MB": "{megabytes:g}",
-        "push MB/s: median (best)": "{push:.0f} ({best_push:.0f})",
-        "pull": "{pull:5.0f} ({best_pull:5.0f})",
-        "empty call ms": "{empty_milliseconds:.1f}",
-    },
-    aliases={"--json": "--out"},
-)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command(SiteTransport)

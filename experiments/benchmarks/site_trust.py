@@ -8,10 +8,10 @@ accuracy is that on 336 other examples after the last round, the mean over seeds
 dropped" are the updates of other sites that a guard drops, over all rounds.
 """
 
-import dataclasses
 import functools
+import itertools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ import fedpax
 from fedpax.aggregators import Aggregator, coordinate_median, krum, mean
 from fedpax.data import load
 from fedpax.experiments.benchmarks import harness
-from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
 from fedpax.populations.label_skew import partition_dirichlet
 from fedpax.populations.partition import partition_iid
 from fedpax.reports.table import markdown_table
@@ -42,12 +42,23 @@ class Examples(NamedTuple):
     y: np.ndarray
 
 
+def _scaled(factor: float) -> Callable[[Update, jax.Array], Update]:
+    return lambda update, key: jax.tree.map(lambda u: factor * u, update)
+
+
+def _noise(update: Update, key: jax.Array) -> Update:
+    """Return a random update with 10 times an update's norm."""
+    flat, unflatten = jax.flatten_util.ravel_pytree(update)
+    noise = jax.random.normal(key, flat.shape)
+    return unflatten(noise * (10.0 * jnp.linalg.norm(flat) / jnp.linalg.norm(noise)))
+
+
 ATTACKS: dict[str, Callable[[Update, jax.Array], Update]] = {
-    "none": lambda update, key: update,
-    "flipped labels": lambda update, key: update,  # its data are changed
-    "scaled by -10": lambda update, key: jax.tree.map(lambda u: -10 * u, update),
-    "scaled by -2": lambda update, key: jax.tree.map(lambda u: -2 * u, update),
-    "random, 10 times its norm": lambda update, key: _noise(update, key, 10.0),
+    "none": _scaled(1.0),
+    "flipped labels": _scaled(1.0),  # its data are changed
+    "scaled by -10": _scaled(-10.0),
+    "scaled by -2": _scaled(-2.0),
+    "random, 10 times its norm": _noise,
 }
 GUARDS: dict[str, tuple[bool, str | None, Callable[[], Aggregator]]] = {
     "none": (False, None, mean),
@@ -57,29 +68,6 @@ GUARDS: dict[str, tuple[bool, str | None, Callable[[], Aggregator]]] = {
     "median": (False, None, coordinate_median),
     "Krum": (False, None, lambda: krum(1)),
 }
-
-
-def _noise(update: Update, key: jax.Array, factor: float) -> Update:
-    """Return a random update with a multiple of an update's norm."""
-    flat, unflatten = jax.flatten_util.ravel_pytree(update)
-    noise = jax.random.normal(key, flat.shape)
-    return unflatten(noise * (factor * jnp.linalg.norm(flat) / jnp.linalg.norm(noise)))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The options."""
-
-    sites: int = option(4, "sites, of which the last one cheats")
-    alpha: float = option(0.0, "labels differ by Dirichlet(alpha); 0: they do not differ")
-    rounds: int = option(20, "rounds")
-    seeds: list[int] = option("0,1,2", "seeds, such as 0,1,2", harness.seeds)
-    attacks: list[str] | None = option(
-        None, "names separated by semicolons; default: all", harness.names_with_commas
-    )
-
-    def __post_init__(self) -> None:
-        harness.check_names("attacks", self.attacks, ATTACKS)
 
 
 @functools.cache
@@ -125,25 +113,19 @@ class Federation:
 
     def __init__(self, sites: int) -> None:
         self.sites = [f"site-{i}" for i in range(sites)]
+        program = fedpax.program(sites=sites)
 
-        @jax.jit
-        @fedpax.program(sites=sites)
         def train(params: Any, x: jax.Array, y: jax.Array) -> Update:
-            shared = fedpax.federated_broadcast(params)
-            return fedpax.federated_map(local_steps, shared, x, y)
+            return fedpax.federated_map(local_steps, fedpax.federated_broadcast(params), x, y)
 
-        def merge(aggregator: Aggregator) -> Callable[[Any, Update, jax.Array], Any]:
-            @fedpax.program(sites=sites)
-            def merge(params: Any, updates: Update, weights: jax.Array) -> Any:
-                change, *_ = aggregator.aggregate(aggregator.init(params), updates, weights)
-                return jax.tree.map(jnp.add, params, change)
+        def merge(aggregator: Aggregator, params: Any, updates: Update, weights: jax.Array) -> Any:
+            change, *_ = aggregator.aggregate(aggregator.init(params), updates, weights)
+            return jax.tree.map(jnp.add, params, change)
 
-            return jax.jit(merge)
-
-        self.train = train
+        self.train = jax.jit(program(train))
         # Krum tolerates one site that cheats among at least five.
         self.merges = {
-            name: merge(make())
+            name: jax.jit(program(functools.partial(merge, make())))
             for name, (*_, make) in GUARDS.items()
             if name != "Krum" or sites > 4
         }
@@ -151,7 +133,7 @@ class Federation:
         self.norms = jax.jit(jax.vmap(optax.tree.norm))
         self.evaluate = jax.jit(loss_fn)
 
-    def run(self, guard: str, attack: str, settings: Settings, seed: int) -> Row:
+    def run(self, guard: str, attack: str, settings: "SiteTrust", seed: int) -> Row:
         """Train with one guard against one attack."""
         by_norm, rule, _ = GUARDS[guard]
         rng, key = np.random.default_rng(seed), jax.random.key(seed)
@@ -165,8 +147,7 @@ class Federation:
             if settings.alpha
             else partition_iid(len(rest.y), n, seed=seed)
         )
-        params, history = init(seed), NO_NORMS
-        caught = wrong = 0
+        params, history, caught, wrong = init(seed), NO_NORMS, 0, 0
         for number in range(settings.rounds):
             rows = np.stack([rng.choice(part, (STEPS, BATCH)) for part in parts])
             y = rest.y[rows]
@@ -190,9 +171,8 @@ class Federation:
             wrong += len(dropped.keys() - {cheater})
             kept = frozenset(self.sites) - dropped.keys()
             params = self._merge(guard, params, updates, kept)
-        return Row(
-            accuracy=float(self.evaluate(params, test.x, test.y)[1]), caught=caught, wrong=wrong
-        )
+        accuracy = float(self.evaluate(params, test.x, test.y)[1])
+        return Row(accuracy=accuracy, caught=caught, wrong=wrong)
 
     def _merge(self, guard: str, params: Any, updates: Update, sites: frozenset[str]) -> Any:
         weights = jnp.array([site in sites for site in self.sites], jnp.float32)
@@ -205,48 +185,44 @@ class Federation:
         return {"loss": float(loss)}
 
 
-def measure(settings: Settings) -> Iterator[Row]:
-    """Train with each guard against each attack."""
-    federation = Federation(settings.sites)
-    for attack in settings.attacks or ATTACKS:
-        for guard in federation.merges:
-            rows = [federation.run(guard, attack, settings, seed) for seed in settings.seeds]
-            rounds = settings.rounds * len(rows)
-            accuracies = [row.accuracy for row in rows]
+class SiteTrust(Benchmark):
+    sites: int = option(4, "sites, of which the last one cheats")
+    alpha: float = option(0.0, "labels differ by Dirichlet(alpha); 0: they do not differ")
+    rounds: int = option(20, "rounds")
+    seeds: list[int] = option("0,1,2", "seeds, such as 0,1,2", harness.seeds)
+    attacks: list[str] | None = option(
+        None, "names separated by semicolons; default: all", harness.names_with_commas
+    )
+    columns = (
+        "attack {attack} | guard {guard} | accuracy {accuracy:.1%} "
+        "| rounds in which it was dropped {caught:.0%} | honest sites dropped {wrong:.1%}"
+    )
+
+    def __post_init__(self) -> None:
+        harness.check_names("attacks", self.attacks, ATTACKS)
+
+    def measure(self) -> Iterator[Row]:
+        federation = Federation(self.sites)
+        for attack, guard in itertools.product(self.attacks or ATTACKS, federation.merges):
+            rows = [federation.run(guard, attack, self, seed) for seed in self.seeds]
+            accuracies, rounds = [row.accuracy for row in rows], self.rounds * len(rows)
             yield Row(
                 attack=attack,
                 guard=guard,
                 accuracies=accuracies,
                 accuracy=statistics.mean(accuracies),
                 caught=sum(row.caught for row in rows) / rounds,
-                wrong=sum(row.wrong for row in rows) / (rounds * (settings.sites - 1)),
+                wrong=sum(row.wrong for row in rows) / (rounds * (self.sites - 1)),
             )
 
-
-def table(settings: Settings, rows: Sequence[Row]) -> str:
-    """Format the accuracies by attack and guard as a Markdown table."""
-    guards = list(dict.fromkeys(row.guard for row in rows))
-    lines = []
-    for attack in dict.fromkeys(row.attack for row in rows):
-        of_attack = {row.guard: row for row in rows if row.attack == attack}
-        lines.append([attack, *(f"{of_attack[guard].accuracy:.1%}" for guard in guards)])
-    return "\n" + markdown_table(["the site that cheats", *guards], lines)
-
-
-main = Benchmark(
-    __doc__,
-    Settings,
-    measure,
-    {
-        "attack": "{attack}",
-        "guard": "{guard}",
-        "accuracy": "{accuracy:.1%}",
-        "rounds in which it was dropped": "{caught:.0%}",
-        "honest sites dropped": "{wrong:.1%}",
-    },
-    summary=table,
-)
+    def summary(self, rows: list[Row]) -> str:
+        """Format the accuracies by attack and guard as a Markdown table."""
+        guards = list(dict.fromkeys(row.guard for row in rows))
+        lines = []
+        for attack in dict.fromkeys(row.attack for row in rows):
+            accuracies = {row.guard: row.accuracy for row in rows if row.attack == attack}
+            lines.append([attack, *(f"{accuracies[guard]:.1%}" for guard in guards)])
+        return "\n" + markdown_table(["the site that cheats", *guards], lines)
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command(SiteTrust)

@@ -6,15 +6,16 @@ import multiprocessing
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
 from fedpax.parallel.simulated_devices import simulate_devices
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+Seconds: TypeAlias = dict[str, list[float]]
 
 
 class Compiled(NamedTuple):
@@ -28,13 +29,7 @@ class Compiled(NamedTuple):
 def compile_for(
     fn: Callable[..., Any], *arguments: Any, donate_argnums: int | Sequence[int] = ()
 ) -> Compiled:
-    """Compile a function for arguments of the given shapes.
-
-    Example:
-        >>> compiled = compile_for(lambda x: 2 * x, jax.ShapeDtypeStruct((3,), "float32"))
-        >>> compiled.call(jax.numpy.ones(3)).tolist(), compiled.compile_seconds > 0
-        ([2.0, 2.0, 2.0], True)
-    """
+    """Compile a function for arguments of the given shapes."""
     start = time.perf_counter()
     compiled = jax.jit(fn, donate_argnums=donate_argnums).lower(*arguments).compile()
     seconds = time.perf_counter() - start
@@ -47,27 +42,20 @@ def interleaved(
     arguments: Sequence[Any],
     repetitions: int,
     clock: str = "wall",
-) -> dict[str, list[float]]:
+    warmups: int = 1,
+) -> Seconds:
     """Time interleaved calls of functions, so that other load affects all of them equally.
 
     The order is drawn at random in every repetition: a call that frees gigabytes slows the next
     call, and must not always slow the same function.
-
-    Example:
-        >>> seconds = interleaved({"a": abs, "b": abs}, (1.0,), repetitions=3)
-        >>> {name: len(values) for name, values in seconds.items()}
-        {'a': 3, 'b': 3}
     """
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    if not repetitions:
-        return seconds
-    read_clock = CLOCKS[clock]
-    orders = random.Random(0)
-    for repetition in range(repetitions + 1):
+    seconds: Seconds = {name: [] for name in calls}
+    orders, read_clock = random.Random(0), CLOCKS[clock]
+    for repetition in range(warmups + repetitions if repetitions else 0):
         for name in orders.sample(list(calls), len(calls)):
             start = read_clock()
             jax.block_until_ready(calls[name](*arguments))
-            if repetition:
+            if repetition >= warmups:
                 seconds[name].append(read_clock() - start)
     return seconds
 
@@ -79,9 +67,19 @@ def paired_ratio(seconds: Sequence[float], others: Sequence[float]) -> float | N
         >>> paired_ratio([1.0, 2.0, 30.0], [2.0, 4.0, 10.0])
         0.5
     """
-    if not seconds:
-        return None
-    return statistics.median(a / b for a, b in zip(seconds, others, strict=True))
+    pairs = list(zip(seconds, others, strict=True))
+    return statistics.median(a / b for a, b in pairs) if pairs else None
+
+
+def repeated(step: Callable[..., Any], state: Any, *arguments: Any) -> Callable[[], Any]:
+    """Return a function that runs one more round, from the state that the last one left."""
+    last = [jax.tree.map(jax.numpy.copy, state)]
+
+    def run() -> Any:
+        last[0], metrics = step(last[0], *arguments)
+        return last[0], metrics
+
+    return run
 
 
 def on_devices(
@@ -94,7 +92,12 @@ def on_devices(
     context = multiprocessing.get_context("spawn")
     start = functools.partial(simulate_devices, devices, subgroups=subgroups)
     with ProcessPoolExecutor(1, context, start) as process:
-        return process.submit(fn, *arguments).result()
+        return process.submit(_listed, fn, *arguments).result()
+
+
+def _listed(fn: Callable[..., Any], *arguments: Any) -> Any:
+    result = fn(*arguments)
+    return list(result) if isinstance(result, Iterator) else result
 
 
 def is_installed(package: str) -> bool:

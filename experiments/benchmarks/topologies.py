@@ -7,12 +7,10 @@ the same collectives and the same memory per device on pods of all sizes. The co
 status 1 otherwise.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -20,54 +18,60 @@ from jax.sharding import PartitionSpec as P
 import fedpax
 from fedpax.algorithms import fedavg
 from fedpax.experiments.benchmarks import harness
-from fedpax.experiments.benchmarks.harness import Benchmark, Row, option
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
+from fedpax.experiments.benchmarks.workloads import WORKLOADS
 from fedpax.hlo.collectives import collectives
-from fedpax.models.classifiers import MLPConfig, mlp
-from fedpax.models.losses import classification_loss
 from fedpax.planning import find_topology
 from fedpax.primitives.placement import ChunkSize
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The options."""
-
-    topologies: list[str] = option(
-        "v5e:4x4,v5e:8x8,v5e:16x16", "pods, separated by commas", harness.names
-    )
+class Topologies(Benchmark):
+    topologies: list[str] = option("v5e:4x4,v5e:8x8,v5e:16x16", "pods", harness.names)
     clients_per_device: int = option(512, "clients per device")
     chunk_size: ChunkSize = option(
         "auto", 'clients that a device runs at once: a number or "auto"', harness.chunk_size
     )
     local_steps: int = option(5, "local steps of a client")
     batch_size: int = option(20, "examples in a step")
-
-
-def compile_for(topology: str, settings: Settings) -> Row:
-    """Compile a FedAvg round of an MLP 784-200-10 for a pod; return what one device has."""
-    devices = find_topology(topology).devices
-    mesh = fedpax.make_mesh(devices=devices, clients=-1)
-    clients = len(devices) * settings.clients_per_device
-    model = mlp(MLPConfig())
-    algorithm = fedavg(
-        classification_loss(model.apply),
-        cohort_size=clients,
-        client_optimizer=optax.sgd(0.1),
-        chunk_size=settings.chunk_size,
+    columns = (
+        "topology {topology:9} | devices {devices:,} | clients {clients:10,} "
+        "| collectives {num_collectives} | their bytes {collective_bytes:,} "
+        "| arguments {argument_bytes:12,} | temporaries {temporary_bytes:,}"
     )
 
-    def like(spec: P, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+    def measure(self) -> Iterator[Row]:
+        first = None
+        for topology in self.topologies:
+            row = compile_for(topology, self)
+            device = row.collectives, row.collective_bytes, row.argument_bytes, row.temporary_bytes
+            first = first or device
+            row.met = device == first
+            yield row
 
-    state = jax.eval_shape(lambda: algorithm.init(model.init(jax.random.key(0))))
-    state = jax.tree.map(lambda x: like(P(), x.dtype, *x.shape), state)
-    shape = (clients, settings.local_steps, settings.batch_size)
-    batches = {
-        "image": like(P("clients"), jnp.float32, *shape, 784),
-        "label": like(P("clients"), jnp.int32, *shape),
-    }
-    num_examples: Any = like(P("clients"), jnp.float32, clients)
-    cohort = fedpax.Cohort(batches, num_examples)
+    def summary(self, rows: list[Row]) -> str:
+        same = all(row.met for row in rows)
+        return "All pods have the same collectives and memory." if same else "The pods differ."
+
+
+def compile_for(topology: str, sizes: Topologies) -> Row:
+    """Compile a FedAvg round of an MLP 784-200-10 for a pod; return what one device has."""
+    devices, workload = find_topology(topology).devices, WORKLOADS["mlp"]()
+    mesh = fedpax.make_mesh(devices=devices, clients=-1)
+    clients = len(devices) * sizes.clients_per_device
+    algorithm = fedavg(
+        workload.loss_fn,
+        cohort_size=clients,
+        client_optimizer=optax.sgd(0.1),
+        chunk_size=sizes.chunk_size,
+    )
+    params, batches, counts = workload.argument_types(
+        clients, mesh, sizes.local_steps, sizes.batch_size
+    )
+    state = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P())),
+        jax.eval_shape(algorithm.init, params),
+    )
+    cohort: Any = fedpax.Cohort(batches, counts)  # type: ignore[arg-type]
     with jax.set_mesh(mesh):
         compiled = jax.jit(algorithm.round, donate_argnums=0).lower(state, cohort).compile()
     exchanges = collectives(compiled.as_text() or "", mesh)
@@ -76,6 +80,7 @@ def compile_for(topology: str, settings: Settings) -> Row:
         topology=topology,
         devices=len(devices),
         clients=clients,
+        num_collectives=len(exchanges),
         # For each its kind, the shapes of its operands, and whether it is in a loop.
         collectives=sorted((c.kind, c.shapes, c.in_loop) for c in exchanges),
         collective_bytes=sum(c.bytes * (c.executions or 0) for c in exchanges),
@@ -84,40 +89,4 @@ def compile_for(topology: str, settings: Settings) -> Row:
     )
 
 
-def measure(settings: Settings) -> Iterator[Row]:
-    """Compile for each pod, and compare each device with the first pod's."""
-    first = None
-    for topology in settings.topologies:
-        row = compile_for(topology, settings)
-        device = row.collectives, row.collective_bytes, row.argument_bytes, row.temporary_bytes
-        first = first or device
-        row.same = device == first
-        yield row
-
-
-def conclude(settings: Settings, rows: list[Row]) -> str:
-    """Say whether the pods agree."""
-    same = all(row.same for row in rows)
-    return "All pods have the same collectives and memory." if same else "The pods differ."
-
-
-main = Benchmark(
-    __doc__,
-    Settings,
-    measure,
-    {
-        "topology": "{topology:9}",
-        "devices": "{devices:,}",
-        "clients": "{clients:10,}",
-        "collectives": lambda row: str(len(row.collectives)),
-        "their bytes": "{collective_bytes:,}",
-        "arguments": "{argument_bytes:12,}",
-        "temporaries": "{temporary_bytes:,}",
-    },
-    conclude,
-    required="same",
-)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command(Topologies)

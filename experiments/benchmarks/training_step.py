@@ -11,7 +11,6 @@ interleaved calls. The command exits with status 1 if their collectives differ.
 extra `tpu`.
 """
 
-import dataclasses
 import math
 import statistics
 from collections import Counter
@@ -25,12 +24,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-import fedpax
 from fedpax.algorithm import LossFn, Metrics, Params
 from fedpax.algorithms import data_parallel
 from fedpax.data import token_round_shapes
 from fedpax.experiments.benchmarks import timing
-from fedpax.experiments.benchmarks.harness import Benchmark, Row, Timed, option
+from fedpax.experiments.benchmarks.harness import Row, Timed, command, option
 from fedpax.hlo.collectives import collectives
 from fedpax.models import presets
 from fedpax.models.losses import transformer_loss
@@ -58,25 +56,6 @@ class Structure(NamedTuple):
     collectives: Counter[tuple[str, tuple[str, ...], tuple[str, ...], int | None]]
     argument_bytes: int
     temporary_bytes: int
-
-
-def _mesh_sizes(text: str) -> dict[str, int]:
-    pairs = (axis.split("=") for axis in text.split(","))
-    return {name: int(size) for name, size in pairs}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(Timed):
-    """The options."""
-
-    model: str = option("base_1m", "name of a function of fedpax.models.presets")
-    mesh: dict[str, int] = option(
-        "data=1", "sizes of the mesh's axes, such as fsdp=4,tensor=2", _mesh_sizes
-    )
-    topology: str | None = option(None, "TPU pod to compile for, such as v5e:4x4")
-    batch_size: int = option(8, "rows in a step")
-    seq_len: int = option(128, "tokens in a row")
-    steps: int = option(1, "steps in a call")
 
 
 def hand_written_round(
@@ -125,30 +104,24 @@ def compile_both(
             islands=1, local_steps=steps, batch_size=batch_size, seq_len=seq_len
         )
 
-        def with_leading_axes(count: int) -> fedpax.Cohort:
-            """Return the batches' types with the last `count` of the axes islands and steps."""
-            spec = P(*[None] * count, *rows)
-            return jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(
-                    x.shape[2 - count :], x.dtype, sharding=NamedSharding(mesh, spec)
-                ),
-                shapes,
-            )
+        def batches(axes: int) -> Any:
+            """Return the batches' types with the last of the axes islands and steps."""
 
-        def compiled(
-            fn: Callable[..., Any], state: chex.ArrayTree, sharding: Any, batches: chex.ArrayTree
-        ) -> Step:
+            def like(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+                sharding = NamedSharding(mesh, P(*[None] * axes, *rows))
+                return jax.ShapeDtypeStruct(x.shape[2 - axes :], x.dtype, sharding=sharding)
+
+            return jax.tree.map(like, shapes)
+
+        def compiled(fn: Callable[..., Any], state: Any, sharding: Any, batches: Any) -> Step:
             step = jax.jit(fn, donate_argnums=0, out_shardings=(sharding, replicated))
             return Step(step.lower(state, batches).compile(), (state, batches))
 
+        hand = hand_written_round(loss_fn, optimizer)
+        hand_batches = batches(1).batches
         return {
-            "island": compiled(island.round, state, state_sharding, with_leading_axes(2)),
-            "hand": compiled(
-                hand_written_round(loss_fn, optimizer),
-                tuple(state),
-                tuple(state_sharding),
-                with_leading_axes(1).batches,
-            ),
+            "island": compiled(island.round, state, state_sharding, batches(2)),
+            "hand": compiled(hand, tuple(state), tuple(state_sharding), hand_batches),
         }
 
 
@@ -179,76 +152,67 @@ def values_of(types: Any) -> Any:
     return jax.jit(lambda: jax.tree.map(value, types), out_shardings=sharding)()
 
 
-def measure(settings: Settings) -> Row:
-    """Compile both programs, compare them, and time interleaved calls."""
-    topology = settings.topology
-    devices = find_topology(topology).devices if topology else jax.devices()
-    mesh = MeshConfig(**settings.mesh).make(devices)
-    both = compile_both(
-        getattr(presets, settings.model)(),
-        mesh,
-        batch_size=settings.batch_size,
-        seq_len=settings.seq_len,
-        steps=settings.steps,
+class TrainingStep(Timed):
+    model: str = option("base_1m", "name of a function of fedpax.models.presets")
+    mesh: dict[str, int] = option(
+        "data=1",
+        "sizes of the mesh's axes, such as fsdp=4,tensor=2",
+        lambda text: {k: int(size) for k, size in (axis.split("=") for axis in text.split(","))},
     )
-    island, hand = (structure(both[name], mesh) for name in ("island", "hand"))
-    seconds: dict[str, list[float]] = {name: [] for name in both}
-    if settings.repetitions and not topology:
-        with jax.set_mesh(mesh):
-            calls = {name: _stepper(step) for name, step in both.items()}
-            seconds = timing.interleaved(calls, (), settings.repetitions, settings.clock)
-    return Row(
-        model=settings.model,
-        device=devices[0].device_kind,
-        devices=len(devices),
-        collectives=island.collectives.total(),
-        same_collectives=island.collectives == hand.collectives,
-        argument_bytes=(island.argument_bytes, hand.argument_bytes),
-        temporary_bytes=(island.temporary_bytes, hand.temporary_bytes),
-        island_seconds=seconds["island"],
-        hand_seconds=seconds["hand"],
-        ratio=timing.paired_ratio(seconds["island"], seconds["hand"]),
-    )
+    topology: str | None = option(None, "TPU pod to compile for, such as v5e:4x4")
+    batch_size: int = option(8, "rows in a step")
+    seq_len: int = option(128, "tokens in a row")
+    steps: int = option(1, "steps in a call")
+    bar = "the same collectives"
+
+    def measure(self) -> list[Row]:
+        devices, subgroups = math.prod(self.mesh.values()), len(self.mesh) > 1
+        return [timing.on_devices(devices, self.compare, subgroups=subgroups)]
+
+    def compare(self) -> Row:
+        """Compile both programs, compare them, and time interleaved calls."""
+        devices = find_topology(self.topology).devices if self.topology else jax.devices()
+        mesh = MeshConfig(**self.mesh).make(devices)
+        model = getattr(presets, self.model)()
+        sizes = {"batch_size": self.batch_size, "seq_len": self.seq_len, "steps": self.steps}
+        both = compile_both(model, mesh, **sizes)
+        island, hand = (structure(both[name], mesh) for name in ("island", "hand"))
+        seconds: timing.Seconds = {name: [] for name in both}
+        if self.repetitions and not self.topology:
+            with jax.set_mesh(mesh):
+                calls = {}
+                for name, step in both.items():
+                    state, batches = values_of(step.types)
+                    calls[name] = timing.repeated(step.compiled, state, batches)
+                seconds = self.time(calls)
+        return Row(
+            model=self.model,
+            device=devices[0].device_kind,
+            devices=len(devices),
+            collectives=island.collectives.total(),
+            met=island.collectives == hand.collectives,
+            argument_bytes=(island.argument_bytes, hand.argument_bytes),
+            temporary_bytes=(island.temporary_bytes, hand.temporary_bytes),
+            island_seconds=seconds["island"],
+            hand_seconds=seconds["hand"],
+            ratio=timing.paired_ratio(seconds["island"], seconds["hand"]),
+        )
+
+    def summary(self, rows: list[Row]) -> str:
+        (row,) = rows
+        more = row.temporary_bytes[0] / max(row.temporary_bytes[1], 1) - 1
+        lines = [
+            f"{row.model} on {row.devices} {row.device}: {row.collectives} collectives, "
+            f"{'the same as' if row.met else 'DIFFERENT from'} the hand-written step's",
+            "argument bytes per device: {:,}, hand-written {:,}".format(*row.argument_bytes),
+            "temporary bytes per device: {:,}, hand-written {:,}".format(*row.temporary_bytes)
+            + f" ({more:+.3%})",
+        ]
+        if row.ratio is not None:
+            medians = map(statistics.median, (row.island_seconds, row.hand_seconds))
+            lines.append("seconds per call: {:.4f}, hand-written {:.4f}".format(*medians))
+            lines.append(f"paired ratio: {row.ratio:.3f}")
+        return "\n".join(lines)
 
 
-def _stepper(step: Step) -> Callable[[], Any]:
-    """Make a function that runs one round, starting from the state of its previous call."""
-    state, batches = values_of(step.types)
-
-    def call() -> Any:
-        nonlocal state
-        state, metrics = step.compiled(state, batches)
-        return metrics
-
-    return call
-
-
-def measure_on_mesh(settings: Settings) -> list[Row]:
-    """Measure in a process with the devices of the mesh."""
-    devices, subgroups = math.prod(settings.mesh.values()), len(settings.mesh) > 1
-    return [timing.on_devices(devices, measure, settings, subgroups=subgroups)]
-
-
-def describe(settings: Settings, rows: list[Row]) -> str:
-    """Describe the comparison in words."""
-    (row,) = rows
-    lines = [
-        f"{row.model} on {row.devices} {row.device}: {row.collectives} collectives, "
-        f"{'the same as' if row.same_collectives else 'DIFFERENT from'} the hand-written step's",
-        "argument bytes per device: {:,}, hand-written {:,}".format(*row.argument_bytes),
-        "temporary bytes per device: {:,}, hand-written {:,} ({:+.3%})".format(
-            *row.temporary_bytes, row.temporary_bytes[0] / max(row.temporary_bytes[1], 1) - 1
-        ),
-    ]
-    if row.ratio is not None:
-        medians = map(statistics.median, (row.island_seconds, row.hand_seconds))
-        lines.append("seconds per call: {:.4f}, hand-written {:.4f}".format(*medians))
-        lines.append(f"paired ratio: {row.ratio:.3f}")
-    return "\n".join(lines)
-
-
-main = Benchmark(__doc__, Settings, measure_on_mesh, summary=describe, required="same_collectives")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command(TrainingStep)

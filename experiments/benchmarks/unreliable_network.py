@@ -5,21 +5,20 @@ import socket
 import threading
 import time
 
+Pair = tuple[socket.socket, socket.socket]
 
-class UnreliableNetwork:
+
+class UnreliableNetwork(contextlib.AbstractContextManager["UnreliableNetwork"]):
     """A proxy from a local port to a server. Set its attributes at any time."""
 
     def __init__(self, server_port: int) -> None:
         self.delay = 0.0
         self.bytes_per_second: float | None = None
-        self.is_cut = False
-        self.is_stalled = False
-        self.num_connections = 0
-        self.sent_bytes = self.received_bytes = 0
+        self.is_cut = self.is_stalled = self._closed = False
+        self.num_connections = self.sent_bytes = self.received_bytes = 0
         self._server_port = server_port
-        self._closed = False
         self._lock = threading.Lock()
-        self._pairs: set[tuple[socket.socket, socket.socket]] = set()
+        self._pairs: set[Pair] = set()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -40,9 +39,6 @@ class UnreliableNetwork:
         self._closed = True
         _close(self._listener)
         self.cut()
-
-    def __enter__(self) -> "UnreliableNetwork":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -70,17 +66,12 @@ class UnreliableNetwork:
                     continue
                 stack.pop_all()
             self._pairs.add(pair)
-            for source, sink in (pair, pair[::-1]):
-                threading.Thread(
-                    target=self._forward, args=(source, sink, pair), daemon=True
-                ).start()
+            for is_sent in (True, False):
+                arguments = pair, is_sent
+                threading.Thread(target=self._forward, args=arguments, daemon=True).start()
 
-    def _forward(
-        self,
-        source: socket.socket,
-        sink: socket.socket,
-        pair: tuple[socket.socket, socket.socket],
-    ) -> None:
+    def _forward(self, pair: Pair, is_sent: bool) -> None:
+        source, sink = pair if is_sent else pair[::-1]
         with contextlib.suppress(OSError):
             # `cut` may have closed all pairs just before it could know of this one.
             while not self.is_cut:
@@ -95,10 +86,8 @@ class UnreliableNetwork:
                     time.sleep(0.01)
                 sink.sendall(block)
                 with self._lock:
-                    if source is pair[0]:
-                        self.sent_bytes += len(block)
-                    else:
-                        self.received_bytes += len(block)
+                    self.sent_bytes += len(block) * is_sent
+                    self.received_bytes += len(block) * (not is_sent)
         _close(*pair)
         self._pairs.discard(pair)
 

@@ -1,10 +1,10 @@
 """Workloads of the benchmarks: local SGD steps of an MLP and of a CNN."""
 
 import dataclasses
-import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -14,9 +14,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from fedpax.algorithm import Params
+from fedpax import algorithms
+from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.experiments.benchmarks import timing
-from fedpax.experiments.benchmarks.harness import Row, integers, option
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, integers, option
 from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
 from fedpax.models.losses import classification_loss
 from fedpax.models.nnx_functional import FunctionalModel
@@ -31,9 +32,10 @@ class Workload(NamedTuple):
     image_shape: tuple[int, ...]
     num_classes: int
 
-    def loss(self, params: Params, batch: chex.ArrayTree) -> Float[Array, ""]:
-        """Compute the cross-entropy of a batch: `image` `[batch, ...]`, `label` `[batch]`."""
-        return classification_loss(self.model.apply)(params, batch)[0]
+    @property
+    def loss_fn(self) -> LossFn:
+        """The cross-entropy of a batch: `image` `[batch, ...]`, `label` `[batch]`."""
+        return classification_loss(self.model.apply)
 
     def local_train(
         self,
@@ -45,14 +47,14 @@ class Workload(NamedTuple):
         """Run one SGD step on each batch and return the update of the parameters."""
 
         def step(params: Params, batch: chex.ArrayTree) -> tuple[Params, None]:
-            gradient = jax.grad(self.loss)(params, batch)
+            gradient = jax.grad(lambda p: self.loss_fn(p, batch)[0])(params)
             return jax.tree.map(lambda p, g: p + -rate * g, params, gradient), None
 
         trained, _ = jax.lax.scan(step, params, batches, unroll=unroll)
         return jax.tree.map(jnp.subtract, trained, params)
 
     def argument_types(
-        self, clients: int, mesh: Mesh
+        self, clients: int, mesh: Mesh, steps: int = LOCAL_STEPS, batch_size: int = BATCH_SIZE
     ) -> tuple[Params, dict[str, jax.ShapeDtypeStruct], jax.ShapeDtypeStruct]:
         """Return the types of a round's arguments: parameters, batches and numbers of examples."""
 
@@ -61,12 +63,12 @@ class Workload(NamedTuple):
 
         shapes = jax.eval_shape(self.model.init, jax.random.key(0))
         params = jax.tree.map(lambda p: like(P(), p.dtype, *p.shape), shapes)
-        shape = (clients, LOCAL_STEPS, BATCH_SIZE)
+        shape, spec = (clients, steps, batch_size), P("clients")
         batches = {
-            "image": like(P("clients"), jnp.float32, *shape, *self.image_shape),
-            "label": like(P("clients"), jnp.int32, *shape),
+            "image": like(spec, jnp.float32, *shape, *self.image_shape),
+            "label": like(spec, jnp.int32, *shape),
         }
-        return params, batches, like(P("clients"), jnp.float32, clients)
+        return params, batches, like(spec, jnp.float32, clients)
 
     def random_arguments(
         self, clients: int, mesh: Mesh
@@ -74,15 +76,27 @@ class Workload(NamedTuple):
         """Draw random arguments of the types of `argument_types`."""
         random = np.random.default_rng(0)
         _, batches, num_examples = self.argument_types(clients, mesh)
-        image, label = batches["image"], batches["label"]
         init = jax.jit(self.model.init, out_shardings=NamedSharding(mesh, P()))
+        image, label = batches["image"].shape, batches["label"].shape
         values = {
-            "image": random.random(image.shape, dtype=np.float32),
-            "label": random.integers(0, self.num_classes, label.shape, dtype=np.int32),
+            "image": random.random(image, dtype=np.float32),
+            "label": random.integers(0, self.num_classes, label, dtype=np.int32),
         }
         counts = random.uniform(1, 5, num_examples.shape).astype(np.float32)
-        put = functools.partial(jax.device_put, device=num_examples.sharding)
-        return init(jax.random.key(0)), jax.tree.map(put, values), put(counts)
+        return init(jax.random.key(0)), *jax.device_put((values, counts), num_examples.sharding)
+
+
+def changed(base: Any, **fields: Any) -> Any:
+    """Return a dataclass with other values of fields; a dict changes fields of a field."""
+    nested = {k: changed(getattr(base, k), **v) for k, v in fields.items() if isinstance(v, dict)}
+    return dataclasses.replace(base, **fields | nested)
+
+
+def method(function: str, loss_fn: LossFn, **settings: Any) -> FederatedAlgorithm:
+    """Make a method of `fedpax.algorithms` with those of the settings that it takes."""
+    make: Callable[..., FederatedAlgorithm] = getattr(algorithms, function)
+    accepted = inspect.signature(make).parameters
+    return make(loss_fn, **{k: value for k, value in settings.items() if k in accepted})
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
@@ -91,19 +105,16 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """The options of a benchmark of rounds of several sizes."""
+class Sizes(Benchmark):
+    """A benchmark of rounds of several sizes, each in a process of its own."""
 
     model: str = option("mlp", "the clients' model", choices=WORKLOADS)
-    clients: list[int] = option(
-        "64,1024", "numbers of clients in the round, separated by commas", integers
-    )
-    devices: list[int] = option(
-        "1,2", "numbers of devices, separated by commas; simulated on a CPU", integers
-    )
+    clients: list[int] = option("64,1024", "numbers of clients in the round", integers)
+    devices: list[int] = option("1,2", "numbers of devices; simulated on a CPU", integers)
 
-    def measure_each(self, measure: Callable[..., list[Row]]) -> Iterator[Row]:
-        """Measure each number of devices, in a process of its own, with each number of clients."""
+    def measure(self) -> Iterator[Row]:
         for devices, clients in itertools.product(self.devices, self.clients):
-            yield from timing.on_devices(devices, measure, self, devices, clients)
+            yield from timing.on_devices(devices, self.measure_size, devices, clients)
+
+    def measure_size(self, devices: int, clients: int) -> list[Row]:
+        raise NotImplementedError

@@ -9,7 +9,8 @@ import pytest
 
 import fedpax
 from fedpax.experiments.benchmarks import fedavg_round, gradient, timing
-from fedpax.experiments.benchmarks.rounds import vmap_round
+from fedpax.experiments.benchmarks.fedavg_round import FedAvgRound, vmap_round
+from fedpax.experiments.benchmarks.gradient import Gradient
 from fedpax.experiments.benchmarks.timing import on_devices
 from fedpax.experiments.benchmarks.workloads import WORKLOADS, Workload
 from fedpax.models.classifiers import MLPConfig, mlp
@@ -29,8 +30,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 def measure(devices, clients, **settings):
     """Measure FedAvg rounds of the tiny workload."""
-    settings = fedavg_round.Settings(model="tiny", **settings)
-    return fedavg_round.measure(settings, devices, clients)
+    return FedAvgRound(model="tiny", **settings).measure_size(devices, clients)
 
 
 @pytest.mark.slow
@@ -127,7 +127,7 @@ def test_a_wrong_gradient_raises(monkeypatch):
 
     monkeypatch.setattr(gradient, "make_round", wrong)
     with pytest.raises(AssertionError, match="fedpax differs from plain JAX"):
-        gradient.measure(gradient.Settings(model="tiny", repetitions=1), 1, 4)
+        Gradient(model="tiny", repetitions=1).measure_size(1, 4)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedpax.experiments.benchmarks import cohort_input, timing
-from fedpax.experiments.benchmarks.cohort_input import Settings
+from fedpax.experiments.benchmarks.cohort_input import CohortInput
 
 
 def test_rows_have_the_kinds_and_their_bars(
@@ -37,7 +37,7 @@ def test_rows_have_the_kinds_and_their_bars(
 
 
 def test_integers_stay_integers_and_a_slow_stream_is_waited_for() -> None:
-    streams = dict(cohort_input.streams(Settings(clients=4, examples=50)))
+    streams = dict(cohort_input.streams(CohortInput(clients=4, examples=50)))
     dtypes = {kind: next(stream).batches["image"].dtype for kind, stream in streams.items()}
     assert dtypes == {"float32": np.float32, "uint8": np.uint8, "uint8 to float32": np.float32}
     assert cohort_input.waiting(streams["uint8"], 1e-6, 2) > 0.5
@@ -46,5 +46,5 @@ def test_integers_stay_integers_and_a_slow_stream_is_waited_for() -> None:
 
 
 def test_a_round_of_the_cohort_is_timed() -> None:
-    _, stream = next(cohort_input.streams(Settings(clients=4, examples=50)))
+    _, stream = next(cohort_input.streams(CohortInput(clients=4, examples=50)))
     assert cohort_input.round_seconds(next(stream)) > 0

@@ -1,72 +1,71 @@
 """The harness of the benchmarks: options, the table, JSON, pictures and the exit status."""
 
-import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
 
 from fedpax.experiments.benchmarks import harness
-from fedpax.experiments.benchmarks.harness import Benchmark, Row, Timed, option
+from fedpax.experiments.benchmarks.harness import Row, Timed, command, option
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(Timed):
+class Plain(Timed):
     sizes: list[int] = option("2,8", "sizes", harness.integers)
     limit: int | None = option(None, "the largest size", int)
+    columns = "size {size:4} | median s {seconds:.1f} | ratio {ratio:.2f} | memory {memory:bytes}"
+    bar = "at most the limit"
 
     def __post_init__(self) -> None:
         harness.check_at_least(1, repetitions=self.repetitions)
 
+    def measure(self) -> Iterator[Row]:
+        for size in self.sizes:
+            seconds = [float(size)] * self.repetitions + [100.0, 0.0]
+            met = self.limit is None or size <= self.limit
+            yield Row(
+                size=size,
+                seconds=seconds,
+                ratio=None,
+                memory=2e6 * size,
+                met=met,
+                _figure=object(),
+            )
 
-def measure(settings: Settings) -> Iterator[Row]:
-    for size in settings.sizes:
-        seconds = [float(size)] * settings.repetitions + [100.0, 0.0]
-        fits = settings.limit is None or size <= settings.limit
-        yield Row(size=size, seconds=seconds, ratio=None, fits=fits, _figure=object())
+
+class Drawing(Plain):
+    columns = ""
+
+    def summary(self, rows: list[Row]) -> str:
+        return f"{len(rows)} rows"
+
+    def draw(self, rows: list[Row]) -> Figure:
+        axes = harness.panels({"xlabel": "row"}, size=(3, 2))
+        axes[0].plot([row.size for row in rows], label="sizes")
+        return harness.figure_of(axes)
 
 
-def draw(settings: Settings, rows: list[Row]) -> Figure:
-    figure = Figure()
-    figure.subplots().plot([row.size for row in rows])
-    return figure
-
-
-COLUMNS: dict[str, Any] = {
-    "size": "{size:4}",
-    "median s": "{seconds:.1f}",
-    "ratio": "{ratio:.2f}",
-    "twice": lambda row: str(2 * row.size),
-}
-plain = Benchmark("A benchmark.", Settings, measure, COLUMNS, required="fits")
-drawing = Benchmark(
-    "A benchmark.",
-    Settings,
-    measure,
-    summary=lambda settings, rows: f"{len(rows)} rows",
-    draw=draw,
-    aliases={"--plot": "--out"},
-)
+plain, drawing = command(Plain), command(Drawing)
 
 
 def test_rows_are_a_markdown_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     rows = plain.run(["--sizes=3,1", "--repetitions=3"])
-    head, rule, *table, content = capsys.readouterr().out.splitlines()
-    assert head.split() == "| size | median s | ratio | twice |".split()
+    head, rule, *table, empty, bar, content = capsys.readouterr().out.splitlines()
+    assert head.split() == "| size | median s | ratio | memory |".split()
     assert rule.startswith("|---") and len({len(line) for line in (head, rule, *table)}) == 1
-    cells = [line.split()[1::2] for line in table]
-    assert cells == [["3", "3.0", "-", "6"], ["1", "1.0", "-", "2"]]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    assert cells == [["3", "3.0", "-", "6.0 MB"], ["1", "1.0", "-", "2.0 MB"]]
+    assert (empty, bar) == ("", "Bar (at most the limit): met.")
     found = json.loads(content)
     assert found["settings"]["sizes"] == [3, 1] and found["settings"]["clock"] == "wall"
     assert [row["seconds"] for row in found["rows"]] == [row.seconds for row in rows]
     assert all("_figure" not in row for row in found["rows"])
 
 
-def test_a_row_that_misses_what_is_required_gives_status_1() -> None:
+def test_a_row_that_misses_the_bar_gives_status_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert plain(["--limit=8"]) == 0 and plain(["--limit=7"]) == 1
+    assert "Bar (at most the limit): missed by    8 8.0." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["--plot", "--out"])
@@ -102,7 +101,11 @@ def test_help_has_the_description_and_the_defaults(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         drawing(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "A benchmark." in text and "sizes; default 2,8" in text and "--out FILE" in text
+    assert (
+        "The harness of the benchmarks" in text
+        and "sizes; default 2,8" in text
+        and "--out FILE" in text
+    )
 
 
 def test_unknown_names_are_told_with_the_known_ones() -> None:

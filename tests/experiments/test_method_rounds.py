@@ -47,7 +47,7 @@ def test_an_unknown_method_is_refused(capsys):
 def test_a_repeated_round_starts_from_the_last_state_and_takes_over_its_memory():
     step = jax.jit(lambda state, cohort: (state + cohort, {}), donate_argnums=0)
     start = jnp.arange(3.0)
-    run = method_rounds.repeated(step, start, jnp.float32(2))
+    run = timing.repeated(step, start, jnp.float32(2))
     first, _ = run()
     second, _ = run()
     assert first.is_deleted() and not start.is_deleted()

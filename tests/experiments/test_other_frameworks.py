@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedpax.experiments.benchmarks import fedjax_round, other_frameworks, timing, torch_rounds
+from fedpax.experiments.benchmarks import other_frameworks, timing, torch_rounds
 from fedpax.experiments.benchmarks.workloads import WORKLOADS, Workload
 from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
 
@@ -24,9 +24,11 @@ NUMPY_ROUND = """
 import sys
 import numpy as np
 
-arguments, result = sys.argv[1:]
+_, arguments, result, *_ = sys.argv[1:]
 server = dict(np.load(arguments))
 images, labels, rate = (server.pop(name) for name in ("image", "label", "rate"))
+for name in ("mu", "max_norm", "noise"):
+    del server[name]
 
 
 def train(images, labels):
@@ -56,33 +58,33 @@ for turn, _ in enumerate(sys.stdin):
 
 @pytest.fixture
 def fake_library(monkeypatch, tmp_path):
-    """Return a function that replaces FedJAX's script by another script."""
+    """Return a function that replaces the script of the libraries by another one."""
     monkeypatch.setitem(WORKLOADS, "tiny", lambda: Workload(MODELS["mlp"][0], (6,), 3))
     monkeypatch.setattr(timing, "on_devices", lambda _, fn, *args: fn(*args))
 
     def write(text):
         (tmp_path / "script.py").write_text(text)
-        monkeypatch.setitem(other_frameworks.SCRIPTS, "fedjax", str(tmp_path / "script.py"))
-        return {"fedjax_python": sys.executable}
+        monkeypatch.setattr(other_frameworks, "SCRIPT", tmp_path / "script.py")
+        return {"flower_python": sys.executable}
 
     return write
 
 
 def measure(devices, method="fedavg", **pythons):
     """Measure a round of 4 clients."""
-    settings = other_frameworks.Settings(model="tiny", method=method, repetitions=1, **pythons)
-    return other_frameworks.measure(settings, devices, 4)
+    settings = {"model": "tiny", "method": method, "repetitions": 1, **pythons}
+    return other_frameworks.OtherFrameworks(**settings).measure_size(devices, 4)
 
 
 @pytest.mark.slow
 def test_libraries_run_the_same_round_in_turn(fake_library, capsys):
     fake_library(NUMPY_ROUND)
     sizes = ["--model=tiny", "--clients=4", "--devices=2", "--repetitions=3"]
-    assert other_frameworks.main([*sizes, f"--fedjax_python={sys.executable}"]) == 0
+    assert other_frameworks.main([*sizes, f"--flower_python={sys.executable}"]) == 0
     *table, content = capsys.readouterr().out.splitlines()
     assert len(table) == 2 + 2
     ours, theirs = json.loads(content)["rows"]
-    assert (ours["library"], theirs["library"]) == ("fedpax", "fedjax")
+    assert (ours["library"], theirs["library"]) == ("fedpax", "flower")
     assert theirs["versions"] == "numpy 1" and (theirs["clients"], theirs["devices"]) == (4, 2)
     assert len(theirs["seconds"]) == 3 and min(theirs["seconds"]) > 0
     assert theirs["fedpax_ratio"] == timing.paired_ratio(ours["seconds"], theirs["seconds"])
@@ -92,7 +94,7 @@ def test_a_library_with_another_result_raises(fake_library):
     pythons = fake_library(
         NUMPY_ROUND.replace("zip(images, labels)]", "zip(images[1:], labels[1:])]")
     )
-    with pytest.raises(AssertionError, match="fedjax differs from fedpax"):
+    with pytest.raises(AssertionError, match="flower differs from fedpax"):
         measure(1, **pythons)
 
 
@@ -100,17 +102,6 @@ def test_a_library_that_cannot_start_raises(fake_library):
     pythons = fake_library("raise SystemExit('no such library')")
     with pytest.raises(ChildProcessError, match=r"script\.py.* exited"):
         measure(1, **pythons)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_the_network_for_fedjax_computes_the_same_logits(name):
-    model, image = MODELS[name]
-    params = jax.jit(model.init)(jax.random.key(0))
-    images = jax.random.normal(jax.random.key(1), (7, *image))
-    theirs = jax.jit(fedjax_round.classify)(other_frameworks.by_name(params), images)
-    ours = jax.jit(model.apply)(params, images)
-    np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -138,10 +129,10 @@ def test_other_methods_start_as_fedavg_does(fake_library, method, monkeypatch):
     """With mu 0, SCAFFOLD's first controls, or clipping to a large norm, a round is FedAvg's."""
     for name, value in {"MU": 0.0, "MAX_NORM": 100.0, "NOISE": 0.0}.items():
         monkeypatch.setattr(other_frameworks, name, value)
-    monkeypatch.setitem(other_frameworks.METHODS, method, ("fedjax",))  # the script is no FedJAX
+    monkeypatch.setitem(other_frameworks.METHODS, method, ("flower",))  # the script is no Flower
     pythons = fake_library(NUMPY_ROUND)
     rows = measure(1, method, **pythons)
-    assert [row.library for row in rows] == ["fedpax", "fedjax"]
+    assert [row.library for row in rows] == ["fedpax", "flower"]
 
 
 def test_pfl_runs_scaffold_with_one_worker():
@@ -155,7 +146,7 @@ def test_pfl_runs_scaffold_with_one_worker():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--method=fedprox", "--fedjax_python=python"], "leave --fedjax_python out"),
+        (["--method=private", "--flower_python=python"], "leave --flower_python out"),
         (["--method=scaffold", "--flower_python=python"], "leave --flower_python out"),
     ],
 )

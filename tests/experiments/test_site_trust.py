@@ -30,4 +30,4 @@ def test_secure_sums_are_measured(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     assert secure_sums.main(["--sites=4,5", "--values=100", f"--json={path}"]) == 0
     rows = json.loads(path.read_text())["rows"]
-    assert [row["sites"] for row in rows] == [4, 5] and all(row["right"] for row in rows)
+    assert [row["sites"] for row in rows] == [4, 5] and all(row["met"] for row in rows)

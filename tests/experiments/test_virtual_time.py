@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from fedpax.experiments.benchmarks import virtual_time
-from fedpax.experiments.benchmarks.virtual_time import Settings
+from fedpax.experiments.benchmarks.virtual_time import VirtualTime
 
 pytestmark = pytest.mark.slow
 
 
 def test_fedbuff_reaches_a_loss_sooner_than_fedavg():
-    fedavg, fedbuff, fedasync = virtual_time.compare(Settings(seconds=200.0))
+    fedavg, fedbuff, fedasync = VirtualTime(seconds=200.0).measure()
     assert [c.method for c in (fedavg, fedbuff, fedasync)] == ["FedAvg", "FedBuff", "FedAsync"]
     assert fedavg.megabytes[-1] == pytest.approx(fedbuff.megabytes[-1], rel=0.05)
     assert fedavg.seconds[-1] > 3 * fedbuff.seconds[-1]

@@ -110,7 +110,7 @@ def test_bits_of_a_plan_replace_the_formula(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
-        ("eager=plan.json", "unknown method 'eager'; choose from data parallel, DiLoCo"),
+        ("eager=plan.json", "unknown methods ['eager']; choose from data parallel, DiLoCo"),
         ("DiLoCo=missing.json", "No such file"),
         ("DiLoCo=plan.json", "no transfers between two slices. Make it with --slices=2"),
     ],

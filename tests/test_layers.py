@@ -20,8 +20,8 @@ HEIGHT = {
     "deprecation": 0,
     "lazy_names": 0,
     "extras": 1,
-    "secure_sums": 2,
     "checks": 1,
+    "secure_sums": 2,
     "primitives": 2,
     "transforms": 3,
     "hlo": 3,
@@ -335,3 +335,10 @@ def test_a_breach_is_found(module: str, source: str, words: str) -> None:
 )
 def test_what_the_layers_allow_is_allowed(module: str, source: str) -> None:
     assert complaints(source, module) == []
+
+
+def test_the_page_of_the_house_names_each_room() -> None:
+    page = (ROOT / "docs/architecture.md").read_text("utf-8")
+    rooms = [path.parent.name for path in (ROOT / "fedpax").glob("*/__init__.py")]
+    missing = [room for room in rooms if f"`{room}/`" not in page]
+    assert len(rooms) > 20 and not missing

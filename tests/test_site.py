@@ -30,6 +30,8 @@ spec = importlib.util.spec_from_file_location("api_index", ROOT / "docs/api_inde
 assert spec and spec.loader
 api_index = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(api_index)
+CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+NAMED = re.compile(r"`(fedpax(?:\.\w+)+)")
 BLOCK = re.compile(r"^```(?:python|{code-cell}[^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -167,6 +169,26 @@ def test_pages_import_public_names_alone() -> None:
     }
     assert len(imported) > 200
     assert not {(page, name) for page, name in imported if name not in public}
+
+
+def test_names_in_texts_are_public() -> None:
+    """A page gives the shortest path. The pages for developers name private modules too."""
+    public = {f"{package}.{name}" for package, name, _ in api_index.public_names()}
+    developers = {"architecture.md", "contributing.md", "changelog.md"}
+    named = {
+        (page.name, name)
+        for page in [ROOT / "README.md", *PAGES, *(ROOT / "docs/notebooks").glob("*.md")]
+        if page.name not in developers
+        for name in NAMED.findall(CODE.sub("", page.read_text()))
+    }
+    assert len(named) > 20
+    assert not {
+        (page, name)
+        for page, name in named
+        if not {name, name.rpartition(".")[0]} & public  # a name, or an attribute of one
+        and name not in api_index.PUBLIC
+        and not name.startswith("fedpax.experiments.")
+    }
 
 
 def imported_names(block: str) -> Iterator[str]:

@@ -6,6 +6,7 @@ from fedpax.aggregators.chain import AggregatorTransformation, chain
 from fedpax.aggregators.clipping import adaptive_clip, clip_by_norm
 from fedpax.aggregators.compressed_mean import compressed_mean
 from fedpax.aggregators.coordinate_means import coordinate_median, trimmed_mean
+from fedpax.aggregators.fixed_point import FixedPoint
 from fedpax.aggregators.gaussian_noise import add_local_noise, add_noise
 from fedpax.aggregators.geometric_median import geometric_median
 from fedpax.aggregators.integer_packing import choose_packing
@@ -23,6 +24,7 @@ from fedpax.primitives.argument_checks import explain_unknown_arguments
 __all__ = [
     "Aggregator",
     "AggregatorTransformation",
+    "FixedPoint",
     "PrivacyAccountant",
     "adaptive_clip",
     "add_local_noise",

@@ -1,6 +1,7 @@
 """Clients: the cohort of a round, and the state that clients keep between rounds."""
 
 from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.clients.cohort_stream import IdentifiedStream
 from fedpax.clients.schedule import ArrivalOrder, Arrivals, RegionalOrder, Syncs
 from fedpax.clients.store import ClientStore, client_store, gather_clients, scatter_clients
 from fedpax.clients.store_rows import home_devices
@@ -10,6 +11,7 @@ __all__ = [
     "Arrivals",
     "ClientStore",
     "Cohort",
+    "IdentifiedStream",
     "RegionalOrder",
     "Syncs",
     "check_cohort",

@@ -4,9 +4,9 @@
   ones, and `load(files, client=...)` opens a user's files, which `prepare` sorts once if they
   exceed the memory. A source is a sequence of dicts; a list of dicts can be used in its place.
 - Populations: the `partition_...` functions divide a source's examples among participants,
-  `concatenate_clients` takes a list of clients' arrays, `DirichletClients` generates clients, and
-  `ClientSampler` samples the clients of each round: a fixed number of them, or each with a
-  probability.
+  `concatenate_clients` takes a list of clients' arrays, `DirichletClients`, `logistic_clients`
+  and `leaf_clients` generate clients, and `ClientSampler` samples the clients of each round: a
+  fixed number of them, or each with a probability.
 - Rounds: `cohort_rounds`, `example_rounds` (labeled images) and `token_rounds` (text) are endless
   streams that yield one `fedpax.Cohort` per round. A stream's position can be saved and restored,
   so that a resumed run sees the batches of an uninterrupted one. `FunctionRounds` makes a stream
@@ -42,6 +42,8 @@ from fedpax.populations.label_skew import (
     partition_dirichlet,
     partition_pachinko,
 )
+from fedpax.populations.leaf_clients import leaf_clients
+from fedpax.populations.logistic_clients import logistic_clients
 from fedpax.populations.partition import (
     Partition,
     partition_by_field,
@@ -99,9 +101,11 @@ __all__ = [
     "example_rounds",
     "heldout_token_batches",
     "idle_fraction",
+    "leaf_clients",
     "load",
     "load_chat_template",
     "load_tokenizer",
+    "logistic_clients",
     "pack",
     "partition_by_field",
     "partition_by_quantity",

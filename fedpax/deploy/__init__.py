@@ -16,6 +16,8 @@ _MODULES = {
     "load": "fedpax.deploy.runtime",
     "pack_program": "fedpax.deploy.round_program",
     "pack_stages": "fedpax.deploy.artifacts",
+    "prepare_beam": "fedpax.deploy.beam_prepare",
+    "run_beam": "fedpax.deploy.beam",
     "run_local": "fedpax.deploy.local",
     "run_out_of_core": "fedpax.deploy.host_memory",
     "write_app": "fedpax.deploy.flower.app_files",

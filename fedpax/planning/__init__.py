@@ -7,6 +7,12 @@ from fedpax.planning.json_report import to_json
 from fedpax.planning.memory_overflow import MemoryOverflowError
 from fedpax.planning.overlap import find_overlap
 from fedpax.planning.report import to_text
+from fedpax.planning.site_bandwidth import (
+    SiteExchange,
+    SiteWorkload,
+    compute_utilization,
+    required_bandwidth,
+)
 from fedpax.planning.topology import Topology, TopologyError, find_topology
 
 __all__ = [
@@ -15,12 +21,16 @@ __all__ = [
     "CompiledPlan",
     "MemoryOverflowError",
     "PlanError",
+    "SiteExchange",
+    "SiteWorkload",
     "Topology",
     "TopologyError",
     "chip_of",
+    "compute_utilization",
     "find_overlap",
     "find_topology",
     "plan_experiment",
+    "required_bandwidth",
     "to_json",
     "to_text",
 ]

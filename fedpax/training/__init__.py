@@ -37,6 +37,7 @@ _MODULES = {
     "train": "fedpax.training.trainer",
     "with_exchanged_bytes": "fedpax.training.exchanged_bytes",
     "with_frozen_argument": "fedpax.training.stored_params",
+    "with_seed": "fedpax.run_files.seeds",
     "with_virtual_seconds": "fedpax.training.virtual_time",
     "write_configuration": "fedpax.run_files.configuration",
 }

@@ -5,6 +5,7 @@ from fedpax.run_files.configuration import write_configuration as write_configur
 from fedpax.run_files.goodput import GoodputClock as GoodputClock
 from fedpax.run_files.metrics import read_metrics as read_metrics
 from fedpax.run_files.metrics import select as select
+from fedpax.run_files.seeds import with_seed as with_seed
 from fedpax.training.evaluation import evaluate_by_client as evaluate_by_client
 from fedpax.training.evaluation import evaluator as evaluator
 from fedpax.training.evaluation import placed_evaluator as placed_evaluator

@@ -4,6 +4,7 @@ A round depends on the settings and the round number alone, so a stream's state 
 the examples of the cohort are read, so a population can be larger than memory.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -174,13 +175,14 @@ class CohortRounds:
         offset = shuffled_index(place, sizes[row], keys)
         chosen = located.indices(row, offset)
 
-        mask = np.zeros((len(client_ids), self.max_steps * batch_size), np.bool_)
-        mask[row, slot] = True
+        shape = (len(client_ids), self.max_steps, batch_size)
+        at = row * (self.max_steps * batch_size) + slot
+        mask = np.zeros(math.prod(shape), np.bool_)
+        mask[at] = True
         # Padding repeats an example that is read anyway, the same one in any order of clients.
         indices = np.full(mask.shape, chosen.min() if len(chosen) else 0)
-        indices[row, slot] = chosen
-        shape = (len(client_ids), self.max_steps, batch_size)
-        fields = apply_preprocess(self._preprocess, self._read(indices.ravel()), indices.size)
+        indices[at] = chosen
+        fields = apply_preprocess(self._preprocess, self._read(indices), indices.size)
         batches = {
             name: values.reshape(*shape, *values.shape[1:]) for name, values in fields.items()
         }

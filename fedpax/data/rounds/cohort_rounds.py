@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpax.data.rounds.aligned_arrays import take_aligned
+from fedpax.data.rounds.aligned_arrays import ReusedMemory, take_aligned
 from fedpax.data.rounds.client_stream import CohortRounds, Read, client_steps
 from fedpax.data.rounds.documents import read as read_records
 from fedpax.data.rounds.preprocess import (
@@ -202,11 +202,12 @@ def _open(examples: Examples | Arrays) -> tuple[Read, int, str]:
     examples = as_examples(examples, "examples")
     if isinstance(examples, Columns):
         arrays = {name: column_array(values) for name, values in examples.columns.items()}
-        return (
-            lambda indices: {n: take_aligned(values, indices) for n, values in arrays.items()},
-            len(examples),
-            arrays_fingerprint(arrays),
-        )
+        memory = ReusedMemory()
+
+        def take(indices: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+            return {name: take_aligned(v, indices, memory) for name, v in arrays.items()}
+
+        return take, len(examples), arrays_fingerprint(arrays)
 
     if not len(examples):
         raise ArgumentError("The source has no examples: load another split.")

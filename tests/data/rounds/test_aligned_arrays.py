@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from fedpax.data import ClientSampler, cohort_rounds
-from fedpax.data.rounds.aligned_arrays import ALIGNMENT, take_aligned
+from fedpax.data.rounds import aligned_arrays
+from fedpax.data.rounds.aligned_arrays import ALIGNMENT, ReusedMemory, take_aligned
 from fedpax.data.rounds.preprocess import preprocess_images
 
 
@@ -14,9 +15,63 @@ from fedpax.data.rounds.preprocess import preprocess_images
 def test_rows_are_those_of_indexing(dtype, shape):
     values = np.random.default_rng(0).integers(0, 200, shape).astype(dtype)
     for indices in (np.array([], np.int64), np.array([8, 0, 0, 3])):
-        rows = take_aligned(values, indices)
+        rows = take_aligned(values, indices, ReusedMemory())
         assert rows.dtype == values.dtype
         np.testing.assert_array_equal(rows, values[indices])
+
+
+def test_two_threads_gather_the_rows_of_one(monkeypatch):
+    rng = np.random.default_rng(1)
+    values, indices = rng.normal(size=(50, 3)), rng.integers(0, 50, 101)
+    monkeypatch.setattr(aligned_arrays, "SHARED_BYTES", 100)
+    rows = take_aligned(values, indices, ReusedMemory())
+    np.testing.assert_array_equal(rows, values[indices])
+
+
+def test_memory_is_written_again_only_when_nothing_refers_to_it():
+    rng = np.random.default_rng(2)
+    memory, values = ReusedMemory(), rng.normal(size=(40, 3)).astype(np.float32)
+    expected, kept, addresses = [], [], set()
+    for number in range(12):
+        indices = rng.integers(0, 40, 20)
+        rows = take_aligned(values, indices, memory)
+        addresses.add(rows.ctypes.data)
+        if number % 4 == 0:
+            expected.append(values[indices][3:])
+            # A view, and an array that a device has taken over in place.
+            kept.append(rows[3:] if number else jax.device_put(rows, jax.devices("cpu")[0])[3:])
+        elif number % 4 == 1:
+            expected.append(values[indices])
+            kept.append(jax.device_put(rows, jax.devices("cpu")[0]))
+        del rows
+    assert len(addresses) < 12
+    for rows, numbers in zip(kept, expected, strict=True):
+        np.testing.assert_array_equal(rows, numbers)
+
+
+def test_idle_memory_is_bounded():
+    memory = ReusedMemory()
+    arrays = [memory.empty((1000,), np.float32) for _ in range(9)]
+    del arrays
+    assert [len(idle) for idle in memory._idle.values()] == [2]
+
+
+def test_a_stream_writes_its_memory_again():
+    rng = np.random.default_rng(3)
+    examples = {"x": rng.normal(size=(60, 5)), "label": rng.integers(0, 10, 60)}
+    clients = np.array_split(rng.permutation(60), 6)
+
+    def stream():
+        return cohort_rounds(
+            examples, clients, ClientSampler(6, 3), batch_size=4, preprocess=dict, seed=4
+        )
+
+    kept = [cohort.batches for cohort, _ in zip(stream(), range(6), strict=False)]
+    addresses = set()
+    for cohort, expected in zip(stream(), kept, strict=False):
+        np.testing.assert_array_equal(cohort.batches["x"], expected["x"])
+        addresses.add(cohort.batches["x"].ctypes.data)
+    assert len(addresses) <= 3 < len({batches["x"].ctypes.data for batches in kept})
 
 
 @pytest.mark.parametrize("preprocess", [dict, preprocess_images])

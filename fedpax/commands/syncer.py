@@ -60,6 +60,7 @@ def syncer(arguments: Sequence[str]) -> int:
                 options.down,
                 options.up,
                 options.missed_rounds,
+                options.clients_per_site,
             ),
             heartbeat_seconds=options.heartbeat_seconds,
             goodbye_seconds=options.goodbye_seconds,
@@ -174,6 +175,13 @@ def _define_round_flags(options: flags.FlagValues) -> None:
         3,
         "Deadlines that a site misses until no round waits for it; an answered round takes one "
         "back.",
+        lower_bound=1,
+        flag_values=options,
+    )
+    flags.DEFINE_integer(
+        "clients_per_site",
+        10_000,
+        "The most clients of a site in rounds.",
         lower_bound=1,
         flag_values=options,
     )

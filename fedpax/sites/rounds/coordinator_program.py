@@ -1,6 +1,5 @@
 """The program of a coordinator's rounds, and the types of its messages."""
 
-import math
 from collections.abc import Generator, Mapping
 from typing import Any, NamedTuple
 
@@ -76,6 +75,9 @@ def check_masks(divided: Stages, has_secure_sums: bool) -> None:
         )
 
 
+MOST_EXAMPLES = 2.0**31 - 1
+"""No client has more: its number is an int32."""
+
 WEIGHT, MEAN = "sum of weight", "mean of "
 """Names of terms: the sum of weights, and the sums that are divided by it."""
 
@@ -83,7 +85,7 @@ WEIGHT, MEAN = "sum of weight", "mean of "
 def weight_limits(stage: Stage, weights: str) -> dict[str, float]:
     """Return the weight that a client may have at most, by the name of the term that sums it."""
     rule, _, most = weights.partition(":")
-    limit = {"equal": 1.0, "capped": float(most or 0)}.get(rule, math.inf)
+    limit = {"equal": 1.0, "capped": float(most or 0)}.get(rule, MOST_EXAMPLES)
     return {f"{TERM} {i}": limit for i, v in enumerate(stage.terms) if v.name == WEIGHT}
 
 

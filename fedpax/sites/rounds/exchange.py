@@ -1,6 +1,5 @@
 """The coordinator's side of the messages: sites ask for work, and send what it asks for."""
 
-import json
 import secrets
 import threading
 import time
@@ -14,17 +13,21 @@ from fedpax.sites.identity import Identity, find_difference
 from fedpax.sites.rounds.contract import Json
 from fedpax.sites.rounds.downlink import WHOLE
 from fedpax.sites.rounds.framed_messages import write_message
-from fedpax.sites.rounds.reply_checks import check_types, checked_fields, find_fault, shorten_types
-from fedpax.sites.rounds.site_table import Site, SiteTable
+from fedpax.sites.rounds.reply_checks import (
+    check_size,
+    check_types,
+    checked_fields,
+    find_fault,
+    shorten_types,
+)
+from fedpax.sites.rounds.site_table import CLIENTS_PER_SITE, Site, SiteTable
 from fedpax.sites.rounds.tasks import Reply, Task, largest_message
-from fedpax.sites.transport.calls import MalformedError, RefusedError
+from fedpax.sites.transport.calls import RefusedError
 from fedpax.sites.transport.checked_header import CheckedHeader
 from fedpax.sites.transport.message import Message
 
 LONGEST_WAIT = 1.0
 """Seconds for which a site's question for work waits for some."""
-
-MOST_CLIENTS, LONGEST_DESCRIPTION = 1_000_000, 1 << 18
 
 SMALL_MESSAGE = 1 << 20
 """Bytes of arrays that any message may have; the tasks of a run can allow more."""
@@ -55,7 +58,9 @@ class Exchange:
         down: str = WHOLE,
         folder: Path | None = None,
         on_fault: Callable[[str, str], None] = lambda name, reason: None,
+        clients_per_site: int = CLIENTS_PER_SITE,
     ) -> None:
+        self._most_clients = clients_per_site
         self._identity, self.sites, self._rounds, self.run = identity, sites, rounds, run
         self._heartbeat, self._on_fault = heartbeat_seconds, on_fault
         self._down = down
@@ -142,14 +147,9 @@ class Exchange:
             )
         description, incarnation = request.mapping("description"), request.text("incarnation")
         count = CheckedHeader(description).count("clients", 1)
-        size = len(json.dumps(description))
-        if count > MOST_CLIENTS or size > LONGEST_DESCRIPTION:
-            raise MalformedError(
-                f"site {name!r} has {count:,} clients and a description of {size:,} bytes, "
-                f"expected at most {MOST_CLIENTS:,} and {LONGEST_DESCRIPTION:,}. State the "
-                "categories of columns, or leave columns out: --data.columns NAME=left_out."
-            )
         known, now = self.sites.get(name), time.monotonic()
+        numbered = 0 if known is None or known.count == count else known.numbered
+        check_size(name, description, count, numbered, self._most_clients)
         if known is not None and known.incarnation not in ("", incarnation):
             if self.sites.is_present(known, now):
                 return Message(
@@ -161,15 +161,8 @@ class Exchange:
                 )
         if self.finished and known is None:
             raise RefusedError("the run is finished, and this site was not part of it.")
-        renumbered = known is not None and known.count != count
-        if known is not None and renumbered and known.numbered + count > MOST_CLIENTS:
-            raise RefusedError(
-                f"site {name!r} has joined with several numbers of clients, {known.numbered:,} in "
-                f"all and now {count:,} more, expected at most {MOST_CLIENTS:,}. Give the site its "
-                f"former data, with {known.count:,} clients, or wait for another run."
-            )
         site = self.sites.add(name, count)
-        if self._task is not None and renumbered and name in self._task.own:
+        if self._task is not None and numbered and name in self._task.own:
             self._replies[name] = Reply({"fault": "it has joined with other clients"}, {})
         site.incarnation, site.description, site.ready = incarnation, description, False
         site.seen, site.left = now, False

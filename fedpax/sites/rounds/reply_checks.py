@@ -1,5 +1,6 @@
 """Checks of what sites send to a coordinator."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,10 +8,42 @@ import numpy as np
 
 from fedpax.sites.rounds.contract import Json
 from fedpax.sites.rounds.tasks import Task
-from fedpax.sites.transport.calls import MalformedError
+from fedpax.sites.transport.calls import MalformedError, RefusedError
 from fedpax.sites.transport.checked_header import CheckedHeader
 
-MOST_METRICS = 100
+MOST_METRICS, LONGEST_DESCRIPTION = 100, 1 << 18
+
+MOST_RENUMBERED = 100
+"""Times the clients of a site that get numbers in a run: each new number of clients needs some."""
+
+
+def check_size(name: str, description: Json, count: int, numbered: int, most: int) -> None:
+    """Raise if a site that joins has a large description, or too many clients.
+
+    Args:
+        name: the site's name.
+        description: what it tells of itself.
+        count: its number of clients.
+        numbered: number of clients for which it has got other numbers before.
+        most: number of clients of a site, at most.
+    """
+    if (size := len(json.dumps(description))) > LONGEST_DESCRIPTION:
+        raise MalformedError(
+            f"site {name!r} has a description of {size:,} bytes, expected at most "
+            f"{LONGEST_DESCRIPTION:,}. State the categories of columns, or leave columns out: "
+            "--data.columns NAME=left_out."
+        )
+    if count > most:
+        raise RefusedError(
+            f"site {name!r} has {count:,} clients, expected at most {most:,}. Start `fedpax "
+            f"syncer` with --clients_per_site={count}, or join with fewer clients."
+        )
+    if numbered and numbered + count > MOST_RENUMBERED * most:
+        raise RefusedError(
+            f"site {name!r} has joined with several numbers of clients, {numbered:,} in all and "
+            f"now {count:,} more, expected at most {MOST_RENUMBERED * most:,}. Give the site its "
+            "former data, or wait for another run."
+        )
 
 
 def find_fault(task: Task, own: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str | None:

@@ -10,6 +10,7 @@ from fedpax.errors import ArgumentError
 from fedpax.sites.guards import parse_accept_if
 from fedpax.sites.rounds.attendance import MOST_MISSED
 from fedpax.sites.rounds.downlink import WHOLE, make_codec
+from fedpax.sites.rounds.site_table import CLIENTS_PER_SITE
 
 
 class RoundRules(NamedTuple):
@@ -25,6 +26,7 @@ class RoundRules(NamedTuple):
             and is part of its next sum.
         missed_rounds: number of deadlines that a site misses until no round waits for it. A round
             that it answers takes one back.
+        clients_per_site: number of clients that a site may have at most.
         silent_after: seconds without a message after which no round waits for a site.
         norm_factor: the reply of a site is dropped if it changes the model by a norm of more than
             so many medians of recent norms. Default None: no limit.
@@ -47,6 +49,7 @@ class RoundRules(NamedTuple):
     down: str = WHOLE
     up: str = WHOLE
     missed_rounds: int = MOST_MISSED
+    clients_per_site: int = CLIENTS_PER_SITE
 
     def check(self) -> None:
         """Check the ranges."""
@@ -60,6 +63,11 @@ class RoundRules(NamedTuple):
             raise ArgumentError(
                 f"missed_rounds={self.missed_rounds}, expected at least 1. Set for example "
                 f"--missed_rounds={MOST_MISSED}."
+            )
+        if self.clients_per_site < 1:
+            raise ArgumentError(
+                f"clients_per_site={self.clients_per_site}, expected at least 1. Set for example "
+                f"--clients_per_site={CLIENTS_PER_SITE}."
             )
         if not re.fullmatch(r"examples|equal|capped:[1-9][0-9]{0,8}", self.weights):
             raise ArgumentError(

@@ -1,7 +1,7 @@
 """The process of a coordinator: asks the sites for each round, and saves the model after it."""
 
 import copy
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,25 +98,15 @@ def run_coordinator(
     with JobDirLock(folder):
         check_configuration(folder, experiment, exp, allow_config_change=allow_config_change)
         done, rounds = latest_round(folder) or 0, experiment.training.rounds
-        saved = _read_saved(folder, done)
         admission = Admission(folder, limits)
+        report = admission.report if certificates else None  # a stranger can claim any name
         sites = SiteTable(rules.silent_after, admission.is_expelled, rules.missed_rounds)
-        exchange = Exchange(
-            identify(experiment, {}, experiment.own_fields, experiment.shared_content()),
-            sites,
-            rounds=rounds,
-            run=new_token() if saved is None else saved["run"],
-            on_fault=admission.report if certificates else lambda name, reason: None,
-            heartbeat_seconds=heartbeat_seconds,
-            down=rules.down,
-            folder=folder / "replies",
+        exchange = _open_exchange(
+            experiment, folder, rules, sites, _read_saved(folder, done), report, heartbeat_seconds
         )
-        if saved is not None:
-            sites.restore(saved["sites"])
-            exchange.inputs = saved["inputs"]
         write_configuration(folder, experiment, exp)
         # Sites that join keep the run's name, also if this process ends before they agree.
-        write_federation(folder, exchange.run, exchange.inputs, sites)
+        write_federation(folder, exchange.run, exchange.inputs, exchange.sites)
         set_aside_after(folder / CHECKPOINTS, done)
         with (
             track(experiment, folder, exp) as tracker,
@@ -153,6 +143,33 @@ def run_coordinator(
             tracker.finished = finished = coordinator.done >= rounds
         stopped = None if finished else preemption.signal
         return SyncerResult(coordinator.done, finished, stopped)
+
+
+def _open_exchange(
+    experiment: SiteExperiment,
+    folder: Path,
+    rules: RoundRules,
+    sites: SiteTable,
+    saved: Mapping[str, Any] | None,
+    report: Callable[[str, str], None] | None,
+    heartbeat_seconds: float,
+) -> Exchange:
+    """Make the exchange of a new run or of a saved one."""
+    exchange = Exchange(
+        identify(experiment, {}, experiment.own_fields, experiment.shared_content()),
+        sites,
+        rounds=experiment.training.rounds,
+        run=new_token() if saved is None else saved["run"],
+        on_fault=report or (lambda name, reason: None),
+        heartbeat_seconds=heartbeat_seconds,
+        down=rules.down,
+        folder=folder / "replies",
+        clients_per_site=rules.clients_per_site,
+    )
+    if saved is not None:
+        sites.restore(saved["sites"])
+        exchange.inputs = saved["inputs"]
+    return exchange
 
 
 def _check_heartbeat(seconds: float, silent_after: float) -> None:

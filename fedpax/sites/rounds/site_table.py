@@ -15,6 +15,9 @@ from fedpax.sites.rounds.tasks import EVALUATION, ROUND, Task
 SITES = "sites.json"
 """The table of sites in the coordinator's folder, for `fedpax show`."""
 
+CLIENTS_PER_SITE = 10_000
+"""Default number of clients that a site may have at most."""
+
 _COUNTS = ("rounds", "late", "dropped", "sent_bytes", "received_bytes")
 _SAVED = ("name", "first", "count", "counted", "heldout", "releases", "epsilon", *_COUNTS)
 

@@ -113,6 +113,7 @@ def run(
         down=rules.down,
         folder=own_folder / "replies",
         on_fault=on_fault,
+        clients_per_site=rules.clients_per_site,
     )
     if (saved := read_federation(own_folder)) is not None:
         exchange.run, exchange.inputs = saved["run"], saved["inputs"]

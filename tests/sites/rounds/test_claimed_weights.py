@@ -43,6 +43,9 @@ def stage_of(method: str) -> Any:
         ("equal", 3.0, "its weight is 3, expected 0 to 2"),
         ("capped:10", 20.0, None),
         ("capped:10", 21.0, "its weight is 21, expected 0 to 20"),
+        ("examples", 2.0**40, "its weight is 1.09951e+12, expected 0 to 4.29497e+09"),
+        ("equal", 2.0**40, "its weight is 1.09951e+12, expected 0 to 2"),
+        ("capped:1000", 2.0**40, "its weight is 1.09951e+12, expected 0 to 2000"),
     ],
 )
 def test_weights_are_checked(method: str, rule: str, weight: float, fault: str | None) -> None:
@@ -68,6 +71,56 @@ class Claims(Line):
             }
             message = message._replace(arrays=arrays)
         return super().call(message, timeout)
+
+
+class ClaimsExamples(Line):
+    """A line of a site that says that it has 2^40 examples, and weighs its update so."""
+
+    def call(self, message: Message, timeout: float) -> Message:
+        fields = message.header.get("fields", {})
+        if "examples" in fields:
+            factor = np.float32(2.0**40 / fields["examples"])
+            message = Message(
+                {**message.header, "fields": {"examples": 2**40}},
+                {name: x * factor for name, x in message.arrays.items()},
+            )
+        return super().call(message, timeout)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    ["examples", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("equal", "capped:100"))],
+)
+def test_a_site_cannot_claim_all_examples(tmp_path: Path, weights: str) -> None:
+    sites = {name: small(rounds=1, data_seed=seed) for seed, name in enumerate("abc")}
+    rules = RoundRules(2, 60.0, weights=weights)
+    lines = {"c": ClaimsExamples}
+    found = run(small(rounds=1), sites, tmp_path, rules=rules, first_round_needs=3, lines=lines)
+    rows = {site.name: site for site in read_sites(found.folder / "coordinator")}
+    assert {name: (row.rounds, row.dropped) for name, row in rows.items()} == {
+        "a": (1, 0),
+        "b": (1, 0),
+        "c": (0, 1),
+    }
+
+
+def test_a_site_cannot_have_more_clients_than_the_coordinator_allows(tmp_path: Path) -> None:
+    sites = {
+        name: small(rounds=1, clients=n, data_seed=n)
+        for name, n in {"a": 1, "b": 2, "c": 4}.items()
+    }
+    found = run(
+        small(rounds=1),
+        sites,
+        tmp_path,
+        rules=RoundRules(2, 60.0, clients_per_site=3),
+        may_be_refused=["c"],
+    )
+    words = "site 'c' has 4 clients, expected at most 3. Start `fedpax syncer` with --clients_per"
+    assert words in found.refused["c"]
+    assert found.coordinator.exchange.sites.num_clients == 3
+    with pytest.raises(ValueError, match="clients_per_site=0, expected at least 1"):
+        RoundRules(clients_per_site=0).check()
 
 
 def test_values_without_a_weight_are_not_merged(tmp_path: Path) -> None:

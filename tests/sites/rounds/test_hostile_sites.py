@@ -159,12 +159,14 @@ def test_the_numbers_of_clients_of_a_site_are_bounded(tmp_path: Path) -> None:
         header = {"kind": "join", "site": name, "incarnation": name, "identity": identity._asdict()}
         return exchange.handle("", Message({**header, "description": {"clients": clients}}))
 
-    for k in range(5):
-        assert join("south", 100_000 + k).header["status"] == "ok"
+    for k in range(5):  # as a site whose files change
+        assert join("south", 9_000 + k).header["status"] == "ok"
     join("north", 3)
     with pytest.raises(RefusedError, match="joined with several numbers of clients"):
-        for k in range(20):
-            join("south", 200_000 + k)
+        for k in range(200):
+            join("south", 9_100 + k)
+    with pytest.raises(RefusedError, match="1,099,511,627,776 clients, expected at most 10,000"):
+        join("west", 1 << 40)
     assert exchange.sites.num_clients < 2_000_000
     assert join("north", 4).header["status"] == "ok"
 

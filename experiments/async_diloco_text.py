@@ -5,13 +5,12 @@ import functools
 from typing import Literal
 
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from fedpax.aggregators import codecs, compressed_mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.algorithms import async_diloco
-from fedpax.checks import COUNT, NON_NEGATIVE, check_ranges
+from fedpax.checks import Count, NonNegativeOrInfinite
 from fedpax.experiments.asynchronous_text import AsynchronousText
 from fedpax.experiments.diloco_text import diloco_text
 from fedpax.experiments.island_settings import OuterSGD, wire_codec
@@ -37,17 +36,10 @@ class AsyncConfig(OuterSGD):
     """
 
     group = "asynchronous"
-    period: int | None = None
+    period: Count | None = None
     dynamic_steps: bool = True
-    grace_seconds: float = 0.0
+    grace_seconds: NonNegativeOrInfinite = 0.0
     compression: Literal["float32", "e3m0", "sign"] = "float32"
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        super().__post_init__()
-        check_ranges(self, self.group, period=COUNT)
-        if self.grace_seconds != np.inf:
-            check_ranges(self, self.group, grace_seconds=NON_NEGATIVE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 from numpy.typing import NDArray
 
-from fedpax.checks import DECAY, check_ranges
+from fedpax.checks import CheckedConfig, Decay
 from fedpax.data import load
 from fedpax.data.tables.labels import Label, missing_label_message
 from fedpax.data.tables.values import arrow_column, is_missing
@@ -37,7 +37,7 @@ class PreparedFiles(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class FilesConfig:
+class FilesConfig(CheckedConfig):
     """Files whose examples have clients and labels.
 
     Attributes:
@@ -58,19 +58,16 @@ class FilesConfig:
         optional_columns: columns that some of the files lack; their values are missing there.
     """
 
+    group = "data"
     files: tuple[str, ...] = ()
     client: str | None = None
     partition: str | None = None
     label: str | None = None
     missing_label: Literal["error", "skip"] = "error"
-    heldout_fraction: float = 0.2
-    heldout_clients: float = 0.0
+    heldout_fraction: Decay = 0.2
+    heldout_clients: Decay = 0.0
     heldout_split: str = "test"
     optional_columns: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_ranges(self, "data", heldout_fraction=DECAY, heldout_clients=DECAY)
 
     def load_arguments(self) -> dict[str, Any]:
         """Return the arguments of `fedpax.data.load` beside the files and the split."""

@@ -6,11 +6,11 @@ from typing import Literal
 import optax
 
 from fedpax.algorithms import server_adagrad, server_adam, server_yogi
-from fedpax.checks import COUNT, COUNT_OR_ZERO, DECAY, POSITIVE, PROBABILITY, check_ranges
+from fedpax.checks import CheckedConfig, Count, CountOrZero, Decay, Positive, Probability
 
 
 @dataclasses.dataclass(frozen=True)
-class CohortConfig:
+class CohortConfig(CheckedConfig):
     """The clients of a round and their local training.
 
     Attributes:
@@ -29,23 +29,18 @@ class CohortConfig:
             what the aggregator draws.
     """
 
-    size: int
-    batch_size: int = 20
-    local_epochs: int = 1
-    max_steps: int | None = None
-    chunk_size: int = 1
-    sampling_probability: float | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        names = ("size", "batch_size", "local_epochs", "max_steps", "chunk_size")
-        check_ranges(self, "cohort", **dict.fromkeys(names, COUNT), seed=COUNT_OR_ZERO)
-        check_ranges(self, "cohort", sampling_probability=PROBABILITY)
+    group = "cohort"
+    size: Count
+    batch_size: Count = 20
+    local_epochs: Count = 1
+    max_steps: Count | None = None
+    chunk_size: Count = 1
+    sampling_probability: Probability | None = None
+    seed: CountOrZero = 0
 
 
 @dataclasses.dataclass(frozen=True)
-class ServerConfig:
+class ServerConfig(CheckedConfig):
     """The server optimizer: FedAvg's or FedAvgM's SGD, or one of FedOpt's adaptive optimizers.
 
     Attributes:
@@ -57,15 +52,12 @@ class ServerConfig:
         tau: degree of adaptivity, added to the square root of the second moment.
     """
 
+    group = "server"
     optimizer: Literal["sgd", "adagrad", "adam", "yogi"] = "sgd"
-    learning_rate: float = 1.0
-    b1: float = 0.0
-    b2: float = 0.99
-    tau: float = 1e-3
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_ranges(self, "server", learning_rate=POSITIVE, b1=DECAY, b2=DECAY, tau=POSITIVE)
+    learning_rate: Positive = 1.0
+    b1: Decay = 0.0
+    b2: Decay = 0.99
+    tau: Positive = 1e-3
 
     def make(self) -> optax.GradientTransformation:
         """Make the optimizer."""

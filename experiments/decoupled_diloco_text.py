@@ -12,7 +12,7 @@ from fedpax.algorithms import (
     decoupled_diloco_parts,
     directional_mean,
 )
-from fedpax.checks import COUNT, COUNT_OR_ZERO, NON_NEGATIVE, POSITIVE, check_ranges
+from fedpax.checks import Count, CountOrZero, NonNegative, Positive
 from fedpax.errors import ArgumentError
 from fedpax.experiments.island_settings import FragmentSettings, wire_codec
 from fedpax.experiments.optimizers import OptimizerConfig
@@ -44,24 +44,11 @@ class DecoupledConfig(FragmentSettings):
     merge: Literal["directional", "mean", "median", "trimmed_mean"] = "directional"
     compression: Literal["float32", "e3m0"] = "float32"
     error_feedback: bool = False
-    quorum: int = 1
-    grace_seconds: float = 0.5
-    max_steps_ahead: int | None = None
-    max_staleness: int = 4
-    max_norm: float | None = None
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        super().__post_init__()
-        check_ranges(
-            self,
-            self.group,
-            quorum=COUNT,
-            grace_seconds=NON_NEGATIVE,
-            max_steps_ahead=COUNT,
-            max_staleness=COUNT_OR_ZERO,
-            max_norm=POSITIVE,
-        )
+    quorum: Count = 1
+    grace_seconds: NonNegative = 0.5
+    max_steps_ahead: Count | None = None
+    max_staleness: CountOrZero = 4
+    max_norm: Positive | None = None
 
     def aggregator(self) -> Aggregator:
         """Make the aggregator of the outer gradients."""

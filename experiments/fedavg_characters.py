@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpax.checks import COUNT, check_ranges
+from fedpax.checks import Count
 from fedpax.data import Partition, Source
 from fedpax.data.rounds.preprocess import Arrays, Preprocess
 from fedpax.errors import ArgumentError
@@ -41,13 +41,12 @@ class FedAvgCharacters(FedAvgTokens):
         model: the network; its `vocab_size` counts the characters and 4 special tokens.
     """
 
-    seq_len: int = 80
+    seq_len: Count = 80
     model: LSTMConfig = dataclasses.field(default_factory=_published_model)
 
     def __post_init__(self) -> None:
         """Check the ranges, and that the network has an output for each character."""
         super().__post_init__()
-        check_ranges(self, "", seq_len=COUNT)
         if self.model.vocab_size != (size := len(SHAKESPEARE_CHARACTERS) + NUM_SPECIAL):
             raise ArgumentError(
                 f"model.vocab_size={self.model.vocab_size}, expected {size}: "

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedpax.aggregators import PrivacyAccountant
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
-from fedpax.checks import COUNT, POSITIVE, check_ranges
+from fedpax.checks import Count, Positive
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.data import (
     ClientSampler,
@@ -70,9 +70,9 @@ class ClientExperiment(OverSites, Experiment):
         aggregator: how the clients' updates are combined. Default: the weighted mean.
     """
 
-    heldout_batch_size: int = 256
+    heldout_batch_size: Count = 256
     cohort: CohortConfig
-    client_learning_rate: float
+    client_learning_rate: Positive
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     method: MethodConfig = method("fedavg")
     aggregator: AggregatorConfig = aggregator("mean")
@@ -81,7 +81,7 @@ class ClientExperiment(OverSites, Experiment):
 
     def __post_init__(self) -> None:
         """Check the ranges, the method's server optimizer, and the aggregator's cohorts."""
-        check_ranges(self, "", heldout_batch_size=COUNT, client_learning_rate=POSITIVE)
+        super().__post_init__()
         if not self.method.has_server_optimizer and self.server != ServerConfig():
             raise ArgumentError(
                 f"server={self.server} has no effect: {type(self.method).__name__} takes no server "

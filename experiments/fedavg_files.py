@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpax.algorithm import LossFn, Params
-from fedpax.checks import NON_NEGATIVE, check_ranges
+from fedpax.checks import NonNegative
 from fedpax.clients.cohort import Cohort
 from fedpax.data import Partition, example_batches
 from fedpax.data.rounds.preprocess import Arrays, Preprocess
@@ -61,7 +61,7 @@ class FedAvgFiles(ClientExperiment):
     """
 
     data: FilesConfig
-    l2_factor: float = 0.0
+    l2_factor: NonNegative = 0.0
     field: ClassVar[str]
     own_fields = (
         *ClientExperiment.own_fields,
@@ -75,11 +75,6 @@ class FedAvgFiles(ClientExperiment):
         "data.optional_columns",
         "data.partition",
     )
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        super().__post_init__()
-        check_ranges(self, "", l2_factor=NON_NEGATIVE)
 
     @property
     def saved_inputs(self) -> Mapping[str, Any] | None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpax.checks import COUNT, check_ranges
+from fedpax.checks import Count
 from fedpax.data.rounds.preprocess import Arrays, Preprocess, preprocess_images
 from fedpax.data.tables import Label, infer_label
 from fedpax.data.tables.site_properties import checked_label
@@ -78,13 +78,8 @@ class FedAvgImageFiles(FedAvgFiles):
     data: ImagesConfig = dataclasses.field(default_factory=ImagesConfig)
     network: Literal["cnn", "resnet"] = "cnn"
     filters: tuple[int, int] = (32, 64)
-    hidden_dim: int = 128
+    hidden_dim: Count = 128
     field = "image"
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        super().__post_init__()
-        check_ranges(self, "", hidden_dim=COUNT)
 
     @functools.cached_property
     def prepared(self) -> PreparedImages:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fedpax import Cohort
 from fedpax.algorithm import LossFn, Params
-from fedpax.checks import COUNT, NON_NEGATIVE, check_ranges
+from fedpax.checks import Count, NonNegative
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.data import (
     ClientSampler,
@@ -67,14 +67,13 @@ class FedAvgImages(FedAvgExperiment):
     """
 
     in_memory: bool = True
-    crop_size: int | None = None
-    l2_factor: float = 0.0
+    crop_size: Count | None = None
+    l2_factor: NonNegative = 0.0
     model: CNNConfig | ResNetConfig | MLPConfig
 
     def __post_init__(self) -> None:
         """Check the ranges, and that the network takes images of the crops' size."""
         super().__post_init__()
-        check_ranges(self, "", crop_size=COUNT, l2_factor=NON_NEGATIVE)
         if self.crop_size is None or not isinstance(self.model, CNNConfig):
             return
         height, width = self.model.image_height, self.model.image_width

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpax.algorithm import LossFn
-from fedpax.checks import COUNT, NON_NEGATIVE, check_ranges
+from fedpax.checks import CheckedConfig, Count, NonNegative
 from fedpax.data import Partition, example_batches
 from fedpax.data.rounds.preprocess import Arrays, Preprocess, preprocess_images
 from fedpax.experiments.client_evaluation import EvaluateClients
@@ -28,7 +28,7 @@ HELDOUT_EVERY = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SyntheticClients(abc.ABC):
+class SyntheticClients(CheckedConfig, abc.ABC):
     """Synthetic clients, each with its own linear model and inputs.
 
     Attributes:
@@ -37,14 +37,10 @@ class SyntheticClients(abc.ABC):
         num_classes: number of labels.
     """
 
-    num_clients: int
-    num_features: int = 60
-    num_classes: int = 10
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        names = ("num_clients", "num_features", "num_classes")
-        check_ranges(self, "population", **dict.fromkeys(names, COUNT))
+    group = "population"
+    num_clients: Count
+    num_features: Count = 60
+    num_classes: Count = 10
 
     @abc.abstractmethod
     def make(self, seed: int) -> tuple[Arrays, Partition]:
@@ -60,14 +56,9 @@ class FedProxClients(SyntheticClients):
         beta: variance of the clients' inputs.
     """
 
-    num_clients: int = 30
-    alpha: float = 1.0
-    beta: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        super().__post_init__()
-        check_ranges(self, "population", alpha=NON_NEGATIVE, beta=NON_NEGATIVE)
+    num_clients: Count = 30
+    alpha: NonNegative = 1.0
+    beta: NonNegative = 1.0
 
     def make(self, seed: int) -> tuple[Arrays, Partition]:
         """Generate the examples, and the indices of each client's examples."""
@@ -89,8 +80,8 @@ class LeafClients(SyntheticClients):
         cluster_probabilities: for each cluster, the probability that a client belongs to it.
     """
 
-    num_clients: int = 1_000
-    num_classes: int = 5
+    num_clients: Count = 1_000
+    num_classes: Count = 5
     cluster_probabilities: tuple[float, ...] = (1.0,)
 
     def make(self, seed: int) -> tuple[Arrays, Partition]:

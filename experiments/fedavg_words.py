@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fedpax import Cohort
 from fedpax.algorithm import LossFn, Params
-from fedpax.checks import COUNT, check_ranges
+from fedpax.checks import Count
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.data import ClientSampler, CohortRounds, Partition, Source, partition_natural
 from fedpax.data.rounds.preprocess import Preprocess
@@ -146,15 +146,14 @@ class FedAvgWords(FedAvgTokens):
         model: the network; its `vocab_size` is `vocab_size` and 4 special tokens.
     """
 
-    vocab_size: int = 10_000
-    seq_len: int = 20
-    heldout_examples: int | None = None
+    vocab_size: Count = 10_000
+    seq_len: Count = 20
+    heldout_examples: Count | None = None
     model: LSTMConfig = dataclasses.field(default_factory=LSTMConfig)
 
     def __post_init__(self) -> None:
         """Check the ranges, and that the network has an output for each word."""
         super().__post_init__()
-        check_ranges(self, "", vocab_size=COUNT, seq_len=COUNT, heldout_examples=COUNT)
         if self.model.vocab_size != (size := self.vocab_size + NUM_SPECIAL):
             raise ArgumentError(
                 f"model.vocab_size={self.model.vocab_size}, expected vocab_size={self.vocab_size} "

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from fedpax import Cohort
 from fedpax.algorithm import FederatedAlgorithm, LossFn
 from fedpax.algorithms import fedbuff
-from fedpax.checks import COUNT, COUNT_OR_ZERO, check_ranges
+from fedpax.checks import CheckedConfig, Count, CountOrZero
 from fedpax.clients import Arrivals
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.data import ClientSampler, CohortRounds, Partition
@@ -30,7 +30,7 @@ from fedpax.training.virtual_time import ScheduledRounds, TimedSchedule, with_vi
 
 
 @dataclasses.dataclass(frozen=True)
-class BufferConfig:
+class BufferConfig(CheckedConfig):
     """FedBuff: how many clients train at a time, and how stale an update may be.
 
     Attributes:
@@ -39,12 +39,9 @@ class BufferConfig:
             of the model.
     """
 
-    concurrency: int
-    max_staleness: int = 20
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_ranges(self, "buffer", concurrency=COUNT, max_staleness=COUNT_OR_ZERO)
+    group = "buffer"
+    concurrency: Count
+    max_staleness: CountOrZero = 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import optax
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics
 from fedpax.algorithms import DelayedNesterov, halos
-from fedpax.checks import COUNT, DECAY, FRACTION, NON_NEGATIVE, POSITIVE, check_ranges
+from fedpax.checks import CheckedConfig, Count, Decay, Fraction, NonNegative, Positive
 from fedpax.errors import ArgumentError
 from fedpax.experiments.async_diloco_text import async_diloco_text
 from fedpax.experiments.asynchronous_text import AsynchronousText
@@ -19,7 +19,7 @@ from fedpax.training.virtual_time import with_virtual_seconds
 
 
 @dataclasses.dataclass(frozen=True)
-class RegionsConfig:
+class RegionsConfig(CheckedConfig):
     """HALoS: its regions, their servers, and the global server.
 
     Attributes:
@@ -38,34 +38,22 @@ class RegionsConfig:
         merge_weight: share of the global model in a region's merge, alpha.
     """
 
+    group = "regions"
     islands: tuple[int, ...] = (2, 2)
-    updates_per_exchange: int = 4
-    seconds_to_global: float = 5.0
-    seconds_from_global: float = 5.0
-    local_learning_rate: float = 0.7
-    local_momentum: float = 0.3
-    local_period: int | None = None
-    global_learning_rate: float = 1.0
-    global_momentum: float = 0.0
-    global_period: int | None = None
-    merge_weight: float = 0.5
+    updates_per_exchange: Count = 4
+    seconds_to_global: NonNegative = 5.0
+    seconds_from_global: NonNegative = 5.0
+    local_learning_rate: Positive = 0.7
+    local_momentum: Decay = 0.3
+    local_period: Count | None = None
+    global_learning_rate: Positive = 1.0
+    global_momentum: Decay = 0.0
+    global_period: Count | None = None
+    merge_weight: Fraction = 0.5
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_ranges(
-            self,
-            "regions",
-            updates_per_exchange=COUNT,
-            seconds_to_global=NON_NEGATIVE,
-            seconds_from_global=NON_NEGATIVE,
-            local_learning_rate=POSITIVE,
-            local_momentum=DECAY,
-            local_period=COUNT,
-            global_learning_rate=POSITIVE,
-            global_momentum=DECAY,
-            global_period=COUNT,
-            merge_weight=FRACTION,
-        )
+        super().__post_init__()
         if not self.islands or min(self.islands) < 1:
             raise ArgumentError(
                 f"regions.islands={self.islands}: expected a positive number for each region. Set "

@@ -1,33 +1,28 @@
 """Settings that methods for islands share: the outer optimizer, fragments, and the wire format."""
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Literal
 
 import optax
 
 from fedpax.aggregators import codecs
 from fedpax.algorithms import layer_fragments
 from fedpax.algorithms.parts.fragments import FragmentFn
-from fedpax.checks import COUNT, DECAY, POSITIVE, check_ranges
+from fedpax.checks import CheckedConfig, Count, Decay, Positive
 
 
 @dataclasses.dataclass(frozen=True)
-class OuterSGD:
+class OuterSGD(CheckedConfig):
     """The outer optimizer: SGD with Nesterov momentum.
 
     Attributes:
         learning_rate: outer learning rate, eta.
         momentum: Nesterov momentum of the outer optimizer, beta; 0 is plain SGD.
-        group: the experiment's field that holds the settings, for messages.
     """
 
-    learning_rate: float = 0.7
-    momentum: float = 0.9
-    group: ClassVar[str] = "outer"
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_ranges(self, self.group, learning_rate=POSITIVE, momentum=DECAY)
+    group = "outer"
+    learning_rate: Positive = 0.7
+    momentum: Decay = 0.9
 
     def optimizer(self) -> optax.GradientTransformation:
         """Make the optimizer."""
@@ -44,14 +39,9 @@ class FragmentSettings(OuterSGD):
         pattern: how layers are dealt to fragments.
     """
 
-    learning_rate: float = 0.4
-    fragments: int = 4
+    learning_rate: Positive = 0.4
+    fragments: Count = 4
     pattern: Literal["strided", "sequential"] = "strided"
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        super().__post_init__()
-        check_ranges(self, self.group, fragments=COUNT)
 
     def fragment_fn(self) -> FragmentFn:
         """Assign the parameters to fragments."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from fedpax.algorithm import LossFn, Metrics, Params
-from fedpax.checks import COUNT, check_ranges
+from fedpax.checks import CheckedConfig, Count, Decay
 from fedpax.data import (
     BYTE_TOKENIZER,
     Conversation,
@@ -51,7 +51,7 @@ from fedpax.user_files.formats import is_files
 
 
 @dataclasses.dataclass(frozen=True)
-class TextDataConfig:
+class TextDataConfig(CheckedConfig):
     """The text to train and to evaluate on.
 
     Attributes:
@@ -80,9 +80,10 @@ class TextDataConfig:
         data_dir: the folder of prepared data sets. Default None: the folder of TensorFlow Datasets.
     """
 
+    group = "data"
     dataset: str = "stdlib_text"
     heldout_split: str = "heldout"
-    heldout_fraction: float = 0.0
+    heldout_fraction: Decay = 0.0
     field: str = "text"
     prompt_field: str | None = None
     answer_field: str | None = None
@@ -90,9 +91,9 @@ class TextDataConfig:
     chat_template: str | None = None
     tokenizer: str = "bytes"
     end_of_document: str | None = None
-    seq_len: int = 128
-    heldout_batch_size: int = 16
-    heldout_tokens: int | None = 65_536
+    seq_len: Count = 128
+    heldout_batch_size: Count = 16
+    heldout_tokens: Count | None = 65_536
     heldout_sets: tuple[str, ...] = ()
     data_dir: str | None = None
 
@@ -105,13 +106,7 @@ class TextDataConfig:
                 f"data.prompt_field={prompt}, data.answer_field={answer} and data.messages_field="
                 f"{messages}, expected both prompt_field and answer_field, or messages_field alone."
             )
-        sizes = ("seq_len", "heldout_batch_size", "heldout_tokens")
-        check_ranges(self, "data", **dict.fromkeys(sizes, COUNT))
-        if not 0 <= self.heldout_fraction < 1:
-            raise ArgumentError(
-                f"data.heldout_fraction={self.heldout_fraction}, expected a share from 0 to below "
-                "1. Set for example --data.heldout_fraction=0.01."
-            )
+        super().__post_init__()
 
     def load(self, dataset: str, split: str, field: str | None = None) -> Source:
         """Open a split of a data set by name, or of files."""

@@ -8,14 +8,14 @@ import jax
 import optax
 
 from fedpax.checks import (
-    COUNT,
-    COUNT_OR_ZERO,
-    DECAY,
-    FRACTION,
-    NON_NEGATIVE,
-    POSITIVE,
-    POSITIVE_OR_INFINITE,
-    check_ranges,
+    CheckedConfig,
+    Count,
+    CountOrZero,
+    Decay,
+    Fraction,
+    NonNegative,
+    Positive,
+    PositiveOrInfinite,
 )
 from fedpax.errors import ArgumentError
 from fedpax.experiments.schedules import stable_decay, warm_restarts
@@ -25,7 +25,7 @@ STACKED_AXES = {"layers", "repeats", "experts"}
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(CheckedConfig):
     """An optimizer after gradient clipping, with linear warmup and a learning rate schedule.
 
     Attributes:
@@ -48,35 +48,19 @@ class OptimizerConfig:
         ValueError: a number is NaN or out of range.
     """
 
+    group = "optimizer"
     name: Literal["adamw", "adafactor", "lamb", "lars", "lion", "muon", "sgd"] = "adamw"
-    learning_rate: float = 3e-3
+    learning_rate: Positive = 3e-3
     schedule: Literal["cosine", "linear", "constant", "wsd", "warm_restarts"] = "cosine"
-    warmup_steps: int = 20
-    final_lr_ratio: float = 0.05
-    decay_fraction: float = 0.1
-    restart_steps: int = 1000
-    restart_factor: int = 2
-    b1: float = 0.9
-    b2: float = 0.99
-    weight_decay: float = 0.1
-    grad_clip_norm: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_ranges(
-            self,
-            "optimizer",
-            learning_rate=POSITIVE,
-            warmup_steps=COUNT_OR_ZERO,
-            final_lr_ratio=NON_NEGATIVE,
-            decay_fraction=FRACTION,
-            restart_steps=COUNT,
-            restart_factor=COUNT,
-            b1=DECAY,
-            b2=DECAY,
-            weight_decay=NON_NEGATIVE,
-            grad_clip_norm=POSITIVE_OR_INFINITE,
-        )
+    warmup_steps: CountOrZero = 20
+    final_lr_ratio: NonNegative = 0.05
+    decay_fraction: Fraction = 0.1
+    restart_steps: Count = 1000
+    restart_factor: Count = 2
+    b1: Decay = 0.9
+    b2: Decay = 0.99
+    weight_decay: NonNegative = 0.1
+    grad_clip_norm: PositiveOrInfinite = 1.0
 
     def make(
         self, num_steps: int, logical_axes: chex.ArrayTree | None = None

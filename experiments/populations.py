@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 
-from fedpax.checks import COUNT, NON_NEGATIVE, POSITIVE, check_ranges
+from fedpax.checks import CheckedConfig, Count, NonNegative, Positive
 from fedpax.data import (
     DirichletClients,
     Source,
@@ -17,8 +17,10 @@ from fedpax.populations.partition import Partition
 
 
 @dataclasses.dataclass(frozen=True)
-class PopulationConfig(abc.ABC):
+class PopulationConfig(CheckedConfig, abc.ABC):
     """The clients that exist, of which each round samples a cohort."""
+
+    group = "population"
 
     @abc.abstractmethod
     def make(self, source: Source, seed: int) -> Partition:
@@ -35,12 +37,8 @@ class DirichletPopulation(PopulationConfig):
             give each client fewer labels.
     """
 
-    num_clients: int
-    alpha: float
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_ranges(self, "population", num_clients=COUNT, alpha=POSITIVE)
+    num_clients: Count
+    alpha: Positive
 
     def make(self, source: Source, seed: int) -> Partition:
         """Partition the examples by label."""
@@ -61,23 +59,11 @@ class SyntheticPopulation(PopulationConfig):
         max_examples: largest number of examples of a client.
     """
 
-    num_clients: int
-    alpha: float
-    median_examples: float
-    sigma: float
-    max_examples: int
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_ranges(
-            self,
-            "population",
-            num_clients=COUNT,
-            alpha=POSITIVE,
-            median_examples=POSITIVE,
-            sigma=NON_NEGATIVE,
-            max_examples=COUNT,
-        )
+    num_clients: Count
+    alpha: Positive
+    median_examples: Positive
+    sigma: NonNegative
+    max_examples: Count
 
     def make(self, source: Source, seed: int) -> Partition:
         """Make a population that generates a client when it is sampled."""
@@ -102,11 +88,7 @@ class NaturalPopulation(PopulationConfig):
     """
 
     field: str = "client"
-    max_examples: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check the range."""
-        check_ranges(self, "population", max_examples=COUNT)
+    max_examples: Count | None = None
 
     def make(self, source: Source, seed: int) -> Partition:
         """Group the examples by client."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from docstring_parser import google
 
-from fedpax.checks import check_ranges
+from fedpax.checks import CheckedConfig
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.experiments.catalog import did_you_mean
 
@@ -19,7 +19,7 @@ PLAIN = (float, int, bool, str)
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(CheckedConfig):
     """The settings of one of several functions; the base of classes that are made from functions.
 
     The fields of such a class are the arguments of its function that are numbers, texts or choices.
@@ -28,12 +28,11 @@ class Settings:
 
     Attributes:
         function: the function.
-        group: the experiment's field, such as "method": the flag that chooses the function.
+        group: such as "method": the flag that chooses the function.
         given: arguments of functions that an experiment gives, with values to check settings with.
     """
 
     function: ClassVar[Callable[..., Any]]
-    group: ClassVar[str]
     given: ClassVar[Mapping[str, Any]]
 
     @classmethod
@@ -82,7 +81,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        check_ranges(self, self.group)
+        super().__post_init__()
         try:
             self.call(self.given)
         except (TypeError, ValueError) as error:

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from fedpax.aggregators import compressed_mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn
 from fedpax.algorithms import streaming_diloco
-from fedpax.checks import COUNT_OR_ZERO, DECAY, check_ranges
+from fedpax.checks import CountOrZero, Decay
 from fedpax.experiments.diloco_text import diloco_text
 from fedpax.experiments.island_settings import FragmentSettings, wire_codec
 from fedpax.experiments.pretrain import diloco_c4_1b, diloco_llama_8b
@@ -28,14 +28,9 @@ class StreamingConfig(FragmentSettings):
     """
 
     group = "streaming"
-    delay: int = 1
-    mixing: float = 0.5
+    delay: CountOrZero = 1
+    mixing: Decay = 0.5
     compression: Literal["float32", "e3m0"] = "e3m0"
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        super().__post_init__()
-        check_ranges(self, self.group, delay=COUNT_OR_ZERO, mixing=DECAY)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpax.aggregators import Aggregator
-from fedpax.checks import COUNT, check_ranges
+from fedpax.checks import Count
 from fedpax.data.tables import (
     FittedColumn,
     Label,
@@ -52,15 +52,14 @@ class TableConfig(FilesConfig):
 
     task: Task | None = None
     columns: tuple[str, ...] = ()
-    max_categories: int = MAX_CATEGORIES
-    category_clients: int = 1
+    max_categories: Count = MAX_CATEGORIES
+    category_clients: Count = 1
     standardize: Literal["federated", "range"] = "federated"
     delimiter: str | None = None
 
     def __post_init__(self) -> None:
         """Check the ranges and the treatments."""
         super().__post_init__()
-        check_ranges(self, "data", max_categories=COUNT, category_clients=COUNT)
         for text in self.columns:
             parse_treatment(text)
 

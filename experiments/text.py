@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params, WithGradientNorm
-from fedpax.checks import COUNT, NON_NEGATIVE, check_ranges
+from fedpax.checks import CheckedConfig, Count, NonNegative
 from fedpax.data import (
     LazyStream,
     Mixture,
@@ -54,12 +54,12 @@ class TextConfig(TextDataConfig):
         num_shards: parts of a data set that are read separately. Default None: the rows of a step.
     """
 
-    local_steps: int = 20
-    batch_size: int = 8
+    local_steps: Count = 20
+    batch_size: Count = 8
     seed: int = 0
     mixture: tuple[str, ...] = ()
-    shuffle_tokens: int = 2**22
-    num_shards: int | None = None
+    shuffle_tokens: Count = 2**22
+    num_shards: Count | None = None
 
     @property
     def has_mask(self) -> bool:
@@ -70,13 +70,11 @@ class TextConfig(TextDataConfig):
     def __post_init__(self) -> None:
         """Check the ranges and the mixture."""
         super().__post_init__()
-        sizes = ("local_steps", "batch_size", "shuffle_tokens", "num_shards")
-        check_ranges(self, "data", **dict.fromkeys(sizes, COUNT))
         parse_mixture(self.mixture)
 
 
 @dataclasses.dataclass(frozen=True)
-class LossConfig:
+class LossConfig(CheckedConfig):
     """The training loss: regularizers beside the cross-entropy, and gradient accumulation.
 
     Attributes:
@@ -87,20 +85,11 @@ class LossConfig:
             finite, to the metrics (`fedpax.algorithm.WithGradientNorm`).
     """
 
-    z_loss_weight: float = 0.0
-    load_balance_weight: float = 0.01
-    grad_accum_steps: int = 1
+    group = "loss"
+    z_loss_weight: NonNegative = 0.0
+    load_balance_weight: NonNegative = 0.01
+    grad_accum_steps: Count = 1
     gradient_norm: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_ranges(
-            self,
-            "loss",
-            z_loss_weight=NON_NEGATIVE,
-            load_balance_weight=NON_NEGATIVE,
-            grad_accum_steps=COUNT,
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,14 +104,10 @@ class TextExperiment(LanguageModelExperiment):
         optimizer: the optimizer of the local steps.
     """
 
-    islands: int = 1
+    islands: Count = 1
     data: TextConfig = TextConfig()
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_ranges(self, "", islands=COUNT)
 
     @abc.abstractmethod
     def make_algorithm(

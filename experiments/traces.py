@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from fedpax.checks import NON_NEGATIVE, POSITIVE, POSITIVE_OR_INFINITE, check_ranges
+from fedpax.checks import CheckedConfig, NonNegative, Positive, PositiveOrInfinite
 from fedpax.errors import ArgumentError
 from fedpax.simulation import (
     Trace,
@@ -18,7 +18,7 @@ from fedpax.simulation import (
 
 
 @dataclasses.dataclass(frozen=True)
-class TraceConfig:
+class TraceConfig(CheckedConfig):
     """Distributions of a population's speeds, networks and failures, or a file.
 
     Attributes:
@@ -40,33 +40,22 @@ class TraceConfig:
         seed: random seed of all draws.
     """
 
+    group = "trace"
     file: str | None = None
-    seconds_per_step: float = 1.0
-    sigma: float = 0.5
-    megabytes: float = 1.0
-    megabytes_per_second: float = float("inf")
-    bandwidth_sigma: float = 0.5
-    seconds_to_failure: float | None = None
-    seconds_to_return: float | None = None
-    seconds_to_arrival: float | None = None
-    horizon: float = 20_000.0
+    seconds_per_step: Positive = 1.0
+    sigma: NonNegative = 0.5
+    megabytes: Positive = 1.0
+    megabytes_per_second: PositiveOrInfinite = float("inf")
+    bandwidth_sigma: NonNegative = 0.5
+    seconds_to_failure: Positive | None = None
+    seconds_to_return: Positive | None = None
+    seconds_to_arrival: Positive | None = None
+    horizon: Positive = 20_000.0
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_ranges(
-            self,
-            "trace",
-            seconds_per_step=POSITIVE,
-            sigma=NON_NEGATIVE,
-            megabytes=POSITIVE,
-            megabytes_per_second=POSITIVE_OR_INFINITE,
-            bandwidth_sigma=NON_NEGATIVE,
-            seconds_to_failure=POSITIVE,
-            seconds_to_return=POSITIVE,
-            seconds_to_arrival=POSITIVE,
-            horizon=POSITIVE,
-        )
+        super().__post_init__()
         if self.seconds_to_return is not None and self.seconds_to_failure is None:
             raise ArgumentError(
                 f"trace.seconds_to_return={self.seconds_to_return} without failures, expected "

@@ -1,11 +1,23 @@
 """Checks of numbers, in arguments of functions and in fields of configurations."""
 
 import dataclasses
+import functools
 import math
 import numbers
 import operator
 import types
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, overload
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeAlias,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    overload,
+)
 
 import jax.numpy as jnp
 
@@ -168,45 +180,76 @@ def check_seed(function: str, seed: Any) -> int:
     return check_argument(function, "seed", seed, SEED, remedy=remedy)
 
 
-def check_ranges(config: Any, path: str, **ranges: Range) -> None:
-    """Check the fields of a configuration: the names of choices, and numbers in their ranges.
+Count: TypeAlias = Annotated[int, COUNT]
+CountOrZero: TypeAlias = Annotated[int, COUNT_OR_ZERO]
+Positive: TypeAlias = Annotated[float, POSITIVE]
+PositiveOrInfinite: TypeAlias = Annotated[float, POSITIVE_OR_INFINITE]
+NonNegative: TypeAlias = Annotated[float, NON_NEGATIVE]
+NonNegativeOrInfinite: TypeAlias = Annotated[float, NON_NEGATIVE_OR_INFINITE]
+Decay: TypeAlias = Annotated[float, DECAY]
+Fraction: TypeAlias = Annotated[float, FRACTION]
+Probability: TypeAlias = Annotated[float, PROBABILITY]
 
-    The command line checks names itself. A configuration that is made in Python is checked here.
 
-    Args:
-        config: a configuration. Each of its fields of a `Literal` type must have one of the type's
-            values. Optional fields that are None are not checked.
-        path: the path of the configuration in an experiment, such as "optimizer"; "" for the
-            experiment itself.
-        **ranges: the range of each number to check, by name.
+@dataclasses.dataclass(frozen=True)
+class CheckedConfig:
+    """A configuration whose fields are checked when it is made; the base of an experiment's parts.
 
-    Raises:
-        ArgumentError: a field has a name that its type lacks, is NaN or is out of range.
+    The command line checks types and names itself. A configuration that is made in Python is
+    checked here.
+
+    Attributes:
+        group: the experiment's field that holds the configuration, for messages.
 
     Example:
-        >>> import types
-        >>> check_ranges(types.SimpleNamespace(rate=0.0), "outer", rate=POSITIVE)
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Outer(CheckedConfig):
+        ...     group = "outer"
+        ...     rate: Positive = 0.7
+        >>> Outer(rate=0.0)
         Traceback (most recent call last):
             ...
         fedpax.errors.ArgumentError: outer.rate=0.0: expected a positive finite number. Set --out...
     """
+
+    group: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        check_fields(self, self.group)
+
+
+def check_fields(config: Any, path: str) -> None:
+    """Check a configuration's fields with the type `Literal`, or a type such as `Count`.
+
+    An optional field can be None.
+    """
     prefix = f"{path}." if path else ""
-    for name, hint in get_type_hints(type(config)).items():
-        for kind in (hint, *get_args(hint)):  # `Literal[...] | None` too
-            choices = get_args(kind) if get_origin(kind) is Literal else None
-            value = getattr(config, name) if choices else None
-            if choices and value not in choices and (kind is hint or value is not None):
+    for name, hint in _hints(type(config)).items():
+        value = getattr(config, name, None)
+        is_union = get_origin(hint) in (types.UnionType, Union)
+        for member in get_args(hint) if is_union else (hint,):
+            if value is None and (is_union or get_origin(member) is not Literal):
+                continue
+            if get_origin(member) is Literal and value not in get_args(member):
                 raise ArgumentError(
-                    f"{prefix}{name}={value!r}: expected one of {', '.join(choices)}. Set "
+                    f"{prefix}{name}={value!r}: expected one of {', '.join(get_args(member))}. Set "
                     f"--{prefix}{name} to one of them."
                 )
-    for name, expected in ranges.items():
-        value = getattr(config, name)
-        if value is not None and value not in expected:
-            raise ArgumentError(
-                f"{prefix}{name}={value}: expected {expected}. Set --{prefix}{name} to a value "
-                "in this range."
-            )
+            for expected in getattr(member, "__metadata__", ()):
+                if isinstance(expected, Range) and value not in expected:
+                    raise ArgumentError(
+                        f"{prefix}{name}={value}: expected {expected}. Set --{prefix}{name} to a "
+                        "value in this range."
+                    )
+
+
+@functools.cache
+def _hints(class_: type) -> dict[str, Any]:
+    try:
+        return get_type_hints(class_, include_extras=True)
+    except (NameError, TypeError):  # of a class in a function, with annotations as texts
+        return {}
 
 
 def check_integers(**numbers: Any) -> None:
@@ -222,10 +265,7 @@ def check_integers(**numbers: Any) -> None:
 
 def check_integer_fields(config: Any, path: str = "") -> None:
     """Check the fields of type int of a configuration, and of the configurations in its fields."""
-    try:
-        hints = get_type_hints(type(config))
-    except (NameError, TypeError):  # of a class in a function, with annotations as texts
-        hints = {}
+    hints = _hints(type(config))
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         name = f"{path}.{field.name}" if path else field.name
@@ -244,6 +284,8 @@ def check_integer_fields(config: Any, path: str = "") -> None:
 
 def _takes_integers(hint: Any) -> bool:
     """Return whether an annotation is int, `int | None`, or a tuple of ints."""
+    if get_origin(hint) is Annotated:
+        return _takes_integers(get_args(hint)[0])
     if get_origin(hint) in (types.UnionType, Union):
         members = set(get_args(hint)) - {types.NoneType}
         return len(members) == 1 and _takes_integers(members.pop())

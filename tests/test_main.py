@@ -1,19 +1,20 @@
 """The command line itself: help, version, colors and imports."""
 
-import importlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from absl import flags
 
 import fedpax
 import fedpax.data
 import fedpax.experiments
-from fedpax.main import USAGE
+from fedpax.commands import COMMANDS
+from fedpax.commands.help import help_of
+from fedpax.commands.parts.options import parse
 
 ROOT = Path(__file__).parent.parent
 REGRESSION = "small_regression:regression"
@@ -103,12 +104,30 @@ def test_colors_are_for_terminals(
     assert os.environ["TERM"] == "xterm"
 
 
-@pytest.mark.parametrize("command", ["syncer", "join", "sites"])
-def test_the_help_has_each_flag_of_a_command(command: str) -> None:
-    options = flags.FlagValues()
-    importlib.import_module(f"fedpax.commands.{command}").define_flags(options)
-    missing = [name for name in options if f"--{name}" not in USAGE]
-    assert not missing
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_describes_each_flag_of_a_command(command: str) -> None:
+    shown = re.findall(r"^  --([\w.]+)", help_of(command), re.MULTILINE)
+    assert set(COMMANDS[command].flags) <= set(shown)
+
+
+def test_the_help_states_defaults() -> None:
+    text = help_of("syncer")
+    assert "(default 1800)" in text and "(default float32)" in text
+    assert "inf)" not in text and "None)" not in text and "False)" not in text
+
+
+@pytest.mark.parametrize("command", [name for name, entry in COMMANDS.items() if entry.flags])
+def test_flags_have_the_defaults_of_the_table(command: str) -> None:
+    options, others = parse(command, [], needs_exp=False)
+    table = {name: flag.default for name, flag in COMMANDS[command].flags.items()}
+    assert {name: options[name].value for name in options} == table
+    assert others == []
+
+
+def test_every_flag_of_a_usage_is_one_of_the_command() -> None:
+    for entry in COMMANDS.values():
+        named = set(re.findall(r"--(\w+)", entry.usage)) - {"FIELD", "data"}
+        assert named <= set(entry.flags)
 
 
 def test_no_arguments_show_the_help_as_an_error(run: Run) -> None:

@@ -1,10 +1,12 @@
 """The commands of `fedpax`, one per module; `fedpax.main` dispatches to them.
 
-A module has a function that executes its command, and, if the command has flags, `define_flags`.
+A command is its row here, with flags of `flag_table`, and the function that executes it.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fedpax.commands.flag_table import FLAGS, Flag
 from fedpax.lazy_names import lazy_names
 
 if TYPE_CHECKING:
@@ -17,9 +19,20 @@ class Command(NamedTuple):
 
     place: str  # `module:function`; the module is imported when the command runs
     usage: str  # its part of `fedpax --help`
-    takes_experiment: bool = True  # False: folders or files alone
+    flags: Mapping[str, Flag] = {}
     words: tuple[str, ...] = ()  # that can follow the command
 
+
+def _flags(names: str, **changes: Any) -> dict[str, Flag]:
+    """Return flags of the table, some with another type or default for this command."""
+    flags = {name: FLAGS[name] for name in names.split()}
+    return flags | {name: flags[name]._replace(**change) for name, change in changes.items()}
+
+
+_RUN = "exp job_log_dir"
+_PROCESSES = "multihost join_timeout heartbeat_timeout"
+_ENGINE = "engine beam_flags chunk_size"
+_FILES = "client label split columns types delimiter image_size"
 
 COMMANDS = {
     "list": Command(
@@ -36,6 +49,10 @@ COMMANDS = {
   fedpax train --exp=NAME --job_log_dir=DIR [--FIELD=VALUE ...]
       Train an experiment in a folder, or resume the run that the folder holds.
 """,
+        flags=_flags(
+            f"{_RUN} allow_config_change participant_states {_PROCESSES} elastic keeper copy_every "
+            f"copy_dir {_ENGINE}"
+        ),
     ),
     "compare": Command(
         "fedpax.commands.compare:compare",
@@ -48,6 +65,7 @@ COMMANDS = {
       print and write (DIR/target.png, DIR/target.json) the rounds, bytes and FLOPs until it is
       reached.
 """,
+        flags=_flags(f"{_RUN} allow_config_change target seeds metric"),
     ),
     "plan": Command(
         "fedpax.commands.plan:plan",
@@ -58,6 +76,7 @@ COMMANDS = {
       collectives, a lower bound on the step time, and for each transfer between slices the
       local steps that hide it and the time that stays exposed.
 """,
+        flags=_flags("exp topology slices bandwidth json picture hlo"),
     ),
     "show": Command(
         "fedpax.commands.show:show",
@@ -66,7 +85,7 @@ COMMANDS = {
       Show the progress and the metrics of runs, running or finished, and draw their losses over
       items, bytes and wall time.
 """,
-        takes_experiment=False,
+        flags=_flags("job_log_dir metric picture", job_log_dir={"default": []}),
     ),
     "evaluate": Command(
         "fedpax.commands.evaluate:evaluate",
@@ -76,6 +95,10 @@ COMMANDS = {
       Measure the model of a run on held-out data. With --by_client, print for each metric the
       worst client, the 10th percentile, the mean and the best client, and draw all clients.
 """,
+        flags=_flags(
+            f"{_RUN} round by_client picture {_ENGINE} flower_flags json",
+            engine={"type": ("beam", "out_of_core", "flower")},
+        ),
     ),
     "generate": Command(
         "fedpax.commands.generate:generate",
@@ -84,6 +107,7 @@ COMMANDS = {
               [--seed=0] [--round=N] [--FIELD=VALUE ...]
       Continue a text with the model of a run on text.
 """,
+        flags=_flags(f"{_RUN} round prompt num_tokens temperature top_p seed"),
     ),
     "export": Command(
         "fedpax.commands.export:export",
@@ -97,6 +121,7 @@ COMMANDS = {
       Write the round of a run as the parts of its server and of one participant, which run with JAX
       and NumPy alone.
 """,
+        flags=_flags(f"{_RUN} round out stages flower format dtype"),
     ),
     "inspect": Command(
         "fedpax.commands.inspect:inspect",
@@ -112,6 +137,7 @@ COMMANDS = {
   fedpax partition --exp=NAME [--picture=FILE.png] [--FIELD=VALUE ...]
       Show how the clients of an experiment differ in the amounts and labels of their examples.
 """,
+        flags=_flags("exp picture"),
     ),
     "data": Command(
         "fedpax.commands.data:data",
@@ -122,7 +148,7 @@ COMMANDS = {
       Show the columns, types, missing values, clients and label skew of files, such as
       'hospitals/*.csv' or 'photos/{client}/{label}/*.jpg'.
 """,
-        takes_experiment=False,
+        flags=_flags(f"{_FILES} partition picture"),
     ),
     "prepare": Command(
         "fedpax.commands.prepare:prepare",
@@ -135,7 +161,11 @@ COMMANDS = {
       Sort files by client once, larger than memory, into a folder of memory-mapped columns, which
       takes the place of the files. --engine=beam sorts on many machines, into shards.
 """,
-        takes_experiment=False,
+        flags=_flags(
+            f"{_FILES} out on_bad_row heldout_fraction heldout_by memory engine beam_flags "
+            "num_shards",
+            engine={"type": ("beam",)},
+        ),
     ),
     "syncer": Command(
         "fedpax.commands.syncer:syncer",
@@ -153,6 +183,13 @@ COMMANDS = {
       syncer answers until each island knows it, at most --goodbye_seconds. An experiment with
       clients, such as fedavg_table, runs in rounds over sites that train on files of their own.
 """,
+        flags=_flags(
+            f"{_RUN} allow_config_change listen certificates heartbeat_seconds free_shard_after "
+            "islands_per_certificate goodbye_seconds messages_per_minute bytes_per_minute "
+            "allow_older_state min_sites round_seconds missed_rounds "
+            "clients_per_site silent_after norm_factor accept_if "
+            "secure_sums secure_threshold weights down up"
+        ),
     ),
     "join": Command(
         "fedpax.commands.join:join",
@@ -165,6 +202,10 @@ COMMANDS = {
       waits for a syncer that does not answer for --give_up_after seconds, it saves and stops. Of an
       experiment with clients, train on this site's own files, --data.files.
 """,
+        flags=_flags(
+            f"{_RUN} allow_config_change {_PROCESSES} syncer name shard give_up_after "
+            "only_sums_of personal certificates server_name"
+        ),
     ),
     "sites": Command(
         "fedpax.commands.sites:sites",
@@ -175,7 +216,7 @@ COMMANDS = {
       List the sites of a syncer's run, expel one, or let it return. A running syncer notices it
       within a second. A site is the name of a certificate, or without certificates of an island.
 """,
-        takes_experiment=False,
+        flags=_flags("job_log_dir reason"),
         words=("list", "expel", "admit"),
     ),
     "certificates": Command(
@@ -191,7 +232,7 @@ COMMANDS = {
       At the coordinator: sign the request of a site, which copies the signed files beside its key.
       --replace signs for a name that another request was given, such as an expired certificate.
 """,
-        takes_experiment=False,
+        flags=_flags("out names days authority request name sign replace"),
     ),
     "doctor": Command(
         "fedpax.commands.doctor:doctor",

@@ -20,10 +20,10 @@ _FLAGS = {
 
 def certificates(arguments: Sequence[str]) -> int:
     """Write a folder with certificates, with a request, or with a signed certificate."""
-    options, unknown = parse("certificates", arguments, define_flags, needs_exp=False)
-    if unknown or options.exp:
+    options, unknown = parse("certificates", arguments)
+    if unknown:
         raise UsageError(
-            f"`fedpax certificates` got {' '.join(unknown) or '--exp'!r}, expected --out, --names, "
+            f"`fedpax certificates` got {' '.join(unknown)!r}, expected --out, --names, "
             f"--days and --authority.{did_you_mean_flag(options, unknown[:1])} Run `fedpax --help` "
             "to see all flags."
         )
@@ -105,18 +105,4 @@ def _sign(options: flags.FlagValues) -> None:
         f"{signed.fingerprint}\n\n"
         "If the site states another fingerprint, do not send the folder. Else send it to the "
         f"site, which\nruns `cp {files} DIR`: DIR is the folder of its key."
-    )
-
-
-def define_flags(options: flags.FlagValues) -> None:
-    """Define the flags of the command."""
-    flags.DEFINE_string("out", None, "The folder to make.", flag_values=options)
-    flags.DEFINE_string("names", None, "Names, separated by commas.", flag_values=options)
-    flags.DEFINE_integer("days", 365, "Days until they expire.", flag_values=options)
-    flags.DEFINE_string("authority", None, "An existing authority's folder.", flag_values=options)
-    flags.DEFINE_boolean("request", False, "Make a key and a request.", flag_values=options)
-    flags.DEFINE_string("name", None, "The site that requests.", flag_values=options)
-    flags.DEFINE_string("sign", None, "The request to sign.", flag_values=options)
-    flags.DEFINE_boolean(
-        "replace", False, "Sign for a name that a request was given.", flag_values=options
     )

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-from absl import flags
 
 from fedpax.algorithm import RESERVED_METRICS
 from fedpax.checkpoints.saved_rounds import check_latest_round
@@ -17,8 +16,6 @@ from fedpax.commands.parts.options import (
     allowed_changes,
     check_job_log_dir,
     configure,
-    define_metric_flag,
-    define_training_flags,
     metric_names_of,
     parse,
 )
@@ -46,7 +43,7 @@ from fedpax.training.resume_checks import check_configuration, check_field_names
 
 def compare(arguments: Sequence[str]) -> int:
     """Train the experiments that are not finished, print a table, and write the files."""
-    options, fields = parse("compare", arguments, define_flags)
+    options, fields = parse("compare", arguments)
     chosen = split_list(options.exp, lambda exp: Path(exp.rpartition(":")[0]).is_file())
     target, names = _find_target(options.target, chosen), expand_groups(chosen)
     if not names:
@@ -162,14 +159,6 @@ def _parse_seeds(text: str | None, fields: Sequence[str]) -> list[int] | list[No
             f"--seeds={text} and --seed are both given, expected one of them. Leave out --seed."
         )
     return seeds
-
-
-def define_flags(options: flags.FlagValues) -> None:
-    """Define the flags of the command."""
-    define_training_flags(options)
-    flags.DEFINE_string("target", None, "A metric and its value.", flag_values=options)
-    flags.DEFINE_string("seeds", None, "Seeds, one run each.", flag_values=options)
-    define_metric_flag(options)
 
 
 def _find_target(text: str | None, chosen: Sequence[str]) -> Target | None:

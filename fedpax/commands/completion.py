@@ -5,16 +5,14 @@ of the version of fedpax that made it.
 """
 
 import dataclasses
-import importlib
 import shlex
 import typing
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from absl import flags
-
 from fedpax.commands import COMMANDS
+from fedpax.commands.flag_table import Flag
 from fedpax.errors import UsageError
 from fedpax.experiments.catalog import experiments
 from fedpax.experiments.listing import GROUPS
@@ -50,10 +48,8 @@ def script(shell: str) -> str:
     names = experiments()
     by_command = []
     for command, entry in COMMANDS.items():
-        words = _flag_words(entry.place.partition(":")[0])
-        if not entry.takes_experiment:
-            words.remove("--exp=")
-        elif words:
+        words = _flag_words(entry.flags)
+        if "exp" in entry.flags:
             words += [f"--exp={name}" for name in names]
         if command == "compare":
             words += [f"--exp={name}" for name in GROUPS]
@@ -73,19 +69,13 @@ def script(shell: str) -> str:
     )
 
 
-def _flag_words(module: str) -> list[str]:
+def _flag_words(flags: Mapping[str, Flag]) -> list[str]:
     """Return the flags of a command, and `--flag=value` for each value of a choice."""
-    define = getattr(importlib.import_module(module), "define_flags", None)
-    if define is None:
-        return []
-    options = flags.FlagValues()
-    flags.DEFINE_string("exp", None, "", flag_values=options)
-    define(options)
     words = []
-    for name in options:
-        flag = options[name]
-        words.append(f"--{name}" if flag.boolean else f"--{name}=")
-        words += [f"--{name}={value}" for value in getattr(flag.parser, "enum_values", ())]
+    for name, flag in flags.items():
+        words.append(f"--{name}" if flag.default is False else f"--{name}=")
+        if isinstance(flag.type, tuple):
+            words += [f"--{name}={value}" for value in flag.type]
     return words
 
 

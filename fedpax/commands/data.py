@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from absl import flags
 from numpy.typing import NDArray
 
-from fedpax.commands.parts.file_flags import define_file_flags, parse_files
+from fedpax.commands.parts.file_flags import parse_files
 from fedpax.commands.parts.options import output_file
 from fedpax.console import print_line
 from fedpax.data import load, partition_statistics, plot_partition
@@ -36,7 +35,7 @@ def data(arguments: Sequence[str]) -> int:
         UsageError: a flag is unknown, or the picture is not a PNG or there are no clients to draw.
         ValueError: as in `fedpax.data.load`.
     """
-    options, files, reading = parse_files("data", arguments, define_flags)
+    options, files, reading = parse_files("data", arguments)
     picture = output_file("picture", options.picture, ".png")
     named = files if len(files) > 1 else files[0]
     if not picture and _is_large(named, options.partition, reading):
@@ -70,13 +69,6 @@ def data(arguments: Sequence[str]) -> int:
             participant_names=source.client_names,
         )
     return 0
-
-
-def define_flags(options: flags.FlagValues) -> None:
-    """Define the flags of the command."""
-    define_file_flags(options)
-    flags.DEFINE_string("partition", None, "Clients by a partition.", flag_values=options)
-    flags.DEFINE_string("picture", None, "A PNG file for the clients.", flag_values=options)
 
 
 def _is_large(files: Any, partition: str | None, reading: Mapping[str, Any]) -> bool:

@@ -13,14 +13,13 @@ from absl import flags
 
 from fedpax.algorithm import Params
 from fedpax.checkpoints.saved_state import load_state
-from fedpax.commands.parts.engines import define_engine_flags, engine_of
+from fedpax.commands.parts.engines import engine_of
 from fedpax.commands.parts.flower_export import write_heldout_data
 from fedpax.commands.parts.options import output_file, parse
 from fedpax.commands.parts.saved_run import (
     SavedRun,
     build_run,
     checkpoint_round,
-    define_saved_run_flags,
     load_saved_params,
     read_saved_run,
 )
@@ -40,7 +39,7 @@ from fedpax.training.progress import describe_devices, format_metrics
 
 def evaluate(arguments: Sequence[str]) -> int:
     """Evaluate a checkpoint, print its metrics, and write the file that is asked for."""
-    options, fields = parse("evaluate", arguments, define_flags, needs_exp=False)
+    options, fields = parse("evaluate", arguments, needs_exp=False)
     report = output_file("json", options.json)
     picture = output_file("picture", options.picture, ".png")
     if picture and not options.by_client:
@@ -147,12 +146,3 @@ def measure_clients(run: Run, params: Params, folder: Path, number: int) -> Clie
     if shared is None:
         return own._replace(metrics=personal)
     return shared._replace(metrics={**shared.metrics, **personal})
-
-
-def define_flags(options: flags.FlagValues) -> None:
-    """Define the flags of the command."""
-    define_saved_run_flags(options)
-    flags.DEFINE_bool("by_client", False, "Measure each client.", flag_values=options)
-    flags.DEFINE_string("picture", None, "A PNG file for the clients.", flag_values=options)
-    define_engine_flags(options, "flower")
-    flags.DEFINE_string("json", None, "A file for the metrics.", flag_values=options)

@@ -17,7 +17,6 @@ from fedpax.commands.parts.saved_run import (
     SavedRun,
     build_run,
     checkpoint_round,
-    define_saved_run_flags,
     load_whole_model,
     read_saved_run,
 )
@@ -32,13 +31,11 @@ from fedpax.run_files.configuration import write_configuration
 from fedpax.training.experiment import Experiment
 from fedpax.transforms.stages import stages
 
-FORMATS = ("huggingface", "orbax", *FILE_WRITERS)
-
 
 def export(arguments: Sequence[str]) -> int:
     """Write a checkpoint's model to a new folder or file, completely or not at all."""
     # Adapters are merged into the model that they adapt.
-    options, fields = parse("export", arguments, define_flags, needs_exp=False)
+    options, fields = parse("export", arguments, needs_exp=False)
     if options.flower and not options.job_log_dir and options.exp:
         return _export_flower(configure(options.exp, fields), options.exp, options)
     saved = read_saved_run("export", arguments, options, fields)
@@ -49,7 +46,7 @@ def export(arguments: Sequence[str]) -> int:
     number = checkpoint_round("export", saved, options.round)
     suffix = Path(options.out or "").suffix[1:]
     as_file = suffix in FILE_WRITERS
-    chosen = options.format or (suffix if as_file else FORMATS[0])
+    chosen = options.format or (suffix if as_file else "huggingface")
     if as_file and chosen != suffix:
         raise UsageError(
             f"--out={options.out} is the name of a file, expected a folder for --format={chosen}. "
@@ -218,14 +215,3 @@ def _write_file(path: Path, chosen: str, params: Params) -> None:
         FILE_WRITERS[chosen](path, params)
     except ValueError as error:
         raise UsageError(f"--format={chosen}: {error}") from error
-
-
-def define_flags(options: flags.FlagValues) -> None:
-    """Define the flags of the command."""
-    define_saved_run_flags(options)
-    flags.DEFINE_string("out", None, "The folder or file to write.", flag_values=options)
-    flags.DEFINE_bool("stages", False, "Export the round, not the model.", flag_values=options)
-    flags.DEFINE_bool("flower", False, "Export an app for Flower.", flag_values=options)
-    flags.DEFINE_enum("format", None, FORMATS, "The format.", flag_values=options)
-    dtypes = ("float32", "bfloat16", "float16")
-    flags.DEFINE_enum("dtype", None, dtypes, "Cast the parameters.", flag_values=options)

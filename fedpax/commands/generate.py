@@ -7,14 +7,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 
-from fedpax.checks import INT32, SEED
 from fedpax.commands.parts.options import parse
 from fedpax.commands.parts.saved_run import (
     build_run,
     checkpoint_round,
-    define_saved_run_flags,
     load_whole_model,
     read_saved_run,
 )
@@ -28,7 +25,7 @@ def generate(arguments: Sequence[str]) -> int:
     """Print a prompt and its continuation."""
     # The separator of documents stands before the prompt, as before every document of the training,
     # so the prompt begins a document. The continuation ends at the next separator.
-    options, fields = parse("generate", arguments, define_flags, needs_exp=False)
+    options, fields = parse("generate", arguments, needs_exp=False)
     saved = read_saved_run("generate", arguments, options, fields)
     experiment = saved.experiment
     if not isinstance(experiment, LanguageModelExperiment):
@@ -74,17 +71,3 @@ def generate(arguments: Sequence[str]) -> int:
     # A file or a pipe gets the text as it is; a terminal would execute control characters.
     print_line(continued) if sys.stdout.isatty() else print(continued)
     return 0
-
-
-def define_flags(options: flags.FlagValues) -> None:
-    """Define the flags of the command."""
-    define_saved_run_flags(options)
-    flags.DEFINE_string("prompt", None, "The text to continue.", flag_values=options)
-    flags.DEFINE_integer(
-        "num_tokens", 100, "The number of new tokens.", None, INT32.most, flag_values=options
-    )
-    flags.DEFINE_float("temperature", 1.0, "Divides the logits.", flag_values=options)
-    flags.DEFINE_float("top_p", 1.0, "The nucleus' probability.", flag_values=options)
-    flags.DEFINE_integer(
-        "seed", 0, "The seed of the tokens.", SEED.least, SEED.most, flag_values=options
-    )

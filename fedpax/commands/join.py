@@ -12,14 +12,9 @@ from fedpax.commands.parts.compilation_cache import enable_compilation_cache
 from fedpax.commands.parts.options import (
     UsageError,
     allowed_changes,
-    define_training_flags,
     parse_run,
 )
-from fedpax.commands.parts.processes import (
-    define_process_flags,
-    leave_on_failure,
-    provide_processes,
-)
+from fedpax.commands.parts.processes import leave_on_failure, provide_processes
 from fedpax.console import print_line
 from fedpax.processes.job_processes import JobProcessesError
 from fedpax.run_files.paths import latest_round
@@ -33,7 +28,7 @@ if TYPE_CHECKING:
 
 def join(arguments: Sequence[str]) -> int:
     """Train an island until its syncer has finished, and print the result."""
-    options, experiment, folder = parse_run("join", arguments, define_flags)
+    options, experiment, folder = parse_run("join", arguments)
     if not options.syncer:
         raise UsageError(
             "`fedpax join` has no --syncer, expected the address of a `fedpax syncer`. Give for "
@@ -125,36 +120,3 @@ def describe(result: "JoinResult", folder: str, syncer: str) -> str:
             "--goodbye_seconds when it is started again."
         )
     return f"Finished: the syncer has done all merges; {trained}."
-
-
-def define_flags(options: flags.FlagValues) -> None:
-    """Define the flags of the command."""
-    define_training_flags(options)
-    define_process_flags(options)
-    flags.DEFINE_string("syncer", None, "HOST:PORT of the syncer.", flag_values=options)
-    flags.DEFINE_string("name", None, "The island's name.", flag_values=options)
-    flags.DEFINE_integer("shard", None, "The shard of the data.", 0, flag_values=options)
-    flags.DEFINE_float(
-        "give_up_after",
-        600.0,
-        "Seconds without an answer after which an island that waits for its syncer stops.",
-        0.0,
-        flag_values=options,
-    )
-    flags.DEFINE_integer(
-        "only_sums_of",
-        0,
-        "Send values in secure sums of at least so many sites alone; 0: the syncer chooses.",
-        lower_bound=0,
-        flag_values=options,
-    )
-    flags.DEFINE_boolean(
-        "personal",
-        False,
-        "Evaluate a model of each client's own after the rounds over sites.",
-        flag_values=options,
-    )
-    flags.DEFINE_string("certificates", None, "The certificate's folder.", flag_values=options)
-    flags.DEFINE_string(
-        "server_name", None, "The name in the syncer's certificate.", flag_values=options
-    )

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-from absl import flags
-
 from fedpax.commands.parts.options import configure, output_file, parse
 from fedpax.console import print_line
 from fedpax.data import partition_statistics, plot_partition
@@ -14,7 +12,7 @@ def partition(arguments: Sequence[str]) -> int:
     """Print how an experiment's clients differ, and draw the picture that is asked for."""
     # The experiment has a method `read_population`, without arguments, that returns for each client
     # the indices of its examples, and the label of each example or None.
-    options, fields = parse("partition", arguments, define_flags)
+    options, fields = parse("partition", arguments)
     picture = output_file("picture", options.picture, ".png")
     experiment = configure(options.exp, fields)
     read_population = getattr(experiment, "read_population", None)
@@ -28,8 +26,3 @@ def partition(arguments: Sequence[str]) -> int:
     if picture:
         plot_partition(population, labels, picture)
     return 0
-
-
-def define_flags(options: flags.FlagValues) -> None:
-    """Define the flags of the command."""
-    flags.DEFINE_string("picture", None, "A PNG file for the clients.", flag_values=options)

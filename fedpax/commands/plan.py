@@ -4,8 +4,6 @@ import json
 import math
 from collections.abc import Sequence
 
-from absl import flags
-
 from fedpax.commands.parts.options import configure, output_file, parse
 from fedpax.console import print_error
 from fedpax.errors import UsageError
@@ -22,7 +20,7 @@ from fedpax.run_files.paths import write_atomically
 
 def plan(arguments: Sequence[str]) -> int:
     """Plan an experiment, print the report, and write the files that the flags name."""
-    options, fields = parse("plan", arguments, define_flags)
+    options, fields = parse("plan", arguments)
     if not options.topology:
         raise UsageError(
             "--topology is missing, expected the devices to plan for. Set for example "
@@ -63,15 +61,3 @@ def plan(arguments: Sequence[str]) -> int:
         shortage = f"needs {memory.total / 2**30:.2f}G of {(memory.capacity or 0) / 2**30:.2f}G"
         raise MemoryOverflowError(overflow_report(options.exp, topology, experiment, run, shortage))
     return 0
-
-
-def define_flags(options: flags.FlagValues) -> None:
-    """Define the flags of the command."""
-    flags.DEFINE_string("topology", None, "The devices.", flag_values=options)
-    flags.DEFINE_integer("slices", 1, "The number of slices.", flag_values=options)
-    flags.DEFINE_float("bandwidth", None, "Gbit/s out of a slice.", flag_values=options)
-    flags.DEFINE_string("json", None, "A file for the report.", flag_values=options)
-    flags.DEFINE_string("picture", None, "A PNG file for the mesh.", flag_values=options)
-    flags.DEFINE_string(
-        "hlo", None, "A file for the compiled text (HLO) of the round.", flag_values=options
-    )

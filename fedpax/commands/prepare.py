@@ -7,7 +7,7 @@ from typing import Any
 
 from absl import flags
 
-from fedpax.commands.parts.file_flags import define_file_flags, parse_files
+from fedpax.commands.parts.file_flags import parse_files
 from fedpax.console import print_error, print_line
 from fedpax.data import prepare as prepare_files
 from fedpax.errors import UsageError
@@ -27,7 +27,7 @@ def prepare(arguments: Sequence[str]) -> int:
         ValueError: as in `fedpax.data.prepare`.
         OSError: the disk has not enough space.
     """
-    options, files, reading = parse_files("prepare", arguments, define_flags)
+    options, files, reading = parse_files("prepare", arguments)
     if not options.out:
         raise UsageError(
             "`fedpax prepare` has no --out, expected a new folder. Set for example "
@@ -65,16 +65,3 @@ def _find_engine(options: flags.FlagValues) -> Callable[..., Any]:
                 f"--{name}={value} without --engine=beam, expected both. Add --engine=beam."
             )
     return prepare_files
-
-
-def define_flags(options: flags.FlagValues) -> None:
-    """Define the flags of the command."""
-    define_file_flags(options)
-    flags.DEFINE_string("out", None, "The folder to make.", flag_values=options)
-    flags.DEFINE_enum("on_bad_row", "error", ["error", "skip"], "Bad rows.", flag_values=options)
-    flags.DEFINE_float("heldout_fraction", 0.0, "The share to hold out.", flag_values=options)
-    flags.DEFINE_string("heldout_by", "example", "What is hashed.", flag_values=options)
-    flags.DEFINE_string("memory", None, "The memory for sorting.", flag_values=options)
-    flags.DEFINE_enum("engine", None, ["beam"], "What sorts the files.", flag_values=options)
-    flags.DEFINE_string("beam_flags", None, "Flags of the pipelines.", flag_values=options)
-    flags.DEFINE_integer("num_shards", None, "The most shards.", 1, flag_values=options)

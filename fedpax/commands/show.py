@@ -4,10 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import flags
-
 from fedpax.commands.parts.options import (
-    define_metric_flag,
     did_you_mean_flag,
     metric_names_of,
     output_file,
@@ -29,10 +26,10 @@ from fedpax.training.job_dir_lock import is_in_use
 def show(arguments: Sequence[str]) -> int:
     """Print tables of runs and of the use of their time, and draw the picture that is asked for."""
     # The runs may be running, finished, stopped or damaged; nothing in their folders changes.
-    options, unknown = parse("show", arguments, define_flags, needs_exp=False)
-    if unknown or options.exp:
+    options, unknown = parse("show", arguments)
+    if unknown:
         raise UsageError(
-            f"`fedpax show` got {unknown[0] if unknown else f'--exp={options.exp}'!r}, expected "
+            f"`fedpax show` got {unknown[0]!r}, expected "
             "--job_log_dir=DIR, --metric=NAME and --picture=FILE.png alone."
             f"{did_you_mean_flag(options, unknown[:1]) or ' Leave it out.'}"
         )
@@ -108,10 +105,3 @@ def _short(folder: Path) -> str:
         return str(folder)
     below = folder.is_relative_to(Path.cwd())
     return str(folder.relative_to(Path.cwd()) if below else folder)
-
-
-def define_flags(options: flags.FlagValues) -> None:
-    """Define the flags of the command."""
-    flags.DEFINE_multi_string("job_log_dir", [], "The runs' folders.", flag_values=options)
-    flags.DEFINE_string("picture", None, "A PNG file for the losses.", flag_values=options)
-    define_metric_flag(options)

@@ -4,8 +4,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import flags
-
 from fedpax.commands.parts.options import check_job_log_dir, did_you_mean_flag, parse
 from fedpax.commands.parts.saved_run import existing_folder
 from fedpax.console import print_line
@@ -22,9 +20,9 @@ ACTIONS = ("list", "expel", "admit")
 
 def sites(arguments: Sequence[str]) -> int:
     """List sites, or change which ones are expelled; a running syncer notices within a second."""
-    options, words = parse("sites", arguments, define_flags, needs_exp=False)
+    options, words = parse("sites", arguments)
     action, *names = words or [""]
-    if action not in ACTIONS or len(names) != (action != "list") or options.exp:
+    if action not in ACTIONS or len(names) != (action != "list"):
         unknown = [word for word in words if word.startswith("--")]
         raise UsageError(
             f"`fedpax sites` got {' '.join(words) or 'no action'!r}, expected list, expel NAME or "
@@ -84,11 +82,3 @@ def _expel(folder: Path, name: str, reason: str) -> None:
     print_line(f"Site {name} is expelled. `fedpax sites admit {name}` lets it return.")
     if name not in known:
         print_line(f"No site {name} has joined so far. Joined: {', '.join(sorted(known)) or '-'}.")
-
-
-def define_flags(options: flags.FlagValues) -> None:
-    """Define the flags of the command."""
-    flags.DEFINE_string("job_log_dir", None, "The syncer's folder.", flag_values=options)
-    flags.DEFINE_string(
-        "reason", "by the coordinator", "Why a site is expelled; it is told.", flag_values=options
-    )

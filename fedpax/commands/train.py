@@ -11,13 +11,9 @@ from absl import flags
 
 from fedpax.commands.parts.compilation_cache import enable_compilation_cache
 from fedpax.commands.parts.devices import provide_devices
-from fedpax.commands.parts.engines import define_engine_flags, engine_of
-from fedpax.commands.parts.options import allowed_changes, define_training_flags, parse_run
-from fedpax.commands.parts.processes import (
-    define_process_flags,
-    leave_on_failure,
-    provide_processes,
-)
+from fedpax.commands.parts.engines import engine_of
+from fedpax.commands.parts.options import allowed_changes, parse_run
+from fedpax.commands.parts.processes import leave_on_failure, provide_processes
 from fedpax.commands.parts.scaled_mesh import fit_mesh, island_numbers, processes_per_island
 from fedpax.console import print_line
 from fedpax.deploy.batch_training import train_in_batches
@@ -40,7 +36,7 @@ def train(arguments: Sequence[str]) -> int:
     Returns:
         The exit status.
     """
-    options, experiment, folder = parse_run("train", arguments, define_flags)
+    options, experiment, folder = parse_run("train", arguments)
     run_rounds = engine_of(options)
     if run_rounds is not None:
         if options.elastic:
@@ -77,39 +73,6 @@ def train(arguments: Sequence[str]) -> int:
     if jax.process_index() == 0:
         print_line(describe(result, experiment.training.rounds, options.job_log_dir))
     return 0 if result.signal is None else 128 + result.signal
-
-
-def define_flags(options: flags.FlagValues) -> None:
-    """Define the flags of the command."""
-    define_training_flags(options)
-    flags.DEFINE_enum(
-        "participant_states",
-        "average",
-        ("average", "copy"),
-        "States for another number of participants.",
-        flag_values=options,
-    )
-    define_process_flags(options)
-    define_elastic_flags(options)
-    define_engine_flags(options)
-
-
-def define_elastic_flags(options: flags.FlagValues) -> None:
-    """Define the flags of elastic training."""
-    flags.DEFINE_bool(
-        "elastic", False, "Train with the processes that are left.", flag_values=options
-    )
-    flags.DEFINE_enum(
-        "keeper",
-        "first",
-        ("first", "alone", "elsewhere"),
-        "The command that runs the keeper.",
-        flag_values=options,
-    )
-    flags.DEFINE_integer(
-        "copy_every", 1, "Rounds between copies in the host's memory.", 0, flag_values=options
-    )
-    flags.DEFINE_string("copy_dir", None, "A folder in the host's memory.", flag_values=options)
 
 
 def _train_elastically(

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedpax.algorithm import FederatedAlgorithm, Params
 from fedpax.checkpoints.exports import write_orbax
+from fedpax.checks import check_fields
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.errors import ArgumentError
 from fedpax.parallel.axes import ShardingTree
@@ -168,6 +169,10 @@ class Experiment(abc.ABC):
 
     training: TrainingConfig
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+
+    def __post_init__(self) -> None:
+        """Check the fields of types such as `fedpax.checks.Count`."""
+        check_fields(self, "")
 
     def resolve(
         self, default: Self, parse: Callable[[Self], Self], job_log_dir: str | Path | None

@@ -1,14 +1,15 @@
 """The settings of the training loop."""
 
 import dataclasses
+from typing import Annotated
 
 from fedpax.checks import (
-    COUNT,
-    COUNT_OR_ZERO,
-    POSITIVE,
+    CheckedConfig,
+    Count,
+    CountOrZero,
     IntRange,
+    Positive,
     check_integer_fields,
-    check_ranges,
 )
 from fedpax.errors import ArgumentError
 from fedpax.run_files.evaluations import parse_best_metric
@@ -20,7 +21,7 @@ from fedpax.training.watchdog import OnHang
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainingConfig:
+class TrainingConfig(CheckedConfig):
     """The settings of the training loop.
 
     Attributes:
@@ -78,25 +79,26 @@ class TrainingConfig:
         3
     """
 
-    rounds: int
-    evaluate_every: int
-    checkpoint_every: int
-    keep_checkpoints: int = 3
-    keep_every: int = 0
-    export_every: int = 0
+    group = "training"
+    rounds: Count
+    evaluate_every: CountOrZero
+    checkpoint_every: CountOrZero
+    keep_checkpoints: Count = 3
+    keep_every: CountOrZero = 0
+    export_every: CountOrZero = 0
     keep_best: str | None = None
-    stop_after: int = 0
+    stop_after: CountOrZero = 0
     checkpoint_dir: str | None = None
     seed: int = 0
     begin_from: str | None = None
     stop_on_non_finite: bool = True
     on_spike: OnSpike = "ignore"
-    spike_window: int = 32
-    spike_deviations: float = 6.0
-    spike_limit: int = 3
+    spike_window: Annotated[int, IntRange(least=2)] = 32
+    spike_deviations: Positive = 6.0
+    spike_limit: Count = 3
     update_norm: bool = False
     profile_at: str | None = None
-    hang_after: float | None = 1800.0
+    hang_after: Positive | None = 1800.0
     on_hang: OnHang = "report"
     tracker: TrackerName | None = None
     track_checkpoints: bool = False
@@ -108,21 +110,7 @@ class TrainingConfig:
             ValueError: a number is too small or no integer, or a setting is none of its values.
         """
         check_integer_fields(self, "training")
-        check_ranges(
-            self,
-            "training",
-            rounds=COUNT,
-            evaluate_every=COUNT_OR_ZERO,
-            checkpoint_every=COUNT_OR_ZERO,
-            keep_checkpoints=COUNT,
-            keep_every=COUNT_OR_ZERO,
-            export_every=COUNT_OR_ZERO,
-            stop_after=COUNT_OR_ZERO,
-            spike_window=IntRange(least=2),
-            spike_deviations=POSITIVE,
-            spike_limit=COUNT,
-            hang_after=POSITIVE,
-        )
+        super().__post_init__()
         if self.on_spike == "roll_back" and not (self.checkpoint_every or self.keep_every):
             raise ArgumentError(
                 "training.on_spike='roll_back' has no checkpoint to return to with "

@@ -37,7 +37,7 @@ def test_certificates_are_made_and_their_expiry_is_stated(command: Command, tmp_
         (("--out=new",), "needs a folder and names"),
         (("--names=a",), "needs a folder and names"),
         (("--out=new", "--names=a", "--sites=b"), "got '--sites=b', expected --out, --names"),
-        (("--out=new", "--names=a", "--exp=b"), "got '--exp'"),
+        (("--out=new", "--names=a", "--exp=b"), "got '--exp=b'"),
         (("--out=new", "--names=A"), "names[0]='A' is not a name"),
         (("--out=new", "--names=a", "--days=0"), "days=0 is out of range"),
         (("--out=new", "--names=a", "--days=x"), "--days"),

@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from fedpax.commands.parts.options import parse
-from fedpax.commands.train import define_flags
 from fedpax.processes.job_processes import find_job_processes
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +66,7 @@ def fedpax_arguments(words: list[str]) -> list[str]:
     """Return the arguments after `fedpax train`, all of which must be known."""
     at = words.index("fedpax")
     assert words[at + 1] == "train"
-    options, fields = parse("train", words[at + 2 :], define_flags)
+    options, fields = parse("train", words[at + 2 :])
     assert options.multihost and options.exp and options.job_log_dir and fields == []
     return words[at + 2 :]
 

@@ -5,18 +5,19 @@ import math
 import types
 import typing
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import optax
 import pytest
 
-from fedpax.checks import COUNT, check_ranges
+from fedpax.checks import CheckedConfig, Count, Positive
 from fedpax.commands.parts.options import configure
 from fedpax.experiments.catalog import experiments, find_group
 from fedpax.experiments.decoupled_diloco_text import decoupled_diloco_text
 from fedpax.experiments.diloco_text import OuterConfig
 from fedpax.experiments.listing import GROUPS
 from fedpax.experiments.optimizers import OptimizerConfig
+from fedpax.training import Experiment, Run, TrainingConfig
 
 ANY_INTEGER = {"seed"}
 MAY_BE_ZERO = {
@@ -153,11 +154,32 @@ def test_decay_rates_are_below_1_and_rates_are_finite() -> None:
 
 def test_the_message_names_the_flag_and_none_is_not_checked() -> None:
     @dataclasses.dataclass(frozen=True)
-    class Config:
-        size: int = 0
-        limit: int | None = None
+    class Config(CheckedConfig):
+        group = "x"
+        size: Count = 0
+        limit: Count | None = None
 
     with pytest.raises(
         ValueError, match=r"x\.size=0: expected an int of at least 1\. Set --x\.size to"
     ):
-        check_ranges(Config(), "x", size=COUNT, limit=COUNT)
+        Config()
+    assert Config(size=1) == Config(size=1, limit=None)
+    with pytest.raises(ValueError, match=r"x\.limit=0: expected an int of at least 1"):
+        Config(size=1, limit=0)
+
+
+def test_fields_of_an_own_experiment_are_checked_by_their_types() -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Mine(Experiment):
+        rate: Positive
+        rule: Literal["mean", "median"] | None = None
+
+        def build(self) -> Run:
+            raise NotImplementedError
+
+    training = TrainingConfig(rounds=1, evaluate_every=1, checkpoint_every=1)
+    assert Mine(training=training, rate=1.0).rule is None
+    with pytest.raises(ValueError, match=r"^rate=nan: expected a positive .* Set --rate to"):
+        Mine(training=training, rate=math.nan)
+    with pytest.raises(ValueError, match=r"^rule='max': expected one of mean, median\."):
+        Mine(training=training, rate=1.0, rule="max")  # type: ignore[arg-type]

@@ -8,22 +8,9 @@ from absl import flags
 from fedpax.deploy.batch_training import RunRounds
 from fedpax.errors import UsageError
 
-BATCH_ENGINES = ("beam", "out_of_core")
 CHUNK_SIZE = 16
 # The flag of each engine's settings.
 _SETTINGS = {"beam_flags": "beam", "chunk_size": "out_of_core", "flower_flags": "flower"}
-
-
-def define_engine_flags(options: flags.FlagValues, *more: str) -> None:
-    """Define the flags of engines: those for batch jobs, and more."""
-    engines = (*BATCH_ENGINES, *more)
-    flags.DEFINE_enum("engine", None, engines, "The engine of the rounds.", flag_values=options)
-    flags.DEFINE_string("beam_flags", None, "Flags of the pipeline.", flag_values=options)
-    flags.DEFINE_integer(
-        "chunk_size", None, "Clients in memory, out of core.", 1, flag_values=options
-    )
-    if "flower" in more:
-        flags.DEFINE_string("flower_flags", None, "Arguments of flwr run.", flag_values=options)
 
 
 def engine_of(options: flags.FlagValues) -> RunRounds | None:

@@ -11,14 +11,14 @@ from fedpax.errors import UsageError
 
 
 def parse_files(
-    command: str, arguments: Sequence[str], define: Any
+    command: str, arguments: Sequence[str]
 ) -> tuple[flags.FlagValues, list[str], dict[str, Any]]:
     """Parse the arguments of a command that reads files."""
-    options, files = parse(command, arguments, define, needs_exp=False)
+    options, files = parse(command, arguments)
     unknown = [word for word in files if word.startswith("--")]
-    if unknown or options.exp:
+    if unknown:
         raise UsageError(
-            f"`fedpax {command}` got {' '.join(unknown) or '--exp'!r}, which it does not have."
+            f"`fedpax {command}` got {' '.join(unknown)!r}, which it does not have."
             f"{did_you_mean_flag(options, unknown[:1])} Run `fedpax {command} --help` to see all "
             "flags."
         )
@@ -37,20 +37,6 @@ def parse_files(
         "image_size": _size(options.image_size),
     }
     return options, files, reading
-
-
-def define_file_flags(options: flags.FlagValues) -> None:
-    """Define the flags of the commands that read files."""
-    for name, text in {
-        "client": "The column that names clients.",
-        "label": "The column with the label.",
-        "split": "The split.",
-        "columns": "The columns to read.",
-        "types": "Types of columns.",
-        "delimiter": "The character between columns of CSV.",
-        "image_size": "The size of images.",
-    }.items():
-        flags.DEFINE_string(name, None, text, flag_values=options)
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import difflib
+import functools
 import inspect
 import operator
 import os
@@ -17,6 +18,8 @@ import tyro
 from absl import flags
 
 from fedpax.checks import check_integer_fields
+from fedpax.commands import COMMANDS
+from fedpax.commands.flag_table import Flag
 from fedpax.commands.parts.descriptions import whole_sentences
 from fedpax.console import escape_controls, print_error
 from fedpax.errors import UsageError
@@ -30,25 +33,28 @@ from fedpax.run_files.seeds import seed_paths, with_seed
 from fedpax.training.experiment import Experiment
 
 _PARSING = threading.Lock()
+_DEFINE: dict[type, Callable[..., Any]] = {
+    str: flags.DEFINE_string,
+    bool: flags.DEFINE_bool,
+    int: flags.DEFINE_integer,
+    float: flags.DEFINE_float,
+    list: flags.DEFINE_multi_string,
+}
 
 
 def parse(
-    command: str,
-    arguments: Sequence[str],
-    define: Callable[[flags.FlagValues], None],
-    *,
-    needs_exp: bool = True,
+    command: str, arguments: Sequence[str], *, needs_exp: bool = True
 ) -> tuple[flags.FlagValues, list[str]]:
     """Return a command's own flags, parsed, and all other arguments."""
     options = flags.FlagValues()
     options.set_gnu_getopt(True)  # flags may follow "--model.num_layers 4"
-    flags.DEFINE_string("exp", None, "The experiment, or several with commas.", flag_values=options)
-    define(options)
+    for name, flag in COMMANDS[command].flags.items():
+        _define(options, name, flag)
     try:
         _, *fields = options([f"fedpax {command}", *arguments], known_only=True)
     except flags.Error as error:
         raise UsageError(f"{error}. Run `fedpax --help` to see all flags.") from None
-    if needs_exp and not options.exp:
+    if needs_exp and "exp" in options and not options.exp:
         raise UsageError(
             f"`fedpax {command}` has no --exp, expected --exp=NAME. Run `fedpax list` to see the "
             "names."
@@ -56,11 +62,20 @@ def parse(
     return options, fields
 
 
-def parse_run(
-    command: str, arguments: Sequence[str], define: Callable[[flags.FlagValues], None]
-) -> tuple[flags.FlagValues, Experiment, Path]:
+def _define(options: flags.FlagValues, name: str, flag: Flag) -> None:
+    if isinstance(flag.type, tuple):
+        flags.DEFINE_enum(name, flag.default, flag.type, flag.text, flag_values=options)
+        return
+    kind = flag.type or (str if flag.default is None else type(flag.default))
+    define = _DEFINE[kind]
+    if kind in (int, float):
+        define = functools.partial(define, lower_bound=flag.least, upper_bound=flag.most)
+    define(name, flag.default, flag.text, flag_values=options)
+
+
+def parse_run(command: str, arguments: Sequence[str]) -> tuple[flags.FlagValues, Experiment, Path]:
     """Parse the arguments of a command that runs one experiment in a folder."""
-    options, fields = parse(command, arguments, define)
+    options, fields = parse(command, arguments)
     try:
         experiment = configure(options.exp, fields, options.job_log_dir)
     except SystemExit as stop:  # tyro has printed the error: it knows the fields, not the flags
@@ -75,27 +90,13 @@ def did_you_mean_flag(options: flags.FlagValues, unknown: Sequence[str]) -> str:
     """Return a sentence with the flag of a command that is most similar to an unknown argument.
 
     Example:
-        >>> options, unknown = parse("show", ["--job_logdir=x"], define_training_flags,
-        ...                          needs_exp=False)
+        >>> options, unknown = parse("show", ["--job_logdir=x"])
         >>> did_you_mean_flag(options, unknown)
         ' Did you mean --job_log_dir?'
     """
     names = [word.partition("=")[0].removeprefix("--") for word in unknown if word[:2] == "--"]
     near = [flag for name in names for flag in difflib.get_close_matches(name, list(options), n=1)]
     return f" Did you mean --{near[0]}?" if near else ""
-
-
-def define_training_flags(options: flags.FlagValues) -> None:
-    """Define the flags of the commands that train."""
-    flags.DEFINE_string("job_log_dir", None, "The run's folder.", flag_values=options)
-    flags.DEFINE_multi_string(
-        "allow_config_change", [], "Fields that may change.", flag_values=options
-    )
-
-
-def define_metric_flag(options: flags.FlagValues) -> None:
-    """Define the flag of the commands that print and draw metrics."""
-    flags.DEFINE_string("metric", None, "Names of metrics.", flag_values=options)
 
 
 def metric_names_of(options: flags.FlagValues) -> list[str]:
@@ -112,9 +113,10 @@ def allowed_changes(options: flags.FlagValues) -> list[str]:
 def check_job_log_dir(options: flags.FlagValues) -> None:
     """Check that `--job_log_dir` is given."""
     if not options.job_log_dir:
+        exp = (options.exp if "exp" in options else None) or "NAME"
         raise UsageError(
             "--job_log_dir is missing, expected a folder for checkpoints and metrics, such as "
-            f"--job_log_dir=runs/{(options.exp or 'NAME').partition(',')[0].rpartition(':')[2]}."
+            f"--job_log_dir=runs/{exp.partition(',')[0].rpartition(':')[2]}."
         )
 
 

@@ -20,17 +20,6 @@ SECONDS_TO_LEAVE = 10.0
 """Seconds that a process that failed waits for the others to end too."""
 
 
-def define_process_flags(options: flags.FlagValues) -> None:
-    """Define the flags of the commands that several processes can run together."""
-    flags.DEFINE_bool("multihost", False, "Train with all processes.", flag_values=options)
-    flags.DEFINE_float(
-        "join_timeout", 300.0, "Seconds to wait for the other processes.", flag_values=options
-    )
-    flags.DEFINE_integer(
-        "heartbeat_timeout", 100, "Seconds until a silent process is lost.", 5, flag_values=options
-    )
-
-
 def provide_processes(options: flags.FlagValues, experiment: Experiment) -> None:
     """Join the other processes with `--multihost`, and provide the devices of an experiment."""
     num_processes: int | None = 1

@@ -16,7 +16,7 @@ from fedpax.commands.parts.compilation_cache import enable_compilation_cache
 from fedpax.commands.parts.devices import provide_devices
 from fedpax.commands.parts.options import check_job_log_dir, override
 from fedpax.console import print_error
-from fedpax.errors import ArgumentError, UsageError
+from fedpax.errors import UsageError
 from fedpax.experiments.catalog import find_experiment, is_shipped
 from fedpax.run_files.configuration import (
     class_name,
@@ -51,43 +51,17 @@ class SavedRun(NamedTuple):
         return folder_of_checkpoints(self.folder, self.experiment.training.checkpoint_dir)
 
 
-def define_saved_run_flags(options: flags.FlagValues) -> None:
-    """Define the flags of the commands that read a run."""
-    flags.DEFINE_string(
-        "job_log_dir", None, "The run's folder or checkpoint_dir.", flag_values=options
-    )
-    flags.DEFINE(
-        _RoundParser(),
-        "round",
-        None,
-        "The checkpoint's round, or best; default: the newest.",
-        flag_values=options,
-    )
-
-
-class _RoundParser(flags.ArgumentParser):
-    """The values of `--round`: a number, or `best`."""
-
-    syntactic_help = "a round or best"
-
-    def parse(self, argument: str | int) -> str | int:
-        """Return the number, or `best`."""
-        text = str(argument)
-        if text == "best":
-            return text
-        if not text.isdecimal():
-            raise ArgumentError(
-                "expected a round or `best`; leave it out for the newest checkpoint"
-            )
-        return int(text)
-
-
 def read_saved_run(
     command: str, arguments: Sequence[str], options: flags.FlagValues, fields: Sequence[str]
 ) -> SavedRun:
     """Rebuild the experiment of the run in `--job_log_dir`, which can come from others."""
     # Only code of fedpax is run, and code that `--exp` names.
     check_job_log_dir(options)
+    if options.round not in (None, "best") and not options.round.isdecimal():
+        raise UsageError(
+            f"--round={options.round} is not a round, expected a round or `best`. Leave it out for "
+            "the newest checkpoint."
+        )
     folder = existing_folder(options.job_log_dir)
     named_configuration = read_configuration_json(folder)
     if named_configuration is None and complete_rounds(folder / FOLDER):
@@ -170,8 +144,8 @@ def existing_folder(job_log_dir: str) -> Path:
     return folder
 
 
-def checkpoint_round(command: str, saved: SavedRun, chosen: int | str | None) -> int:
-    """Return the round of the checkpoint to load."""
+def checkpoint_round(command: str, saved: SavedRun, chosen: str | None) -> int:
+    """Return the round of the checkpoint that `--round` chooses."""
     if chosen == "best":
         return best_round(saved.saved_in)
     round_number = None if chosen is None else int(chosen)

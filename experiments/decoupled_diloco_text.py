@@ -16,7 +16,7 @@ from fedpax.checks import Count, CountOrZero, NonNegative, Positive
 from fedpax.errors import ArgumentError
 from fedpax.experiments.island_settings import FragmentSettings, wire_codec
 from fedpax.experiments.optimizers import OptimizerConfig
-from fedpax.experiments.text import TextConfig, TextExperiment
+from fedpax.experiments.text import TextExperiment, short_rows
 from fedpax.models import presets
 from fedpax.training.training_config import TrainingConfig
 
@@ -125,13 +125,7 @@ def decoupled_diloco_text() -> DecoupledDiLoCoText:
     return DecoupledDiLoCoText(
         islands=4,
         model=presets.base_1m(),
-        data=TextConfig(
-            local_steps=32,
-            batch_size=2,
-            seq_len=32,
-            heldout_batch_size=32,
-            heldout_tokens=32_768,
-        ),
+        data=short_rows(local_steps=32, batch_size=2, seq_len=32),
         optimizer=OptimizerConfig(learning_rate=2e-3),
         # Updates that miss their merge change the loss less than with the momentum of 0.9.
         decoupled=DecoupledConfig(quorum=2, learning_rate=0.7, momentum=0.6),

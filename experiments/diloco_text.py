@@ -9,7 +9,7 @@ from fedpax.algorithm import FederatedAlgorithm, LossFn
 from fedpax.algorithms import data_parallel, diloco
 from fedpax.experiments.island_settings import OuterSGD
 from fedpax.experiments.optimizers import OptimizerConfig
-from fedpax.experiments.text import TextConfig, TextExperiment, text_fields
+from fedpax.experiments.text import TextExperiment, short_rows, text_fields
 from fedpax.models import presets
 from fedpax.models.lora import LoRAConfig
 from fedpax.training.training_config import TrainingConfig
@@ -77,13 +77,7 @@ def diloco_text() -> DiLoCoText:
     return DiLoCoText(
         islands=4,
         model=presets.base_100k(),
-        data=TextConfig(
-            local_steps=18,
-            batch_size=4,
-            seq_len=64,
-            heldout_batch_size=32,
-            heldout_tokens=32_768,
-        ),
+        data=short_rows(local_steps=18, batch_size=4),
         optimizer=OptimizerConfig(learning_rate=8e-3, final_lr_ratio=0.01),
         outer=OuterConfig(learning_rate=0.9, momentum=0.7, num_levels=16),
         training=TrainingConfig(rounds=216, evaluate_every=24, checkpoint_every=108),
@@ -115,13 +109,7 @@ def diloco_lora_text() -> DiLoCoText:
     return DiLoCoText(
         islands=4,
         model=presets.base_1m(),
-        data=TextConfig(
-            local_steps=10,
-            batch_size=4,
-            seq_len=64,
-            heldout_batch_size=32,
-            heldout_tokens=32_768,
-        ),
+        data=short_rows(local_steps=10, batch_size=4),
         lora=LoRAConfig(rank=8),
         optimizer=OptimizerConfig(learning_rate=3e-3, weight_decay=0.0),
         outer=OuterConfig(momentum=0.5, num_levels=16),

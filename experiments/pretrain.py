@@ -16,7 +16,7 @@ from fedpax.algorithm import FederatedAlgorithm, LossFn
 from fedpax.algorithms import data_parallel
 from fedpax.experiments.diloco_text import DiLoCoText, OuterConfig
 from fedpax.experiments.optimizers import OptimizerConfig
-from fedpax.experiments.text import LossConfig, TextConfig
+from fedpax.experiments.text import LossConfig, TextConfig, short_rows
 from fedpax.models import presets
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.training.training_config import TrainingConfig
@@ -40,13 +40,7 @@ def pretrain_text() -> Pretraining:
     return Pretraining(
         mesh=MeshConfig(fsdp=-1),
         model=presets.base_1m(),
-        data=TextConfig(
-            local_steps=20,
-            batch_size=8,
-            seq_len=64,
-            heldout_batch_size=32,
-            heldout_tokens=32_768,
-        ),
+        data=short_rows(local_steps=20, batch_size=8),
         optimizer=OptimizerConfig(learning_rate=2e-3),
         training=TrainingConfig(rounds=30, evaluate_every=10, checkpoint_every=10),
     )

@@ -73,6 +73,17 @@ class TextConfig(TextDataConfig):
         parse_mixture(self.mixture)
 
 
+def short_rows(*, local_steps: int, batch_size: int, seq_len: int = 64) -> TextConfig:
+    """Return the text of the small experiments: short rows, and few tokens to evaluate on."""
+    return TextConfig(
+        local_steps=local_steps,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        heldout_batch_size=32,
+        heldout_tokens=32_768,
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class LossConfig(CheckedConfig):
     """The training loss: regularizers beside the cross-entropy, and gradient accumulation.

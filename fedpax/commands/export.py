@@ -1,7 +1,8 @@
 """`fedpax export`: write the model of a run to a folder or a file, for other programs."""
 
+import contextlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,25 +58,14 @@ def export(arguments: Sequence[str]) -> int:
         _check_has_huggingface_form(saved)
     run = build_run(saved.experiment)
     print_error(f"{saved.exp}: exporting round {number}")
-    draft = out.with_name(f".{out.name}.draft")
-    _remove(draft)  # of an export that was killed
-    try:
-        with jax.set_mesh(run.mesh):
-            params = load_whole_model(saved, run, number)
-            if options.dtype:
-                params = jax.tree.map(lambda leaf: _cast(leaf, options.dtype), params)
-            if as_file:
-                _write_file(draft, chosen, params)
-            else:
-                _write_folder(draft, chosen, saved, params)
+    with _draft_of(out, last=None if as_file else LAST_FILE) as draft, jax.set_mesh(run.mesh):
+        params = load_whole_model(saved, run, number)
+        if options.dtype:
+            params = jax.tree.map(lambda leaf: _cast(leaf, options.dtype), params)
         if as_file:
-            draft.replace(out)
+            _write_file(draft, chosen, params)
         else:
-            if out.exists():
-                out.rmdir()
-            rename_folder(draft, out, last=LAST_FILE)
-    finally:
-        _remove(draft)
+            _write_folder(draft, chosen, saved, params)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     names = "" if as_file else f": {', '.join(sorted(path.name for path in out.iterdir()))}"
     print_line(f"{saved.exp} round {number}: {count:,} parameters in {out}{names}")
@@ -96,15 +86,8 @@ def _export_flower(experiment: Experiment, exp: str, options: flags.FlagValues) 
     """Write a Flower app of an experiment, which needs no training before."""
     _check_is_of_round("flower", options)
     out = _new_path(options.out, is_folder=True)
-    draft = out.with_name(f".{out.name}.draft")
-    _remove(draft)  # of an export that was killed
-    try:
+    with _draft_of(out, last=APP_FILE) as draft:
         words = write_flower_app(draft, experiment, exp)
-        if out.exists():
-            out.rmdir()
-        rename_folder(draft, out, last=APP_FILE)
-    finally:
-        _remove(draft)
     print_line(f"{exp}: {words}, in {out}. Next: flwr run {out} --stream")
     return 0
 
@@ -122,21 +105,34 @@ def _export_stages(saved: SavedRun, options: flags.FlagValues) -> int:
         )
     state = jax.eval_shape(lambda key: run.algorithm.init(run.init(key)), jax.random.key(0))
     divided = stages(run.algorithm.round, state, run.cohort_shapes)
-    draft = out.with_name(f".{out.name}.draft")
-    _remove(draft)  # of an export that was killed
-    try:
+    with _draft_of(out, last=MANIFEST) as draft:
         artifact = export_stages(divided, draft)
-        if out.exists():
-            out.rmdir()
-        rename_folder(draft, out, last=MANIFEST)
-    finally:
-        _remove(draft)
     size = sum(path.stat().st_size for path in out.glob("client_*.jax"))
     print_line(
         f"{saved.exp}: {len(artifact)} {'stage' if len(artifact) == 1 else 'stages'} in {out}, "
         f"{size:,} bytes for a participant, program {artifact.program[:12]}"
     )
     return 0
+
+
+@contextlib.contextmanager
+def _draft_of(out: Path, *, last: str | None) -> Iterator[Path]:
+    """Yield the path of a draft, which takes the place of a folder or, if `last` is None, a file.
+
+    Of a folder, the file `last` comes last, so that a folder with it is complete.
+    """
+    draft = out.with_name(f".{out.name}.draft")
+    _remove(draft)  # of an export that was killed
+    try:
+        yield draft
+        if last is None:
+            draft.replace(out)
+            return
+        if out.exists():
+            out.rmdir()
+        rename_folder(draft, out, last=last)
+    finally:
+        _remove(draft)
 
 
 def _remove(draft: Path) -> None:

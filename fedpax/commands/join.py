@@ -49,14 +49,9 @@ def join(arguments: Sequence[str]) -> int:
                 experiment,
                 folder,
                 options.syncer,
-                exp=options.exp,
-                name=options.name,
                 shard=options.shard,
-                certificates=options.certificates,
-                server_name=options.server_name,
-                allow_config_change=allowed_changes(options),
-                give_up_after=options.give_up_after,
                 heartbeat_timeout=options.heartbeat_timeout,
+                **_common(options),
             )
         except JobProcessesError as error:
             raise UsageError(f"--multihost: {error}") from None
@@ -75,14 +70,9 @@ def _take_part(options: flags.FlagValues, experiment: Any, folder: Path) -> int:
         experiment,
         folder,
         options.syncer,
-        exp=options.exp,
-        name=options.name,
-        certificates=options.certificates,
-        server_name=options.server_name,
-        allow_config_change=allowed_changes(options),
-        give_up_after=options.give_up_after,
         only_sums_of=options.only_sums_of,
         personal=options.personal,
+        **_common(options),
     )
     took_part = f"this site took part in {result.rounds} rounds"
     again = "Run the same command again to return."
@@ -95,6 +85,13 @@ def _take_part(options: flags.FlagValues, experiment: Any, folder: Path) -> int:
     saved = "no model was received" if latest_round(folder) is None else "the model is saved"
     print_line(f"Finished: {took_part}; {saved} in {options.job_log_dir}.")
     return 0
+
+
+def _common(options: flags.FlagValues) -> dict[str, Any]:
+    """Return the arguments of both ways of joining a syncer."""
+    names = ("exp", "name", "certificates", "server_name", "give_up_after")
+    arguments: dict[str, Any] = {name: options[name].value for name in names}
+    return {**arguments, "allow_config_change": allowed_changes(options)}
 
 
 def describe(result: "JoinResult", folder: str, syncer: str) -> str:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fedpax.commands.parts.options import (
     UsageError,
@@ -32,7 +32,11 @@ def syncer(arguments: Sequence[str]) -> int:
     from fedpax.sites.transport.admission import SiteLimits
 
     enable_compilation_cache()
-    limits = SiteLimits(options.messages_per_minute, options.bytes_per_minute)
+    names = ("exp", "certificates", "heartbeat_seconds", "goodbye_seconds")
+    common: dict[str, Any] = {name: options[name].value for name in names} | {
+        "allow_config_change": allowed_changes(options),
+        "limits": SiteLimits(options.messages_per_minute, options.bytes_per_minute),
+    }
     if has_rounds_over_sites(experiment):
         from fedpax.sites.rounds.round_rules import RoundRules
         from fedpax.sites.rounds.run_coordinator import run_coordinator
@@ -41,42 +45,19 @@ def syncer(arguments: Sequence[str]) -> int:
             experiment,
             folder,
             options.listen,
-            exp=options.exp,
-            certificates=options.certificates,
-            allow_config_change=allowed_changes(options),
-            rules=RoundRules(
-                options.min_sites,
-                options.round_seconds,
-                options.weights,
-                options.silent_after,
-                options.norm_factor,
-                options.accept_if,
-                options.secure_sums,
-                options.secure_threshold,
-                options.down,
-                options.up,
-                options.missed_rounds,
-                options.clients_per_site,
-            ),
-            heartbeat_seconds=options.heartbeat_seconds,
-            goodbye_seconds=options.goodbye_seconds,
-            limits=limits,
+            rules=RoundRules(**{name: options[name].value for name in RoundRules._fields}),
+            **common,
         )
         return _report(result, experiment, options.job_log_dir)
     result = run_syncer(
         experiment,
         folder,
         options.listen,
-        exp=options.exp,
-        certificates=options.certificates,
-        allow_config_change=allowed_changes(options),
-        heartbeat_seconds=options.heartbeat_seconds,
         free_shard_after=options.free_shard_after,
         islands_per_certificate=options.islands_per_certificate,
-        goodbye_seconds=options.goodbye_seconds,
         allow_older_state=options.allow_older_state,
-        limits=limits,
         guards=GuardRules(options.norm_factor, options.accept_if),
+        **common,
     )
     return _report(result, experiment, options.job_log_dir)
 

@@ -24,7 +24,7 @@ from fedpax.algorithms.parts.participation import takes_part
 from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
 from fedpax.algorithms.parts.server import make_server
 from fedpax.checks import NON_NEGATIVE
-from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.clients.cohort import Cohort, NumSteps, check_cohort
 from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_sum
 from fedpax.primitives.placement import ChunkSize
@@ -141,7 +141,7 @@ def agnostic(
             client: Int[Array, ""],
             is_present: Bool[Array, ""],
             batches: chex.ArrayTree,
-            num_steps: Int[Array, ""] | None,
+            num_steps: NumSteps,
         ) -> tuple[Params, Metrics, jax.Array, jax.Array, jax.Array]:
             pseudo_gradient, metrics = local_update(
                 loss_fn, client_optimizer, x, batches, num_steps

@@ -27,7 +27,7 @@ from fedpax.algorithms.parts.server import make_server
 from fedpax.algorithms.parts.tree_arithmetic import scale, subtract
 from fedpax.checks import FRACTION, NON_NEGATIVE
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
-from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.clients.cohort import Cohort, NumSteps, check_cohort
 from fedpax.primitives.placement import ChunkSize
 from fedpax.transforms.program import program
 
@@ -137,7 +137,7 @@ def apfl(
         x = state.params
 
         def local_train(
-            personal: Personal, batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
+            personal: Personal, batches: chex.ArrayTree, num_steps: NumSteps
         ) -> tuple[Params, Metrics, Personal]:
             beside = _personal_steps(loss_fn, client_optimizer, personal, mixing_learning_rate)
             optimizer = optax.chain(beside, client_optimizer)

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import chex
 import optax
-from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
@@ -18,7 +17,7 @@ from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer
 from fedpax.algorithms.parts.optimizer_step import optimizer_step
 from fedpax.algorithms.parts.participation import participant_weights, without_absent
 from fedpax.algorithms.parts.server import as_floats, given_aggregator, outer_sgd, unless_all_absent
-from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.clients.cohort import Cohort, NumSteps, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map
 from fedpax.transforms.program import program
 
@@ -111,9 +110,7 @@ def diloco(
         cohort = without_absent(cohort, cohort.client_ids)
 
         def train(
-            inner_state: optax.OptState,
-            batches: chex.ArrayTree,
-            num_steps: Int[Array, ""] | None,
+            inner_state: optax.OptState, batches: chex.ArrayTree, num_steps: NumSteps
         ) -> tuple[Params, optax.OptState, Metrics]:
             gradient, after, metrics = outer_gradient(state.params, inner_state, batches, num_steps)
             return gradient, keep_finite(combine, inner_state, after), metrics

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import chex
 import optax
-from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params, Scalar
@@ -25,7 +24,7 @@ from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
 from fedpax.algorithms.parts.server import make_server
 from fedpax.checks import NON_NEGATIVE
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
-from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.clients.cohort import Cohort, NumSteps, check_cohort
 from fedpax.primitives.placement import ChunkSize
 from fedpax.transforms.program import program
 
@@ -131,7 +130,7 @@ def ditto(
         toward_shared = optax.chain(proximal_term(lam, x), personal)
 
         def local_train(
-            v: Params, batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
+            v: Params, batches: chex.ArrayTree, num_steps: NumSteps
         ) -> tuple[Params, Metrics, Params]:
             pseudo_gradient, metrics = local_update(
                 loss_fn, client_optimizer, x, batches, num_steps

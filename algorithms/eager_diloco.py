@@ -8,7 +8,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
@@ -21,7 +20,7 @@ from fedpax.algorithms.parts.model_averaging import population_mean
 from fedpax.algorithms.parts.optimizer_step import optimizer_step
 from fedpax.algorithms.parts.participation import participant_weights, without_absent
 from fedpax.algorithms.parts.server import given_aggregator, outer_sgd
-from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.clients.cohort import Cohort, NumSteps, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map
 from fedpax.transforms.program import program
 
@@ -142,10 +141,7 @@ def eager_diloco(
         )
 
         def train(
-            x: Params,
-            inner_state: optax.OptState,
-            batches: chex.ArrayTree,
-            num_steps: Int[Array, ""] | None,
+            x: Params, inner_state: optax.OptState, batches: chex.ArrayTree, num_steps: NumSteps
         ) -> tuple[Params, optax.OptState, Metrics]:
             *after, metrics = outer_gradient(x, inner_state, batches, num_steps)
             before = optax.tree.zeros_like(x), inner_state

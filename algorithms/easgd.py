@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import chex
 import optax
-from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
@@ -18,7 +17,7 @@ from fedpax.algorithms.parts.participation import participant_weights, without_a
 from fedpax.algorithms.parts.server import given_aggregator
 from fedpax.algorithms.parts.tree_arithmetic import subtract, weighted_sum
 from fedpax.checks import PROBABILITY
-from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.clients.cohort import Cohort, NumSteps, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map
 from fedpax.transforms.program import program
 
@@ -112,10 +111,7 @@ def easgd(
         center, alpha = state.params, beta / islands
 
         def explore(
-            x: Params,
-            optimizer_state: optax.OptState,
-            batches: chex.ArrayTree,
-            num_steps: Int[Array, ""] | None,
+            x: Params, optimizer_state: optax.OptState, batches: chex.ArrayTree, num_steps: NumSteps
         ) -> tuple[Any, Any, optax.OptState, Metrics]:
             *after, metrics = local_steps(
                 loss_fn, optimizer, x, optimizer_state, batches, num_steps

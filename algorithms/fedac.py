@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import optax
-from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
@@ -20,7 +19,7 @@ from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
 from fedpax.algorithms.parts.server import given_aggregator
 from fedpax.algorithms.parts.tree_arithmetic import subtract, weighted_sum
 from fedpax.checks import POSITIVE, Range
-from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.clients.cohort import Cohort, NumSteps, check_cohort
 from fedpax.errors import ArgumentError
 from fedpax.primitives.placement import ChunkSize
 from fedpax.transforms.program import program
@@ -124,7 +123,7 @@ def fedac(
         share = 1 / rates.beta
 
         def local_train(
-            batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
+            batches: chex.ArrayTree, num_steps: NumSteps
         ) -> tuple[chex.ArrayTree, Metrics]:
             # The first u and w_md depend on the client's batches: otherwise XLA computes them
             # before its loop over clients, and keeps two more models in memory.

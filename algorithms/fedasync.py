@@ -19,7 +19,7 @@ from fedpax.algorithms.parts.staleness import StalenessFn, polynomial_staleness
 from fedpax.algorithms.parts.tree_arithmetic import scale, subtract
 from fedpax.checks import COUNT_OR_ZERO, FRACTION, NON_NEGATIVE, check_argument
 from fedpax.clients import Arrivals
-from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.clients.cohort import Cohort, NumSteps, check_cohort
 from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_map, federated_mean
 from fedpax.transforms.program import program
@@ -129,9 +129,7 @@ def fedasync(
             staleness = cohort.schedule.staleness
 
         def train(
-            staleness: Int[Array, ""],
-            batches: chex.ArrayTree,
-            num_steps: Int[Array, ""] | None,
+            staleness: Int[Array, ""], batches: chex.ArrayTree, num_steps: NumSteps
         ) -> tuple[Params, Metrics]:
             # Without a schedule, a client receives one model, as `fedpax.cost` counts it.
             has_schedule = cohort.schedule is not None

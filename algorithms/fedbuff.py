@@ -21,7 +21,7 @@ from fedpax.algorithms.parts.staleness import StalenessFn, polynomial_staleness
 from fedpax.algorithms.parts.tree_arithmetic import scale
 from fedpax.checks import COUNT, COUNT_OR_ZERO, check_argument
 from fedpax.clients import Arrivals
-from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.clients.cohort import Cohort, NumSteps, check_cohort
 from fedpax.primitives import federated_map
 from fedpax.primitives.placement import ChunkSize
 from fedpax.transforms.program import program
@@ -127,7 +127,7 @@ def fedbuff(
         weights = participant_weights(cohort)
 
         def train_from(
-            start: Params, batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
+            start: Params, batches: chex.ArrayTree, num_steps: NumSteps
         ) -> tuple[Params, Metrics]:
             return local_update(loss_fn, client_optimizer, start, batches, num_steps)
 

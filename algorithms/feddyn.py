@@ -7,7 +7,6 @@ from typing import NamedTuple
 import chex
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params, Scalar
@@ -27,7 +26,7 @@ from fedpax.algorithms.parts.server import as_floats, make_server
 from fedpax.algorithms.parts.tree_arithmetic import scale
 from fedpax.checks import NON_NEGATIVE
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
-from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.clients.cohort import Cohort, NumSteps, check_cohort
 from fedpax.primitives import federated_map, federated_sum
 from fedpax.primitives.placement import ChunkSize
 from fedpax.transforms.program import program
@@ -135,7 +134,7 @@ def feddyn(
         inverse = jnp.where(alpha > 0, 1 / jnp.where(alpha > 0, alpha, 1), 0)
 
         def local_train(
-            client_gradient: Params, batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
+            client_gradient: Params, batches: chex.ArrayTree, num_steps: NumSteps
         ) -> tuple[Params, Metrics, Params]:
             # Up to a constant, both terms are alpha / 2 |y - (x + g_i / alpha)|^2: a step reads one
             # model for them.

@@ -8,7 +8,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
@@ -22,7 +22,7 @@ from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
 from fedpax.algorithms.parts.server import as_floats, make_server
 from fedpax.algorithms.parts.tree_arithmetic import scale
-from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.clients.cohort import Cohort, NumSteps, check_cohort
 from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_mean
 from fedpax.primitives.placement import ChunkSize
@@ -97,7 +97,7 @@ def fednova(
         lengths = _lengths(client_optimizer, jax.tree.leaves(cohort.batches)[0].shape[1])
 
         def local_train(
-            batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
+            batches: chex.ArrayTree, num_steps: NumSteps
         ) -> tuple[Params, Metrics, Float[Array, ""]]:
             pseudo_gradient, metrics = local_update(
                 loss_fn, client_optimizer, state.params, batches, num_steps

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import chex
 import optax
-from jaxtyping import Array, Int
 
 from fedpax.algorithm import LossFn, Metrics, Params
 from fedpax.algorithms.parts.local_evaluation import local_metrics
@@ -14,7 +13,7 @@ from fedpax.algorithms.parts.local_steps import local_steps
 from fedpax.algorithms.parts.method_checks import check_optimizer
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
-from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.clients.cohort import Cohort, NumSteps, check_cohort
 from fedpax.primitives import federated_mean
 from fedpax.primitives.placement import ChunkSize
 from fedpax.transforms.program import program
@@ -69,9 +68,9 @@ def fine_tuning_evaluation(
 
         def local_evaluate(
             batches: chex.ArrayTree,
-            num_steps: Int[Array, ""] | None,
+            num_steps: NumSteps,
             held_out: chex.ArrayTree,
-            held_out_steps: Int[Array, ""] | None,
+            held_out_steps: NumSteps,
         ) -> Metrics:
             tuned, *_ = local_steps(
                 loss_fn, client_optimizer, params, client_optimizer.init(params), batches, num_steps

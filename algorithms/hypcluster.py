@@ -22,7 +22,7 @@ from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
 from fedpax.algorithms.parts.server import make_server
 from fedpax.algorithms.parts.tree_arithmetic import select
 from fedpax.checks import COUNT, check_argument
-from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.clients.cohort import Cohort, NumSteps, check_cohort
 from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_map, federated_sum
 from fedpax.primitives.placement import ChunkSize
@@ -127,11 +127,11 @@ def hypcluster(
     def hypcluster_round(state: HypClusterState, cohort: Cohort) -> tuple[HypClusterState, Metrics]:
         check_cohort("hypcluster", cohort, cohort_size)
 
-        def choose(batches: chex.ArrayTree, num_steps: Int[Array, ""] | None) -> Int[Array, ""]:
+        def choose(batches: chex.ArrayTree, num_steps: NumSteps) -> Int[Array, ""]:
             return choose_cluster(loss_fn, state.params, batches, num_steps)
 
         def local_train(
-            batches: chex.ArrayTree, num_steps: Int[Array, ""] | None, cluster: Int[Array, ""]
+            batches: chex.ArrayTree, num_steps: NumSteps, cluster: Int[Array, ""]
         ) -> tuple[Params, Metrics]:
             x = jax.tree.map(lambda p: p[cluster], state.params)
             return local_update(loss_fn, client_optimizer, x, batches, num_steps)

@@ -8,7 +8,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
@@ -22,7 +21,7 @@ from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
 from fedpax.algorithms.parts.server import as_floats, make_server, unless_all_absent
 from fedpax.algorithms.parts.tree_arithmetic import subtract, weighted_sum
 from fedpax.checks import DECAY, NON_NEGATIVE, POSITIVE
-from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.clients.cohort import Cohort, NumSteps, check_cohort
 from fedpax.primitives import federated_mean
 from fedpax.primitives.placement import ChunkSize
 from fedpax.transforms.program import program
@@ -269,7 +268,7 @@ def _mime(
         x, s = state.params, state.client_optimizer_state
         weights = as_floats(participant_weights(cohort))
 
-        def gradient_at_x(batches: chex.ArrayTree, num_steps: Int[Array, ""] | None) -> Params:
+        def gradient_at_x(batches: chex.ArrayTree, num_steps: NumSteps) -> Params:
             return full_gradient(loss_fn, x, batches, num_steps)
 
         gradients = rematerialized_map(
@@ -280,9 +279,7 @@ def _mime(
         if is_corrected:
             optimizer = optax.chain(_minus_gradient_at(loss_fn, x), added_term(c), optimizer)
 
-        def local_train(
-            batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
-        ) -> tuple[Params, Metrics]:
+        def local_train(batches: chex.ArrayTree, num_steps: NumSteps) -> tuple[Params, Metrics]:
             return local_update(loss_fn, optimizer, x, batches, num_steps)
 
         pseudo_gradients, metrics = rematerialized_map(

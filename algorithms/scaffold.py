@@ -8,7 +8,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
@@ -31,7 +31,7 @@ from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
 from fedpax.algorithms.parts.server import make_server
 from fedpax.algorithms.parts.tree_arithmetic import scale, select, subtract
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients
-from fedpax.clients.cohort import Cohort, check_cohort
+from fedpax.clients.cohort import Cohort, NumSteps, check_cohort
 from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_sum
 from fedpax.primitives.placement import ChunkSize
@@ -149,7 +149,7 @@ def scaffold(
             client_control: Params,
             is_present: Bool[Array, ""],
             batches: chex.ArrayTree,
-            num_steps: Int[Array, ""] | None,
+            num_steps: NumSteps,
         ) -> tuple[Params, Metrics, Params, Params]:
             correction = subtract(c, client_control)
             moved, metrics, gradient, corrected = _train(
@@ -191,7 +191,7 @@ def _train(
     x: Params,
     correction: Params,
     batches: chex.ArrayTree,
-    num_steps: Int[Array, ""] | None,
+    num_steps: NumSteps,
     option: Literal["I", "II"],
     rate: Any,
 ) -> tuple[Params, Metrics, Params, Params]:

@@ -10,7 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.local_evaluation import accumulator, count_steps, mean_of
@@ -20,7 +20,7 @@ from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
 from fedpax.algorithms.parts.tree_arithmetic import select
 from fedpax.checks import COUNT, POSITIVE, check_argument
-from fedpax.clients.cohort import Cohort
+from fedpax.clients.cohort import Cohort, NumSteps
 from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_max, federated_mean
 from fedpax.primitives.placement import ChunkSize
@@ -206,9 +206,7 @@ def _evaluate(
     def average(
         params: Params, cohort: Cohort
     ) -> tuple[tuple[Float[Array, ""], Params], Bool[Array, ""]]:
-        def local(
-            batches: chex.ArrayTree, num_steps: Int[Array, ""] | None
-        ) -> tuple[Float[Array, ""], Params]:
+        def local(batches: chex.ArrayTree, num_steps: NumSteps) -> tuple[Float[Array, ""], Params]:
             def add(total: Params, batch: chex.ArrayTree) -> tuple[Params, Metrics]:
                 gradient, metrics = gradient_and_metrics(loss_fn, params, batch)
                 return jax.tree.map(jnp.add, total, gradient), {"loss": metrics["loss"]}

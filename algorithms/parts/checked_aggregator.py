@@ -8,9 +8,9 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Num
 
 from fedpax.aggregators import Aggregator
+from fedpax.aggregators.aggregator import Weights
 from fedpax.algorithm import Metrics, describe_value, is_scalar
 from fedpax.errors import ArgumentError, ArgumentTypeError
 
@@ -19,7 +19,7 @@ def checked_aggregator(aggregator: Aggregator) -> Aggregator:
     """Return an aggregator that checks what `aggregate` returns, by types and shapes alone."""
 
     def aggregate(
-        state: chex.ArrayTree, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
+        state: chex.ArrayTree, updates: chex.ArrayTree, weights: Weights
     ) -> tuple[chex.ArrayTree, chex.ArrayTree, Metrics]:
         returned = aggregator.aggregate(state, updates, weights)
         if not isinstance(returned, tuple) or len(returned) != 3:

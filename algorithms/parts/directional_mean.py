@@ -5,10 +5,10 @@ from collections.abc import Callable
 import chex
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float
 
 from fedpax.aggregators import Aggregator
-from fedpax.aggregators.aggregator import EmptyState
+from fedpax.aggregators.aggregator import EmptyState, Weights
 from fedpax.primitives import federated_map, federated_mean
 
 
@@ -60,7 +60,7 @@ def directional_mean(
         return EmptyState()
 
     def aggregate(
-        state: EmptyState, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
+        state: EmptyState, updates: chex.ArrayTree, weights: Weights
     ) -> tuple[chex.ArrayTree, EmptyState, dict[str, jax.Array]]:
         entries, structure = jax.tree.flatten_with_path(updates)
         paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in entries]

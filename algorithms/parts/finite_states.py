@@ -8,12 +8,14 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Num
 
 from fedpax.aggregators import Aggregator
+from fedpax.aggregators.aggregator import Weights
 from fedpax.algorithm import Params
 from fedpax.algorithms.parts.inner_steps import InnerReport, InnerSteps
 from fedpax.algorithms.parts.tree_arithmetic import select
+from fedpax.clients.cohort import NumSteps
 from fedpax.primitives import federated_map
 
 Tree = TypeVar("Tree", bound=chex.ArrayTree)
@@ -41,10 +43,7 @@ def finite_steps(inner_steps: InnerSteps, aggregator: Aggregator) -> InnerSteps:
         return inner_steps
 
     def steps(
-        params: Params,
-        inner_state: optax.OptState,
-        batches: chex.ArrayTree,
-        num_steps: Int[Array, ""] | None,
+        params: Params, inner_state: optax.OptState, batches: chex.ArrayTree, num_steps: NumSteps
     ) -> tuple[Params, optax.OptState, InnerReport]:
         *after, report = inner_steps(params, inner_state, batches, num_steps)
         params, inner_state = keep_finite(aggregator, (params, inner_state), tuple(after))
@@ -53,9 +52,7 @@ def finite_steps(inner_steps: InnerSteps, aggregator: Aggregator) -> InnerSteps:
     return steps
 
 
-def weights_of_finite(
-    aggregator: Aggregator, values: chex.ArrayTree, weights: Num[Array, " participants"] | None
-) -> Num[Array, " participants"] | None:
+def weights_of_finite(aggregator: Aggregator, values: chex.ArrayTree, weights: Weights) -> Weights:
     """Return the weights of a mean beside an aggregator, 0 for values that it leaves out."""
     if not aggregator.tolerates_non_finite:
         return weights

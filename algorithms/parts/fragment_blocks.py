@@ -9,8 +9,8 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int, Num
 
+from fedpax.aggregators.aggregator import Weights
 from fedpax.aggregators.transfer_work import under_transfers
 from fedpax.algorithm import Metrics, Params
 from fedpax.algorithms.parts.fragment_server import (
@@ -32,7 +32,7 @@ from fedpax.algorithms.parts.inner_steps import (
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.server import as_floats, unless_all_absent
 from fedpax.algorithms.parts.tree_arithmetic import weighted_sum
-from fedpax.clients.cohort import Cohort
+from fedpax.clients.cohort import Cohort, NumSteps
 from fedpax.primitives import federated_map
 from fedpax.primitives.stage_traces import is_for_stages
 
@@ -58,7 +58,7 @@ class Phases(NamedTuple):
             params: Params,
             inner_state: optax.OptState,
             batches: chex.ArrayTree,
-            num_steps: Int[Array, ""] | None,
+            num_steps: NumSteps,
         ) -> tuple[Params, optax.OptState, InnerReport]:
             batches = jax.tree.map(lambda batch: _steps_of(batch, start, length), batches)
             take = self.inner_steps
@@ -112,12 +112,7 @@ class Phases(NamedTuple):
         return delta, state._replace(aggregator_state=states), reports, metrics
 
     def complete_transfer(
-        self,
-        state: State,
-        p: int | jax.Array,
-        fragment: Fragment,
-        delta: Params,
-        weights: Num[Array, " islands"] | None,
+        self, state: State, p: int | jax.Array, fragment: Fragment, delta: Params, weights: Weights
     ) -> State:
         """Step fragment p of the outer model, and mix it into the islands' models."""
         stepped, before = self.server.step(state, p, fragment, delta)
@@ -141,7 +136,7 @@ class Block(NamedTuple):
 
     phases: Phases
     cohort: Cohort
-    weights: Num[Array, " islands"] | None
+    weights: Weights
     length: int
     delay: int
 

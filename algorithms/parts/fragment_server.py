@@ -7,9 +7,9 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Num
 
 from fedpax.aggregators import Aggregator, random_stream
+from fedpax.aggregators.aggregator import Weights
 from fedpax.aggregators.random_streams import traced_random_stream
 from fedpax.algorithm import Metrics, Params
 from fedpax.algorithms.parts.fragments import Fragment
@@ -40,11 +40,7 @@ class FragmentServer(NamedTuple):
         return tuple(map(self.optimizer.init, parts)), tuple(states)
 
     def average(
-        self,
-        state: State,
-        p: int | jax.Array,
-        fragment: Fragment,
-        weights: Num[Array, " islands"] | None,
+        self, state: State, p: int | jax.Array, fragment: Fragment, weights: Weights
     ) -> tuple[Params, chex.ArrayTree, Metrics]:
         """Combine fragment p of the outer gradients; return the aggregator's new state too."""
         x = fragment.take(state.params)

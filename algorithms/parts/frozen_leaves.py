@@ -9,9 +9,9 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Num
 
 from fedpax.aggregators import Aggregator
+from fedpax.aggregators.aggregator import Weights
 from fedpax.algorithm import Metrics, Params
 from fedpax.primitives.layout import unplaced_aval
 from fedpax.primitives.zeros import zero_results
@@ -55,7 +55,7 @@ def without_frozen_leaves(
         return without_leaves(aggregator, frozen_leaves(optimizer, types))
 
     def aggregate(
-        state: chex.ArrayTree, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
+        state: chex.ArrayTree, updates: chex.ArrayTree, weights: Weights
     ) -> tuple[chex.ArrayTree, chex.ArrayTree, Metrics]:
         types = jax.tree.map(lambda u: unplaced_aval(jax.typeof(u)), updates)
         return moved(types).aggregate(state, updates, weights)
@@ -75,7 +75,7 @@ def without_leaves(aggregator: Aggregator, frozen: Sequence[bool]) -> Aggregator
         return [x for x, is_sent in zip(jax.tree.leaves(tree), sent, strict=True) if is_sent]
 
     def aggregate(
-        state: chex.ArrayTree, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
+        state: chex.ArrayTree, updates: chex.ArrayTree, weights: Weights
     ) -> tuple[chex.ArrayTree, chex.ArrayTree, Metrics]:
         types, tree = jax.tree.flatten(
             jax.tree.map(lambda u: unplaced_aval(jax.typeof(u)), updates)

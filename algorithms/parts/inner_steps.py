@@ -13,6 +13,7 @@ from fedpax.algorithm import LossFn, Metrics, Params
 from fedpax.algorithms.parts.local_steps import local_steps
 from fedpax.algorithms.parts.participation import valid_steps
 from fedpax.algorithms.parts.tree_arithmetic import subtract
+from fedpax.clients.cohort import NumSteps
 
 
 class InnerReport(NamedTuple):
@@ -41,10 +42,7 @@ def make_inner_steps(loss_fn: LossFn, inner_optimizer: optax.GradientTransformat
     # own (`fedpax.sites`) compiles it without a map. Both take the same steps.
 
     def inner_steps(
-        params: Params,
-        inner_state: optax.OptState,
-        batches: chex.ArrayTree,
-        num_steps: Int[Array, ""] | None,
+        params: Params, inner_state: optax.OptState, batches: chex.ArrayTree, num_steps: NumSteps
     ) -> tuple[Params, optax.OptState, InnerReport]:
         params, inner_state, metrics = local_steps(
             loss_fn, inner_optimizer, params, inner_state, batches, num_steps
@@ -64,10 +62,7 @@ def keep_step_together(inner_steps: InnerSteps) -> InnerSteps:
     # whose predicate it does not know.
 
     def one_step(
-        params: Params,
-        inner_state: optax.OptState,
-        batches: chex.ArrayTree,
-        num_steps: Int[Array, ""] | None,
+        params: Params, inner_state: optax.OptState, batches: chex.ArrayTree, num_steps: NumSteps
     ) -> tuple[Params, optax.OptState, InnerReport]:
         def step(state: tuple[Params, optax.OptState], batches: chex.ArrayTree) -> tuple:
             return inner_steps(*state, batches, num_steps)
@@ -91,10 +86,7 @@ def make_outer_gradient(
     inner_steps = make_inner_steps(loss_fn, inner_optimizer)
 
     def outer_gradient(
-        params: Params,
-        inner_state: optax.OptState,
-        batches: chex.ArrayTree,
-        num_steps: Int[Array, ""] | None,
+        params: Params, inner_state: optax.OptState, batches: chex.ArrayTree, num_steps: NumSteps
     ) -> tuple[Params, optax.OptState, Metrics]:
         trained, inner_state, report = inner_steps(params, inner_state, batches, num_steps)
         return subtract(params, trained), inner_state, report.metrics

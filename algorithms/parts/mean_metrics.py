@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Num
 
 from fedpax.aggregators import Aggregator
+from fedpax.aggregators.aggregator import Weights
 from fedpax.algorithm import Metrics
 from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_map, federated_mean, federated_sum
@@ -25,9 +26,7 @@ class _Terms(NamedTuple):
     is_left_out: Bool[Array, ""]
 
 
-def mean_metrics(
-    metrics: Metrics, weights: Num[Array, " participants"] | None, aggregator: Aggregator
-) -> Metrics:
+def mean_metrics(metrics: Metrics, weights: Weights, aggregator: Aggregator) -> Metrics:
     """Average the participants' metrics by weight. Inside a program."""
     # One participant with a NaN makes the plain mean of the updates NaN, and so the model: the
     # metrics are averaged like the updates, so that the loss is NaN too. A robust aggregator keeps

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Num
 
-from fedpax.clients.cohort import MASK, Cohort
+from fedpax.aggregators.aggregator import Weights
+from fedpax.clients.cohort import MASK, Cohort, NumSteps
 from fedpax.errors import ArgumentTypeError
 from fedpax.primitives import federated_map
 
@@ -60,7 +61,7 @@ def placed_valid_steps(cohort: Cohort) -> Bool[Array, "participants steps"] | No
         return None
 
     def valid(
-        batches: chex.ArrayTree, num_steps: Int[Array, ""] | None, client: Int[Array, ""] | None
+        batches: chex.ArrayTree, num_steps: NumSteps, client: Int[Array, ""] | None
     ) -> Bool[Array, " steps"]:
         steps = valid_steps(batches, num_steps)
         if steps is None:
@@ -93,7 +94,7 @@ def takes_part(cohort: Cohort) -> Bool[Array, " participants"]:
     return federated_map(jnp.any, valid)
 
 
-def counted_examples(cohort: Cohort) -> Num[Array, " participants"] | None:
+def counted_examples(cohort: Cohort) -> Weights:
     """Return `cohort.num_examples` with 0 for negative numbers. Inside a program."""
     if cohort.num_examples is None:
         return None
@@ -102,7 +103,7 @@ def counted_examples(cohort: Cohort) -> Num[Array, " participants"] | None:
     return federated_map(not_negative, cohort.num_examples)
 
 
-def participant_weights(cohort: Cohort) -> Num[Array, " participants"] | None:
+def participant_weights(cohort: Cohort) -> Weights:
     """Return the participants' weights in means: 0 without a valid step. Inside a program.
 
     Args:

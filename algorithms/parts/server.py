@@ -4,9 +4,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import chex
 import optax
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float
 
 from fedpax.aggregators import Aggregator, mean
+from fedpax.aggregators.aggregator import Weights
 from fedpax.algorithm import Metrics, Params
 from fedpax.algorithms.parts.checked_aggregator import checked_aggregator
 from fedpax.algorithms.parts.frozen_leaves import frozen_leaves, keep_leaves, without_frozen_leaves
@@ -37,7 +38,7 @@ class Server(NamedTuple):
         return self.optimizer.init(params), self.aggregator.init(params)
 
     def aggregate(
-        self, state: State, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
+        self, state: State, updates: chex.ArrayTree, weights: Weights
     ) -> tuple[chex.ArrayTree, State, Metrics]:
         """Combine placed updates, and return the state with the aggregator's new state."""
         aggregated, aggregator_state, metrics = self.aggregator.aggregate(
@@ -45,12 +46,7 @@ class Server(NamedTuple):
         )
         return aggregated, state._replace(aggregator_state=aggregator_state), metrics
 
-    def descend(
-        self,
-        state: State,
-        pseudo_gradient: Params,
-        weights: Num[Array, " participants"] | None,
-    ) -> State:
+    def descend(self, state: State, pseudo_gradient: Params, weights: Weights) -> State:
         """Step the model along a pseudo-gradient, unless all participants are absent."""
         before = state.params, state.server_optimizer_state
         x, stepped_state = optimizer_step(self.optimizer, pseudo_gradient, before[1], before[0])
@@ -61,11 +57,7 @@ class Server(NamedTuple):
         return state._replace(params=params, server_optimizer_state=optimizer_state)
 
     def step(
-        self,
-        state: State,
-        pseudo_gradients: Params,
-        metrics: Metrics,
-        weights: Num[Array, " participants"] | None,
+        self, state: State, pseudo_gradients: Params, metrics: Metrics, weights: Weights
     ) -> tuple[State, Metrics]:
         """End a round: aggregate, step, and average the participants' metrics by weight."""
         # Returns the state with the server's three fields replaced, and metrics: the averages, and
@@ -77,10 +69,7 @@ class Server(NamedTuple):
 
 
 def unless_all_absent(
-    weights: Num[Array, " participants"] | None,
-    stepped: Tree,
-    before: Tree,
-    aggregator: Aggregator,
+    weights: Weights, stepped: Tree, before: Tree, aggregator: Aggregator
 ) -> Tree:
     """Return the result of a server's step; the state before it if no participant takes part."""
     # The momentum of a server optimizer would otherwise move the model in a round in which every
@@ -92,7 +81,7 @@ def unless_all_absent(
 
 
 def as_floats(
-    weights: Num[Array, " participants"] | None,
+    weights: Weights,
 ) -> Float[Array, " participants"] | None:
     """Return weights in the dtype of their sum, so that all reductions of a round share the sum."""
     if weights is None:

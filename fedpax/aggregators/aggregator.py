@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import chex
 import jax
@@ -11,6 +11,9 @@ from jaxtyping import Array, Num
 
 from fedpax.aggregators.privacy_accountant import PrivacyAccountant
 from fedpax.primitives import federated_mean
+
+Weights: TypeAlias = Num[Array, " participants"] | None
+"""The weights of participants; 0 marks an absent one. None: all have the same weight."""
 
 
 class Aggregator(NamedTuple):
@@ -55,7 +58,7 @@ class Aggregator(NamedTuple):
 
     init: Callable[[chex.ArrayTree], chex.ArrayTree]
     aggregate: Callable[
-        [chex.ArrayTree, chex.ArrayTree, Num[Array, " participants"] | None],
+        [chex.ArrayTree, chex.ArrayTree, Weights],
         tuple[chex.ArrayTree, chex.ArrayTree, dict[str, jax.Array]],
     ]
     needs_all: bool = False
@@ -82,14 +85,12 @@ def mean() -> Aggregator:
 
 
 def without_state(
-    combine: Callable[[chex.ArrayTree, Num[Array, " participants"] | None], chex.ArrayTree],
-    *,
-    robust: bool = False,
+    combine: Callable[[chex.ArrayTree, Weights], chex.ArrayTree], *, robust: bool = False
 ) -> Aggregator:
     """Make an aggregator without metrics; a robust one needs all updates, and stays finite."""
 
     def aggregate(
-        state: EmptyState, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
+        state: EmptyState, updates: chex.ArrayTree, weights: Weights
     ) -> tuple[chex.ArrayTree, EmptyState, dict[str, jax.Array]]:
         return combine(updates, weights) if jax.tree.leaves(updates) else updates, state, {}
 

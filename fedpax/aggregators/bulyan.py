@@ -3,9 +3,9 @@
 import chex
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Num
+from jaxtyping import Array, Bool, Float
 
-from fedpax.aggregators.aggregator import Aggregator, without_state
+from fedpax.aggregators.aggregator import Aggregator, Weights, without_state
 from fedpax.aggregators.all_updates import reduce_coordinates
 from fedpax.aggregators.coordinate_means import median_of_sorted, sort_participants
 from fedpax.aggregators.krum import BYZANTINE_REMEDY, distances_of_present, krum_order
@@ -60,9 +60,7 @@ def bulyan(num_byzantine: int) -> Aggregator:
         "bulyan", "num_byzantine", num_byzantine, COUNT_OR_ZERO, remedy=BYZANTINE_REMEDY
     )
 
-    def combine(
-        updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
-    ) -> chex.ArrayTree:
+    def combine(updates: chex.ArrayTree, weights: Weights) -> chex.ArrayTree:
         n = num_participants()
         distances, here = distances_of_present("bulyan", updates, weights, num_byzantine, 4)
         chosen = _select_repeatedly(distances, here, num_byzantine)

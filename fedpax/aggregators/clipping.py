@@ -8,9 +8,9 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int
 
-from fedpax.aggregators.aggregator import Aggregator
+from fedpax.aggregators.aggregator import Aggregator, Weights
 from fedpax.aggregators.chain import AggregatorTransformation
 from fedpax.aggregators.presence import mean_dtype, present
 from fedpax.aggregators.random_streams import round_key
@@ -62,9 +62,7 @@ def clip_by_norm(max_norm: float) -> AggregatorTransformation:
 
     def transform(inner: Aggregator) -> Aggregator:
         def aggregate(
-            state: chex.ArrayTree,
-            updates: chex.ArrayTree,
-            weights: Num[Array, " participants"] | None,
+            state: chex.ArrayTree, updates: chex.ArrayTree, weights: Weights
         ) -> tuple[chex.ArrayTree, chex.ArrayTree, dict[str, jax.Array]]:
             updates, norms = federated_map(lambda u: _clip_and_cast(u, max_norm), updates)
             metrics = _clipping_metrics(norms, max_norm, present(weights))
@@ -150,9 +148,7 @@ def adaptive_clip(
             return AdaptiveClipState(jnp.float32(initial_norm), jnp.int32(0), inner.init(params))
 
         def aggregate(
-            state: AdaptiveClipState,
-            updates: chex.ArrayTree,
-            weights: Num[Array, " participants"] | None,
+            state: AdaptiveClipState, updates: chex.ArrayTree, weights: Weights
         ) -> tuple[chex.ArrayTree, AdaptiveClipState, dict[str, jax.Array]]:
             norm = state.max_norm
             updates, norms = federated_map(lambda u: _clip_and_cast(u, norm), updates)

@@ -7,9 +7,9 @@ import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int
 
-from fedpax.aggregators.aggregator import Aggregator
+from fedpax.aggregators.aggregator import Aggregator, Weights
 from fedpax.aggregators.codecs.codec import Codec
 from fedpax.aggregators.codecs.exchange import choose_exchange
 from fedpax.aggregators.codecs.rotated import check_codec
@@ -144,9 +144,7 @@ def compressed_mean(
         return CompressedMeanState(jnp.int32(0), residual)
 
     def aggregate(
-        state: CompressedMeanState,
-        updates: chex.ArrayTree,
-        weights: Num[Array, " participants"] | None,
+        state: CompressedMeanState, updates: chex.ArrayTree, weights: Weights
     ) -> tuple[chex.ArrayTree, CompressedMeanState, dict[str, jax.Array]]:
         check_floats("compressed_mean", updates)
         leaves, tree = jax.tree.flatten(updates)

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import chex
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int
 
-from fedpax.aggregators.aggregator import Aggregator, without_state
+from fedpax.aggregators.aggregator import Aggregator, Weights, without_state
 from fedpax.aggregators.all_updates import known_to_all, reduce_coordinates
 from fedpax.aggregators.presence import present
 from fedpax.aggregators.sorting_network import sort_rows
@@ -123,9 +123,7 @@ def _coordinate_mean(
 ) -> Aggregator:
     """Make an aggregator from a function of the sorted values and the number of present ones."""
 
-    def combine(
-        updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
-    ) -> chex.ArrayTree:
+    def combine(updates: chex.ArrayTree, weights: Weights) -> chex.ArrayTree:
         here = present(weights)
         count, here = federated_sum(here), known_to_all(here)
 

@@ -9,9 +9,9 @@ import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int, Num
+from jaxtyping import Array, Int
 
-from fedpax.aggregators.aggregator import Aggregator
+from fedpax.aggregators.aggregator import Aggregator, Weights
 from fedpax.aggregators.chain import AggregatorTransformation
 from fedpax.aggregators.presence import mean_dtype, num_participants
 from fedpax.aggregators.random_streams import round_key
@@ -64,7 +64,7 @@ def add_noise(stddev: float, *, seed: int) -> AggregatorTransformation:
 
     def transform(inner: Aggregator) -> Aggregator:
         def aggregate(
-            state: NoiseState, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
+            state: NoiseState, updates: chex.ArrayTree, weights: Weights
         ) -> tuple[chex.ArrayTree, NoiseState, dict[str, jax.Array]]:
             aggregated, inner_state, metrics = inner.aggregate(
                 state.aggregator_state, updates, weights
@@ -116,7 +116,7 @@ def add_local_noise(stddev: float, *, seed: int) -> AggregatorTransformation:
 
     def transform(inner: Aggregator) -> Aggregator:
         def aggregate(
-            state: NoiseState, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
+            state: NoiseState, updates: chex.ArrayTree, weights: Weights
         ) -> tuple[chex.ArrayTree, NoiseState, dict[str, jax.Array]]:
             key = round_key(seed, "add_local_noise", state.round)
 

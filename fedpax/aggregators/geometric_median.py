@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Num
 
-from fedpax.aggregators.aggregator import Aggregator, without_state
+from fedpax.aggregators.aggregator import Aggregator, Weights, without_state
 from fedpax.aggregators.all_updates import known_to_all
 from fedpax.aggregators.presence import mean_dtype, num_participants, select
 from fedpax.checks import COUNT, POSITIVE, check_argument
@@ -70,9 +70,7 @@ def geometric_median(*, num_iterations: int = 8, smoothing: float = 1e-6) -> Agg
     remedy = "Use 1e-6: it only prevents a division by 0."
     smoothing = check_argument(name, "smoothing", smoothing, POSITIVE, remedy=remedy)
 
-    def combine(
-        updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
-    ) -> chex.ArrayTree:
+    def combine(updates: chex.ArrayTree, weights: Weights) -> chex.ArrayTree:
         if weights is None:
             weights = jnp.ones(num_participants())
         taken, finite_weights, norms = federated_map(_take, updates, weights)

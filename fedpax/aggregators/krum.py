@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import chex
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int
 
-from fedpax.aggregators.aggregator import Aggregator, without_state
+from fedpax.aggregators.aggregator import Aggregator, Weights, without_state
 from fedpax.aggregators.all_updates import known_to_all, squared_distances
 from fedpax.aggregators.presence import num_participants, present, select
 from fedpax.checks import COUNT, COUNT_OR_ZERO, check_argument
@@ -64,9 +64,7 @@ def krum(num_byzantine: int, *, num_selected: int = 1) -> Aggregator:
         "krum", "num_selected", num_selected, COUNT, remedy="Use 1 to select one update."
     )
 
-    def combine(
-        updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
-    ) -> chex.ArrayTree:
+    def combine(updates: chex.ArrayTree, weights: Weights) -> chex.ArrayTree:
         n = num_participants()
         distances, here = distances_of_present("krum", updates, weights, num_byzantine, 2)
         if num_selected > n - num_byzantine - 2:
@@ -84,11 +82,7 @@ def krum(num_byzantine: int, *, num_selected: int = 1) -> Aggregator:
 
 
 def distances_of_present(
-    function: str,
-    updates: chex.ArrayTree,
-    weights: Num[Array, " participants"] | None,
-    num_byzantine: int,
-    factor: int,
+    function: str, updates: chex.ArrayTree, weights: Weights, num_byzantine: int, factor: int
 ) -> tuple[Float[Array, "participants participants"], Bool[Array, " participants"]]:
     """Compute the squared distances of all pairs of updates, and which participants are present."""
     # Returns the distances, and which participants are present, none if too few are. Both are

@@ -3,8 +3,9 @@
 import chex
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Num
+from jaxtyping import Array, Bool, Float
 
+from fedpax.aggregators.aggregator import Weights
 from fedpax.primitives import federated_broadcast
 from fedpax.primitives.mean import count_participants
 from fedpax.primitives.placement import resolve_placement
@@ -25,7 +26,7 @@ def mean_dtype(leaf: jax.Array) -> jnp.dtype:
     return leaf.dtype if jnp.issubdtype(leaf.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
 
 
-def present(weights: Num[Array, " participants"] | None) -> Bool[Array, " participants"]:
+def present(weights: Weights) -> Bool[Array, " participants"]:
     """Return which participants have a weight other than 0. Inside a program."""
     if weights is None:
         return federated_broadcast(True)

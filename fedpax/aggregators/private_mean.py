@@ -8,9 +8,9 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int
 
-from fedpax.aggregators.aggregator import Aggregator
+from fedpax.aggregators.aggregator import Aggregator, Weights
 from fedpax.aggregators.clipping import (
     adapt_norm,
     check_learning_rate,
@@ -144,9 +144,7 @@ def private_mean(
         return PrivateMeanState(jnp.int32(0), jnp.float32(max_norm))
 
     def aggregate(
-        state: PrivateMeanState,
-        updates: chex.ArrayTree,
-        weights: Num[Array, " participants"] | None,
+        state: PrivateMeanState, updates: chex.ArrayTree, weights: Weights
     ) -> tuple[chex.ArrayTree, PrivateMeanState, dict[str, jax.Array]]:
         expected = expected_participants or num_participants()
         norm, multiplier = state.max_norm, noise_multiplier

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Num
+from jaxtyping import Array, Int
 
-from fedpax.aggregators.aggregator import Aggregator
+from fedpax.aggregators.aggregator import Aggregator, Weights
 from fedpax.aggregators.clipping import check_norm, clip_update
 from fedpax.aggregators.gaussian_noise import known_sharding
 from fedpax.aggregators.presence import count_all, mean_dtype, num_participants, present
@@ -133,9 +133,7 @@ def private_secure_mean(
         return PrivateSecureMeanState(jnp.int32(0))
 
     def aggregate(
-        state: PrivateSecureMeanState,
-        updates: chex.ArrayTree,
-        weights: Num[Array, " participants"] | None,
+        state: PrivateSecureMeanState, updates: chex.ArrayTree, weights: Weights
     ) -> tuple[chex.ArrayTree, PrivateSecureMeanState, dict[str, jax.Array]]:
         n = num_participants()
         least = _least_present(n, min_participants)

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Num
+from jaxtyping import Array, Bool, Float
 
-from fedpax.aggregators.aggregator import Aggregator
+from fedpax.aggregators.aggregator import Aggregator, Weights
 from fedpax.aggregators.encodable import check_floats, normalized_weights
 from fedpax.aggregators.integer_packing import (
     Packing,
@@ -104,9 +104,7 @@ def quantized_mean(num_levels: int) -> Aggregator:
         return QuantizedMeanState(federated_map(zeros, federated_broadcast(params)))
 
     def aggregate(
-        state: QuantizedMeanState,
-        updates: chex.ArrayTree,
-        weights: Num[Array, " participants"] | None,
+        state: QuantizedMeanState, updates: chex.ArrayTree, weights: Weights
     ) -> tuple[chex.ArrayTree, QuantizedMeanState, dict[str, jax.Array]]:
         check_floats("quantized_mean", updates)
         if not jax.tree.leaves(updates):

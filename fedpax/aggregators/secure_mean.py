@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int
 
-from fedpax.aggregators.aggregator import Aggregator
+from fedpax.aggregators.aggregator import Aggregator, Weights
 from fedpax.aggregators.all_updates import known_to_all
 from fedpax.aggregators.fixed_point import FixedPoint
 from fedpax.aggregators.masks import Leaves, left_over, make_graph, mask
@@ -120,7 +120,7 @@ def secure_mean(
         return jnp.where(here, sum(outside) / max(size, 1), 0.0)
 
     def aggregate(
-        state: SecureMeanState, updates: chex.ArrayTree, weights: Num[Array, " participants"] | None
+        state: SecureMeanState, updates: chex.ArrayTree, weights: Weights
     ) -> tuple[chex.ArrayTree, SecureMeanState, dict[str, jax.Array]]:
         here = present(weights)
         check_sum(name, num_participants(), code.largest)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import jax
 import numpy as np
@@ -11,6 +11,9 @@ from jaxtyping import Int, Num
 
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import any_needs_cast, checked_tree, device_weights, needs_cast
+
+NumSteps: TypeAlias = Int[jax.Array, ""] | None
+"""The number of leading batches that a participant trains on. None: all of them."""
 
 MASK = "mask"
 """Name of the field of a dict of batches that marks padding with 0 or False."""

@@ -14,8 +14,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedpax.errors import FedpaxError
-from fedpax.experiments.edited_modules import folder_of_module, import_newest
 from fedpax.experiments.listing import EXPERIMENTS, GROUPS
+from fedpax.experiments.parts.edited_modules import folder_of_module, import_newest
 
 if TYPE_CHECKING:
     from fedpax.training.experiment import Experiment
@@ -252,7 +252,7 @@ def _import_module(exp: str, module_name: str) -> ModuleType:
 
 def _import_file(exp: str, path: Path) -> ModuleType:
     """Import a file as the module of its name, with its folder on the path as for a script."""
-    # A file that was edited since is imported again (`fedpax.experiments.edited_modules`).
+    # A file that was edited since is imported again (`fedpax.experiments.parts.edited_modules`).
     path = path.expanduser().resolve()
     if not path.is_file():
         raise UnknownExperimentError(

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from fedpax import aggregators
 from fedpax.aggregators import Aggregator, chain, codecs
 from fedpax.errors import ArgumentError
-from fedpax.experiments.settings import Settings, is_choice
+from fedpax.experiments.parts.settings import Settings, is_choice
 
 CodecName = Literal["uniform", "drive", "terngrad", "sign", "e3m0", "top_k", "random_k"]
 """The names of the codecs."""

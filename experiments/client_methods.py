@@ -18,8 +18,8 @@ from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.algorithms.parts.method_checks import check_setting
 from fedpax.checks import DECAY, POSITIVE
 from fedpax.clients.cohort import Cohort
-from fedpax.experiments.personal_models import MODELS, shared_model
-from fedpax.experiments.settings import Settings, is_choice
+from fedpax.experiments.parts.personal_models import MODELS, shared_model
+from fedpax.experiments.parts.settings import Settings, is_choice
 from fedpax.primitives.placement import ChunkSize
 
 

@@ -26,12 +26,11 @@ from fedpax.data.rounds.preprocess import Arrays, Preprocess
 from fedpax.deploy.batch_evaluation import HeldoutClients
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
-from fedpax.experiments.client_evaluation import EvaluateClients, client_name
 from fedpax.experiments.client_methods import ClientTraining, MethodConfig, method
-from fedpax.experiments.clients_mesh import clients_mesh
 from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig
-from fedpax.experiments.populations import PopulationConfig
-from fedpax.experiments.site_clients import (
+from fedpax.experiments.parts.client_evaluation import EvaluateClients, client_name
+from fedpax.experiments.parts.clients_mesh import clients_mesh
+from fedpax.experiments.parts.site_clients import (
     ChosenClients,
     OverSites,
     SitePopulation,
@@ -39,6 +38,7 @@ from fedpax.experiments.site_clients import (
     drawer,
     sample_present,
 )
+from fedpax.experiments.populations import PopulationConfig
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.parallel.axes import shardings
 from fedpax.parallel.mesh import MeshConfig

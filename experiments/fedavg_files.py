@@ -19,18 +19,18 @@ from fedpax.data import Partition, example_batches
 from fedpax.data.rounds.preprocess import Arrays, Preprocess
 from fedpax.data.tables import Label
 from fedpax.deploy.batch_evaluation import NEW, HeldoutClients
-from fedpax.experiments.client_evaluation import EvaluateClients, measure_clients, with_units
 from fedpax.experiments.client_files import FilesConfig, OpenFiles, PreparedFiles, open_files
 from fedpax.experiments.fedavg_clients import ClientExperiment
-from fedpax.experiments.heldout_clients import heldout_of_files
-from fedpax.experiments.personal_evaluation import (
+from fedpax.experiments.parts.client_evaluation import EvaluateClients, measure_clients, with_units
+from fedpax.experiments.parts.heldout_clients import heldout_of_files
+from fedpax.experiments.parts.personal_evaluation import (
     heldout_metrics,
     own_models,
     pad_cohort,
     with_own_models,
 )
-from fedpax.experiments.personal_models import fine_tuned_models
-from fedpax.experiments.saved_inputs import INPUTS, read_saved_inputs, write_saved_inputs
+from fedpax.experiments.parts.personal_models import fine_tuned_models
+from fedpax.experiments.parts.saved_inputs import INPUTS, read_saved_inputs, write_saved_inputs
 from fedpax.models.losses import (
     ModelLoss,
     classification_loss,
@@ -94,7 +94,7 @@ class FedAvgFiles(ClientExperiment):
     @property
     @abc.abstractmethod
     def inputs(self) -> Mapping[str, Any]:
-        """The columns and classes, as `fedpax.experiments.saved_inputs.saved_content` has them."""
+        """The columns and classes, as `saved_inputs.saved_content` has them."""
 
     @property
     def label(self) -> Label:

@@ -25,13 +25,13 @@ from fedpax.data.rounds.dropout_seeds import DROPOUT_SEED, add_dropout_seeds
 from fedpax.data.rounds.preprocess import Arrays, Preprocess, preprocess_images
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_aggregators import aggregator
-from fedpax.experiments.client_evaluation import (
+from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig
+from fedpax.experiments.fedavg_clients import FedAvgExperiment
+from fedpax.experiments.parts.client_evaluation import (
     EvaluateClients,
     label_weights,
     owners_by_field,
 )
-from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig
-from fedpax.experiments.fedavg_clients import FedAvgExperiment
 from fedpax.experiments.populations import (
     DirichletPopulation,
     NaturalPopulation,

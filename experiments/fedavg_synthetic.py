@@ -11,9 +11,9 @@ from fedpax.algorithm import LossFn
 from fedpax.checks import CheckedConfig, Count, NonNegative
 from fedpax.data import Partition, example_batches
 from fedpax.data.rounds.preprocess import Arrays, Preprocess, preprocess_images
-from fedpax.experiments.client_evaluation import EvaluateClients
 from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_clients import ClientExperiment
+from fedpax.experiments.parts.client_evaluation import EvaluateClients
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.losses import classification_loss
 from fedpax.models.nnx_functional import FunctionalModel

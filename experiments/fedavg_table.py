@@ -19,8 +19,8 @@ from fedpax.data.tables.site_properties import table_properties
 from fedpax.errors import ArgumentError
 from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_files import FedAvgFiles
-from fedpax.experiments.saved_inputs import saved_content
-from fedpax.experiments.site_tables import (
+from fedpax.experiments.parts.saved_inputs import saved_content
+from fedpax.experiments.parts.site_tables import (
     agree_on_features,
     answer_on_features,
     describe_site_table,

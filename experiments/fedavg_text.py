@@ -25,11 +25,11 @@ from fedpax.data import (
 from fedpax.data.rounds.client_rows import pack_clients
 from fedpax.data.rounds.preprocess import Arrays
 from fedpax.errors import ArgumentError
-from fedpax.experiments.client_text import ClientText, ClientTextConfig
 from fedpax.experiments.cohort_settings import CohortConfig
-from fedpax.experiments.heldout import HeldoutSets
 from fedpax.experiments.optimizers import OptimizerConfig
-from fedpax.experiments.site_clients import (
+from fedpax.experiments.parts.client_text import ClientText, ClientTextConfig
+from fedpax.experiments.parts.heldout import HeldoutSets
+from fedpax.experiments.parts.site_clients import (
     ChosenClients,
     OverSites,
     SitePopulation,
@@ -37,8 +37,8 @@ from fedpax.experiments.site_clients import (
     drawer,
     sample_present,
 )
-from fedpax.experiments.trainable import Trainable
-from fedpax.experiments.weights import hash_weights
+from fedpax.experiments.parts.trainable import Trainable
+from fedpax.experiments.parts.weights import hash_weights
 from fedpax.models import presets
 from fedpax.models.lora import LoRAConfig
 from fedpax.parallel.mesh import MeshConfig

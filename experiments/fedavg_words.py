@@ -18,14 +18,14 @@ from fedpax.data import ClientSampler, CohortRounds, Partition, Source, partitio
 from fedpax.data.rounds.preprocess import Preprocess
 from fedpax.data.rounds.stream import evenly_spaced
 from fedpax.errors import ArgumentError
-from fedpax.experiments.client_evaluation import (
+from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig
+from fedpax.experiments.fedavg_clients import FedAvgExperiment
+from fedpax.experiments.parts.client_evaluation import (
     EvaluateClients,
     masked_loss_by_client,
     owners_by_field,
     rows_by_client,
 )
-from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig
-from fedpax.experiments.fedavg_clients import FedAvgExperiment
 from fedpax.experiments.populations import NaturalPopulation, check_has_fields
 from fedpax.models.losses import next_word_loss
 from fedpax.models.lstm import LSTMConfig, lstm

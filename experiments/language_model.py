@@ -24,9 +24,9 @@ from fedpax.data import (
 from fedpax.data.rounds.documents import Field
 from fedpax.data.rounds.heldout_tokens import HeldoutRows
 from fedpax.errors import ArgumentError
-from fedpax.experiments.heldout import HeldoutSets, parse_heldout_sets
-from fedpax.experiments.trainable import NO_ADAPTERS, Trainable, describe_flops
-from fedpax.experiments.weights import (
+from fedpax.experiments.parts.heldout import HeldoutSets, parse_heldout_sets
+from fedpax.experiments.parts.trainable import NO_ADAPTERS, Trainable, describe_flops
+from fedpax.experiments.parts.weights import (
     SENTENCEPIECE,
     TOKENIZER,
     check_architecture,

@@ -18,7 +18,7 @@ from fedpax.checks import (
     PositiveOrInfinite,
 )
 from fedpax.errors import ArgumentError
-from fedpax.experiments.schedules import stable_decay, warm_restarts
+from fedpax.experiments.parts.schedules import stable_decay, warm_restarts
 
 STACKED_AXES = {"layers", "repeats", "experts"}
 """Logical axes along which a parameter stacks matrices, each of which Muon updates separately."""
@@ -110,8 +110,8 @@ class OptimizerConfig(CheckedConfig):
             linear         peak - (peak - final) t / N
             constant       peak
             wsd            peak, and in the last `decay_fraction num_steps` steps
-                           `fedpax.experiments.schedules.stable_decay`
-            warm_restarts  `fedpax.experiments.schedules.warm_restarts`
+                           `fedpax.experiments.parts.schedules.stable_decay`
+            warm_restarts  `fedpax.experiments.parts.schedules.warm_restarts`
 
         Reference:
             Cosine: Loshchilov and Hutter, arXiv:1608.03983, with one cycle.

@@ -22,15 +22,15 @@ from fedpax.data import (
     token_rounds,
 )
 from fedpax.errors import ArgumentError
-from fedpax.experiments.heldout import HeldoutSets, heldout_evaluator
 from fedpax.experiments.language_model import (
     LanguageModelExperiment,
     TextDataConfig,
     without_token_count,
 )
-from fedpax.experiments.mixtures import parse_mixture
 from fedpax.experiments.optimizers import OptimizerConfig
-from fedpax.experiments.trainable import Trainable
+from fedpax.experiments.parts.heldout import HeldoutSets, heldout_evaluator
+from fedpax.experiments.parts.mixtures import parse_mixture
+from fedpax.experiments.parts.trainable import Trainable
 from fedpax.models.accumulation import accumulate_gradients
 from fedpax.models.losses import transformer_loss
 from fedpax.parallel.axes import partition_spec

@@ -16,7 +16,7 @@ from fedpax.commands.flag_table import Flag
 from fedpax.errors import UsageError
 from fedpax.experiments.catalog import experiments
 from fedpax.experiments.listing import GROUPS
-from fedpax.experiments.settings import Settings
+from fedpax.experiments.parts.settings import Settings
 
 SHELLS = COMMANDS["completion"].words
 GLOBAL_WORDS = ("--help", "--version")

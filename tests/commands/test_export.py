@@ -18,7 +18,7 @@ from small_runs import NAMED, Command
 from fedpax.checkpoints import load_params
 from fedpax.checkpoints.exports import named_arrays
 from fedpax.data import load_tokenizer, train_tokenizer
-from fedpax.experiments.weights import write_huggingface
+from fedpax.experiments.parts.weights import write_huggingface
 from fedpax.models import TransformerConfig, huggingface, transformer
 from fedpax.models.huggingface.config import differing_fields
 from fedpax.run_files.configuration import read_configuration, read_configuration_json

@@ -12,10 +12,10 @@ from fedpax.commands.parts.options import configure
 from fedpax.data import Source, load
 from fedpax.experiments import fedavg_clients, language_model
 from fedpax.experiments.catalog import find_experiment
-from fedpax.experiments.client_evaluation import client_name
 from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_characters import FedAvgCharacters
 from fedpax.experiments.fedavg_images import FedAvgImages
+from fedpax.experiments.parts.client_evaluation import client_name
 from fedpax.main import main
 from fedpax.models.classifiers import MLPConfig
 from fedpax.training.experiment import Experiment, Run

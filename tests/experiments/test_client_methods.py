@@ -23,7 +23,7 @@ from fedpax.experiments.fedavg_synthetic import fedavg_leaf_synthetic, fedavg_sy
 from fedpax.experiments.fedbuff_images import fedbuff_digits
 from fedpax.experiments.listing import GROUPS
 from fedpax.experiments.method_groups import METHODS, PERSONAL_METHODS
-from fedpax.experiments.personal_evaluation import ServerState
+from fedpax.experiments.parts.personal_evaluation import ServerState
 from fedpax.experiments.personal_methods import APFL, Ditto, HypCluster, PerFedAvg, Reptile
 from fedpax.training.trainer import train
 

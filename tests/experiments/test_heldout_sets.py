@@ -14,13 +14,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fedpax.data import addressable_rows
 from fedpax.experiments import heldout
 from fedpax.experiments.diloco_text import data_parallel_text
-from fedpax.experiments.heldout import (
+from fedpax.experiments.language_model import TextDataConfig
+from fedpax.experiments.parts.heldout import (
     HeldoutSets,
     heldout_evaluator,
     parse_heldout_sets,
     place_rows,
 )
-from fedpax.experiments.language_model import TextDataConfig
 from fedpax.experiments.text import TextConfig
 from fedpax.models.transformer import TransformerConfig
 from fedpax.parallel.mesh import MeshConfig, make_mesh

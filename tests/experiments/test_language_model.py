@@ -15,10 +15,10 @@ import pytest
 from fedpax.commands.parts.options import configure
 from fedpax.data import train_tokenizer
 from fedpax.experiments import language_model
-from fedpax.experiments.client_text import ClientTextConfig
 from fedpax.experiments.fedavg_text import FedAvgText, fedavg_lora_text
+from fedpax.experiments.parts.client_text import ClientTextConfig
+from fedpax.experiments.parts.weights import write_huggingface
 from fedpax.experiments.pretrain import pretrain_text
-from fedpax.experiments.weights import write_huggingface
 from fedpax.models import huggingface, lora
 from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.run_files.configuration import write_configuration

@@ -16,7 +16,7 @@ from fedpax.experiments import fedavg_clients
 from fedpax.experiments.benchmarks import personal_methods
 from fedpax.experiments.catalog import find_group
 from fedpax.experiments.client_methods import FedAvg
-from fedpax.experiments.personal_evaluation import ServerState
+from fedpax.experiments.parts.personal_evaluation import ServerState
 from fedpax.experiments.personal_images import PersonalImages
 from fedpax.experiments.personal_methods import APFL
 from fedpax.parallel.mesh import MeshConfig

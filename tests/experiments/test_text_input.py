@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from pyarrow import parquet
 
 from fedpax.commands.parts.options import configure
-from fedpax.experiments.heldout import parse_heldout_sets
-from fedpax.experiments.mixtures import parse_mixture
+from fedpax.experiments.parts.heldout import parse_heldout_sets
+from fedpax.experiments.parts.mixtures import parse_mixture
 from fedpax.experiments.pretrain import Pretraining, pretrain_text
 from fedpax.parallel.mesh import MeshConfig, default_devices
 

@@ -25,7 +25,7 @@ from fedpax.console import escape_controls, print_error
 from fedpax.errors import UsageError
 from fedpax.experiments.catalog import ExperimentGroup, find_experiment
 from fedpax.experiments.catalog import describe_group as describe_experiments
-from fedpax.experiments.settings import Settings
+from fedpax.experiments.parts.settings import Settings
 from fedpax.extras import check_installed
 from fedpax.run_files.configuration import check_is_dataclass
 from fedpax.run_files.paths import resolve_job_log_dir

@@ -12,8 +12,8 @@ import pytest
 from sites.rounds.federation import run
 
 from fedpax.data import train_tokenizer
-from fedpax.experiments.client_text import ClientTextConfig
 from fedpax.experiments.fedavg_text import FedAvgText, fedavg_lora_text
+from fedpax.experiments.parts.client_text import ClientTextConfig
 from fedpax.models import huggingface
 from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.run_files.metrics import read_metrics

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fedpax.algorithm import Params
 from fedpax.clients.cohort import Cohort
 from fedpax.experiments.client_methods import MethodConfig
-from fedpax.experiments.personal_models import MODELS
+from fedpax.experiments.parts.personal_models import MODELS
 from fedpax.models.losses import ModelLoss
 from fedpax.training.experiment import Run
 

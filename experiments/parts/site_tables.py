@@ -38,7 +38,7 @@ from fedpax.data.tables.site_properties import (
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_aggregators import AggregatorConfig
 from fedpax.experiments.client_files import OpenFiles
-from fedpax.experiments.saved_inputs import saved_content
+from fedpax.experiments.parts.saved_inputs import saved_content
 from fedpax.experiments.table_data import TableConfig, stated_label, statistics_aggregator
 from fedpax.sites.rounds.contract import ClientRange, Question
 from fedpax.transforms.stages import Stages

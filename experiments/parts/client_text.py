@@ -21,22 +21,22 @@ from fedpax.data import (
 from fedpax.data.rounds.client_rows import pack_clients, preprocess_rows
 from fedpax.data.rounds.preprocess import Arrays
 from fedpax.errors import ArgumentError
-from fedpax.experiments.client_evaluation import (
-    EvaluateClients,
-    client_name,
-    masked_loss_by_client,
-    rows_by_client,
-)
-from fedpax.experiments.clients_mesh import clients_mesh
 from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig
-from fedpax.experiments.heldout import HeldoutSets, heldout_evaluator
 from fedpax.experiments.language_model import (
     LanguageModelExperiment,
     TextDataConfig,
     without_token_count,
 )
 from fedpax.experiments.optimizers import OptimizerConfig
-from fedpax.experiments.trainable import Trainable
+from fedpax.experiments.parts.client_evaluation import (
+    EvaluateClients,
+    client_name,
+    masked_loss_by_client,
+    rows_by_client,
+)
+from fedpax.experiments.parts.clients_mesh import clients_mesh
+from fedpax.experiments.parts.heldout import HeldoutSets, heldout_evaluator
+from fedpax.experiments.parts.trainable import Trainable
 from fedpax.models.losses import transformer_loss
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.parallel.mesh_rule import ShardedSize

@@ -1,0 +1,1 @@
+"""Parts that experiments share: held-out data, evaluation by client, weights, sites."""

@@ -86,9 +86,11 @@ class PersonalImages(FedAvgImages):
             logits = np.asarray(outputs(state, cohort, batches["image"]))[:, is_example]
             measured = [
                 classification_by_client(
-                    own, labels, LabelWeights([f"client {k}"], labels, weights[place, None])
+                    client_logits,
+                    labels,
+                    LabelWeights([f"client {k}"], labels, weights[place, None]),
                 )
-                for place, (k, own) in enumerate(zip(ids, logits, strict=True))
+                for place, (k, client_logits) in enumerate(zip(ids, logits, strict=True))
             ]
             order = np.argsort(ids)  # as the shared model's metrics
 
@@ -97,9 +99,9 @@ class PersonalImages(FedAvgImages):
 
             return ClientMetrics(
                 [f"client {k}" for k in ids[order]],
-                in_order([one.num_examples for one in measured]),
+                in_order([client.num_examples for client in measured]),
                 {
-                    name: in_order([one.metrics[name] for one in measured])
+                    name: in_order([client.metrics[name] for client in measured])
                     for name in measured[0].metrics
                 },
             )

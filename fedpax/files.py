@@ -226,8 +226,8 @@ def _check_is_regular(status: os.stat_result, path: Path) -> None:
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a special file")
-        raise _error(f"it is {kind}, expected a regular file", path)
+        described = _KINDS.get(stat.S_IFMT(status.st_mode), "a special file")
+        raise _error(f"it is {described}, expected a regular file", path)
 
 
 def _error(reason: str, path: Path) -> UnusableFileError:

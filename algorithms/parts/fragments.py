@@ -203,8 +203,8 @@ def make_fragments(
 
     def fragment(number: int) -> Fragment:
         rows = tuple(part.get(number) for part in parts)
-        own = tuple(f for f, own_rows in zip(frozen, rows, strict=True) if own_rows is not None)
-        return Fragment(rows, own if any(own) else ())
+        held = tuple(f for f, own_rows in zip(frozen, rows, strict=True) if own_rows is not None)
+        return Fragment(rows, held if any(held) else ())
 
     return tuple(map(fragment, range(count)))
 

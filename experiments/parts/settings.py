@@ -61,7 +61,7 @@ class Settings(CheckedConfig):
     @classmethod
     def chooser(cls) -> type["Settings"]:
         """Return the base class that lists the functions."""
-        return next(base for base in reversed(cls.__mro__) if "group" in vars(base))
+        return next(base for base in reversed(cls.__mro__) if "given" in vars(base))
 
     @classmethod
     def summaries(cls) -> dict[str, str]:

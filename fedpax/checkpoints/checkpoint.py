@@ -347,7 +347,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         if self._saving is not None:
             self._num_lost = 0
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
         """Wait for the running save and close. Its failure must not hide the run's own error."""
         try:
             if self._lost is None:
@@ -355,11 +355,11 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             self._thread.shutdown()
             self._remove_deleted()
         except Exception as failure:
-            if kind is None:
-                kind = type(failure)
+            if error_type is None:
+                error_type = type(failure)
                 raise
         finally:
             if self._primary and not is_remote(self._folder):
                 with suppress(OSError):  # it holds checkpoints
                     self._folder.rmdir()
-            self._quiet.__exit__(kind)
+            self._quiet.__exit__(error_type)

@@ -162,9 +162,9 @@ class QuietFailedSaves(AbstractContextManager["QuietFailedSaves"]):
                 logging.getLogger(name).addFilter(_is_no_failed_save)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
         """Stop to hide them, unless there was an error."""
-        if kind is not None:
+        if error_type is not None:
             return
         with self._lock:
             QuietFailedSaves._in_effect -= 1

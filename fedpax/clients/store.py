@@ -272,8 +272,8 @@ def _check_states(store: ClientStore[Any], states: Any, size: int) -> None:
                 "first axis."
             )
         is_cut = any(
-            jnp.issubdtype(dtype, kind) and not jnp.issubdtype(rows.dtype, kind)
-            for kind in (jnp.inexact, jnp.complexfloating)
+            jnp.issubdtype(dtype, broader) and not jnp.issubdtype(rows.dtype, broader)
+            for broader in (jnp.inexact, jnp.complexfloating)
         )
         if is_cut:
             raise ArgumentTypeError(

@@ -129,9 +129,9 @@ def _marks(jaxpr: Jaxpr, map_id: int) -> list[tuple[Sent, ...]]:
             name = eqn.params.get("name") if eqn.primitive.name == "name" else None
             if name is not None and name.startswith(SENT):
                 aval, size = aval_of(eqn.outvars[0]), num_bytes(eqn.outvars[0])
-                kind = f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+                described = f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
                 replaced = int(name.removeprefix(SENT))
-                marks = (Sent(map_id, count, kind, size, replaced, executions),)
+                marks = (Sent(map_id, count, described, size, replaced, executions),)
                 count += 1
             if marks:
                 sent_of |= dict.fromkeys(eqn.outvars, marks)

@@ -214,7 +214,7 @@ def _jvp(primitive, primals, tangents, *, jaxpr, **others):
     primal, linear, used, sources, active = _linearize(jaxpr, nonzero)
     results = primitive.bind(*_select(primals, used), jaxpr=primal, **others)
     origin = {"argument": primals, "output": results}
-    residuals = [origin[kind][i] for kind, i in sources]
+    residuals = [origin[source][i] for source, i in sources]
     nonzero_out = primitive.bind(*residuals, *_select(tangents, nonzero), jaxpr=linear, **others)
     outputs = results[: len(active)]
     zero_out = [zero_tangent(o) for o in _select(outputs, [not a for a in active])]

@@ -25,10 +25,10 @@ def explicit_axis(placement: Placement) -> str | None:
 
 def _axis_type(placement: Placement) -> AxisType | None:
     mesh = jax.sharding.get_abstract_mesh()
-    kind = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)).get(placement.name)
+    axis_type = dict(zip(mesh.axis_names, mesh.axis_types, strict=True)).get(placement.name)
     # An automatic axis of size 1 shards nothing: the program equals the one for a mesh without the
     # axis.
-    return None if kind == AxisType.Auto and mesh.shape[placement.name] == 1 else kind
+    return None if axis_type == AxisType.Auto and mesh.shape[placement.name] == 1 else axis_type
 
 
 def spans_devices() -> bool:
@@ -38,7 +38,7 @@ def spans_devices() -> bool:
     """
     mesh = jax.sharding.get_abstract_mesh()
     axes = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
-    return any(kind != AxisType.Manual and size > 1 for kind, size in axes)
+    return any(axis_type != AxisType.Manual and size > 1 for axis_type, size in axes)
 
 
 def find_mesh(avals: Iterable[Any]) -> AbstractMesh:

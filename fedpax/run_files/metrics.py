@@ -271,7 +271,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             self._sums = [*self._sums, self._sum][-SUMS_REMEMBERED:]
             write_sums(self._folder, self._sums)
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
         """Close the files. An error in closing must not hide the error that ends the run."""
         if not self._enabled:
             return
@@ -279,7 +279,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             try:
                 file.close()
             except OSError:
-                if kind is None:
+                if error_type is None:
                     raise
 
 

@@ -317,8 +317,8 @@ def _check_hashable(
 
 def _check_argument(function: str, leaf: Any, path: tuple, names: Sequence[str]) -> Any:
     """Return a leaf of a program's arguments, or raise an error that names it."""
-    kind, key, *rest = path
-    name = names[key.idx] if kind.idx == 0 else str(key.key)
+    position, key, *rest = path
+    name = names[key.idx] if position.idx == 0 else str(key.key)
     declared = name.partition("[")[0]
     where = f"argument {name}{jax.tree_util.keystr(tuple(rest))}"
     if is_host_number(leaf):

@@ -86,7 +86,7 @@ class Names:
     def of_placed(self, v: Atom) -> str:
         """Return the name of the value that a placed value is computed from."""
         names = self.sources.get(v, {}) if isinstance(v, Var) else {}
-        same = [name for name, kind in names.items() if kind == type_of(v)]
+        same = [name for name, named_type in names.items() if named_type == type_of(v)]
         return next(iter([*same, *names]), CONSTANT)
 
     def inside(self, jaxpr: Jaxpr, operands: Sequence[Atom]) -> Names:

@@ -81,7 +81,7 @@ def test_unbiased_and_better_with_more_participants():
         means.append(np.float64(mean["a"]))
     means = np.array(means)
     assert np.all(np.abs(means.mean(0) - x) < 5 * means.std(0) / np.sqrt(rounds) + 1e-5)
-    # Participants' errors are independent: the variance is 1/16 of that of one participant.
+    # Participants' errors are independent: the variance is 1/16 of one participant's.
     size = np.abs(np.float64(x))
     alone = np.sum(size * (size.max() - size))
     assert np.sum((means - x) ** 2) / rounds == pytest.approx(alone / MANY, rel=0.1)

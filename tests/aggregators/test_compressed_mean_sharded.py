@@ -92,7 +92,7 @@ def test_islands_gather_words(codec, kind):
     ],
 )
 def test_the_exchange_with_the_fewest_bits_is_compiled(participants, kinds):
-    """On four devices at 4 bits. The bits are those of `choose_exchange`, but for padded rows."""
+    """On four devices at 4 bits. `choose_exchange` counts the same bits, but for padded rows."""
     mesh = jax.make_mesh((4, 1), ("islands", "fsdp"), devices=jax.devices()[:4])
     codec, params = codecs.e3m0(), {name: x[0] for name, x in updates().items()}
     aggregator = compressed_mean(codec, error_feedback=True)

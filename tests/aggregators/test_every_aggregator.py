@@ -84,7 +84,7 @@ def test_an_absent_participant_sends_nothing(name):
 
 @pytest.mark.parametrize("name", AGGREGATORS)
 def test_a_round_keeps_dtypes(name):
-    """The aggregate has the dtype of the updates, and the state that of the state before."""
+    """The aggregate has the dtype of the updates, and the state keeps its dtype."""
     params = {"w": jnp.zeros((2, 3), jnp.bfloat16), "b": jnp.zeros(3)}
     state = initial(name, params)
     updates = {k: jax.ShapeDtypeStruct((N, *p.shape), p.dtype) for k, p in params.items()}

@@ -53,7 +53,7 @@ def test_equals_numpy(num_levels):
     sent = unsent - left
     gaps = np.diff(np.sort(sent, axis=None))
     step = np.min(gaps[gaps > 1e-4])
-    # In standard deviations the steps are those of Max 1960, table I.
+    # In standard deviations table I of Max 1960 has the steps.
     best = {2: 1.596, 3: 1.224, 4: 0.9957, 16: 0.3352, 256: 0.0308}[num_levels]
     assert step / (np.abs(unsent).mean() * np.sqrt(np.pi / 2)) == pytest.approx(best, rel=0.01)
     codes = sent / step + (num_levels - 1) / 2

@@ -106,7 +106,7 @@ def test_a_masked_update_looks_uniform_and_independent_of_the_update(num_neighbo
 
 
 def test_masks_are_those_of_pairs_and_fresh_each_round():
-    """The sum of all masked zeros is that of the self masks: shared masks cancel."""
+    """The sum of all masked zeros is the sum of the self masks: shared masks cancel."""
     zeros = np.zeros((N, 8), np.uint32)
 
     @functools.partial(jax.jit, static_argnums=1)

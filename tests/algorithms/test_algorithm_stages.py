@@ -66,7 +66,7 @@ def start(name, method):
 
 
 def assert_agree(found, expected, present=range(N)):
-    """Compare leaves; those of participants where they answered."""
+    """Compare leaves; leaves of participants where they answered."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)

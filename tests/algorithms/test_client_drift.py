@@ -1,6 +1,6 @@
 """Clients that disagree on quadratics: who finds the optimum of their mean, and who drifts.
 
-The problem is that of the benchmark `client_drift`.
+The problem is from the benchmark `client_drift`.
 """
 
 import json

@@ -205,7 +205,7 @@ def test_apfl_mixes_from_0_to_1():
 
 
 def test_agnostic_with_fixed_weights_is_fedavg():
-    sizes = np.array([24, 7, 23, 15, 9, 8])  # those of IDS are the cohort's
+    sizes = np.array([24, 7, 23, 15, 9, 8])  # the sizes at IDS are the cohort's
     algorithm = agnostic(loss_fn, mixture_learning_rate=0.0, initial_mixture=sizes, **STORED)
     check_equals_fedavg(algorithm, random_cohort(ragged=True))
 
@@ -230,7 +230,7 @@ def test_a_non_finite_loss_does_not_enter_agnostics_mixture():
 
 
 def test_agnostic_evens_out_the_clients_losses():
-    """Two clients that disagree: the largest loss falls below that of FedAvg."""
+    """Two clients that disagree: the largest loss falls below FedAvg's."""
     cohort = random_cohort()._replace(num_examples=np.array([50, 1, 1, 1]))
     worst = {}
     for name, algorithm in (

@@ -218,7 +218,7 @@ def _diloco(eta, beta):
 
 @pytest.mark.slow
 def test_one_region_is_async_diloco():
-    """Its server is that of `async_diloco` until it exchanges; if it exchanges each update at
+    """Its server is the server of `async_diloco` until it exchanges; if it exchanges each update at
     once, and keeps the global model, then the global server is."""
     trace = unreliable_trace()
     steps = dynamic_local_steps(trace, STEPS)

@@ -61,7 +61,7 @@ def cohorts(method, batches, weights, places):
 )
 @every_method
 def test_padded_steps_change_nothing(name, places):
-    """Parameters, moments, step counts and metrics are those of the cohort without padding."""
+    """Parameters, moments, step counts and metrics are as for the cohort without padding."""
     params, rounds, weights = problem(2)
     expected = trainer(name, "none").run(params, rounds, weights)
     method = METHODS[name]

@@ -306,7 +306,7 @@ def test_params_are_loaded_as_numpy_without_the_state(
 
 
 class ComputedParams(NamedTuple):
-    """A state whose model is computed from its fields, as that of PAPA or of self-tuning."""
+    """A state whose model is computed from its fields, as in PAPA or self-tuning."""
 
     models: dict[str, jax.Array]
 

@@ -77,7 +77,7 @@ def test_killed_and_resumed_after_another_mount(tmp_path: Path, store: str) -> N
         ]
         process = start_one([*arguments, "--pause=0.3"], None)
         try:
-            # A checkpoint is due every third round; that of round 6 may be unfinished.
+            # A checkpoint is due every third round; the one of round 6 may be unfinished.
             next(line for line in process.stderr if "round 8/12: held-out loss" in line)
         finally:
             process.kill()

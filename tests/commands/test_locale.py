@@ -16,7 +16,7 @@ ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
 
 
 def test_commands_run_in_the_c_locale(tmp_path: Path) -> None:
-    # Without HOME, and with a warning for each text file whose encoding is that of the locale.
+    # Without HOME, and with a warning for each text file in the encoding of the locale.
     result = subprocess.run(
         [sys.executable, "-X", "warn_default_encoding", "-m", "fedpax", "list"],
         env={"PATH": os.environ["PATH"], "JAX_PLATFORMS": "cpu", **ASCII},

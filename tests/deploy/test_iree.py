@@ -1,4 +1,4 @@
-"""The participant's part runs by IREE, without JAX, and equals that of JAX.
+"""The participant's part runs by IREE, without JAX, and equals JAX's result.
 
 The tests need IREE in an environment of its own: FEDPAX_IREE names the folder of its commands.
 FEDPAX_IREE_ARM64 is the command that runs the iree-run-module of arm64, such as

@@ -33,7 +33,7 @@ def pack(name):
 
 
 def assert_equals_state(found, expected):
-    """Compare the server's values, by name, with those of the compiled rounds."""
+    """Compare the server's values, by name, with the values of the compiled rounds."""
     compared = 0
     for path, leaf in jax.tree.leaves_with_path(expected):
         name = f"state{jax.tree_util.keystr(path)}"

@@ -122,7 +122,7 @@ def test_without_noise_the_integers_are_those_of_the_secure_mean(monkeypatch):
     found, expected = shares(first, args, 1), shares(second, args, 1)
     np.testing.assert_array_equal(found, expected)
     assert np.abs(found).max() > 1000
-    # The masks of the simulation cancel: the sum in one program is that of the stages.
+    # The masks of the simulation cancel: one program and the stages have the same sum.
     _, mean, _ = run_local(second, *args)
     _, simulated, _ = jax.jit(make(masked))(*args)
     np.testing.assert_array_equal(mean["w"], simulated["w"])

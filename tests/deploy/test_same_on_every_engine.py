@@ -38,7 +38,7 @@ def fedpax(python, *arguments):
 
 
 class Case:
-    """An experiment: its arguments on files that are read by one process, and those of a node."""
+    """An experiment: its arguments on files that one process reads, and its arguments at a node."""
 
     def __init__(self, folder, name):
         self.folder, self.name = folder, name

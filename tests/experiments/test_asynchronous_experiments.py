@@ -175,7 +175,7 @@ def test_each_row_of_a_cohort_has_the_staleness_of_its_client():
         found = zip(cohort.client_ids, cohort.schedule.schedule.staleness, strict=True)
         wanted = zip(order.client_ids[r], order.staleness[r], strict=True)
         assert sorted(found) == sorted(wanted)
-        # A client's duration is that of the steps that it takes.
+        # A client's duration is the time of the steps that it takes.
         steps = [2 * -(-len(population[k]) // 10) for k in cohort.client_ids]
         assert cohort.num_steps.tolist() == steps
     chex.assert_trees_all_equal_shapes_and_dtypes(cohort, run.cohort_shapes)

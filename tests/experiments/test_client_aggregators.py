@@ -119,7 +119,7 @@ def poisson_rounds():
 def test_the_aggregator_of_an_experiment_is_trained_with(poisson_rounds) -> None:
     before, after, *_ = poisson_rounds
     moved = [np.sum((a - b) ** 2) for a, b in zip(after, before, strict=True)]
-    # Of each round: 24 clients of norm 1e-6 divided by 6, and less than that of noise.
+    # Of each round: 24 clients of norm 1e-6 divided by 6, and less than the norm of the noise.
     assert 0 < np.sqrt(sum(moved)) < 5 * 2 * 4e-6
 
 

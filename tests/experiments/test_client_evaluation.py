@@ -1,4 +1,4 @@
-"""Evaluation by client: metrics of the clients, weighted, are those of the held-out data."""
+"""Evaluation by client: metrics of the clients, weighted, give the metrics of the held-out data."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +34,7 @@ def random_params(run: Run, seed: int = 0) -> Any:
 
 
 def check_totals(experiment: Experiment, names: list[str], metrics: set[str]) -> None:
-    """The mean of the clients' metrics by number of examples is that of all held-out examples."""
+    """Clients' metrics, averaged by number of examples, are the mean of all held-out examples."""
     run = experiment.build()
     params = random_params(run)
     with jax.set_mesh(run.mesh):
@@ -127,7 +127,7 @@ def test_text_by_module(monkeypatch: pytest.MonkeyPatch) -> None:
         found, together = run.evaluate_clients(params), run.evaluate(params)
     assert list(found.names) == names and np.all(found.num_examples > 0)
     np.testing.assert_allclose(found.metrics["perplexity"], np.exp(found.metrics["loss"]))
-    # The rows of all documents begin elsewhere than those of each client.
+    # The rows of all documents begin elsewhere than the rows of each client.
     mean = np.average(found.metrics["loss"], weights=found.num_examples)
     assert mean == pytest.approx(together["loss"], rel=0.05)
 

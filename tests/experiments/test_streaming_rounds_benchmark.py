@@ -19,7 +19,7 @@ def test_a_local_step_of_streaming_takes_the_time_of_diloco() -> None:
         rows = streaming_rounds.main.run([*sizes, "--repetitions=9", "--clock=cpu"])
         if all(row.ratio <= 1.02 for row in rows):
             return
-    pytest.fail(f"local steps take {[row.ratio for row in rows]} times those of DiLoCo")
+    pytest.fail(f"local steps take {[row.ratio for row in rows]} times the steps of DiLoCo")
 
 
 def test_sixteen_fragments_compile_in_half_the_time_of_unrolled_blocks() -> None:

@@ -85,7 +85,7 @@ def test_the_work_between_start_and_completion_is_that_of_the_loops_between() ->
         Start("send.a"),
         Start("send.b"),
         Work(trips[1] * STEP),
-        Completion("send.b"),  # the first of its two completions, as that of a
+        Completion("send.b"),  # the first of its two completions, as for a
         Completion("send.a"),
         Work(trips[2] * STEP),
     )

@@ -285,7 +285,7 @@ def test_load_balance_is_the_loss_of_mixtral_over_k(k: int) -> None:
 
 
 def test_layers_are_balanced_one_by_one_where_mixtral_balances_their_union() -> None:
-    """Two layers, each with one expert for all tokens: Mixtral's loss is that of even routing."""
+    """Two layers, each with one expert for all tokens: Mixtral's loss is as for even routing."""
     layers = [np.tile([9.0, 0.0], (8, 1)), np.tile([0.0, 9.0], (8, 1))]
     assert mixtral_loss(layers, 1) == pytest.approx(1.0)
     assert np.mean([load_balance(logits, 1) for logits in layers]) == pytest.approx(2.0, rel=1e-3)

@@ -85,12 +85,12 @@ def test_the_parameters_are_those_that_the_configuration_counts(config: ResNetCo
 
 
 def test_the_published_network_has_11_2_million_parameters() -> None:
-    """Its table gives 11.2 million; the number is that of ResNet-18 with 100 classes."""
+    """Its table gives 11.2 million; ResNet-18 with 100 classes has this number."""
     assert ResNetConfig().num_params() == 11_227_812
 
 
 def test_bfloat16() -> None:
-    """The logits are near those of float32, in bfloat16."""
+    """The logits are near the logits of float32, in bfloat16."""
     model = resnet(SMALL)
     params = jax.jit(model.init)(jax.random.key(0))
     x = np.random.default_rng(1).normal(size=(4, 16, 16, 2)).astype(np.float32)

@@ -83,7 +83,7 @@ def mesh_of(**sizes: int) -> Mesh:
 
 
 def in_runs(config: TransformerConfig, params: Any, *, leading: int = 0) -> Any:
-    """Reshape stacked parameters to those of an interleaved pipeline, in the same order."""
+    """Reshape stacked parameters for an interleaved pipeline, in the same order."""
     repeats = config.num_pipeline_repeats
     if repeats == 1:
         return params
@@ -144,7 +144,7 @@ CASES = [
 @pytest.mark.parametrize(("config", "sizes"), CASES)
 def test_equals_one_device(config: TransformerConfig, sizes: dict[str, int]) -> None:
     whole = dataclasses.replace(config, num_microbatches=1, num_pipeline_repeats=1)
-    # The load-balancing loss of a pipeline is a mean over microbatches, which is not that of the
+    # The load-balancing loss of a pipeline is a mean over microbatches, which is not the mean of a
     # whole batch. All other terms are equal.
     load_balance = 0.0 if config.num_experts and config.num_microbatches > 1 else 0.01
     arguments, expected = on_one_device(whole, load_balance)

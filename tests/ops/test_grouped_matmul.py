@@ -21,7 +21,7 @@ ROWS, GROUPS = 200, 3  # blocks of 64 rows
     scope="module",
 )
 def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Choose the implementation for TPU, lowered for the CPU, or that of other platforms."""
+    """Choose the implementation for TPU, lowered for the CPU, or for other platforms."""
     if request.param == "default":  # what a CPU compiles
         yield request.param
         return

@@ -270,7 +270,7 @@ def test_other_errors_of_the_compiler_are_not_hidden(monkeypatch: pytest.MonkeyP
 
 
 def test_a_mesh_that_does_not_fit_is_a_plan_error() -> None:
-    # The islands of the mesh still divide those of the round.
+    # The islands of the mesh still divide the islands of the round.
     with pytest.raises(PlanError, match=r"cpu:4 has 4\. Use all: --mesh.islands=4 --mesh.fsdp=1\."):
         plan_experiment(stacked_layers.stack(), find_topology("cpu:4"))
 

@@ -100,7 +100,7 @@ def test_bits_of_a_plan_replace_the_formula(capsys, tmp_path):
     by_formula = list(bandwidth.cells(params=1))
     by_plan = list(bandwidth.cells(params=1, bits={"DiLoCo": 16, "+ 4 bits": 8}))
     changed = {a.method for a, b in zip(by_formula, by_plan, strict=True) if a != b}
-    assert changed == {"+ 4 bits"}  # 16 bits of each parameter are those of the formula
+    assert changed == {"+ 4 bits"}  # the formula has 16 bits of each parameter
 
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     assert bandwidth.main(["--plans", f"DiLoCo={tmp_path / 'plan.json'}"]) == 0

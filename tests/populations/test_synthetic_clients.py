@@ -41,7 +41,7 @@ def test_with_a_large_alpha_labels_are_distributed_as_in_the_pool():
 
 @pytest.mark.parametrize("alpha", [0.3, 3.0])
 def test_label_frequencies_have_the_moments_of_a_dirichlet_distribution(alpha):
-    """Variance m (1 - m) / (sum a + 1) for concentrations a, plus that of the finite sample."""
+    """Variance m (1 - m) / (sum a + 1) for concentrations a, and the variance of a sample."""
     clients = DirichletClients(LABELS, 2000, alpha=alpha, median_examples=400)
     found = frequencies(clients, 2000)
     mean = np.bincount(LABELS // 3) / len(LABELS)

@@ -19,7 +19,7 @@ Program = Callable[[ControlChannel, int], Any]
 
 
 class Job:
-    """Processes of a job as threads: `jax.process_index` is that of the thread."""
+    """Processes of a job as threads: `jax.process_index` is the thread's."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         self.count, self.offer, self.ends = count, {}, []

@@ -23,7 +23,7 @@ def test_failures_are_those_of_independent_chips():
     failures = draw_failures(CLUSTER, 20 * DAY, seed=1)
     rate = CLUSTER.num_slices * CLUSTER.chips_per_slice / SECONDS_PER_YEAR
     in_repair = 256 / SECONDS_PER_YEAR * CLUSTER.repair_seconds
-    expected = rate * 20 * DAY / (1 + in_repair)  # those of slices that are up
+    expected = rate * 20 * DAY / (1 + in_repair)  # of slices that are up
     assert len(failures.seconds) == pytest.approx(expected, rel=0.02)
     gaps = np.diff(failures.seconds)
     assert gaps.std() == pytest.approx(gaps.mean(), rel=0.05)  # exponential

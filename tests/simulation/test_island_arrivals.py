@@ -47,7 +47,7 @@ def test_islands_arrive_as_if_alone(seed, num_steps, fails):
         sends, returns = times_alone(trace, island, duration[island], last)
         assert own[sent[:, island]].tolist() == sends
         assert own[arrived[:, island] & ~sent[:, island]].tolist() == returns
-    # The order within a round and over rounds is that of time; equal times share a position.
+    # The order within a round and over rounds is by time; equal times share a position.
     before = -1.0
     for position, seconds in zip(order.position, order.seconds, strict=True):
         assert sorted(set(position[position >= 0])) == list(range(position.max() + 1))

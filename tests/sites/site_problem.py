@@ -90,7 +90,7 @@ def compiled(parts: Any) -> tuple[Run, LocalModel, OuterModel, list[Any]]:
 class Sites:
     """A syncer and its islands; each exchange happens when a test asks for it.
 
-    The rules of the syncer in `policy`, such as the quorum, replace those of `parts`. `options`
+    The rules of the syncer in `policy`, such as the quorum, replace the rules of `parts`. `options`
     are further arguments of the syncer, such as `free_shard_after`.
     """
 

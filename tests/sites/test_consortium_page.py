@@ -16,7 +16,7 @@ pytest.importorskip("grpc")
 
 PAGE = Path(__file__).parents[2] / "docs" / "consortium.md"
 BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# Rounds of each run in the end; "hospital" is that of a site's certificate.
+# Rounds of each run in the end; "hospital" is the folder of a site's certificate.
 RUNS = {
     **dict.fromkeys(("fed", "oslo", "lyon"), 20),
     **dict.fromkeys(("private", "oslo_private", "lyon_private"), 20),

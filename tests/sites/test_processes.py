@@ -66,7 +66,7 @@ def test_every_process_is_killed_once(processes: Processes, tmp_path: Path) -> N
     assert len(updates) == len(set(updates))  # nothing is applied twice
     assert len({process for island, process, *_ in updates if island == "a"}) == 2
     losses = [line["loss"] for line in select(read_metrics(tmp_path / "syncer"), "training")]
-    # The loss of a round is that of a few examples.
+    # The loss of a round is of a few examples.
     assert len(losses) == rounds and np.median(losses[-20:]) < 0.8 * losses[0]
     assert all(np.isfinite(x).all() for x in load_params(tmp_path / "syncer").values())
     # The same commands have nothing to do.

@@ -1,4 +1,4 @@
-"""Metrics by client equal those of scikit-learn and NumPy on each client's examples."""
+"""Metrics by client equal the metrics of scikit-learn and NumPy on each client's examples."""
 
 import numpy as np
 import pytest

@@ -302,7 +302,7 @@ def test_experts_of_domains_are_refused_for_another_number(saved: Any) -> None:
 
 
 def test_layers_are_not_taken_for_islands(saved: Any) -> None:
-    """A model of other layers raises, even where their number is that of the islands."""
+    """A model of other layers raises, even where there are as many layers as islands."""
     layout = LAYOUTS[TWO_TOGETHER]
     wanted = abstract_state("diloco", layout)
     fewer = wanted._replace(

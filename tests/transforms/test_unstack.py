@@ -171,7 +171,7 @@ def slow(name):
 
 @pytest.mark.parametrize("name", [slow(name) for name in OPERATIONS])
 def test_an_operation_runs_in_the_loop_with_its_gradient(name):
-    """Nothing is stored for it, and the results are those of plain JAX."""
+    """Nothing is stored for it, and plain JAX gives the same results."""
     operation = OPERATIONS[name]
     run, args = compiled(operation, 8)
     plain = jax.jit(total(functools.partial(program, operation, Plain)))

@@ -1,4 +1,4 @@
-"""Clients made by a partition are those of the partition's function."""
+"""A partition makes the clients of the partition's function."""
 
 from pathlib import Path
 from typing import Any

@@ -233,7 +233,7 @@ def test_a_rotation_spreads_large_entries():
     plain = np.sum((np.float64(transmit("uniform")(x)) - x) ** 2)
     rotated = np.sum((np.float64(transmit("rotated uniform")(x)) - x) ** 2)
     # The rotated codec has one more bit, which divides the error by (7 / 3)^2 = 5.4. The rotation
-    # divides it further, from the order of d to that of log d.
+    # divides it further, from the order of d to the order of log d.
     assert rotated < plain / 5.4 / 3
 
 

@@ -1,4 +1,4 @@
-"""Mean and variance over clients equal those of NumPy in float64."""
+"""Mean and variance over clients equal NumPy's in float64."""
 
 import jax
 import numpy as np

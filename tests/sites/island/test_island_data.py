@@ -1,4 +1,4 @@
-"""The rows of one island: bitwise those of a stream of all islands, and nothing else is read."""
+"""The rows of one island: bitwise the rows of a stream of all islands, and nothing else is read."""
 
 import json
 

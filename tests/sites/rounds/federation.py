@@ -86,7 +86,7 @@ def run(
     Args:
         experiment: the coordinator's experiment.
         sites: the experiments of the sites by name.
-        folder: an empty folder; that of a site is below it.
+        folder: an empty folder, with the folders of sites below it.
         rules: when rounds end. Default None: each needs all sites.
         first_round_needs: number of sites that the first round waits for. Default None: as in
             `rules`.

@@ -45,7 +45,7 @@ class Trial:
         self.processes.finish(started)
 
     def elsewhere(self, site: str) -> bytes:
-        """Return all bytes on wires, and those of the files and logs of the other parties."""
+        """Return all bytes on wires, and in the files and logs of the other parties."""
         found = [wire.content for wire in self.wires.values()]
         for path in sorted(self.runs.rglob("*")):
             if path.is_file() and site not in path.relative_to(self.runs).parts[0]:

@@ -1,4 +1,4 @@
-"""Models of each client's own over sites equal those of training on all files."""
+"""Models of each client's own over sites equal the models of training on all files."""
 
 import dataclasses
 from pathlib import Path

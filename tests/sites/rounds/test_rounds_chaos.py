@@ -38,7 +38,7 @@ FIRST, LAST = ("agree", "question"), ("save", "checkpoint at the end", "end")
 
 
 def draw_kills(seed: int, without: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Draw a kill at each point: those of sites at random sites, at random passages."""
+    """Draw a kill at each point: kills of sites at random sites, at random passages."""
     generator = random.Random(seed)
 
     def drawn(points: Sequence[str]) -> list[str]:
@@ -216,7 +216,7 @@ def test_kills_in_every_phase(
 
 
 def check_counted(runs: Consortium, folder: Path) -> None:
-    """Check that the model is that of the sites that answered in each round."""
+    """Check that the model is made from the sites that answered in each round."""
     assert_equal(runs.params("fed"), reference(folder, "scaffold", runs.counted))
     for name in sorted(SIZES):
         assert_equal(runs.params(name), runs.params("fed"))

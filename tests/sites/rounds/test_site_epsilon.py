@@ -1,4 +1,4 @@
-"""The epsilon of each site counts the sums that have its terms, those of statistics included."""
+"""The epsilon of each site counts the sums that have its terms, sums of statistics included."""
 
 from pathlib import Path
 

@@ -75,7 +75,7 @@ def test_who_may_join():
     assert sites.add("b", process="b-2").shard == 1  # its own shard, at once
     sites.now += 1801
     sites.receive(sites.islands[0])
-    assert sites.add("d", shard=2).shard == 2  # that of an island that is gone
+    assert sites.add("d", shard=2).shard == 2  # of an island that is gone
 
 
 def test_malformed_messages_are_refused():

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedpax.commands import COMMANDS
+from fedpax.commands.command_table import COMMANDS
 from fedpax.commands.flag_table import Flag
 from fedpax.errors import UsageError
 from fedpax.experiments.catalog import experiments

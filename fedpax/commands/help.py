@@ -2,7 +2,7 @@
 
 import re
 
-from fedpax.commands import COMMANDS
+from fedpax.commands.command_table import COMMANDS
 from fedpax.commands.flag_table import describe_flags
 
 

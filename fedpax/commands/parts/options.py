@@ -18,7 +18,7 @@ import tyro
 from absl import flags
 
 from fedpax.checks import check_integer_fields
-from fedpax.commands import COMMANDS
+from fedpax.commands.command_table import COMMANDS
 from fedpax.commands.flag_table import Flag
 from fedpax.commands.parts.descriptions import whole_sentences
 from fedpax.console import escape_controls, print_error

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -89,6 +90,16 @@ def test_noise_of_a_large_deviation_is_discrete_gaussian(stddev):
     assert abs((k / stddev).var() - 1) < 5 * np.sqrt(2 / size)
     for modulus in (2, 16):  # a single float32 number would be even, or a multiple of 16, too often
         assert abs(np.mean(k % modulus == 0) * modulus - 1) < 5 * np.sqrt(modulus / size)
+
+
+def test_the_uniform_part_of_large_noise_is_centered(monkeypatch):
+    """The floor of a normal number is 1/2 below it in the mean."""
+    module = sys.modules[discrete_gaussian.__module__]
+    monkeypatch.setattr(module, "normal_from_words", lambda words, _: jnp.zeros(words.shape))
+    k = np.asarray(discrete_gaussian(jax.random.key(5), jnp.zeros(100_000), DITHERED_STDDEV))
+    width = 2 ** dither_bits(DITHERED_STDDEV)
+    assert (k.min(), k.max()) == (1 - width // 2, width // 2)
+    assert abs(k.mean() - 0.5) < 5 * width / math.sqrt(12 * k.size)
 
 
 def test_the_mean_has_the_stated_noise_and_clips():

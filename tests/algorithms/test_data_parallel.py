@@ -15,6 +15,21 @@ from fedpax.algorithms import data_parallel
 pytestmark = pytest.mark.xdist_group("algorithms")
 
 
+def test_metrics_are_means_over_the_steps_that_were_taken():
+    rng = np.random.default_rng(7)
+    batches = {"x": rng.normal(size=(1, 5, 2)).astype(np.float32)}
+    algorithm = data_parallel(
+        lambda params, batch: (jnp.sum(params["w"] * batch["x"]), {"first": batch["x"][0]}),
+        islands=1,
+        optimizer=optax.sgd(0.0),
+    )
+    state = algorithm.init({"w": jnp.array([2.0, -3.0])})
+    _, metrics = jax.jit(algorithm.round)(state, Cohort(batches, num_steps=jnp.array([3])))
+    taken = batches["x"][0, :3]
+    np.testing.assert_allclose(metrics["first"], taken[:, 0].mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss"], (taken @ [2.0, -3.0]).mean(), rtol=1e-5)
+
+
 def test_islands_equal_one_large_batch():
     params, rounds, weights = problem(2)
     history = trainer("data parallelism", "4x2 automatic").run(params, rounds, weights)

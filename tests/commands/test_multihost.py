@@ -8,11 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 import yaml
 
+from fedpax.commands.parts import processes
 from fedpax.commands.parts.options import parse
-from fedpax.processes.job_processes import find_job_processes
+from fedpax.processes.job_processes import JobProcesses, find_job_processes
 
 ROOT = Path(__file__).parents[2]
 HOSTS = ROOT / "docs" / "hosts"
@@ -60,6 +62,18 @@ def test_a_timeout_that_is_not_positive(command, tmp_path: Path) -> None:
         "--join_timeout=0",
     )
     assert status == 2 and "expected a positive number of seconds, such as 300" in errors
+
+
+def test_the_number_of_processes_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    initialized = []
+    monkeypatch.setattr(processes, "call_roll", lambda *_: None)
+    monkeypatch.setattr(processes, "wait_for_coordinator", lambda *_: None)
+    monkeypatch.setattr(processes, "_initialize", lambda *given: initialized.append(given))
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    for job, number in ((JobProcesses("localhost:1", 3, 1, "variables"), 3), (None, None)):
+        monkeypatch.setattr(processes, "find_job_processes", lambda job=job: job)
+        assert processes.join_processes(7.0, 11) == number
+        assert initialized.pop() == (job, 7.0, 11)
 
 
 def fedpax_arguments(words: list[str]) -> list[str]:

@@ -308,6 +308,8 @@ def test_a_round_on_gpu_has_the_known_collectives():
 def check_slices(text: str, mesh: Mesh) -> None:
     """Over two TPU slices: islands that are slices, or two islands in each slice."""
     check_round(text, mesh)
+    kinds = {c.kind for c in collectives(text, mesh) if c.axes == ("fsdp",)}
+    assert kinds == {"all-gather", "reduce-scatter"}
     found = [c for c in collectives(text, mesh) if "islands" in c.axes]
     kinds = [c.kind for c in found if not c.between_slices]
     assert {c.kind for c in found if c.between_slices} == {"all-reduce"}

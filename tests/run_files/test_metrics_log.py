@@ -168,6 +168,16 @@ def test_a_long_run_is_spread_and_names_its_damage(tmp_path: Path) -> None:
     assert read_log(tmp_path, all_lines).damaged == [77]
 
 
+def test_the_sum_of_a_file_counts_the_bytes_of_its_whole_lines(tmp_path: Path) -> None:
+    write(tmp_path, 1, 3)
+    path = tmp_path / METRICS
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + b"damaged\n" + b"".join(lines[1:]))
+    log = read_log(tmp_path, all_lines)
+    assert log.damaged == [2]
+    assert log.sum.bytes == sum(map(len, lines)) == sum(end - begin for begin, end in log.kept)
+
+
 def test_damaged_sums_are_ignored(tmp_path: Path) -> None:
     write(tmp_path, 1, 9)
     for text in ("", "[[1]]", '{"a": 1}', "[[100000, 0, 9]]", '[["a", "b", "c"]]'):

@@ -28,5 +28,10 @@ def test_a_codec_encodes_an_update_and_decodes_it():
 def test_other_arrays_are_described():
     expected = {"w": jax.ShapeDtypeStruct((3,), "float32")}
     assert check_arrays({"w": np.zeros(3, np.float32)}, expected) is None
-    found = check_arrays({"w": np.zeros(2)}, expected)
-    assert found == "array 'w' is float64[2], expected float32[3]"
+    for other, described in (
+        (np.zeros(2), "float64[2]"),
+        (np.zeros(2, np.float32), "float32[2]"),
+        (np.zeros(3), "float64[3]"),
+    ):
+        difference = check_arrays({"w": other}, expected)
+        assert difference == f"array 'w' is {described}, expected float32[3]"

@@ -136,6 +136,13 @@ def test_a_group_of_fields_in_place_of_a_field_is_named(run: Run, override: str)
     assert ", set in the code of the experiment. Set one of its fields, such as --" in errors
 
 
+def test_a_chosen_method_is_not_named_as_a_group(run: Run) -> None:
+    choice = ("--method=fedprox", "--method.nu=0.1")
+    status, output, errors = run("train", "--exp=fedavg_digits", "--job_log_dir=x", *choice)
+    assert status == 2 and "--method.nu" in output + errors
+    assert "set in the code" not in errors
+
+
 def test_multihost_without_processes_names_the_variables_to_set(run: Run, tmp_path: Path) -> None:
     status, _, errors = run(
         "train", f"--exp={REGRESSION}", f"--job_log_dir={tmp_path}", "--multihost"

@@ -221,7 +221,7 @@ def override(
     try:
         changed = parse(experiment)
     except SystemExit as stop:
-        if stop.code and (hint := describe_group(experiment, overrides)):
+        if stop.code and (hint := describe_group(experiment, fields)):
             print_error(f"fedpax: {hint}")
         raise
     resolved = changed.resolve(experiment, parse, job_log_dir)

@@ -239,6 +239,19 @@ def test_a_circle_is_found(source: str) -> None:
     assert find_circle(sources | {"fedpax.c": "import jax"}) == []
 
 
+def test_the_architecture_page_names_what_exists() -> None:
+    """The folders of its layers, and the places of its additions."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    named = re.findall(r"`((?:\w+/)*\w+(?:/|\.py|\.toml))`", page)
+    assert len(named) > 40
+    folders = ("fedpax", "algorithms", "experiments", "tests", "docs")
+    paths = [path for folder in folders for path in ROOT.joinpath(folder).rglob("*")]
+    existing = {f"/{path.relative_to(ROOT).as_posix()}" for path in paths}
+    existing |= {f"/{folder}" for folder in folders}
+    missing = [n for n in named if not any(e.endswith(f"/{n.rstrip('/')}") for e in existing)]
+    assert not missing
+
+
 def test_every_module_keeps_to_its_layer() -> None:
     paths = python_files("fedpax", "algorithms", "experiments", "tests")
     names = {module_name(path) for path in paths}

@@ -30,14 +30,21 @@ def encode(text: str | bytes) -> UInt8[np.ndarray, " bytes"]:
 
     Raises:
         TypeError: `text` is neither a string nor bytes.
-        ValueError: the bytes contain the separator 0xFF and are therefore not UTF-8.
+        ValueError: the bytes contain the separator 0xFF and are therefore not UTF-8, or the string
+            has half of a surrogate pair.
 
     Example:
         >>> encode("né").tolist()
         [110, 195, 169]
     """
     if isinstance(text, str):
-        text = text.encode()
+        try:
+            text = text.encode()
+        except UnicodeEncodeError as error:
+            raise ArgumentError(
+                f"A text ({text[:60]!r}) has half of a surrogate pair at {error.start}, expected "
+                "Unicode: read it again from its own encoding, or remove the character."
+            ) from error
     if not isinstance(text, bytes):
         raise ArgumentTypeError(
             f"A text is of type {type(text).__name__} ({text!r:.60}), expected str or bytes: name "

@@ -51,9 +51,9 @@ def find_chat_template(path: str | Path) -> ChatTemplate | None:
     folder = expand_home(str(path))
     folder = folder if folder.is_dir() else folder.parent
     config = folder / CONFIG_FILE
-    entries = read_json(config) if config.is_file() else {}
+    entries = _entries(config)
     if (file := folder / TEMPLATE_FILE).is_file():
-        return _compile(read_file(file).decode(), entries, str(file))
+        return _compile(_text(file), entries, str(file))
     text = entries.get("chat_template") if isinstance(entries, dict) else None
     if isinstance(text, list):  # several templates by name
         named = [item for item in text if isinstance(item, dict) and item.get("name") == "default"]
@@ -91,9 +91,7 @@ def load_chat_template(path: str | Path) -> ChatTemplate:
     if file.is_dir():
         template = find_chat_template(file)
     elif file.is_file():
-        config = file.with_name(CONFIG_FILE)
-        entries = read_json(config) if config.is_file() else {}
-        template = _compile(read_file(file).decode(), entries, str(file))
+        template = _compile(_text(file), _entries(file.with_name(CONFIG_FILE)), str(file))
     else:
         template = None
     if template is None:
@@ -102,6 +100,26 @@ def load_chat_template(path: str | Path) -> ChatTemplate:
             f"entry chat_template in {CONFIG_FILE}. Pass the path of a Jinja file."
         )
     return template
+
+
+def _entries(config: Path) -> Any:
+    """Read tokenizer_config.json; an empty dict if there is none."""
+    try:
+        return read_json(config) if config.is_file() else {}
+    except ValueError as error:
+        raise ArgumentError(
+            f"{config} is damaged ({error}), expected the JSON of a tokenizer. Restore it."
+        ) from error
+
+
+def _text(file: Path) -> str:
+    """Read a template; a byte-order mark is no part of it."""
+    try:
+        return read_file(file).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ArgumentError(
+            f"{file} is not UTF-8 ({error}), expected a Jinja template. Save it in UTF-8."
+        ) from error
 
 
 def _compile(text: Any, entries: Any, source: str) -> ChatTemplate:

@@ -11,7 +11,7 @@ from fedpax.errors import ArgumentError
 from fedpax.sources.examples import get_field
 from fedpax.text.chat_template import ChatTemplate, Messages
 from fedpax.text.document import Document
-from fedpax.text.tokenizer import Tokenizer
+from fedpax.text.tokenizer import Tokenizer, as_string
 
 
 class _Piece(NamedTuple):
@@ -139,6 +139,13 @@ def _without_template(parts: list[Any]) -> Document:
 def _answers(template: ChatTemplate, messages: Messages, special: re.Pattern[str]) -> list[_Piece]:
     """Divide the text of a conversation into answers and the text between them."""
     whole, done, pieces = template.render(messages, False), 0, []
+    for content in (m.get("content") for m in messages):
+        if content and not isinstance(content, str) and str(content) in whole:
+            raise ArgumentError(
+                f"The chat template writes the parts {content!r:.200} of a message as Python does, "
+                "expected a text: it has no rule for parts. Join their texts, or pass another "
+                "template with data.chat_template."
+            )
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -167,7 +174,7 @@ def _text(example: Mapping[str, Any], field: str) -> str:
             f"The field {field!r} of an example is {value!r:.80}, expected a text. Leave out "
             "examples without one, or name another field."
         )
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
+    return as_string(value)
 
 
 def _messages(example: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
@@ -182,8 +189,22 @@ def _messages(example: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
             f"The field {field!r} of an example is {value!r:.300}, {expected}. Leave out this "
             "example, or rename the keys."
         )
+    for m in messages:
+        if not isinstance(m["role"], str) or not _is_content(m["content"]):
+            raise ArgumentError(
+                f"A message in the field {field!r} of an example is {dict(m)!r:.300}, expected "
+                "texts as 'role' and 'content': a template would write another value as Python "
+                "does. Convert it, or leave out this example."
+            )
     # Arrow gives every message the keys of all messages.
     return [{key: x for key, x in m.items() if x is not None} for m in messages]
+
+
+def _is_content(value: Any) -> bool:
+    """Return whether a template can write a message's content: a text, its parts, or nothing."""
+    if isinstance(value, list | tuple | np.ndarray):
+        return all(isinstance(part, Mapping) for part in value)
+    return value is None or isinstance(value, str)
 
 
 def _check_special(messages: Messages, special: re.Pattern[str]) -> None:

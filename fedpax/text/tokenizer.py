@@ -172,7 +172,7 @@ def _tokenizer(identity: str, vocabulary: Vocabulary, separator: int) -> Tokeniz
         return encode_texts([text])[0]
 
     def encode_texts(texts: Sequence[str | bytes]) -> list[Tokens]:
-        strings = [_as_string(text) for text in texts]
+        strings = [as_string(text) for text in texts]
         if is_lost and not warned and (found_in := next((t for t in strings if SPACE in t), "")):
             warned.append(found_in)
             logging.getLogger(__name__).warning(
@@ -215,13 +215,35 @@ def _tokenizer(identity: str, vocabulary: Vocabulary, separator: int) -> Tokeniz
     )
 
 
-def _as_string(text: str | bytes) -> str:
+def as_string(text: str | bytes) -> str:
+    """Return a text of str or bytes as str; tell once of bytes that are not UTF-8."""
     if not isinstance(text, str | bytes):
         raise ArgumentTypeError(
             f"A text is of type {type(text).__name__} ({text!r:.60}), expected str or bytes: name "
             "the field of the examples that holds the text."
         )
-    return text.decode(errors="replace") if isinstance(text, bytes) else text
+    if isinstance(text, str):
+        return text
+    try:
+        return text.decode()
+    except UnicodeDecodeError:
+        string = text.decode(errors="replace")
+        _tell_of_other_encoding(string[:60])
+        return string
+
+
+_told_of_other_encoding: list[str] = []
+
+
+def _tell_of_other_encoding(text: str) -> None:
+    if not _told_of_other_encoding:
+        _told_of_other_encoding.append(text)
+        logging.getLogger(__name__).warning(
+            "A text (%r) has bytes that are not UTF-8: each of them is read as the character %r. "
+            "Decode the texts from their own encoding first.",
+            text,
+            "\ufffd",
+        )
 
 
 def train_tokenizer(
@@ -262,7 +284,7 @@ def train_tokenizer(
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(map(_as_string, texts), trainer)
+    tokenizer.train_from_iterator(map(as_string, texts), trainer)
     tokenizer.save(os.fspath(path))
     return load_tokenizer(os.fspath(path))
 

@@ -51,3 +51,8 @@ def test_tokens_that_are_no_integers_raise() -> None:
     for tokens in (np.array([104.5]), np.array([np.nan])):
         with pytest.raises(ValueError, match=r"tokens has the value (104.5|nan) \(float64\)"):
             decode(tokens)
+
+
+def test_half_of_a_surrogate_pair_raises() -> None:
+    with pytest.raises(ValueError, match=r"half of a surrogate pair at 2, expected Unicode"):
+        encode("ab\ud800")

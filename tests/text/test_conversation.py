@@ -23,6 +23,7 @@ from fedpax.data.rounds.client_rows import pack_clients, preprocess_rows
 from fedpax.data.rounds.heldout_tokens import HeldoutRows
 from fedpax.errors import ArgumentError
 from fedpax.text.chat_template import find_chat_template
+from fedpax.text.tokenizer import BYTE_TOKENIZER
 
 EXAMPLES = st.lists(
     st.fixed_dictionaries({"p": st.binary(max_size=9), "a": st.binary(max_size=9)}), min_size=1
@@ -295,3 +296,46 @@ def test_fields_that_do_not_fit_raise(arguments: dict[str, str]) -> None:
 def test_a_missing_answer_raises() -> None:
     with pytest.raises(ArgumentError, match="expected a text"):
         heldout_token_batches([{"p": "x", "a": None}], batch_size=1, seq_len=8, field=FIELD)
+
+
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        *({"role": "user", "content": c} for c in (float("nan"), 3, True, b"x", {"a": 1}, ["a"])),
+        *({"role": role, "content": "x"} for role in (None, float("nan"), b"user")),
+        {"role": "user", "content": [{"type": "text", "text": "x"}]},
+    ],
+    ids=str,
+)
+def test_a_message_that_is_no_text_raises(message: dict[str, Any], tmp_path: Path) -> None:
+    """A template would train on 'nan', "b'x'" or "[{'type': ...}]"."""
+    (tmp_path / "a.jinja").write_text(PLAIN)
+    field = Conversation(messages="m", template=load_chat_template(tmp_path / "a.jinja"))
+    chat = [message, {"role": "assistant", "content": "y"}]
+    with pytest.raises(ArgumentError, match=r"expected (texts as 'role'|a text: it has no rule)"):
+        field.encode([{"m": chat}], BYTE_TOKENIZER)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_template(tmp_path: Path) -> None:
+    (tmp_path / "a.jinja").write_bytes(b"\xef\xbb\xbf" + PLAIN.encode())
+    template = load_chat_template(tmp_path / "a.jinja")
+    assert template.render([{"role": "user", "content": "x"}], False) == "<user>x"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("chat_template.jinja", "é".encode("latin1"), "chat_template.jinja is not UTF-8"),
+        ("tokenizer_config.json", b"[" * 1000, "tokenizer_config.json is damaged.*nests"),
+        ("tokenizer_config.json", b"{", "tokenizer_config.json is damaged"),
+    ],
+)
+def test_the_message_names_the_damaged_file(
+    tmp_path: Path, name: str, content: bytes, words: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ArgumentError, match=words):
+        load_chat_template(tmp_path)

@@ -82,3 +82,11 @@ def test_a_tokenizer_without_an_end_of_document_token_raises(
     Library(WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(path))
     with pytest.raises(ValueError, match=r"does not say which token ends a document, expected one"):
         load_tokenizer(str(path))
+
+
+def test_bytes_of_another_encoding_are_told_once(
+    trained: Tokenizer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedpax.text.tokenizer._told_of_other_encoding", [])
+    trained.encode_all(["é", "é".encode(), "é".encode("latin1"), b"\xff"])
+    assert caplog.text.count("has bytes that are not UTF-8") == 1

@@ -64,7 +64,8 @@ class Treatment(NamedTuple):
         """
         inner = ""
         if self.bounds is not None:
-            inner = f"({self.bounds[0]:g}..{self.bounds[1]:g})"
+            # Exact, since sites compare it: two bounds can agree in their first digits.
+            inner = f"({'..'.join(repr(float(x)).removesuffix('.0') for x in self.bounds)})"
         elif self.values is not None:
             inner = f"({'|'.join(self.values)})"
         return f"{self.kind}{inner}{f':{self.missing}' if self.missing else ''}"

@@ -43,6 +43,7 @@ def table_properties(description: Mapping[str, Any]) -> dict[str, str]:
     stated, is_number = fields.get("stated"), description["number"]
     _check(type(stated) is bool and type(is_number) is bool, "label", fields)
     label = checked_label({name: value for name, value in fields.items() if name != "stated"})
+    _check(not stated or all(map(_is_stated, label.classes)), "classes", label.classes)
     properties = {LABEL: label.name, CLASSES: "|".join(label.classes) if stated else "none"}
     if label.task == "regression":
         properties[KIND] = NUMBERS
@@ -87,7 +88,10 @@ def checked_label(fields: Any) -> Label:
     label = Label.from_json(fields)
     is_class = label.task == "classification"
     fits = _is_text(label.name) and label.task in get_args(Task)
-    fits = fits and isinstance(label.reason, str) and all(map(_is_text, label.classes))
+    fits = fits and _is_text(label.reason) and all(map(_is_text, label.classes))
+    fits = fits and all(
+        type(x) in (int, float) and math.isfinite(x) for x in (label.mean, label.scale)
+    )
     fits = fits and isinstance(fields["classes"], list | tuple) and is_class == bool(label.classes)
     _check(fits and len({*label.classes}) == len(label.classes), "label", fields)
     return label
@@ -97,7 +101,7 @@ def _checked_treatment(fields: Any) -> Treatment:
     _check(isinstance(fields, dict) and fields.keys() == {*Treatment._fields}, "column", fields)
     values, bounds = fields["values"], fields["bounds"]
     _check(
-        values is None or (isinstance(values, list | tuple) and all(map(_is_text, values))),
+        values is None or (isinstance(values, list | tuple) and all(map(_is_stated, values))),
         "column",
         fields,
     )
@@ -106,9 +110,11 @@ def _checked_treatment(fields: Any) -> Treatment:
         "column",
         fields,
     )
-    fits = _is_text(fields["name"]) and isinstance(fields["reason"], str)
-    fits = fits and fields["kind"] in get_args(Kind)
-    left_out = fields["kind"] == "left_out" and fields["missing"] is None
+    kind = fields["kind"]
+    fits = _is_text(fields["name"]) and _is_text(fields["reason"]) and kind in get_args(Kind)
+    fits = fits and (values is None or kind == "category")
+    fits = fits and (bounds is None or kind in ("number", "date"))
+    left_out = kind == "left_out" and fields["missing"] is None
     _check(fits and (left_out or fields["missing"] in get_args(Missing)), "column", fields)
     pairs: dict[str, Any] = {n: tuple(x) if isinstance(x, list) else x for n, x in fields.items()}
     return Treatment(**pairs)
@@ -123,13 +129,20 @@ def _check_categories(categories: Any, treatments: Mapping[str, Treatment]) -> N
         if treatment.values is not None:
             fits = told.keys() == {"other"} and type(told["other"]) is bool
         else:
-            counts = told["values"].values()
-            fits = told.keys() == {"values"} and all(type(n) is int and n >= 0 for n in counts)
+            counts = told["values"]
+            fits = told.keys() == {"values"} and all(map(_is_text, counts))
+            fits = fits and all(type(n) is int and n >= 0 for n in counts.values())
         _check(fits, f"categories of {name!r}", told)
 
 
 def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+    # Half of a surrogate pair can be in JSON, and not in a file.
+    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)
+
+
+def _is_stated(value: Any) -> bool:
+    """Return whether a value can be among the stated ones, which are divided by '|'."""
+    return _is_text(value) and "|" not in value
 
 
 def _is_number(text: str) -> bool:

@@ -183,3 +183,44 @@ def test_what_passes_the_checks_can_be_agreed_on(place: tuple[Any, ...], junk: A
             agree_on_table([changed, honest])
         except FedpaxError as error:
             assert "at different sites" not in str(error)
+
+
+HALF = "\ud800"  # of a surrogate pair: JSON has it, a file in UTF-8 has not
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("columns", 0, "name"), HALF),
+        (("columns", 0, "reason"), HALF),
+        (("columns", 1, "values"), ["f|m"]),
+        (("columns", 0, "values"), ["f", "m"]),
+        (("columns", 1, "bounds"), [0, 1]),
+        (("categories", "sex", "values"), {HALF: 3}),
+        (("label", "classes"), ["0", HALF]),
+        (("label", "reason"), HALF),
+        (("label", "mean"), "x"),
+        (("label", "scale"), 1e400),
+    ],
+    ids=str,
+)
+def test_what_no_site_can_have_is_malformed(place: tuple[Any, ...], value: Any) -> None:
+    """Each of these ended the coordinator's run, when the sites agreed or when it wrote a file."""
+    changed = description()
+    changed["number"] = False
+    inner: Any = changed
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    with pytest.raises(ValueError, match="expected the form of `fedpax join`"):
+        table_properties(changed)
+
+
+def test_bounds_that_differ_in_a_late_digit_differ() -> None:
+    found = []
+    for most in (1234567, 1234568):
+        told = description()
+        told["columns"][0] |= {"bounds": [0, most], "reason": "stated"}
+        found.append(table_properties(told))
+    assert found[0]["the column 'age'"] == "number(0..1234567):mean"
+    assert found[1]["the column 'age'"] == "number(0..1234568):mean"

@@ -124,6 +124,22 @@ class ClientExperiment(OverSites, Experiment):
         """Make the evaluation of a model, by default the training loss and its metrics."""
         return evaluate(self.make_loss(model))
 
+    def _evaluate_on(
+        self,
+        batches: Sequence[Batch],
+        model: FunctionalModel,
+        num_devices: int = 1,
+        sharding: NamedSharding | None = None,
+    ) -> Callable[[Params], dict[str, float]]:
+        evaluate = functools.partial(
+            evaluator,
+            batches=batches,
+            placement="clients",
+            num_participants=num_devices,
+            sharding=sharding,
+        )
+        return self.make_evaluation(evaluate, model)
+
     def make_client_evaluation(self, model: FunctionalModel) -> EvaluateClients:
         """Read the held-out examples of each client, and make the evaluation by client."""
         del model
@@ -245,15 +261,7 @@ class ClientExperiment(OverSites, Experiment):
         algorithm = fitting.make_algorithm(
             fitting.make_loss(model), fitting.make_sampler(population)
         )
-        evaluate = fitting.make_evaluation(
-            functools.partial(
-                evaluator,
-                batches=fitting.open_heldout(preprocess)(),
-                placement="clients",
-                num_participants=1,
-            ),
-            model,
-        )
+        evaluate = fitting._evaluate_on(fitting.open_heldout(preprocess)(), model)
         draw = drawer(rounds, fitting.make_stream(rounds, sampler), sampler)
         return SiteRun(
             algorithm,
@@ -309,16 +317,7 @@ class ClientExperiment(OverSites, Experiment):
         # Made at the first evaluation: `fedpax plan` compiles for devices that cannot hold data.
         @functools.cache
         def evaluate_heldout() -> Callable[[Params], dict[str, float]]:
-            return self.make_evaluation(
-                functools.partial(
-                    evaluator,
-                    batches=read_heldout(),
-                    placement="clients",
-                    num_participants=num_devices,
-                    sharding=over_clients,
-                ),
-                model,
-            )
+            return self._evaluate_on(read_heldout(), model, num_devices, over_clients)
 
         @functools.cache
         def evaluate_clients() -> EvaluateClients:

@@ -225,8 +225,8 @@ def check_fields(config: Any, path: str) -> None:
     An optional field can be None.
     """
     prefix = f"{path}." if path else ""
-    for name, hint in _hints(type(config)).items():
-        value = getattr(config, name, None)
+    for name, hint in _hints(config.__class__).items():
+        value: Any = getattr(config, name, None)
         is_union = get_origin(hint) in (types.UnionType, Union)
         for member in get_args(hint) if is_union else (hint,):
             if value is None and (is_union or get_origin(member) is not Literal):
@@ -265,7 +265,7 @@ def check_integers(**numbers: Any) -> None:
 
 def check_integer_fields(config: Any, path: str = "") -> None:
     """Check the fields of type int of a configuration, and of the configurations in its fields."""
-    hints = _hints(type(config))
+    hints = _hints(config.__class__)
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         name = f"{path}.{field.name}" if path else field.name

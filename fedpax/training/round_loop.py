@@ -1,9 +1,7 @@
 """The loop of rounds from a checkpoint on, which rolls back to one where a loss spikes."""
 
-from collections.abc import Collection
 from contextlib import AbstractContextManager, ExitStack
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,10 +9,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.algorithm import Params, State
 from fedpax.checkpoints.checkpoint import Checkpoints
-from fedpax.checkpoints.participant_states import ParticipantRule
 from fedpax.checkpoints.run_position import gather_stream_state, restore_stream
 from fedpax.elastic.host_copies import HostCopy
-from fedpax.elastic.membership import CopiesOfRounds, Membership
+from fedpax.elastic.membership import CopiesOfRounds
 from fedpax.preemption import PreemptionGuard
 from fedpax.processes.gather import gather_json
 from fedpax.run_files.configuration import to_json, write_configuration
@@ -28,7 +25,8 @@ from fedpax.training.compiled_round import (
 )
 from fedpax.training.due_rounds import is_due, last_due_before
 from fedpax.training.early_stop import EarlyStop
-from fedpax.training.experiment import Experiment, Run
+from fedpax.training.experiment import Run
+from fedpax.training.job import Job
 from fedpax.training.logging import RoundLogger
 from fedpax.training.norms import FiniteCheck
 from fedpax.training.prefetch import Prefetch, put_on_mesh
@@ -40,15 +38,6 @@ from fedpax.training.tracker import Tracker
 from fedpax.training.utilization import utilization_of
 
 
-class ResumeOptions(NamedTuple):
-    """Allowed changes since the folder's checkpoint was saved."""
-
-    allow_config_change: Collection[str]  # paths of fields of the configuration
-    participant_states: ParticipantRule  # how to make states for another number of participants
-    # the part of this process in an elastic job; None: there is no such job
-    membership: Membership | None = None
-
-
 class RoundLoop(AbstractContextManager["RoundLoop"]):
     """The rounds of a run, from the newest checkpoint in its folder on; a context manager.
 
@@ -56,14 +45,11 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
     back both call it, so a kill after a roll back does not change the result.
 
     Args:
-        experiment: the experiment.
+        job: the run to train.
         run: the run that the experiment has built; its mesh is set.
-        folder: the run's folder.
-        exp: the experiment's name on the command line.
         checkpoints: the checkpoints in the folder.
         progress: the progress that the user sees.
         clock: the clock that counts the run's time.
-        options: the allowed changes since the checkpoint was saved.
         early_stop: decides after evaluations what to save, and when to stop.
         tracker: sends the metrics to an experiment tracker.
         copy: this process's copy of the state, to begin from. Default None: the checkpoint.
@@ -75,29 +61,27 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
 
     def __init__(
         self,
-        experiment: Experiment,
+        job: Job,
         run: Run,
-        folder: Path,
-        exp: str,
         *,
         checkpoints: Checkpoints,
         progress: Progress,
         clock: GoodputClock,
-        options: ResumeOptions,
         early_stop: EarlyStop,
         tracker: Tracker,
         copy: HostCopy | None = None,
     ) -> None:
-        self._experiment, self._training = experiment, experiment.training
-        self._run, self._folder, self._exp = run, folder, exp
+        self._experiment, self._folder, self._exp = job.experiment, job.folder, job.exp
+        self._run = run
         self._checkpoints, self._progress, self._clock = checkpoints, progress, clock
-        self._options, self._early_stop, self._tracker = options, early_stop, tracker
-        self._configuration, training = to_json(experiment), experiment.training
+        self._options, self._early_stop, self._tracker = job.options, early_stop, tracker
+        training = self._training = job.experiment.training
+        self._configuration = to_json(job.experiment)
         kept = training.checkpoint_every, training.keep_every
         self._saving_periods = (*kept, training.export_every)
         self._skips = training.on_spike == "skip"
         self._replicated = NamedSharding(run.mesh, PartitionSpec())
-        self._copy, self._copies = copy, CopiesOfRounds(options.membership)
+        self._copy, self._copies = copy, CopiesOfRounds(job.options.membership)
         self.done = self._first = (checkpoints.latest_round() or 0) if copy is None else copy.round
         self._current = self._first + 1
         self._dispatched = self._first  # unlike `done`, it never decreases

@@ -4,7 +4,7 @@ import errno
 import functools
 import os
 import signal
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -36,12 +36,13 @@ from fedpax.training.agreement import check_agreement, check_same_data
 from fedpax.training.begin_from import begin_from
 from fedpax.training.early_stop import EarlyStop
 from fedpax.training.experiment import Experiment, Run, check_run
+from fedpax.training.job import Job, ResumeOptions
 from fedpax.training.job_dir_lock import JobDirLock
 from fedpax.training.logging import NonFiniteError
 from fedpax.training.profile import check_profile_at
 from fedpax.training.progress import Progress
 from fedpax.training.resume_checks import check_configuration
-from fedpax.training.round_loop import ResumeOptions, RoundLoop
+from fedpax.training.round_loop import RoundLoop
 from fedpax.training.spikes import RepeatedSpikesError
 from fedpax.training.startup_report import check_processes
 from fedpax.training.tracker import Tracker, track
@@ -141,41 +142,30 @@ def train(
         if saved_in != folder:
             check(saved_in, flag="--training.checkpoint_dir")
             checkpoint_dir = stack.enter_context(CheckpointDir(saved_in, folder))
+        options = ResumeOptions(allow_config_change, participant_states, membership)
+        job = Job(experiment, folder, saved_in, checkpoint_dir, exp, options)
         done = latest_round(saved_in) or 0
         if done >= experiment.training.rounds:
             check_latest_round(saved_in)
             if jax.process_index() == 0 and read_configuration_json(folder) is None:
                 write_configuration(folder, experiment, exp)  # it was lost, and commands need it
             # A kill can have prevented the last one.
-            with _exports(experiment, folder, saved_in, exp):
-                _send_rest(experiment, folder, saved_in, exp)
+            with _exports(job):
+                _send_rest(job)
             return TrainingResult(done, True, rounds_trained=0, signal=None, evaluation=None)
         if (stopped := _stopped_early(experiment, folder, done)) is not None:
             check_latest_round(saved_in)
-            _send_rest(experiment, folder, saved_in, exp)
+            _send_rest(job)
             return TrainingResult(done, True, 0, None, None, stopped)
-        options = ResumeOptions(allow_config_change, participant_states, membership)
-        job = _Job(experiment, folder, saved_in, checkpoint_dir, exp, options)
         try:
             return _train(job)
         except Exception as error:
             if (reason := _storage_failure(error, saved_in)) is None:
                 raise
-            raise StorageError(_stopped(exp, experiment, saved_in, *reason)) from error
+            raise StorageError(_stopped(job, *reason)) from error
 
 
-class _Job(NamedTuple):
-    """A run to train, and where."""
-
-    experiment: Experiment
-    folder: Path
-    saved_in: Path
-    checkpoint_dir: CheckpointDir | None
-    exp: str
-    options: ResumeOptions
-
-
-def _train(job: _Job) -> TrainingResult:
+def _train(job: Job) -> TrainingResult:
     training = job.experiment.training
     with ExitStack() as resources:
         with collect_seldom():
@@ -187,9 +177,7 @@ def _train(job: _Job) -> TrainingResult:
                 loop.train(preemption)
             except (NonFiniteError, RepeatedSpikesError) as error:
                 checkpoints.wait()
-                reason = _reason_and_remedy(error)
-                message = _stopped(job.exp, job.experiment, job.saved_in, *reason)
-                raise type(error)(message) from None
+                raise type(error)(_stopped(job, *_reason_and_remedy(error))) from None
         finished = loop.done == training.rounds or loop.stopped_early is not None
         tracker.finished = finished
         progress.note(describe_goodput(clock.seconds()))
@@ -204,7 +192,7 @@ def _train(job: _Job) -> TrainingResult:
 
 
 def _open_loop(
-    job: _Job, resources: ExitStack
+    job: Job, resources: ExitStack
 ) -> tuple[RoundLoop, Checkpoints, Progress, GoodputClock, Tracker]:
     """Build the run, and open what it needs from its start to its end."""
     experiment, folder, training = job.experiment, job.folder, job.experiment.training
@@ -224,7 +212,7 @@ def _open_loop(
     retention = _retention(training)
     progress = enter(
         Progress(
-            job.exp or type(experiment).__name__,
+            job.name,
             rounds_done=first,
             rounds=training.rounds,
             item_unit=run.item_unit,
@@ -232,17 +220,8 @@ def _open_loop(
         )
     )
     # Closed after the checkpoints, so that it can send the last one.
-    tracker = enter(
-        track(
-            experiment,
-            folder,
-            job.exp,
-            note=progress.note,
-            saved_in=job.saved_in,
-            enabled=primary,
-        )
-    )
-    exports = enter(_exports(experiment, folder, job.saved_in, job.exp))
+    tracker = enter(_track(job, progress.note))
+    exports = enter(_exports(job))
     checkpoint_dir = job.checkpoint_dir
     checkpoints = enter(
         Checkpoints(
@@ -256,14 +235,11 @@ def _open_loop(
         progress.note(f"no checkpoint of the {line['round']} logged rounds: starting from round 0")
     loop = enter(
         RoundLoop(
-            experiment,
+            job,
             run,
-            folder,
-            job.exp,
             checkpoints=checkpoints,
             progress=progress,
             clock=clock,
-            options=job.options,
             early_stop=EarlyStop(training, job.saved_in, retention, exports),
             tracker=tracker,
             copy=copy,
@@ -304,23 +280,29 @@ def _stopped_early(experiment: Experiment, folder: Path, done: int) -> str | Non
     return Evaluations(log.lines, training.keep_best, training.stop_after).reason
 
 
-def _send_rest(experiment: Experiment, folder: Path, saved_in: Path, exp: str) -> None:
+def _track(job: Job, note: Callable[[str], None] | None = None) -> Tracker:
+    primary = jax.process_index() == 0
+    return track(
+        job.experiment, job.folder, job.exp, note=note, saved_in=job.saved_in, enabled=primary
+    )
+
+
+def _send_rest(job: Job) -> None:
     """Send the metrics of a finished run that its tracker has not got."""
-    with track(
-        experiment, folder, exp, saved_in=saved_in, enabled=jax.process_index() == 0
-    ) as tracker:
+    with _track(job) as tracker:
         tracker.finished = True
-        for line in read_log(folder, last_rounds).lines if tracker.enabled else ():
+        for line in read_log(job.folder, last_rounds).lines if tracker.enabled else ():
             tracker.add(line, kept=True)
 
 
-def _exports(experiment: Experiment, folder: Path, saved_in: Path, exp: str) -> Exports:
+def _exports(job: Job) -> Exports:
+    training = job.experiment.training
     return Exports(
-        folder,
-        run=saved_in,
-        every=experiment.training.export_every,
-        last=experiment.training.rounds,
-        write=functools.partial(experiment.write_model, exp=exp),
+        job.folder,
+        run=job.saved_in,
+        every=training.export_every,
+        last=training.rounds,
+        write=functools.partial(job.experiment.write_model, exp=job.exp),
         enabled=jax.process_index() == 0,
     )
 
@@ -363,14 +345,10 @@ def _storage_failure(error: BaseException, saved_in: Path) -> tuple[str, str] | 
     return (reasons[0], remedy) if reasons else None
 
 
-def _stopped(exp: str, experiment: Experiment, saved_in: Path, reason: str, remedy: str) -> str:
-    name = exp or type(experiment).__name__
+def _stopped(job: Job, reason: str, remedy: str) -> str:
     try:
-        kept = latest_round(saved_in)
+        kept = latest_round(job.saved_in)
+        saved = f"{f'The checkpoint of round {kept}' if kept else 'No checkpoint'} is"
     except Exception:  # the bucket is away
-        return f"{name} stopped: {reason}. Its checkpoints are kept in {saved_in}. {remedy}"
-    return (
-        f"{name} stopped: {reason}. "
-        f"{f'The checkpoint of round {kept}' if kept else 'No checkpoint'} is kept in {saved_in}. "
-        f"{remedy}"
-    )
+        saved = "Its checkpoints are"
+    return f"{job.name} stopped: {reason}. {saved} kept in {job.saved_in}. {remedy}"

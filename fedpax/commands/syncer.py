@@ -41,11 +41,12 @@ def syncer(arguments: Sequence[str]) -> int:
         from fedpax.sites.rounds.round_rules import RoundRules
         from fedpax.sites.rounds.run_coordinator import run_coordinator
 
+        rules: dict[str, Any] = {name: options[name].value for name in RoundRules._fields}
         result = run_coordinator(
             experiment,
             folder,
             options.listen,
-            rules=RoundRules(**{name: options[name].value for name in RoundRules._fields}),
+            rules=RoundRules(**rules),
             **common,
         )
         return _report(result, experiment, options.job_log_dir)

@@ -66,15 +66,20 @@ def read_clients(
         own = zip(chunks, states, strict=True)
         return [chunk.take(device + hops - hop, state, apart) for chunk, state in own]
 
-    states = fill(0, [0] * len(chunks), in_loop)
     if ring is None:
-        return states
+        return fill(0, [0] * len(chunks), in_loop)
 
     def body(hop: Any, states: list[jax.Array]) -> list[jax.Array]:
         return fill(hop, ring.pass_on(states, 1))
 
-    with set_xla_metadata(**{MOVED_ROWS: in_loop}):
-        return jax.lax.fori_loop(1, hops + 1, body, states)
+    def read() -> list[jax.Array]:
+        return jax.lax.fori_loop(1, hops + 1, body, fill(0, [0] * len(chunks)))
+
+    if not in_loop:
+        return read()
+    # Rows that are here are copied once.
+    with set_xla_metadata(**{MOVED_ROWS: True}):
+        return jax.lax.cond(hops > 0, read, lambda: fill(0, [0] * len(chunks)))
 
 
 def write_clients(

@@ -14,6 +14,8 @@ from fedpax.primitives.map import federated_map_p
 from fedpax.transforms.inlining import inline, is_federated, placements_of
 from fedpax.transforms.placed_closures import placed_closures
 from fedpax.transforms.planner import make_plan
+from fedpax.transforms.store_access import RowAccess
+from fedpax.transforms.streaming import plan_row_accesses
 
 
 def explain(program: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
@@ -30,7 +32,8 @@ def explain(program: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     Returns:
         One line per program, then one line per placement and phase with a loop: the number of maps
         and reductions in the loop, and its chunk size. Each stored value follows on its own line,
-        with its type and the reason. A line for each placed value that a mapped function closes
+        with its type and the reason, and each state of clients that the loop reads and writes in
+        the rows of a store. A line for each placed value that a mapped function closes
         over, so that every participant reads the values of all, ends the report.
 
     Example:
@@ -66,13 +69,19 @@ def _explain_program(eqn: JaxprEqn) -> Iterator[str]:
 
 
 def _explain_jaxpr(closed: ClosedJaxpr) -> Iterator[str]:
-    closed = eliminate_dead_code(inline(closed, inside=lambda inner: inner))
+    planned = plan_row_accesses(closed, inside=lambda inner: inner)
+    accesses: list[RowAccess] = [] if planned is None else planned[2]
+    if planned is None:
+        closed = eliminate_dead_code(inline(closed, inside=lambda inner: inner))
+    else:
+        closed = planned[1]
     if not is_federated(closed.jaxpr):
         yield "It has no federated_map, so there is no loop over participants."
     for placement in placements_of(closed.jaxpr):
-        plan = make_plan(closed.jaxpr, placement)
+        plan = make_plan(closed.jaxpr, placement) if planned is None else planned[0]
         for number, phase in enumerate(sorted(plan.loops)):
-            stored = plan.stored[phase]
+            rows = {v for a in accesses if a.phase == phase for _, v, _ in a.values}
+            stored = {v: why for v, why in plan.stored[phase].items() if v not in rows}
             own, rematerialized = plan.maps(phase)
             parts = [_count(len(own), "map")] if own or not rematerialized else []
             if rematerialized:
@@ -84,6 +93,9 @@ def _explain_jaxpr(closed: ClosedJaxpr) -> Iterator[str]:
                 + ("stored for all participants:" if stored else "nothing is stored.")
             )
             yield from (f"  {aval_of(v).str_short()}: {why}" for v, why in stored.items())
+            for v in plan.stored[phase]:
+                if v in rows:
+                    yield f"  {aval_of(v).str_short()}: read and written in the rows of a store."
             for eqn in (*own, *rematerialized):
                 if is_federated(eqn.params["jaxpr"].jaxpr):
                     yield f"  in each of the {placement.name}:"

@@ -60,7 +60,7 @@ def stream(closed: ClosedJaxpr) -> ClosedJaxpr:
 def run_streamed(closed: ClosedJaxpr, *args: jax.Array | LazySlice) -> list[jax.Array]:
     """Run a jaxpr with the participants of each placement in loops."""
     if is_federated(closed.jaxpr):
-        if (planned := _plan_row_accesses(closed)) is not None:
+        if (planned := plan_row_accesses(closed, stream)) is not None:
             return _execute(*planned, *args)
         closed = eliminate_dead_code(inline(closed, stream))
     placements = placements_of(closed.jaxpr)
@@ -72,13 +72,13 @@ def run_streamed(closed: ClosedJaxpr, *args: jax.Array | LazySlice) -> list[jax.
     return _execute(make_plan(closed.jaxpr, placements[-1]), closed, (), *args)
 
 
-def _plan_row_accesses(
-    closed: ClosedJaxpr,
+def plan_row_accesses(
+    closed: ClosedJaxpr, inside: Callable[[ClosedJaxpr], ClosedJaxpr]
 ) -> tuple[StreamingPlan, ClosedJaxpr, list[RowAccess]] | None:
     """Plan a jaxpr whose loops read and write the rows of stores; None if it has none."""
     if not has_store_access(closed.jaxpr):
         return None
-    inlined = eliminate_dead_code(inline(closed, stream, is_store_access))
+    inlined = eliminate_dead_code(inline(closed, inside, is_store_access))
     placements = placements_of(inlined.jaxpr)
     if len(placements) != 1:
         return None

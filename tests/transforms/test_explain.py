@@ -20,6 +20,7 @@ from fedpax import (
     federated_map,
     federated_mean,
 )
+from fedpax.clients import client_store, gather_clients, scatter_clients
 
 
 def test_explain_lists_stored_values_with_reasons():
@@ -71,3 +72,23 @@ def test_explain_numbers_the_phases_that_have_a_loop():
 
 def test_explain_of_a_function_without_programs():
     assert fedpax.explain(jnp.sin, 1.0) == "This function calls no fedpax program."
+
+
+def test_rows_of_a_client_store_that_the_loop_accesses_are_not_stored():
+    """Where the server reads the new states too, they are."""
+
+    def report(is_read):
+        @fedpax.program(clients=4, chunk_size=1)
+        def update(store, ids):
+            states = gather_clients(store, ids)
+            new, losses = fedpax.federated_map(lambda s: (s + 1, jnp.sum(s)), states)
+            total = fedpax.federated_sum(losses) + (jnp.argmax(new) if is_read else 0)
+            return scatter_clients(store, ids, new), total
+
+        store = client_store(jnp.zeros(3), num_clients=10)
+        return fedpax.explain(update, store, jnp.array([5, 2, -1, 7]))
+
+    line = "nothing is stored.\n    float32[4,3]: read and written in the rows of a store."
+    assert line in report(is_read=False)
+    assert "stored for all participants:\n    float32[4,3]:" in report(is_read=True)
+    assert "rows of a store" not in report(is_read=True)

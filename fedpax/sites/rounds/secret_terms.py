@@ -101,6 +101,12 @@ def check_is_sum(stage: Stage, adds: bool) -> None:
             f"secure_sums: the method sends {what}, expected sums and means alone. Use another "
             "aggregator or method, or leave --secure_sums out."
         )
+    for value in stage.terms:
+        if np.dtype(value.dtype).kind == "c":
+            raise ArgumentError(
+                f"secure_sums: {value.name} is {value.dtype}, expected real numbers. Keep the real "
+                "and the imaginary part as two parameters, or leave --secure_sums out."
+            )
 
 
 def ask_for_sums(

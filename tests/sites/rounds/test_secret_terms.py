@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,12 +13,13 @@ from hypothesis.extra.numpy import arrays
 from sites.rounds.federation import Federation, run, write_hospitals
 from sites.rounds.test_equals_training import SIZES, experiment
 
+import fedpax
 from fedpax.experiments.client_methods import method
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.secure_sums.words import NotSummableError, from_words, to_words
 from fedpax.sites.rounds.exchange import Exchange
 from fedpax.sites.rounds.round_rules import RoundRules
-from fedpax.sites.rounds.secret_terms import SecretTerms
+from fedpax.sites.rounds.secret_terms import SecretTerms, check_is_sum
 from fedpax.sites.rounds.site_worker import SiteWorker, UnknownRoundError
 from fedpax.sites.transport.message import Message
 
@@ -144,3 +147,13 @@ def test_guards_and_secure_sums_exclude_each_other() -> None:
     for other in ({"norm_factor": 3.0}, {"accept_if": "loss+0.01"}):
         with pytest.raises(ValueError, match="secure_sums hides the replies of sites"):
             RoundRules(secure_sums=True, **other).check()
+
+
+def test_complex_terms_are_refused_before_the_first_round() -> None:
+    @fedpax.program(clients=2)
+    def mean(x: jax.Array) -> jax.Array:
+        return fedpax.federated_mean(fedpax.federated_map(lambda x: 2 * x, x))
+
+    (stage,) = fedpax.stages(mean, jnp.zeros(2, jnp.complex64))
+    with pytest.raises(ValueError, match="is complex64, expected real numbers"):
+        check_is_sum(stage, adds=True)

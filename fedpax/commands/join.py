@@ -23,7 +23,7 @@ from fedpax.sites.rounds.contract import SiteExperiment
 GAVE_UP = 75  # EX_TEMPFAIL of sysexits.h: the same command can succeed later
 
 if TYPE_CHECKING:
-    from fedpax.sites.island.join import JoinResult
+    from fedpax.sites.site_process import JoinResult
 
 
 def join(arguments: Sequence[str]) -> int:
@@ -98,7 +98,7 @@ def describe(result: "JoinResult", folder: str, syncer: str) -> str:
     """Describe the result of an island in words.
 
     Example:
-        >>> from fedpax.sites.island.join import JoinResult
+        >>> from fedpax.sites.site_process import JoinResult
         >>> describe(JoinResult(7, finished=True, signal=None), "runs/a", "oslo:7000")
         'Finished: the syncer has done all merges; 7 rounds of this island are saved in runs/a.'
     """

@@ -13,7 +13,7 @@ from fedpax.console import print_line
 from fedpax.training.experiment import Experiment
 
 if TYPE_CHECKING:  # after JAX_PLATFORMS is set
-    from fedpax.sites.syncer_result import SyncerResult
+    from fedpax.sites.site_process import SyncerResult
 
 
 def syncer(arguments: Sequence[str]) -> int:

@@ -5,7 +5,8 @@
 - `guards`: the updates that a merge drops (`drop_large`, `drop_harmful`).
 - `transport`: the messages between them, and certificates.
 
-Beside them: what both sides share, the format of a fragment and the identity of a run.
+Beside them: what both sides share, the format of a fragment, the identity of a run, and what a
+process opens (`site_process`).
 """
 
 from typing import TYPE_CHECKING
@@ -18,16 +19,16 @@ if TYPE_CHECKING:
     from fedpax.sites.guards import drop_harmful as drop_harmful
     from fedpax.sites.guards import drop_large as drop_large
     from fedpax.sites.guards import parse_accept_if as parse_accept_if
-    from fedpax.sites.island.join import JoinResult as JoinResult
     from fedpax.sites.island.join import join as join
+    from fedpax.sites.site_process import JoinResult as JoinResult
+    from fedpax.sites.site_process import SyncerResult as SyncerResult
     from fedpax.sites.syncer.run_syncer import run_syncer as run_syncer
-    from fedpax.sites.syncer_result import SyncerResult as SyncerResult
 
 _MODULES = {
     "AcceptIf": "fedpax.sites.guards",
-    "JoinResult": "fedpax.sites.island.join",
+    "JoinResult": "fedpax.sites.site_process",
     "NormHistory": "fedpax.sites.guards",
-    "SyncerResult": "fedpax.sites.syncer_result",
+    "SyncerResult": "fedpax.sites.site_process",
     "drop_harmful": "fedpax.sites.guards",
     "drop_large": "fedpax.sites.guards",
     "join": "fedpax.sites.island.join",

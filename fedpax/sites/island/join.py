@@ -5,11 +5,10 @@ import dataclasses
 import math
 import os
 import secrets
-import signal
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -20,7 +19,7 @@ from fedpax.preemption import PreemptionGuard
 from fedpax.processes.control_channel import ControlChannel
 from fedpax.run_files.configuration import write_configuration
 from fedpax.run_files.metrics import MetricsWriter
-from fedpax.run_files.paths import latest_round, refuse_checkpoint_dir, resolve_job_log_dir
+from fedpax.run_files.paths import latest_round
 from fedpax.sites.data_identity import shorten
 from fedpax.sites.fragment_format import largest_message
 from fedpax.sites.identity import identify
@@ -28,39 +27,21 @@ from fedpax.sites.island.island import Island
 from fedpax.sites.island.island_data import ShardPrefetch
 from fedpax.sites.island.island_file import Member, read_member, write_member
 from fedpax.sites.island.island_log import IslandLog
-from fedpax.sites.island.link import Link, WaitingError
+from fedpax.sites.island.link import Link
 from fedpax.sites.island.local_model import LocalModel
 from fedpax.sites.island.shared_link import SharedLink
-from fedpax.sites.island.training_rounds import SECONDS_BETWEEN_NOTES, TrainingRounds
+from fedpax.sites.island.training_rounds import TrainingRounds
+from fedpax.sites.site_process import JoinResult, locked_folder, open_progress, patience
 from fedpax.sites.site_run import build_parts, parts_of, tokens_per_step
-from fedpax.sites.transport.calls import Connection, DisconnectedError, connect
-from fedpax.training.agreement import check_agreement, check_same_data
+from fedpax.sites.transport.calls import Connection, connect
+from fedpax.training.agreement import check_same_data
 from fedpax.training.experiment import Experiment, Run
-from fedpax.training.job_dir_lock import JobDirLock
 from fedpax.training.progress import Progress, describe_devices
-from fedpax.training.resume_checks import check_configuration
 from fedpax.training.startup_report import check_processes
 from fedpax.training.tracker import track
 
 SECONDS_TO_ASK_AGAIN = 15.0
 PROCESS_ENDED = 75  # EX_TEMPFAIL of sysexits.h: the same command can succeed later
-
-
-class JoinResult(NamedTuple):
-    """The result of a call of `join`.
-
-    Attributes:
-        rounds: number of rounds of inner steps of this island, over all of its processes.
-        finished: whether the syncer has done all merges.
-        signal: the signal that stopped the call, or None.
-        gave_up: whether the call stopped because no syncer answered. If the run of the folder was
-            finished before, `finished` is True too.
-    """
-
-    rounds: int
-    finished: bool
-    signal: signal.Signals | None
-    gave_up: bool = False
 
 
 def join(
@@ -124,32 +105,29 @@ def join(
         OSError: the certificates cannot be read.
         ValueError: the address is malformed, or certificates are missing or cannot be used.
     """
-    folder = resolve_job_log_dir(job_log_dir)
-    refuse_checkpoint_dir(experiment.training.checkpoint_dir, "join")
-    with JobDirLock(folder):
-        check_agreement(folder, experiment)
-        changes = (*allow_config_change, "training.rounds")  # which is the syncer's
-        check_configuration(folder, experiment, exp, allow_config_change=changes)
-        with ControlChannel(_exit_after(folder), 0.4 * heartbeat_timeout) as channel:
-            member = Member(**channel.broadcast(read_member(folder)._asdict()))
-            if member.finished:
-                give_up_after = min(give_up_after, SECONDS_TO_ASK_AGAIN)
-            header = {
-                "island": name or folder.name,
-                "incarnation": secrets.token_hex(8),
-                "folder": member.folder,
-                "run": member.run,
-                "shard": shard,
-            }
-            header = channel.broadcast(header)
-            with contextlib.ExitStack() as stack:
-                connection = None
-                if channel.is_first:
-                    connection = connect(syncer, certificates=certificates, server_name=server_name)
-                    stack.callback(connection.close)
-                return _join(
-                    experiment, folder, connection, channel, header, exp, syncer, give_up_after
-                )
+    with (
+        locked_folder(experiment, job_log_dir, "join", exp, allow_config_change) as folder,
+        ControlChannel(_exit_after(folder), 0.4 * heartbeat_timeout) as channel,
+    ):
+        member = Member(**channel.broadcast(read_member(folder)._asdict()))
+        if member.finished:
+            give_up_after = min(give_up_after, SECONDS_TO_ASK_AGAIN)
+        header = {
+            "island": name or folder.name,
+            "incarnation": secrets.token_hex(8),
+            "folder": member.folder,
+            "run": member.run,
+            "shard": shard,
+        }
+        header = channel.broadcast(header)
+        with contextlib.ExitStack() as stack:
+            connection = None
+            if channel.is_first:
+                connection = connect(syncer, certificates=certificates, server_name=server_name)
+                stack.callback(connection.close)
+            return _join(
+                experiment, folder, connection, channel, header, exp, syncer, give_up_after
+            )
 
 
 def _join(
@@ -168,6 +146,7 @@ def _join(
     params = jax.eval_shape(run.init, jax.random.key(0))
     header["identity"] = identify(experiment, params)._asdict()
     header["data"] = shorten(check_same_data(run.cohorts))
+    title = f"{exp or type(experiment).__name__} {header['island']}"
     preemption = PreemptionGuard()
     with (
         jax.set_mesh(run.mesh),
@@ -176,7 +155,9 @@ def _join(
         MetricsWriter(
             folder, after=first, enabled=channel.is_first, listener=tracker.add
         ) as metrics,
-        _make_progress(experiment, exp, run, header, first, channel) as progress,
+        open_progress(
+            experiment, title, first, item_unit=run.item_unit, enabled=channel.is_first
+        ) as progress,
         contextlib.ExitStack() as stack,
     ):
         model = LocalModel(run)
@@ -186,7 +167,7 @@ def _join(
             link = _make_link(folder, connection, header, model, position.get("ledger"))
         exchange = SharedLink(link, channel, preemption)
         stack.callback(exchange.close)
-        reply = exchange.join(_patience(progress), give_up_after)
+        reply = exchange.join(patience(progress), give_up_after)
         if reply is None:
             stopped = preemption.signal
             finished = stopped is None and read_member(folder).finished
@@ -241,23 +222,6 @@ def _build(experiment: Experiment, exp: str) -> Run:
 def _with_rounds(experiment: Experiment, rounds: int) -> Experiment:
     training = dataclasses.replace(experiment.training, rounds=rounds)
     return dataclasses.replace(experiment, training=training)
-
-
-def _make_progress(
-    experiment: Experiment,
-    exp: str,
-    run: Run,
-    header: dict[str, Any],
-    first: int,
-    channel: ControlChannel,
-) -> Progress:
-    return Progress(
-        f"{exp or type(experiment).__name__} {header['island']}",
-        rounds_done=first,
-        rounds=experiment.training.rounds,
-        item_unit=run.item_unit,
-        enabled=channel.is_first,
-    )
 
 
 def _make_link(
@@ -361,17 +325,3 @@ def _exit_after(folder: Path) -> Callable[[str], None]:
         os._exit(PROCESS_ENDED)  # the main thread may wait for the devices forever
 
     return end
-
-
-def _patience(progress: Progress) -> Callable[[DisconnectedError], None]:
-    """Return a function that prints, at most every 10 seconds, for what an island waits to join."""
-    noted = -math.inf
-
-    def note(error: DisconnectedError) -> None:
-        nonlocal noted
-        if time.monotonic() - noted > SECONDS_BETWEEN_NOTES:
-            noted = time.monotonic()
-            waits = isinstance(error, WaitingError)
-            progress.note(f"waiting: {error}" if waits else f"waiting for the syncer at {error}")
-
-    return note

@@ -13,11 +13,11 @@ from fedpax.sites.island.island import Island
 from fedpax.sites.island.island_data import ShardPrefetch
 from fedpax.sites.island.island_log import IslandLog
 from fedpax.sites.island.shared_link import SharedLink
+from fedpax.sites.site_process import SECONDS_BETWEEN_NOTES
 from fedpax.training.experiment import Experiment
 from fedpax.training.progress import Progress
 
 SECONDS_TO_FLUSH = 5.0
-SECONDS_BETWEEN_NOTES = 10.0
 
 
 class TrainingRounds:

@@ -5,18 +5,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedpax.checkpoints.checkpoint import Checkpoints
-from fedpax.checkpoints.saved_rounds import set_aside_after
 from fedpax.errors import ArgumentError, ConfigurationError
-from fedpax.preemption import PreemptionGuard
-from fedpax.run_files.configuration import write_configuration
-from fedpax.run_files.metrics import MetricsWriter
-from fedpax.run_files.paths import (
-    CHECKPOINTS,
-    latest_round,
-    refuse_checkpoint_dir,
-    resolve_job_log_dir,
-)
+from fedpax.run_files.paths import latest_round
 from fedpax.sites.identity import identify
 from fedpax.sites.own_certificates import signer_of
 from fedpax.sites.rounds.contract import SiteExperiment
@@ -30,14 +20,9 @@ from fedpax.sites.rounds.exchange import Exchange
 from fedpax.sites.rounds.round_rules import RoundRules
 from fedpax.sites.rounds.site_table import SiteTable
 from fedpax.sites.rounds.tasks import new_token
-from fedpax.sites.syncer_result import SyncerResult
+from fedpax.sites.site_process import SyncerResult, locked_folder, serving
 from fedpax.sites.transport.admission import NO_LIMITS, Admission, SiteLimits
-from fedpax.sites.transport.calls import serve
 from fedpax.training.experiment import Experiment
-from fedpax.training.job_dir_lock import JobDirLock
-from fedpax.training.progress import Progress
-from fedpax.training.resume_checks import check_configuration
-from fedpax.training.tracker import track
 
 CALLS_OF_A_SITE = 8
 """Calls of a site at a time: it has two, and the calls of a process that was killed may remain."""
@@ -89,14 +74,11 @@ def run_coordinator(
     rules = RoundRules() if rules is None else rules
     rules.check()
     _check_heartbeat(heartbeat_seconds, rules.silent_after)
-    folder = resolve_job_log_dir(job_log_dir)
-    refuse_checkpoint_dir(experiment.training.checkpoint_dir, "syncer")
     assert isinstance(experiment, SiteExperiment)
     check_supported(experiment)
     if rules.accept_if:
         copy.copy(experiment).describe_site()  # its data can be read
-    with JobDirLock(folder):
-        check_configuration(folder, experiment, exp, allow_config_change=allow_config_change)
+    with locked_folder(experiment, job_log_dir, "syncer", exp, allow_config_change) as folder:
         done, rounds = latest_round(folder) or 0, experiment.training.rounds
         admission = Admission(folder, limits)
         report = admission.report if certificates else None  # a stranger can claim any name
@@ -104,45 +86,36 @@ def run_coordinator(
         exchange = _open_exchange(
             experiment, folder, rules, sites, _read_saved(folder, done), report, heartbeat_seconds
         )
-        write_configuration(folder, experiment, exp)
         # Sites that join keep the run's name, also if this process ends before they agree.
         write_federation(folder, exchange.run, exchange.inputs, exchange.sites)
-        set_aside_after(folder / CHECKPOINTS, done)
-        with (
-            track(experiment, folder, exp) as tracker,
-            MetricsWriter(folder, after=done, listener=tracker.add) as metrics,
-            Checkpoints(folder, keep=experiment.training.keep_checkpoints) as checkpoints,
-            Progress(exp or type(experiment).__name__, rounds_done=done, rounds=rounds) as progress,
-            serve(
-                exchange.handle,
-                listen,
-                certificates=certificates,
-                admission=admission,
-                max_message_bytes=lambda: exchange.max_message_bytes,
-                max_calls_per_site=CALLS_OF_A_SITE,
-            ) as server,
-            PreemptionGuard() as preemption,
-        ):
-            address = f"{listen.rpartition(':')[0]}:{server.port}"
-            progress.note(f"listening at {address}; folder {folder}")
+        with serving(
+            experiment,
+            folder,
+            exp,
+            exchange.handle,
+            listen,
+            admission,
+            done=done,
+            certificates=certificates,
+            max_message_bytes=lambda: exchange.max_message_bytes,
+            max_calls_per_site=CALLS_OF_A_SITE,
+        ) as files:
             coordinator = Coordinator(
                 experiment,
                 folder,
                 exchange,
                 rules,
-                checkpoints=checkpoints,
-                metrics=metrics,
-                progress=progress,
-                stop=lambda: preemption.signal is not None,
+                checkpoints=files.checkpoints,
+                metrics=files.metrics,
+                progress=files.progress,
+                stop=lambda: files.preemption.signal is not None,
                 done=done,
                 signer=signer_of(certificates) if rules.secure_sums else None,
             )
             coordinator.run()
             if coordinator.done >= rounds:
                 coordinator.say_goodbye(goodbye_seconds)
-            tracker.finished = finished = coordinator.done >= rounds
-        stopped = None if finished else preemption.signal
-        return SyncerResult(coordinator.done, finished, stopped)
+            return files.result(coordinator.done, coordinator.done >= rounds)
 
 
 def _open_exchange(

@@ -2,10 +2,8 @@
 
 import contextlib
 import json
-import math
 import random
 import secrets
-import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -22,12 +20,7 @@ from fedpax.files import read_json
 from fedpax.preemption import PreemptionGuard
 from fedpax.run_files.configuration import to_json, write_configuration
 from fedpax.run_files.metrics import MetricsWriter
-from fedpax.run_files.paths import (
-    latest_round,
-    refuse_checkpoint_dir,
-    resolve_job_log_dir,
-    write_atomically,
-)
+from fedpax.run_files.paths import latest_round, write_atomically
 from fedpax.sites.identity import identify
 from fedpax.sites.own_certificates import certified_name, signer_of
 from fedpax.sites.rounds.contract import SITE_FILE, SiteExperiment
@@ -36,6 +29,7 @@ from fedpax.sites.rounds.exchange import LARGE
 from fedpax.sites.rounds.run_coordinator import check_supported
 from fedpax.sites.rounds.secret_terms import SecretTerms
 from fedpax.sites.rounds.site_worker import SiteWorker, UnknownRoundError
+from fedpax.sites.site_process import JoinResult, locked_folder, open_progress, patience
 from fedpax.sites.transport.calls import (
     MAX_MESSAGE_BYTES,
     Connection,
@@ -46,30 +40,12 @@ from fedpax.sites.transport.calls import (
 from fedpax.sites.transport.checked_header import CheckedHeader
 from fedpax.sites.transport.message import Message
 from fedpax.training.experiment import Experiment
-from fedpax.training.job_dir_lock import JobDirLock
 from fedpax.training.progress import Progress
-from fedpax.training.resume_checks import check_configuration
 
 MOST_MODELS = 8
 """The largest message that a site receives, in models: SCAFFOLD's has two, optimizers a few."""
 
 CALL_SECONDS, TRANSFER_SECONDS = 30.0, 600.0
-
-
-class TakePartResult(NamedTuple):
-    """The result of a call of `take_part`.
-
-    Attributes:
-        rounds: number of rounds in which this process took part.
-        finished: whether the run is finished.
-        signal: the signal that stopped the call, or None.
-        gave_up: whether no coordinator answered.
-    """
-
-    rounds: int
-    finished: bool
-    signal: signal.Signals | None
-    gave_up: bool = False
 
 
 class SiteState(NamedTuple):
@@ -91,7 +67,7 @@ def take_part(
     give_up_after: float = 600.0,
     only_sums_of: int = 0,
     personal: bool = False,
-) -> TakePartResult:
+) -> JoinResult:
     """Train on this site's data in the rounds that a coordinator asks for.
 
     The data stay here. The site sends the merged terms of its clients (sums and weights), numbers
@@ -134,21 +110,13 @@ def take_part(
             f"only_sums_of={only_sums_of}, expected at least 2: a sum of one site is its value. "
             "Set for example --only_sums_of=3."
         )
-    folder = resolve_job_log_dir(job_log_dir)
-    refuse_checkpoint_dir(experiment.training.checkpoint_dir, "join")
     check_supported(experiment)
     assert isinstance(experiment, SiteExperiment)
-    with JobDirLock(folder):
-        changes = (*allow_config_change, "training.rounds")  # which is the coordinator's
-        check_configuration(folder, experiment, exp, allow_config_change=changes)
+    with locked_folder(experiment, job_log_dir, "join", exp, allow_config_change) as folder:
         site_name = name or certified_name(certificates) or folder.name
         with (
             connect(syncer, certificates=certificates, server_name=server_name) as connection,
-            Progress(
-                exp or type(experiment).__name__,
-                rounds_done=0,
-                rounds=experiment.training.rounds,
-            ) as progress,
+            open_progress(experiment, exp, 0) as progress,
             PreemptionGuard() as preemption,
         ):
             site = Site(
@@ -170,7 +138,7 @@ def take_part(
             with contextlib.closing(site):
                 site.run()
         stopped = None if site.finished else preemption.signal
-        return TakePartResult(site.rounds, site.finished, stopped, gave_up=site.gave_up)
+        return JoinResult(site.rounds, site.finished, stopped, gave_up=site.gave_up)
 
 
 class Site:
@@ -224,7 +192,7 @@ class Site:
         """Work until the run is finished, a signal asks to stop, or no coordinator answers."""
         joined, silent_since, pause = False, time.monotonic(), 0.1
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
-        noted = -math.inf
+        note_waiting = patience(self._progress)
         while not self._stop():
             try:
                 if not joined:
@@ -237,13 +205,10 @@ class Site:
                 if self.finished:
                     return
             except DisconnectedError as error:
-                now = time.monotonic()
-                if now - silent_since > self._give_up_after:
+                if time.monotonic() - silent_since > self._give_up_after:
                     self.gave_up = True
                     return
-                if now - noted > 10.0:
-                    noted = now
-                    self._progress.note(f"waiting for the syncer at {error}")
+                note_waiting(error)
                 time.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(2 * pause, 2.0)
 

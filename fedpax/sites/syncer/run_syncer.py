@@ -12,20 +12,15 @@ import numpy as np
 
 from fedpax.algorithm import Params
 from fedpax.checkpoints.checkpoint import Checkpoints
-from fedpax.checkpoints.saved_rounds import set_aside_after
 from fedpax.parallel.mesh import SINGLE_DEVICE
 from fedpax.preemption import PreemptionGuard
-from fedpax.run_files.configuration import to_json, write_configuration
+from fedpax.run_files.configuration import to_json
 from fedpax.run_files.metrics import MetricsWriter
-from fedpax.run_files.paths import (
-    CHECKPOINTS,
-    latest_round,
-    refuse_checkpoint_dir,
-    resolve_job_log_dir,
-)
+from fedpax.run_files.paths import latest_round
 from fedpax.run_files.quantiles import with_quantiles
 from fedpax.sites.fragment_format import largest_message
 from fedpax.sites.identity import identify
+from fedpax.sites.site_process import SyncerResult, locked_folder, serving
 from fedpax.sites.site_run import build_parts, parts_of, tokens_per_step
 from fedpax.sites.syncer.guarded_merge import NO_GUARDS, GuardedMerges, GuardRules
 from fedpax.sites.syncer.island_table import IslandWatch
@@ -36,14 +31,9 @@ from fedpax.sites.syncer.round_log import RoundLog
 from fedpax.sites.syncer.syncer import Syncer
 from fedpax.sites.syncer.syncer_store import SyncerStore
 from fedpax.sites.syncer.updates import MergeReport, Totals
-from fedpax.sites.syncer_result import SyncerResult
 from fedpax.sites.transport.admission import NO_LIMITS, Admission, SiteLimits
-from fedpax.sites.transport.calls import serve
 from fedpax.training.experiment import Experiment, Run
-from fedpax.training.job_dir_lock import JobDirLock
 from fedpax.training.progress import Progress
-from fedpax.training.resume_checks import check_configuration
-from fedpax.training.tracker import track
 
 SECONDS_BETWEEN_TICKS = 0.02
 
@@ -115,10 +105,7 @@ def run_syncer(
         ValueError: the address is malformed, or certificates are missing or cannot be used.
     """
     guards.check()
-    folder = resolve_job_log_dir(job_log_dir)
-    refuse_checkpoint_dir(experiment.training.checkpoint_dir, "syncer")
-    with JobDirLock(folder):
-        check_configuration(folder, experiment, exp, allow_config_change=allow_config_change)
+    with locked_folder(experiment, job_log_dir, "syncer", exp, allow_config_change) as folder:
         rounds, checkpoint = experiment.training.rounds, latest_round(folder) or 0
         store = SyncerStore(folder, allow_older=allow_older_state)
         store.check_presence()
@@ -142,42 +129,39 @@ def run_syncer(
             on_merge=lambda report: reports.put((report, list(model.fragments))),
             guard=GuardedMerges(guards, phases, _evaluation(run)),
         )
-        write_configuration(folder, experiment, exp)
         first = syncer.merges // phases
-        # The user can have restored an older copy of the state.
-        set_aside_after(folder / CHECKPOINTS, first)
         with (
-            track(experiment, folder, exp) as tracker,
-            MetricsWriter(folder, after=first, listener=tracker.add) as metrics,
-            Checkpoints(folder, keep=experiment.training.keep_checkpoints) as checkpoints,
-            _make_progress(experiment, exp, run, first) as progress,
             contextlib.closing(store),
-            serve(
+            serving(
+                experiment,
+                folder,
+                exp,
                 syncer.handle,
                 listen,
+                admission,
+                done=first,
+                item_unit=run.item_unit,
                 certificates=certificates,
-                admission=admission,
                 max_message_bytes=largest_message(model.formats),
                 max_calls=max(128, 4 * parts.islands),  # an island has up to two at a time
-            ) as server,
-            PreemptionGuard() as preemption,
+            ) as files,
         ):
-            _announce(progress, listen, server.port, folder, syncer.merges, rounds * phases)
+            progress, metrics, preemption = files.progress, files.metrics, files.preemption
+            if syncer.merges:
+                progress.note(f"resuming after merge {syncer.merges} of {rounds * phases}")
             _write_sizes(metrics, run, params)
             log = RoundLog(metrics, progress, phases, syncer.totals)
             log.restore(read_merges(folder), syncer.totals)
-            merged = _MergedRounds(experiment, model, metrics, checkpoints, log, first)
+            merged = _MergedRounds(experiment, model, metrics, files.checkpoints, log, first)
             if min(checkpoint, first) < first == rounds:
                 merged.save(model.fragments)  # it was killed after the last merge
             watch = IslandWatch(folder, progress)
             _merge_rounds(syncer, reports, merged, watch, preemption)
             if merged.finished:
-                checkpoints.wait()  # the outer model is there when islands learn the end
+                files.checkpoints.wait()  # the outer model is there when islands learn the end
                 _say_goodbye(syncer, progress, preemption, goodbye_seconds)
             watch.update(syncer.islands(), force=True)
-            tracker.finished = syncer.finished
-        stopped = None if syncer.finished else preemption.signal
-        return SyncerResult(merged.done, syncer.finished, stopped)
+            return files.result(merged.done, syncer.finished)
 
 
 def _initial_params(run: Run, experiment: Experiment) -> Params:
@@ -197,23 +181,6 @@ def _evaluation(run: Run) -> Callable[[Params], dict[str, float]]:
         return {name: float(np.asarray(value)) for name, value in found.items()}
 
     return evaluate
-
-
-def _make_progress(experiment: Experiment, exp: str, run: Run, done: int) -> Progress:
-    return Progress(
-        exp or type(experiment).__name__,
-        rounds_done=done,
-        rounds=experiment.training.rounds,
-        item_unit=run.item_unit,
-    )
-
-
-def _announce(
-    progress: Progress, listen: str, port: int, folder: Path, merged: int, merges: int
-) -> None:
-    progress.note(f"listening at {listen.rpartition(':')[0]}:{port}; folder {folder}")
-    if merged:
-        progress.note(f"resuming after merge {merged} of {merges}")
 
 
 def _write_sizes(metrics: MetricsWriter, run: Run, params: Params) -> None:

@@ -84,7 +84,8 @@ class Benchmark:
 
     def summary(self, rows: list[Row]) -> str:
         """Return the text below the table: by default, which rows miss the bar."""
-        missed = [" ".join(cells_of(self.columns, row)[:2]) for row in rows if not row.met]
+        cells = [cells_of(self.columns, row)[:2] for row in rows if not row.met]
+        missed = [", ".join(cell.strip() for cell in pair) for pair in cells]
         return f"\nBar ({self.bar}): {'missed by ' + '; '.join(missed) if missed else 'met'}."
 
     def draw(self, rows: list[Row]) -> Figure:

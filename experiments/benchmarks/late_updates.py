@@ -26,18 +26,16 @@ from fedpax.experiments.benchmarks.chaos import CHECKPOINT_ROUNDS, paced_text
 from fedpax.experiments.benchmarks.chaos_sites import SYNCER, Failure, draw_failures
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
 from fedpax.experiments.benchmarks.workloads import changed
-from fedpax.experiments.decoupled_diloco_text import DecoupledDiLoCoText
 from fedpax.sites.identity import Identity
 from fedpax.sites.island.island import Island
 from fedpax.sites.island.link import Link
 from fedpax.sites.island.local_model import LocalModel
-from fedpax.sites.site_run import tokens_per_step
+from fedpax.sites.site_run import parts_of, tokens_per_step
 from fedpax.sites.syncer.outer_model import OuterModel
 from fedpax.sites.syncer.syncer import Syncer
 from fedpax.sites.syncer.updates import MergeReport
 from fedpax.sites.transport.calls import DisconnectedError
 from fedpax.sites.transport.message import Message
-from fedpax.training.experiment import Run
 
 ROUND_SECONDS, TICK_SECONDS, HEARTBEAT_SECONDS, RESTART_SECONDS = 1.0, 0.05, 1.0, 6.0
 IDENTITY = Identity("", {}, {})
@@ -55,28 +53,15 @@ def _setting(text: str) -> Setting:
     return Setting(momentum, learning_rate)
 
 
-def _settings(text: str) -> list[Setting]:
-    return harness.several(text, _setting, "pairs of numbers", "0.9:0.4,0.6:0.7")
-
-
 class Data:
     """The experiment with its data: the same for all settings."""
 
     def __init__(self, rounds: int) -> None:
-        base = paced_text()
-        fields = {f.name: getattr(base, f.name) for f in dataclasses.fields(DecoupledDiLoCoText)}
-        training = dataclasses.replace(base.training, rounds=rounds)
-        self.experiment = DecoupledDiLoCoText(**{**fields, "training": training})
-        self.islands = self.experiment.islands
+        self.experiment = changed(paced_text(), round_seconds=0.0, training={"rounds": rounds})
         run = self.experiment.build()
-        self.params = jax.device_get(jax.jit(run.init)(jax.random.key(training.seed)))
-        self.model = LocalModel(run)
-        self._cohorts, self._batches = run.cohorts, list[Any]()
-
-    def build(self, setting: Setting) -> Run:
-        """Build the experiment with the outer optimizer of a setting."""
-        run: Run = changed(self.experiment, decoupled=setting._asdict()).build()
-        return run
+        seed = self.experiment.training.seed
+        self.params = jax.device_get(jax.jit(run.init)(jax.random.key(seed)))
+        self.model, self._cohorts, self._batches = LocalModel(run), run.cohorts, list[Any]()
 
     def batches(self, number: int, shard: int) -> Any:
         """Return an island's batches of a round."""
@@ -85,16 +70,21 @@ class Data:
         return jax.tree.map(lambda x: x[shard], self._batches[number])
 
 
+@dataclasses.dataclass(eq=False)
 class _Process:
-    """A process of an island: its link, its training, and its last checkpoint."""
+    """A process of an island, with its last checkpoint: state, ledger and phase."""
 
-    def __init__(self, name: str, link: Link, island: Island, saved: Any) -> None:
-        self.name, self.link, self.island, self.saved = name, link, island, saved
-        self.phase = 0 if saved is None else saved[2]
+    link: Link
+    island: Island
+    saved: tuple[Any, Any, int] | None
+    phase: int
 
     def save(self) -> None:
-        """Keep the state, as a checkpoint does."""
         self.saved = jax.device_get(self.island.state), self.island.ledger.to_json(), self.phase
+
+    def exchange(self) -> None:
+        with contextlib.suppress(DisconnectedError):
+            self.link.exchange()
 
 
 class VirtualSites:
@@ -104,22 +94,21 @@ class VirtualSites:
         self,
         data: Data,
         setting: Setting,
+        failures: Sequence[Failure],
         *,
         seed: int,
-        failures: Sequence[Failure],
         latency: float,
         jitter: float,
     ) -> None:
         self._data, self._latency, self._jitter = data, latency, jitter
         self._random = random.Random(seed)
-        self._run = data.build(setting)
-        parts = self._run.algorithm.parts
-        assert parts is not None
-        self._parts, self.model = parts, OuterModel(parts, data.params)
+        self._run = changed(data.experiment, decoupled=setting._asdict()).build()
+        self._parts = parts_of(self._run)
+        self.model = OuterModel(self._parts, data.params)
         self._phases = len(self.model.fragments)
         self.now, self.failures, self.reports = 0.0, 0, list[MergeReport]()
         self.syncer = Syncer(
-            parts,
+            self._parts,
             self.model,
             IDENTITY,
             num_merges=data.experiment.training.rounds * self._phases,
@@ -132,10 +121,9 @@ class VirtualSites:
         self._processes: dict[int, _Process] = {}
         self._down: dict[int, float] = {}  # process -> until
         self._cut: dict[int, float] = {}
-        for shard in range(data.islands):
-            self._at(
-                self._random.uniform(0, ROUND_SECONDS), functools.partial(self._start, shard, None)
-            )
+        for shard in range(self._parts.islands):
+            begin = self._random.uniform(0, ROUND_SECONDS)
+            self._at(begin, functools.partial(self._start, shard, None))
         for failure in failures:
             self._at(failure.time, functools.partial(self._fail, failure))
         self._at(0.0, self._tick)
@@ -154,6 +142,9 @@ class VirtualSites:
     def _is_down(self, process: int) -> bool:
         return self._down.get(process, 0.0) > self.now
 
+    def _is_cut(self, shard: int) -> bool:
+        return self._cut.get(shard, 0.0) > self.now
+
     def _tick(self) -> None:
         if not self._is_down(SYNCER):
             self.syncer.advance()
@@ -168,7 +159,7 @@ class VirtualSites:
         """Start a process of an island; try again later if the syncer is down."""
 
         def call(message: Message, timeout: float) -> Message:
-            if self._is_down(SYNCER) or self._cut.get(shard, 0.0) > self.now:
+            if self._is_down(SYNCER) or self._is_cut(shard):
                 raise DisconnectedError("no answer")
             return self.syncer.handle("", message)
 
@@ -184,23 +175,19 @@ class VirtualSites:
         except DisconnectedError:
             self._at(self.now + 0.5, lambda: self._start(shard, saved))
             return
-        island = Island(
-            self._parts,
-            self._data.model,
-            link,
-            shard=shard,
-            process=name,
-            tokens_per_step=tokens_per_step(self._run, self._parts, self._phases),
-        )
+        tokens = tokens_per_step(self._run, self._parts, self._phases)
+        sizes: dict[str, Any] = {"shard": shard, "process": name, "tokens_per_step": tokens}
+        island = Island(self._parts, self._data.model, link, **sizes)
         if saved is not None:
             island.restore(jax.device_put(saved[0]), saved[1], member.received)
-        self._processes[shard] = process = _Process(name, link, island, saved)
+        phase = 0 if saved is None else saved[2]
+        self._processes[shard] = process = _Process(link, island, saved, phase)
         self._exchange(shard, process)
         self._at(self.now, lambda: self._train(shard, process))
 
     def _fail(self, failure: Failure) -> None:
         process, end = failure.island, self.now + failure.seconds
-        if self._is_down(process) or self._cut.get(process, 0.0) > self.now:
+        if self._is_down(process) or self._is_cut(process):
             return
         if process != SYNCER and process not in self._processes:
             return
@@ -233,8 +220,7 @@ class VirtualSites:
             self._at(self.now + TICK_SECONDS, again)
             return
         number, phase = divmod(process.phase, self._phases)
-        start = phase * self._parts.steps_per_sync
-        island.train(self._data.batches(number, shard), start)
+        island.train(self._data.batches(number, shard), phase * self._parts.steps_per_sync)
         process.phase += 1
         if process.phase % (CHECKPOINT_ROUNDS * self._phases) == 0:
             process.save()
@@ -244,12 +230,15 @@ class VirtualSites:
 
     def _exchange(self, shard: int, process: _Process) -> None:
         if self._processes.get(shard) is process and not self._is_down(shard):
-            with contextlib.suppress(DisconnectedError):
-                process.link.exchange()
+            process.exchange()
 
 
 class LateUpdates(Benchmark):
-    outer: list[Setting] = option("0.9:0.4,0.6:0.7", "momentum:learning_rate,...", _settings)
+    outer: list[Setting] = option(
+        "0.9:0.4,0.6:0.7",
+        "momentum:learning_rate,...",
+        lambda text: harness.several(text, _setting, "pairs of numbers", "0.9:0.4,0.6:0.7"),
+    )
     rounds: int = option(40, "rounds of the run")
     latency: float = option(0.3, "seconds of an exchange")
     jitter: float = option(0.5, "of the time of a phase")
@@ -263,11 +252,12 @@ class LateUpdates(Benchmark):
     def measure(self) -> Iterator[Row]:
         """Train with each outer optimizer, without and with failures."""
         data, times = Data(self.rounds), {"latency": self.latency, "jitter": self.jitter}
-        cases = itertools.product(self.outer, (False, True), range(self.seeds))
-        for setting, failing, seed in cases:
-            seconds = 10.0 * self.rounds * failing
-            failures = draw_failures(seed, data.islands, seconds, self.mean_seconds)
-            sites = VirtualSites(data, setting, seed=seed, failures=failures, **times)
+        for setting, failing, seed in itertools.product(
+            self.outer, (False, True), range(self.seeds)
+        ):
+            seconds, islands = 10.0 * self.rounds * failing, data.experiment.islands
+            failures = draw_failures(seed, islands, seconds, self.mean_seconds)
+            sites = VirtualSites(data, setting, failures, seed=seed, **times)
             loss = sites.play()
             assert np.isfinite(loss)
             yield Row(

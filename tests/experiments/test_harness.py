@@ -65,7 +65,7 @@ def test_rows_are_a_markdown_table_and_json(capsys: pytest.CaptureFixture[str]) 
 
 def test_a_row_that_misses_the_bar_gives_status_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert plain(["--limit=8"]) == 0 and plain(["--limit=7"]) == 1
-    assert "Bar (at most the limit): missed by    8 8.0." in capsys.readouterr().out
+    assert "Bar (at most the limit): missed by 8, 8.0." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["--plot", "--out"])

@@ -140,24 +140,20 @@ def _join(
     syncer: str,
     give_up_after: float,
 ) -> JoinResult:
-    started, first = time.perf_counter(), latest_round(folder) or 0
+    started, first, is_first = time.perf_counter(), latest_round(folder) or 0, channel.is_first
     run = _build(experiment, exp)
     check_processes(island_of(experiment), run)
     params = jax.eval_shape(run.init, jax.random.key(0))
     header["identity"] = identify(experiment, params)._asdict()
     header["data"] = shorten(check_same_data(run.cohorts))
-    title = f"{exp or type(experiment).__name__} {header['island']}"
-    preemption = PreemptionGuard()
+    name = f"{exp or type(experiment).__name__} {header['island']}"
+    shown, preemption = {"item_unit": run.item_unit, "enabled": is_first}, PreemptionGuard()
     with (
         jax.set_mesh(run.mesh),
-        track(experiment, folder, exp, enabled=channel.is_first) as tracker,
+        track(experiment, folder, exp, enabled=is_first) as tracker,
         Checkpoints(folder, keep=experiment.training.keep_checkpoints) as checkpoints,
-        MetricsWriter(
-            folder, after=first, enabled=channel.is_first, listener=tracker.add
-        ) as metrics,
-        open_progress(
-            experiment, title, first, item_unit=run.item_unit, enabled=channel.is_first
-        ) as progress,
+        MetricsWriter(folder, after=first, enabled=is_first, listener=tracker.add) as metrics,
+        open_progress(experiment, name, first, **shown) as progress,
         contextlib.ExitStack() as stack,
     ):
         model = LocalModel(run)
@@ -175,7 +171,7 @@ def _join(
         if reply.shard is not None:
             progress.note(f"joined {syncer} with shard {reply.shard} of {parts_of(run).islands}")
         header["run"] = reply.run
-        if channel.is_first:  # before the threads start, which can record the end
+        if is_first:  # before the threads start, which can record the end
             write_member(folder, Member(header["folder"], reply.run, reply.finished))
         if reply.finished:
             return JoinResult(first, True, None)
@@ -191,7 +187,7 @@ def _join(
             progress.note(f"resuming after its round {first}")
             state = checkpoints.restore_state(model.shapes, parts_of(run).islands)
             island.restore(state, position["ledger"], reply.received)
-        if channel.is_first:
+        if is_first:
             write_configuration(folder, experiment, exp)
         log = _make_log(experiment, run, params, metrics, progress, exchange, started, folder)
         frozen = () if run.frozen is None else (run.frozen.load(),)

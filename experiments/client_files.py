@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -13,16 +13,27 @@ from numpy.typing import NDArray
 from fedpax.checks import CheckedConfig, Decay
 from fedpax.data import load
 from fedpax.data.tables.labels import Label, missing_label_message
-from fedpax.data.tables.values import arrow_column, is_missing
+from fedpax.data.tables.values import is_missing
 from fedpax.errors import ArgumentError
+
+_BLOCK_BYTES = 1 << 26
 
 
 class PreparedFiles(Protocol):
     """Examples as arrays, and their label."""
 
     @property
-    def examples(self) -> Mapping[str, NDArray[Any]]:
-        """The fields of all examples, arrays `[examples, ...]`, with `label`."""
+    def examples(self) -> Any:
+        """All examples, for `cohort_rounds`: arrays `[examples, ...]`, or a source of them."""
+        ...
+
+    @property
+    def labels(self) -> NDArray[Any]:
+        """The labels of all examples."""
+        ...
+
+    def read(self, rows: NDArray[Any]) -> dict[str, NDArray[Any]]:
+        """Return the fields of some examples, with `label`, by their numbers or a mask."""
         ...
 
     @property
@@ -79,10 +90,44 @@ class FilesConfig(CheckedConfig):
         }
 
 
+class StoredColumns(Mapping[str, Any]):
+    """Columns of examples sorted by client, Arrow arrays; a column is read when it is indexed.
+
+    Args:
+        source: the files.
+        rows: the place in `source` of each example. None: the same.
+    """
+
+    def __init__(self, source: Any, rows: Int[np.ndarray, " examples"] | None) -> None:
+        self._source, self._rows = source, rows
+        self.name = source.name
+
+    def __getitem__(self, name: str) -> Any:
+        column = self._source.table.column(name)
+        return column if self._rows is None else column.take(self._rows)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source.fields)
+
+    def __len__(self) -> int:
+        return len(self._source.fields)
+
+    def read(self, examples: Int[np.ndarray, " chosen"]) -> dict[str, Any]:
+        """Return the columns of some examples, in memory."""
+        rows = examples if self._rows is None else self._rows[examples]
+        table = self._source.take_table(rows)
+        return dict(zip(table.column_names, table.columns, strict=True))
+
+    def block_size(self) -> int:
+        """Return a number of examples that take little memory."""
+        table = self._source.table
+        return max(1, _BLOCK_BYTES * table.num_rows // max(1, table.nbytes))
+
+
 class OpenFiles(NamedTuple):
     """The examples of files, and the part of each."""
 
-    columns: Mapping[str, Any]  # all columns by name, Arrow arrays, sorted by client
+    columns: StoredColumns
     client: str  # the column of clients
     names: Sequence[str]  # the clients' names
     owners: Int[np.ndarray, " examples"]  # the client of each example
@@ -94,6 +139,25 @@ class OpenFiles(NamedTuple):
     def training(self) -> Bool[np.ndarray, " examples"]:
         """Tell for each example whether it is a training example."""
         return np.asarray(~self.heldout & ~self.is_new[self.owners], np.bool_)
+
+    def blocks(
+        self, chosen: Bool[np.ndarray, " examples"]
+    ) -> Iterator[tuple[dict[str, Any], Int[np.ndarray, " rows"]]]:
+        """Yield the columns of chosen examples in blocks, and the numbers of the examples.
+
+        A client is in one block unless it exceeds it.
+        """
+        size, count = self.columns.block_size(), len(self.owners)
+        begin = 0
+        while begin < count:
+            end = min(begin + size, count)
+            if end < count:
+                start = int(np.searchsorted(self.owners, self.owners[end]))
+                end = start if start > begin else end
+            rows = begin + np.flatnonzero(chosen[begin:end])
+            if len(rows):
+                yield self.columns.read(rows), rows
+            begin = end
 
     def parts(self, chosen: Bool[np.ndarray, " examples"]) -> dict[str, NDArray[np.int64]]:
         """Return the chosen examples of each client that has any, by its name."""
@@ -136,22 +200,20 @@ def open_files(data: FilesConfig, one_client: str | None = None) -> OpenFiles:
             "that names an example's client. Set --data.client to one of "
             f"{', '.join(map(repr, sources[0].fields))}."
         )
-    table, of_heldout = _join(sources)
-    if client is None:
-        client = "client"
-        table = table.append_column(client, [[one_client] * table.num_rows])
-    skipped = is_missing(arrow_column(table.column(data.label)))
+    source, of_heldout = _join(sources, client, one_client)
+    client = client or "client"
+    rows: Any = None
+    skipped = is_missing(source.table.column(data.label))
     if skipped.any():
         if data.missing_label == "error":
             raise ArgumentError(missing_label_message(data.label, skipped))
-        table, of_heldout = table.filter(~skipped), of_heldout[~skipped]
-    encoded = table.column(client).combine_chunks().dictionary_encode()
-    names = [str(name) for name in encoded.dictionary.to_pylist()]
-    owners = np.asarray(encoded.indices.to_numpy(), np.int64)
+        rows = np.flatnonzero(~skipped)
+    names, owners = _clients(source.table.column(client), rows)
     # Sorted by client again: the held-out split followed the training split.
-    order = np.argsort(owners, kind="stable")
-    table, owners, of_heldout = table.take(order), owners[order], of_heldout[order]
-    heldout, is_new = _held_out(data, table, client, names, owners, of_heldout, has_split)
+    if (owners[1:] < owners[:-1]).any():
+        order = np.argsort(owners, kind="stable")
+        rows, owners = order if rows is None else rows[order], owners[order]
+    heldout, is_new = _held_out(data, source.table, client, names, rows, owners, of_heldout)
     parts = [f"{int(heldout.sum()):,} held out within clients"]
     if is_new.any():
         new = f"{int(is_new.sum()):,} held-out clients"
@@ -160,7 +222,7 @@ def open_files(data: FilesConfig, one_client: str | None = None) -> OpenFiles:
     if skipped.any():
         notes.append(f"left out: {int(skipped.sum()):,} examples without {data.label!r}")
     return OpenFiles(
-        dict(zip(table.column_names, table.columns, strict=True)),
+        StoredColumns(source, rows),
         client,
         names,
         owners,
@@ -170,15 +232,42 @@ def open_files(data: FilesConfig, one_client: str | None = None) -> OpenFiles:
     )
 
 
-def _join(sources: Sequence[Any]) -> tuple[Any, Bool[np.ndarray, " examples"]]:
+def _join(
+    sources: Sequence[Any], client: str | None, one_client: str | None
+) -> tuple[Any, Bool[np.ndarray, " examples"]]:
     """Concatenate the tables of the splits, and tell the examples of the second one."""
     import pyarrow as pa
 
+    from fedpax.user_files.table_source import TableSource
+
     tables = [source.table for source in sources]
     of_heldout = np.repeat(np.arange(len(tables)) == 1, [table.num_rows for table in tables])
-    if len(tables) == 1:
-        return tables[0], of_heldout
-    return pa.concat_tables(tables, promote_options="permissive"), of_heldout
+    table = tables[0]
+    if len(tables) > 1:
+        table = pa.concat_tables(tables, promote_options="permissive")
+    if client is None:
+        one = pa.DictionaryArray.from_arrays(np.zeros(len(table), np.int32), [one_client])
+        table = table.append_column("client", one)
+    return TableSource(sources[0].name, sources[0].folder, table), of_heldout
+
+
+def _clients(
+    column: Any, rows: Int[np.ndarray, " examples"] | None
+) -> tuple[list[str], Int[np.ndarray, " examples"]]:
+    """Return the names of the clients of some rows, and the client of each of these rows."""
+    import pyarrow as pa
+
+    from fedpax.user_files.table_source import ClientNames
+
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    encoded = column.dictionary_encode().unify_dictionaries()
+    codes = np.concatenate([chunk.indices.to_numpy() for chunk in encoded.chunks])
+    codes = codes if rows is None else codes[rows]
+    all_names = encoded.chunk(0).dictionary
+    has_rows = np.bincount(codes, minlength=len(all_names)) > 0
+    names = ClientNames(all_names.filter(pa.array(has_rows)))
+    return [str(name) for name in names], (np.cumsum(has_rows) - 1)[codes]
 
 
 def _held_out(
@@ -186,17 +275,20 @@ def _held_out(
     table: Any,
     client: str,
     names: Sequence[str],
+    rows: Int[np.ndarray, " examples"] | None,
     owners: Int[np.ndarray, " examples"],
-    of_heldout: Bool[np.ndarray, " examples"],
-    has_split: bool,
+    of_heldout: Bool[np.ndarray, " rows"],
 ) -> tuple[Bool[np.ndarray, " examples"], Bool[np.ndarray, " clients"]]:
     """Return which examples of training clients, and which clients, are held out."""
     from fedpax.user_files.held_out import held_out
 
     # Clients that a partition made are no content: equal examples are on one side.
     content = table if data.partition is None else table.drop_columns([client])
+    has_split = any("{split}" in file for file in data.files)
     chosen = of_heldout if has_split else held_out(content, data.heldout_fraction)
     of_clients = held_out(table.select([client]), data.heldout_clients)
+    if rows is not None:
+        chosen, of_clients = chosen[rows], of_clients[rows]
     is_new = np.zeros(len(names), np.bool_)
     is_new[owners[of_clients]] = True
     if is_new.all():

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from fedpax.algorithm import LossFn, Params
 from fedpax.checks import NonNegative
 from fedpax.clients.cohort import Cohort
-from fedpax.data import Partition, example_batches
+from fedpax.data import Partition
 from fedpax.data.rounds.preprocess import Arrays, Preprocess
 from fedpax.data.tables import Label
 from fedpax.deploy.batch_evaluation import NEW, HeldoutClients
@@ -181,11 +181,11 @@ class FedAvgFiles(ClientExperiment):
 
     def read_population(self) -> tuple[Partition, NDArray[np.integer] | None]:
         """Return the indices of each client's examples, and the class of each example."""
-        labels = self.prepared.examples["label"]
+        labels = self.prepared.labels
         is_class = self.prepared.label.task == "classification"
         return list(self.training_parts.values()), labels if is_class else None
 
-    def read_clients(self) -> tuple[Arrays, Partition]:
+    def read_clients(self) -> tuple[Any, Partition]:
         """Return all examples, and the indices of each client's training examples."""
         return self.prepared.examples, list(self.training_parts.values())
 
@@ -205,12 +205,17 @@ class FedAvgFiles(ClientExperiment):
         return table.heldout if table.heldout.any() else table.is_new[table.owners]
 
     def _batches(self, chosen: NDArray[np.bool_]) -> Sequence[Batch]:
-        return example_batches(self._read(chosen), self.heldout_batch_size)
+        rows, size = np.flatnonzero(chosen), self.heldout_batch_size
+        places = np.arange(-(-len(rows) // size) * size).reshape(-1, size)
+        # Read into one array, of which batches are views.
+        read = self._read(rows[places.ravel() % len(rows)])
+        batches = {name: x.reshape(*places.shape, *x.shape[1:]) for name, x in read.items()}
+        batches["mask"] = (places < len(rows)).astype(np.float32)
+        return [{name: x[k] for name, x in batches.items()} for k in range(len(places))]
 
     def _read(self, rows: NDArray[Any]) -> dict[str, NDArray[Any]]:
         """Return some examples as a batch."""
-        examples = {name: values[rows] for name, values in self.prepared.examples.items()}
-        return self.make_preprocess()(examples)
+        return self.make_preprocess()(self.prepared.read(rows))
 
     def make_loss(self, model: FunctionalModel) -> LossFn:
         """Make the cross-entropy or the squared error, regularized if `l2_factor` is set."""
@@ -232,7 +237,7 @@ class FedAvgFiles(ClientExperiment):
         evaluations = {
             prefix: (
                 evaluate(loss_fn, batches=self._batches(chosen)),
-                self.prepared.examples["label"][chosen],
+                self.prepared.labels[chosen],
             )
             for prefix, chosen in parts.items()
             if chosen.any()

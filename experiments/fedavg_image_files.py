@@ -61,6 +61,15 @@ class PreparedImages(NamedTuple):
     label: Label
     notes: Sequence[str]  # lines that tell the sizes and the label
 
+    @property
+    def labels(self) -> NDArray[Any]:
+        """The labels of all examples."""
+        return self.examples["label"]
+
+    def read(self, rows: NDArray[Any]) -> dict[str, NDArray[Any]]:
+        """Return some images and labels."""
+        return {name: values[rows] for name, values in self.examples.items()}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FedAvgImageFiles(FedAvgFiles):

@@ -16,16 +16,17 @@ from fedpax.data.tables import (
     Label,
     TableFeatures,
     Treatment,
-    fit_features,
     infer_label,
     infer_treatments,
     parse_treatment,
 )
 from fedpax.data.tables.columns import MAX_CATEGORIES
+from fedpax.data.tables.features import fit_blocks
 from fedpax.data.tables.labels import Task
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
 from fedpax.experiments.client_files import FilesConfig, OpenFiles
+from fedpax.experiments.encoded_table import EncodedTable, encode_examples
 
 NOISY_DEVIATION = 0.1
 """With noise, the least deviation of a column as a share of half its range."""
@@ -69,13 +70,20 @@ class TableConfig(FilesConfig):
 
 
 class PreparedTable(NamedTuple):
-    """A table as arrays."""
+    """A table as arrays, or as a source of arrays if these would take much memory."""
 
     # `features`, float32 `[examples, features]`, and `label`, of all examples
-    examples: Mapping[str, NDArray[Any]]
+    examples: Mapping[str, NDArray[Any]] | EncodedTable
+    labels: NDArray[Any]
     features: TableFeatures  # the function from columns to features
     label: Label
     notes: tuple[str, ...]  # lines that tell the treatment of the columns and of the label
+
+    def read(self, rows: NDArray[Any]) -> dict[str, NDArray[Any]]:
+        """Return the features and labels of some examples."""
+        if isinstance(self.examples, EncodedTable):
+            return self.examples.take(np.flatnonzero(rows) if rows.dtype == np.bool_ else rows)
+        return {name: values[rows] for name, values in self.examples.items()}
 
 
 def prepare_table(
@@ -97,15 +105,16 @@ def prepare_table(
         bounds = of_label.bounds if of_label else None
         treatments.append(Treatment(data.label, "number", "error", bounds=bounds))
     chosen = table.training
-    _, owners = np.unique(table.owners[chosen], return_inverse=True)
-    num_clients = int(owners.max()) + 1
-    combine = statistics_aggregator(config, seed, num_clients)
-    training = {name: column.filter(chosen) for name, column in table.columns.items()}
-    fitted = fit_features(
-        training,
+    counts = np.bincount(table.owners[chosen])
+    clients = np.flatnonzero(counts)
+    combine = statistics_aggregator(config, seed, len(clients))
+    fitted = fit_blocks(
+        lambda: (
+            (columns, np.searchsorted(clients, table.owners[rows]))
+            for columns, rows in table.blocks(chosen)
+        ),
         treatments,
-        owners,
-        num_clients,
+        counts[clients],
         **combine._asdict(),
         standardize=data.standardize,
         min_clients=data.category_clients,
@@ -119,14 +128,11 @@ def prepare_table(
             f"data.files={' '.join(data.files)} has no column that is a feature, expected at least "
             f"one beside {data.label!r}. State treatments: --data.columns NAME=category."
         )
-    examples = {
-        "features": fitted(table.columns),
-        "label": label.encode(table.columns[data.label]),
-    }
+    examples, labels = encode_examples(table, fitted, label)
     notes = _describe(treatments, fitted, label)
     if combine.least_deviation:
         notes += _disclosures(data, fitted, label, of_label)
-    return PreparedTable(examples, fitted, label, notes)
+    return PreparedTable(examples, labels, fitted, label, notes)
 
 
 def stated_label(data: TableConfig) -> Treatment | None:
@@ -148,11 +154,8 @@ def apply_saved_table(
                 f"trained with. Add it, or set --data.optional_columns {name!r}: its values are "
                 "then missing."
             )
-    examples = {
-        "features": features(table.columns),
-        "label": label.encode(table.columns[label.name]),
-    }
-    return PreparedTable(examples, features, label, _describe([], features, label))
+    examples, labels = encode_examples(table, features, label)
+    return PreparedTable(examples, labels, features, label, _describe([], features, label))
 
 
 def _describe(

@@ -147,6 +147,8 @@ def _labels(source: Any) -> tuple[list[str] | None, NDArray[np.int64] | None]:
     column = source.column(source.label)
     if column.ndim > 1 or column.dtype.kind in "fmM":
         return None, None
+    if column.dtype.kind == "O" and not isinstance(next(iter(np.ma.compressed(column)), ""), str):
+        return None, None  # lists, bytes or structures
     names, labels = _name_labels(column)
     return (names, labels) if len(names) <= _MOST_LABELS else (None, None)
 

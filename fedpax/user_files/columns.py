@@ -70,7 +70,16 @@ def array_to_arrow(array: NDArray[Any]) -> Any:
     return pa.ExtensionArray.from_storage(tensor, storage)
 
 
-def plain_tensors(table: pa.Table) -> pa.Table:
+_VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
+
+
+def plain_types(table: pa.Table) -> pa.Table:
+    """Give texts and tensors the types that all functions of Arrow take."""
+    kinds = [field.with_type(_VIEWS.get(field.type, field.type)) for field in table.schema]
+    return _plain_tensors(table.cast(pa.schema(kinds, table.schema.metadata)))
+
+
+def _plain_tensors(table: pa.Table) -> pa.Table:
     """Give tensors the order of their axes in memory, and no names of axes.
 
     pyarrow writes a permutation of axes with every tensor that is made from an array.
@@ -174,6 +183,8 @@ def _plain(array: Any) -> NDArray[Any]:
         return _object_array([values[a:b] for a, b in itertools.pairwise(offsets)])
     if pa.types.is_nested(kind):
         return _object_array([_nested(value) for value in array.to_pylist()])
+    if kind == pa.time64("ns"):  # Python's times have microseconds
+        array = array.view(pa.duration("ns"))
     plain: NDArray[Any] = array.to_numpy(zero_copy_only=False)
     return plain
 
@@ -190,10 +201,11 @@ def is_number(kind: pa.DataType) -> bool:
 
 def check_client_type(kind: pa.DataType, client: str, name: str) -> None:
     """Raise an error for a column of clients that has lists or structs."""
-    if pa.types.is_nested(kind):
+    if pa.types.is_nested(kind) or pa.types.is_float16(kind) or pa.types.is_decimal256(kind):
         raise ArgumentError(
             f"The column {client!r} of {name} has values of type {kind}, expected texts or "
-            "numbers that name a client."
+            "numbers that name a client, which can be sorted. Convert it, such as by "
+            f"types={{{client!r}: 'string'}} (--types={client}=string)."
         )
 
 

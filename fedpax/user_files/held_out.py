@@ -13,6 +13,8 @@ from fedpax.sources.shuffle import hash_key
 from fedpax.user_files.columns import to_numpy
 from fedpax.user_files.load_options import LoadOptions
 
+_BLOCK = 1 << 18  # examples that are hashed at once
+
 
 def held_out(table: pa.Table, fraction: float) -> Bool[np.ndarray, " examples"]:
     """Return whether each example is held out.
@@ -20,6 +22,13 @@ def held_out(table: pa.Table, fraction: float) -> Bool[np.ndarray, " examples"]:
     Equal examples are on the same side, so none is both trained and evaluated on. The order of
     files, rows and columns has no effect.
     """
+    if not fraction:
+        return np.zeros(table.num_rows, np.bool_)
+    starts = range(0, max(1, table.num_rows), _BLOCK)
+    return np.concatenate([_held_out(table.slice(k, _BLOCK), fraction) for k in starts])
+
+
+def _held_out(table: pa.Table, fraction: float) -> Bool[np.ndarray, " examples"]:
     keys = np.zeros(table.num_rows, np.uint64)
     for name in sorted(table.column_names):
         keys = hash_key(keys, _hash_bytes(name.encode()), _hash_column(table.column(name)))

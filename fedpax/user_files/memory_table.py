@@ -8,11 +8,9 @@ import pyarrow as pa
 
 from fedpax.errors import ArgumentError
 from fedpax.primitives.casts import host_array
-from fedpax.user_files.columns import array_to_arrow, is_pandas_index, plain_tensors
+from fedpax.user_files.columns import array_to_arrow, is_pandas_index, plain_types
 from fedpax.user_files.formats import ReadOptions
 from fedpax.user_files.readers.hugging_face import decode_features
-
-_VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 
 
 def memory_table(data: Any, columns: Sequence[str]) -> pa.Table | None:
@@ -44,10 +42,9 @@ def memory_table(data: Any, columns: Sequence[str]) -> pa.Table | None:
         )
     if not table.num_rows:
         raise ArgumentError("The table has no examples, expected at least one. Pass another one.")
-    table = plain_tensors(decode_features(table, ReadOptions(tuple(columns), {}, None)))
+    table = plain_types(decode_features(table, ReadOptions(tuple(columns), {}, None)))
     table = table.select(list(columns) or [n for n in names if not is_pandas_index(n)])
-    kinds = [field.with_type(_VIEWS.get(field.type, field.type)) for field in table.schema]
-    return table.cast(pa.schema(kinds))
+    return table.replace_schema_metadata(None)
 
 
 def _to_arrow(name: str, values: Any) -> Any:

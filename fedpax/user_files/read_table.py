@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 
 from fedpax.errors import ArgumentError
-from fedpax.user_files.columns import plain_tensors
+from fedpax.user_files.columns import plain_types
 from fedpax.user_files.finding import CLIENT, DataFile
 from fedpax.user_files.formats import ReadOptions, find_reader, find_stream, is_image
 from fedpax.user_files.readers.hugging_face import decode_features
@@ -18,7 +18,7 @@ def read_table(files: Sequence[DataFile], options: ReadOptions) -> pa.Table:
     reader = find_reader(files[0])
     with _named(files[0]):
         table = reader(files if is_image(files[0]) else files[0], options)
-        table = plain_tensors(decode_features(table, options))
+        table = plain_types(decode_features(table, options))
     return _check_columns(files[0], table, options)
 
 
@@ -35,7 +35,7 @@ def stream_tables(files: Sequence[DataFile], options: ReadOptions) -> Iterator[p
             table = next(parts, None)
             if table is None:
                 break
-            table = plain_tensors(decode_features(table, options))
+            table = plain_types(decode_features(table, options))
         is_empty = False
         yield _check_columns(files[0], table, options)
     if is_empty:  # no examples, but columns

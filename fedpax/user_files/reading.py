@@ -67,7 +67,7 @@ class Reading:
         for part in stream_tables(self.groups[number], self._options_of(file)):
             client = self.client or (CLIENT if has_own_clients(part.schema) else None)
             table = _decode(part)
-            if client in table.column_names:
+            if client is not None and client in table.column_names:
                 table = self._with_clients(table, client, file, row)
             row += part.num_rows
             yield table, part.schema, client

@@ -208,7 +208,7 @@ def write_shard(
     scratch = Path(tempfile.mkdtemp(prefix="shard-draft-", dir=parent))
     try:
         keys = [name for name in (division.reading.client, division.order) if name is not None]
-        tables = map(decode_table, rows)
+        tables: Iterator[pa.Table] = map(decode_table, rows)
         tables = sort_tables(tables, division.schema, keys, scratch / "spill", memory)
         folder = scratch / "folder"
         folder.mkdir()

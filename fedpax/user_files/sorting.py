@@ -116,6 +116,8 @@ def _stored_type(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_fixed_size_list(kind) and pa.types.is_primitive(kind.value_type):
         if kind.value_type.bit_width >= 8:
             return pa.binary(kind.list_size * kind.value_type.bit_width // 8)
+    if _is_opaque(kind):
+        return pa.binary(kind.bit_width // 8)
     if pa.types.is_float16(kind):
         return pa.uint16()
     if pa.types.is_temporal(kind):  # nanoseconds and time zones too
@@ -123,6 +125,11 @@ def _stored_type(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_null(kind):
         return pa.int8()
     return kind
+
+
+def _is_opaque(kind: pa.DataType) -> bool:
+    """Return whether DuckDB holds the bytes of a type without their meaning."""
+    return bool(pa.types.is_decimal256(kind) or pa.types.is_interval(kind))
 
 
 def store(table: pa.Table, stored: pa.Schema) -> pa.Table:
@@ -139,6 +146,8 @@ def _store_array(array: pa.Array, kind: pa.DataType) -> pa.Array:
         array = array.storage
     if pa.types.is_fixed_size_list(array.type) and pa.types.is_fixed_size_binary(kind):
         return _reinterpret(array, kind)
+    if _is_opaque(array.type):
+        return pa.Array.from_buffers(kind, len(array), array.buffers(), offset=array.offset)
     if pa.types.is_float16(array.type) or (
         pa.types.is_temporal(array.type) and array.type.bit_width == kind.bit_width
     ):
@@ -182,8 +191,14 @@ def _restore_array(array: pa.Array, kind: pa.DataType, held: pa.DataType) -> pa.
     if isinstance(kind, pa.FixedShapeTensorType):
         storage = _restore_array(array, kind.storage_type, held)
         return pa.ExtensionArray.from_storage(kind, storage)
-    if pa.types.is_fixed_size_list(kind) and pa.types.is_fixed_size_binary(held):
-        return _restore_lists(array, kind, held)
+    if pa.types.is_fixed_size_binary(held) and not pa.types.is_fixed_size_binary(kind):
+        validity, values = _fixed_bytes(array, held.byte_width)
+        if _is_opaque(kind):
+            return pa.Array.from_buffers(kind, len(array), [validity, values])
+        numbers = pa.Array.from_buffers(
+            kind.value_type, len(array) * kind.list_size, [None, values]
+        )
+        return pa.Array.from_buffers(kind, len(array), [validity], children=[numbers])
     array = array.cast(held)
     if pa.types.is_null(kind):
         return pa.nulls(len(array))
@@ -194,8 +209,8 @@ def _restore_array(array: pa.Array, kind: pa.DataType, held: pa.DataType) -> pa.
     return array.cast(kind)
 
 
-def _restore_lists(array: pa.Array, kind: pa.DataType, held: pa.DataType) -> pa.Array:
-    width = held.byte_width
+def _fixed_bytes(array: pa.Array, width: int) -> tuple[pa.Buffer | None, pa.Buffer]:
+    """Return which values of an array of bytes are present, and the values, of one width."""
     validity = None
     if array.null_count:
         valid = array.is_valid()
@@ -204,6 +219,5 @@ def _restore_lists(array: pa.Array, kind: pa.DataType, held: pa.DataType) -> pa.
     offsets = np.frombuffer(array.buffers()[1], np.int32)[array.offset :][: len(array) + 1]
     assert (np.diff(offsets) == width).all()
     data = array.buffers()[2]
-    data = pa.py_buffer(b"") if data is None else data.slice(int(offsets[0]), len(array) * width)
-    values = pa.Array.from_buffers(kind.value_type, len(array) * kind.list_size, [None, data])
-    return pa.Array.from_buffers(kind, len(array), [validity], children=[values])
+    start = int(offsets[0])
+    return validity, pa.py_buffer(b"") if data is None else data.slice(start, len(array) * width)

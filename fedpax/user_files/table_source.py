@@ -100,6 +100,21 @@ class TableSource(Source):
         rows = Rows(self._check(indices), self._ends)
         return _Taken(self.fields, lambda field: self._gatherer(field).gather(rows))
 
+    def take_table(self, indices: ArrayLike) -> pa.Table:
+        """Return some examples as an Arrow table, whose columns are in one piece.
+
+        Args:
+            indices: as for `take`.
+        """
+        rows = Rows(self._check(indices), self._ends)
+        parts = [self._batches[k].take(pa.array(within)) for k, _, within in rows.by_batch]
+        table = pa.Table.from_batches(parts, self.table.schema)
+        if len(parts) > 1:
+            back = np.empty(rows.count, np.int64)
+            back[rows.order] = np.arange(rows.count)
+            table = table.combine_chunks().take(pa.array(back))
+        return table
+
     def select(self, columns: Sequence[str]) -> "TableSource":
         """Return the source with some of its columns, and the same clients.
 
@@ -192,6 +207,8 @@ class ClientNames(Sequence[Any]):
     """
 
     def __init__(self, names: Any) -> None:
+        if getattr(names.type, "unit", None) == "ns":  # Python's times have microseconds
+            names = names.cast(pa.string())
         self._names = names
 
     def __len__(self) -> int:

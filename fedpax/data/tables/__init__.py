@@ -7,15 +7,14 @@
 """
 
 from fedpax.data.tables.columns import (
-    ColumnSummary,
     Treatment,
     infer_treatments,
     parse_treatment,
-    summarize_columns,
 )
 from fedpax.data.tables.features import FittedColumn, TableFeatures, fit_features
 from fedpax.data.tables.labels import Label, infer_label
 from fedpax.data.tables.moments import Moments, federated_moments
+from fedpax.data.tables.summaries import ColumnSummary, summarize_columns
 
 __all__ = [
     "ColumnSummary",

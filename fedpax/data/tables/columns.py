@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import math
 import re
@@ -12,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 
 from fedpax.data.tables.values import (
-    arrow_column,
+    arrow_pieces,
     encode_texts,
     is_date,
     is_missing,
@@ -30,6 +29,9 @@ Missing: TypeAlias = Literal["mean", "category", "error"]
 
 MAX_CATEGORIES = 50
 """A text column with more distinct values is left out, unless its treatment is stated."""
+
+MOST_COUNTED = 1_000_000
+"""Distinct values of a column are counted up to this number if it is in several pieces."""
 
 
 class Treatment(NamedTuple):
@@ -202,14 +204,15 @@ def infer_treatments(
     exact = {treatment.name: treatment for treatment in parsed}
     treatments = []
     for name, values in table.items():
-        column = arrow_column(values)
+        pieces = arrow_pieces(values)
         treatment = exact.get(name) or next(
             (t._replace(name=name) for t in parsed if _matches(t.name, name)), None
         )
         if treatment is None:
-            treatment = _infer(name, column, max_categories)
+            treatment = _infer(name, pieces, max_categories)
         else:
-            _check_kind(treatment, column)
+            for piece in pieces:
+                _check_kind(treatment, piece)
         treatments.append(treatment)
     return tuple(treatments)
 
@@ -220,11 +223,13 @@ def _matches(pattern: str, name: str) -> bool:
     return "*" in pattern and fnmatch.fnmatchcase(name, literal)
 
 
-def _infer(name: str, column: Any, max_categories: int) -> Treatment:
+def _infer(name: str, pieces: Sequence[Any], max_categories: int) -> Treatment:
     """Apply the rule of `infer_treatments` to one column."""
-    has_values = not bool(np.all(is_missing(column)))
-    distinct = count_distinct(column) if has_values and is_text(column.type) else None
-    return infer_treatment(name, column.type, len(column), has_values, distinct, max_categories)
+    has_values = not all(np.all(is_missing(piece)) for piece in pieces)
+    dtype = pieces[0].type
+    distinct = count_distinct(*pieces) if has_values and is_text(dtype) else None
+    examples = sum(map(len, pieces))
+    return infer_treatment(name, dtype, examples, has_values, distinct, max_categories)
 
 
 def infer_treatment(
@@ -250,19 +255,34 @@ def infer_treatment(
         return make("date", "dates or times")
     if not is_text(dtype) or distinct is None:
         return make("left_out", f"values of type {dtype}")
-    words = f"text of {distinct:,} distinct values in {examples:,} examples"
+    words = f"text of {describe_count(distinct)} distinct values in {examples:,} examples"
     if distinct <= max_categories and 2 * distinct <= examples:
         return make("category", words)
     return make("left_out", words)
 
 
-def count_distinct(column: Any) -> int:
-    """Return the number of distinct values of an Arrow array, without missing ones."""
+def count_distinct(*pieces: Any) -> int:
+    """Return the number of distinct values of Arrow arrays together, without missing ones.
+
+    Values of several arrays are counted until they are more than `MOST_COUNTED`.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    present = pc.filter(column, pa.array(~is_missing(column)))
-    return int(pc.count_distinct(present).as_py())
+    present = (pc.filter(piece, pa.array(~is_missing(piece))) for piece in pieces)
+    if len(pieces) == 1:
+        return int(pc.count_distinct(*present).as_py())
+    known = pa.array([], pieces[0].type)
+    for piece in present:
+        known = pc.unique(pa.concat_arrays([known, pc.unique(piece)]))
+        if len(known) > MOST_COUNTED:
+            break
+    return len(known)
+
+
+def describe_count(distinct: int) -> str:
+    """Return a number of `count_distinct` in words."""
+    return f"{distinct:,}" if distinct <= MOST_COUNTED else f"more than {MOST_COUNTED:,}"
 
 
 def _check_kind(treatment: Treatment, column: Any) -> None:
@@ -292,93 +312,3 @@ def _check_kind(treatment: Treatment, column: Any) -> None:
                 f"data.columns states {name}={kind}, but its values are not numbers ({error}). Set "
                 f"--data.columns {name}=category or {name}=left_out."
             ) from None
-
-
-@dataclasses.dataclass(frozen=True)
-class ColumnSummary:
-    """A column as `fedpax data` shows it.
-
-    Attributes:
-        treatment: its treatment.
-        type: the type of its values.
-        num_missing: number of examples without a value.
-        num_distinct: number of distinct values; None where values are not counted, as for lists.
-        range: the least and largest value in words; empty without numbers or dates.
-    """
-
-    treatment: Treatment
-    type: str
-    num_missing: int
-    num_distinct: int | None
-    range: str
-
-    HEAD = ("column", "type", "missing", "distinct", "range", "treatment", "because")
-
-    def cells(self) -> list[str]:
-        """Return the cells of a table's row, below `HEAD`."""
-        distinct = "" if self.num_distinct is None else f"{self.num_distinct:,}"
-        missing = f"{self.num_missing:,}" if self.num_missing else ""
-        treatment = self.treatment
-        return [
-            treatment.name,
-            self.type,
-            missing,
-            distinct,
-            self.range,
-            treatment.describe(),
-            treatment.reason,
-        ]
-
-
-def summarize_columns(
-    table: Mapping[str, Any], treatments: Sequence[Treatment]
-) -> list[ColumnSummary]:
-    """Describe the columns of a table and their treatments.
-
-    Args:
-        table: the columns by name.
-        treatments: their treatments, from `infer_treatments`.
-
-    Example:
-        >>> table = {"age": [31.5, None, 60.0]}
-        >>> [summary] = summarize_columns(table, infer_treatments(table))
-        >>> summary.cells()
-        ['age', 'double', '1', '2', '31.5 to 60', 'number:mean', 'numbers']
-    """
-    summaries = []
-    for treatment in treatments:
-        column = arrow_column(table[treatment.name])
-        dtype = column.type
-        missing = is_missing(column)
-        summaries.append(
-            ColumnSummary(
-                treatment,
-                str(dtype),
-                int(missing.sum()),
-                count_distinct(column) if is_counted(dtype) else None,
-                value_range(column),
-            )
-        )
-    return summaries
-
-
-def is_counted(dtype: Any) -> bool:
-    """Return whether the distinct values of a column of this Arrow type are counted."""
-    return is_number(dtype) or is_date(dtype) or is_text(dtype) or str(dtype) == "bool"
-
-
-def value_range(column: Any) -> str:
-    """Return the least and the largest number or date in words."""
-    import pyarrow.compute as pc
-
-    if not (is_number(column.type) or is_date(column.type)):
-        return ""
-    if str(column.type).startswith("duration"):  # whose least value Arrow does not find
-        column = numbers(column)
-        return "" if np.isnan(column).all() else f"{np.nanmin(column):g} to {np.nanmax(column):g} d"
-    ends = pc.min_max(column)
-    if not ends["min"].is_valid:
-        return ""
-    if is_date(column.type):  # as text, for those that Python's dates cannot hold
-        return " to ".join(str(ends[name].cast("string")) for name in ("min", "max"))
-    return " to ".join(f"{float(ends[name].as_py()):g}" for name in ("min", "max"))

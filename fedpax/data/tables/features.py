@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -11,8 +11,9 @@ from jaxtyping import Bool, Float32, Float64, Int
 from numpy.typing import NDArray
 
 from fedpax.aggregators import Aggregator
+from fedpax.data.tables.categories import CategoryValues
 from fedpax.data.tables.columns import Treatment
-from fedpax.data.tables.moments import Moments, federated_moments, moments_of_ranges
+from fedpax.data.tables.moments import Moments, moments_of_blocks, moments_of_ranges
 from fedpax.data.tables.values import arrow_column, encode_texts, is_missing, numbers
 from fedpax.errors import ArgumentError
 
@@ -198,28 +199,68 @@ def fit_features(
         >>> np.float64(features({"age": [50], "sex": ["x"]})).round(4).tolist()
         [[1.2247, 0.0, 0.0, 0.0]]
     """
+    columns = {t.name: arrow_column(table[t.name]) for t in treatments if t.kind != "left_out"}
+    return fit_blocks(
+        lambda: [(columns, clients)],
+        treatments,
+        np.bincount(clients, minlength=num_clients),
+        aggregator=aggregator,
+        limit=limit,
+        least_deviation=least_deviation,
+        standardize=standardize,
+        min_clients=min_clients,
+    )
+
+
+def fit_blocks(
+    blocks: Callable[[], Iterable[tuple[Mapping[str, Any], Int[np.ndarray, " examples"]]]],
+    treatments: Sequence[Treatment],
+    counts: Int[np.ndarray, " clients"],
+    *,
+    aggregator: Aggregator | None = None,
+    limit: Callable[[int], float] | None = None,
+    least_deviation: float = 0.0,
+    standardize: Literal["federated", "range"] = "federated",
+    min_clients: int = 1,
+) -> TableFeatures:
+    """Fit features to a table that is read in blocks, two or three times; see `fit_features`.
+
+    Args:
+        blocks: returns the columns of some examples and their clients, again at each call.
+            The examples of a client follow one another.
+        treatments: as for `fit_features`, and so are the other arguments.
+        counts: number of examples of each client in all blocks.
+        aggregator: combines the clients' averages.
+        limit: the largest absolute value of an entry.
+        least_deviation: the least deviation.
+        standardize: how numbers are scaled.
+        min_clients: number of clients that must have a value for it to be a category.
+    """
     used = [treatment for treatment in treatments if treatment.kind != "left_out"]
-    columns = {t.name: arrow_column(table[t.name]) for t in used}
-    missing = {t.name for t in used if checked_missing(t, columns[t.name]).any()}
     numeric = numeric_columns(used)
     bounds = numeric_bounds(numeric, needed=limit is not None or standardize == "range")
+    values_of = {t.name: CategoryValues(t) for t in used if t.kind == "category"}
+    missing = set()
+    for table, clients in blocks():
+        for treatment in used:
+            column = arrow_column(table[treatment.name])
+            if checked_missing(treatment, column).any():
+                missing.add(treatment.name)
+            if treatment.kind == "category":
+                values_of[treatment.name].add(column, clients)
     if standardize == "range":
         moments = moments_of_ranges(bounds)
     else:
-        moments = federated_moments(
-            numeric_values(numeric, columns, len(clients)),
-            clients,
-            num_clients,
+        moments = moments_of_blocks(
+            lambda: ((numeric_values(numeric, table, len(who)), who) for table, who in blocks()),
+            len(numeric),
+            counts,
             aggregator,
             bounds=bounds,
             limit=limit,
             least_deviation=least_deviation,
         )
-    categories = {
-        t.name: _fit_categories(t, columns[t.name], clients, min_clients)
-        for t in used
-        if t.kind == "category"
-    }
+    categories = {name: values.choose(min_clients) for name, values in values_of.items()}
     return assemble_features(used, moments, categories, missing)
 
 
@@ -330,19 +371,3 @@ def _booleans(name: str, column: Any) -> Float64[np.ndarray, " examples"]:
             "in training. Correct it."
         )
     return np.array([*(value in ("true", "1") for value in distinct), False], np.float64)[codes]
-
-
-def _fit_categories(
-    treatment: Treatment, column: Any, clients: Int[np.ndarray, " examples"], min_clients: int
-) -> tuple[tuple[str, ...], bool]:
-    """Return the categories, and whether a training client has another value."""
-    distinct, codes = encode_texts(column)
-    if treatment.values is not None:
-        return treatment.values, not set(distinct) <= set(treatment.values)
-    # Each value of each client once: a client says which values it has, not how often.
-    present = codes >= 0
-    count = max(len(distinct), 1)
-    pairs = np.unique(clients[present] * count + codes[present])
-    having = np.bincount(pairs % count, minlength=len(distinct))
-    kept = [value for value, n in zip(distinct, having, strict=False) if n >= min_clients]
-    return tuple(sorted(kept)), len(kept) < len(distinct)

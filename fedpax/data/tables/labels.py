@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from jaxtyping import Bool, Num
 
-from fedpax.data.tables.columns import Treatment, count_distinct, parse_treatment
-from fedpax.data.tables.values import arrow_column, encode_texts, is_missing, is_number, numbers
+from fedpax.data.tables.columns import (
+    Treatment,
+    count_distinct,
+    describe_count,
+    parse_treatment,
+)
+from fedpax.data.tables.values import (
+    arrow_column,
+    arrow_pieces,
+    encode_texts,
+    is_date,
+    is_missing,
+    is_number,
+    numbers,
+)
 from fedpax.errors import ArgumentError
 
 Task: TypeAlias = Literal["regression", "classification"]
@@ -137,12 +150,12 @@ def infer_label(
         >>> infer_label("dose", [0.5, 1.25]).task
         'regression'
     """
-    column = arrow_column(values)
-    dtype = str(column.type)
+    pieces = arrow_pieces(values)
+    dtype = pieces[0].type
     treatment = parse_treatment(stated) if stated else None
-    task, reason = (task, "stated") if task else _infer_task(name, column, treatment)
+    task, reason = (task, "stated") if task else _infer_task(name, pieces, treatment)
     if task == "regression":
-        if not is_number(column.type):
+        if not is_number(dtype):
             raise ArgumentError(
                 f"The label {name!r} has values of type {dtype}, expected numbers for "
                 "--data.task=regression. Set --data.task=classification, or convert them."
@@ -151,8 +164,8 @@ def infer_label(
     if treatment is not None and treatment.values is not None:
         classes = treatment.values
     else:
-        texts, _ = encode_texts(column)
-        classes = tuple(sorted(texts, key=_order if is_number(column.type) else str))
+        texts = {text for piece in pieces for text in encode_texts(piece)[0]}
+        classes = tuple(sorted(texts, key=_order if is_number(dtype) else str))
     if len(classes) < min_classes:
         raise ArgumentError(
             f"The label {name!r} has {len(classes)} distinct values, expected at least "
@@ -166,7 +179,7 @@ def _order(text: str) -> float:
     return float(text)
 
 
-def _infer_task(name: str, column: Any, treatment: Treatment | None) -> tuple[Task, str]:
+def _infer_task(name: str, pieces: Sequence[Any], treatment: Treatment | None) -> tuple[Task, str]:
     """Apply the rule of `infer_label`."""
     if treatment is not None:
         if treatment.kind not in ("category", "boolean", "number"):
@@ -175,22 +188,28 @@ def _infer_task(name: str, column: Any, treatment: Treatment | None) -> tuple[Ta
                 "category or number."
             )
         return ("regression" if treatment.kind == "number" else "classification"), "stated"
-    dtype = str(column.type)
+    dtype = str(pieces[0].type)
     if dtype == "bool":
         return "classification", "booleans"
-    if is_number(column.type):
-        values = numbers(column)
-        whole = bool(np.all(np.isnan(values) | (values == np.round(values))))
-        distinct = count_distinct(column)
-        words = f"{'whole ' if whole else ''}numbers with {distinct:,} distinct values"
+    if is_number(pieces[0].type):
+        whole = all(
+            np.all(np.isnan(values) | (values == np.round(values)))
+            for values in map(numbers, pieces)
+        )
+        distinct = count_distinct(*pieces)
+        words = (
+            f"{'whole ' if whole else ''}numbers with {describe_count(distinct)} distinct values"
+        )
         if whole and distinct <= MAX_CLASSES:
             return "classification", words
         return "regression", words
     try:
-        encode_texts(column)
+        if is_date(pieces[0].type):
+            raise TypeError
+        encode_texts(pieces[0])
     except (NotImplementedError, TypeError, ValueError) as error:
         raise ArgumentError(
             f"The label {name!r} has values of type {dtype}, expected numbers, booleans or text. "
-            "Choose another --data.label."
+            "Choose another --data.label, or convert it."
         ) from error
     return "classification", "text"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -87,11 +87,42 @@ def federated_moments(
         >>> moments.mean.tolist(), moments.variance.round(4).tolist()
         ([4.0], [8.6667])
     """
+    return moments_of_blocks(
+        lambda: [(values, clients)],
+        values.shape[1],
+        np.bincount(clients, minlength=num_clients),
+        aggregator,
+        bounds=bounds,
+        limit=limit,
+        least_deviation=least_deviation,
+    )
+
+
+def moments_of_blocks(
+    blocks: Callable[[], Iterable[tuple[NDArray[np.float64], NDArray[np.integer]]]],
+    num_columns: int,
+    counts: Int[np.ndarray, " clients"],
+    aggregator: Aggregator | None = None,
+    *,
+    bounds: Float64[np.ndarray, "columns 2"] | None = None,
+    limit: Callable[[int], float] | None = None,
+    least_deviation: float = 0.0,
+) -> Moments:
+    """Compute `federated_moments` of values that are read in blocks, once or twice.
+
+    Args:
+        blocks: returns the values of some examples and their clients, again at each call.
+        num_columns: number of columns.
+        counts: number of examples of each client in all blocks.
+        aggregator: as for `federated_moments`, and so are the other arguments.
+        bounds: the least and largest value of each column.
+        limit: the largest absolute value of an entry.
+        least_deviation: the least deviation.
+    """
     aggregator = mean() if aggregator is None else aggregator
-    if not values.shape[1]:
+    if not num_columns:
         return Moments(np.zeros(0), np.zeros(0))
-    counts = np.bincount(clients, minlength=num_clients)
-    steps = moments_steps(values.shape[1], bounds, limit=limit, least_deviation=least_deviation)
+    steps = moments_steps(num_columns, bounds, limit=limit, least_deviation=least_deviation)
     combined: Averages | None = None
     while True:
         try:
@@ -99,8 +130,13 @@ def federated_moments(
         except StopIteration as end:
             moments: Moments = end.value
             return moments
-        averages = client_averages(scaling.apply(values), clients, counts)
-        aggregate = jax.jit(averages_program(num_clients, aggregator, scaling.factor))
+        sums: Averages | None = None
+        for values, clients in blocks():
+            own = _client_sums(scaling.apply(values), clients, len(counts))
+            sums = own if sums is None else Averages(*map(np.add, sums, own))
+        assert sums is not None
+        averages = _divide(sums, counts)
+        aggregate = jax.jit(averages_program(len(counts), aggregator, scaling.factor))
         combined = aggregate(averages, np.float32(counts))
 
 
@@ -158,15 +194,26 @@ def client_averages(
     counts: Int[np.ndarray, " clients"],
 ) -> Averages:
     """Average the values of each client over its examples, which is the work of that client."""
+    return _divide(_client_sums(values, clients, len(counts)), counts)
+
+
+def _client_sums(
+    values: Float64[np.ndarray, "examples columns"],
+    clients: Int[np.ndarray, " examples"],
+    num_clients: int,
+) -> Averages:
+    """Return what `client_averages` divides by the number of examples."""
     missing = np.isnan(values)
     filled = np.where(missing, 0, values)
 
-    def average(terms: Float64[np.ndarray, "examples columns"]) -> NDArray[np.float32]:
-        sums = [np.bincount(clients, column, len(counts)) for column in terms.T]
-        averages = np.stack(sums, axis=1) / np.maximum(counts, 1)[:, None]
-        return averages.astype(np.float32)
+    def sums(terms: Float64[np.ndarray, "examples columns"]) -> NDArray[np.float64]:
+        return np.stack([np.bincount(clients, column, num_clients) for column in terms.T], axis=1)
 
-    return Averages(average((~missing).astype(np.float64)), average(filled), average(filled**2))
+    return Averages(sums((~missing).astype(np.float64)), sums(filled), sums(filled**2))
+
+
+def _divide(sums: Averages, counts: Int[np.ndarray, " clients"]) -> Averages:
+    return Averages(*((x / np.maximum(counts, 1)[:, None]).astype(np.float32) for x in sums))
 
 
 def moments_of_ranges(bounds: Float64[np.ndarray, "columns 2"] | None) -> Moments:

@@ -42,6 +42,15 @@ def arrow_column(values: Any) -> Any:
     return column
 
 
+def arrow_pieces(values: Any) -> list[Any]:
+    """Return a column as Arrow arrays, at least one: chunks where they are, without a copy."""
+    import pyarrow as pa
+
+    if isinstance(values, pa.ChunkedArray) and values.num_chunks:
+        return [arrow_column(chunk) for chunk in values.chunks]
+    return [arrow_column(values)]
+
+
 def is_missing(column: Any) -> Bool[np.ndarray, " examples"]:
     """Return where a column has no value: null, NaN, or an empty text."""
     import pyarrow.compute as pc

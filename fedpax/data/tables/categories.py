@@ -1,0 +1,47 @@
+"""CategoryValues: the values of a category, of which each client says which it has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from fedpax.data.tables.columns import Treatment
+from fedpax.data.tables.values import encode_texts
+
+
+class CategoryValues:
+    """The values of a category, and the number of clients that have each."""
+
+    def __init__(self, treatment: Treatment) -> None:
+        self._stated = treatment.values
+        self._clients: dict[str, int] = {}
+        self._last: tuple[int, set[str]] = (-1, set())  # a client, and its values until now
+
+    def add(self, column: Any, clients: Int[np.ndarray, " examples"]) -> None:
+        """Add examples; those of a client follow one another."""
+        distinct, codes = encode_texts(column)
+        if self._stated is not None:
+            self._clients |= dict.fromkeys(distinct, 1)
+            return
+        # Each value of each client once: a client says which values it has, not how often.
+        present = codes >= 0
+        count = max(len(distinct), 1)
+        pairs = np.unique(clients[present] * count + codes[present])
+        having = np.bincount(pairs % count, minlength=len(distinct)).tolist()
+        last, before = self._last
+        again = {distinct[pair % count] for pair in pairs[pairs // count == last].tolist()} & before
+        for value, number in zip(distinct, having, strict=False):
+            self._clients[value] = self._clients.get(value, 0) + number - (value in again)
+        if len(clients):
+            own = int(clients[-1])
+            values = {distinct[pair % count] for pair in pairs[pairs // count == own].tolist()}
+            self._last = own, values | (before if own == last else set())
+
+    def choose(self, min_clients: int) -> tuple[tuple[str, ...], bool]:
+        """Return the categories, and whether a client has another value."""
+        if self._stated is not None:
+            return self._stated, not self._clients.keys() <= {*self._stated}
+        kept = sorted(value for value, n in self._clients.items() if n >= min_clients)
+        return tuple(kept), len(kept) < len(self._clients)

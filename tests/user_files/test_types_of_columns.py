@@ -1,0 +1,112 @@
+"""Every type of a column is read, prepared and shown, or told with the column and a remedy."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from user_files.test_prepare import assert_equal, write_arrow
+
+from fedpax.data import load, prepare
+from fedpax.data.tables import infer_label
+from fedpax.main import main
+
+SIZE = 40
+NUMBERS = np.random.default_rng(0).integers(-(2**50), 2**50, SIZE)
+HOLES = np.random.default_rng(1).random(SIZE) < 0.3
+NANOSECONDS = 1_600_000_000_000_000_001 + np.arange(SIZE) % 5
+
+
+def as_interval(number: int) -> Any:
+    return pa.MonthDayNano([number % 12, number % 28, number % 1000])
+
+
+TYPES = {
+    "half": pa.array((NUMBERS % 1000).astype(np.float16), mask=HOLES),
+    "view": pa.array([f"é{n}" for n in NUMBERS], pa.string_view(), mask=HOLES),
+    "bytes view": pa.array([b"\xff%d" % n for n in NUMBERS], pa.binary_view()),
+    "decimal": pa.array(NUMBERS.tolist(), mask=HOLES).cast(pa.decimal256(40, 3)),
+    "interval": pa.array(
+        [None if h else as_interval(int(n)) for n, h in zip(NUMBERS, HOLES, strict=True)]
+    ),
+    "time": pa.array(np.abs(NUMBERS) % 10**13, pa.time64("ns"), mask=HOLES),
+    "map": pa.array([[("a", int(n))] for n in NUMBERS], pa.map_(pa.string(), pa.int64())),
+}
+CLIENTS = {
+    "time": pa.array(NANOSECONDS, pa.timestamp("ns")),
+    "time zone": pa.array(NANOSECONDS, pa.timestamp("ns", "Europe/Oslo")),
+    "duration": pa.array(np.arange(SIZE) % 5, pa.duration("ns")),
+    "time of day": pa.array(np.arange(SIZE) % 5, pa.time64("ns")),
+    "bytes": pa.array([b"\xff%d" % (k % 3) for k in range(SIZE)]),
+    "view": pa.array(["ä", "b"] * (SIZE // 2), pa.string_view()),
+}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_columns_are_read_prepared_and_shown(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = pa.table({"user": [f"u{k % 3}" for k in range(SIZE)], "x": TYPES[name]})
+    path = write_arrow(table, tmp_path / "a.arrow")
+    source = load(path, client="user")
+    assert_equal(prepare(path, tmp_path / "out", client="user").source, source)
+    order = np.argsort(np.arange(SIZE) % 3, kind="stable")
+    values = table["x"].cast(source.table["x"].type).take(order)
+    assert source.table["x"].combine_chunks().equals(values.combine_chunks())
+    if name != "bytes view":
+        assert main(["data", str(path), "--client=user"]) == 0
+        assert "3 clients" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_clients_have_names(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    table = pa.table({"user": CLIENTS[name], "x": np.arange(SIZE)})
+    path = write_arrow(table, tmp_path / "a.arrow")
+    source = load(path, client="user")
+    assert_equal(prepare(path, tmp_path / "out", client="user").source, source)
+    assert len({*source.client_names}) == len(source.client_names) > 1
+    assert str(source.client_names[0]) in repr(source.client_names)
+    assert main(["data", str(path), "--client=user"]) == 0
+    assert "clients" in capsys.readouterr().out
+
+
+def test_nanoseconds_of_clients_are_in_their_names() -> None:
+    source = load(pa.table({"user": CLIENTS["time"]}), client="user")
+    assert source.client_names[:2] == [
+        "2020-09-13 12:26:40.000000001",
+        "2020-09-13 12:26:40.000000002",
+    ]
+    times = load(pa.table({"x": TYPES["time"]})).column("x")
+    assert times.dtype == "m8[ns]"
+    expected = np.abs(NUMBERS) % 10**13
+    np.testing.assert_array_equal(times.data[~HOLES].astype(np.int64), expected[~HOLES])
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (np.arange(4).astype(np.float16), "halffloat"),
+        ([[1], [2], [1], [2]], "list<"),
+        (pa.array([1, 2, 3, 4]).cast(pa.decimal256(40, 1)), "decimal256"),
+    ],
+)
+def test_clients_that_cannot_be_sorted_are_told(tmp_path: Path, values: Any, words: str) -> None:
+    path = write_arrow(pa.table({"user": values, "x": [1, 2, 3, 4]}), tmp_path / "a.arrow")
+    message = rf"column 'user' of .* has values of type {words}.*types=\{{'user': 'string'\}}"
+    with pytest.raises(ValueError, match=message):
+        load(path, client="user")
+    with pytest.raises(ValueError, match=message):
+        prepare(path, tmp_path / "out", client="user")
+
+
+def test_labels_that_are_no_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    day = pa.array([1, 2], pa.timestamp("ns"))
+    with pytest.raises(
+        ValueError, match=r"label 'y' has values of type timestamp.*expected numbers"
+    ):
+        infer_label("y", day)
+    table = pa.table({"user": ["a", "b"], "y": [[1, 2], [3, 4]]})
+    path = write_arrow(table, tmp_path / "a.arrow")
+    assert main(["data", str(path), "--client=user", "--label=y"]) == 0
+    assert "2 clients" in capsys.readouterr().out

@@ -16,7 +16,7 @@ from fedpax.algorithm import LossFn, Params
 from fedpax.checks import NonNegative
 from fedpax.clients.cohort import Cohort
 from fedpax.data import Partition
-from fedpax.data.rounds.preprocess import Arrays, Preprocess
+from fedpax.data.rounds.preprocess import Preprocess
 from fedpax.data.tables import Label
 from fedpax.deploy.batch_evaluation import NEW, HeldoutClients
 from fedpax.experiments.client_files import FilesConfig, OpenFiles, PreparedFiles, open_files

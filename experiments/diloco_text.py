@@ -1,10 +1,11 @@
 """DiLoCo on text, with two baselines: data parallelism, and one island alone."""
 
 import dataclasses
+from typing import Annotated
 
 import optax
 
-from fedpax.aggregators.quantized_mean import check_num_levels, quantized_mean
+from fedpax.aggregators.quantized_mean import LEVELS, quantized_mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn
 from fedpax.algorithms import data_parallel, diloco
 from fedpax.experiments.island_settings import OuterSGD
@@ -24,13 +25,7 @@ class OuterConfig(OuterSGD):
             error feedback. Default None: send float32.
     """
 
-    num_levels: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        super().__post_init__()
-        if self.num_levels is not None:
-            check_num_levels(self.num_levels)
+    num_levels: Annotated[int, LEVELS] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -102,7 +102,6 @@ def _describe(limits: dict[str, Any]) -> str:
     return f"{' of' if texts[:1] and 'at' in texts[0] else ''} {' and '.join(texts)}".rstrip()
 
 
-FINITE = Range()
 POSITIVE = Range(above=0)
 POSITIVE_OR_INFINITE = Range(above=0, most=math.inf)
 NON_NEGATIVE = Range(least=0)

@@ -25,6 +25,9 @@ from fedpax.aggregators.sent_values import mark_sent
 from fedpax.checks import IntRange, check_argument
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, federated_sum
 
+LEVELS = IntRange(least=2, most=256)
+"""The numbers of quantization levels."""
+
 
 class QuantizedMeanState(NamedTuple):
     """The state of `quantized_mean`."""
@@ -97,7 +100,8 @@ def quantized_mean(num_levels: int) -> Aggregator:
         arXiv:2102.08374, algorithm 1 (one step size for all, sums of integers).
         Max, Quantizing for Minimum Distortion, IRE Transactions on Information Theory, 1960.
     """
-    num_levels = check_num_levels(num_levels)
+    remedy = "Use 2 to send signs, and compressed_mean(codecs.float32()) for exact values."
+    num_levels = check_argument("quantized_mean", "num_levels", num_levels, LEVELS, remedy=remedy)
 
     def init(params: chex.ArrayTree) -> QuantizedMeanState:
         zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros_like(x, jnp.float32))
@@ -114,14 +118,6 @@ def quantized_mean(num_levels: int) -> Aggregator:
         return mean, QuantizedMeanState(residual), {}
 
     return Aggregator(init, aggregate, needs_all=True)
-
-
-def check_num_levels(num_levels: int) -> int:
-    """Return a number of quantization levels, from 2 to 256."""
-    remedy = "Use 2 to send signs, and compressed_mean(codecs.float32()) for exact values."
-    return check_argument(
-        "quantized_mean", "num_levels", num_levels, IntRange(least=2, most=256), remedy=remedy
-    )
 
 
 def _quantize_and_average(

@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from fedpax.checks import CheckedConfig, CountOrZero, Positive
 from fedpax.errors import ArgumentError
 from fedpax.models.adapted_weight import AdaptedWeight, merge_weight
 from fedpax.models.nnx_functional import Params
@@ -61,7 +62,7 @@ NUM_INPUTS: Mapping[str, int] = {
 
 
 @dataclass(frozen=True)
-class LoRAConfig:
+class LoRAConfig(CheckedConfig):
     """The size of the adapters, and the weights that have one.
 
     Attributes:
@@ -76,18 +77,14 @@ class LoRAConfig:
         ValueError: a number is out of range, or there is no weight of a name.
     """
 
-    rank: int = 8
-    alpha: float = 16.0
+    group = "lora"
+    rank: CountOrZero = 8
+    alpha: Positive = 16.0
     targets: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the ranges and the names."""
-        if self.rank < 0:
-            raise ArgumentError(
-                f"lora.rank={self.rank}: expected at least 1, or 0 for no adapters."
-            )
-        if not 0 < self.alpha < float("inf"):
-            raise ArgumentError(f"lora.alpha={self.alpha}: expected a positive finite number.")
+        super().__post_init__()
         if unknown := [name for name in self.targets if name not in NUM_INPUTS]:
             raise ArgumentError(
                 f"lora.targets has {', '.join(unknown)}: expected names among "

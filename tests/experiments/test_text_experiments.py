@@ -98,7 +98,7 @@ def test_diloco_and_data_parallel_learn(make, small, tmp_path):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("--outer.num_levels=1", "num_levels is 1, expected an int from 2 to 256"),
+        ("--outer.num_levels=1", "outer.num_levels=1: expected an int from 2 to 256"),
         ("--outer.learning_rate=-1.0", "expected a positive finite number"),
         ("--outer.momentum=1.0", "at least 0 and below 1"),
         ("--data.local_steps=0", "data.local_steps=0: expected an int of at least 1"),

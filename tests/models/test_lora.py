@@ -211,7 +211,7 @@ def test_a_sharded_model_computes_the_same(kind: AxisType) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"rank": -1}, r"lora\.rank=-1: expected at least 1, or 0 for no adapters"),
+        ({"rank": -1}, r"lora\.rank=-1: expected an int of at least 0\. Set --lora\.rank"),
         ({"alpha": 0.0}, r"lora\.alpha=0\.0: expected a positive finite number"),
         ({"targets": ("query", "keys")}, "lora.targets has keys: expected names among query, key"),
     ],

@@ -4,11 +4,7 @@ import sys
 
 
 def main() -> int:
-    """Run the command line, or end with status 130 if Ctrl-C arrives before it is handled there.
-
-    Returns:
-        The exit status, as in `fedpax.main.program`.
-    """
+    """Run the command line, or end with status 130 if Ctrl-C arrives before it is handled there."""
     try:
         from fedpax.main import program
 

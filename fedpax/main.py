@@ -120,11 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def program() -> int:
-    """Run the command line of this process, which Ctrl-C and SIGTERM end at once.
-
-    Returns:
-        The exit status.
-    """
+    """Run the command line of this process, which Ctrl-C and SIGTERM end at once."""
     open_closed_streams()
     escape_logs()
     hide_late_writes()

@@ -23,18 +23,7 @@ _MOST_LABELS = 1000  # labels with more distinct values are numbers
 
 
 def data(arguments: Sequence[str]) -> int:
-    """Print the columns, types, missing values and clients of files, and their label skew.
-
-    Args:
-        arguments: the arguments after `data`.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        UsageError: a flag is unknown, or the picture is not a PNG or there are no clients to draw.
-        ValueError: as in `fedpax.data.load`.
-    """
+    """Print the columns, types, missing values and clients of files, and their label skew."""
     options, files, reading = parse_files("data", arguments)
     picture = output_file("picture", options.picture, ".png")
     named = files if len(files) > 1 else files[0]

@@ -9,17 +9,7 @@ from fedpax.errors import UsageError
 
 
 def inspect(arguments: Sequence[str]) -> int:
-    """Print a report on a folder of exported stages.
-
-    Args:
-        arguments: the arguments after `inspect`: the folder.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        UsageError: there is not one folder, or it cannot be used.
-    """
+    """Print a report on a folder of exported stages."""
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise UsageError(
             f"`fedpax inspect` got {' '.join(arguments) or 'no folder'!r}, expected one folder of "

@@ -14,19 +14,7 @@ from fedpax.errors import UsageError
 
 
 def prepare(arguments: Sequence[str]) -> int:
-    """Prepare files, and print what was written and which rows were skipped.
-
-    Args:
-        arguments: the arguments after `prepare`.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        UsageError: a flag is unknown or `--out` is missing.
-        ValueError: as in `fedpax.data.prepare`.
-        OSError: the disk has not enough space.
-    """
+    """Prepare files, and print what was written and which rows were skipped."""
     options, files, reading = parse_files("prepare", arguments)
     if not options.out:
         raise UsageError(

@@ -28,14 +28,7 @@ from fedpax.training.trainer import train as train_experiment
 
 
 def train(arguments: Sequence[str]) -> int:
-    """Train an experiment and print the result.
-
-    Args:
-        arguments: the arguments after `train`.
-
-    Returns:
-        The exit status.
-    """
+    """Train an experiment and print the result."""
     options, experiment, folder = parse_run("train", arguments)
     run_rounds = engine_of(options)
     if run_rounds is not None:

@@ -152,11 +152,7 @@ def _logged_evaluation(folder: Path) -> dict[str, float] | None:
 
 
 def check_is_experiment(value: object) -> None:
-    """Check that a value is an experiment.
-
-    Raises:
-        TypeError: it is a function, a class or a name, or something else.
-    """
+    """Check that a value is an experiment."""
     if isinstance(value, Experiment):
         return
     described = f"a {type(value).__name__}"

@@ -103,12 +103,6 @@ def select(lines: Iterable[Mapping[str, Any]], kind: str) -> list[Mapping[str, A
 def throughput(rounds: Iterable[Mapping[str, Any]]) -> float:
     """Return the items per second of all rounds together.
 
-    Args:
-        rounds: the lines of kind `training`; a line without its two rates is left out.
-
-    Returns:
-        The mean, weighted by time; NaN without a line.
-
     Example:
         >>> throughput([{"seconds": 1.0, "items_per_second": 9.0},
         ...             {"seconds": 2.0, "items_per_second": 6.0}])

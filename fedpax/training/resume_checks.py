@@ -150,10 +150,6 @@ def describe_state_misfit(saved_in: Path, experiment: Experiment) -> str | None:
     """Describe why an experiment cannot resume from a run's newest checkpoint, whatever is allowed.
 
     The leaves and their shapes are compared. Nothing is compiled, and no array is read.
-
-    Returns:
-        The difference and the remedy. None if the states fit, if there is no checkpoint, or if the
-        experiment cannot be built here.
     """
     try:
         step = latest_round(saved_in)

@@ -41,11 +41,7 @@ def plan_phases(
     not_before: Mapping[int, int] = MappingProxyType({}),
     computed_by_server: frozenset[Var] = frozenset(),
 ) -> StreamingPlan:
-    """Divide the equations of a jaxpr into phases, each as early as its operands permit.
-
-    Returns:
-        The plan. It has no loops if the jaxpr has no map of the placement at its top level.
-    """
+    """Divide the equations of a jaxpr into phases, each as early as its operands permit."""
     builder = _PlanBuilder(jaxpr, placement, not_before, computed_by_server)
     for eqn in jaxpr.eqns:
         if swapped := builder.operands_on_another_axis(eqn):

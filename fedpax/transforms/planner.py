@@ -53,11 +53,7 @@ class PlanCost(NamedTuple):
 
 
 def make_plan(jaxpr: Jaxpr, placement: Placement) -> StreamingPlan:
-    """Plan the loops of a jaxpr over the participants of a placement.
-
-    Returns:
-        The plan of `plan_phases`, or one of lower `PlanCost` in which some maps run later.
-    """
+    """Plan the loops of a jaxpr over the participants of a placement."""
     not_before: dict[int, int] = {}
     tried = set[tuple[int, int]]()
     best = plan_phases(jaxpr, placement)

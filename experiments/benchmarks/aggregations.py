@@ -2,19 +2,13 @@
 
     python -m fedpax.experiments.benchmarks.aggregations --model=cnn --clients=64
 
-Random updates of all clients are aggregated, without training. Maps over clients run one client at
-a time. A lower bound is the time of the part that an aggregation cannot leave out, as a program of
-its own in interleaved calls:
+Random updates of all clients are aggregated, without training, one client at a time. A lower bound
+is the part that an aggregation cannot leave out, as a program of its own: for the median and the
+trimmed mean one sort of each coordinate, for Krum the matmul of the inner products of all pairs,
+for Bulyan both, for the geometric median a weighted mean for each iteration and one before them.
 
-- the median and the trimmed mean: one sort of each coordinate's values, by the fastest known
-  program for the device (`fedpax.aggregators.sorting_network`);
-- Krum and Multi-Krum: the matmul for the inner products of all pairs of updates;
-- Bulyan: this matmul and one sort;
-- the geometric median: one weighted mean for each iteration, and one before them.
-
-If Flower is installed (`pip install flwr`), the functions of its strategies aggregate the same
-arrays, in NumPy, and must give the same result. They use one thread, and fedpax uses all: compare
-them by `--clock=cpu`, the CPU time of the process.
+If Flower is installed (`pip install flwr`), its functions aggregate the same arrays in NumPy and
+must give the same result. They use one thread, and fedpax uses all: compare by `--clock=cpu`.
 """
 
 import functools
@@ -89,9 +83,7 @@ def flower_functions() -> dict[str, Callable[[list[Any]], list[np.ndarray]]]:
 class Aggregations(Timed):
     model: str = option("cnn", "shapes of the updates", choices=WORKLOADS)
     clients: int = option(64, "number of clients")
-    aggregators: list[str] | None = option(
-        None, "names separated by semicolons; default: all", harness.names_with_commas
-    )
+    aggregators: list[str] | None = harness.some(";")
     columns = (
         "aggregator {aggregator:20} | fedpax, s {seconds:.3f} | bound, s {bound_seconds:.3f} "
         "| fedpax / bound {bound_ratio:.2f} | Flower, s {flower_seconds:.2f} "

@@ -2,13 +2,11 @@
 
     python -m fedpax.experiments.benchmarks.aggregator_rounds --model=cnn --clients=64
 
-One round of FedAvg is timed with each aggregator, in interleaved calls. `round / mean's` is its
-time divided by that with the plain mean. A program without training is timed too: clients scale the
-parameters. `added` is the time that the aggregator adds to the mean there, as a fraction of the
-round with the mean. The local steps do not blur it: their time depends on where the buffers of a
-program lie in memory, by several percent. `temporaries` shows the memory of robust means, which
-need all updates at once. On a busy machine, `--clock=cpu` measures the CPU time of the process in
-place of wall-clock time.
+`round / mean's` is the time of a round divided by that with the plain mean. `added` is the time
+that the aggregator adds to the mean in a program without training, in which clients scale the
+parameters, as a fraction of the round with the mean: the time of local steps depends on where the
+buffers of a program lie in memory, by several percent. `temporaries` shows the memory of robust
+means, which need all updates at once.
 """
 
 import functools
@@ -75,9 +73,7 @@ class AggregatorRounds(Timed):
     devices: int = option(1, "number of devices; simulated on a CPU")
     chunk_size: int = option(1, "clients that run at once")
     repetitions: int = option(7, "timed calls of each round")
-    aggregators: list[str] | None = option(
-        None, "names separated by semicolons; default: all", harness.names_with_commas
-    )
+    aggregators: list[str] | None = harness.some(";")
     columns = (
         "aggregator {aggregator:32} | temporaries {temporary_bytes:bytes} | round, s {seconds:.3f} "
         "| round / mean's {ratio:.2f} | added {added:+.1%}"

@@ -2,16 +2,13 @@
 
     python -m fedpax.experiments.benchmarks.chaos --picture=chaos.png
 
-A syncer and its islands run twice, as `fedpax syncer` and `fedpax join` on CPU: once undisturbed,
-and once with failures. Islands and the syncer get `kill -9` and are started again; islands get
-SIGSTOP and SIGCONT; networks are cut and throttled, by a proxy between each island and the syncer.
-Kinds, moments and durations follow from a seed.
-
-Each island's data come at a fixed rate, which sets the time of a step. So an island that is gone
-leaves no CPU time to the others, as on machines of their own. Useful time is the inner steps in
-merges per second, relative to the undisturbed run. Restarted data parallelism is computed: each
-failure except a throttled network stops all islands until the failed one has restarted, as fast as
-an island of this run, and loses the steps since the last checkpoint.
+A syncer and its islands run as `fedpax syncer` and `fedpax join` on CPU, once undisturbed and once
+with failures: `kill -9` and a new start, SIGSTOP and SIGCONT, networks that a proxy cuts and
+throttles. A seed sets kinds, moments and durations. Each island's data come at a fixed rate, so an
+island that is gone leaves no CPU time to the others. Useful time is the inner steps in merges per
+second, relative to the undisturbed run. Restarted data parallelism is computed: each failure except
+a throttled network stops all islands until the failed one has restarted, and loses the steps since
+the last checkpoint.
 """
 
 import contextlib

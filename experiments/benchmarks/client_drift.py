@@ -106,9 +106,7 @@ class ClientDrift(Benchmark):
     rounds: int = option(60, "rounds to train")
     local_steps: list[int] = option("10", "K; several with commas", harness.integers)
     rate: float = option(0.1, "the clients' learning rate")
-    methods: list[str] | None = option(
-        None, "names separated by semicolons; default: all", harness.names_with_commas
-    )
+    methods: list[str] | None = harness.some(";")
     seed: int = option(0, "seed of the clients' losses")
 
     def __post_init__(self) -> None:

@@ -2,23 +2,15 @@
 
     python -m fedpax.experiments.benchmarks.diloco_laws --out=runs/laws --plot=diloco_laws.png
 
-Every run trains the model of `diloco_text` on the same number of tokens with the same global batch,
-by default the batch of `diloco_text`: with more islands, each has a smaller batch. The first table
-compares data parallelism, DiLoCo and Streaming DiLoCo in 4 bits over several seeds of model and
-data. The others change one setting of DiLoCo at a time, with the first seed.
+Every run trains the model of `diloco_text` on the same number of tokens with the same global batch:
+with more islands, each has a smaller batch. The first table compares data parallelism, DiLoCo and
+Streaming DiLoCo in 4 bits over several seeds. The others change one setting of DiLoCo at a time.
 
-`--learning_rates=0.008,0.016,0.024` tunes all methods alike: each trains with every rate and the
-first seed, and with its best one in all other runs. `--weight_decays=0.01,0.1` tries each rate with
-each weight decay, and `--outer_momenta=0.0,0.7` with each momentum of the outer optimizer, which
-data parallelism does not have. DiLoCo is tuned for each number of local steps, because fewer of
-them need a smaller momentum.
-
-`--common_start=0.25` trains all islands together by data parallelism for a quarter of the tokens,
-at a constant learning rate, and begins DiLoCo from this model. The other three quarters have a
-warmup and a decay of their own.
-
-Each run has a folder below `--out`. An interrupted benchmark continues where it stopped, and
-a finished run is not repeated. The losses come from the last evaluation.
+With several `--learning_rates`, `--weight_decays` or `--outer_momenta`, each method trains with
+every combination and the first seed, and with its best one in all other runs. DiLoCo is tuned for
+each number of local steps, because fewer of them need a smaller momentum. `--common_start=0.25`
+trains all islands together for a quarter of the tokens, at a constant learning rate, and begins
+DiLoCo from this model. An interrupted benchmark continues where it stopped.
 """
 
 import itertools

@@ -2,18 +2,11 @@
 
     python -m fedpax.experiments.benchmarks.elastic_restarts --processes=3 --repetitions=5
 
-Each repetition starts `fedpax train --elastic` with processes on this machine, and measures
-
-- the start: from the commands to the first round;
-- a killed training process: from `kill -9` to the next useful round, with all processes;
-- a stopped training process: from SIGSTOP to the next useful round, with all processes;
-- a killed host: from `kill -9` of a supervisor to the next useful round, with those that are left;
-- the return: from the command of that supervisor to the next useful round with all processes.
-
-A round is useful if no round of its number was trained before. Of each event the table has the time
-until the keeper has decided on it too: until a new start, or the connection of a returned host. It
-also has the largest CPU time of a training process from its start to the next useful round, which
-depends less on other programs of the machine.
+Each repetition starts `fedpax train --elastic` on this machine, and measures the start, a training
+process that gets `kill -9` and one that gets SIGSTOP, a supervisor that is killed, and its return:
+until the keeper has decided on the event (a new start, or the connection of a returned host), and
+until the next useful round, whose number was not trained before. The largest CPU time of a training
+process from its start depends less on other programs of the machine.
 """
 
 import contextlib

@@ -164,10 +164,7 @@ class FedAvgRound(Sizes, Timed):
             seconds = self.time(calls, *arguments)
         return [
             Row(
-                model=self.model,
                 device=jax.devices()[0].device_kind,
-                devices=devices,
-                clients=clients,
                 implementation=name,
                 compile_seconds=program.compile_seconds,
                 temporary_bytes=program.temporary_bytes,

@@ -2,14 +2,9 @@
 
     python -m fedpax.experiments.benchmarks.first_round --exp=fedavg_digits --repetitions=5
 
-Each repetition runs four pairs of new processes, one process after the other:
-
-- `import fedpax` with all its public names, and `import jax`;
-- `fedpax list`, and `import jax`;
-- a training up to its first logged round, with an empty compilation cache, and once more with the
-  cache that the former left.
-
-Differences and ratios are medians over the pairs, because the load of a machine changes slowly.
+Each repetition runs pairs of new processes: `import fedpax` with all its public names and `import
+jax`; `fedpax list` and `import jax`; a training up to its first logged round with an empty
+compilation cache, and once more. Differences and ratios are medians over the pairs.
 """
 
 import os

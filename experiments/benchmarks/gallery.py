@@ -2,14 +2,13 @@
 
     python -m fedpax.experiments.benchmarks.gallery --json=docs/gallery/results.json
 
-Ten participants train in each round, ten steps of ten examples each. `digits` is scikit-learn's
-digits with labels from Dirichlet(0.3), and an MLP with 32 hidden units. `synthetic` is FedProx's
+Ten participants take ten steps of ten examples in each round. `digits` is scikit-learn's digits
+with labels from Dirichlet(0.3), and an MLP with 32 hidden units. `synthetic` is FedProx's
 synthetic(1, 1), and logistic regression. All methods have the same batches and the same first
 model. Accuracy is the mean over the participants, each on its own held-out examples and with the
-model that it would use. Clients train with SGD, islands with AdamW. The learning rates and settings
-are not tuned. Aggregators run in FedAvg, and once more with two participants that send their
-updates reversed and four times as large. The participants of asynchronous methods differ in speed
-by a factor of up to three; their round is as many steps as a round of other methods.
+model that it would use. Nothing is tuned. Aggregators run in FedAvg, and once more with two
+participants that send their updates reversed and four times as large. The participants of
+asynchronous methods differ in speed by a factor of up to three.
 """
 
 import functools
@@ -164,9 +163,7 @@ def _accuracy(
 
 class Gallery(Benchmark):
     rounds: int = option(30, "rounds to train", harness.integer)
-    methods: list[str] | None = option(
-        None, "names separated by commas; default: all", harness.names
-    )
+    methods: list[str] | None = harness.some(",")
     columns = (
         "method {method:20} | digits {digits:.3f} | synthetic {synthetic:.3f} "
         "| received {received_bytes:8,} | sent {sent_bytes:8,} | FLOPs {flops:9.3g}"

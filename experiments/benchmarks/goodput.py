@@ -4,10 +4,9 @@
 
 prints a table, beside the rows that Douillard et al. (arXiv:2604.21428) publish for one failure per
 chip-year, and draws goodput over the number of chips. The assumptions are the defaults of
-`fedpax.simulation.Cluster`. The published rows were simulated with constants that are not known
-here. Three of the constants below were chosen such that the rows for 1.2 million chips agree: the
-restart (27%), and the resharding pause together with slice size times repair time (58%, 88%). The
-other rows follow.
+`fedpax.simulation.Cluster`. Three of them were chosen such that the published rows for 1.2 million
+chips agree, since their constants are not known here: the restart (27%), and the resharding pause
+together with slice size times repair time (58%, 88%). The other rows follow.
 """
 
 import dataclasses

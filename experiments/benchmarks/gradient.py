@@ -119,10 +119,7 @@ class Gradient(Sizes, Timed):
                 arguments = (rates, *workload.random_arguments(clients, mesh))
             seconds = self.time({name: c.call for name, c in compiled.items()}, *arguments)
         row = Row(
-            model=self.model,
             device=jax.devices()[0].device_kind,
-            devices=devices,
-            clients=clients,
             ratio=timing.paired_ratio(seconds["gradient"], seconds["round"]),
             **{f"{name}_temporary_bytes": c.temporary_bytes for name, c in compiled.items()},
             **{f"{name}_seconds": taken for name, taken in seconds.items()},

@@ -61,6 +61,12 @@ def option(default: Any, help: str, parse: Callable[[str], Any] | None = None, *
     )
 
 
+def some(separator: str) -> Any:
+    """Make an option of names with a separator, a semicolon where names have commas."""
+    kind = "commas" if separator == "," else "semicolons"
+    return option(None, f"names separated by {kind}; default: all", lambda t: t.split(separator))
+
+
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 class Benchmark:
     """A benchmark: its fields are options. A ValueError of `__post_init__` is a usage error.
@@ -268,11 +274,6 @@ def seeds(text: str) -> list[int]:
 def names(text: str) -> list[str]:
     """Parse names, separated by commas."""
     return [name for name in text.split(",") if name]
-
-
-def names_with_commas(text: str) -> list[str]:
-    """Parse names that may have commas, separated by semicolons."""
-    return text.split(";")
 
 
 def integer(text: str) -> int:

@@ -3,15 +3,11 @@
     python -m fedpax.experiments.benchmarks.method_rounds --model=cnn --clients=16
     python -m fedpax.experiments.benchmarks.method_rounds --model=cnn --islands=4
 
-The first command times the methods of clients against FedAvg. The second command times the methods
-of islands against DiLoCo with the same inner optimizer and number of inner steps.
-
-A method computes some gradients per batch where FedAvg and DiLoCo compute one. `passes` is their
-cost in gradients, with a forward pass as a third of one and a Hessian-vector product as two. The
-last column divides the time by the time of so many rounds of the baseline: 1 means that nothing is
-computed twice.
-As in training, a round starts from the last one's state and takes over its memory. On a busy
-machine, `--clock=cpu` measures the CPU time of the process in place of wall-clock time.
+The second command times the methods of islands against DiLoCo with the same inner optimizer and
+number of inner steps. `passes` is a method's cost in gradients per batch, with a forward pass as a
+third of one and a Hessian-vector product as two; the last column divides the time by the time of so
+many rounds of the baseline: 1 means that nothing is computed twice. As in training, a round starts
+from the last one's state and takes over its memory.
 """
 
 from collections.abc import Iterator
@@ -100,9 +96,7 @@ class MethodRounds(Timed):
     population: int | None = option(None, "clients with states; default: the cohort", int)
     devices: int = option(1, "number of devices; simulated on a CPU")
     chunk_size: int = option(1, "participants that a device runs at once")
-    methods: list[str] | None = option(
-        None, "names separated by commas; default: all", harness.names
-    )
+    methods: list[str] | None = harness.some(",")
     columns = (
         "method {method:18} | temporaries {temporary_bytes:13,} | median s {seconds:.4f} "
         "| ratio {ratio:.2f} | passes {passes:.2f} | ratio / passes {ratio_to_passes:.2f} "

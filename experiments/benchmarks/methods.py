@@ -3,12 +3,11 @@
     python -m fedpax.experiments.benchmarks.methods --group=methods_digits --plot=digits.png
     python -m fedpax.experiments.benchmarks.methods --group=methods_synthetic --rates=0.03,0.1,0.3
 
-The methods are the experiments of a group (`fedpax list methods_digits`), with the learning rates
-that they have there. All train the same model on the same cohorts. A seed sets the data, the model
-and the cohorts. With `--rates`, the client learning rate of each method is the one with which
-the median of its rounds to the target is smallest. Accuracy is measured with the server's model on
-held-out examples of all clients, after every round. Bytes are what the clients of a round receive
-and send, and FLOPs count their valid steps, by `fedpax.cost`.
+The methods are the experiments of a group (`fedpax list methods_digits`): the same model on the
+same cohorts. A seed sets the data, the model and the cohorts. With `--rates`, each method has the
+client learning rate with the smallest median of its rounds to the target. Accuracy is measured with
+the server's model on held-out examples of all clients, after every round. Bytes are what the
+clients of a round receive and send, and FLOPs count their valid steps, by `fedpax.cost`.
 """
 
 import statistics
@@ -43,9 +42,7 @@ class Methods(Benchmark):
     )
     seeds: list[int] = option("0", "seeds, such as 0,1,2", harness.seeds)
     target: str | None = option(None, "METRIC=VALUE; default: the group's")
-    methods: list[str] | None = option(
-        None, "names separated by commas; default: all", harness.names
-    )
+    methods: list[str] | None = harness.some(",")
 
     def __post_init__(self) -> None:
         if self.rounds is not None:

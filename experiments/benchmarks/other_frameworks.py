@@ -3,17 +3,13 @@
     python -m fedpax.experiments.benchmarks.other_frameworks --model=cnn --clients=64 \
         --pfl_python=environments/pfl/bin/python --flower_python=environments/flower/bin/python
 
-pfl needs PyTorch, and Flower needs Ray, and PyTorch for its clients. Each option names the Python
-interpreter of an environment with the library; a library without the option is left out. All
-libraries get the same data and parameters, run the same round (5 steps of plain SGD per client,
+pfl needs PyTorch, and Flower needs Ray, and PyTorch for its clients; a library without the option
+is left out. All libraries run the same round on the same data (5 steps of plain SGD per client,
 updates weighted by numbers of examples) and must give the same result. Then interleaved calls are
-timed. Each library runs in its own process, which waits for a request before every round.
+timed, each library in a process that waits for a request before every round.
 
-`--method=fedprox` and `--method=scaffold` (option II) run these in place of FedAvg. Flower has no
-SCAFFOLD. pfl runs SCAFFOLD with one worker. The results are compared after one round, when
-SCAFFOLD's controls are still 0. `--method=private` is FedAvg with the central Gaussian mechanism:
-each update is clipped, and noise is added to the sum, so little of it that the results can be
-compared.
+`--method=scaffold` is option II, in pfl with one worker. `--method=private` is FedAvg with the
+central Gaussian mechanism, with so little noise that the results can be compared.
 """
 
 import contextlib
@@ -114,9 +110,6 @@ class OtherFrameworks(Sizes):
             seconds = timing.interleaved(calls, (), self.repetitions)
         return [
             Row(
-                model=self.model,
-                devices=devices,
-                clients=clients,
                 library=library,
                 versions=versions[library],
                 seconds=seconds[library],

@@ -2,15 +2,12 @@
 
     python -m fedpax.experiments.benchmarks.personal_methods --rates=0.1,0.3,1 --seeds=0,1,2
 
-The methods are the experiments of the group `personal_digits`, on the same cohorts. Each method is
-trained with each client learning rate and with three values of its own setting, and the pair with
-the best median over seeds is kept. The baselines have no setting: `fedavg` evaluates the shared
-model, and `alone` models that clients train in the same rounds without sharing them. A seed sets
-the data, the model and the cohorts.
-
-Accuracy is that after the last round, on held-out examples that are weighted for each client, so
-that labels have the shares that they have among the client's training examples
-(`fedpax.experiments.personal_images`).
+The methods are the experiments of the group `personal_digits`, on the same cohorts, each with the
+client learning rate and the one of three values of its own setting that have the best median over
+seeds. `fedavg` evaluates the shared model, and `alone` models that clients train in the same rounds
+without sharing them. A seed sets the data, the model and the cohorts. Accuracy is that after the
+last round, on held-out examples that are weighted so that labels have the shares that they have
+among the client's training examples (`fedpax.experiments.personal_images`).
 """
 
 import itertools
@@ -87,9 +84,7 @@ class PersonalMethods(Benchmark):
     rates: list[float] = option("0.1,0.3,1", "client learning rates", harness.numbers)
     seeds: list[int] = option("0", "seeds, such as 0,1,2", harness.seeds)
     rounds: int | None = option(None, "rounds to train; default: the experiment's", harness.integer)
-    methods: list[str] | None = option(
-        None, "names separated by commas; default: all", harness.names
-    )
+    methods: list[str] | None = harness.some(",")
 
     def __post_init__(self) -> None:
         harness.check_names("methods", self.methods, experiments())

@@ -92,7 +92,7 @@ class SiteMemory(Benchmark):
     sites: list[int] = option("4,64", "numbers of sites", harness.integers)
     megabytes: float = option(16.0, "size of the model")
     rounds: int = option(2, "rounds")
-    aggregators: list[str] | None = option(None, "names; default: all", harness.names)
+    aggregators: list[str] | None = harness.some(",")
     columns = "aggregator {aggregator:<12} | sites {sites:>5} | peak MB {megabytes:,.0f}"
 
     def __post_init__(self) -> None:

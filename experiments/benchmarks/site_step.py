@@ -3,12 +3,10 @@
     python -m fedpax.experiments.benchmarks.site_step
 
 One island trains the demo's model, and exchanges a fragment with a syncer after every S steps, over
-mutual TLS. As it is the only island, the syncer merges each update at once, saves the merge to the
-disk, and the island receives it. Blocks of phases with the exchange alternate with blocks of the
-same steps without it, in one process, so that other load affects both. Reading of data is in
-neither. Where there are two cores or more, the island has one core, and the syncer another: they
-are on machines of their own. On a CPU, the copies and the transfer take time from the core that
-computes the steps; an accelerator computes beside them.
+mutual TLS. The syncer merges each update at once, saves the merge, and the island receives it.
+Blocks of phases with the exchange alternate with blocks of the same steps without it, in one
+process, without reading data. Where there are two cores or more, the island and the syncer have one
+each. On a CPU, the copies and the transfer take time from the core that computes the steps.
 """
 
 import contextlib

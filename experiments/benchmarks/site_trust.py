@@ -190,9 +190,7 @@ class SiteTrust(Benchmark):
     alpha: float = option(0.0, "labels differ by Dirichlet(alpha); 0: they do not differ")
     rounds: int = option(20, "rounds")
     seeds: list[int] = option("0,1,2", "seeds, such as 0,1,2", harness.seeds)
-    attacks: list[str] | None = option(
-        None, "names separated by semicolons; default: all", harness.names_with_commas
-    )
+    attacks: list[str] | None = harness.some(";")
     columns = (
         "attack {attack} | guard {guard} | accuracy {accuracy:.1%} "
         "| rounds in which it was dropped {caught:.0%} | honest sites dropped {wrong:.1%}"

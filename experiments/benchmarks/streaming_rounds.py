@@ -2,15 +2,11 @@
 
     python -m fedpax.experiments.benchmarks.streaming_rounds --clock=cpu
 
-Both train the same model with AdamW, on the same batches, with an island on each simulated device,
-and send float32 or 4 bits. The time of a local step is the time of a round divided by its steps,
-transfers included. The memory is what the compiler allocates on a device: state, batches and
-temporaries.
-
-Beside the state of DiLoCo, an island keeps its own model from one round to the next. In DiLoCo it
-has one during a round. So Streaming DiLoCo may need at most as much more as the outer state has:
-the outer model, and the momentum of the outer optimizer. On a busy machine, `--clock=cpu` measures
-the CPU time of the process in place of wall-clock time.
+Both train the same model with AdamW, on the same batches, with an island on each simulated device.
+The time of a local step is the time of a round divided by its steps, transfers included. The memory
+is what the compiler allocates on a device: state, batches and temporaries. An island of Streaming
+DiLoCo keeps its own model from one round to the next, so it may need at most as much more as the
+outer state has: the outer model, and the momentum of the outer optimizer.
 """
 
 from collections.abc import Callable, Iterator

@@ -114,7 +114,9 @@ class Sizes(Benchmark):
 
     def measure(self) -> Iterator[Row]:
         for devices, clients in itertools.product(self.devices, self.clients):
-            yield from timing.on_devices(devices, self.measure_size, devices, clients)
+            sizes = {"model": self.model, "devices": devices, "clients": clients}
+            for row in timing.on_devices(devices, self.measure_size, devices, clients):
+                yield Row(**sizes, **vars(row))
 
     def measure_size(self, devices: int, clients: int) -> list[Row]:
         raise NotImplementedError

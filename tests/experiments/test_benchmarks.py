@@ -30,7 +30,8 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 def measure(devices, clients, **settings):
     """Measure FedAvg rounds of the tiny workload."""
-    return FedAvgRound(model="tiny", **settings).measure_size(devices, clients)
+    sizes = {"devices": [devices], "clients": [clients]}
+    return list(FedAvgRound(model="tiny", **sizes, **settings).measure())
 
 
 @pytest.mark.slow

@@ -119,7 +119,7 @@ def run_coordinator(
 
 
 def _open_exchange(
-    experiment: SiteExperiment,
+    experiment: Any,
     folder: Path,
     rules: RoundRules,
     sites: SiteTable,

@@ -55,9 +55,9 @@ test-docs: $(INSTALLED)  ## Build the site, and run the examples of all pages an
 	$(HURRY) $(PYTEST) tests/test_docs.py tests/test_site.py tests/test_gallery.py tests/test_notebooks.py
 
 # Chromium is the system's: Debian's package chromium.
-test-browser: $(INSTALLED)  ## Read the site in Chromium: widths, search, dark mode, errors.
+test-browser: docs  ## Build the site, and read it in Chromium: widths, search, dark mode, errors.
 	$(BIN)/pip install --quiet --target build/browser playwright
-	PYTHONPATH=build/browser $(BIN)/pytest tests/test_site_in_browser.py
+	SITE=build/site PYTHONPATH=build/browser $(BIN)/pytest tests/test_site_in_browser.py
 
 # libtpu compiles for topologies: no TPU is needed. It stays outside of the environment, where the
 # fast tests would use it. The largest models take hours of CPU time.

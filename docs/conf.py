@@ -41,7 +41,7 @@ nb_execution_mode = "cache"
 nb_execution_cache_path = str(DOCS.parent / "build/notebooks")
 nb_execution_in_temp = True
 nb_execution_raise_on_error = True
-nb_execution_timeout = 300
+nb_execution_timeout = 1200  # seconds of a cell, on a busy machine
 nb_output_stderr = "remove"  # progress, which a page need not show
 
 # Docstrings are in Google style, with single backticks around code.

@@ -1,9 +1,11 @@
 """The documentation site in Chromium: every page at three widths, the search, and dark mode.
 
-`make test-browser` installs playwright; Chromium is the system's (Debian's package chromium).
+`make test-browser` builds the site and installs playwright; Chromium is the system's (Debian's
+package chromium). `SITE` is the folder of the site. Default: build it.
 """
 
 import functools
+import os
 import shutil
 import subprocess
 import sys
@@ -45,7 +47,9 @@ class QuietHandler(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the site."""
+    """Return the folder of the site; build it if there is none."""
+    if built := os.environ.get("SITE"):
+        return ROOT / built
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "-q", "-b", "html", "-d", folder / "doctrees"]
     subprocess.run([*command, ROOT / "docs", folder / "html"], check=True, timeout=1800)

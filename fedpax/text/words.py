@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpax.errors import ArgumentError
+from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.sources.examples import get_field
 
 NUM_SPECIAL = 4
@@ -41,7 +41,13 @@ class WordRows:
         rows = np.zeros((len(sentences), self._seq_len + 1), np.int32)
         rows[:, 0] = begin
         for row, sentence in zip(rows, sentences, strict=True):
-            words = sentence.split()[: self._seq_len]
+            if not isinstance(sentence, str | bytes):
+                raise ArgumentTypeError(
+                    f"A sentence in the field {self._field!r} is {sentence!r:.80}, expected str or "
+                    "bytes. Leave out examples without one, or name another field."
+                )
+            text = sentence.encode() if isinstance(sentence, str) else sentence
+            words = text.split()[: self._seq_len]
             numbers = [self._numbers.get(word, unknown) for word in words]
             if len(numbers) < self._seq_len:
                 numbers.append(end)

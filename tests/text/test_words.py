@@ -35,3 +35,16 @@ def test_a_word_that_occurs_twice_raises() -> None:
 def test_examples_without_the_field_raise() -> None:
     with pytest.raises(KeyError, match="no field 'text', but 'title'"):
         WordRows(WORDS, seq_len=4)({"title": np.array([b"a"])})
+
+
+@pytest.mark.parametrize("dtype", ["U40", object])
+def test_strings_are_the_same_words(dtype: str) -> None:
+    """They were unknown words, all of them."""
+    batch = WordRows(WORDS, seq_len=4)({"text": np.array(["to be the", "or"], dtype)})
+    assert batch["targets"].tolist() == [[2, 3, 1, END], [UNKNOWN, END, PAD, PAD]]
+
+
+@pytest.mark.parametrize("sentence", [None, float("nan"), 3])
+def test_what_is_no_sentence_raises(sentence: object) -> None:
+    with pytest.raises(TypeError, match=r"A sentence in the field 'text' is .*expected str or"):
+        WordRows(WORDS, seq_len=4)({"text": np.array([sentence, b"be"], object)})

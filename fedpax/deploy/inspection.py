@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedpax.deploy.runtime import Artifact, load
+from fedpax.deploy.runtime import MANIFEST, Artifact, ArtifactError, load
 from fedpax.transforms.stage_report import HEADINGS
 
 _CUSTOM_CALL = re.compile(r"stablehlo\.custom_call @([\w.$-]+)")
@@ -30,6 +30,18 @@ def inspect_round(folder: str | Path) -> str:
         ArtifactError: the folder is damaged, foreign, of a newer format, or past its last day.
     """
     artifact = load(folder)
+    try:
+        return _describe(artifact)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, ArtifactError):
+            raise
+        raise ArtifactError(  # its sha256 is right: it was made so
+            f"{Path(folder) / MANIFEST} is malformed ({type(error).__name__}: {error}), expected "
+            "what `fedpax export --stages` writes. Export again."
+        ) from error
+
+
+def _describe(artifact: Artifact) -> str:
     manifest, placement = artifact.manifest, artifact.manifest["placement"]
     count = len(artifact)
     lines = [

@@ -20,6 +20,7 @@ from fedpax.deploy import (
     Artifact,
     ArtifactError,
     export_stages,
+    inspect_round,
     load,
     pack_stages,
     run_local,
@@ -271,6 +272,26 @@ def test_bad_folders_are_told_in_a_sentence(spoil, message, tmp_path):
     spoil(tmp_path / "round")
     with pytest.raises(ArtifactError, match=message):
         load(tmp_path / "round")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stages": [3]},
+        {"stages": "x"},
+        {"placement": None},
+        {"flops": []},
+        {"flops": ["x"]},
+        {"platforms": 1},
+        {"stages": [{"shared": [{"name": "w", "shape": [1e400], "dtype": "float32"}], "rows": []}]},
+    ],
+    ids=str,
+)
+def test_a_malformed_manifest_with_its_sha256_is_told(changes, tmp_path):
+    export_small(tmp_path / "round")
+    change_manifest(tmp_path / "round", **changes)
+    with pytest.raises(ArtifactError, match=r"manifest.json is malformed .* Export again"):
+        inspect_round(tmp_path / "round")
 
 
 @pytest.mark.parametrize(

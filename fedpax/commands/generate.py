@@ -16,6 +16,7 @@ from fedpax.commands.parts.saved_run import (
     read_saved_run,
 )
 from fedpax.console import print_error, print_line
+from fedpax.data import Conversation
 from fedpax.errors import UsageError
 from fedpax.experiments.language_model import LanguageModelExperiment
 from fedpax.models.generation import generate as generate_tokens
@@ -24,7 +25,8 @@ from fedpax.models.generation import generate as generate_tokens
 def generate(arguments: Sequence[str]) -> int:
     """Print a prompt and its continuation."""
     # The separator of documents stands before the prompt, as before every document of the training,
-    # so the prompt begins a document. The continuation ends at the next separator.
+    # so the prompt begins a document. The continuation ends at the next separator. A model that was
+    # trained with a chat template gets the prompt as a user's message, and its answer is printed.
     options, fields = parse("generate", arguments, needs_exp=False)
     saved = read_saved_run("generate", arguments, options, fields)
     experiment = saved.experiment
@@ -43,8 +45,14 @@ def generate(arguments: Sequence[str]) -> int:
     number = checkpoint_round("generate", saved, options.round)
     tokenizer = experiment.read_tokenizer()
     given = os.fsencode(options.prompt)  # its bytes, whatever the locale's encoding is
-    tokens = np.asarray(tokenizer.encode(given), np.int32)
-    prompt = np.concatenate([np.array([tokenizer.separator], np.int32), tokens])
+    field = experiment.data.read_field()
+    if isinstance(field, Conversation) and field.template is not None:
+        prompt, turn_ends = field.encode_prompt(given.decode(errors="replace"), tokenizer)
+        tokens = np.zeros(0, np.int32)
+    else:
+        tokens = np.asarray(tokenizer.encode(given), np.int32)
+        prompt = np.concatenate([np.array([tokenizer.separator], np.int32), tokens])
+        turn_ends = []
     run = build_run(experiment)
     total, seq_len = len(prompt) + options.num_tokens, experiment.data.seq_len
     print_error(f"{saved.exp}: generating {options.num_tokens} tokens from round {number}")
@@ -65,7 +73,7 @@ def generate(arguments: Sequence[str]) -> int:
                 top_p=options.top_p,
             )
         )
-    (ends,) = np.nonzero(generated == tokenizer.separator)
+    (ends,) = np.nonzero(np.isin(generated, [tokenizer.separator, *turn_ends]))
     end = ends[0] if len(ends) else None
     continued = tokenizer.decode(np.concatenate([tokens, generated[:end]]))
     # A file or a pipe gets the text as it is; a terminal would execute control characters.

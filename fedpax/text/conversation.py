@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedpax.errors import ArgumentError
 from fedpax.sources.examples import get_field
 from fedpax.text.chat_template import ChatTemplate, Messages
 from fedpax.text.document import Document
 from fedpax.text.tokenizer import Tokenizer, as_string
+
+_ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 
 
 class _Piece(NamedTuple):
@@ -39,7 +42,9 @@ class Conversation:
         prompt: the field with the prompt, a text.
         answer: the field with the answer, a text.
         messages: the field with the messages, in place of `prompt` and `answer`: a list of dicts
-            with `role` and `content`. The answers are the messages of the role "assistant".
+            with `role` and `content`, or with `from` and `value` (ShareGPT), in which "human" is
+            the role "user" and "gpt" is "assistant". The answers are the messages of the role
+            "assistant".
         template: the chat template, from `load_chat_template`. Needed for `messages`.
 
     Raises:
@@ -113,6 +118,22 @@ class Conversation:
             documents.append(Document(tokens[1:], targets, first=int(tokens[0])))
         return documents
 
+    def encode_prompt(
+        self, prompt: str, tokenizer: Tokenizer
+    ) -> tuple[NDArray[np.int32], list[int]]:
+        """Encode a user's message up to where its answer begins, with the template.
+
+        Returns:
+            The tokens, and the special token that ends an answer if there is one.
+        """
+        pair = dataclasses.replace(self, prompt="prompt", answer="answer", messages=None)
+        (document,) = pair.encode([{"prompt": prompt, "answer": "."}], tokenizer)
+        tokens = np.array([document.first, *document.tokens], np.int32)
+        is_answer = np.array([False, *document.is_target[:-1]])
+        ends = [int(tokens[is_answer][-1])]
+        ends = [token for token in ends if token in tokenizer.special.values()]
+        return tokens[: int(np.argmax(is_answer))], ends
+
     def _pieces(self, example: Mapping[str, Any], special: re.Pattern[str]) -> list[_Piece]:
         if self.messages is None:
             prompt, answer = (_text(example, field) for field in self.fields)
@@ -180,9 +201,11 @@ def _text(example: Mapping[str, Any], field: str) -> str:
 def _messages(example: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
     value = get_field(example, field)
     expected = (
-        "expected a list of dicts with 'role' and 'content', at least one of the role 'assistant'"
+        "expected a list of dicts with 'role' and 'content', or 'from' and 'value', at least one "
+        "of the role 'assistant'"
     )
     messages = list(value) if isinstance(value, list | tuple | np.ndarray) else []
+    messages = [_with_role(m) if isinstance(m, Mapping) else m for m in messages]
     valid = all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages)
     if not valid or "assistant" not in [m["role"] for m in messages]:
         raise ArgumentError(
@@ -198,6 +221,19 @@ def _messages(example: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
             )
     # Arrow gives every message the keys of all messages.
     return [{key: x for key, x in m.items() if x is not None} for m in messages]
+
+
+def _with_role(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Give a message of ShareGPT's form the keys `role` and `content`."""
+    if not {"from", "value"} <= message.keys() or message.get("role") is not None:
+        return message
+    others = {key: x for key, x in message.items() if key not in ("from", "value")}
+    role = message["from"]
+    return {
+        **others,
+        "role": _ROLES.get(role, role) if isinstance(role, str) else role,
+        "content": message["value"],
+    }
 
 
 def _is_content(value: Any) -> bool:

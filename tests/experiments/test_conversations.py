@@ -12,6 +12,7 @@ import pytest
 from fedpax.commands.parts.options import configure
 from fedpax.errors import ArgumentError
 from fedpax.experiments.language_model import TextDataConfig
+from fedpax.main import main
 
 SMALL = [
     "--model.num_layers=1",
@@ -93,3 +94,19 @@ def test_an_exported_folder_has_the_template(folder: Path, tmp_path: Path) -> No
 def test_fields_that_do_not_fit_raise() -> None:
     with pytest.raises(ArgumentError, match="expected both prompt_field and answer_field"):
         TextDataConfig(prompt_field="q")
+
+
+@pytest.mark.slow
+def test_a_chat_is_trained_and_continued_by_the_commands(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = f"--job_log_dir={tmp_path / 'run'}"
+    sizes = ["--lora.rank=0", "--cohort.size=3", "--training.rounds=3"]
+    rates = ["--data.client_field=client"]
+    own = [*SMALL, *flags(folder, "chats"), *sizes, *rates]
+    assert main(["train", "--exp=fedavg_lora_text", *own, run]) == 0
+    capsys.readouterr()
+    arguments = ["--prompt=ppp", "--num_tokens=4", "--temperature=0"]
+    assert main(["generate", run, *arguments]) == 0
+    answer = capsys.readouterr().out
+    assert "ppp" not in answer and len(answer.encode()) <= 5

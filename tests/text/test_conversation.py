@@ -184,6 +184,25 @@ def test_answers_of_a_chat_template_are_scored_up_to_the_end_of_the_turn(
     assert answers == "the answeris 2\n"
 
 
+def test_messages_of_sharegpt_are_those_of_roles(chat_folder: Path, tokenizer: Tokenizer) -> None:
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    shared = [{"from": names[m["role"]], "value": m["content"], "role": None} for m in MESSAGES]
+    field = Conversation(messages="m", template=load_chat_template(chat_folder))
+    found, expected = field.encode([{"m": shared}, {"m": MESSAGES}], tokenizer)
+    assert [found.first, *found.tokens.tolist()] == [expected.first, *expected.tokens.tolist()]
+    assert found.is_target.tolist() == expected.is_target.tolist()
+
+
+def test_a_prompt_ends_where_the_answer_begins(chat_folder: Path, tokenizer: Tokenizer) -> None:
+    field = Conversation(messages="m", template=load_chat_template(chat_folder))
+    tokens, ends = field.encode_prompt("né?", tokenizer)
+    tokenizers = pytest.importorskip("tokenizers")
+    library = tokenizers.Tokenizer.from_file(str(chat_folder / "tokenizer.json"))
+    text = "<|im_start|>user\nné?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokens.tolist() == library.encode(text, add_special_tokens=False).ids
+    assert ends == [library.token_to_id("<|im_end|>")]
+
+
 def test_a_prompt_and_its_answer_are_messages_of_the_template(
     chat_folder: Path, tokenizer: Tokenizer
 ) -> None:
@@ -199,7 +218,9 @@ def test_a_prompt_and_its_answer_are_messages_of_the_template(
     ("messages", "words"),
     [
         ([{"role": "user", "content": "x"}], "at least one of the role 'assistant'"),
-        ([{"from": "human", "value": "x"}], "rename the keys"),
+        ([{"from": "human", "value": "x"}], "at least one of the role 'assistant'"),
+        ([{"from": "gpt", "text": "x"}], "'from' and 'value'.*rename the keys"),
+        ([{"from": 3, "value": "x"}, {"from": "gpt", "value": ""}], "expected texts as 'role'"),
         (None, "Leave out this example"),
         ([{"role": "assistant", "content": "<|im_end|>"}], "spells '<|im_end|>', a special"),
         ([{"role": "assistant", "content": "", "name": "<|im_end|>"}], "spells '<|im_end|>'"),

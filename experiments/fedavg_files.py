@@ -24,12 +24,13 @@ from fedpax.experiments.fedavg_clients import ClientExperiment
 from fedpax.experiments.parts.client_evaluation import EvaluateClients, measure_clients, with_units
 from fedpax.experiments.parts.heldout_clients import heldout_of_files
 from fedpax.experiments.parts.personal_evaluation import (
+    ServerState,
     heldout_metrics,
     own_models,
     pad_cohort,
     with_own_models,
 )
-from fedpax.experiments.parts.personal_models import fine_tuned_models
+from fedpax.experiments.parts.personal_models import fine_tuned_model, fine_tuned_models
 from fedpax.experiments.parts.saved_inputs import INPUTS, read_saved_inputs, write_saved_inputs
 from fedpax.models.losses import (
     ModelLoss,
@@ -164,7 +165,9 @@ class FedAvgFiles(ClientExperiment):
             return super().at_site(clients)
         evaluate = functools.cache(lambda: self.evaluate_own_models(fine_tune=True))
         run = super().at_site(clients)
-        return run._replace(evaluate_personal=lambda state: evaluate()(state))
+        return run._replace(
+            evaluate_personal=lambda state: evaluate()(state), fine_tune=self.fine_tune
+        )
 
     def name_clients(self, population: Partition) -> Sequence[str]:
         """Return the names of the training clients."""
@@ -347,6 +350,15 @@ class FedAvgFiles(ClientExperiment):
 
         evaluate = heldout_metrics(models_of, loss_fn)
         return lambda state: evaluate(state, cohort, own)
+
+    def fine_tune(self, params: Params) -> Params:
+        """Return the model after the local steps of one more round of all training clients."""
+        cohort, _ = self._own_examples
+        train_loss, rate = self.make_loss(self.make_model()), self.client_learning_rate
+        tuned: Params = jax.jit(functools.partial(fine_tuned_model, self.method, train_loss, rate))(
+            ServerState(params), cohort
+        )
+        return tuned
 
     def evaluate_own_by_client(self) -> Callable[[Any], ClientMetrics]:
         """Make the evaluation by client of the clients' own models.

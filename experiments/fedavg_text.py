@@ -25,7 +25,7 @@ from fedpax.data import (
 from fedpax.data.rounds.client_rows import pack_clients
 from fedpax.data.rounds.preprocess import Arrays
 from fedpax.errors import ArgumentError
-from fedpax.experiments.cohort_settings import CohortConfig
+from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig
 from fedpax.experiments.optimizers import OptimizerConfig
 from fedpax.experiments.parts.client_text import ClientText, ClientTextConfig
 from fedpax.experiments.parts.heldout import HeldoutSets
@@ -204,7 +204,22 @@ class FedAvgText(OverSites, ClientText):
             0 if heldout is None else int(heldout.main.num_targets.sum()),
             [str(client) for client in range(clients.number)],  # which keep no states
             frozen=trainable.frozen,
+            fine_tune=functools.partial(self._fine_tune, rows, own),
         )
+
+    def _fine_tune(self, rows: Arrays, own: Partition, params: Params) -> Params:
+        """Return the parameters after one more round of a site's clients alone."""
+        alone = dataclasses.replace(self.sized(len(own)), server=ServerConfig())
+        self._sharing_documents(alone)
+        trainable = alone.trainable(MeshConfig(clients=1).make())
+        algorithm = alone._site_algorithm(trainable)
+        sampler = ClientSampler(len(own), alone.cohort.size, self.cohort.seed)
+        frozen = () if trainable.frozen is None else (trainable.frozen.load(),)
+        state: Any = jax.jit(algorithm.init)(params)
+        step: Any = jax.jit(algorithm.round)
+        state, _ = step(state, next(alone._make_rounds(rows, own, sampler)), *frozen)
+        tuned: Params = state.params
+        return tuned
 
     def build(self) -> Run:
         """Read the text, and make the population, cohorts, model, algorithm and mesh."""

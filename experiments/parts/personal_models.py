@@ -80,6 +80,16 @@ def _reptile(
 fine_tuned_models: PersonalModels = _reptile
 """Models that take the local steps of one more round from the shared model, for any method."""
 
+
+def fine_tuned_model(
+    settings: Any, loss_fn: LossFn, learning_rate: float, state: Any, cohort: Cohort
+) -> Params:
+    """Average the fine-tuned models of clients by their examples: a round of them alone."""
+    models = fine_tuned_models(settings, loss_fn, learning_rate, state, cohort)
+    weights = jnp.float32(cohort.num_examples)
+    return jax.tree.map(lambda x: jnp.average(x, axis=0, weights=weights), models)
+
+
 MODELS: Mapping[str, PersonalModels] = {
     "ditto": _ditto,
     "apfl": _apfl,

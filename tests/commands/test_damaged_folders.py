@@ -207,7 +207,7 @@ from fedpax.deploy.nodes.positions import read_position
 from fedpax.deploy.round_program import read_program
 from fedpax.models.huggingface import load_config
 from fedpax.sites.rounds.coordinator_files import read_federation
-from fedpax.sites.rounds.take_part import _read_run
+from fedpax.sites.rounds.site_files import read_run
 from fedpax.text.end_of_document import named_end
 folder = Path(sys.argv[1])
 readers = (
@@ -220,7 +220,7 @@ readers = (
     lambda: read_program(folder / "program.json"),
     lambda: load_config(folder),
     lambda: read_federation(folder),
-    lambda: _read_run(folder),
+    lambda: read_run(folder),
     lambda: named_end(folder / "tokenizer.json"),
 )
 def read_all():

@@ -18,6 +18,9 @@ Json = Mapping[str, Any]
 SITE_FILE = "site.json"
 """The run of a site's folder."""
 
+FINE_TUNED = "fine_tuned"
+"""The folder of a site's own model below its folder, and the prefix of its metrics."""
+
 
 class ClientRange(NamedTuple):
     """The clients of a site among all clients of a run.
@@ -92,6 +95,8 @@ class SiteRun(NamedTuple):
         frozen: the third argument of the round. Default None: it has two.
         evaluate_personal: `state -> metrics` of a model of each client's own on its held-out
             examples; the state has what the clients keep. Default None: there are none.
+        fine_tune: `params -> params`, the model after the local steps of one more round of this
+            site's clients alone. Default None: there is none.
     """
 
     algorithm: FederatedAlgorithm
@@ -103,6 +108,7 @@ class SiteRun(NamedTuple):
     names: Sequence[str]
     frozen: StoredParams | None = None
     evaluate_personal: Callable[[Any], HeldoutMetrics] | None = None
+    fine_tune: Callable[[Params], Params] | None = None
 
 
 @runtime_checkable

@@ -12,7 +12,13 @@ import numpy as np
 from fedpax.algorithm import Params
 from fedpax.clients.cohort import Cohort
 from fedpax.run_files.quantiles import with_quantiles
-from fedpax.sites.rounds.contract import ClientRange, Json, SiteExperiment, SiteRun
+from fedpax.sites.rounds.contract import (
+    FINE_TUNED,
+    ClientRange,
+    Json,
+    SiteExperiment,
+    SiteRun,
+)
 from fedpax.sites.rounds.coordinator_program import batch_types
 from fedpax.sites.rounds.coordinator_state import divide
 from fedpax.sites.rounds.kept_values import KeptValues, check_names
@@ -54,11 +60,12 @@ class SiteWorker:
         experiment: the experiment, with this site's own fields.
         folder: the site's folder, for what its clients keep.
         seed: random seed of the run.
-        save: `(round, params) -> None`, called with the model that the coordinator sends to be
-            evaluated if the site is to keep it.
+        save: `(round, params, folder="") -> None`, called with the model that the coordinator sends
+            to be evaluated if the site is to keep it, and with the fine-tuned one.
         on_metrics: called with the round and the metrics of this site's held-out examples.
         sums: this site's part in secure sums. Default None: of a site without a name.
-        personal: whether a model of each client's own is evaluated after the last round.
+        personal: whether a model of each client's own is evaluated after the last round, and a
+            fine-tuned model of the site is evaluated and saved.
     """
 
     def __init__(
@@ -67,7 +74,7 @@ class SiteWorker:
         folder: Path,
         *,
         seed: int,
-        save: Callable[[int, Params], None],
+        save: Callable[..., None],
         on_metrics: Callable[[int, dict[str, float]], None],
         sums: SecretTerms | None = None,
         personal: bool = False,
@@ -290,11 +297,18 @@ class SiteWorker:
         params = jax.tree.unflatten(tree, [jnp.asarray(x) for x in received])
         if header["save"]:
             self._save(header["round"], params)
+        tuned = None
+        if self._personal and header["save"] and run.fine_tune is not None:
+            tuned = run.fine_tune(params)
+            self._save(header["round"], tuned, FINE_TUNED)
         if run.evaluate is None:
             return {"metrics": {}, "examples": 0}
         found = with_quantiles(run.evaluate(params))
         if self._personal and header["save"]:
             found |= self._evaluate_personal(params)
+        if tuned is not None:
+            own = with_quantiles(run.evaluate(tuned))
+            found |= {f"{FINE_TUNED}_{name}": value for name, value in own.items()}
         metrics = {name: float(value) for name, value in found.items()}
         self._on_metrics(header["round"], metrics)
         finite = {name: x if np.isfinite(x) else None for name, x in metrics.items()}

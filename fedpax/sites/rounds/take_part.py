@@ -1,33 +1,29 @@
 """The process of a site: asks the coordinator for work until the run is finished."""
 
 import contextlib
-import json
 import random
 import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import numpy as np
 
 from fedpax.algorithm import Params
-from fedpax.checkpoints.checkpoint import Checkpoints
-from fedpax.errors import ArgumentError, ArgumentTypeError, ConfigurationError
-from fedpax.files import read_json
+from fedpax.errors import ArgumentError
 from fedpax.preemption import PreemptionGuard
-from fedpax.run_files.configuration import to_json, write_configuration
 from fedpax.run_files.metrics import MetricsWriter
-from fedpax.run_files.paths import latest_round, write_atomically
+from fedpax.run_files.paths import latest_round
 from fedpax.sites.identity import identify
 from fedpax.sites.own_certificates import certified_name, signer_of
-from fedpax.sites.rounds.contract import SITE_FILE, SiteExperiment
+from fedpax.sites.rounds.contract import SiteExperiment
 from fedpax.sites.rounds.downlink import WHOLE, Receiver
 from fedpax.sites.rounds.exchange import LARGE
 from fedpax.sites.rounds.run_coordinator import check_supported
 from fedpax.sites.rounds.secret_terms import SecretTerms
+from fedpax.sites.rounds.site_files import read_run, save_model, write_run
 from fedpax.sites.rounds.site_worker import SiteWorker, UnknownRoundError
 from fedpax.sites.site_process import JoinResult, locked_folder, open_progress, patience
 from fedpax.sites.transport.calls import (
@@ -46,12 +42,6 @@ MOST_MODELS = 8
 """The largest message that a site receives, in models: SCAFFOLD's has two, optimizers a few."""
 
 CALL_SECONDS, TRANSFER_SECONDS = 30.0, 600.0
-
-
-class SiteState(NamedTuple):
-    """The content of a site's checkpoint: the model of the last round."""
-
-    params: Params
 
 
 def take_part(
@@ -93,7 +83,8 @@ def take_part(
             site are sent in such sums alone. Default 0: the coordinator chooses.
         personal: whether a model of each client's own is evaluated after the last round: the one
             that the method keeps (Ditto), else the model after the client's local steps of one more
-            round. The site reports the means of its metrics, as for the shared model. Default
+            round. The site reports the means of its metrics, as for the shared model. The folder
+            `fine_tuned/` gets the model after one more round of the site's clients alone. Default
             False.
 
     Returns:
@@ -174,7 +165,7 @@ class Site:
             sums=sums or SecretTerms(name),
             personal=personal,
         )
-        self._run = _read_run(folder)
+        self._run = read_run(folder)
         self._has_inputs = self._opened = False
         self._heartbeat_seconds = 2.0
         content = experiment.shared_content()
@@ -265,9 +256,7 @@ class Site:
         if self._opened:
             return
         self._opened = True
-        write_configuration(self._folder, self._experiment, self._exp)
-        self._experiment.write_inputs(self._folder)
-        write_atomically(self._folder / SITE_FILE, json.dumps({"run": self._run}) + "\n")
+        write_run(self._folder, self._experiment, self._exp, self._run)
         metrics = MetricsWriter(self._folder, after=2**31)
         self._writer = self._metrics.enter_context(metrics)
 
@@ -331,29 +320,10 @@ class Site:
         self._writer.write("evaluation", round_number, metrics)
         self._progress.show_evaluation(round_number, metrics)
 
-    def _save(self, round_number: int, params: Params) -> None:
-        if latest_round(self._folder) == round_number:
+    def _save(self, round_number: int, params: Params, below: str = "") -> None:
+        folder = self._folder / below
+        if latest_round(folder) == round_number:  # the coordinator asks again
             return
-        keep = self._experiment.training.keep_checkpoints
-        with Checkpoints(self._folder, keep=keep) as checkpoints:
-            state = SiteState(jax.device_get(params))
-            checkpoints.save(round_number, state, {}, to_json(self._experiment))
-            checkpoints.wait()
-
-
-def _read_run(folder: Path) -> str | None:
-    path = folder / SITE_FILE
-    if not path.exists():
-        return None
-    try:
-        run = read_json(path)["run"]
-        if not isinstance(run, str):
-            raise ArgumentTypeError(f"run is {run!r}")
-        return run
-    except PermissionError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigurationError(
-            f"{path} cannot be read ({type(error).__name__}: {error}), expected the file that "
-            "`fedpax join` writes. Restore it from a copy, or give an empty --job_log_dir."
-        ) from error
+        if below:
+            write_run(folder, self._experiment, self._exp, self._run)
+        save_model(folder, round_number, params, self._experiment)

@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 from sites.rounds.federation import run
 
-from fedpax.data import train_tokenizer
+from fedpax.checkpoints.saved_state import load_state
+from fedpax.data import ClientSampler, train_tokenizer
 from fedpax.experiments.fedavg_text import FedAvgText, fedavg_lora_text
 from fedpax.experiments.parts.client_text import ClientTextConfig
 from fedpax.models import huggingface
 from fedpax.models.transformer import TransformerConfig, transformer
+from fedpax.parallel.mesh import MeshConfig
 from fedpax.run_files.metrics import read_metrics
+from fedpax.sites.rounds.contract import ClientRange
+from fedpax.sites.rounds.site_files import SiteState
 from fedpax.sites.transport.calls import RefusedError
 
 SIZES: dict[str, Any] = dict(num_layers=1, embed_dim=16, num_heads=2, mlp_dim=32, vocab_size=264)
@@ -118,6 +122,31 @@ def test_equals_training_on_all_documents(tmp_path: Path, rank: int) -> None:
         for row in np.asarray(values).reshape(-1, values.shape[-1]):
             for dtype in (jnp.float32, jnp.bfloat16):
                 assert row.astype(dtype).tobytes() not in everything
+
+
+@pytest.mark.slow
+def test_a_fine_tuned_model_of_a_site_is_saved(tmp_path: Path) -> None:
+    base = write_model(tmp_path / "base", 0)
+    write_documents(tmp_path / "ours")
+    sites = two_sites(base, tmp_path / "ours")
+    found = run(experiment(base), sites, tmp_path / "runs", personal=True)
+    own = {site.name: site.heldout for site in found.coordinator.exchange.sites}
+    alone = sites["b"].with_inputs(found.coordinator.exchange.inputs)
+    alone = alone.sized(2)  # its clients
+    trainable = alone.trainable(MeshConfig(clients=1).make())
+    algorithm = alone._site_algorithm(trainable)
+    state = algorithm.init(found.coordinator.params)
+    rows, clients = alone._site_rows
+    cohort = next(alone._make_rounds(rows, clients, ClientSampler(2, 2, alone.cohort.seed)))
+    tuned = algorithm.round(state, cohort, trainable.frozen.load())[0].params
+    folder = tmp_path / "runs" / "b" / "fine_tuned"
+    saved = load_state(folder, 2, SiteState(tuned)).params
+    for one, other, shared in zip(*map(jax.tree.leaves, (saved, tuned)), found.params, strict=True):
+        assert np.abs(one - shared).max() > 1e-3
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+    metrics = alone.at_site(ClientRange(0, 2, 2)).evaluate(tuned)
+    assert own["b"]["fine_tuned_loss"] == pytest.approx(metrics["loss"], abs=1e-5)
+    assert own["b"]["fine_tuned_loss"] != own["b"]["loss"]
 
 
 def test_another_model_or_tokenizer_is_refused_by_name(tmp_path: Path) -> None:

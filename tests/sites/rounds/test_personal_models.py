@@ -9,10 +9,12 @@ import pytest
 from sites.rounds.federation import run, write_hospitals
 from sites.rounds.test_equals_training import SIZES, experiment
 
+from fedpax.checkpoints.saved_state import load_state
 from fedpax.experiments.client_methods import method
 from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_table import FedAvgTable
 from fedpax.run_files.metrics import read_metrics, select
+from fedpax.sites.rounds.site_files import SiteState
 from fedpax.sites.rounds.site_table import format_sites, read_sites
 
 
@@ -26,7 +28,7 @@ def test_equal_to_training_on_all_files(tmp_path: Path, name: str) -> None:
         return dataclasses.replace(experiment(*files, method=method(name)), cohort=cohort)
 
     sites = {s: make(f"{tmp_path}/data/{s}/*.csv") for s in SIZES}
-    run(make(), sites, tmp_path / "runs", personal=True)
+    found = run(make(), sites, tmp_path / "runs", personal=True)
     folder = tmp_path / "runs" / "coordinator"
     last = select(read_metrics(folder), "evaluation")[-1]
 
@@ -41,6 +43,18 @@ def test_equal_to_training_on_all_files(tmp_path: Path, name: str) -> None:
     assert abs(expected["loss"] - last["loss"]) > 1e-3  # of the shared model
     for metric, value in expected.items():
         np.testing.assert_allclose(last[f"personal_{metric}"], value, rtol=0, atol=1e-5)
+    # A fine-tuned model of a site is a round of its clients alone from the shared model.
+    saved = load_state(tmp_path / "runs/a/fine_tuned", 3, SiteState(found.coordinator.params))
+    alone = dataclasses.replace(make(f"{tmp_path}/data/a/*.csv"), method=method("fedavg"))
+    alone = alone.with_inputs(found.coordinator.exchange.inputs).sized(2).build()
+    state = alone.algorithm.init(found.coordinator.params)
+    state, _ = alone.algorithm.round(state, next(alone.cohorts))
+    for one, other, shared in zip(
+        *map(jax.tree.leaves, (saved.params, state.params)), found.params, strict=True
+    ):
+        assert np.abs(one - shared).max() > 1e-4
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
     rows = read_sites(folder)
+    assert all("fine_tuned_loss" in row.heldout for row in rows)
     assert {"personal_loss", "loss"} <= rows[0].heldout.keys()
     assert "held-out personal_loss" in format_sites(rows)

@@ -14,8 +14,11 @@ from fedpax.aggregators.privacy_accountant import several_releases
 from fedpax.algorithm import AlgorithmParts, Params
 from fedpax.algorithms.parts.frozen_leaves import keep_leaves, without_leaves
 from fedpax.algorithms.parts.optimizer_step import optimizer_step
+from fedpax.errors import ConfigurationError
+from fedpax.primitives.stage_traces import trace_for_stages
 from fedpax.sites.fragment_format import FragmentFormat
 from fedpax.training.logging import NonFiniteError
+from fedpax.transforms.marks import least_masked
 from fedpax.transforms.program import program
 
 
@@ -55,6 +58,24 @@ class OuterModel:
             self._on_host(part, *starts[flags](part), version=0)
             for part, flags in zip(taken, frozen, strict=True)
         ]
+
+        for p, flags in enumerate(frozen):
+            self._check_is_not_masked(p, flags)
+
+    def _check_is_not_masked(self, p: int, frozen: Sequence[bool]) -> None:
+        """Raise if the aggregator's terms must be masked: the syncer sees each update."""
+        islands, state = self._parts.islands, self.fragments[p][:3]
+        stacked = jax.tree.map(lambda x: np.zeros((islands, *x.shape), x.dtype), state[0])
+        weights = np.zeros(islands, np.float32)
+        with trace_for_stages():  # which keeps the marks of masked terms
+            traced = jax.make_jaxpr(self._make_merge(frozen))(*state, stacked, weights)
+        if least_masked(traced.jaxpr) is not None:
+            raise ConfigurationError(
+                "the aggregator is secure_mean or private_secure_mean, whose terms must be masked, "
+                "and the syncer of Decoupled DiLoCo sees each island's update, expected another "
+                "aggregator, such as private_mean, whose noise the syncer adds. Or train in rounds "
+                "over sites, with --secure_sums."
+            )
 
     def params(self, fragments: Sequence[FragmentState] | None = None) -> Params:
         """Return the whole model in the initial dtypes, by default of the current states."""

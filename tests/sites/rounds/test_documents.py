@@ -20,6 +20,7 @@ from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.run_files.metrics import read_metrics
 from fedpax.sites.rounds.contract import ClientRange
+from fedpax.sites.rounds.round_rules import RoundRules
 from fedpax.sites.rounds.site_files import SiteState
 from fedpax.sites.transport.calls import RefusedError
 
@@ -129,7 +130,8 @@ def test_a_fine_tuned_model_of_a_site_is_saved(tmp_path: Path) -> None:
     base = write_model(tmp_path / "base", 0)
     write_documents(tmp_path / "ours")
     sites = two_sites(base, tmp_path / "ours")
-    found = run(experiment(base), sites, tmp_path / "runs", personal=True)
+    rules = RoundRules(2, 300.0)
+    found = run(experiment(base), sites, tmp_path / "runs", rules=rules, personal=True)
     own = {site.name: site.heldout for site in found.coordinator.exchange.sites}
     alone = sites["b"].with_inputs(found.coordinator.exchange.inputs)
     alone = alone.sized(2)  # its clients

@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ SHARED_BYTES = 2**23
 
 
 class ReusedMemory:
-    """Memory for the arrays of a stream; an array's memory is reused once nothing refers to it.
+    """Memory for arrays of one field; an array's memory is reused once nothing refers to it.
 
     The first write to new memory takes as long as the copy, because the system clears its pages.
 
@@ -32,22 +33,24 @@ class ReusedMemory:
     """
 
     def __init__(self) -> None:
-        self._idle: dict[int, list[memoryview]] = {}
+        self._idle: list[memoryview] = []
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         """Return an uninitialized array that JAX need not copy."""
         dtype = np.dtype(dtype)
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        idle = self._idle.setdefault(size, [])
-        try:
-            memory = idle.pop()
-        except IndexError:
-            memory = memoryview(np.empty(size + ALIGNMENT, np.uint8))
+        memory = self._pop(size + ALIGNMENT)
         # The base of every view of this array, also of those that JAX or PyTorch keep.
         base = np.frombuffer(memory, np.uint8)
-        weakref.finalize(base, _give_back, idle, memory).atexit = False
+        weakref.finalize(base, _give_back, self._idle, memory).atexit = False
         start = -base.ctypes.data % ALIGNMENT
         return base[start : start + size].view(dtype).reshape(shape)
+
+    def _pop(self, size: int) -> memoryview:
+        with suppress(IndexError):  # another thread can have taken the last one
+            if (memory := self._idle.pop()).nbytes == size:
+                return memory
+        return memoryview(np.empty(size, np.uint8))
 
 
 def _give_back(idle: list[memoryview], memory: memoryview) -> None:

@@ -202,10 +202,10 @@ def _open(examples: Examples | Arrays) -> tuple[Read, int, str]:
     examples = as_examples(examples, "examples")
     if isinstance(examples, Columns):
         arrays = {name: column_array(values) for name, values in examples.columns.items()}
-        memory = ReusedMemory()
+        memory = {name: ReusedMemory() for name in arrays}
 
         def take(indices: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-            return {name: take_aligned(v, indices, memory) for name, v in arrays.items()}
+            return {name: take_aligned(v, indices, memory[name]) for name, v in arrays.items()}
 
         return take, len(examples), arrays_fingerprint(arrays)
 

@@ -51,9 +51,12 @@ def test_memory_is_written_again_only_when_nothing_refers_to_it():
 
 def test_idle_memory_is_bounded():
     memory = ReusedMemory()
-    arrays = [memory.empty((1000,), np.float32) for _ in range(9)]
-    del arrays
-    assert [len(idle) for idle in memory._idle.values()] == [2]
+    for size in (1000, 700, 1000, 3):
+        arrays = [memory.empty((size,), np.float32) for _ in range(9)]
+        assert {array.shape for array in arrays} == {(size,)}
+        assert len({array.ctypes.data for array in arrays}) == 9 and not memory._idle
+        del arrays
+        assert [idle.nbytes for idle in memory._idle] == [4 * size + ALIGNMENT] * 2
 
 
 def test_a_stream_writes_its_memory_again():

@@ -69,7 +69,7 @@ def start_one(
 def finish(processes: Sequence[subprocess.Popen]) -> list[tuple[int, str, str]]:
     """Return the status, output and errors of each process, without what gloo prints."""
     try:
-        found = [process.communicate(timeout=200) for process in processes]
+        found = [process.communicate(timeout=600) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -1,5 +1,6 @@
 """Tests of `fedpax export --flower`."""
 
+import ast
 import json
 import tomllib
 from collections.abc import Mapping
@@ -10,9 +11,9 @@ import pytest
 from small_runs import TINY_TRANSFORMER, Command
 
 from fedpax.deploy.experiment_program import program_file
-from fedpax.deploy.flower.app_files import PACKAGE, app_name
+from fedpax.deploy.flower.app_files import PACKAGE, app_name, write_app
 from fedpax.deploy.nodes.node import Node
-from fedpax.deploy.round_program import read_program
+from fedpax.deploy.round_program import Settings, read_program
 from fedpax.errors import ArgumentError
 from fedpax.experiments.fedavg_table import FedAvgTable
 from fedpax.experiments.node_data import experiment_data
@@ -146,3 +147,22 @@ def test_an_experiment_is_exported_once(app: Path, tmp_path: Path) -> None:
     changed = path.stat().st_mtime_ns
     assert program_file(configuration[1], tmp_path / "programs") == path
     assert path.stat().st_mtime_ns == changed
+
+
+@pytest.mark.parametrize(
+    "name",
+    ['my "file".py:f', "C:\\new\\users.py:f", 'a\n[b]\nc="d"', 'x"""\nimport os\n"""', "\ud800"],
+    ids=ascii,
+)
+def test_names_of_any_characters_are_texts_in_the_files_of_an_app(
+    tmp_path: Path, name: str
+) -> None:
+    settings = Settings(rounds=1, num_clients=2)
+    write_app(
+        tmp_path / "app", name=name, program="{}", settings=settings, size=2, participants=name
+    )
+    project = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())
+    assert project["tool"]["flwr"]["app"]["components"]["serverapp"] == f"{PACKAGE}.server_app:app"
+    for file, statements in {"__init__.py": 1, "server_app.py": 4}.items():
+        tree = ast.parse((tmp_path / "app" / PACKAGE / file).read_text())
+        assert len(tree.body) == statements

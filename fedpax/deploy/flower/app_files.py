@@ -155,15 +155,15 @@ def write_app(
     fields = {
         **settings._asdict(),
         "name": app_name(name),
-        "description": f"{name}, trained by fedpax.",
+        "description": f"{_plain(name)}, trained by fedpax.",
         "package": PACKAGE,
         "size": size,
-        "participants": participants,
+        "participants": _plain(participants),
         "print_results": "true" if prints_results else "false",
     }
     (folder / APP_FILE).write_text(_PYPROJECT.format(**fields), encoding="utf-8")
     (folder / "README.md").write_text(_README.format(**fields), encoding="utf-8")
-    (package / "__init__.py").write_text(f'"""{name} on Flower."""\n', encoding="utf-8")
+    (package / "__init__.py").write_text(f'"""{_plain(name)} on Flower."""\n', encoding="utf-8")
     (package / "server_app.py").write_text(_SERVER.format(**fields), encoding="utf-8")
     (package / "client_app.py").write_text(_CLIENT.format(**fields), encoding="utf-8")
     (package / "data.py").write_text(_DATA, encoding="utf-8")
@@ -179,3 +179,13 @@ def app_name(name: str) -> str:
     """
     words = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[-30:].strip("-")
     return words if words[:1].isalpha() else f"a-{words}".rstrip("-")
+
+
+def _plain(text: str) -> str:
+    r"""Return a text without the characters that end a text of TOML or Python, or begin an escape.
+
+    Example:
+        >>> _plain(r'C:\new\my "file".py:f')
+        'C:_new_my _file_.py:f'
+    """
+    return re.sub(r"[^\w .:/-]", "_", text)

@@ -222,11 +222,11 @@ def _obstacle(
 ) -> str:
     """Say what cannot be exported, with the line of the user's source."""
     jaxpr = jax.make_jaxpr(function)(*types).jaxpr
-    if found := callbacks(jaxpr):
+    if uses := callbacks(jaxpr):
         remedy = "Compute it with JAX, or outside of the round."
     else:
-        found, remedy = lines_of_custom_calls(jaxpr, platforms), "Use other operations."
-    listed = ", ".join(f"{what}{line}" for what, line in found.items()) or "an operation"
+        uses, remedy = lines_of_custom_calls(jaxpr, platforms), "Use other operations."
+    listed = ", ".join(f"{what}{line}" for what, line in uses.items()) or "an operation"
     part = "The participant's part" if name.startswith("client") else "The server's part"
     return (
         f"{part} ({name}) has {listed}, which a file cannot have, expected operations that JAX "

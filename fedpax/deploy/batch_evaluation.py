@@ -82,8 +82,8 @@ def evaluate_in_batches(
     if shown is None:
         return metrics, None
     in_order = {name: x[np.argsort(ids)].astype(np.float64) for name, x in shown.items()}
-    found = {name: np.asarray(x) for name, x in heldout.finish(_means(in_order)).items()}
-    return metrics, ClientMetrics(heldout.names, in_order["weight"], found)
+    finished = {name: np.asarray(x) for name, x in heldout.finish(_means(in_order)).items()}
+    return metrics, ClientMetrics(heldout.names, in_order["weight"], finished)
 
 
 def _means(sums: Mapping[str, Any]) -> dict[str, Any]:

@@ -76,8 +76,8 @@ def make_work(
     for kind, states in by_kind.items():
         differ = [np.any((x != x[:1]).reshape(len(x), -1), axis=1) for x in states.values()]
         if differ and len(other := np.flatnonzero(np.any(differ, axis=0))):
-            found = {name: x[other] for name, x in states.items()}
-            rows[kind] = encode_values({"": other, **found})
+            others = {name: x[other] for name, x in states.items()}
+            rows[kind] = encode_values({"": other, **others})
     work = Work(
         job=f"fedpax-{uuid.uuid4().hex}",
         manifest=manifest,
@@ -111,7 +111,7 @@ def read_results(
         states: states after the last round, as `stack_states` encodes them.
     """
     positions = {name: i for i, name in enumerate(divided.result_names)}
-    found: list[dict[int, Any]] = [
+    leaves_of: list[dict[int, Any]] = [
         {positions[name]: jnp.asarray(x) for name, x in decode_values(content).items()}
         for content in results
     ]
@@ -123,5 +123,5 @@ def read_results(
         for name in rows.keys() & values.keys():
             rows[name][keys] = values[name]
     last = {kept[name].result: jnp.asarray(x) for name, x in rows.items()}
-    found[-1].update({i: x for i, x in last.items() if i is not None})
-    return [divided.result(leaves) for leaves in found]
+    leaves_of[-1].update({i: x for i, x in last.items() if i is not None})
+    return [divided.result(leaves) for leaves in leaves_of]

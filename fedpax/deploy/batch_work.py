@@ -128,14 +128,14 @@ class Work(NamedTuple):
         Yields:
             `("members", Member)` or `("states", (key, state))`.
         """
-        found, taken = list(states), False
+        state, taken = list(states), False
         for i, client, kept in members:
             taken = True
-            if found and key >= 0:
-                kept = encode_values({**decode_values(kept), **decode_values(found[0])})
+            if state and key >= 0:
+                kept = encode_values({**decode_values(kept), **decode_values(state[0])})
             yield "members", (i, client, kept)
-        if found and not taken:
-            yield "states", (key, found[0])
+        if state and not taken:
+            yield "states", (key, state[0])
 
     def run_clients(
         self, stage: int, round_number: int, members: Sequence[Member], request: bytes
@@ -178,11 +178,11 @@ class Work(NamedTuple):
     def merge(self, stage: int, terms: Iterable[bytes]) -> bytes:
         """Merge terms of a stage."""
         artifact, _ = _opened(self)
-        found = [tuple(decode_values(content).values()) for content in terms]
-        if not found:
-            found = [artifact.empty(stage)]
-        merge, merged = artifact.merge(stage), found[0]
-        for more in found[1:]:
+        groups = [tuple(decode_values(content).values()) for content in terms]
+        if not groups:
+            groups = [artifact.empty(stage)]
+        merge, merged = artifact.merge(stage), groups[0]
+        for more in groups[1:]:
             merged = merge(merged, more)
         return _encoded(merged)
 
@@ -229,8 +229,8 @@ class Work(NamedTuple):
 
     def metrics(self, results: bytes) -> bytes:
         """Return the results that the next round does not need."""
-        found = decode_values(results)
-        return encode_values({n: x for n, x in found.items() if n not in self.replaced})
+        values = decode_values(results)
+        return encode_values({n: x for n, x in values.items() if n not in self.replaced})
 
     @property
     def _parts(self) -> list[int]:

@@ -150,14 +150,14 @@ def _has_runner(flags: Sequence[str]) -> bool:
 def _folder(folder: str | None, options: PipelineOptions) -> str | None:
     """Return the folder of the messages of jobs; None: a temporary one will do."""
     given = options.get_all_options()
-    found: str | None = folder or given.get("temp_location")
-    if found is None and given["runner"] not in LOCAL_RUNNERS:
+    place: str | None = folder or given.get("temp_location")
+    if place is None and given["runner"] not in LOCAL_RUNNERS:
         raise ArgumentError(
             f"run_beam(): the workers of --runner={given['runner']} may be on other machines, "
             "expected a folder that they and this process reach. Pass folder=, or the flag "
             "--temp_location, such as gs://BUCKET/FOLDER."
         )
-    return found
+    return place
 
 
 class _Job:
@@ -187,11 +187,11 @@ class _Job:
                 arguments = arguments | f"{number}: carry" >> beam.Map(
                     work.next_arguments, beam.pvalue.AsSingleton(results)
                 )
-        for kind, found in states.items():
-            if found is not None:
+        for kind, state in states.items():
+            if state is not None:
                 out = FileSystems.join(self.where, f"states-{kind}")
                 _ = (
-                    found
+                    state
                     | f"batch states {kind}" >> _blocks(self.size)
                     | f"write states {kind}" >> beam.Map(functools.partial(_write_states, out))
                 )
@@ -219,9 +219,9 @@ class _Job:
             | f"{label}spread" >> beam.Reshuffle()
         )
         left: dict[int, Any] = dict(states)
-        for kind, found in states.items():
-            if found is not None:
-                members, left[kind] = self._join(f"{label}{kind}", kind, members, found)
+        for kind, state in states.items():
+            if state is not None:
+                members, left[kind] = self._join(f"{label}{kind}", kind, members, state)
         served = arguments | f"{label}server" >> _outputs(work.start, "values", "request")
         for stage in range(work.num_stages):
             step = f"{label}stage {stage}"
@@ -260,7 +260,7 @@ class _Job:
             | f"{label}: group" >> beam.CoGroupByKey()
             | f"{label}: join"
             >> _outputs(
-                lambda found: work.join(found[0], found[1]["members"], found[1]["states"]),
+                lambda group: work.join(group[0], group[1]["members"], group[1]["states"]),
                 "members",
                 "states",
             )
@@ -296,7 +296,7 @@ def _blocks(size: int) -> Any:
 
 
 def _matching(pattern: str) -> list[str]:
-    return [found.path for found in FileSystems.match([pattern])[0].metadata_list]
+    return [match.path for match in FileSystems.match([pattern])[0].metadata_list]
 
 
 def _read(path: str) -> bytes:

@@ -55,9 +55,9 @@ def load_client(folder: str | Path, stage: int = 0) -> ClientFn:
         names = [value["name"] for value in (*messages["own"], *messages["noise"])]
         values = [index, *shared, *rows, *(own[name] for name in names)]
         given = [_array(values[i], kinds[i]) for i in inputs]
-        found = module.main(*given)
-        found = found if isinstance(found, list | tuple) else [found]
-        out = [np.asarray(x) for x in found]
+        results = module.main(*given)
+        results = results if isinstance(results, list | tuple) else [results]
+        out = [np.asarray(x) for x in results]
         kept = {v["name"]: x for v, x in zip(messages["kept"], out[second:], strict=True)}
         return out[:first], out[first:second], kept
 

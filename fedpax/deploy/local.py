@@ -79,14 +79,14 @@ class _Participants:
     def answers(self, request: Request) -> dict[int, tuple[Sequence[Any], Sequence[Any]]]:
         """Return the terms and the shown values of each participant."""
         client = self._stages.client(request.stage)
-        found: dict[int, tuple[Sequence[Any], Sequence[Any]]] = {}
+        answers: dict[int, tuple[Sequence[Any], Sequence[Any]]] = {}
         for i, own in self._own.items():
             rows = [x[i] for x in request.rows]
             noise = self._stages.draw_noise(request.stage)
             terms, shown, new = client(i, request.shared, rows, {**own, **self._kept[i], **noise})
             self._kept[i] |= new
-            found[i] = terms, shown
-        return found
+            answers[i] = terms, shown
+        return answers
 
     def kept(self) -> dict[int, dict[str, Any]]:
         """Return what each participant keeps."""

@@ -61,8 +61,8 @@ class ParticipantProcesses(AbstractContextManager["ParticipantProcesses"]):
             ]
             send(connection, Packet({"stage": request.stage}, [shared, *rows]))
         split = self._num_terms[request.stage]
-        found = {i: list(decode_values(content).values()) for i, content in self._replies()}
-        return {i: (values[:split], values[split:]) for i, values in found.items()}
+        replies = {i: list(decode_values(content).values()) for i, content in self._replies()}
+        return {i: (values[:split], values[split:]) for i, values in replies.items()}
 
     def kept(self) -> dict[int, dict[str, Any]]:
         """Return what each participant keeps."""

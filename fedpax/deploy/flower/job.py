@@ -90,10 +90,10 @@ def run_flower(
             prints_results=True,
         )
         write_data(app / PACKAGE)
-        found = _read_results([command, "run", str(app), *flags, "--stream"], tell)
+        results = _read_results([command, "run", str(app), *flags, "--stream"], tell)
     like = jax.eval_shape(program, *constants, shapes)
     leaves = [
-        jnp.asarray(np.array(found[jax.tree_util.keystr(path)], leaf.dtype))
+        jnp.asarray(np.array(results[jax.tree_util.keystr(path)], leaf.dtype))
         for path, leaf in jax.tree.leaves_with_path(like)
     ]
     return [jax.tree.unflatten(jax.tree.structure(like), leaves)]

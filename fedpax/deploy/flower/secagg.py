@@ -155,7 +155,7 @@ def from_vector(
         bound: as for `to_vector`.
         levels: as for `to_vector`.
     """
-    found, start = [], 0
+    sums, start = [], 0
     for term in terms:
         dtype = np.dtype(term["dtype"])
         size = int(np.prod(term["shape"]))
@@ -163,8 +163,8 @@ def from_vector(
         start += size
         if dtype.kind in "iub":
             values = np.rint(values * levels / (2 * bound))
-        found.append(values.astype(dtype))
-    return found
+        sums.append(values.astype(dtype))
+    return sums
 
 
 def answer(message: Any, context: Any, compute: Callable[[Packet], Packet]) -> Any:

@@ -184,11 +184,11 @@ class NodeProgram:
             data = _without_values(self._load_data, node)
             self._cohorts[participant] = _cohorts(self.program, node, data)
         cohort = self._cohorts[participant](round_number)
-        names, found = self.program.names["cohort"], {}
+        names, values = self.program.names["cohort"], {}
         for path, leaf in jax.tree.leaves_with_path(cohort):
             if (name := names.get(jax.tree_util.keystr(path))) is not None:
-                found[name] = np.asarray(leaf)[0]
-        return found
+                values[name] = np.asarray(leaf)[0]
+        return values
 
     def _own(self, stage: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return a stage's own values, with the dtypes and shapes that it takes."""

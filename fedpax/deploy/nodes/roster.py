@@ -102,17 +102,17 @@ class Roster:
             "Start each flower-supernode with its own number: --node-config 'partition-id=0', 1, "
             "and so on."
         )
-        found: dict[int, int] = {}
+        node_of: dict[int, int] = {}
         for node, k in sorted(self._partitions.items(), key=lambda item: (item[1], item[0])):
             if k < 0:
                 raise ArgumentError(f"Node {node} has no partition-id, and others have. {remedy}")
-            if k in found:
+            if k in node_of:
                 raise ArgumentError(
-                    f"The nodes {found[k]} and {node} both have partition-id={k}. {remedy}"
+                    f"The nodes {node_of[k]} and {node} both have partition-id={k}. {remedy}"
                 )
             if k < self._program.settings.num_clients:
-                found[k] = node
-        return found
+                node_of[k] = node
+        return node_of
 
     def _numbered(self) -> dict[int, int]:
         """Give nodes without partition-id numbers, which they keep while they are connected."""

@@ -40,10 +40,7 @@ def open_rounds(folder: str, size: int) -> CohortRounds:
 def preprocess(columns: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a batch."""
     features = np.stack([columns[f"x{i}"] for i in range(FEATURES)], axis=1)
-    return {
-        "image": features.astype(np.float32),
-        "label": np.asarray(columns["label"], np.int32),
-    }
+    return {"image": features.astype(np.float32), "label": np.asarray(columns["label"], np.int32)}
 
 
 def write_clients(folder: Path, num_clients: int) -> None:

@@ -272,11 +272,7 @@ def _end(sites: Sites, failure: Failure) -> None:
 
 
 def _summarize(
-    sites: Sites,
-    date: float,
-    seconds: float,
-    failures: list[Failure],
-    restarts: list[Restart],
+    sites: Sites, date: float, seconds: float, failures: list[Failure], restarts: list[Restart]
 ) -> Outcome:
     merges = sites.merges()
     fragments = 1 + max(merge["fragment"] for merge in merges)

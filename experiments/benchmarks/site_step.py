@@ -60,10 +60,7 @@ class SiteStep(Benchmark):
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             make_certificates(folder / "certificates", ["localhost", "site"])
-            with (
-                in_process(self._serve, folder) as pipe,
-                ProcessPoolExecutor(1, context) as island,
-            ):
+            with in_process(self._serve, folder) as pipe, ProcessPoolExecutor(1, context) as island:
                 return [island.submit(self._train, pipe.recv(), folder).result()]
 
     def _experiment(self) -> DecoupledDiLoCoText:

@@ -1,19 +1,22 @@
 """Tests of the benchmarks of a FedAvg round and of its gradient."""
 
+import dataclasses
 import json
 
 import chex
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import fedpax
 from fedpax.experiments.benchmarks import fedavg_round, gradient, timing
 from fedpax.experiments.benchmarks.fedavg_round import FedAvgRound, vmap_round
 from fedpax.experiments.benchmarks.gradient import Gradient
+from fedpax.experiments.benchmarks.harness import Row
 from fedpax.experiments.benchmarks.timing import on_devices
-from fedpax.experiments.benchmarks.workloads import WORKLOADS, Workload
-from fedpax.models.classifiers import MLPConfig, mlp
+from fedpax.experiments.benchmarks.workloads import WORKLOADS, Workload, changed, method
+from fedpax.models.classifiers import CNNConfig, MLPConfig, mlp
 
 TINY = Workload(mlp(MLPConfig(layer_sizes=(6, 5, 3))), (6,), 3)
 
@@ -148,6 +151,42 @@ def test_calls_are_timed_in_turn_after_a_warmup():
     # The order changes, so no function always follows the same one.
     assert {r[0][0] for r in repetitions} == {"a", "b", "c"}
     assert {name: len(times) for name, times in seconds.items()} == {"a": 20, "b": 20, "c": 20}
+
+
+def test_the_picture_has_the_last_times_and_the_rows_of_files(tmp_path):
+    def row(name, clients, seconds):
+        kinds = {"model": "tiny", "devices": 1, "implementation": name}
+        return Row(**kinds, clients=clients, seconds=seconds, temporary_bytes=100 * clients)
+
+    file = tmp_path / "memory.json"
+    names = ("fedpax auto", "scan", "drjax")
+    rows = [vars(row(name, n, [])) for name in names for n in (4, 8)]
+    file.write_text(json.dumps({"rows": rows}))
+    benchmark = FedAvgRound(files=[file])
+    timed = [row("fedpax auto", 4, [3.0, 1.0, 2.0]), row("scan", 8, [4.0])]
+    seconds, temporaries = benchmark.draw(timed).axes
+    assert [line.get_xydata().tolist() for line in seconds.lines] == [[[8, 4]], [[4, 2]]]
+    lines = {line.get_label(): line.get_xydata().tolist() for line in temporaries.lines}
+    assert set(lines) == {"DrJAX", "hand-written loop", "fedpax"}
+    assert all(points == [[4, 400], [8, 800]] for points in lines.values())
+    with pytest.raises(ValueError, match="rows of 2 pairs"):
+        benchmark.draw([Row(**{**vars(timed[0]), "devices": 2})])
+
+
+def test_fields_of_fields_are_changed():
+    base = CNNConfig()
+    experiment = dataclasses.make_dataclass("Experiment", [("model", CNNConfig), ("size", int)])
+    found = changed(experiment(base, 1), model={"hidden_dim": 7}, size=2)
+    assert found == experiment(dataclasses.replace(base, hidden_dim=7), 2)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        changed(experiment(base, 1), model={"hiden_dim": 7})
+
+
+def test_a_method_gets_the_settings_that_it_takes():
+    settings = {"cohort_size": 2, "client_optimizer": optax.sgd(0.1), "num_clients": 5}
+    for function in ("fedavg", "scaffold"):
+        state = method(function, TINY.loss_fn, **settings).init({"w": jnp.zeros(3)})
+        assert ("controls" in str(state._fields)) == (function == "scaffold")
 
 
 def test_a_new_process_has_its_own_number_of_devices():

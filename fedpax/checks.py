@@ -247,7 +247,7 @@ def check_fields(config: Any, path: str) -> None:
 def _hints(class_: type) -> dict[str, Any]:
     try:
         return get_type_hints(class_, include_extras=True)
-    except (NameError, TypeError):  # of a class in a function, with annotations as texts
+    except (AttributeError, NameError, TypeError):  # such as annotations of a class in a function
         return {}
 
 

@@ -50,7 +50,7 @@ class ReusedMemory:
         with suppress(IndexError):  # another thread can have taken the last one
             if (memory := self._idle.pop()).nbytes == size:
                 return memory
-        return memoryview(np.empty(size, np.uint8))
+        return np.empty(size, np.uint8).data
 
 
 def _give_back(idle: list[memoryview], memory: memoryview) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from fedpax.data.tables import ColumnSummary, infer_treatments, summarize_column
 from fedpax.errors import UsageError
 from fedpax.extras import optional
 from fedpax.populations.contiguous_clients import ContiguousClients
+from fedpax.populations.partition_plot import plot_statistics
 from fedpax.reports.table import markdown_table
 from fedpax.user_files.load_options import LoadOptions
 
@@ -27,8 +29,8 @@ def data(arguments: Sequence[str]) -> int:
     options, files, reading = parse_files("data", arguments)
     picture = output_file("picture", options.picture, ".png")
     named = files if len(files) > 1 else files[0]
-    if not picture and _is_large(named, options.partition, reading):
-        return _survey(named, reading)
+    if _is_large(named, options.partition, reading):
+        return _survey(named, reading, picture)
     source: Any = load(named, partition=options.partition, **reading)
     clients = None if source.client is None else len(source.client_names)
     _print_head(source.name, len(source), clients)
@@ -36,12 +38,7 @@ def data(arguments: Sequence[str]) -> int:
     summaries = summarize_columns(table, infer_treatments(table))
     _print_columns(summaries, source.table.schema, source.client, source.label)
     if source.client is None:
-        if picture:
-            raise UsageError(
-                f"--picture={options.picture} shows clients, but the files have none. Set --client "
-                "to the column that names them."
-            )
-        return 0
+        return _without_clients(picture)
     population = ContiguousClients(source.client_starts)
     names, labels = _labels(source)
     top = None if labels is None else _most_frequent(source.client_starts, labels)
@@ -60,6 +57,15 @@ def data(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _without_clients(picture: Path | None) -> int:
+    if picture:
+        raise UsageError(
+            f"--picture={picture} shows clients, but the files have none. Set --client to the "
+            "column that names them."
+        )
+    return 0
+
+
 def _is_large(files: Any, partition: str | None, reading: Mapping[str, Any]) -> bool:
     """Return whether files are surveyed in parts."""
     with optional(f"Reading {files!r}"):
@@ -68,7 +74,7 @@ def _is_large(files: Any, partition: str | None, reading: Mapping[str, Any]) -> 
         return is_large(files, LoadOptions(partition=partition, **reading))
 
 
-def _survey(files: Any, reading: Mapping[str, Any]) -> int:
+def _survey(files: Any, reading: Mapping[str, Any], picture: Path | None) -> int:
     """Print the same tables of files that are read in parts."""
     from fedpax.data.tables.survey import label_skew, merge_pairs, survey_files
 
@@ -77,7 +83,7 @@ def _survey(files: Any, reading: Mapping[str, Any]) -> int:
     _print_head(found.name, found.num_examples, clients)
     _print_columns(found.summaries, found.schema, found.client, reading["label"])
     if found.clients is None:
-        return 0
+        return _without_clients(picture)
     starts = np.concatenate([[0], np.cumsum(found.sizes)])
     statistics = partition_statistics(ContiguousClients(starts))
     names, top = None, None
@@ -94,6 +100,7 @@ def _survey(files: Any, reading: Mapping[str, Any]) -> int:
         skew = label_skew(pairs, found.sizes)
         statistics = statistics._replace(
             classes=np.arange(len(names)),
+            label_counts=_count_labels(pairs, len(found.clients), len(names)) if picture else None,
             labels_per_participant=skew[0],
             label_entropy=skew[1],
             overall_entropy=skew[2],
@@ -103,7 +110,16 @@ def _survey(files: Any, reading: Mapping[str, Any]) -> int:
     print_line("")
     for line in str(statistics).splitlines():
         print_line(line)
+    if picture:
+        plot_statistics(statistics, picture, class_names=names, participant_names=found.clients)
     return 0
+
+
+def _count_labels(pairs: NDArray[np.int64], num_clients: int, num_labels: int) -> NDArray[np.int64]:
+    """Return the number of examples of each label, by client."""
+    counts = np.zeros((num_clients, num_labels), np.int64)
+    counts[pairs[0], pairs[1]] = pairs[2]
+    return counts
 
 
 def _print_head(name: str, examples: int, clients: int | None) -> None:

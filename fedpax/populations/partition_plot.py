@@ -58,21 +58,35 @@ def plot_partition(
             another number of `participant_names` than of participants.
     """
     statistics = partition_statistics(partition, labels)
+    if participant_names is None:
+        participant_names = getattr(partition, "names", range(len(statistics.sizes)))
+    return plot_statistics(
+        statistics,
+        path,
+        class_names=class_names,
+        participant_names=participant_names,
+        max_participants=max_participants,
+    )
+
+
+def plot_statistics(
+    statistics: PartitionStatistics,
+    path: str | Path | None,
+    *,
+    class_names: Sequence[str] | None,
+    participant_names: Sequence[Any],
+    max_participants: int = 40,
+) -> "Figure":
+    """Draw what `plot_partition` draws of a partition with these statistics."""
     names = _names(statistics.classes, class_names)
     if len(statistics.sizes) > max_participants:
         return _saved(_overview(statistics, names), path)
-    numbers = range(len(statistics.sizes))
-    participants: Sequence[Any] = numbers
-    if participant_names is not None:
-        participants = participant_names
-    elif hasattr(partition, "names"):
-        participants = partition.names
-    if len(participants) != len(numbers):
+    if len(participant_names) != len(statistics.sizes):
         raise ArgumentError(
-            f"participant_names has {len(participants)} names, expected one for each of the "
+            f"participant_names has {len(participant_names)} names, expected one for each of the "
             f"{len(statistics.sizes)} participants."
         )
-    texts = [_short(str(name)) for name in participants]
+    texts = [_short(str(name)) for name in participant_names]
     return _saved(_bars(statistics, names, texts), path)
 
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -133,3 +134,36 @@ def test_columns_are_never_whole_in_memory(tmp_path: Path) -> None:
 def test_memory_is_flat_in_rows(tmp_path: Path) -> None:
     peaks = np.array([_peaks(tmp_path / f"{groups}.parquet", groups) for groups in (5, 50)])
     assert np.all(peaks[1] < peaks[0] + [16, 150]), peaks  # MiB; 45 groups take 600
+
+
+@pytest.mark.parametrize(
+    "flags", [["--label=Label"], ["--label=label", "--types=user_id=string"], []]
+)
+def test_a_picture_of_parts_shows_the_same_clients(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    drawn = []
+
+    def draw(statistics: Any, path: Any, **given: Any) -> None:
+        drawn.append(
+            (statistics, given["class_names"], [str(n) for n in given["participant_names"]])
+        )
+
+    monkeypatch.setattr("fedpax.commands.data.plot_statistics", draw)
+    monkeypatch.setattr("fedpax.populations.partition_plot.plot_statistics", draw)
+    parquet.write_table(_table(3000), tmp_path / "all.parquet", row_group_size=200)
+    arguments = ["data", f"{tmp_path}/all.parquet", "--client=user_id", *flags]
+    picture = f"--picture={tmp_path}/clients.png"
+    assert command(*arguments, picture)[0] == 0
+    monkeypatch.setattr(survey, "_LARGE", 0)
+    monkeypatch.setattr("fedpax.commands.data.load", None)  # it would read the file at once
+    assert command(*arguments, picture)[0] == 0
+    (expected, *names), (found, *same_names) = drawn
+    assert same_names == names
+    for field, value in expected._asdict().items():
+        if value is None:
+            assert getattr(found, field) is None
+        else:
+            np.testing.assert_allclose(getattr(found, field), value, rtol=1e-9)
+    status, _, errors = command("data", f"{tmp_path}/all.parquet", picture)
+    assert status == 2 and "shows clients, but the files have none" in errors

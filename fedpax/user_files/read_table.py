@@ -47,7 +47,7 @@ def _named(file: DataFile) -> Iterator[None]:
     """Name the file in errors of the libraries that parse it."""
     try:
         yield
-    except (pa.ArrowException, MemoryError, OSError, ValueError) as error:
+    except (pa.ArrowException, EOFError, MemoryError, OSError, ValueError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
         text = " ".join(str(error).split()).rstrip(".") or "a size in it exceeds the memory"

@@ -1,5 +1,6 @@
 """TableSource: an Arrow table as a source of examples, indexed by client."""
 
+import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -202,6 +203,8 @@ class _Taken(Mapping[str, NDArray[Any]]):
 class ClientNames(Sequence[Any]):
     """The names of clients, held by Arrow: a million of them need no Python objects.
 
+    Bytes are texts if all of them are UTF-8, as in TFRecords.
+
     Args:
         names: a `pyarrow.Array` or `ChunkedArray`.
     """
@@ -209,6 +212,9 @@ class ClientNames(Sequence[Any]):
     def __init__(self, names: Any) -> None:
         if getattr(names.type, "unit", None) == "ns":  # Python's times have microseconds
             names = names.cast(pa.string())
+        if pa.types.is_binary(names.type) or pa.types.is_large_binary(names.type):
+            with contextlib.suppress(pa.ArrowInvalid):  # not UTF-8
+                names = names.cast(pa.large_string())
         self._names = names
 
     def __len__(self) -> int:

@@ -510,3 +510,36 @@ def npy(array: np.ndarray) -> bytes:
     stream = io.BytesIO()
     np.save(stream, array)
     return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    "suffix", ["csv", "parquet", "arrow", "jsonl", "json", "npz", "h5", "tar", "tfrecord"]
+)
+@pytest.mark.parametrize("content", [b"", b"\x80\x04PK\x03"])
+def test_empty_and_foreign_files_are_told(tmp_path: Path, suffix: str, content: bytes) -> None:
+    path = tmp_path / f"é.{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"é\."):
+        load(path)
+    with pytest.raises(ValueError, match=r"é\."):
+        prepare(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("suffix", ["tar", "tfrecord"])
+def test_files_without_examples_are_told(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.{suffix}"
+    path.write_bytes(bytes(1024) if suffix == "tar" else b"")
+    with pytest.raises(ValueError, match="it has no examples, expected at least one"):
+        load(path)
+
+
+def test_names_of_clients_in_bytes_are_texts_if_they_are_utf8(tmp_path: Path) -> None:
+    names = pa.array(["東".encode(), b"a", b"a"])
+    parquet.write_table(pa.table({"who": names, "x": [1, 2, 3]}), tmp_path / "a.parquet")
+    assert load(tmp_path / "a.parquet", client="who").client_names == ["a", "東"]
+    assert prepare(tmp_path / "a.parquet", tmp_path / "out", client="who").source.client_names == [
+        "a",
+        "東",
+    ]
+    other = load(pa.table({"who": pa.array([b"\xff", b"a"])}), client="who")
+    assert other.client_names == [b"a", b"\xff"]

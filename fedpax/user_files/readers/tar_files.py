@@ -23,7 +23,10 @@ def read_tar(file: DataFile, options: ReadOptions) -> pa.Table:
     """Read an example from the members of one name, which with its folder is the column `key`."""
     # An image is the column `image`, .cls is `label`, .txt is `text`, .npy is `array`, .json adds
     # its own names, and any other member is bytes in the column of its suffix.
-    return pa.concat_tables(stream_tar(file, options), promote_options="permissive")
+    tables = [*stream_tar(file, options)]
+    if not tables:
+        raise ArgumentError("it has no examples, expected at least one")
+    return pa.concat_tables(tables, promote_options="permissive")
 
 
 def stream_tar(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:

@@ -26,7 +26,10 @@ _GROUP = "serialized_bytes"  # the feature list of Dataset Grouper
 
 def read_tfrecord(file: DataFile, options: ReadOptions) -> pa.Table:
     """Read a row from each example: one value of a feature as it is, several as a list."""
-    return pa.concat_tables(stream_tfrecord(file, options), promote_options="permissive")
+    tables = [*stream_tfrecord(file, options)]
+    if not tables:
+        raise ArgumentError("it has no examples, expected at least one")
+    return pa.concat_tables(tables, promote_options="permissive")
 
 
 def stream_tfrecord(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:

@@ -16,7 +16,6 @@ _MODULES = {
     "load": "fedpax.deploy.runtime",
     "pack_program": "fedpax.deploy.round_program",
     "pack_stages": "fedpax.deploy.artifacts",
-    "prepare_beam": "fedpax.deploy.beam_prepare",
     "run_beam": "fedpax.deploy.beam",
     "run_local": "fedpax.deploy.local",
     "run_out_of_core": "fedpax.deploy.host_memory",

@@ -5,7 +5,6 @@ from fedpax.deploy.artifacts import pack_stages as pack_stages
 from fedpax.deploy.batch_work import Clients as Clients
 from fedpax.deploy.batch_work import EachClient as EachClient
 from fedpax.deploy.beam import run_beam as run_beam
-from fedpax.deploy.beam_prepare import prepare_beam as prepare_beam
 from fedpax.deploy.flower.app_files import write_app as write_app
 from fedpax.deploy.host_memory import run_out_of_core as run_out_of_core
 from fedpax.deploy.inspection import inspect_round as inspect_round

@@ -59,7 +59,8 @@ def plot_partition(
     """
     statistics = partition_statistics(partition, labels)
     if participant_names is None:
-        participant_names = getattr(partition, "names", range(len(statistics.sizes)))
+        names: Sequence[str] | None = getattr(partition, "names", None)
+        participant_names = names if names is not None else range(len(statistics.sizes))
     return plot_statistics(
         statistics,
         path,

@@ -222,7 +222,8 @@ class SecureSum:
         poll_seconds: seconds between two looks for replies.
     """
 
-    least, most, problem = 2, None, ""
+    least, problem = 2, ""
+    most: int | None = None
 
     def __init__(self, grid: Any, bound: float, poll_seconds: float) -> None:
         self._grid, self.bound, self._poll_seconds = grid, bound, poll_seconds

@@ -92,7 +92,8 @@ class ServerSums:
         poll_seconds: seconds between two looks for replies.
     """
 
-    least, most, problem = LEAST_PARTICIPANTS, MAX_SITES, ""
+    least, problem = LEAST_PARTICIPANTS, ""
+    most: int | None = MAX_SITES
 
     def __init__(self, network: Network, log: logging.Logger, poll_seconds: float) -> None:
         self._network, self._log, self._poll_seconds = network, log, poll_seconds

@@ -18,9 +18,12 @@ from fedpax.deploy.flower.secagg import (
     range_of,
     to_vector,
 )
+from fedpax.deploy.nodes.answer_checks import problem_of
+from fedpax.deploy.nodes.roster import Reply
 from fedpax.deploy.nodes.round_server import RoundError, RoundServer
 from fedpax.deploy.packets import Packet
 from fedpax.deploy.round_program import parse_program
+from fedpax.deploy.values import encode_values
 
 TERMS = [
     {"name": "sum of counts", "shape": [4], "dtype": "int32"},
@@ -155,6 +158,15 @@ def total(x):
 def test_programs_without_sums_are_told(program, quorum, message):
     with pytest.raises(ValueError, match=message):
         check_program(exported(program, nodes.normal(4, 3)), quorum)
+
+
+@pytest.mark.parametrize(("value", "is_told"), [(-np.inf, False), (np.inf, True), (np.nan, True)])
+def test_the_maximum_of_nothing_is_no_problem(value, is_told):
+    program = exported(largest, nodes.normal(4, 3))
+    program.program = program.artifact.program
+    arrays = [encode_values({"0": np.float32([1, value, 2])}), encode_values({})]
+    reply = Reply("message", Packet({"program": program.program}, arrays))
+    assert ("NaN or infinity in max of sin" in problem_of(reply, program, 0)) is is_told
 
 
 def test_sums_and_means_are_taken():

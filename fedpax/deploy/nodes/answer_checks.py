@@ -26,9 +26,10 @@ def problem_of(reply: Reply, program: RoundProgram, stage: int) -> str:
     expected = [[(v["shape"], v["dtype"]) for v in described[k]] for k in ("terms", "shown")]
     if types != expected:
         return f"answers with arrays of other types than the {len(expected[0])} terms of the stage"
-    empty = program.artifact.empty(stage)  # such as -inf, of a maximum
-    for value, term, neutral in zip(described["terms"], groups[0], empty, strict=True):
-        if not np.all(np.isfinite(term) | (term == neutral)):
+    for i, (value, term) in enumerate(zip(described["terms"], groups[0], strict=True)):
+        finite = np.isfinite(term)
+        # The maximum of nothing is -inf.
+        if not np.all(finite) and np.any(~finite & (term != program.artifact.empty(stage)[i])):
             return (
                 f"answers with NaN or infinity in {value['name']}, which would be the "
                 "result of the round. Set a smaller learning rate, or look at its data"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from fedpax.data.rounds.cohort_rounds import CohortRounds, cohort_rounds
 from fedpax.deploy.flower.secagg import to_vector
 from fedpax.deploy.nodes.kept_state import KeptState, KeptStateError
 from fedpax.deploy.nodes.node_sums import KIND, NodeSums
-from fedpax.deploy.nodes.private_releases import ROUNDS_FIELD, PrivateReleases
+from fedpax.deploy.nodes.private_releases import ROUNDS_FIELD, count_release
 from fedpax.deploy.packets import Packet
 from fedpax.deploy.round_program import RoundProgram
 from fedpax.deploy.runtime import ArtifactError
@@ -58,7 +59,7 @@ class NodeProgram:
         program: the program.
         load_data: loads the data of a participant.
         folder: the folder of kept states.
-        counts_releases: whether `PrivateReleases` limits the private sums, as it must on a node
+        counts_releases: whether `count_release` limits the private sums, as it must on a node
             with data of its own. Default False: a simulation.
     """
 
@@ -95,9 +96,8 @@ class NodeProgram:
             if values["kind"] == "greeting":
                 return Packet({**identity, "partition": int(config.get("partition-id", -1))})
             if values["kind"] == KIND:
-                if NodeSums.opens(values):
-                    self._count_release(values, str(values["session"]), config)
-                return self._sums.answer(values)
+                count = functools.partial(self._count, values, values["session"], config)
+                return self._sums.answer(values, before_opening=count)
             return self._train(values, packet.arrays, config)
         except Exception as error:  # the server tells it; the run continues without this node
             return Packet({**identity, "refusal": refusal_words(error)})
@@ -149,7 +149,7 @@ class NodeProgram:
             return self._sums.answer(values, terms)
         if "secure_bound" in values:
             # Flower's own protocol does not tell this program when the sum is opened.
-            self._count_release(values, key, config)
+            self._count(values, key, config)
             bound, levels = float(values["secure_bound"]), int(values["secure_levels"])
             sent = [to_vector(terms, bound, levels)]
         else:
@@ -157,17 +157,17 @@ class NodeProgram:
             sent = [encode_values({str(i): x for i, x in enumerate(group)}) for group in groups]
         return Packet({"program": self.program.program}, sent)
 
-    def _count_release(
-        self, values: Mapping[str, Any], name: str, config: Mapping[str, Any]
-    ) -> None:
-        """Count a private sum that is opened, or raise if there have been too many."""
-        stages = self.program.artifact.manifest["stages"]
-        private = sum(1 for stage in stages if stage["noise"])
-        if self._counts_releases and stages[int(values["stage"])]["noise"]:
-            rounds = int(config.get(ROUNDS_FIELD, self.program.settings.rounds))
-            folder = self._kept(str(values["run"]), int(values["participant"])).folder
-            releases = PrivateReleases(self.folder / ".releases" / folder.parent.name / folder.name)
-            releases.spend(f"{values['run']} {name} {values['stage']}", rounds, rounds * private)
+    def _count(self, values: Mapping[str, Any], name: str, config: Mapping[str, Any]) -> None:
+        """Count a sum that is opened if it is private, or raise if there have been too many."""
+        has_noise = [bool(stage["noise"]) for stage in self.program.artifact.manifest["stages"]]
+        if self._counts_releases and has_noise[int(values["stage"])]:
+            folder = self.folder / ".releases" / self.program.program[:16]
+            count_release(
+                folder / str(int(values["participant"])),
+                f"{values['run']} {name} {values['stage']}",
+                rounds=int(config.get(ROUNDS_FIELD, self.program.settings.rounds)),
+                sums=sum(has_noise),
+            )
 
     def _kept(self, run: str, participant: int) -> KeptState:
         if not run.replace("-", "").replace("_", "").isalnum():
@@ -215,10 +215,15 @@ def refusal_words(error: Exception) -> str:
     """Return what the server is told of an error: words of fedpax, or the error's type alone."""
     if isinstance(error, FedpaxError | ArtifactError | ImportError):
         return str(error)
-    _LOG.error("This node refuses", exc_info=error)
+    return _type_alone(error)
+
+
+def _type_alone(error: Exception) -> str:
+    """Return the type of an error, whose message the log of this node keeps."""
+    _LOG.error("An error at this node", exc_info=error)
     return (
         f"{type(error).__name__}. The log of its node has the message, which can have values of "
-        "the data"
+        "the data."
     )
 
 
@@ -258,10 +263,8 @@ def _without_values(read: Callable[..., Any], *args: Any) -> Any:
     try:
         return read(*args)
     except Exception as error:
-        _LOG.exception("The data of this participant cannot be read")
         raise ArgumentError(
-            f"Reading this participant's data raised {type(error).__name__}. The log of its node "
-            "has the message, which can have values of the data. Correct the data there."
+            f"Reading this participant's data raised {_type_alone(error)} Correct the data there."
         ) from error
 
 

@@ -11,7 +11,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,14 +46,18 @@ class NodeSums:
         self._session, self._terms = "", dict[str, np.ndarray]()
         self._side: SiteSide | None = None
 
-    @staticmethod
-    def opens(values: Mapping[str, Any]) -> bool:
-        """Tell whether an answer to a packet opens a sum: the last phase reveals the masks."""
-        request = json.loads(str(values["request"]))
-        return isinstance(request, dict) and request.get("phase") == "reveal"
+    def answer(
+        self,
+        values: Mapping[str, Any],
+        terms: Sequence[Any] | None = None,
+        before_opening: Callable[[], None] = lambda: None,
+    ) -> Packet:
+        """Answer a packet of a sum.
 
-    def answer(self, values: Mapping[str, Any], terms: Sequence[Any] | None = None) -> Packet:
-        """Answer a packet of a sum; `terms` are this participant's, for the phase of masked terms.
+        Args:
+            values: the values of the packet.
+            terms: this participant's terms, for the phase of masked terms.
+            before_opening: is called before an answer that opens the sum: it reveals the masks.
 
         Raises:
             SecureSumError: the request is not one that the protocol allows.
@@ -78,6 +82,8 @@ class NodeSums:
                 raise SecureSumError(
                     f"a term of this participant cannot be summed: {error}"
                 ) from error
+        if isinstance(request, dict) and request.get("phase") == "reveal":
+            before_opening()
         answer = self._side.answer(None if request is None else Message(request))
         arrays = [encode_values(dict(answer.arrays))] if answer.arrays else []
         return Packet({"answer": json.dumps(dict(answer.header))}, arrays)

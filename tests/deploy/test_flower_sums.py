@@ -11,16 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedpax
-from fedpax.deploy.flower.secagg import (
-    answer_unmasked,
-    check_program,
-    from_vector,
-    range_of,
-    to_vector,
-)
+from fedpax.deploy.flower.secagg import answer_unmasked
 from fedpax.deploy.nodes.answer_checks import problem_of
 from fedpax.deploy.nodes.roster import Reply
 from fedpax.deploy.nodes.round_server import RoundError, RoundServer
+from fedpax.deploy.nodes.sum_checks import check_program
+from fedpax.deploy.nodes.vectors import from_vector, range_of, to_vector
 from fedpax.deploy.packets import Packet
 from fedpax.deploy.round_program import parse_program
 from fedpax.deploy.values import encode_values

@@ -239,6 +239,7 @@ def train(network: Any, program: Any, run: str, settings: Mapping[str, Any]) -> 
     from fedpax.deploy.flower.app_files import RESULTS
     from fedpax.deploy.nodes.positions import read_position, write_position
     from fedpax.deploy.nodes.round_server import RoundServer, Rules, finite_metrics
+    from fedpax.deploy.nodes.sum_checks import check_masks, check_program
 
     def setting(name: str, default: Any) -> Any:
         value = settings.get(name, -1)
@@ -263,9 +264,9 @@ def train(network: Any, program: Any, run: str, settings: Mapping[str, Any]) -> 
         seed=setting("seed", program.settings.seed),
         log=_LOG,
     )
-    secagg.check_masks(program, server.quorum, is_secure=secure is not None)
+    check_masks(program, server.quorum, is_secure=secure is not None)
     if secure is not None:
-        secagg.check_program(program, server.quorum, secure.least, secure.most)
+        check_program(program, server.quorum, secure.least, secure.most)
     position = server.begin() if saved is None else saved[1]
     if saved is not None:
         _LOG.info("Run %s continues after round %d", run, position.round)

@@ -21,150 +21,10 @@ from typing import Any
 import numpy as np
 
 from fedpax.deploy.flower.records import read_record, write_record
+from fedpax.deploy.nodes.vectors import MODULUS, from_vector, range_of
 from fedpax.deploy.packets import Packet, one_line
-from fedpax.errors import ArgumentError
 
 _LOG = logging.getLogger("flwr")
-LEAST_PARTICIPANTS = 3
-_MODULUS = 2**32
-_LARGEST_RANGE = 2**30  # Flower rounds to int32
-
-
-def range_of(participants: int) -> int:
-    """Return the number of levels of a term: sums of all participants stay below the modulus.
-
-    Example:
-        >>> range_of(3) == 2**30, range_of(1000) == 2**22
-        (True, True)
-    """
-    levels = _LARGEST_RANGE
-    while levels * participants >= _MODULUS:
-        levels //= 2
-    return levels
-
-
-def check_program(program: Any, quorum: int, least: int = 2, most: int | None = None) -> None:
-    """Raise an ArgumentError if a program sends anything else than terms of sums.
-
-    Args:
-        program: a `fedpax.deploy.round_program.RoundProgram`.
-        quorum: the fewest participants that must answer.
-        least: the fewest participants of a sum that the protocol opens.
-        most: the most participants of a sum. Default None: no limit.
-    """
-    if most is not None and program.size > most:
-        raise ArgumentError(
-            f"secure=true with {program.size} participants in a round, expected at most {most}: "
-            "each of them gets a share of each other one's secrets. Export again with a smaller "
-            'cohort, or secure-protocol="secagg+".'
-        )
-    if 2 * quorum <= program.size:
-        raise ArgumentError(
-            f"secure=true with quorum={quorum} of {program.size}, expected more than half: the "
-            "quorum's shares open the masks. Set a larger quorum."
-        )
-    if program.size < LEAST_PARTICIPANTS:
-        raise ArgumentError(
-            f"secure=true with {program.size} participants in a round, expected at least "
-            f"{LEAST_PARTICIPANTS}: with fewer, the sum tells each its neighbour's terms."
-        )
-    if quorum < least:
-        raise ArgumentError(
-            f"secure=true with quorum={quorum}, expected at least {least}: from a sum of two, each "
-            'learns the other\'s terms. Set a larger quorum, or secure-protocol="secagg+".'
-        )
-    random = np.random.default_rng(0)
-    for number, stage in enumerate(program.artifact.manifest["stages"]):
-        if stage["shown"]:
-            raise ArgumentError(
-                f"secure=true, but the server reads {stage['shown'][0]['name']} of each "
-                "participant, expected a program that sends sums and means alone. Use the "
-                "aggregator mean(), or secure=false."
-            )
-        some, others = (
-            [(8 * random.normal(size=t["shape"])).astype(t["dtype"]) for t in stage["terms"]]
-            for _ in range(2)
-        )
-        merged = program.artifact.merge(number)(some, others)
-        for term, a, b, c in zip(stage["terms"], some, others, merged, strict=True):
-            if not np.allclose(np.asarray(c, np.float64), a.astype(np.float64) + b, atol=1e-1):
-                raise ArgumentError(
-                    f"secure=true, but {term['name']} is no sum, expected a program that sends "
-                    "sums and means alone. Use other reductions, or secure=false."
-                )
-
-
-def check_masks(program: Any, quorum: int, *, is_secure: bool) -> None:
-    """Raise an ArgumentError if a program needs masks, and the run would open a sum without them.
-
-    Args:
-        program: a `fedpax.deploy.round_program.RoundProgram`.
-        quorum: the fewest participants that must answer.
-        is_secure: whether terms are masked.
-    """
-    least = program.artifact.manifest["least_masked"]
-    if least is None:
-        return
-    if not is_secure:
-        raise ArgumentError(
-            "secure=false, but the program has secure_mean() or private_secure_mean(), whose terms "
-            "must be masked. Run with --run-config 'secure=true'."
-        )
-    if quorum < least:
-        raise ArgumentError(
-            f"quorum={quorum}, expected at least min_participants={least}, with which the noise of "
-            "private_secure_mean() has the stated size. Set a larger quorum, or export again with "
-            "a smaller min_participants."
-        )
-
-
-def to_vector(terms: Sequence[Any], bound: float, levels: int) -> bytes:
-    """Return terms as one vector of float64 within `bound`, in NumPy's format.
-
-    Raises:
-        ArgumentError: a term is beyond the bound, or not finite: clipping would change the sum.
-    """
-    parts = []
-    for term in terms:
-        values = np.asarray(term).astype(np.float64).ravel()
-        is_integer = np.asarray(term).dtype.kind in "iub"
-        values = values * (2 * bound / levels) if is_integer else values
-        largest = np.abs(values).max(initial=0.0)
-        if not largest < bound:
-            # The server reads this, so that the value is left out.
-            most = levels / 2 if is_integer else bound
-            raise ArgumentError(
-                f"A term of this participant has a value of {most:g} or more, or NaN, expected "
-                "less for a secure sum. Set --run-config 'secure-bound=...' to a larger number for "
-                "floats, or divide the weights in the program."
-            )
-        parts.append(values)
-    file = io.BytesIO()
-    np.save(file, np.concatenate([*parts, np.zeros(0)]), allow_pickle=False)
-    return file.getvalue()
-
-
-def from_vector(
-    total: Any, terms: Sequence[Mapping[str, Any]], bound: float, levels: int
-) -> list[Any]:
-    """Return the sums of terms from the sum of vectors of `to_vector`.
-
-    Args:
-        total: the sum, float64.
-        terms: name, shape and dtype of each term.
-        bound: as for `to_vector`.
-        levels: as for `to_vector`.
-    """
-    sums, start = [], 0
-    for term in terms:
-        dtype = np.dtype(term["dtype"])
-        size = int(np.prod(term["shape"]))
-        values = np.asarray(total[start : start + size], np.float64).reshape(term["shape"])
-        start += size
-        if dtype.kind in "iub":
-            values = np.rint(values * levels / (2 * bound))
-        sums.append(values.astype(dtype))
-    return sums
 
 
 def answer(message: Any, context: Any, compute: Callable[[Packet], Packet]) -> Any:
@@ -252,7 +112,7 @@ class SecureSum:
             max_weight=1.0,
             clipping_range=float(self.bound),
             quantization_range=levels,
-            modulus_range=_MODULUS,
+            modulus_range=MODULUS,
             timeout=seconds,
         )
         strategy = _KeepMean()

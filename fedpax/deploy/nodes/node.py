@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from fedpax.clients.cohort import Cohort
 from fedpax.data.rounds.cohort_rounds import CohortRounds, cohort_rounds
-from fedpax.deploy.flower.secagg import to_vector
 from fedpax.deploy.nodes.kept_state import KeptState, KeptStateError
 from fedpax.deploy.nodes.node_sums import KIND, NodeSums
 from fedpax.deploy.nodes.private_releases import ROUNDS_FIELD, count_release
+from fedpax.deploy.nodes.vectors import to_vector
 from fedpax.deploy.packets import Packet
 from fedpax.deploy.round_program import RoundProgram
 from fedpax.deploy.runtime import ArtifactError

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedpax.deploy.nodes.sum_checks import LEAST_PARTICIPANTS
 from fedpax.deploy.packets import Packet, one_line
 from fedpax.deploy.values import decode_values, encode_values
 from fedpax.files import check_nesting
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from fedpax.deploy.nodes.round_server import Network
     from fedpax.secure_sums.site_side import SiteSide
 
-LEAST_PARTICIPANTS = 3
-"""Of a sum of two, each of them learns the other's terms."""
 KIND = "sum"
 """The kind of packets that carry no terms."""
 

@@ -34,7 +34,7 @@ class RoundError(FedpaxError):
 
 
 class SecureSum(Protocol):
-    """Sums terms so that the server does not see them (`fedpax.deploy.flower.secagg`)."""
+    """Sums terms so that the server does not see them."""
 
     least: int  # the fewest participants of a sum
     most: int | None  # the most, or None without a limit

@@ -12,7 +12,6 @@ from fedpax.checks import (
     COUNT,
     DECAY,
     EVEN,
-    FINITE,
     FRACTION,
     NON_NEGATIVE,
     NON_NEGATIVE_OR_INFINITE,
@@ -27,7 +26,7 @@ from fedpax.checks import (
 
 NUMBERS = st.floats() | st.integers() | st.sampled_from([0, 1, 2, 0.0, 1.0, -0.0, 0.5])
 REFERENCES = {
-    FINITE: math.isfinite,
+    Range(): math.isfinite,
     POSITIVE: lambda x: 0 < x < math.inf,
     POSITIVE_OR_INFINITE: lambda x: x > 0,
     NON_NEGATIVE: lambda x: 0 <= x < math.inf,
@@ -51,7 +50,7 @@ def test_a_range_contains_the_numbers_of_its_reference(expected: Range, number: 
 @pytest.mark.parametrize(
     ("expected", "words"),
     [
-        (FINITE, "a finite number"),
+        (Range(), "a finite number"),
         (POSITIVE, "a positive finite number"),
         (POSITIVE_OR_INFINITE, "a positive number or inf"),
         (NON_NEGATIVE, "a finite number of at least 0"),

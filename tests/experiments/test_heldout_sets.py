@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.data import addressable_rows
-from fedpax.experiments import heldout
 from fedpax.experiments.diloco_text import data_parallel_text
 from fedpax.experiments.language_model import TextDataConfig
+from fedpax.experiments.parts import heldout
 from fedpax.experiments.parts.heldout import (
     HeldoutSets,
     heldout_evaluator,

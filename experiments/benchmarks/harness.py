@@ -16,6 +16,7 @@ A benchmark is a class of options, with the columns of a table and a method that
     main = command(Rounds)
 """
 
+import abc
 import argparse
 import dataclasses
 import importlib.metadata
@@ -68,8 +69,11 @@ def some(separator: str) -> Any:
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
-class Benchmark:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Benchmark(abc.ABC):
     """A benchmark: its fields are options. A ValueError of `__post_init__` is a usage error.
+
+    A subclass defines `measure`. It has the option `--plot` if it defines `draw` too.
 
     Attributes:
         columns: titles and formats of the table, separated by `|`. A list stands for its median,
@@ -84,9 +88,9 @@ class Benchmark:
     def __init_subclass__(cls) -> None:
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
+    @abc.abstractmethod
     def measure(self) -> Iterable[Row]:
         """Yield the rows, which are printed at once. Names with an underscore are not written."""
-        raise NotImplementedError
 
     def summary(self, rows: list[Row]) -> str:
         """Return the text below the table: by default, which rows miss the bar."""
@@ -95,7 +99,7 @@ class Benchmark:
         return f"\nBar ({self.bar}): {'missed by ' + '; '.join(missed) if missed else 'met'}."
 
     def draw(self, rows: list[Row]) -> Figure:
-        """Draw the rows for `--plot`, where a benchmark has a picture."""
+        """Draw the rows for `--plot`; by default there is no such option, and no call."""
         raise NotImplementedError
 
 
@@ -147,7 +151,7 @@ class Command(NamedTuple):
             description=sys.modules[self.benchmark.__module__].__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        fields = dataclasses.fields(self.benchmark)  # type: ignore[arg-type]
+        fields = dataclasses.fields(self.benchmark)
         for field in fields:
             assert callable(field.default_factory)
             default = {} if "required" in field.metadata else {"default": field.default_factory()}

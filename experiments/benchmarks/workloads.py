@@ -1,5 +1,6 @@
 """Workloads of the benchmarks: local SGD steps of an MLP and of a CNN."""
 
+import abc
 import dataclasses
 import inspect
 import itertools
@@ -118,5 +119,6 @@ class Sizes(Benchmark):
             for row in timing.on_devices(devices, self.measure_size, devices, clients):
                 yield Row(**sizes, **vars(row))
 
+    @abc.abstractmethod
     def measure_size(self, devices: int, clients: int) -> list[Row]:
-        raise NotImplementedError
+        """Return the rows of one size, without the options that `measure` adds."""

@@ -8,7 +8,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from fedpax.experiments.benchmarks import harness
-from fedpax.experiments.benchmarks.harness import Row, Timed, command, option
+from fedpax.experiments.benchmarks.harness import Benchmark, Row, Timed, command, option
+from fedpax.experiments.benchmarks.workloads import Sizes
 
 
 class Plain(Timed):
@@ -115,3 +116,15 @@ def test_unknown_names_are_told_with_the_known_ones() -> None:
         harness.check_names("methods", ["c", "a"], ["a", "b"])
     with pytest.raises(ValueError, match=r"choose from a \(1, 2\); b"):
         harness.check_names("methods", ["c"], ["a (1, 2)", "b"])
+
+
+def test_a_benchmark_without_its_measurement_cannot_be_made() -> None:
+    class Empty(Benchmark):
+        pass
+
+    class Unmeasured(Sizes):
+        pass
+
+    for benchmark, name in ((Empty, "measure"), (Unmeasured, "measure_size")):
+        with pytest.raises(TypeError, match=rf"abstract .*\b{name}\b"):
+            benchmark()

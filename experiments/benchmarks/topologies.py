@@ -64,14 +64,13 @@ def compile_for(topology: str, sizes: Topologies) -> Row:
         client_optimizer=optax.sgd(0.1),
         chunk_size=sizes.chunk_size,
     )
-    params, batches, counts = workload.argument_types(
-        clients, mesh, sizes.local_steps, sizes.batch_size
-    )
+    types: Any = workload.argument_types(clients, mesh, sizes.local_steps, sizes.batch_size)
+    params, *cohort_types = types
     state = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P())),
         jax.eval_shape(algorithm.init, params),
     )
-    cohort: Any = fedpax.Cohort(batches, counts)  # type: ignore[arg-type]
+    cohort = fedpax.Cohort(*cohort_types)
     with jax.set_mesh(mesh):
         compiled = jax.jit(algorithm.round, donate_argnums=0).lower(state, cohort).compile()
     exchanges = collectives(compiled.as_text() or "", mesh)

@@ -153,7 +153,7 @@ def write_documents(folder: Path, count: int) -> Source:
 
 
 def _timed(seconds: dict[str, float], stage: str, fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a function that adds its CPU time, of all threads, to that of a stage."""
+    """Return a function that also adds the CPU time of its calls, in all threads, to a stage."""
 
     def run(argument: Any) -> Any:
         start = time.process_time()

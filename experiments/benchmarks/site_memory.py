@@ -60,7 +60,7 @@ class Federation(Experiment):
         return {}
 
     def _not_called(self, *arguments: Any) -> Any:
-        raise NotImplementedError
+        raise NotImplementedError  # sites call these methods, and a coordinator does not
 
     shared_content = shared_properties = stated_properties = _nothing
     answer = at_site = build = _not_called
@@ -82,9 +82,9 @@ class Federation(Experiment):
             client_optimizer=optax.sgd(0.1),
             aggregator=AGGREGATORS[self.aggregator](),
         )
-        everyone = list(range(num_clients))
+        clients = list(range(num_clients))
         return CoordinatorRun(
-            algorithm, lambda key: jnp.zeros(self.size), num_clients, lambda *_: everyone
+            algorithm, lambda key: jnp.zeros(self.size), num_clients, lambda *_: clients
         )
 
 

@@ -94,7 +94,7 @@ def changed(base: Any, **fields: Any) -> Any:
 
 
 def method(function: str, loss_fn: LossFn, **settings: Any) -> FederatedAlgorithm:
-    """Make a method of `fedpax.algorithms` with those of the settings that it takes."""
+    """Make a method of `fedpax.algorithms`; settings that are not its arguments are left out."""
     make: Callable[..., FederatedAlgorithm] = getattr(algorithms, function)
     accepted = inspect.signature(make).parameters
     return make(loss_fn, **{k: value for k, value in settings.items() if k in accepted})

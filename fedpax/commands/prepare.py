@@ -7,6 +7,7 @@ from typing import Any
 
 from absl import flags
 
+from fedpax.commands.parts.engines import check_engine_flags
 from fedpax.commands.parts.file_flags import parse_files
 from fedpax.console import print_error, print_line
 from fedpax.data import prepare as prepare_files
@@ -39,17 +40,10 @@ def prepare(arguments: Sequence[str]) -> int:
 
 
 def _find_engine(options: flags.FlagValues) -> Callable[..., Any]:
-    if options.engine == "beam":
-        from fedpax.deploy.beam_prepare import prepare_beam
+    check_engine_flags(options)
+    if options.engine is None:
+        return prepare_files
+    from fedpax.deploy.beam_prepare import prepare_beam
 
-        return functools.partial(
-            prepare_beam,
-            num_shards=options.num_shards,
-            flags=shlex.split(options.beam_flags or ""),
-        )
-    for name in ("beam_flags", "num_shards"):
-        if (value := options[name].value) is not None:
-            raise UsageError(
-                f"--{name}={value} without --engine=beam, expected both. Add --engine=beam."
-            )
-    return prepare_files
+    beam_flags = shlex.split(options.beam_flags or "")
+    return functools.partial(prepare_beam, num_shards=options.num_shards, flags=beam_flags)

@@ -100,6 +100,14 @@ def test_prepared_files_are_those_of_load(command: Command, hospitals: Path) -> 
             ("prepare", "{}/north.csv", "--out={}/new", "--memory=much"),
             "memory is 'much', expected",
         ),
+        (
+            ("prepare", "{}/north.csv", "--out={}/new", "--num_shards=2"),
+            "--num_shards=2 without --engine=beam, expected both",
+        ),
+        (
+            ("prepare", "{}/north.csv", "--out={}/new", "--beam_flags=--x"),
+            "--beam_flags=--x without --engine=beam, expected both",
+        ),
     ],
 )
 def test_arguments_that_are_refused(

@@ -166,7 +166,8 @@ COMMANDS = {
                 [--heartbeat_seconds=1] [--free_shard_after=1800] [--islands_per_certificate=1]
                 [--goodbye_seconds=15] [--allow_older_state] [--messages_per_minute=N]
                 [--bytes_per_minute=N] [--min_sites=2] [--round_seconds=600]
-                [--silent_after=30] [--weights=examples|equal|capped:N] [--down=e3m0]
+                [--silent_after=30] [--missed_rounds=3] [--clients_per_site=10000]
+                [--weights=examples|equal|capped:N] [--down=e3m0] [--up=e3m0]
                 [--norm_factor=3] [--accept_if=loss+0.01] [--secure_sums]
                 [--secure_threshold=N] [--FIELD=VALUE ...]
       Hold the outer model of an experiment whose islands are processes of their own, and merge

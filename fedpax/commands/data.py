@@ -1,5 +1,6 @@
 """`fedpax data`: the columns and clients of files, as tables and a picture."""
 
+import datetime
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -152,7 +153,8 @@ def _labels(source: Any) -> tuple[list[str] | None, NDArray[np.int64] | None]:
     column = source.column(source.label)
     if column.ndim > 1 or column.dtype.kind in "fmM":
         return None, None
-    if column.dtype.kind == "O" and not isinstance(next(iter(np.ma.compressed(column)), ""), str):
+    first = next(iter(np.ma.compressed(column)), "") if column.dtype.kind == "O" else ""
+    if not isinstance(first, str | datetime.time):
         return None, None  # lists, bytes or structures
     names, labels = _name_labels(column)
     return (names, labels) if len(names) <= _MOST_LABELS else (None, None)

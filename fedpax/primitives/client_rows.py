@@ -57,17 +57,15 @@ def read_clients(
         in_loop: the same iteration of a loop writes the rows after this. JAX has no reverse
             derivative then.
     """
-    chunks = [_Chunk(value, start, size, ring) for value in values]
-    device = _device(ring)
-    hops = _hops(values, start, size, ring, in_loop)
+    chunks = [Chunk(value, start, size, ring) for value in values]
+    if ring is None:
+        return [chunk.take(0, 0, apart=in_loop) for chunk in chunks]
+    hops = _hops(chunks, ring, in_loop)
 
-    def fill(hop: Any, states: list[Any], apart: bool = False) -> list[jax.Array]:
+    def fill(hop: Any, states: Sequence[Any]) -> list[jax.Array]:
         """Add this device's rows to the block that is here: it comes to its device at last."""
         own = zip(chunks, states, strict=True)
-        return [chunk.take(device + hops - hop, state, apart) for chunk, state in own]
-
-    if ring is None:
-        return fill(0, [0] * len(chunks), in_loop)
+        return [chunk.take(hops - hop, state) for chunk, state in own]
 
     def body(hop: Any, states: list[jax.Array]) -> list[jax.Array]:
         return fill(hop, ring.pass_on(states, 1))
@@ -92,14 +90,13 @@ def write_clients(
 ) -> list[jax.Array]:
     """Return the rows with new states; the arguments are as in `read_clients`."""
     chunks = [
-        _Chunk(value, start, len(new), ring) for value, new in zip(values, states, strict=True)
+        Chunk(value, start, len(new), ring) for value, new in zip(values, states, strict=True)
     ]
-    device = _device(ring)
 
-    def write(hop: Any, buffers: list[Any], states: Any) -> list[jax.Array]:
+    def write(hop: Any, buffers: Sequence[Any], states: Sequence[Any]) -> list[jax.Array]:
         """Write this device's rows from the block that is here, which started at its device."""
         own = zip(chunks, buffers, states, strict=True)
-        return [chunk.put(device + hop, rows, new) for chunk, rows, new in own]
+        return [chunk.put(hop, rows, new) for chunk, rows, new in own]
 
     buffers = write(0, [value.rows for value in values], states)
     if ring is None:
@@ -109,63 +106,55 @@ def write_clients(
         states = ring.pass_on(carry[1], -1)
         return write(hop, carry[0], states), states
 
-    hops = _hops(values, start, len(states[0]), ring, in_loop)
+    hops = _hops(chunks, ring, in_loop)
     with set_xla_metadata(**{MOVED_ROWS: in_loop}):
         return jax.lax.fori_loop(1, hops + 1, body, (buffers, list(states)))[0]
 
 
-class _Chunk:
+class Chunk:
     """The clients at the same places of all devices' blocks of the cohort."""
 
     def __init__(self, value: ClientRows, start: Any, size: int, ring: Ring | None):
         self.rows = value.rows
-        devices = 1 if ring is None else ring.devices
-        blocks = value.client_ids.reshape(devices, -1)
+        self.devices = 1 if ring is None else ring.devices
+        self.device = 0 if ring is None else jax.lax.axis_index(ring.axis)
+        blocks = value.client_ids.reshape(self.devices, -1)
         self.ids = jax.lax.dynamic_slice_in_dim(blocks, jnp.int32(start), size, 1)
-        self.first = _device(ring) * len(self.rows)  # the first client whose row is here
 
-    def take(self, block: Any, fallback: Any, apart: bool) -> jax.Array:
-        """Read a block's clients whose rows are here; `fallback` for the others."""
-        index, is_here = self._index(block)
+    def take(self, distance: Any, fallback: Any, apart: bool = False) -> jax.Array:
+        """Read the clients of the device `distance` further; `fallback` where no row is here."""
+        index, is_here = self._index(distance)
         index = jnp.where(is_here, index, 0)
         states = read_rows_at(self.rows, index) if apart else self.rows[index]
         is_here = is_here.reshape(-1, *[1] * (states.ndim - 1))
         return jnp.where(is_here, states, jnp.asarray(fallback, states.dtype))
 
-    def put(self, block: Any, rows: jax.Array, new: jax.Array) -> jax.Array:
-        """Write a block's clients whose rows are here; drop the others."""
-        index, is_here = self._index(block)
+    def put(self, distance: Any, rows: jax.Array, new: jax.Array) -> jax.Array:
+        """Write the clients of the device `distance` further whose rows are here; drop others."""
+        index, is_here = self._index(distance)
         dropped = len(rows) + jnp.arange(len(index))
         index = jnp.where(is_here, index, dropped)
         # Unique indices have a derivative on explicit meshes too; JAX has none for others.
         return rows.at[index].set(new, mode="drop", unique_indices=True)
 
-    def _index(self, block: Any) -> tuple[jax.Array, jax.Array]:
+    def _index(self, distance: Any) -> tuple[jax.Array, jax.Array]:
         """Return each client's index among the rows that are here, and whether it is there."""
-        ids = self.ids[block % len(self.ids)]
-        index = ids - self.first
+        ids = self.ids[(self.device + distance) % self.devices]
+        index = ids - self.device * len(self.rows)
         return index, (ids >= 0) & (index >= 0) & (index < len(self.rows))
 
 
-def _device(ring: Ring | None) -> Any:
-    return 0 if ring is None else jax.lax.axis_index(ring.axis)
-
-
-def _hops(
-    values: Sequence[ClientRows], start: Any, size: int, ring: Ring | None, in_loop: bool
-) -> Any:
-    if ring is None:
-        return 0
+def _hops(chunks: Sequence[Chunk], ring: Ring, in_loop: bool) -> Any:
     # Reverse derivatives need a length that is static: the whole ring.
-    return count_hops(values, start, size, ring) if in_loop else ring.devices - 1
+    return count_hops(chunks, ring) if in_loop else ring.devices - 1
 
 
-def count_hops(values: Sequence[ClientRows], start: Any, size: int, ring: Ring) -> jax.Array:
-    """Return how many devices a chunk's rows pass, the same number on all devices."""
+def count_hops(chunks: Sequence[Chunk], ring: Ring) -> jax.Array:
+    """Return how many devices the chunks' rows pass, the same number on all devices."""
     hops = jnp.int32(0)
-    for value in values:
-        ids = _Chunk(value, start, size, ring).ids
-        home = ids // len(value.rows)
+    for chunk in chunks:
+        home = chunk.ids // len(chunk.rows)
         distance = (jnp.arange(ring.devices)[:, None] - home) % ring.devices
-        hops = jnp.maximum(hops, jnp.max(jnp.where(ids < 0, 0, distance)).astype(jnp.int32))
+        farthest = jnp.max(jnp.where(chunk.ids < 0, 0, distance))
+        hops = jnp.maximum(hops, farthest.astype(jnp.int32))
     return hops

@@ -7,7 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from fedpax.algorithm import LossFn, Metrics, Params
 from fedpax.algorithms.parts.local_steps import local_steps
@@ -24,13 +24,13 @@ class InnerReport(NamedTuple):
 
 
 InnerSteps: TypeAlias = Callable[
-    [Params, optax.OptState, chex.ArrayTree, Int[Array, ""] | None],
+    [Params, optax.OptState, chex.ArrayTree, NumSteps],
     tuple[Params, optax.OptState, InnerReport],
 ]
 """`(params, inner_state, batches, num_steps) -> (params, inner_state, report)`, on one island."""
 
 OuterGradient: TypeAlias = Callable[
-    [Params, optax.OptState, chex.ArrayTree, Int[Array, ""] | None],
+    [Params, optax.OptState, chex.ArrayTree, NumSteps],
     tuple[Params, optax.OptState, Metrics],
 ]
 """`(params, inner_state, batches, num_steps) -> (outer gradient, inner_state, metrics)`."""

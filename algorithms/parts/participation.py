@@ -80,7 +80,7 @@ def without_absent(cohort: Cohort, index: jax.typing.ArrayLike | None) -> Cohort
         return cohort
     most = jax.tree.leaves(cohort.batches)[0].shape[1]
 
-    def steps(index: Int[Array, ""], given: Int[Array, ""] | None) -> Int[Array, ""]:
+    def steps(index: Int[Array, ""], given: NumSteps) -> Int[Array, ""]:
         return jnp.where(index >= 0, most if given is None else given, 0)
 
     return cohort._replace(num_steps=federated_map(steps, index, cohort.num_steps))

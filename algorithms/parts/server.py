@@ -80,9 +80,7 @@ def unless_all_absent(
     return select(total != 0, stepped, before)
 
 
-def as_floats(
-    weights: Weights,
-) -> Float[Array, " participants"] | None:
+def as_floats(weights: Weights) -> Float[Array, " participants"] | None:
     """Return weights in the dtype of their sum, so that all reductions of a round share the sum."""
     if weights is None:
         return None

@@ -153,7 +153,7 @@ def train(
             with _exports(job):
                 _send_rest(job)
             return TrainingResult(done, True, rounds_trained=0, signal=None, evaluation=None)
-        if (stopped := _stopped_early(experiment, folder, done)) is not None:
+        if (stopped := _stopped_early(job, done)) is not None:
             check_latest_round(saved_in)
             _send_rest(job)
             return TrainingResult(done, True, 0, None, None, stopped)
@@ -271,12 +271,12 @@ def _build(experiment: Experiment) -> Run:
     return begin_from(run, experiment.training.begin_from)
 
 
-def _stopped_early(experiment: Experiment, folder: Path, done: int) -> str | None:
+def _stopped_early(job: Job, done: int) -> str | None:
     """Return why the run in a folder has stopped early, before anything is compiled."""
-    training = experiment.training
+    training = job.experiment.training
     if not training.stop_after or not done or jax.process_count() > 1:
         return None  # processes find it out together, once they have started
-    log = read_log(folder, last_rounds, after=done, keep=lambda line: line["round"] <= done)
+    log = read_log(job.folder, last_rounds, after=done, keep=lambda line: line["round"] <= done)
     return Evaluations(log.lines, training.keep_best, training.stop_after).reason
 
 

@@ -71,7 +71,7 @@ def evaluator(
     padding = num_steps * num_participants - len(batches)
     weights = np.array([*[_weight(b) for b in batches], *[0.0] * padding], np.float32)
     stacked = jax.tree.map(lambda *xs: np.stack([*xs, *[xs[0]] * padding]), *batches)
-    del batches  # which may hold as much memory
+    del batches  # they may take as much memory as `stacked`
     placed, placed_weights = jax.tree.map(
         lambda x: x.reshape(num_participants, num_steps, *x.shape[1:]), (stacked, weights)
     )

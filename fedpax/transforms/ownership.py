@@ -233,8 +233,8 @@ def _needed(
 ) -> tuple[list[JaxprEqn], set[Var]]:
     """Return the equations that compute values from known ones, and the arguments they need.
 
-    With `with_effects`, they have those with effects, such as callbacks, whose results nothing
-    reads.
+    With `with_effects`, equations with effects, such as callbacks, are among them, even if nothing
+    reads their results.
     """
     wanted = {v for v in outputs if isinstance(v, Var) and v not in known}
     eqns = []

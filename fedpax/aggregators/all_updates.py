@@ -29,11 +29,7 @@ def reduce_coordinates(
 
     def reduce_leaf(leaf: jax.Array) -> jax.Array:
         x = _transpose(leaf.astype(jnp.float32))
-        if spans_devices() or _explicit(x):
-            reduced = fn(x)  # chunk boundaries would not match device shards
-        else:
-            blocks = functools.partial(_reduce_blocks, fn)
-            reduced = jax.lax.platform_dependent(x, cpu=blocks, default=fn)
+        reduced = _by_blocks(x, functools.partial(_reduce_blocks, fn), fn)
         return _restore(reduced, leaf).astype(mean_dtype(leaf))
 
     return jax.tree.map(reduce_leaf, updates)
@@ -56,13 +52,21 @@ def known_to_all(values: Shaped[Array, " participants"]) -> Shaped[Array, " part
     return jax.sharding.reshard(values, P(None)) if _explicit(values) else values
 
 
+def _by_blocks(
+    x: jax.Array, blocks: Callable[[jax.Array], jax.Array], whole: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    """Compute `whole(x)`, on one CPU as `blocks(x)` if the array is larger than a block."""
+    # On several devices, the boundaries of blocks would not match the devices' shards.
+    if x.size <= _BLOCK_SIZE or spans_devices() or _explicit(x):
+        return whole(x)
+    return jax.lax.platform_dependent(x, cpu=blocks, default=whole)
+
+
 def _reduce_blocks(
     fn: Callable[[jax.Array], jax.Array], x: Float[Array, "participants ..."]
 ) -> Float[Array, "..."]:
     """Reduce blocks of coordinates one after another, each in a CPU's cache."""
     size, width = math.prod(x.shape[1:]), max(_BLOCK_SIZE // x.shape[0], 1)
-    if size <= width:
-        return fn(x)
     rows = x.reshape(x.shape[0], size)
 
     def reduce_block(i: Int[Array, ""], reduced: Float[Array, " size"]) -> Float[Array, " size"]:
@@ -75,9 +79,7 @@ def _reduce_blocks(
 
 
 def _inner_products(x: jax.Array) -> Float[Array, "participants participants"]:
-    if x.size <= _BLOCK_SIZE or spans_devices() or _explicit(x):
-        return _matmul(x)
-    return jax.lax.platform_dependent(x, cpu=_sum_blocks_of_products, default=_matmul)
+    return _by_blocks(x, _sum_blocks_of_products, _matmul)
 
 
 def _sum_blocks_of_products(x: jax.Array) -> Float[Array, "participants participants"]:

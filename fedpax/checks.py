@@ -236,11 +236,15 @@ def check_fields(config: Any, path: str) -> None:
                     f"--{prefix}{name} to one of them."
                 )
             for expected in getattr(member, "__metadata__", ()):
-                if isinstance(expected, Range) and value not in expected:
-                    raise ArgumentError(
-                        f"{prefix}{name}={value}: expected {expected}. Set --{prefix}{name} to a "
-                        "value in this range."
-                    )
+                if isinstance(expected, Range):
+                    _check_field(f"{prefix}{name}", value, expected)
+
+
+def _check_field(name: str, value: Any, expected: Range) -> None:
+    if value not in expected:
+        raise ArgumentError(
+            f"{name}={value}: expected {expected}. Set --{name} to a value in this range."
+        )
 
 
 @functools.cache
@@ -275,10 +279,8 @@ def check_integer_fields(config: Any, path: str = "") -> None:
         expected = SEED if is_seed else INT32 if path == "training" else INT64
         items = value if isinstance(value, tuple) else (value,)
         for item in items if _takes_integers(hints.get(field.name)) else ():
-            if item is not None and item not in expected:
-                raise ArgumentError(
-                    f"{name}={item}: expected {expected}. Set --{name} to a value in this range."
-                )
+            if item is not None:
+                _check_field(name, item, expected)
 
 
 def _takes_integers(hint: Any) -> bool:

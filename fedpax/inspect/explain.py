@@ -69,16 +69,15 @@ def _explain_program(eqn: JaxprEqn) -> Iterator[str]:
 
 
 def _explain_jaxpr(closed: ClosedJaxpr) -> Iterator[str]:
-    planned = plan_row_accesses(closed, inside=lambda inner: inner)
-    accesses: list[RowAccess] = [] if planned is None else planned[2]
-    if planned is None:
-        closed = eliminate_dead_code(inline(closed, inside=lambda inner: inner))
+    with_rows, accesses = None, list[RowAccess]()
+    if (planned := plan_row_accesses(closed, inside=lambda inner: inner)) is not None:
+        with_rows, closed, accesses = planned
     else:
-        closed = planned[1]
+        closed = eliminate_dead_code(inline(closed, inside=lambda inner: inner))
     if not is_federated(closed.jaxpr):
         yield "It has no federated_map, so there is no loop over participants."
     for placement in placements_of(closed.jaxpr):
-        plan = make_plan(closed.jaxpr, placement) if planned is None else planned[0]
+        plan = with_rows or make_plan(closed.jaxpr, placement)
         for number, phase in enumerate(sorted(plan.loops)):
             rows = {v for a in accesses if a.phase == phase for _, v, _ in a.values}
             stored = {v: why for v, why in plan.stored[phase].items() if v not in rows}

@@ -164,9 +164,9 @@ def drop_harmful(
         {'c': 'loss 3.3 with its update and 0.8 without, expected at most 0.01 more'}
     """
 
-    def by_evaluate(left: Iterable[str]) -> Iterator[tuple[str, Mapping[str, float]]]:
-        for site in (all_sites := tuple(left)):
-            yield site, evaluate(frozenset(all_sites) - {site})
+    def by_evaluate(some: tuple[str, ...]) -> Iterator[tuple[str, Mapping[str, float]]]:
+        for site in some:
+            yield site, evaluate(frozenset(some) - {site})
 
     evaluate_each = evaluate_without_each or by_evaluate
     left = dict.fromkeys(sites)

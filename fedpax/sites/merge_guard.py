@@ -1,6 +1,6 @@
 """The guard of a coordinator: which updates of sites are not merged, and why."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -66,18 +66,17 @@ class MergeGuard:
             evaluate = self._evaluate
             assert evaluate is not None
             left = [site for site in sites if site not in dropped]
-            models, each = models_without_each, None
-            if models is not None:
-                make = models  # which is not None
 
-                def each(some: tuple[str, ...]) -> Iterable[tuple[str, Mapping[str, float]]]:
-                    return ((site, evaluate(model)) for site, model in make(some))
+            def evaluate_each(some: tuple[str, ...]) -> Iterator[tuple[str, Mapping[str, float]]]:
+                assert models_without_each is not None
+                for site, model in models_without_each(some):
+                    yield site, evaluate(model)
 
             dropped |= drop_harmful(
                 left,
                 lambda some: evaluate(model_of(some)),
                 self._rule,
-                evaluate_without_each=each,
+                evaluate_without_each=None if models_without_each is None else evaluate_each,
             )
         return dropped
 

@@ -304,7 +304,7 @@ class Coordinator:
     ) -> _Outcome | None:
         """Run the stages of a round; None if too few sites answer, or at a signal."""
         divided, token = program.stages, new_token()
-        header: dict[str, Any] = {"task": "round", "weights": self._rules.weights}
+        header: dict[str, Any] = {"task": ROUND, "weights": self._rules.weights}
         header |= {"num_clients": who.total, "cohort_size": who.cohort_size}
         server, reply, earlier = program.serve(self._state), None, list[Any]()
         answered: dict[str, Reply] = {}

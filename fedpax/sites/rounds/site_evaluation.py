@@ -16,7 +16,7 @@ from fedpax.sites.rounds.contract import ClientRange
 from fedpax.sites.rounds.coordinator_files import RoundMetrics, SiteWatch
 from fedpax.sites.rounds.downlink import whole
 from fedpax.sites.rounds.exchange import Exchange
-from fedpax.sites.rounds.tasks import SHARED, Task, new_token, numbered
+from fedpax.sites.rounds.tasks import EVALUATION, SHARED, Task, new_token, numbered
 
 
 class SiteEvaluation:
@@ -42,7 +42,7 @@ class SiteEvaluation:
         if not present:
             return
         arrays = numbered(SHARED, jax.tree.leaves(params))
-        header = {"task": "evaluate", "stage": 0, "last_stage": 0, "save": last}
+        header = {"task": EVALUATION, "stage": 0, "last_stage": 0, "save": last}
         task = Task(
             new_token(),
             header,

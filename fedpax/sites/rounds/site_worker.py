@@ -26,7 +26,17 @@ from fedpax.sites.rounds.random_keys import from_numbers, type_in_message
 from fedpax.sites.rounds.round_rules import weigh
 from fedpax.sites.rounds.secret_terms import TASK as SUM
 from fedpax.sites.rounds.secret_terms import SecretTerms
-from fedpax.sites.rounds.tasks import ROW, SHARED, SHOWN, TERM, WORD, in_order, numbered
+from fedpax.sites.rounds.tasks import (
+    EVALUATION,
+    ROUND,
+    ROW,
+    SHARED,
+    SHOWN,
+    TERM,
+    WORD,
+    in_order,
+    numbered,
+)
 from fedpax.sites.rounds.uplink import Uplink
 from fedpax.sites.transport.calls import RefusedError
 from fedpax.sites.transport.checked_header import CheckedHeader
@@ -117,13 +127,13 @@ class SiteWorker:
     def work(self, header: Json, arrays: Arrays) -> tuple[Json, Arrays]:
         """Do a task, and return the fields and the arrays of the reply."""
         task = header["task"]
-        if task == "evaluate":
+        if task == EVALUATION:
             return self._evaluate(header, arrays), {}
         if task == SUM:
             return self._sums.answer(header), {}
         if task == "question":
             return self._sums.send(header, *self._answer(header, arrays))
-        if task == "round":
+        if task == ROUND:
             return self._sums.send(header, *self._run_stage(header, arrays))
         raise RefusedError(
             f"the syncer asks for {str(task)[:50]!r}, expected a round, a question or an "

@@ -23,6 +23,7 @@ from fedpax.sites.rounds.reply_checks import find_wrong_weight, is_finite
 from fedpax.sites.rounds.round_rules import RoundRules
 from fedpax.sites.rounds.secret_terms import ask_for_sums, check_is_sum
 from fedpax.sites.rounds.tasks import (
+    ROUND,
     ROW,
     SHARED,
     SHOWN,
@@ -103,7 +104,7 @@ class StageCalls:
         rows = [to_numbers(x) for x in request.rows]
         coded = None if self._rules.secure_sums else divided.coded(request.stage)
         shared = numbered(SHARED, request.shared)
-        is_round, stage, rules = header["task"] == "round", divided[request.stage], self._rules
+        is_round, stage, rules = header["task"] == ROUND, divided[request.stage], self._rules
         is_model = is_round and request.stage == 0
         packet = self._downlink.pack(shared) if is_model else whole(shared)
         own = {}

@@ -25,6 +25,7 @@ from fedpax.sites.rounds.run_coordinator import check_supported
 from fedpax.sites.rounds.secret_terms import SecretTerms
 from fedpax.sites.rounds.site_files import read_run, save_model, write_run
 from fedpax.sites.rounds.site_worker import SiteWorker, UnknownRoundError
+from fedpax.sites.rounds.tasks import ROUND
 from fedpax.sites.site_process import JoinResult, locked_folder, open_progress, patience
 from fedpax.sites.transport.calls import (
     MAX_MESSAGE_BYTES,
@@ -280,7 +281,7 @@ class Site:
             self._progress.note(f"the syncer does not count the reply: {answer.header['reason']}")
         elif answer.header["status"] == "late":
             self._progress.note("the reply came too late for its round")
-        elif task.header["task"] == "round" and answer.header["status"] != "join":
+        elif task.header["task"] == ROUND and answer.header["status"] != "join":
             self.rounds += 1
             seconds, examples = time.perf_counter() - began, fields["examples"]
             number, rate = task.header["round"], examples / seconds

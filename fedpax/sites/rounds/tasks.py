@@ -17,7 +17,7 @@ SHARED, ROW, TERM, SHOWN, WORD = "shared", "row", "term", "shown", "word"
 
 
 ROUND, EVALUATION = "round", "evaluate"
-"""Kinds of tasks: one that is no evaluation is part of a round."""
+"""The kinds of tasks. Each task that is not an evaluation is part of a round."""
 
 ArrayTypes = tuple[tuple[int | None, ...], np.dtype]
 

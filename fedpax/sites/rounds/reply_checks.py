@@ -60,8 +60,7 @@ def find_fault(task: Task, own: Mapping[str, Any], arrays: Mapping[str, np.ndarr
             return f"{name} has NaN or infinity, expected finite values"
     if extra := arrays.keys() - expected.keys():
         return f"{min(extra)} is not asked for"
-    is_encoded = own.get("coded") or "up" in task.header  # its weight is checked once decoded
-    return None if is_encoded else find_wrong_weight(task, rows, arrays)
+    return None if task.is_encoded(own) else find_wrong_weight(task, rows, arrays)
 
 
 def checked_fields(fields: Json) -> Json:

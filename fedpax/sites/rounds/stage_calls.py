@@ -193,7 +193,7 @@ class StageCalls:
         """Replace replies whose words have values or weights that do not count."""
         checked = dict(replies)
         for name, reply in without_faults(replies).items():
-            if not (task.own[name][0].get("coded") or "up" in task.header):
+            if not task.is_encoded(task.own[name][0]):
                 continue
             terms = numbered(TERM, self.terms_of(divided, request, name, reply.arrays, who))
             fault = find_wrong_weight(task, len(who.clients[name]), terms)

@@ -51,6 +51,10 @@ class Task(NamedTuple):
         """ROUND or EVALUATION."""
         return EVALUATION if self.header["task"] == EVALUATION else ROUND
 
+    def is_encoded(self, own: Mapping[str, Any]) -> bool:
+        """Tell whether a site with these fields encodes its terms: decode, then check them."""
+        return bool(own.get("coded")) or "up" in self.header
+
 
 class Reply(NamedTuple):
     """The answer of a site to a task."""

@@ -195,12 +195,15 @@ class CoordinatorSide:
 
     def _end_reveal(self) -> dict[str, Message]:
         roster, digest = self._roster, self._roster.digest()
-        own: dict[str, bytes] = {}
-        keys: dict[str, bytes] = {}
-        for site in self.present:
-            own[site] = self._restore(site, 0, commit, roster.sites[site].commitment)
-        for site in sorted(self._shared - set(self.present)):
-            keys[site] = self._restore(site, 1, public_key, roster.sites[site].mask)
+        senders = {roster.place(sender): sender for sender in self._received}
+        own = {
+            site: self._restore(site, senders, 0, commit, roster.sites[site].commitment)
+            for site in self.present
+        }
+        keys = {
+            site: self._restore(site, senders, 1, public_key, roster.sites[site].mask)
+            for site in sorted(self._shared - set(self.present))
+        }
         self._find_suspects()
         for secret in own.values():
             add_mask(self._sum, own_mask_key(secret, digest), -1)
@@ -213,11 +216,15 @@ class CoordinatorSide:
         return {}
 
     def _restore(
-        self, site: str, kind: int, publish: Callable[[bytes], bytes], published: bytes
+        self,
+        site: str,
+        senders: Mapping[int, str],
+        kind: int,
+        publish: Callable[[bytes], bytes],
+        published: bytes,
     ) -> bytes:
         """Restore a secret of a site, also if some of its shares are wrong."""
         answers: Mapping[str, tuple[dict[str, bytes], dict[str, bytes]]] = self._received
-        senders = {self._roster.place(sender): sender for sender in answers}
         shares = {place: answers[sender][kind][site] for place, sender in senders.items()}
         restored = restore(
             shares, self._roster.threshold, lambda secret: publish(secret) == published

@@ -51,7 +51,7 @@ class CoordinatorSide:
         present: the sites in the sum.
         phase: the current phase; "done" after the last one.
         suspects: sites that do not keep to the protocol, with reasons, although the sum may be
-            complete. A site is one if its shares and those of several other sites do not fit.
+            complete. A site is a suspect if several shares that it has sent or made do not fit.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class CoordinatorSide:
         self.present: tuple[str, ...] = ()
         self.suspects: dict[str, str] = {}
         self._signer = signer
-        self._misfits: set[tuple[str, str]] = set()  # of a share: who sent it, and whose it is
+        self._misfits: set[tuple[str, str]] = set()  # sender and owner of each wrong share
         self._threshold = threshold
         self._asked = set(sites)
         self._received: dict[str, Any] = {}
@@ -241,7 +241,7 @@ class CoordinatorSide:
         return restored.secret
 
     def _find_suspects(self) -> None:
-        """Find the sites that have a part in several wrong shares: one can be the other's fault."""
+        """Find the sites with a part in several wrong shares: one can be another site's fault."""
         parts = Counter(site for pair in self._misfits for site in set(pair))
         for site, count in parts.items():
             if count > 1:

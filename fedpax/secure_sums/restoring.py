@@ -12,7 +12,7 @@ MOST_SUBSETS = 500
 
 
 class Restored(NamedTuple):
-    """A secret, and the places whose shares are not of it, if wrong ones were in the way."""
+    """A secret, and the places of wrong shares: none if the first shares restore the secret."""
 
     secret: bytes
     wrong: frozenset[int] = frozenset()
@@ -21,7 +21,7 @@ class Restored(NamedTuple):
 def restore(
     shares: Mapping[int, bytes], threshold: int, fits: Callable[[bytes], bool]
 ) -> Restored | None:
-    """Restore a secret from any `threshold` shares whose secret fits; None if there are none.
+    """Restore a secret from any `threshold` shares whose secret fits; None without such shares.
 
     Args:
         shares: shares by place, at least `threshold`.
@@ -49,11 +49,11 @@ def restore(
 
 
 def _subsets(places: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    """Yield subsets: all of them, or the first one and some that nobody can foresee."""
+    """Yield all subsets or, if they are many, the first one and random ones."""
     if math.comb(len(places), size) <= MOST_SUBSETS:
         yield from itertools.combinations(places, size)
         return
     yield places[:size]
-    draw = random.SystemRandom()
+    draw = random.SystemRandom()  # no site can foresee the subsets
     for _ in range(MOST_SUBSETS):
         yield sorted(draw.sample(places, size))

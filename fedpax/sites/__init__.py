@@ -5,8 +5,8 @@
 - `guards`: the updates that a merge drops (`drop_large`, `drop_harmful`).
 - `transport`: the messages between them, and certificates.
 
-Beside them: what both sides share, the format of a fragment, the identity of a run, and what a
-process opens (`site_process`).
+Beside them: the format of a fragment, the identity of a run, and the files that the processes of
+both sides open (`site_process`).
 """
 
 from typing import TYPE_CHECKING

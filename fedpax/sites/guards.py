@@ -151,7 +151,7 @@ def drop_harmful(
             the last time once for each site that is left.
         rule: what is accepted.
         evaluate_without_each: yields each of some sites, in their order, with the metrics of the
-            model that a merge of the updates of the others makes. Default None: by `evaluate`.
+            model that a merge of the other sites' updates makes. Default None: by `evaluate`.
 
     Returns:
         The dropped sites, in the order in which they were dropped. A metric that is not finite is

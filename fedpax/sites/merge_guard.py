@@ -12,7 +12,7 @@ ModelOf = Callable[[frozenset[str]], Params]
 """Returns the model that the updates of some sites alone make; without any, the present model."""
 
 ModelsWithoutEach = Callable[[tuple[str, ...]], Iterable[tuple[str, Params]]]
-"""Yields each of some sites, in their order, with the model that the updates of the others make."""
+"""Yields each of some sites, in their order, with the model of the other sites' updates."""
 
 
 class MergeGuard:

@@ -1,4 +1,4 @@
-"""What each process of a run over sites opens: its folder, the files in it, and the server."""
+"""The folder, the files and the server that a process of a run over sites opens."""
 
 import contextlib
 import math
@@ -86,7 +86,7 @@ def open_progress(experiment: Experiment, exp: str, done: int, **more: Any) -> P
 
 
 class ServerFiles(NamedTuple):
-    """What a syncer writes, and the signals that stop it."""
+    """The files that a syncer writes, and the signals that stop it."""
 
     tracker: Tracker
     metrics: MetricsWriter
@@ -131,7 +131,7 @@ def serving(
 
 
 def patience(progress: Progress) -> Callable[[DisconnectedError], None]:
-    """Return a function that prints, at most every 10 seconds, for what a site waits."""
+    """Return a function that prints, at most every 10 seconds, why a site waits."""
     noted = -math.inf
 
     def note(error: DisconnectedError) -> None:

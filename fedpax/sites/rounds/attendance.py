@@ -1,4 +1,4 @@
-"""Which sites rounds wait for: those that answer."""
+"""The sites that rounds wait for: sites that have not missed several deadlines."""
 
 import math
 from collections import Counter

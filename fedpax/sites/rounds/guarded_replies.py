@@ -74,9 +74,9 @@ def leave_one_out(
     merge: Callable[[Terms, Terms], Terms],
     rest: Terms = (),
 ) -> Iterator[tuple[str, Terms]]:
-    """Yield each site with the merged terms of the others, in the order of the sites.
+    """Yield each site with the merged terms of the other sites, in the order of the sites.
 
-    It reads the terms of n sites n log2(n) times in all, and has log2(n) merged ones at a time.
+    It reads the terms of n sites n log2(n) times in all, and has log2(n) merged terms at a time.
 
     Args:
         sites: names.

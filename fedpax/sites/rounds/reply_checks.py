@@ -14,7 +14,9 @@ from fedpax.sites.transport.checked_header import CheckedHeader
 MOST_METRICS, LONGEST_DESCRIPTION = 100, 1 << 18
 
 MOST_RENUMBERED = 100
-"""Times the clients of a site that get numbers in a run: each new number of clients needs some."""
+"""Most clients of a site that get numbers in a run, in units of the most clients of a site.
+
+The clients get new numbers each time when the site joins with more or fewer clients."""
 
 
 def check_size(name: str, description: Json, count: int, numbered: int, most: int) -> None:
@@ -24,7 +26,7 @@ def check_size(name: str, description: Json, count: int, numbered: int, most: in
         name: the site's name.
         description: what it tells of itself.
         count: its number of clients.
-        numbered: number of clients for which it has got other numbers before.
+        numbered: number of its clients that got other numbers before, if it gets new ones.
         most: number of clients of a site, at most.
     """
     if (size := len(json.dumps(description))) > LONGEST_DESCRIPTION:

@@ -22,10 +22,10 @@ class RoundRules(NamedTuple):
         weights: "examples", "equal" for each client, or "capped:N", at most N examples.
         down: codec of what the coordinator sends to all sites: "float32", or "e3m0", "drive"
             or "sign", which send differences against what sites have.
-        up: codec of the sums that a site sends, one of the same. What a sum loses stays at the site
-            and is part of its next sum.
-        missed_rounds: number of deadlines that a site misses until no round waits for it. A round
-            that it answers takes one back.
+        up: codec of the sums that a site sends, one of the codecs of `down`. What a sum
+            loses stays at the site and is part of its next sum.
+        missed_rounds: number of missed deadlines of a site after which no round waits for it. A
+            round that it answers takes one back.
         clients_per_site: number of clients that a site may have at most.
         silent_after: seconds without a message after which no round waits for a site.
         norm_factor: the reply of a site is dropped if it changes the model by a norm of more than

@@ -47,7 +47,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 UNSENT = "\0 what the sums of this site have lost"
-"""Under this name, which no file has, a site keeps it beside the states of its clients."""
+"""The name of the losses of sums beside the states of clients; no file has this name."""
 
 MAX_CLIENTS = 10_000_000
 MOST_QUESTIONS = 20

@@ -52,7 +52,7 @@ class Task(NamedTuple):
         return EVALUATION if self.header["task"] == EVALUATION else ROUND
 
     def is_encoded(self, own: Mapping[str, Any]) -> bool:
-        """Tell whether a site with these fields encodes its terms: decode, then check them."""
+        """Tell whether a site with these fields encodes its terms, to be checked once decoded."""
         return bool(own.get("coded")) or "up" in self.header
 
 

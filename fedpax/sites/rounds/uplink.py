@@ -32,7 +32,7 @@ class Uplink:
     Args:
         up: the codec's name.
         stage: the stage whose terms are sent.
-        adds: whether these are sums. Others are not encoded.
+        adds: whether the terms are sums. Other terms are not encoded.
     """
 
     def __init__(self, up: str, stage: Stage, adds: bool) -> None:
@@ -46,7 +46,7 @@ class Uplink:
 
     @property
     def is_active(self) -> bool:
-        """Whether any sum is encoded."""
+        """Tell whether a sum of the stage is encoded."""
         return bool(self._types)
 
     def types(self, expected: Mapping[str, ArrayTypes]) -> dict[str, ArrayTypes]:
@@ -61,19 +61,19 @@ class Uplink:
         return {n: x for n, x in expected.items() if n not in self._terms()} | encoded
 
     def zeros(self) -> list[np.ndarray]:
-        """Return what no sum has lost."""
+        """Return the losses before the first sum: zeros."""
         return [np.zeros(x.shape, np.float32) for x in self._types.values()]
 
     def encode(
         self, number: int, site: int, arrays: Arrays, unsent: Sequence[Any]
     ) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
-        """Return a reply with encoded sums, and what they lose.
+        """Return a reply with encoded sums, and the losses of the sums.
 
         Args:
             number: the number of the round.
             site: the number of the site's first client.
             arrays: the reply in float32.
-            unsent: what earlier sums of the site have lost.
+            unsent: the losses of earlier sums of the site.
         """
         sums = [arrays[name] for name in self._terms()]
         words, lost = _encode(self._codec, number, site, sums, [*unsent])
@@ -93,7 +93,7 @@ class Uplink:
 
 
 def check_up(up: str, divided: Stages, is_private: bool) -> str:
-    """Return what to tell of a codec that is not used, or ""; raise if sums must not be encoded."""
+    """Return a note if no sum is encoded, else ""; raise if sums must not be encoded."""
     if up == WHOLE:
         return ""
     if is_private:

@@ -79,10 +79,24 @@ def locked_folder(
         yield folder
 
 
-def open_progress(experiment: Experiment, exp: str, done: int, **more: Any) -> Progress:
-    """Return the progress of a run, by the experiment's name."""
-    name, rounds = exp or type(experiment).__name__, experiment.training.rounds
-    return Progress(name, rounds_done=done, rounds=rounds, **more)
+def open_progress(
+    experiment: Experiment,
+    exp: str,
+    done: int,
+    island: str = "",
+    *,
+    item_unit: str = "examples",
+    enabled: bool = True,
+) -> Progress:
+    """Return the progress of a run, by the names of the experiment and of an island."""
+    name = exp or type(experiment).__name__
+    return Progress(
+        f"{name} {island}" if island else name,
+        rounds_done=done,
+        rounds=experiment.training.rounds,
+        item_unit=item_unit,
+        enabled=enabled,
+    )
 
 
 class ServerFiles(NamedTuple):

@@ -146,14 +146,15 @@ def _join(
     params = jax.eval_shape(run.init, jax.random.key(0))
     header["identity"] = identify(experiment, params)._asdict()
     header["data"] = shorten(check_same_data(run.cohorts))
-    name = f"{exp or type(experiment).__name__} {header['island']}"
-    shown, preemption = {"item_unit": run.item_unit, "enabled": is_first}, PreemptionGuard()
+    preemption = PreemptionGuard()
     with (
         jax.set_mesh(run.mesh),
         track(experiment, folder, exp, enabled=is_first) as tracker,
         Checkpoints(folder, keep=experiment.training.keep_checkpoints) as checkpoints,
         MetricsWriter(folder, after=first, enabled=is_first, listener=tracker.add) as metrics,
-        open_progress(experiment, name, first, **shown) as progress,
+        open_progress(
+            experiment, exp, first, header["island"], item_unit=run.item_unit, enabled=is_first
+        ) as progress,
         contextlib.ExitStack() as stack,
     ):
         model = LocalModel(run)

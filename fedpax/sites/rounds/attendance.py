@@ -27,7 +27,7 @@ class Attendance:
         if now >= deadline:
             self.missed[task.kind] = min(self.missed[task.kind] + 1, most)
             return
-        self._owed = {place: kind for place, kind in self._owed.items() if now <= kind[1]}
+        self._owed = {place: owed for place, owed in self._owed.items() if now <= owed[1]}
         self._owed[task.token, task.header["stage"]] = task.kind, deadline
 
     def take_part(self, kind: str) -> None:

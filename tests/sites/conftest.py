@@ -1,1 +1,13 @@
-"""Makes the modules of this folder importable in the tests of the folders below it."""
+"""Makes the modules of this folder importable below it, and collects the notes of coordinators."""
+
+import pytest
+
+from fedpax.training.progress import Progress
+
+
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Collect what coordinators tell."""
+    told: list[str] = []
+    monkeypatch.setattr(Progress, "note", lambda _, text: told.append(text))
+    return told

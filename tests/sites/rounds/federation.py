@@ -53,6 +53,21 @@ class Line:
         return decode(answer, LIMIT)
 
 
+class HeavyLine(Line):
+    """A line of a site that claims a weight of 1e9 times the true one."""
+
+    weight: int
+
+    def call(self, message: Message, timeout: float) -> Message:
+        """Call the coordinator."""
+        if message.header["kind"] == "reply" and message.arrays:
+            heavy = {n for n, x in message.arrays.items() if x.shape == () and x == self.weight}
+            assert heavy
+            arrays = {n: 1e9 * x if n in heavy else x for n, x in message.arrays.items()}
+            message = message._replace(arrays=arrays)
+        return super().call(message, timeout)
+
+
 class Federation:
     """The outcome of `run`."""
 

@@ -17,7 +17,6 @@ from fedpax.sites.rounds.round_rules import RoundRules
 from fedpax.sites.rounds.site_table import Site, SiteTable
 from fedpax.sites.rounds.tasks import EVALUATION, ROUND, Task
 from fedpax.sites.transport.message import Message
-from fedpax.training.progress import Progress
 
 SECONDS = 1.5  # of a deadline
 
@@ -35,29 +34,25 @@ class Mute(Line):
         return super().call(message, timeout)
 
 
-@pytest.fixture
-def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Collect what coordinators tell."""
-    told: list[str] = []
-    monkeypatch.setattr(Progress, "note", lambda _, text: told.append(text))
-    return told
-
-
 def sites_of(names: str, rounds: int, **fields: Any) -> dict[str, Any]:
     return {name: small(rounds=rounds, data_seed=i, **fields) for i, name in enumerate(names)}
 
 
-def test_a_mute_site_delays_three_rounds(tmp_path: Path, notes: list[str]) -> None:
-    rules = RoundRules(2, SECONDS, missed_rounds=3)
+def run_three(folder: Path, rounds: int, rules: RoundRules, line: type[Line]) -> list[Any]:
+    """Run rounds over sites a, b and c, whose line is `line`; return the lines of metrics."""
     found = run(
-        small(rounds=12),
-        sites_of("abc", 12),
-        tmp_path,
+        small(rounds=rounds),
+        sites_of("abc", rounds),
+        folder,
         rules=rules,
         first_round_needs=3,
-        lines={"c": Mute},
+        lines={"c": line},
     )
-    lines = select(read_metrics(found.folder / "coordinator"), "training")
+    return select(read_metrics(found.folder / "coordinator"), "training")
+
+
+def test_a_mute_site_delays_three_rounds(tmp_path: Path, notes: list[str]) -> None:
+    lines = run_three(tmp_path, 12, RoundRules(2, SECONDS, missed_rounds=3), Mute)
     assert [line["sites"] for line in lines] == [3] + 11 * [2]
     delayed = [line["round"] for line in lines if line["seconds"] >= SECONDS]
     assert delayed[-3:] == [2, 3, 4]  # the first one compiles
@@ -69,16 +64,7 @@ def test_a_site_that_answers_again_is_waited_for(tmp_path: Path, notes: list[str
     class Returns(Mute):
         until = 8
 
-    rules = RoundRules(2, SECONDS, missed_rounds=1)
-    found = run(
-        small(rounds=40),
-        sites_of("abc", 40),
-        tmp_path,
-        rules=rules,
-        first_round_needs=3,
-        lines={"c": Returns},
-    )
-    lines = select(read_metrics(found.folder / "coordinator"), "training")
+    lines = run_three(tmp_path, 40, RoundRules(2, SECONDS, missed_rounds=1), Returns)
     assert [line["sites"] for line in lines][1:7] == 6 * [2]
     assert [line["sites"] for line in lines][-10:] == 10 * [3]
     states = [text for text in notes if text.startswith("site c (1 client): ")]
@@ -92,8 +78,7 @@ def test_a_site_that_answers_again_is_waited_for(tmp_path: Path, notes: list[str
 
 @pytest.mark.slow
 def test_an_overdue_site_is_waited_for_if_the_round_needs_it(tmp_path: Path) -> None:
-    class Slow(Mute):
-        until = 10**9
+    class Slow(Line):
         began = 0.0
 
         def call(self, message: Message, timeout: float) -> Message:
@@ -101,7 +86,7 @@ def test_an_overdue_site_is_waited_for_if_the_round_needs_it(tmp_path: Path) -> 
                 type(self).began = self.began or time.monotonic()
                 while time.monotonic() < self.began + 2.5 * SECONDS:
                     time.sleep(0.01)
-            return Line.call(self, message, timeout)
+            return super().call(message, timeout)
 
     rules = RoundRules(2, SECONDS, missed_rounds=1)
     found = run(small(rounds=3), sites_of("ab", 3), tmp_path, rules=rules, lines={"b": Slow})

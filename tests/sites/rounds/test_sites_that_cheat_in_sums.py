@@ -16,18 +16,9 @@ from fedpax.sites.rounds.site_table import read_sites
 from fedpax.sites.signed_keys import CertificateSigner
 from fedpax.sites.transport.admission import Admission, SiteLimits
 from fedpax.sites.transport.certificates import make_certificates, read_certificates
-from fedpax.training.progress import Progress
 
 NAMES = "abcd"
 RULES = RoundRules(3, 60.0, secure_sums=True)
-
-
-@pytest.fixture
-def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Collect what coordinators tell."""
-    told: list[str] = []
-    monkeypatch.setattr(Progress, "note", lambda _, text: told.append(text))
-    return told
 
 
 def check_equal(params: Any, sites: dict[str, Any], rounds: int, names: str) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sites.rounds.federation import Line, run
+from sites.rounds.federation import HeavyLine, run
 from sites.rounds.small_experiment import small
 
 from fedpax.errors import ConfigurationError
@@ -19,7 +19,6 @@ from fedpax.sites.rounds.round_rules import RoundRules
 from fedpax.sites.rounds.site_table import read_sites
 from fedpax.sites.rounds.site_worker import SiteWorker
 from fedpax.sites.rounds.uplink import Uplink, check_up
-from fedpax.sites.transport.message import Message
 from fedpax.transforms.client_stages import Stage, Value
 from fedpax.transforms.stages import Stages
 
@@ -93,13 +92,7 @@ def test_a_site_of_several_clients_sends_few_bits(tmp_path: Path) -> None:
     assert losses["e3m0"] == pytest.approx(losses["float32"], rel=5e-3)
 
 
-def test_the_coordinator_tells_who_sends_float32(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    notes: list[str] = []
-    monkeypatch.setattr(
-        "fedpax.training.progress.Progress.note", lambda _, text: notes.append(text)
-    )
+def test_the_coordinator_tells_who_sends_float32(tmp_path: Path, notes: list[str]) -> None:
     sites = {
         name: small("compressed", 1, clients=clients, data_seed=clients, features=FEATURES)
         for name, clients in {"a": 1, "b": 3}.items()
@@ -144,14 +137,8 @@ def test_what_a_sum_lost_is_sent_once_the_round_counts(tmp_path: Path) -> None:
 
 
 def test_a_weight_beside_encoded_sums_is_checked(tmp_path: Path) -> None:
-    class Heavy(Line):
-        def call(self, message: Message, timeout: float) -> Message:
-            if message.header["kind"] == "reply" and message.arrays:
-                heavy = {n: x for n, x in message.arrays.items() if x.shape == () and x == 17}
-                assert heavy
-                arrays = {n: 1e9 * x if n in heavy else x for n, x in message.arrays.items()}
-                message = message._replace(arrays=arrays)
-            return super().call(message, timeout)
+    class Heavy(HeavyLine):
+        weight = 17
 
     sites = {
         s: small("fedavg", 1, clients=2, data_seed=seed, features=FEATURES)

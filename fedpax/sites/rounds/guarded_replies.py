@@ -86,7 +86,7 @@ def leave_one_out(
 
     Example:
         >>> dict(leave_one_out("abc", lambda site: [site], lambda x, y: [x[0] + y[0]]))
-        {'a': ['bc'], 'b': ['ca'], 'c': ['ab']}
+        {'a': ['bc'], 'b': ['ac'], 'c': ['ab']}
     """
     if len(sites) == 1:
         yield sites[0], rest

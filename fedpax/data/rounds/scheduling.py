@@ -38,9 +38,10 @@ def balanced_order(
             axis.
         chunk_size: the number of clients that a device runs at once.
         homes: integers `[clients]`, the device that has a client's row of a `ClientStore`
-            (`fedpax.clients.home_devices`); negative: any device. Clients then go to these devices,
-            those that do not fit to others, the last of them in their blocks, if all devices finish
-            within 2% of the time that they take without `homes`. Default None: rows do not matter.
+            (`fedpax.clients.home_devices`); negative: any device. Clients then go to these devices.
+            Clients that do not fit there go to other devices, and are the last in these devices'
+            blocks. If the last device would finish more than 2% later than without `homes`, the
+            order is as without `homes`. Default None: rows do not matter.
 
     Returns:
         int64 `[clients]`: `order[k]` is the client at position k. Device d has the positions from
@@ -56,7 +57,7 @@ def balanced_order(
         >>> order.tolist()  # 9 + 3 + 1 steps, 5 + 4 + 2 steps
         [1, 3, 0, 5, 4, 2]
         >>> balanced_order([2, 2, 2, 2], num_devices=2, homes=[1, 0, 1, 1]).tolist()
-        [1, 3, 0, 2]
+        [1, 2, 0, 3]
 
     Reference:
         Graham. Bounds on Multiprocessing Timing Anomalies. SIAM Journal on Applied Mathematics

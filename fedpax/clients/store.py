@@ -28,7 +28,13 @@ from fedpax.checks import check_integers
 from fedpax.clients.store_rows import count_rows, on_devices, row_specs, rows_axis, state_spec
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import checked_tree, conversion, device_array
-from fedpax.primitives.client_rows import ClientRows, Ring, read_clients, write_clients
+from fedpax.primitives.client_rows import (
+    ClientRows,
+    Ring,
+    absent_beyond,
+    read_clients,
+    write_clients,
+)
 from fedpax.transforms.marks import KEPT, READ_CLIENTS, WRITE_CLIENTS
 
 if TYPE_CHECKING:  # chex imports absl.flags
@@ -163,7 +169,7 @@ def _read_clients(placement: str) -> Any:
         if axis is not None:
             specs = row_specs(rows, axis)
             on_device = on_devices(on_device, (specs, P()), specs)
-        return _mark_kept(on_device(rows, _absent_beyond(client_ids, num_clients)))
+        return _mark_kept(on_device(rows, absent_beyond(client_ids, num_clients)))
 
     return _named(READ_CLIENTS, read)
 
@@ -185,7 +191,7 @@ def _write_clients(placement: str) -> Any:
         if axis is not None:
             specs = row_specs(rows, axis)
             on_device = on_devices(on_device, (specs, P(), specs), specs)
-        client_ids = _absent_beyond(*arguments[count : count + 2])
+        client_ids = absent_beyond(*arguments[count : count + 2])
         return on_device(rows, client_ids, _mark_kept(states))
 
     return _named(WRITE_CLIENTS, write)
@@ -244,12 +250,6 @@ def scatter_clients(
 def _mark_kept(states: State) -> State:
     """Mark states as the participants' own, for `fedpax.cost`."""
     return jax.tree.map(lambda x: checkpoint_name(x, KEPT), states)
-
-
-def _absent_beyond(client_ids: ClientIds, num_clients: int) -> jax.Array:
-    """Replace indices that are not below the size of the population by -1."""
-    client_ids = jnp.asarray(client_ids)
-    return jnp.where(client_ids < num_clients, client_ids, -1)
 
 
 def _check_states(store: ClientStore[Any], states: Any, size: int) -> None:

@@ -44,6 +44,12 @@ class Ring(NamedTuple):
         return jax.tree.map(lambda state: jax.lax.ppermute(state, self.axis, pairs), states)
 
 
+def absent_beyond(client_ids: Any, num_clients: Any) -> jax.Array:
+    """Replace indices that are not below the size of the population by -1."""
+    client_ids = jnp.asarray(client_ids)
+    return jnp.where(client_ids < num_clients, client_ids, -1)
+
+
 def read_clients(
     values: Sequence[ClientRows], start: Any, size: int, ring: Ring | None, *, in_loop: bool
 ) -> list[jax.Array]:

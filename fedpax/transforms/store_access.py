@@ -13,11 +13,10 @@ and only the store takes `new`, the loop reads and writes the rows of the store 
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from fedpax.primitives._jax import Jaxpr, JaxprEqn, Var
-from fedpax.primitives.client_rows import ClientRows
+from fedpax.primitives.client_rows import ClientRows, absent_beyond
 from fedpax.primitives.jaxpr_analysis import inner_jaxprs
 from fedpax.transforms.marks import READ_CLIENTS, WRITE_CLIENTS
 from fedpax.transforms.streaming_plan import Atom, StreamingPlan
@@ -38,8 +37,7 @@ class RowAccess(NamedTuple):
 
     def open(self, read: Any) -> dict[Var, ClientRows]:
         """Return the loop's inputs; `read` returns the value of an atom."""
-        ids = read(self.client_ids)
-        ids = jnp.where(ids < read(self.num_clients), ids, -1)
+        ids = absent_beyond(read(self.client_ids), read(self.num_clients))
         return {
             value: ClientRows(read(rows), ids)
             for (value, _, _), rows in zip(self.values, self.rows, strict=True)

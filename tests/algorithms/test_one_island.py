@@ -225,7 +225,7 @@ def without_ones(shape: str) -> str:
 
 
 def test_memory_traffic_shows_a_copy() -> None:
-    """Compare the traffic of a step with that of the same step and one copied matrix."""
+    """Compare the traffic of a step, and of the same step with one copied matrix."""
 
     def copying(params: Any, momentum: Any, x: jax.Array) -> tuple[Any, Any]:
         params, momentum = momentum_step(params, momentum, x)

@@ -543,3 +543,31 @@ def test_names_of_clients_in_bytes_are_texts_if_they_are_utf8(tmp_path: Path) ->
     ]
     other = load(pa.table({"who": pa.array([b"\xff", b"a"])}), client="who")
     assert other.client_names == [b"a", b"\xff"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+@pytest.mark.parametrize("before", ["", '"b": "]]]}}}", '])
+def test_deeply_nested_json_is_told(tmp_path: Path, name: str, opening: str, before: str) -> None:
+    """It ended the process: pyarrow's parser overflows the stack."""
+    closing = "]" if opening == "[" else "}"
+    value = opening * 50_000 + "1" + closing * 50_000
+    content = b'{"a": 1}\n{' + f'{before}"a": {value}}}\n'.encode()
+    compress = gzip.compress if name.endswith(".gz") else bytes
+    (tmp_path / name).write_bytes(compress(content))
+    with pytest.raises(ValueError, match=r"line 2 nests lists or objects deeper than 100 levels"):
+        load(tmp_path / name)
+
+
+@pytest.mark.parametrize("depth", [101, 50_000])
+def test_a_deep_json_list_is_told(tmp_path: Path, depth: int) -> None:
+    (tmp_path / "a.json").write_text("[" * depth + "]" * depth)
+    with pytest.raises(ValueError, match="nests lists or objects deeper than 100 levels"):
+        load(tmp_path / "a.json")
+
+
+def test_many_short_lists_and_brackets_in_texts_are_not_deep(tmp_path: Path) -> None:
+    examples = [{"a": [[1, 2]] * 300, "t": '[{"\\[' * 400}, {"a": [[3, 4]], "t": "x"}]
+    (tmp_path / "a.jsonl").write_bytes(lines(examples))
+    found = load(tmp_path / "a.jsonl")
+    assert len(found) == 2 and [example["t"] for example in found] == [e["t"] for e in examples]

@@ -5,16 +5,21 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from pyarrow import json as arrow_json
 
 from fedpax.errors import ArgumentError
+from fedpax.files import NESTING, parse_json
 from fedpax.user_files.columns import concatenate_values, json_values
 from fedpax.user_files.finding import DataFile
 from fedpax.user_files.formats import ReadOptions, TypeChangedError
 from fedpax.user_files.readers.own_clients import add_clients
 
 _LEAF = re.compile(rb'\{\s*"(users|num_samples|user_data|hierarchies)"\s*:\s*[\[{]')
+_TEXT = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+_NOT_OPENING = bytes(set(range(256)) - set(b"[{\n"))
+_OPENING, _CLOSING = np.frombuffer(b"[{", np.uint8), np.frombuffer(b"]}", np.uint8)
 _BLOCK = 1 << 26  # the longest line that is read, in bytes
 _STREAM_BLOCK = 1 << 24
 _LARGEST_BLOCK = (1 << 31) - 1
@@ -22,6 +27,8 @@ _LARGEST_BLOCK = (1 << 31) - 1
 
 def read_json_lines(file: DataFile, options: ReadOptions) -> pa.Table:
     """Read one JSON object a line."""
+    for block, number in _blocks_of_lines(file):
+        _check_nesting_of_lines(block, number)
     with file.open() as opened:
         try:
             return _parse_lines(opened, _BLOCK, options)
@@ -61,6 +68,7 @@ def _blocks_of_lines(file: DataFile) -> Iterator[tuple[bytes, int]]:
 
 def _parse_block(block: bytes, file: DataFile, number: int, options: ReadOptions) -> pa.Table:
     """Parse lines; `number` lines of the file are before them."""
+    _check_nesting_of_lines(block, number)
     try:
         return _parse_lines(pa.BufferReader(block), _LARGEST_BLOCK, options)
     except pa.ArrowInvalid as error:
@@ -77,6 +85,27 @@ def _parse_block(block: bytes, file: DataFile, number: int, options: ReadOptions
         except ValueError:
             options.bad_rows.skip(file.path, line.decode(errors="replace"))
     return _parse_lines(pa.BufferReader(b"\n".join(kept)), _LARGEST_BLOCK, options)
+
+
+def _check_nesting_of_lines(block: bytes, number: int = 0) -> None:
+    r"""Raise a ValueError if a line nests too deep: pyarrow's parser would end the process.
+
+    Example:
+        >>> _check_nesting_of_lines(b'{"a": 1}' + b"\n" + b"[" * 5000, 7)
+        Traceback (most recent call last):
+            ...
+        fedpax.errors.ArgumentError: line 9 nests lists or objects deeper than 100 levels
+    """
+    opening = block.translate(None, delete=_NOT_OPENING).split(b"\n")  # of each line
+    deep = [line for line, brackets in enumerate(opening) if len(brackets) > NESTING]
+    lines = block.split(b"\n") if deep else []
+    for line in deep:  # or one with many short lists
+        outside = np.frombuffer(_TEXT.sub(b"", lines[line]), np.uint8)
+        steps = np.isin(outside, _OPENING).astype(np.int64) - np.isin(outside, _CLOSING)
+        if np.cumsum(steps).max(initial=0) > NESTING:
+            raise ArgumentError(
+                f"line {number + line + 1} nests lists or objects deeper than {NESTING} levels"
+            )
 
 
 def _parse_lines(opened: Any, block_size: int, options: ReadOptions) -> pa.Table:
@@ -112,7 +141,7 @@ def _read_list(examples: list[Any]) -> pa.Table:
 
 def _parse(file: DataFile) -> Any:
     with file.open() as opened:
-        return json.loads(opened.read())
+        return parse_json(opened.read())
 
 
 def read_leaf(content: Mapping[str, Any]) -> pa.Table:

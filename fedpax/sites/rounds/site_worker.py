@@ -70,8 +70,9 @@ class SiteWorker:
         experiment: the experiment, with this site's own fields.
         folder: the site's folder, for what its clients keep.
         seed: random seed of the run.
-        save: `(round, params, folder="") -> None`, called with the model that the coordinator sends
-            to be evaluated if the site is to keep it, and with the fine-tuned one.
+        save: `(round, params, below) -> None`, called with the model that the coordinator sends to
+            be evaluated if the site is to keep it, and with the fine-tuned model. `below` is the
+            model's folder below the site's folder, "" for the coordinator's model.
         on_metrics: called with the round and the metrics of this site's held-out examples.
         sums: this site's part in secure sums. Default None: of a site without a name.
         personal: whether a model of each client's own is evaluated after the last round, and a
@@ -84,7 +85,7 @@ class SiteWorker:
         folder: Path,
         *,
         seed: int,
-        save: Callable[..., None],
+        save: Callable[[int, Params, str], None],
         on_metrics: Callable[[int, dict[str, float]], None],
         sums: SecretTerms | None = None,
         personal: bool = False,
@@ -306,7 +307,7 @@ class SiteWorker:
             )
         params = jax.tree.unflatten(tree, [jnp.asarray(x) for x in received])
         if header["save"]:
-            self._save(header["round"], params)
+            self._save(header["round"], params, "")
         tuned = None
         if self._personal and header["save"] and run.fine_tune is not None:
             tuned = run.fine_tune(params)

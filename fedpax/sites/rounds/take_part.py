@@ -321,7 +321,7 @@ class Site:
         self._writer.write("evaluation", round_number, metrics)
         self._progress.show_evaluation(round_number, metrics)
 
-    def _save(self, round_number: int, params: Params, below: str = "") -> None:
+    def _save(self, round_number: int, params: Params, below: str) -> None:
         folder = self._folder / below
         if latest_round(folder) == round_number:  # the coordinator asks again
             return

@@ -65,6 +65,7 @@ def summarize_columns(
         treatments: their treatments, from `infer_treatments`.
 
     Example:
+        >>> from fedpax.data.tables.columns import infer_treatments
         >>> table = {"age": [31.5, None, 60.0]}
         >>> [summary] = summarize_columns(table, infer_treatments(table))
         >>> summary.cells()

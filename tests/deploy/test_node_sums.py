@@ -1,5 +1,6 @@
 """Secure sums of nodes by fedpax's protocol: exact, masked, also with nodes that drop out."""
 
+import json
 import logging
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ from fedpax.deploy.packets import Packet
 from fedpax.deploy.round_program import pack_program, parse_program
 from fedpax.deploy.values import decode_values
 from fedpax.errors import FedpaxError
+from fedpax.secure_sums.roster import to_text
+from fedpax.secure_sums.shamir import SHARE_BYTES
 
 LOG = logging.getLogger("test")
 N = 4
@@ -201,6 +204,26 @@ def test_a_malformed_answer_ends_the_part_of_its_sender_alone(packet, tmp_path, 
     ((_, metrics),) = run(network, program, rounds=1)
     assert metrics["participants"] == 3
     assert not any("\n" in message for message in caplog.messages)
+
+
+def test_a_participant_that_sends_false_shares_is_named(tmp_path, caplog):
+    """The others' shares open the sum."""
+    program = parse_program(nodes.pack("fedavg"))
+    network = LocalNetwork(program, tmp_path)
+    answer = network.programs[101].answer
+
+    def lie(packet, config):
+        reply = answer(packet, config)
+        header = json.loads(reply.values.get("answer", "{}"))
+        if header.get("phase") != "reveal":
+            return reply
+        header["own"] = dict.fromkeys(header["own"], to_text(bytes(SHARE_BYTES)))
+        return reply._replace(values={**reply.values, "answer": json.dumps(header)})
+
+    network.programs[101].answer = lie
+    ((position, _),) = run(network, program, rounds=1)
+    assert_equals(position, nodes.by_jit("fedavg")[1])
+    assert "Participant 1 does not keep to the protocol: 4 shares that it has sent" in caplog.text
 
 
 def test_participants_of_one_process_are_told_what_simulates_them(tmp_path):

@@ -137,7 +137,12 @@ class ServerSums:
                     except SecureSumError as error:
                         told = one_line(error)
                         self._log.warning("A participant is left out of the sum: %s", told)
-                requests = dict(side.advance())
+                try:
+                    requests = dict(side.advance())
+                finally:
+                    for name, reason in side.suspects.items():
+                        told = f"Participant {name} does not keep to the protocol: {reason}"
+                        self._log.warning("%s", told)
         except SecureSumError as error:
             self._log.warning("No secure sum: %s", error)
             return [], []

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from fedpax.data.tables.categories import CategoryValues, common_values
 from fedpax.data.tables.columns import MAX_CATEGORIES, Treatment
 from fedpax.data.tables.features import checked_missing
 from fedpax.data.tables.labels import MAX_CLASSES, Label, Task
-from fedpax.data.tables.values import arrow_column, encode_texts, is_number
+from fedpax.data.tables.values import arrow_column, is_number
 from fedpax.errors import ArgumentError
 
 Json = Mapping[str, Any]
@@ -62,15 +63,9 @@ def describe_table(
             missing.append(treatment.name)
         if treatment.kind != "category":
             continue
-        distinct, codes = encode_texts(column)
-        if treatment.values is not None:
-            other = not set(distinct) <= set(treatment.values)
-            categories[treatment.name] = {"other": other}
-        else:
-            present, count = codes >= 0, max(len(distinct), 1)
-            pairs = np.unique(clients[present] * count + codes[present])
-            having = np.bincount(pairs % count, minlength=len(distinct)).tolist()
-            categories[treatment.name] = {"values": dict(zip(distinct, having, strict=False))}
+        values = CategoryValues(treatment)
+        values.add(column, clients)
+        categories[treatment.name] = values.to_json()
     return {
         # A reason can tell numbers of examples and of values.
         "columns": [
@@ -163,8 +158,7 @@ def _merge_categories(
     for each in told:
         for value, count in each.get("values", {}).items():
             having[value] = having.get(value, 0) + count
-    values = tuple(sorted(value for value, count in having.items() if count >= min_clients))
-    return values, len(values) < len(having)
+    return common_values(having, min_clients)
 
 
 def _agree_on_label(

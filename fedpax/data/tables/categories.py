@@ -1,7 +1,8 @@
-"""CategoryValues: the values of a category, of which each client says which it has."""
+"""CategoryValues: the values of a category, and the number of clients that have each."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ class CategoryValues:
         self._last: tuple[int, set[str]] = (-1, set())  # a client, and its values until now
 
     def add(self, column: Any, clients: Int[np.ndarray, " examples"]) -> None:
-        """Add examples; those of a client follow one another."""
+        """Add examples, in which the examples of a client follow one another."""
         distinct, codes = encode_texts(column)
         if self._stated is not None:
             self._clients |= dict.fromkeys(distinct, 1)
@@ -43,5 +44,21 @@ class CategoryValues:
         """Return the categories, and whether a client has another value."""
         if self._stated is not None:
             return self._stated, not self._clients.keys() <= {*self._stated}
-        kept = sorted(value for value, n in self._clients.items() if n >= min_clients)
-        return tuple(kept), len(kept) < len(self._clients)
+        return common_values(self._clients, min_clients)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a site tells others: the numbers, or whether it has a value not stated."""
+        if self._stated is not None:
+            return {"other": self.choose(1)[1]}
+        return {"values": self._clients}
+
+
+def common_values(clients: Mapping[str, int], min_clients: int) -> tuple[tuple[str, ...], bool]:
+    """Return the values that enough clients have, in order, and whether there are others.
+
+    Args:
+        clients: number of clients that have each value.
+        min_clients: number of clients that must have a value.
+    """
+    kept = sorted(value for value, n in clients.items() if n >= min_clients)
+    return tuple(kept), len(kept) < len(clients)

@@ -144,7 +144,7 @@ def answer_on_features(
     clients: ClientRange,
 ) -> tuple[Stages, tuple[Any, ...]]:
     """Average the columns that the coordinator asks for, for each client of this site."""
-    numeric = [_treatment(fields) for fields in settings["columns"]]
+    numeric = [*map(Treatment.from_json, settings["columns"])]
     scaling = _from_json(settings["scaling"])
     _check_question(data, table, numeric, scaling)
     chosen = table.training
@@ -236,10 +236,3 @@ def _from_json(fields: Json) -> Scaling:
     if low is not None:
         low, high = np.array(low), np.array(high)
     return Scaling(np.array(center), np.array(half), low, high, factor)
-
-
-def _treatment(fields: Json) -> Treatment:
-    pairs: dict[str, Any] = {
-        name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()
-    }
-    return Treatment(**pairs)

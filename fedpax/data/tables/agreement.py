@@ -123,16 +123,9 @@ def agree_on_table(
     return AgreedTable(label, tuple(treatments), categories, frozenset(missing))
 
 
-def _treatment(fields: Json) -> Treatment:
-    """Make a treatment from JSON."""
-    pairs = {name: fields[name] for name in Treatment._fields}
-    for name in ("values", "bounds"):
-        pairs[name] = None if pairs[name] is None else tuple(pairs[name])
-    return Treatment(**pairs)
-
-
 def _agree_on_kind(name: str, descriptions: Sequence[Json]) -> Treatment:
-    treatments = [_treatment(c) for d in descriptions for c in d["columns"] if c["name"] == name]
+    own = [c for d in descriptions for c in d["columns"] if c["name"] == name]
+    treatments = [*map(Treatment.from_json, own)]
     with_values = [t for t in treatments if t.reason != "no values"]
     kinds = {t.kind for t in with_values}
     if not kinds:

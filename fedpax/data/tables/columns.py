@@ -72,6 +72,21 @@ class Treatment(NamedTuple):
             inner = f"({'|'.join(self.values)})"
         return f"{self.kind}{inner}{f':{self.missing}' if self.missing else ''}"
 
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Treatment:
+        """Make the treatment from the values of `_asdict`, where JSON has lists for tuples.
+
+        Example:
+            >>> import json
+            >>> treatment = parse_treatment("age=number(0..120)")
+            >>> Treatment.from_json(json.loads(json.dumps(treatment._asdict()))) == treatment
+            True
+        """
+        pairs: dict[str, Any] = {
+            n: tuple(x) if isinstance(x, list) else x for n, x in fields.items()
+        }
+        return cls(**pairs)
+
 
 _FORM = re.compile(
     r"(?P<name>.+)=(?P<kind>[a-z_]+)(\((?P<inner>.*)\))?(:(?P<missing>[a-z]+))?", re.DOTALL

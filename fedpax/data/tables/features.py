@@ -141,10 +141,8 @@ class TableFeatures:
         for column in columns:
             fields = {**column, "categories": tuple(column["categories"])}
             del fields["features"]
-            treatment = dict(column["treatment"])
-            for name in ("values", "bounds"):
-                treatment[name] = None if treatment[name] is None else tuple(treatment[name])
-            fitted.append(FittedColumn(**{**fields, "treatment": Treatment(**treatment)}))
+            fields["treatment"] = Treatment.from_json(column["treatment"])
+            fitted.append(FittedColumn(**fields))
         return cls(tuple(fitted))
 
 

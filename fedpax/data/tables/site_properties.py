@@ -116,8 +116,7 @@ def _checked_treatment(fields: Any) -> Treatment:
     fits = fits and (bounds is None or kind in ("number", "date"))
     left_out = kind == "left_out" and fields["missing"] is None
     _check(fits and (left_out or fields["missing"] in get_args(Missing)), "column", fields)
-    pairs: dict[str, Any] = {n: tuple(x) if isinstance(x, list) else x for n, x in fields.items()}
-    return Treatment(**pairs)
+    return Treatment.from_json(fields)
 
 
 def _check_categories(categories: Any, treatments: Mapping[str, Treatment]) -> None:

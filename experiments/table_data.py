@@ -90,20 +90,10 @@ def prepare_table(
     data: TableConfig, table: OpenFiles, config: AggregatorConfig, seed: int
 ) -> PreparedTable:
     """Make features and labels, with means and variances over the training clients."""
-    assert data.label is not None
-    of_label = stated_label(data)
-    label = infer_label(
-        data.label,
-        table.columns[data.label],
-        data.task,
-        f"{data.label}={of_label.describe()}" if of_label else "",
-    )
-    inputs = {n: c for n, c in table.columns.items() if n not in (data.label, table.client)}
-    others = [text for text in data.columns if parse_treatment(text).name != data.label]
-    treatments = list(infer_treatments(inputs, others, max_categories=data.max_categories))
+    label = table_label(data, table)
+    treatments = list(table_treatments(data, table))
     if label.task == "regression":  # its mean and deviation are released with all others
-        bounds = of_label.bounds if of_label else None
-        treatments.append(Treatment(data.label, "number", "error", bounds=bounds))
+        treatments.append(number_label(data))
     chosen = table.training
     counts = np.bincount(table.owners[chosen])
     clients = np.flatnonzero(counts)
@@ -131,7 +121,7 @@ def prepare_table(
     examples, labels = encode_examples(table, fitted, label)
     notes = _describe(treatments, fitted, label)
     if combine.least_deviation:
-        notes += _disclosures(data, fitted, label, of_label)
+        notes += _disclosures(data, fitted, label)
     return PreparedTable(examples, labels, fitted, label, notes)
 
 
@@ -139,6 +129,33 @@ def stated_label(data: TableConfig) -> Treatment | None:
     """Return the stated treatment of the label, or None."""
     stated = [parse_treatment(text) for text in data.columns]
     return next((t for t in stated if t.name == data.label), None)
+
+
+def number_label(data: TableConfig) -> Treatment:
+    """Return the treatment of a label that is a number to predict."""
+    assert data.label is not None
+    stated = stated_label(data)
+    return Treatment(data.label, "number", "error", bounds=stated.bounds if stated else None)
+
+
+def table_label(data: TableConfig, table: OpenFiles, *, min_classes: int = 2) -> Label:
+    """Return the label of a table; see `infer_label`."""
+    assert data.label is not None
+    stated = stated_label(data)
+    return infer_label(
+        data.label,
+        table.columns[data.label],
+        data.task,
+        f"{data.label}={stated.describe()}" if stated else "",
+        min_classes=min_classes,
+    )
+
+
+def table_treatments(data: TableConfig, table: OpenFiles) -> tuple[Treatment, ...]:
+    """Return the treatments of all columns but the label and the client."""
+    inputs = {n: c for n, c in table.columns.items() if n not in (data.label, table.client)}
+    stated = [text for text in data.columns if parse_treatment(text).name != data.label]
+    return infer_treatments(inputs, stated, max_categories=data.max_categories)
 
 
 def apply_saved_table(
@@ -181,15 +198,14 @@ def _describe(
     return tuple(lines)
 
 
-def _disclosures(
-    data: TableConfig, features: TableFeatures, label: Label, of_label: Treatment | None
-) -> tuple[str, ...]:
+def _disclosures(data: TableConfig, features: TableFeatures, label: Label) -> tuple[str, ...]:
     """Return lines on what the noise of a private run does not cover, and what it costs."""
     lines = []
     if data.standardize == "federated":
         lines.append("the means and variances are one more private release: count rounds + 1")
     stated = {column.treatment.name for column in features.columns if column.treatment.values}
     kinds = {column.treatment.name for column in features.columns if column.categories}
+    of_label = stated_label(data)
     if label.classes and (of_label is None or of_label.values is None):
         kinds.add(label.name)
     if open_ := sorted(kinds - stated):

@@ -1,15 +1,16 @@
 """Tables over sites: one treatment of the columns, and means over the clients of all sites."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
 import fedpax
 from fedpax.data.tables.agreement import AgreedTable, agree_on_table, describe_table
-from fedpax.data.tables.columns import Treatment, infer_treatments, parse_treatment
+from fedpax.data.tables.columns import Treatment, parse_treatment
 from fedpax.data.tables.features import (
     TableFeatures,
     assemble_features,
@@ -17,7 +18,7 @@ from fedpax.data.tables.features import (
     numeric_columns,
     numeric_values,
 )
-from fedpax.data.tables.labels import Label, infer_label
+from fedpax.data.tables.labels import Label
 from fedpax.data.tables.moments import (
     Averages,
     Moments,
@@ -39,7 +40,14 @@ from fedpax.errors import ArgumentError
 from fedpax.experiments.client_aggregators import AggregatorConfig
 from fedpax.experiments.client_files import OpenFiles
 from fedpax.experiments.parts.saved_inputs import saved_content
-from fedpax.experiments.table_data import TableConfig, stated_label, statistics_aggregator
+from fedpax.experiments.table_data import (
+    TableConfig,
+    number_label,
+    stated_label,
+    statistics_aggregator,
+    table_label,
+    table_treatments,
+)
 from fedpax.sites.rounds.contract import ClientRange, Question
 from fedpax.transforms.stages import Stages
 
@@ -48,23 +56,21 @@ Json = Mapping[str, Any]
 
 def describe_site_table(data: TableConfig, table: OpenFiles) -> dict[str, Any]:
     """Return what a site tells of the columns of its training examples."""
-    assert data.label is not None
+    label = table_label(data, table, min_classes=1)
+    treatments = table_treatments(data, table)
     stated = stated_label(data)
-    label = infer_label(
-        data.label,
-        table.columns[data.label],
-        data.task,
-        f"{data.label}={stated.describe()}" if stated else "",
-        min_classes=1,
-    )
-    inputs = {n: c for n, c in table.columns.items() if n not in (data.label, table.client)}
-    others = [text for text in data.columns if parse_treatment(text).name != data.label]
-    treatments = infer_treatments(inputs, others, max_categories=data.max_categories)
+    has_classes = stated is not None and stated.values is not None
+    training, owners = _training_examples(table, table.columns)
+    return describe_table(training, treatments, owners, label, has_classes)
+
+
+def _training_examples(
+    table: OpenFiles, names: Iterable[str]
+) -> tuple[dict[str, Any], Int[np.ndarray, " examples"]]:
+    """Return columns of the training examples, and the client of each, from 0."""
     chosen = table.training
     _, owners = np.unique(table.owners[chosen], return_inverse=True)
-    training = {name: column.filter(chosen) for name, column in table.columns.items()}
-    has_classes = stated is not None and stated.values is not None
-    return describe_table(training, treatments, owners, label, has_classes)
+    return {name: table.columns[name].filter(chosen) for name in names}, owners
 
 
 def stated_properties(data: TableConfig) -> dict[str, str]:
@@ -147,9 +153,7 @@ def answer_on_features(
     numeric = [*map(Treatment.from_json, settings["columns"])]
     scaling = _from_json(settings["scaling"])
     _check_question(data, table, numeric, scaling)
-    chosen = table.training
-    _, owners = np.unique(table.owners[chosen], return_inverse=True)
-    training = {name: column.filter(chosen) for name, column in table.columns.items()}
+    training, owners = _training_examples(table, {t.name for t in numeric} & {*table.columns})
     values = numeric_values(numeric, training, len(owners))
     counts = np.bincount(owners, minlength=clients.number)
     own = client_averages(scaling.apply(values), owners, counts)
@@ -170,14 +174,7 @@ def _check_question(
 
     Values that are clipped to chosen bounds would tell single values.
     """
-    own = {name: column for name, column in table.columns.items() if name != table.client}
-    stated = [text for text in data.columns if parse_treatment(text).name != data.label]
-    inputs = {name: column for name, column in own.items() if name != data.label}
-    known = {t.name: t for t in infer_treatments(inputs, stated)}
-    if (label := stated_label(data)) is not None or data.label is not None:
-        assert data.label is not None
-        bounds = label.bounds if label else None
-        known[data.label] = Treatment(data.label, "number", "error", bounds=bounds)
+    known = {t.name: t for t in (*table_treatments(data, table), number_label(data))}
     for place, treatment in enumerate(numeric):
         here = known.get(treatment.name)
         if here is not None and here.reason == "no values":
@@ -208,10 +205,7 @@ def _with_label(
     """Add a number to predict: its mean and deviation are released with all others."""
     if agreed.label.task == "classification":
         return list(used)
-    assert data.label is not None
-    stated = stated_label(data)
-    bounds = stated.bounds if stated else None
-    return [*used, Treatment(data.label, "number", "error", bounds=bounds)]
+    return [*used, number_label(data)]
 
 
 def _moments_stages(

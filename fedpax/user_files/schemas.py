@@ -1,6 +1,6 @@
-"""unify and conform: one schema for the tables of several files."""
+"""unify, join_parts and conform: one schema for the tables of several files or parts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -31,6 +31,14 @@ def unify(
             seen.setdefault(field.name, file)
         together = pa.schema([pa.field(f.name, f.type) for f in fields.values()])
     return together
+
+
+def join_parts(parts: Iterable[pa.Table]) -> pa.Table:
+    """Concatenate the parts of a file, each of which has the types of its own values."""
+    tables = [*parts]
+    if not tables:
+        raise ArgumentError("it has no examples, expected at least one")
+    return pa.concat_tables(tables, promote_options="permissive")
 
 
 def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:

@@ -14,6 +14,7 @@ from fedpax.errors import ArgumentError
 from fedpax.user_files.columns import array_to_arrow
 from fedpax.user_files.finding import DataFile
 from fedpax.user_files.formats import IMAGES, ReadOptions
+from fedpax.user_files.schemas import join_parts
 
 _EXAMPLES_AT_ONCE = 1024
 _MOST_BYTES = 1 << 28  # of a part's members
@@ -23,10 +24,7 @@ def read_tar(file: DataFile, options: ReadOptions) -> pa.Table:
     """Read an example from the members of one name, which with its folder is the column `key`."""
     # An image is the column `image`, .cls is `label`, .txt is `text`, .npy is `array`, .json adds
     # its own names, and any other member is bytes in the column of its suffix.
-    tables = [*stream_tar(file, options)]
-    if not tables:
-        raise ArgumentError("it has no examples, expected at least one")
-    return pa.concat_tables(tables, promote_options="permissive")
+    return join_parts(stream_tar(file, options))
 
 
 def stream_tar(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:

@@ -18,6 +18,7 @@ from fedpax.sources.text_records import example_features
 from fedpax.user_files.finding import DataFile
 from fedpax.user_files.formats import ReadOptions
 from fedpax.user_files.readers.own_clients import add_clients
+from fedpax.user_files.schemas import join_parts
 
 _ROWS_AT_ONCE = 1 << 14
 _LARGEST = 1 << 31  # bytes of a record: protobuf reads no longer one
@@ -26,10 +27,7 @@ _GROUP = "serialized_bytes"  # the feature list of Dataset Grouper
 
 def read_tfrecord(file: DataFile, options: ReadOptions) -> pa.Table:
     """Read a row from each example: one value of a feature as it is, several as a list."""
-    tables = [*stream_tfrecord(file, options)]
-    if not tables:
-        raise ArgumentError("it has no examples, expected at least one")
-    return pa.concat_tables(tables, promote_options="permissive")
+    return join_parts(stream_tfrecord(file, options))
 
 
 def stream_tfrecord(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:

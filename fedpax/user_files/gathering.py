@@ -45,6 +45,13 @@ class Rows:
         return np.argsort(self._batch, kind="stable")
 
     @functools.cached_property
+    def back(self) -> Int64[np.ndarray, " n"]:
+        """The place of each row in `order`."""
+        back = np.empty(self.count, np.int64)
+        back[self.order] = np.arange(self.count)
+        return back
+
+    @functools.cached_property
     def by_batch(self) -> list[tuple[int, slice, Int64[np.ndarray, " rows"]]]:
         """For each batch its slice of `order`, and its rows there."""
         batch, within = self._batch[self.order], self.within[self.order]
@@ -98,7 +105,4 @@ class ColumnGatherer:
         if len(parts) == 1:
             return to_numpy(parts[0], masked=self._masked)  # one batch: `order` changes nothing
         together = pa.chunked_array(parts, self._chunks[0].type)
-        values = to_numpy(together, masked=self._masked)
-        back = np.empty(rows.count, np.int64)
-        back[rows.order] = np.arange(rows.count)
-        return values[back]
+        return to_numpy(together, masked=self._masked)[rows.back]

@@ -111,9 +111,7 @@ class TableSource(Source):
         parts = [self._batches[k].take(pa.array(within)) for k, _, within in rows.by_batch]
         table = pa.Table.from_batches(parts, self.table.schema)
         if len(parts) > 1:
-            back = np.empty(rows.count, np.int64)
-            back[rows.order] = np.arange(rows.count)
-            table = table.combine_chunks().take(pa.array(back))
+            table = table.combine_chunks().take(pa.array(rows.back))
         return table
 
     def select(self, columns: Sequence[str]) -> "TableSource":

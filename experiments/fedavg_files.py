@@ -16,6 +16,7 @@ from fedpax.algorithm import LossFn, Params
 from fedpax.checks import NonNegative
 from fedpax.clients.cohort import Cohort
 from fedpax.data import Partition
+from fedpax.data.rounds.labeled_examples import read_batches
 from fedpax.data.rounds.preprocess import Preprocess
 from fedpax.data.tables import Label
 from fedpax.deploy.batch_evaluation import NEW, HeldoutClients
@@ -208,13 +209,7 @@ class FedAvgFiles(ClientExperiment):
         return table.heldout if table.heldout.any() else table.is_new[table.owners]
 
     def _batches(self, chosen: NDArray[np.bool_]) -> Sequence[Batch]:
-        rows, size = np.flatnonzero(chosen), self.heldout_batch_size
-        places = np.arange(-(-len(rows) // size) * size).reshape(-1, size)
-        # Read into one array, of which batches are views.
-        read = self._read(rows[places.ravel() % len(rows)])
-        batches = {name: x.reshape(*places.shape, *x.shape[1:]) for name, x in read.items()}
-        batches["mask"] = (places < len(rows)).astype(np.float32)
-        return [{name: x[k] for name, x in batches.items()} for k in range(len(places))]
+        return read_batches(self._read, np.flatnonzero(chosen), self.heldout_batch_size)
 
     def _read(self, rows: NDArray[Any]) -> dict[str, NDArray[Any]]:
         """Return some examples as a batch."""

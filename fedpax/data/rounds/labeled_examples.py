@@ -1,9 +1,10 @@
 """Labelled images as arrays: reading a whole source, scaling pixels, batches for evaluation."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Int32, Num
+from jaxtyping import Float32, Int32, Int64, Num
 from numpy.typing import NDArray
 
 from fedpax.data.rounds.aligned_arrays import aligned_empty
@@ -80,13 +81,30 @@ def example_batches(examples: Arrays, batch_size: int) -> list[Arrays]:
             "Make it with read_examples(source)."
         )
     examples = {name: np.asarray(values) for name, values in columns.columns.items()}
-    count = len(columns)
-    positions = np.arange(-(-count // batch_size) * batch_size).reshape(-1, batch_size)
-    return [
-        {name: values[position % count] for name, values in examples.items()}
-        | {"mask": (position < count).astype(np.float32)}
-        for position in positions
-    ]
+    return read_batches(
+        lambda rows: {name: values[rows] for name, values in examples.items()},
+        np.arange(len(columns)),
+        batch_size,
+    )
+
+
+def read_batches(
+    read: Callable[[Int64[np.ndarray, " n"]], Arrays],
+    rows: Int64[np.ndarray, " examples"],
+    batch_size: int,
+) -> list[Arrays]:
+    """Read examples into one array for each field, of which batches are views.
+
+    Args:
+        read: returns arrays `[n, ...]` of some examples.
+        rows: the examples, in order; the first of them are the padding of the last batch.
+        batch_size: examples per batch.
+    """
+    places = np.arange(-(-len(rows) // batch_size) * batch_size).reshape(-1, batch_size)
+    arrays = read(rows[places.ravel() % len(rows)])
+    batches = {name: x.reshape(*places.shape, *x.shape[1:]) for name, x in arrays.items()}
+    batches["mask"] = (places < len(rows)).astype(np.float32)
+    return [{name: x[k] for name, x in batches.items()} for k in range(len(places))]
 
 
 def scale_pixels(

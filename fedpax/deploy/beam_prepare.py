@@ -45,14 +45,14 @@ except ImportError:  # pipeline_options raises
 
 
 class PreparedShards(NamedTuple):
-    """What `prepare_beam` has written.
+    """The result of `prepare_beam`.
 
     Attributes:
         num_examples: the number of examples.
         num_clients: the number of clients, or None if the files have none.
         num_shards: the number of shards.
         skipped: the number of rows that were skipped, by file.
-        first_skipped: the beginning of the first of them, by file.
+        first_skipped: the beginning of the first skipped row, by file.
     """
 
     num_examples: int
@@ -166,7 +166,7 @@ def prepare_beam(
 
 
 class _Place(NamedTuple):
-    """Where a job writes.
+    """The folders that a job writes to.
 
     Attributes:
         shards: the folder of the shards: of a draft, or `out` in a bucket.

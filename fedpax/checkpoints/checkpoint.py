@@ -23,6 +23,7 @@ from fedpax.checkpoints.orbax_files import (
     atomicity_of,
     on_one_device,
     open_checkpoints,
+    wait_for_writers,
 )
 from fedpax.checkpoints.participant_states import (
     ParticipantRule,
@@ -163,14 +164,20 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self.is_saved()
         if self._exports is not None:
             self._exports.wait_if_due(round_number)
+        if self._lost is not None:
+            wait_for_writers()  # files of one save must not get among the files of another one
         self._saving, self._progress = round_number, None
         with self._losing(), self._writing():
+            is_complete = False
             if self._lost is not None:
                 # Orbax saves no round of which a failed save has left files, and a manager raises
                 # the error of a save again and again.
                 set_aside_unfinished(self._folder)
                 self._manager, self._lost = self._open(), None
-            self._manager.save(round_number, args=ocp.args.Composite(**items), force=True)
+                # A save whose error was in the time of the checkpoint alone still completes it.
+                is_complete = round_number in complete_rounds(self._folder)
+            if not is_complete:
+                self._manager.save(round_number, args=ocp.args.Composite(**items), force=True)
             self._removal = self._thread.submit(self._remove_when_saved)
             if self._exports is not None:
                 self._exports.start(round_number)

@@ -68,6 +68,14 @@ def open_checkpoints(folder: Path, **settings: Any) -> ocp.CheckpointManager:
         raise
 
 
+def wait_for_writers() -> None:
+    """Wait until Orbax writes no files: after its first error, the rest of a save still runs."""
+    for thread in threading.enumerate():
+        # The thread of this name completes the checkpoint when the others have written its files.
+        if type(thread).__module__.startswith("orbax.") or thread.name == "async_save":
+            threading.Thread.join(thread)  # their own method raises the error of the write
+
+
 def atomicity_of(folder: Path) -> ocp.options.AtomicityOptions:
     """Return how Orbax completes a checkpoint: in an object store, it writes it in place.
 

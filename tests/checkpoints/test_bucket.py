@@ -201,10 +201,16 @@ def test_a_run_outlives_a_server_that_is_away(server: Server, tmp_path: Path, pl
     assert read(server, "params alone")[1] == params_of(plain)
 
 
-def test_the_last_save_is_tried_again(server: Server, tmp_path: Path, plain: Path) -> None:
-    """Refuse an upload of the last checkpoint, whose files are then in the bucket in part."""
+@pytest.mark.parametrize(("refuse", "hold"), [("", "none"), ("_CHECKPOINT_METADATA", "state/")])
+def test_the_last_save_is_tried_again(
+    server: Server, tmp_path: Path, plain: Path, refuse: str, hold: str
+) -> None:
+    """Refuse an upload of the last checkpoint, whose files are then in the bucket in part.
+
+    Orbax raises the error of the metadata while it still uploads the state.
+    """
     server.stop()
-    server.start("--refuse=checkpoints/12/", "--times=1")
+    server.start(f"--refuse=checkpoints/12/{refuse}", f"--hold=checkpoints/12/{hold}")
     folder = tmp_path / "run"
     status, output, errors = server.run(*TRAIN, f"--job_log_dir={folder}")
     assert status == 0 and output.startswith("Finished 12 of 12 rounds"), errors

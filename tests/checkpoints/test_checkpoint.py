@@ -1,5 +1,6 @@
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,10 +16,10 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.checkpoints import checkpoint
-from fedpax.checkpoints.checkpoint import Checkpoints
+from fedpax.checkpoints.checkpoint import Checkpoints, CheckpointWriteError
 from fedpax.checkpoints.exports import write_orbax
 from fedpax.checkpoints.orbax_files import Retention
-from fedpax.checkpoints.saved_rounds import write_checksums
+from fedpax.checkpoints.saved_rounds import find_damage, write_checksums
 from fedpax.checkpoints.saved_state import load_field, load_params
 from fedpax.parallel.mesh import make_mesh
 from fedpax.run_files.paths import complete_rounds, latest_round
@@ -214,6 +215,29 @@ def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_no_half_of_it(
         checkpoints.save(7, state, {}, {})
     assert [path.name for path in folder.iterdir()] == ["7"]
     assert not [path for path in tmp_path.iterdir() if path != folder]
+
+
+@pytest.mark.parametrize("second", [1, 2])
+def test_a_save_waits_for_the_writes_of_a_failed_one(
+    tmp_path: Path, sharding: NamedSharding, second: int
+) -> None:
+    """Orbax raises an error of a save while other threads still write and complete it."""
+    writing = threading.Event()
+
+    def complete_late() -> None:
+        writing.set()
+        time.sleep(0.5)
+
+    state = random_state(0, sharding)
+    with Checkpoints(tmp_path, keep=2, before_complete=complete_late) as checkpoints:
+        checkpoints.save(1, state, {}, {})
+        assert writing.wait(60)
+        checkpoints._lost = CheckpointWriteError("an upload is refused")
+        checkpoints.save(second, state, {}, {})
+        assert checkpoints.is_saved()
+    rounds = complete_rounds(tmp_path / "checkpoints")
+    assert rounds == sorted({1, second})
+    assert not any(find_damage(tmp_path / "checkpoints" / str(number)) for number in rounds)
 
 
 def test_every_nth_checkpoint_is_kept_beside_the_newest_also_after_a_restart(

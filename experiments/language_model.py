@@ -40,7 +40,7 @@ from fedpax.models.huggingface.config import EXECUTION_FIELDS
 from fedpax.models.lora import LoRAConfig
 from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.axes import shardings
-from fedpax.paths import expand_home
+from fedpax.path_patterns import expand_home
 from fedpax.run_files.configuration import read_configuration
 from fedpax.run_files.paths import latest_round, resolve_folder
 from fedpax.text.byte_tokenizer import VOCAB_SIZE

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from fedpax.aggregators.aggregator import Weights
-from fedpax.aggregators.transfer_work import under_transfers
+from fedpax.aggregators.overlapped_work import under_transfers
 from fedpax.algorithm import Metrics, Params
 from fedpax.algorithms.parts.fragment_server import (
     FragmentServer,

@@ -9,7 +9,6 @@ import numpy as np
 from jaxtyping import Int
 
 import fedpax
-from fedpax.data.tables.agreement import AgreedTable, agree_on_table, describe_table
 from fedpax.data.tables.columns import Treatment, parse_treatment
 from fedpax.data.tables.features import (
     TableFeatures,
@@ -28,6 +27,7 @@ from fedpax.data.tables.moments import (
     moments_of_ranges,
     moments_steps,
 )
+from fedpax.data.tables.shared_treatment import AgreedTable, agree_on_table, describe_table
 from fedpax.data.tables.site_properties import (
     CLASSES,
     KIND,

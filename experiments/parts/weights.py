@@ -17,7 +17,7 @@ from fedpax.models.huggingface.config import differing_fields, to_entries
 from fedpax.models.huggingface.folder import weight_files
 from fedpax.models.huggingface.reading import CONFIG
 from fedpax.models.transformer import TransformerConfig
-from fedpax.paths import expand_home
+from fedpax.path_patterns import expand_home
 from fedpax.text.end_of_document import SOURCES, named_end
 from fedpax.training.stored_params import StoredParams
 

@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 from fedpax.console import print_error
 from fedpax.errors import ConfigurationError, FedpaxError
 from fedpax.files import UnusableFileError, read_file, read_json
-from fedpax.run_files.line_files import LineCopy, read_chunks, replace_by
+from fedpax.run_files.long_line_files import LineCopy, read_chunks, replace_by
 from fedpax.run_files.paths import (
     CONFIGURATION,
     GOODPUT,

@@ -25,7 +25,7 @@ from fedpax.errors import ConfigurationError
 from fedpax.experiments.catalog import expand_groups, group_or_none
 from fedpax.extras import describe_missing, is_installed
 from fedpax.parallel.mesh_rule import simulated_count
-from fedpax.paths import split_list
+from fedpax.path_patterns import split_list
 from fedpax.preemption import run_subprocess
 from fedpax.reports.comparison import write_comparison
 from fedpax.reports.target import (

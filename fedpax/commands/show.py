@@ -13,7 +13,7 @@ from fedpax.commands.parts.options import (
 from fedpax.commands.parts.saved_run import existing_folder
 from fedpax.console import print_error, print_line
 from fedpax.errors import UsageError
-from fedpax.paths import split_list
+from fedpax.path_patterns import split_list
 from fedpax.reports.metric_table import check_metrics, format_metrics
 from fedpax.reports.run_report import format_goodput, format_reports, holds_run, report_run
 from fedpax.run_files.metrics import select

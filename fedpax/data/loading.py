@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fedpax.errors import ArgumentError
 from fedpax.extras import optional
-from fedpax.paths import fill_in_split
+from fedpax.path_patterns import fill_in_split
 from fedpax.sources.data_sets import (
     EMBEDDED,
     FEDERATED,

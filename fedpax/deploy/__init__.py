@@ -18,7 +18,7 @@ _MODULES = {
     "pack_stages": "fedpax.deploy.artifacts",
     "run_beam": "fedpax.deploy.beam",
     "run_local": "fedpax.deploy.local",
-    "run_out_of_core": "fedpax.deploy.host_memory",
+    "run_out_of_core": "fedpax.deploy.out_of_core_rounds",
     "write_app": "fedpax.deploy.flower.app_files",
 }
 __all__ = list(_MODULES)

@@ -6,11 +6,11 @@ from fedpax.deploy.batch_work import Clients as Clients
 from fedpax.deploy.batch_work import EachClient as EachClient
 from fedpax.deploy.beam import run_beam as run_beam
 from fedpax.deploy.flower.app_files import write_app as write_app
-from fedpax.deploy.host_memory import run_out_of_core as run_out_of_core
 from fedpax.deploy.inspection import inspect_round as inspect_round
 from fedpax.deploy.iree_compiler import compile_client as compile_client
 from fedpax.deploy.local import run_local as run_local
 from fedpax.deploy.nodes.node import Node as Node
+from fedpax.deploy.out_of_core_rounds import run_out_of_core as run_out_of_core
 from fedpax.deploy.round_program import Settings as Settings
 from fedpax.deploy.round_program import pack_program as pack_program
 from fedpax.deploy.runtime import Artifact as Artifact

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedpax.deploy.artifacts import pack_stages
 from fedpax.deploy.batch_work import CLIENT, PARTICIPANT, Clients, Work
-from fedpax.deploy.values import decode_values, encode_values
+from fedpax.deploy.encoded_values import decode_values, encode_values
 from fedpax.errors import ArgumentError
 from fedpax.transforms.stages import Stages
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from fedpax.deploy.encoded_values import decode_values, encode_values
 from fedpax.deploy.runtime import Artifact
-from fedpax.deploy.values import decode_values, encode_values
 from fedpax.errors import ArgumentError
 from fedpax.transforms.discrete_gaussian import draw_noise
 

@@ -18,7 +18,7 @@ class Packet(NamedTuple):
 
     Attributes:
         values: numbers, strings and booleans by name.
-        arrays: encoded arrays (`fedpax.deploy.values`), one element for each kind of arrays.
+        arrays: encoded arrays (`fedpax.deploy.encoded_values`), one element for each kind.
     """
 
     values: Mapping[str, Any]

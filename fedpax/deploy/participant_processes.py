@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from fedpax.deploy.artifacts import pack_stages
+from fedpax.deploy.encoded_values import decode_values, encode_values
 from fedpax.deploy.packets import Packet, receive, send
 from fedpax.deploy.runtime import Artifact
-from fedpax.deploy.values import decode_values, encode_values
 from fedpax.errors import FedpaxError
 from fedpax.transforms.discrete_gaussian import draw_noise
 from fedpax.transforms.stages import Request, Stages

@@ -1,4 +1,4 @@
-"""The keeper: a process of an elastic job that decides which processes train together.
+"""The coordinator of an elastic job (`--keeper`): decides which processes train together.
 
 Each process of the job is a supervisor, which uses no accelerator and starts a training process.
 The supervisors are connected to the keeper. A **generation** is a run of the training processes. It

@@ -20,11 +20,11 @@ from fedpax.primitives.layout import (
     unplaced_aval,
 )
 from fedpax.primitives.lazy_slice import LazySlice, aval_of_value, materialize
-from fedpax.primitives.leading_axis import keep_leading_axis
 from fedpax.primitives.manual_axis import with_manual_axis
 from fedpax.primitives.monoids import Monoid, apply_by_monoid
 from fedpax.primitives.peak_memory import num_bytes, peak_live_bytes
 from fedpax.primitives.placement import ChunkSize, Placement
+from fedpax.primitives.unit_axis import keep_unit_axis
 
 # chunk_size="auto" runs as many participants at once on a GPU or TPU as fit in this many bytes.
 AUTO_CHUNK_BYTES = 2**30
@@ -87,7 +87,7 @@ def run_participants(
     device_jaxpr, num_stacked = jaxpr, len(jaxpr.out_avals) - len(monoids)
     if local == 1:
         placed = [False] * (1 + len(server_values)) + [True] * len(slices_of)
-        device_jaxpr = keep_leading_axis(jaxpr, placed, num_stacked)
+        device_jaxpr = keep_unit_axis(jaxpr, placed, num_stacked)
     ring = None if axis is None else Ring(axis, devices)
     loop = DeviceLoop(
         functools.partial(evaluate, device_jaxpr),

@@ -2,7 +2,7 @@
 
 - `SiteSide` and `CoordinatorSide` are the two sides of the protocol of Bonawitz et al. (2017), as
   state machines that exchange messages. They do not use the network.
-- `fedpax.secure_sums.words` makes integers of floats, without an error of the sum.
+- `fedpax.secure_sums.exact_words` makes integers of floats, without an error of the sum.
 - `fedpax.aggregators.fixed_point.FixedPoint` makes integers of floats, as `secure_mean` does.
 
 Needs the package cryptography: `pip install "fedpax[sites]"` or `"fedpax[flower]"`.

@@ -17,9 +17,9 @@ from fedpax.run_files.paths import CHECKPOINTS, refuse_checkpoint_dir, resolve_j
 from fedpax.sites.island.link import WaitingError
 from fedpax.sites.transport.admission import Admission
 from fedpax.sites.transport.calls import DisconnectedError, Handler, serve
-from fedpax.training.agreement import check_agreement
 from fedpax.training.experiment import Experiment
 from fedpax.training.job_dir_lock import JobDirLock
+from fedpax.training.process_agreement import check_agreement
 from fedpax.training.progress import Progress
 from fedpax.training.resume_checks import check_configuration
 from fedpax.training.tracker import Tracker, track

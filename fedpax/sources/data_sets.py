@@ -22,7 +22,7 @@ from typing import Any
 
 from fedpax.errors import ArgumentError
 from fedpax.extras import is_installed
-from fedpax.paths import expand_home
+from fedpax.path_patterns import expand_home
 from fedpax.sources._reachability import unreachable_hosts
 from fedpax.sources.client_starts import read_client_starts
 from fedpax.sources.embedded import is_whole_split, open_in_memory

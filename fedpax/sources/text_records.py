@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedpax.files import check_fetched
-from fedpax.paths import find_paths
+from fedpax.path_patterns import find_paths
 
 SUFFIX = ".array_record"
 

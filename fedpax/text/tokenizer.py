@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from fedpax.errors import ArgumentError, ArgumentTypeError, MissingPackageError
 from fedpax.files import BYTE_ORDER_MARK, read_file
-from fedpax.paths import expand_home
+from fedpax.path_patterns import expand_home
 from fedpax.text.byte_tokenizer import SEPARATOR, VOCAB_SIZE, decode, encode
 from fedpax.text.document import Tokens
 from fedpax.text.end_of_document import end_of_document as find_end

@@ -26,7 +26,6 @@ from fedpax.training.compiled_round import (
 from fedpax.training.due_rounds import is_due, last_due_before
 from fedpax.training.early_stop import EarlyStop
 from fedpax.training.experiment import Run
-from fedpax.training.job import Job
 from fedpax.training.logging import RoundLogger
 from fedpax.training.norms import FiniteCheck
 from fedpax.training.prefetch import Prefetch, put_on_mesh
@@ -35,6 +34,7 @@ from fedpax.training.progress import Progress
 from fedpax.training.spikes import Spike, SpikeHistory
 from fedpax.training.startup_report import announce
 from fedpax.training.tracker import Tracker
+from fedpax.training.training_job import TrainingJob
 from fedpax.training.utilization import utilization_of
 
 
@@ -61,7 +61,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
 
     def __init__(
         self,
-        job: Job,
+        job: TrainingJob,
         run: Run,
         *,
         checkpoints: Checkpoints,

@@ -1,7 +1,8 @@
-"""Frozen values: arrays that every round reads and none changes, as an argument of the round.
+"""Parameters that a run reads from a folder: its first ones, or frozen ones that rounds only read.
 
-A round that closed over the arrays would be compiled with them as constants, in the host's memory
-as a whole. As an argument they stay on the devices, sharded, and are in no checkpoint.
+Frozen values are an argument of the round. A round that closed over the arrays would be compiled
+with them as constants, in the host's memory as a whole. As an argument they stay on the devices,
+sharded, and are in no checkpoint.
 """
 
 from collections.abc import Callable

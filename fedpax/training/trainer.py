@@ -32,13 +32,12 @@ from fedpax.run_files.paths import (
     resolve_checkpoint_dir,
     resolve_job_log_dir,
 )
-from fedpax.training.agreement import check_agreement, check_same_data
 from fedpax.training.begin_from import begin_from
 from fedpax.training.early_stop import EarlyStop
 from fedpax.training.experiment import Experiment, Run, check_run
-from fedpax.training.job import Job, ResumeOptions
 from fedpax.training.job_dir_lock import JobDirLock
 from fedpax.training.logging import NonFiniteError
+from fedpax.training.process_agreement import check_agreement, check_same_data
 from fedpax.training.profile import check_profile_at
 from fedpax.training.progress import Progress
 from fedpax.training.resume_checks import check_configuration
@@ -47,6 +46,7 @@ from fedpax.training.spikes import RepeatedSpikesError
 from fedpax.training.startup_report import check_processes
 from fedpax.training.tracker import Tracker, track
 from fedpax.training.training_config import TrainingConfig
+from fedpax.training.training_job import ResumeOptions, TrainingJob
 from fedpax.training.watchdog import Watchdog
 
 
@@ -143,7 +143,7 @@ def train(
             check(saved_in, flag="--training.checkpoint_dir")
             checkpoint_dir = stack.enter_context(CheckpointDir(saved_in, folder))
         options = ResumeOptions(allow_config_change, participant_states, membership)
-        job = Job(experiment, folder, saved_in, checkpoint_dir, exp, options)
+        job = TrainingJob(experiment, folder, saved_in, checkpoint_dir, exp, options)
         done = latest_round(saved_in) or 0
         if done >= experiment.training.rounds:
             check_latest_round(saved_in)
@@ -165,7 +165,7 @@ def train(
             raise StorageError(_stopped(job, *reason)) from error
 
 
-def _train(job: Job) -> TrainingResult:
+def _train(job: TrainingJob) -> TrainingResult:
     training = job.experiment.training
     with ExitStack() as resources:
         with collect_seldom():
@@ -192,7 +192,7 @@ def _train(job: Job) -> TrainingResult:
 
 
 def _open_loop(
-    job: Job, resources: ExitStack
+    job: TrainingJob, resources: ExitStack
 ) -> tuple[RoundLoop, Checkpoints, Progress, GoodputClock, Tracker]:
     """Build the run, and open what it needs from its start to its end."""
     experiment, folder, training = job.experiment, job.folder, job.experiment.training
@@ -271,7 +271,7 @@ def _build(experiment: Experiment) -> Run:
     return begin_from(run, experiment.training.begin_from)
 
 
-def _stopped_early(job: Job, done: int) -> str | None:
+def _stopped_early(job: TrainingJob, done: int) -> str | None:
     """Return why the run in a folder has stopped early, before anything is compiled."""
     training = job.experiment.training
     if not training.stop_after or not done or jax.process_count() > 1:
@@ -280,14 +280,14 @@ def _stopped_early(job: Job, done: int) -> str | None:
     return Evaluations(log.lines, training.keep_best, training.stop_after).reason
 
 
-def _track(job: Job, note: Callable[[str], None] | None = None) -> Tracker:
+def _track(job: TrainingJob, note: Callable[[str], None] | None = None) -> Tracker:
     primary = jax.process_index() == 0
     return track(
         job.experiment, job.folder, job.exp, note=note, saved_in=job.saved_in, enabled=primary
     )
 
 
-def _send_rest(job: Job) -> None:
+def _send_rest(job: TrainingJob) -> None:
     """Send the metrics of a finished run that its tracker has not got."""
     with _track(job) as tracker:
         tracker.finished = True
@@ -295,7 +295,7 @@ def _send_rest(job: Job) -> None:
             tracker.add(line, kept=True)
 
 
-def _exports(job: Job) -> Exports:
+def _exports(job: TrainingJob) -> Exports:
     training = job.experiment.training
     return Exports(
         job.folder,
@@ -345,7 +345,7 @@ def _storage_failure(error: BaseException, saved_in: Path) -> tuple[str, str] | 
     return (reasons[0], remedy) if reasons else None
 
 
-def _stopped(job: Job, reason: str, remedy: str) -> str:
+def _stopped(job: TrainingJob, reason: str, remedy: str) -> str:
     try:
         kept = latest_round(job.saved_in)
         saved = f"{f'The checkpoint of round {kept}' if kept else 'No checkpoint'} is"

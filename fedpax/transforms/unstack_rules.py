@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from fedpax.primitives._jax import JaxprEqn, aval_of
-from fedpax.primitives.leading_axis import ARITHMETIC
+from fedpax.primitives.unit_axis import ARITHMETIC
 
 
 class AxisMap(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from fedpax.errors import ArgumentError
 from fedpax.files import check_fetched
-from fedpax.paths import existing_head, expand_home, find_paths
+from fedpax.path_patterns import existing_head, expand_home, find_paths
 
 PLACEHOLDER = re.compile(r"\{(client|label|split)\}")
 CLIENT = "client"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedpax.errors import ArgumentError
-from fedpax.paths import expand_home
+from fedpax.path_patterns import expand_home
 from fedpax.user_files.finding import PLACEHOLDER, DataFile, is_url
 from fedpax.user_files.folders import is_data_folder
 

@@ -22,7 +22,7 @@ from pyarrow import ipc
 
 from fedpax.errors import ArgumentError
 from fedpax.files import read_json
-from fedpax.paths import expand_home
+from fedpax.path_patterns import expand_home
 from fedpax.user_files.finding import is_url
 from fedpax.user_files.folders import PREPARED
 from fedpax.user_files.table_source import ClientNames, TableSource

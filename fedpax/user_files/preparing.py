@@ -14,7 +14,7 @@ from typing import IO, Any, NamedTuple
 import pyarrow as pa
 
 from fedpax.errors import ArgumentError
-from fedpax.paths import expand_home
+from fedpax.path_patterns import expand_home
 from fedpax.user_files.file_sizes import estimate_bytes
 from fedpax.user_files.finding import is_url
 from fedpax.user_files.formats import BadRows, TypeChangedError

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from fedpax.errors import ArgumentError, ArgumentTypeError
-from fedpax.paths import expand_home
+from fedpax.path_patterns import expand_home
 from fedpax.user_files.finding import DataFile, find_files, is_url
 from fedpax.user_files.folders import find_in_folder
 from fedpax.user_files.formats import ReadOptions, is_image

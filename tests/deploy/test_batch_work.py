@@ -19,7 +19,7 @@ from fedpax.aggregators import private_secure_mean
 from fedpax.algorithms import fedavg
 from fedpax.deploy import EachClient, beam
 from fedpax.deploy.batch_work import check_clients, split_states, stack_states
-from fedpax.deploy.values import decode_values, encode_values
+from fedpax.deploy.encoded_values import decode_values, encode_values
 
 FAST = ("poisson", "scaffold", "three stages")
 

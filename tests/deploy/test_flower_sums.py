@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedpax
+from fedpax.deploy.encoded_values import encode_values
 from fedpax.deploy.flower.secagg import answer_unmasked
 from fedpax.deploy.nodes.answer_checks import problem_of
 from fedpax.deploy.nodes.roster import Reply
@@ -19,7 +20,6 @@ from fedpax.deploy.nodes.sum_checks import check_program
 from fedpax.deploy.nodes.vectors import from_vector, range_of, to_vector
 from fedpax.deploy.packets import Packet
 from fedpax.deploy.round_program import parse_program
-from fedpax.deploy.values import encode_values
 
 TERMS = [
     {"name": "sum of counts", "shape": [4], "dtype": "int32"},

@@ -14,13 +14,13 @@ from deploy.nodes import SETTINGS, LocalNetwork
 import fedpax
 from fedpax.aggregators import PrivacyAccountant, private_secure_mean
 from fedpax.algorithm import FederatedAlgorithm
+from fedpax.deploy.encoded_values import decode_values
 from fedpax.deploy.flower.app import train
 from fedpax.deploy.flower.app_files import RESULTS
 from fedpax.deploy.nodes.node_sums import ServerSums
 from fedpax.deploy.nodes.round_server import RoundError, RoundServer, Rules
 from fedpax.deploy.packets import Packet
 from fedpax.deploy.round_program import pack_program, parse_program
-from fedpax.deploy.values import decode_values
 from fedpax.errors import FedpaxError
 from fedpax.secure_sums.roster import to_text
 from fedpax.secure_sums.shamir import SHARE_BYTES

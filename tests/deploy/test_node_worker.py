@@ -16,11 +16,11 @@ from deploy import nodes
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedpax.deploy.encoded_values import encode_values
 from fedpax.deploy.flower import node_worker
 from fedpax.deploy.flower.node_worker import WorkerError, forward, socket_folder
 from fedpax.deploy.packets import Packet, receive, send
 from fedpax.deploy.round_program import read_program
-from fedpax.deploy.values import encode_values
 
 VALUES = st.dictionaries(st.text(), st.integers() | st.text() | st.booleans(), max_size=3)
 

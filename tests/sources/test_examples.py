@@ -22,7 +22,7 @@ from fedpax.data import (
     token_rounds,
 )
 from fedpax.data.rounds.client_rows import pack_clients
-from fedpax.paths import find_paths
+from fedpax.path_patterns import find_paths
 from fedpax.populations.partition import check_partition
 from fedpax.simulation import Trace
 from fedpax.sources.examples import Columns, as_examples

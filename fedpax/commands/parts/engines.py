@@ -35,7 +35,7 @@ def engine_of(options: flags.FlagValues) -> "RunRounds | None":
     """Return the function that runs rounds as batch jobs; None: no engine for them is chosen."""
     check_engine_flags(options)
     if options.engine == "out_of_core":
-        from fedpax.deploy.host_memory import run_out_of_core
+        from fedpax.deploy.out_of_core_rounds import run_out_of_core
 
         return functools.partial(run_out_of_core, chunk_size=options.chunk_size or CHUNK_SIZE)
     if options.engine == "beam":

@@ -22,7 +22,7 @@ def table_properties(description: Mapping[str, Any]) -> dict[str, str]:
     is one kind.
 
     Args:
-        description: what `fedpax.data.tables.agreement.describe_table` returned at the site.
+        description: what `fedpax.data.tables.shared_treatment.describe_table` returned at the site.
 
     Returns:
         The name and the kind of the label, and the kind of each column.

@@ -2,10 +2,10 @@
 
 import numpy as np
 
+from fedpax.deploy.encoded_values import decode_values
 from fedpax.deploy.nodes.roster import Reply
 from fedpax.deploy.packets import one_line
 from fedpax.deploy.round_program import RoundProgram
-from fedpax.deploy.values import decode_values
 
 
 def problem_of(reply: Reply, program: RoundProgram, stage: int) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedpax.deploy.values import decode_values, encode_values
+from fedpax.deploy.encoded_values import decode_values, encode_values
 from fedpax.errors import ArgumentError, FedpaxError
 from fedpax.files import create_draft, read_file
 

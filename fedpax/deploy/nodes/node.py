@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from fedpax.clients.cohort import Cohort
 from fedpax.data.rounds.cohort_rounds import CohortRounds, cohort_rounds
+from fedpax.deploy.encoded_values import decode_values, encode_values
 from fedpax.deploy.nodes.kept_state import KeptState, KeptStateError
 from fedpax.deploy.nodes.node_sums import KIND, NodeSums
 from fedpax.deploy.nodes.private_releases import ROUNDS_FIELD, count_release
@@ -21,7 +22,6 @@ from fedpax.deploy.nodes.vectors import to_vector
 from fedpax.deploy.packets import Packet
 from fedpax.deploy.round_program import RoundProgram
 from fedpax.deploy.runtime import ArtifactError
-from fedpax.deploy.values import decode_values, encode_values
 from fedpax.errors import ArgumentError, ArgumentTypeError, FedpaxError
 from fedpax.populations.client_sampler import ClientSampler
 from fedpax.transforms.discrete_gaussian import draw_noise

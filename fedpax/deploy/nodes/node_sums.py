@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedpax.deploy.encoded_values import decode_values, encode_values
 from fedpax.deploy.nodes.sum_checks import LEAST_PARTICIPANTS
 from fedpax.deploy.packets import Packet, one_line
-from fedpax.deploy.values import decode_values, encode_values
 from fedpax.files import check_nesting
 from fedpax.secure_sums.errors import SecureSumError
+from fedpax.secure_sums.exact_words import WORDS, NotSummableError, from_words, to_words
 from fedpax.secure_sums.message import Message
 from fedpax.secure_sums.roster import MAX_SITES
-from fedpax.secure_sums.words import WORDS, NotSummableError, from_words, to_words
 
 if TYPE_CHECKING:
     from fedpax.deploy.nodes.round_server import Network

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
+from fedpax.deploy.encoded_values import decode_values, encode_values
 from fedpax.deploy.nodes.kept_state import STATE_BYTES
 from fedpax.deploy.nodes.round_server import Position
-from fedpax.deploy.values import decode_values, encode_values
 from fedpax.errors import ConfigurationError
 from fedpax.files import parse_json, read_file, replace_file
 

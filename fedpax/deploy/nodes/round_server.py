@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 import numpy as np
 
+from fedpax.deploy.encoded_values import decode_values, encode_values
 from fedpax.deploy.nodes.answer_checks import problem_of
 from fedpax.deploy.nodes.roster import Network, Roster
 from fedpax.deploy.packets import Packet
 from fedpax.deploy.round_program import RoundProgram
-from fedpax.deploy.values import decode_values, encode_values
 from fedpax.errors import ArgumentError, FedpaxError
 from fedpax.populations.client_sampler import ClientSampler
 

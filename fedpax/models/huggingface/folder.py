@@ -8,7 +8,7 @@ from typing import Any
 
 from fedpax.errors import ArgumentError
 from fedpax.files import check_fetched, open_regular, read_json
-from fedpax.paths import expand_home
+from fedpax.path_patterns import expand_home
 
 CONFIG, SINGLE_FILE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 AGAIN = "Copy or download the folder again."

@@ -30,7 +30,7 @@ from fedpax.models.huggingface.tensors import (
 )
 from fedpax.models.nnx_functional import Params
 from fedpax.models.transformer_config import TransformerConfig
-from fedpax.paths import expand_home
+from fedpax.path_patterns import expand_home
 
 
 def save(

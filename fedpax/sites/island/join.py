@@ -34,8 +34,8 @@ from fedpax.sites.island.training_rounds import TrainingRounds
 from fedpax.sites.site_process import JoinResult, locked_folder, open_progress, patience
 from fedpax.sites.site_run import build_parts, parts_of, tokens_per_step
 from fedpax.sites.transport.calls import Connection, connect
-from fedpax.training.agreement import check_same_data
 from fedpax.training.experiment import Experiment, Run
+from fedpax.training.process_agreement import check_same_data
 from fedpax.training.progress import Progress, describe_devices
 from fedpax.training.startup_report import check_processes
 from fedpax.training.tracker import track

@@ -15,7 +15,7 @@ from sites.rounds.small_experiment import small
 from sites.rounds.test_equals_training import experiment, train_together
 from sites.rounds.test_hostile_sites import Changed
 
-from fedpax.data.tables.agreement import agree_on_table
+from fedpax.data.tables.shared_treatment import agree_on_table
 from fedpax.data.tables.site_properties import table_properties
 from fedpax.errors import FedpaxError
 from fedpax.run_files.metrics import read_metrics, select

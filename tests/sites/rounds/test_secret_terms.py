@@ -16,7 +16,7 @@ from sites.rounds.test_equals_training import SIZES, experiment
 import fedpax
 from fedpax.experiments.client_methods import method
 from fedpax.run_files.metrics import read_metrics, select
-from fedpax.secure_sums.words import NotSummableError, from_words, to_words
+from fedpax.secure_sums.exact_words import NotSummableError, from_words, to_words
 from fedpax.sites.rounds.exchange import Exchange
 from fedpax.sites.rounds.round_rules import RoundRules
 from fedpax.sites.rounds.secret_terms import SecretTerms, check_is_sum

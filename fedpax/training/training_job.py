@@ -19,7 +19,7 @@ class ResumeOptions(NamedTuple):
     membership: Membership | None = None
 
 
-class Job(NamedTuple):
+class TrainingJob(NamedTuple):
     """A run to train, and where."""
 
     experiment: Experiment

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from fedpax.deploy.values import decode_values, encode_values
+from fedpax.deploy.encoded_values import decode_values, encode_values
 
 DTYPES = ["float32", "float16", "int8", "uint32", "bool", "int64", "float64", "complex64"]
 arrays = st.sampled_from(DTYPES).flatmap(

@@ -43,7 +43,7 @@ class _Value(NamedTuple):
         return self.array if self.has_axis else jnp.expand_dims(self.array, 0)
 
 
-def keep_leading_axis(jaxpr: ClosedJaxpr, placed: Sequence[bool], stacked: int) -> ClosedJaxpr:
+def keep_unit_axis(jaxpr: ClosedJaxpr, placed: Sequence[bool], stacked: int) -> ClosedJaxpr:
     """Return a participant's function as a function of arrays with a leading axis of size 1.
 
     An elementwise equation keeps the axis if an operand has it and a stacked result follows by

@@ -11,6 +11,8 @@ from jaxtyping import Int, Num
 
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import any_needs_cast, checked_tree, device_weights, needs_cast
+from fedpax.primitives.integer_sums import check_weights
+from fedpax.primitives.monoids import weight_dtype
 
 NumSteps: TypeAlias = Int[jax.Array, ""] | None
 """The number of leading batches that a participant trains on. None: all of them."""
@@ -64,7 +66,8 @@ class Cohort(_Fields):
     Raises:
         TypeError: a NumPy array is not numbers.
         ValueError: JAX cannot hold a value of a NumPy array, such as an int64 beyond int32 without
-            `jax_enable_x64`. A larger `num_examples` is kept in float32.
+            `jax_enable_x64`. A larger `num_examples` is kept in float32. Or a NumPy array
+            `num_examples` has a value that is not finite, or a sum out of the range of float32.
 
     Example:
         >>> import numpy as np
@@ -87,15 +90,17 @@ class Cohort(_Fields):
         """Make a cohort, and check that JAX can hold the values of its NumPy arrays."""
         # Here, because jax.jit would wrap large integers before the algorithm sees the cohort.
         fields = batches, num_examples, num_steps, client_ids, schedule
-        if not any_needs_cast(fields):
-            return tuple.__new__(cls, fields)  # faster than the method of NamedTuple
-        batches = checked_tree(batches, "cohort.batches", _REMEDY)
-        if needs_cast(num_examples):
-            num_examples = device_weights(num_examples, "cohort.num_examples")
-        num_steps = checked_tree(num_steps, "cohort.num_steps", _REMEDY)
-        client_ids = checked_tree(client_ids, "cohort.client_ids", _REMEDY)
-        schedule = checked_tree(schedule, "cohort.schedule", _REMEDY)
-        return super().__new__(cls, batches, num_examples, num_steps, client_ids, schedule)
+        if any_needs_cast(fields):
+            batches = checked_tree(batches, "cohort.batches", _REMEDY)
+            if needs_cast(num_examples):
+                num_examples = device_weights(num_examples, "cohort.num_examples")
+            num_steps = checked_tree(num_steps, "cohort.num_steps", _REMEDY)
+            client_ids = checked_tree(client_ids, "cohort.client_ids", _REMEDY)
+            schedule = checked_tree(schedule, "cohort.schedule", _REMEDY)
+            fields = batches, num_examples, num_steps, client_ids, schedule
+        if isinstance(num_examples, np.ndarray):
+            _check_sum_of_weights(num_examples)
+        return tuple.__new__(cls, fields)  # faster than the method of NamedTuple
 
     @classmethod
     def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]  # `__new__` checks
@@ -191,6 +196,24 @@ def check_cohort(
     if cohort.schedule is not None:
         _check_schedule(algorithm, cohort.schedule, num_participants, schedule_type)
     _check_batch_axis(algorithm, leaves)
+
+
+def _check_sum_of_weights(weights: np.ndarray[Any, Any]) -> None:
+    """Raise if the weights of a round are not finite, or their sum is out of their range.
+
+    Here, because inside `jax.jit` the mean would be NaN, or each participant absent.
+    """
+    if not jax.numpy.issubdtype(weights.dtype, np.floating):
+        return
+    positive = np.maximum(weights, 0).astype(np.float64)
+    if not np.all(np.isfinite(positive)):
+        value = weights[~np.isfinite(positive)].flat[0]
+        raise ArgumentError(
+            f"cohort.num_examples has the value {value}, expected finite numbers. Leave out "
+            "participants with unknown numbers of examples, or give them the number 0."
+        )
+    count, dtype = np.count_nonzero(positive), weight_dtype(weights.dtype)
+    check_weights(float(positive.sum()), count, dtype, "cohort.num_examples has")
 
 
 def _check_batch_axis(algorithm: str, leaves: list[Any]) -> None:

@@ -127,12 +127,16 @@ def has_unusual_weights(sums: Sequence[IntegerSum]) -> bool:
     return False
 
 
-def check_weights(total: float, count: int, dtype: Any) -> None:
+def check_weights(
+    total: float, count: int, dtype: Any, where: str = "federated_mean(): weights has"
+) -> None:
     """Raise a ValueError if a sum of weights is out of the range of its dtype."""
     least, most = float(jnp.finfo(dtype).tiny), float(jnp.finfo(dtype).max)
     if total > most or (count and total < least):
+        # A processor may add up the smallest numbers as 0.
+        given = f"the sum {total:g}" if total else f"a sum below {least:.1e}"
         raise ArgumentError(
-            f"federated_mean(): weights has the sum {total:g}, expected 0 or {least:.1e} to "
+            f"{where} {given}, expected 0 or {least:.1e} to "
             f"{most:.1e}, the range of {jnp.dtype(dtype)}. Divide the weights by their largest one."
         )
 

@@ -69,6 +69,31 @@ def test_a_value_that_jax_cannot_hold_is_named(fields, words):
 
 
 @pytest.mark.parametrize(
+    ("counts", "words"),
+    [
+        (np.full(3, 2e38, np.float32), r"the sum 6e\+38, expected 0 or 1\.2e-38 to 3\.4e\+38"),
+        (np.full(3, 1e-39, np.float32), r"the sum 3e-39, expected 0 or 1\.2e-38.*largest one"),
+        (np.full(3, 1e-45), r"the sum 4\.2\d*e-45"),
+        (np.float16([1, np.nan, 2]), "the value nan, expected finite numbers"),
+        (np.float32([1, 2, np.inf]), "the value inf, expected finite numbers"),
+    ],
+)
+def test_weights_that_a_jitted_mean_would_lose_are_named(counts, words):
+    with pytest.raises(ValueError, match=rf"^cohort\.num_examples has {words}"):
+        Cohort(TARGETS, counts)
+    with pytest.raises(ValueError, match=words):
+        Cohort(TARGETS)._replace(num_examples=counts)
+
+
+def test_weights_near_the_ends_of_the_range_are_used():
+    for scale in (2e-38, 1e37):
+        assert trained(Cohort(TARGETS, np.float32([3, 1, 1]) * np.float32(scale))) == (
+            pytest.approx(6.0, rel=1e-5)
+        )
+    assert trained(Cohort(TARGETS, np.float32([0, 0, -1e38]))) == 0.0
+
+
+@pytest.mark.parametrize(
     ("values", "words"),
     [
         (np.array([["cat"]]), r"dtype <U3 and values such as 'cat'.*np\.unique"),

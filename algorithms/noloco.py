@@ -16,7 +16,7 @@ from fedpax.algorithms.parts.local_steps import local_steps
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.parts.model_averaging import population_mean
 from fedpax.algorithms.parts.participation import participant_weights, without_absent
-from fedpax.algorithms.parts.permute_participants import perfect_matchings, permute_participants
+from fedpax.algorithms.parts.permute_islands import perfect_matchings, permute_islands
 from fedpax.algorithms.parts.server import as_floats, unless_all_absent
 from fedpax.checks import FRACTION, NON_NEGATIVE
 from fedpax.clients.cohort import Cohort, check_cohort
@@ -143,7 +143,7 @@ def noloco(
         matchings = perfect_matchings(islands)
         key = jax.random.fold_in(jax.random.key(seed), state.round)
         matching = jax.random.randint(key, (), 0, len(matchings), jnp.int32)
-        partner = permute_participants(start_and_end, matchings, matching, placement="islands")
+        partner = permute_islands(start_and_end, matchings, matching)
 
         def outer_step(start_and_end: Any, partner: Any, delta: Params) -> tuple[Params, Params]:
             def step(

@@ -18,7 +18,7 @@ from fedpax.algorithms.parts.local_steps import local_steps
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer, check_setting
 from fedpax.algorithms.parts.model_averaging import population_mean
 from fedpax.algorithms.parts.participation import participant_weights, without_absent
-from fedpax.algorithms.parts.permute_participants import permute_participants
+from fedpax.algorithms.parts.permute_islands import permute_islands
 from fedpax.algorithms.parts.server import as_floats, unless_all_absent
 from fedpax.checks import FRACTION
 from fedpax.clients.cohort import Cohort, check_cohort
@@ -252,7 +252,7 @@ def _average_pairs(models: Params, islands: int, key: jax.Array) -> Params:
 
     def receive(carry: tuple[Params, Params], step: Int[Array, ""]) -> tuple[Any, None]:
         total, passing = carry
-        passing = permute_participants(passing, [ring], jnp.int32(0), placement="islands")
+        passing = permute_islands(passing, [ring], jnp.int32(0))
         return (add(total, passing, step), passing), None
 
     zeros = federated_map(lambda w: jax.tree.map(jnp.zeros_like, w), models)
@@ -268,9 +268,7 @@ def _average_rotated(models: Params, islands: int, key: jax.Array) -> Params:
     rotation = jax.random.randint(key, (), 0, len(rotations), jnp.int32)
     # In stages, the values of an island that does not answer are zeros, this one too.
     answers = federated_map(lambda w: jnp.bool_(True), models)
-    partners, answered = permute_participants(
-        (models, answers), rotations, rotation, placement="islands"
-    )
+    partners, answered = permute_islands((models, answers), rotations, rotation)
 
     def average(w: Params, partner: Params, answered: Bool[Array, ""]) -> Params:
         return jax.tree.map(lambda a, b: jnp.where(answered, (a + b) / 2, a), w, partner)

@@ -53,7 +53,7 @@ def is_number(value: Any) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
-def format_mean(line: Mapping[str, Any], name: str, digits: int = 4) -> str:
+def format_mean(line: Mapping[str, Any], name: str) -> str:
     """Format a number of a line, with its standard deviation if it has one.
 
     Example:
@@ -63,6 +63,6 @@ def format_mean(line: Mapping[str, Any], name: str, digits: int = 4) -> str:
     """
     if name not in line:
         return "-"
-    mean = f"{number_or_nan(line[name]):.{digits}f}"
+    mean = f"{number_or_nan(line[name]):.4f}"
     spread = line.get(DEVIATION, {}).get(name)
-    return mean if spread is None else f"{mean} ± {spread:.{digits}f}"
+    return mean if spread is None else f"{mean} ± {spread:.4f}"

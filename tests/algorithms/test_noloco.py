@@ -14,7 +14,7 @@ from method_table import trainer
 import fedpax
 from fedpax import Cohort
 from fedpax.algorithms import noloco
-from fedpax.algorithms.parts.permute_participants import perfect_matchings, permute_participants
+from fedpax.algorithms.parts.permute_islands import perfect_matchings, permute_islands
 from fedpax.hlo.collectives import collectives
 from fedpax.parallel.mesh import make_mesh
 
@@ -58,9 +58,7 @@ def test_shards_of_a_model_are_exchanged_in_place(kind):
     matchings = perfect_matchings(4)
     with jax.set_mesh(mesh):
         x = jax.device_put(np.arange(24, dtype=np.float32).reshape(4, 6), sharding)
-        run = fedpax.program(islands=4)(
-            lambda x, c: permute_participants(x, matchings, c, placement="islands")
-        )
+        run = fedpax.program(islands=4)(lambda x, c: permute_islands(x, matchings, c))
         step = jax.jit(run).lower(x, jnp.int32(1)).compile()
         exchanged = step(x, jnp.int32(1))
     found = [c for c in collectives(step.as_text(), mesh) if "islands" in c.axes]
@@ -74,11 +72,7 @@ def test_shards_of_a_model_are_exchanged_in_place(kind):
 def test_an_exchange_takes_the_chosen_permutation():
     values = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
     choices = [tuple(np.random.default_rng(s).permutation(5).tolist()) for s in (1, 2, 3)]
-    run = jax.jit(
-        fedpax.program(islands=5)(
-            lambda x, c: permute_participants(x, choices, c, placement="islands")
-        )
-    )
+    run = jax.jit(fedpax.program(islands=5)(lambda x, c: permute_islands(x, choices, c)))
     for i, sources in enumerate(choices):
         np.testing.assert_array_equal(run(values, jnp.int32(i)), values[np.array(sources)])
 

@@ -9,18 +9,16 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 
-def permute_participants(
+def permute_islands(
     values: chex.ArrayTree,
     choices: Sequence[Sequence[int]],
     choice: Int[Array, ""],
-    *,
-    placement: str,
 ) -> chex.ArrayTree:
-    """Give each participant the value of another one: `out[i] = x[choices[choice][i]]`."""
+    """Give each island the value of another one: `out[i] = x[choices[choice][i]]`."""
     # Inside a program. Where the placement's mesh axis holds one participant per device group, this
     # is one `collective-permute` per leaf, and each participant sends its value once. The choices
     # are known to the compiler, and one of them is taken at run time.
-    branches = [lambda x, sources=sources: _permute(x, sources, placement) for sources in choices]
+    branches = [lambda x, sources=sources: _permute(x, sources) for sources in choices]
     if len(branches) == 1:
         return branches[0](values)
     return jax.lax.switch(choice, branches, values)
@@ -43,15 +41,15 @@ def perfect_matchings(n: int) -> list[tuple[int, ...]]:
     return matchings
 
 
-def _permute(values: chex.ArrayTree, sources: Sequence[int], placement: str) -> chex.ArrayTree:
+def _permute(values: chex.ArrayTree, sources: Sequence[int]) -> chex.ArrayTree:
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.shape.get(placement) == len(sources) > 1:
+    if mesh.shape.get("islands") == len(sources) > 1:
         pairs = [(source, target) for target, source in enumerate(sources)]
         return jax.shard_map(
-            lambda x: jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, placement, pairs), x),
-            axis_names={placement},
-            in_specs=P(placement),
-            out_specs=P(placement),
+            lambda x: jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, "islands", pairs), x),
+            axis_names={"islands"},
+            in_specs=P("islands"),
+            out_specs=P("islands"),
         )(values)
     index = jnp.array(sources)
 

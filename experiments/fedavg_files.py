@@ -356,11 +356,7 @@ class FedAvgFiles(ClientExperiment):
         return tuned
 
     def evaluate_own_by_client(self) -> Callable[[Any], ClientMetrics]:
-        """Make the evaluation by client of the clients' own models.
-
-        Returns:
-            `state -> metrics of each client`; `state` is the algorithm's.
-        """
+        """Make the evaluation of the clients' own models: `state -> metrics of each client`."""
         (cohort, own), model = self._own_examples, self.make_model()
         train_loss, names = self.make_loss(model), self._client_names
         places = {name: place for place, name in enumerate(self.opened.names)}

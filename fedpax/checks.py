@@ -129,18 +129,7 @@ def check_argument(
 def check_argument(
     function: str, argument: str, value: Any, expected: Range, *, remedy: str
 ) -> float:
-    """Return an argument that is a number in a range, as a Python number.
-
-    Args:
-        function: name of the function that takes the argument.
-        argument: name of the argument.
-        value: a number, a NumPy scalar or an array without axes; for an `IntRange` an integer.
-        expected: the range.
-        remedy: the last sentence of the message, such as "Pass 0.0 for fedavg."
-
-    Raises:
-        ArgumentTypeError: the value is not a number, or not an integer.
-        ArgumentError: the value is out of range.
+    """Return a number in a range as a Python number, or raise an error that ends in `remedy`.
 
     Example:
         >>> check_argument("clip_by_norm", "max_norm", -1.0, POSITIVE, remedy="Use 1.0.")

@@ -144,17 +144,8 @@ def fold_steps(
 def gradient_and_metrics(
     loss_fn: LossFn, params: Params, batch: chex.ArrayTree
 ) -> tuple[Params, Metrics]:
-    """Differentiate a loss with respect to the parameters, and collect its metrics.
-
-    Args:
-        loss_fn: `(params, batch) -> (scalar loss, dict of scalars, or None)`.
-        params: a pytree of float arrays.
-        batch: the second argument of `loss_fn`.
-
-    Returns:
-        The gradient, of the structure of `params`, and a dict of the metrics with `"loss"`; if
-        `loss_fn` is a `fedpax.algorithm.WithGradientNorm`, with the gradient's norm too.
-    """
+    """Return the gradient of a loss in the parameters, and its metrics with `"loss"`."""
+    # The gradient's norm is among them if `loss_fn` is a `fedpax.algorithm.WithGradientNorm`.
     check_float_params(params)
     gradient, metrics = jax.grad(functools.partial(loss_and_metrics, loss_fn), has_aux=True)(
         params, batch

@@ -57,11 +57,7 @@ def masked_loss_by_client(
 def label_weights(
     parts: Sequence[Int[np.ndarray, " examples"]], heldout: Int[np.ndarray, " heldout"]
 ) -> Float[np.ndarray, "clients classes"]:
-    """Weigh held-out examples by label, so that they stand for the examples of each client.
-
-    Returns:
-        For each client and label, the weight of a held-out example with this label. The sum over
-        all held-out examples is the client's number of examples whose label is held out.
+    """Weigh held-out examples by client and label; sums are the client's examples of these labels.
 
     Example:
         >>> label_weights([np.array([0, 0, 1]), np.array([1])], np.array([0, 1, 1, 1, 1])).tolist()

@@ -28,19 +28,9 @@ def heldout_of_files(
     preprocess: Preprocess,
     participants: Sequence[str] | None = None,
 ) -> HeldoutClients:
-    """Return the held-out examples of each client that has any.
-
-    Args:
-        opened: the files.
-        names: the names of the clients in `opened`, as they are reported.
-        prepared: the examples as arrays, and their label.
-        loss_fn: the loss, without regularization.
-        batch_size: the largest number of examples in a batch.
-        preprocess: the function from the fields of examples to the fields of batches.
-        participants: the names of the clients of a deployment, of which one may have no held-out
-            example, in order, with batches of `batch_size`. Default None: all clients that have
-            any.
-    """
+    """Return the held-out examples of each client that has any."""
+    # `participants` names the clients of a deployment in order, of which one may have no held-out
+    # example; its batches have exactly `batch_size` examples. `loss_fn` has no regularization.
     parts = opened.parts(opened.heldout | opened.is_new[opened.owners])
     if participants is None:
         batch_size = min(batch_size, max(map(len, parts.values())))

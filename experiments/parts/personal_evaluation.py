@@ -48,12 +48,9 @@ def pad_cohort(cohort: Cohort, multiple: int) -> Cohort:
 def with_own_models(
     run: Run, method: MethodConfig, evaluate: Callable[[], Callable[[Any], dict[str, float]]]
 ) -> Run:
-    """Evaluate clients' own models in a run, and make a model for each cluster if there are any.
-
-    Returns:
-        The run. Its further metrics have the prefix `personal_`. A method with clusters has no
-        single shared model: all of its metrics come from the own models.
-    """
+    """Evaluate clients' own models in a run, and make a model for each cluster if there are any."""
+    # The further metrics have the prefix `personal_`. A method with clusters has no single shared
+    # model: all of its metrics come from the own models.
 
     def evaluate_state(state: Any) -> dict[str, float]:
         return {f"personal_{name}": value for name, value in evaluate()(state).items()}

@@ -194,15 +194,9 @@ def engine_sum(
     noise: chex.ArrayTree = None,
     least: int = 1,
 ) -> chex.ArrayTree:
-    """Sum integers over participants, in stages whose engine masks the sums.
-
-    Args:
-        encode: `update -> integers`.
-        updates: placed values.
-        here: the participants whose integers count.
-        noise: placed integers, which all participants that answer add. Default None: no noise.
-        least: the fewest participants that the engine may sum.
-    """
+    """Sum the integers `encode(update)` of participants, in stages whose engine masks the sums."""
+    # All participants that answer add their `noise`; those that are not `here` add nothing else.
+    # The engine sums over `least` participants or more.
 
     def send(
         update: chex.ArrayTree, here: Bool[Array, ""], noise: chex.ArrayTree

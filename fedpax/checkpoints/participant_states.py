@@ -122,15 +122,9 @@ def resize_participants(
 
 
 def saved_placed_struct(leaf: jax.ShapeDtypeStruct, num_saved: int) -> jax.ShapeDtypeStruct:
-    """Return a placed leaf's abstract value with another number of participants.
-
-    The participants stay sharded over the placement's mesh axis if it divides their number, so that
-    a device reads only its share of them; otherwise each device reads all.
-
-    Args:
-        leaf: the abstract value `[m, ...]`, with its sharding.
-        num_saved: n.
-    """
+    """Return a placed leaf's abstract value with another number of participants."""
+    # They stay sharded over the placement's mesh axis if it divides their number, so that a device
+    # reads only its share of them; otherwise each device reads all.
     sharding: Any = leaf.sharding
     axis = tuple(sharding.spec)[:1]
     first = axis[0] if axis and axis[0] is not None else None

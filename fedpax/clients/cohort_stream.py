@@ -54,13 +54,7 @@ class IdentifiedStream(CohortStream, Protocol):
 
 
 def fingerprint(stream: CohortStream) -> dict[str, str]:
-    """Return the fingerprint of a stream's data.
-
-    Args:
-        stream: the stream. Nothing is drawn from it.
-
-    Returns:
-        As `IdentifiedStream.fingerprint`; empty if the stream does not tell.
+    """Return the fingerprint of a stream's data; empty if the stream does not tell.
 
     Example:
         >>> from fedpax.data import token_rounds

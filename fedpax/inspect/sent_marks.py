@@ -55,12 +55,8 @@ def sent_by_results(placed: PlacedValues) -> dict[Var, tuple[Sent, ...]]:
 
 
 def kept_values(plan: StreamingPlan) -> tuple[set[int], set[Var]]:
-    """Find the participants' own states, which they neither receive nor send.
-
-    Returns:
-        The identities of the equations that read the states from a store, and the values that are
-        written back to one.
-    """
+    """Find the participants' own states: equations that read them, values that are written back."""
+    # Participants neither receive nor send them. Equations are given by their identities.
     by_result = {v: eqn for eqn in plan.jaxpr.eqns for v in eqn.outvars}
     reads: set[int] = set()
     written: set[Var] = set()
@@ -80,13 +76,10 @@ def kept_values(plan: StreamingPlan) -> tuple[set[int], set[Var]]:
 
 
 def server_work(plan: StreamingPlan) -> tuple[set[int], set[Var]]:
-    """Find the work of the server that runs on the participants' devices.
-
-    Returns:
-        The identities of the equations: maps whose functions mark a value as the server's, and the
-        equations that only compute their arguments or only read their results. And the values that
-        are computed from the results of such maps alone.
-    """
+    """Find the work of the server that runs on the participants' devices."""
+    # The identities of its equations: maps whose functions mark a value as the server's, and the
+    # equations that only compute their arguments or only read their results. And the values that
+    # are computed from the results of such maps alone.
     equations: set[int] = set()
     values: set[Var] = set()
     for eqn in plan.jaxpr.eqns:

@@ -28,15 +28,9 @@ _NUMPY = np.ndarray, np.generic
 def checked_cast(
     values: ArrayLike, dtype: Any, name: str, remedy: str | None = None
 ) -> NDArray[Any]:
-    """Convert numbers to a dtype, or raise an error that names a value which would change.
-
-    Args:
-        values: numbers of any shape and real dtype, of any byte order.
-        dtype: the dtype of the result. An integer or bool dtype keeps every value exactly. A float
-            dtype rounds to its precision; a finite value stays finite.
-        name: what the values are, for messages: an argument or a field.
-        remedy: what the user can do, for messages. Default None: use 64 bits, or other numbers.
-    """
+    """Convert numbers to a dtype, or raise an error that names a value which would change."""
+    # Integers and bools stay exact; a float is rounded, and a finite value stays finite. `name` is
+    # the argument or field; the default remedy is to use 64 bits, or other numbers.
     array, dtype = _numbers(values, name, remedy), np.dtype(dtype)
     if array.dtype == dtype:
         return array

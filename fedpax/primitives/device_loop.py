@@ -168,14 +168,10 @@ class DeviceLoop(NamedTuple):
         return list(outputs[:stacked]), list(outputs[stacked:])
 
     def aliased_inputs(self, placed: Sequence[Placed]) -> list[int | None]:
-        """Assign input buffers to the stacked outputs.
-
-        Returns:
-            For each stacked output, the index of an input buffer with the same shape, dtype and
-            sharding that it can alias, or None. No input is assigned twice. Inputs that the output
-            depends on come first, such as the state that it replaces: XLA copies an input that
-            another output still reads.
-        """
+        """Return the input buffer that each stacked output can overwrite, or None."""
+        # Shape, dtype and sharding are equal, and no input is assigned twice. Inputs that the
+        # output depends on come first, such as the state that it replaces: XLA copies an input that
+        # another output still reads.
         free = {
             i: _shape_and_layout(unplaced_aval(aval_of_value(v)))
             for i, v in enumerate(placed)

@@ -96,14 +96,7 @@ def collect_weights(weights: jax.Array) -> None:
 def collect_means(
     x: Any, means: Sequence[jax.Array], weights: jax.Array, average: Callable[..., jax.Array]
 ) -> None:
-    """Add weighted means to those that are collected, beside the means with scaled weights.
-
-    Args:
-        x: the pytree of values.
-        means: its weighted means.
-        weights: the weights.
-        average: `(leaf, weights) -> mean` over the participants.
-    """
+    """Add weighted means to the collected ones, beside the means with scaled weights."""
     collected = _current()
     if collected is None or not collected.means:
         return

@@ -102,12 +102,8 @@ def has_own_shardings(eqn: JaxprEqn) -> bool:
 
 
 def move_to_mesh(x: jax.Array, mesh: AbstractMesh) -> jax.Array:
-    """Change the mesh in an array's type to one with other axis types.
-
-    Returns:
-        The array with the same values. Dimensions that were sharded over automatic axes are
-        replicated over them if they become explicit.
-    """
+    """Change the mesh in an array's type to one with other axis types."""
+    # Dimensions that were sharded over automatic axes are replicated over explicit ones.
     sharding = jax.typeof(x).sharding
     if mesh.empty or sharding.mesh.empty or sharding.mesh == mesh:
         return x

@@ -30,19 +30,12 @@ class Monoid(NamedTuple):
 def reduce_terms(
     monoid: Monoid, operands: Sequence[jax.Array], terms: Callable[..., list] | None = None
 ) -> list[jax.Array]:
-    """Combine the terms of all participants into totals.
-
-    On a CPU, participants are combined one after another, because XLA's reduction over the leading
-    axis reads an array column by column. With 64 participants and weights, the loop takes a
-    hundredth of the time and less. Many participants are combined in blocks, so that rounding
-    grows with the square root of their number. Rows that are sharded over devices are reduced at
-    once.
-
-    Args:
-        monoid: combines the terms.
-        operands: arrays `[n, ...]`.
-        terms: `(*operands) -> list of arrays`, also of one participant. Default None: the operands.
-    """
+    """Combine the terms of all participants into totals; by default the operands are the terms."""
+    # On a CPU, participants are combined one after another, because XLA's reduction over the
+    # leading axis reads an array column by column. With 64 participants and weights, the loop takes
+    # a hundredth of the time and less. Many participants are combined in blocks, so that rounding
+    # grows with the square root of their number. Rows that are sharded over devices are reduced at
+    # once.
     make = terms or (lambda *own: list(own))
 
     def at_once(*operands: jax.Array) -> list[jax.Array]:
@@ -76,13 +69,7 @@ def reduce_terms(
 def apply_by_monoid(
     monoids: Sequence[Monoid], apply: Callable[..., list], *totals: Sequence[Any]
 ) -> list[Any]:
-    """Call a function once for each different monoid, with all totals of that monoid.
-
-    Args:
-        monoids: the monoid of each total.
-        apply: `(monoid, *lists of its totals) -> list` of the same length.
-        *totals: lists of the same length as `monoids`.
-    """
+    """Call `apply(monoid, *lists of its totals)` once for each different monoid."""
     combined: list[Any] = [None] * len(monoids)
     for monoid in dict.fromkeys(monoids):
         own = [i for i, m in enumerate(monoids) if m == monoid]
@@ -151,15 +138,9 @@ def _for_each(reduce: Callable) -> Callable:
 
 
 def _propagating_nan(extremum: Callable, nan_key: Callable) -> Callable:
-    """Return an extremum that is NaN if any value is NaN, also between devices.
-
-    XLA's all-reduce on CPU compares floats as C++ does and can drop a NaN. So floats are mapped to
-    integers of the same order, with one integer beyond all others for NaN.
-
-    Args:
-        extremum: `(arrays, axis) -> arrays`, a maximum or minimum.
-        nan_key: `(integer dtype) -> integer` that represents NaN.
-    """
+    """Return an extremum that is NaN if any value is NaN, also between devices."""
+    # XLA's all-reduce on CPU compares floats as C++ does and can drop a NaN. So floats are mapped
+    # to integers of the same order, with one integer beyond all others, `nan_key(dtype)`, for NaN.
 
     def flip_negative(bits):
         # If the sign bit is set, larger bits are smaller numbers. Applied twice: the identity.
@@ -213,12 +194,7 @@ def equal_with_nan(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def with_ties(extremum: Monoid) -> Monoid:
-    """Extend an extremum by the participants that attain it.
-
-    Returns:
-        A monoid whose totals are four arrays each: the extremum, the first and the last index of a
-        participant that attains it, and the number of ties.
-    """
+    """Extend an extremum by the first and the last index that attain it, and their number."""
     parts = (extremum, MINIMUM, MAXIMUM, ADDITION)
 
     def of_ties(best, x, *indices_and_count):

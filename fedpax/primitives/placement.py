@@ -154,14 +154,7 @@ def resolve_placement(function: str, name: str | None) -> ActivePlacement:
 def check_placed(
     function: str, tree: ArrayTree, placement: Placement, argument: str
 ) -> list[jax.Array]:
-    """Check that every leaf has the placement's axis first, and return the leaves as arrays.
-
-    Args:
-        function: name of the public function, for messages.
-        tree: pytree of arrays `[n, ...]`.
-        placement: the placement of `n` participants.
-        argument: name of the argument, for messages.
-    """
+    """Check that every leaf has the placement's axis first, and return the leaves as arrays."""
     leaves = []
     for path, leaf in jax.tree.leaves_with_path(tree):
         where = argument + jax.tree_util.keystr(path)

@@ -75,15 +75,7 @@ def _batch_rule(primitive: Primitive) -> Callable:
 def reduce_tree(
     function: str, primitive: Primitive, x: ArrayTree, placement: str | None, *, ordered: bool
 ) -> ArrayTree:
-    """Check a placed pytree and reduce each leaf.
-
-    Args:
-        function: name of the public function, for messages.
-        primitive: a reduction with one operand.
-        x: pytree of arrays `[n, ...]`.
-        placement: name of the placement. Default None: the only placement of the program.
-        ordered: the reduction compares values, so complex leaves raise.
-    """
+    """Check a placed pytree and reduce each leaf; `ordered`: complex leaves raise."""
     target = resolve_placement(function, placement).placement
     leaves = check_placed(function, x, target, "x")
     check_numbers(function, x, ordered=ordered)

@@ -42,14 +42,8 @@ def resolve_static(
     argnums: int | Sequence[int] | None,
     argnames: str | Iterable[str] | None,
 ) -> StaticArguments:
-    """Check a declaration of static arguments, and complete positions from names or vice versa.
-
-    Args:
-        fn: the user's function.
-        argnums: positions, as in `jax.jit`.
-        argnames: names, as in `jax.jit`. If only one of both is given, the other is inferred from
-            the signature.
-    """
+    """Check a declaration of static arguments as `jax.jit` has it, and complete it."""
+    # If only positions or only names are given, the signature gives the others.
     signature, name = signature_of(fn), function_name(fn)
     parameters = list(signature.parameters.values()) if signature else []
     positional = [p.name for p in parameters if p.kind in POSITIONAL]
@@ -112,12 +106,7 @@ def _as_names(argnames: Any) -> list[str]:
 def split_static(
     static: StaticArguments, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any], Callable[..., tuple[list[Any], dict[str, Any]]]]:
-    """Separate the static arguments of a call from those that are traced.
-
-    Returns:
-        The traced positional arguments, the traced keyword arguments, and a function that takes
-        these and returns all positional and all keyword arguments.
-    """
+    """Separate traced from static arguments; return also the function that joins them again."""
     fixed = {i: args[i] for i in static.argnums if i < len(args)}
     fixed_by_name = {k: v for k, v in kwargs.items() if k in static.argnames}
 

@@ -104,11 +104,7 @@ class TrainingConfig(CheckedConfig):
     track_checkpoints: bool = False
 
     def __post_init__(self) -> None:
-        """Check the ranges.
-
-        Raises:
-            ValueError: a number is too small or no integer, or a setting is none of its values.
-        """
+        """Check the ranges."""
         check_integer_fields(self, "training")
         super().__post_init__()
         if self.on_spike == "roll_back" and not (self.checkpoint_every or self.keep_every):

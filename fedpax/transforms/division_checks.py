@@ -113,17 +113,9 @@ def divide_arguments(
     *,
     is_given: bool,
 ) -> tuple[Division, StreamingPlan]:
-    """Divide a program; return the plan too.
-
-    Args:
-        closed: as for `divide`.
-        placement: as for `divide`.
-        signature: as for `divide`.
-        owned: as for `divide`.
-        noise: as for `divide`.
-        is_given: whether the user named the own values. Otherwise those that only the server reads
-            become the server's.
-    """
+    """Divide a program as `divide` does; return the plan too."""
+    # `is_given`: the user named the own values. Otherwise those that only the server reads become
+    # the server's.
     while True:
         division = divide(closed, placement, signature, owned, list(noise))
         plan = make_plan(division.core.jaxpr, placement)

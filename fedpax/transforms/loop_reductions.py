@@ -48,14 +48,9 @@ class LoopReduction(NamedTuple):
 def loop_reduction(
     eqn: JaxprEqn, placement: Placement, mesh_axis: str | None, known: Sequence[int | None]
 ) -> LoopReduction | None:
-    """Return the parts of an equation that reduces over the participants, or None.
-
-    Args:
-        eqn: an equation.
-        placement: the placement.
-        mesh_axis: name of the explicit mesh axis that shards the participants' axis, or None.
-        known: for each operand the participants' axis, or None if it is not known to have one.
-    """
+    """Return the parts of an equation that reduces over the participants, or None."""
+    # `known` has the participants' axis of each operand, or None; `mesh_axis` is an explicit axis
+    # that shards it.
     if eqn.primitive in REDUCTIONS:
         return _federated(eqn, placement) if eqn.params["placement"] == placement else None
     if all(axis is None for axis in known):

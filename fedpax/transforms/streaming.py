@@ -183,13 +183,9 @@ def run_server(
 def loop_body(
     plan: StreamingPlan, phase: int
 ) -> Callable[[jax.Array, Sequence[Any], Sequence[Any]], list[Any]]:
-    """Return the function of one participant in the loop of a phase.
-
-    Returns:
-        `(index, server values, slices) -> outputs`. The arguments are the inputs that
-        `plan.loop_inputs` lists. The outputs are the stored values, then the terms of all
-        reductions.
-    """
+    """Return the function of one participant in the loop of a phase."""
+    # `(index, server values, slices) -> outputs`, of the inputs that `plan.loop_inputs` lists. The
+    # outputs are the stored values, then the terms of all reductions.
     shared, placed = plan.loop_inputs(phase)
     stored = list(plan.stored[phase])
     computed = plan.computed(phase)

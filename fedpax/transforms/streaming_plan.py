@@ -82,12 +82,9 @@ class StreamingPlan:
         return not self.is_rematerializable(v) or self.is_stored(v)
 
     def walk(self, phase: int) -> Iterator[tuple[Var, int | None, Unstacked | None]]:
-        """Yield the values that the loop of a phase computes or reads.
-
-        Returns:
-            For each value its participants' axis (None: the whole value is read), and the equation
-            that computes it (None: the loop reads it).
-        """
+        """Yield the values that the loop of a phase computes or reads."""
+        # Each with its participants' axis (None: the whole value is read), and the equation that
+        # computes it (None: the loop reads it).
         seen = set[tuple[Var, int | None]]()
         expanded = set[int]()
         waiting = list(self._roots(phase))

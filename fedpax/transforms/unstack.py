@@ -60,12 +60,8 @@ def unstack(
 def unstack_reduction(
     eqn: JaxprEqn, size: int, mesh_axis: str | None, known: Sequence[int | None]
 ) -> Unstacked | None:
-    """Return an equation that combines participants, on the slices of one of them.
-
-    Returns:
-        The equation whose results, combined over the participants, equal the results of `eqn`; None
-        if `eqn` is not of this kind.
-    """
+    """Return an equation that combines participants, on the slices of one of them, or None."""
+    # Its results, combined over the participants, equal the results of `eqn`.
     if eqn.effects:
         return None
     for axes in axis_maps(eqn):

@@ -93,13 +93,8 @@ def read_batches(
     rows: Int64[np.ndarray, " examples"],
     batch_size: int,
 ) -> list[Arrays]:
-    """Read examples into one array for each field, of which batches are views.
-
-    Args:
-        read: returns arrays `[n, ...]` of some examples.
-        rows: the examples, in order; the first of them are the padding of the last batch.
-        batch_size: examples per batch.
-    """
+    """Read examples into one array for each field, of which batches are views."""
+    # The first rows are the padding of the last batch.
     places = np.arange(-(-len(rows) // batch_size) * batch_size).reshape(-1, batch_size)
     arrays = read(rows[places.ravel() % len(rows)])
     batches = {name: x.reshape(*places.shape, *x.shape[1:]) for name, x in arrays.items()}

@@ -54,11 +54,6 @@ class CategoryValues:
 
 
 def common_values(clients: Mapping[str, int], min_clients: int) -> tuple[tuple[str, ...], bool]:
-    """Return the values that enough clients have, in order, and whether there are others.
-
-    Args:
-        clients: number of clients that have each value.
-        min_clients: number of clients that must have a value.
-    """
+    """Return the values that enough clients have, in order, and whether there are others."""
     kept = sorted(value for value, n in clients.items() if n >= min_clients)
     return tuple(kept), len(kept) < len(clients)

@@ -221,19 +221,10 @@ def fit_blocks(
     standardize: Literal["federated", "range"] = "federated",
     min_clients: int = 1,
 ) -> TableFeatures:
-    """Fit features to a table that is read in blocks, two or three times; see `fit_features`.
-
-    Args:
-        blocks: returns the columns of some examples and their clients, again at each call.
-            The examples of a client follow one another.
-        treatments: as for `fit_features`, and so are the other arguments.
-        counts: number of examples of each client in all blocks.
-        aggregator: combines the clients' averages.
-        limit: the largest absolute value of an entry.
-        least_deviation: the least deviation.
-        standardize: how numbers are scaled.
-        min_clients: number of clients that must have a value for it to be a category.
-    """
+    """Fit features to a table that is read in blocks, two or three times; see `fit_features`."""
+    # `blocks` returns the columns of some examples and their clients, again at each call; the
+    # examples of a client follow one another. `counts` are the examples of each client in all
+    # blocks.
     used = [treatment for treatment in treatments if treatment.kind != "left_out"]
     numeric = numeric_columns(used)
     bounds = numeric_bounds(numeric, needed=limit is not None or standardize == "range")
@@ -300,14 +291,9 @@ def assemble_features(
     categories: Mapping[str, tuple[tuple[str, ...], bool]],
     missing: Collection[str],
 ) -> TableFeatures:
-    """Make the features from what is known of the training clients.
-
-    Args:
-        used: the treatments of the columns that are not left out.
-        moments: mean and variance of `numeric_columns(used)`.
-        categories: for each category, its values, and whether a client has another one.
-        missing: the columns of which a client misses a value.
-    """
+    """Make the features from what is known of the training clients."""
+    # A category has its values, and whether a client has another one. `missing` names the columns
+    # of which a client misses a value.
     places = {treatment.name: place for place, treatment in enumerate(numeric_columns(used))}
     deviations = np.sqrt(moments.variance)
     fitted = []

@@ -108,17 +108,9 @@ def moments_of_blocks(
     limit: Callable[[int], float] | None = None,
     least_deviation: float = 0.0,
 ) -> Moments:
-    """Compute `federated_moments` of values that are read in blocks, once or twice.
-
-    Args:
-        blocks: returns the values of some examples and their clients, again at each call.
-        num_columns: number of columns.
-        counts: number of examples of each client in all blocks.
-        aggregator: as for `federated_moments`, and so are the other arguments.
-        bounds: the least and largest value of each column.
-        limit: the largest absolute value of an entry.
-        least_deviation: the least deviation.
-    """
+    """Compute `federated_moments` of values that are read in blocks, once or twice."""
+    # `blocks` returns the values of some examples and their clients, again at each call; `counts`
+    # are the examples of each client in all blocks.
     aggregator = mean() if aggregator is None else aggregator
     if not num_columns:
         return Moments(np.zeros(0), np.zeros(0))

@@ -59,16 +59,8 @@ def is_large(files: Any, options: LoadOptions) -> bool:
 
 
 def survey_files(files: Any, options: LoadOptions, max_labels: int) -> Survey:
-    """Summarize the columns and clients of files that are read in parts: twice if with clients.
-
-    Args:
-        files: as for `fedpax.data.load`.
-        options: how they are read, without a partition.
-        max_labels: a label with more distinct values is not counted by client.
-
-    Raises:
-        ValueError: as in `fedpax.data.load`.
-    """
+    """Summarize the columns and clients of files that are read in parts: twice if with clients."""
+    # A label with more than `max_labels` distinct values is not counted by client.
     selected = select_files(files, options)
     reading = Reading(selected, options, None)
     reading.read_schema(first_part=True)

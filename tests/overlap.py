@@ -50,10 +50,10 @@ def check_overlap(text: str, num_fragments: int, stages: int = 1) -> None:
     A round has a loop for each fragment before its first transfer starts, and one under each of its
     transfers. Only the metrics are sent after the last loop.
     """
-    found, loops = transfers(text)
+    result, loops = transfers(text)
     assert loops == (1 + stages) * num_fragments, f"{loops} loops of local steps"
     overlapped = {n for n in range(loops) if n % (1 + stages)}
-    under = [t for t in found if t.started < loops]
-    assert {t.started for t in under} == overlapped, found
-    assert all(t.completed == t.started + 1 for t in under), found
-    assert len(found) == len(under) + 1, found  # the metrics
+    under = [t for t in result if t.started < loops]
+    assert {t.started for t in under} == overlapped, result
+    assert all(t.completed == t.started + 1 for t in under), result
+    assert len(result) == len(under) + 1, result  # the metrics

@@ -69,13 +69,13 @@ def start_one(
 def finish(processes: Sequence[subprocess.Popen]) -> list[tuple[int, str, str]]:
     """Return the status, output and errors of each process, without what gloo prints."""
     try:
-        found = [process.communicate(timeout=600) for process in processes]
+        completed = [process.communicate(timeout=600) for process in processes]
     finally:
         for process in processes:
             process.kill()
     return [
         (process.returncode, without_gloo(output), errors)
-        for process, (output, errors) in zip(processes, found, strict=True)
+        for process, (output, errors) in zip(processes, completed, strict=True)
     ]
 
 

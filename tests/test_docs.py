@@ -117,13 +117,13 @@ def test_every_public_name_has_an_example(name: str) -> None:
 
 def commands() -> list[tuple[str, list[str]]]:
     """Return the commands of all pages that name experiments and fields of theirs, or a mesh."""
-    found = []
+    collected = []
     for page in PAGES:
         for match in COMMAND.finditer(page.read_text()):
             words = shlex.split(match[1].replace("\\\n", " "), comments=True)
             if any(re.match(r"--\w+\.|--topology=cpu:", word) for word in words):
-                found.append((f"{page.name}: {match[1]}", words))
-    return found
+                collected.append((f"{page.name}: {match[1]}", words))
+    return collected
 
 
 def fields_of(words: list[str]) -> list[str]:

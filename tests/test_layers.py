@@ -186,14 +186,14 @@ def find_circle(sources: dict[str, str]) -> list[str]:
     """
 
     def imported(module: str) -> set[str]:
-        found = set()
+        collected = set()
         for _, name in imports(ast.parse(sources[module])):
             if ":" in name:
                 continue  # a command, which a dispatch table imports when it runs
             while name and name not in sources:  # a name in a module, not a module
                 name = name.rpartition(".")[0]
-            found.add(name)
-        return found - {""}
+            collected.add(name)
+        return collected - {""}
 
     graph = {module: sorted(imported(module)) for module in sources}
     done: set[str] = set()
@@ -257,13 +257,13 @@ def test_every_module_keeps_to_its_layer() -> None:
     names = {module_name(path) for path in paths}
     assert {"fedpax", "fedpax.primitives", "fedpax.algorithms", "fedpax.experiments"} <= names
     assert {layer_of(name) for name in names if is_within(name, "fedpax")} <= set(HEIGHT)
-    found = [
+    result = [
         text
         for path in paths
         for check in (complaints, unstable_attributes)
         for text in check(path.read_text(), module_name(path))
     ]
-    assert not found, "\n".join(found)
+    assert not result, "\n".join(result)
 
 
 def test_an_unstable_attribute_is_found() -> None:

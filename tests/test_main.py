@@ -154,5 +154,5 @@ def test_the_package_imports_nothing_slow() -> None:
     # -S: an editable install imports the three before all else.
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import fedpax; print(*sys.modules)"
     command = [sys.executable, "-I", "-S", "-c", code]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert not {"jax", "re", "typing"} & {*found.stdout.split()}
+    completed = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert not {"jax", "re", "typing"} & {*completed.stdout.split()}

@@ -27,12 +27,12 @@ def long_functions(source: str) -> list[str]:
 
 
 def test_functions_are_short() -> None:
-    found = [
+    result = [
         f"{path.relative_to(ROOT)}: {text}"
         for path in python_files(*FOLDERS)
         for text in long_functions(path.read_text())
     ]
-    assert not found, "\n".join(found)
+    assert not result, "\n".join(result)
 
 
 def test_a_long_function_is_found() -> None:

@@ -38,8 +38,8 @@ def compile_on(mesh, aggregator, updates):
         state = zero_state(updates)
         arguments = state._replace(residual=put(state.residual)), put(updates)
         compiled = step.lower(*arguments).compile()
-    found = [c for c in collectives(compiled.as_text(), mesh) if "islands" in c.axes]
-    return compiled, arguments, found
+    communication = [c for c in collectives(compiled.as_text(), mesh) if "islands" in c.axes]
+    return compiled, arguments, communication
 
 
 @functools.cache
@@ -68,19 +68,19 @@ def without_mesh(codec):
 def test_islands_gather_words(codec, kind):
     aggregator = compressed_mean(codec, error_feedback=True)
     mesh = jax.make_mesh((4, 2), ("islands", "fsdp"), axis_types=(kind, kind))
-    compiled, arguments, found = compile_on(mesh, aggregator, updates())
+    compiled, arguments, communication = compile_on(mesh, aggregator, updates())
     with jax.set_mesh(mesh):
         got = compiled(*arguments)
     chex.assert_trees_all_close(got, without_mesh(codec), rtol=1e-5, atol=2e-5)
-    assert {c.kind for c in found} == {"all-gather"}
-    assert all(shape.startswith("u32") for c in found for shape in c.shapes)
-    assert all(c.executions == 1 for c in found)
+    assert {c.kind for c in communication} == {"all-gather"}
+    assert all(shape.startswith("u32") for c in communication for shape in c.shapes)
+    assert all(c.executions == 1 for c in communication)
     # Two devices of an island send half each; the small leaves are sent by both.
     bits = codecs.wire_bits(codec, {name: x[0] for name, x in updates().items()})
-    sent = 2 * 8 * sum(c.bytes for c in found)
+    sent = 2 * 8 * sum(c.bytes for c in communication)
     # A device fills a leaf's last row of 128 words up.
-    assert bits <= sent < 1.01 * bits + 2 * len(found) * 128 * 32
-    assert all(shape.endswith(",128]") for c in found for shape in c.shapes)
+    assert bits <= sent < 1.01 * bits + 2 * len(communication) * 128 * 32
+    assert all(shape.endswith(",128]") for c in communication for shape in c.shapes)
 
 
 @pytest.mark.parametrize(
@@ -96,11 +96,11 @@ def test_the_exchange_with_the_fewest_bits_is_compiled(participants, kinds):
     mesh = jax.make_mesh((4, 1), ("islands", "fsdp"), devices=jax.devices()[:4])
     codec, params = codecs.e3m0(), {name: x[0] for name, x in updates().items()}
     aggregator = compressed_mean(codec, error_feedback=True)
-    _, _, found = compile_on(mesh, aggregator, updates(participants))
-    assert {c.kind for c in found} == kinds
+    _, _, communication = compile_on(mesh, aggregator, updates(participants))
+    assert {c.kind for c in communication} == kinds
     # What a device receives from three others, per byte of its own operand.
     factors = {"all-gather": 3, "all-to-all": 3 / 4, "all-reduce": 2 * 3 / 4}
-    received = sum(factors[c.kind] * 8 * c.bytes for c in found)
+    received = sum(factors[c.kind] * 8 * c.bytes for c in communication)
     exchange = choose_exchange(codec, params, participants, devices=4)
     if exchange.parts is None:
         assert received == exchange.bits
@@ -153,7 +153,7 @@ def test_the_mean_is_rounded_and_sent_in_few_bits():
     codec, params = codecs.e3m0(), {name: x[0] for name, x in updates().items()}
     aggregator = compressed_mean(codec, error_feedback=True, mean_codec=codecs.sign())
     mesh = jax.make_mesh((4, 2), ("islands", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-    compiled, arguments, found = compile_on(mesh, aggregator, updates())
+    compiled, arguments, communication = compile_on(mesh, aggregator, updates())
     with jax.set_mesh(mesh):
         got, state = compiled(*arguments)
     exact, expected = without_mesh(codec)
@@ -164,9 +164,11 @@ def test_the_mean_is_rounded_and_sent_in_few_bits():
     # One scale for each block of 512 entries of "up", of signs of the mean's mean magnitude.
     scale = np.abs(exact["up"]).mean(0, keepdims=True)
     np.testing.assert_allclose(np.abs(got["up"]), np.broadcast_to(scale, SHAPES["up"]), rtol=1e-4)
-    assert {c.kind for c in found} == {"all-to-all", "all-gather"}
-    assert all(shape.startswith("u32") for c in found for shape in c.shapes)
-    received = sum({"all-gather": 3, "all-to-all": 3 / 4}[c.kind] * 8 * c.bytes for c in found)
+    assert {c.kind for c in communication} == {"all-to-all", "all-gather"}
+    assert all(shape.startswith("u32") for c in communication for shape in c.shapes)
+    received = sum(
+        {"all-gather": 3, "all-to-all": 3 / 4}[c.kind] * 8 * c.bytes for c in communication
+    )
     planned = choose_exchange(codec, params, N, devices=4, mean_codec=codecs.sign())
     # Two devices share an island's words. Rows of 128 words are filled up.
     assert planned.bits / 2 <= received < 1.11 * planned.bits / 2
@@ -191,8 +193,8 @@ def test_clients_of_islands_gather_words_within_their_island():
         placed = jax.device_put(x, NamedSharding(mesh, P("islands", "clients")))
         compiled = average.lower(placed).compile()
         got = compiled(placed)
-    found = collectives(compiled.as_text(), mesh)
-    assert {(c.kind, c.axes) for c in found} == {("all-gather", ("clients",))}
+    communication = collectives(compiled.as_text(), mesh)
+    assert {(c.kind, c.axes) for c in communication} == {("all-gather", ("clients",))}
     # One block of 512 entries for each of 256 columns.
     scale = np.abs(x).mean(2, keepdims=True)
     np.testing.assert_allclose(got, np.mean(np.copysign(scale, x), axis=1), rtol=1e-4, atol=1e-5)

@@ -29,9 +29,9 @@ def test_an_update_with_nan_is_infinitely_far(monkeypatch):
     monkeypatch.setattr(all_updates, "_BLOCK_SIZE", 5 * N)
     updates = np.float32(np.random.default_rng(0).normal(size=(N, 33)))
     updates[3, 30] = np.nan
-    found = np.asarray(distances(updates))
-    assert np.all(np.isinf(found[3])) and np.all(np.isinf(found[:, 3]))
-    assert np.all(np.isfinite(np.delete(np.delete(found, 3, 0), 3, 1)))
+    result = np.asarray(distances(updates))
+    assert np.all(np.isinf(result[3])) and np.all(np.isinf(result[:, 3]))
+    assert np.all(np.isfinite(np.delete(np.delete(result, 3, 0), 3, 1)))
 
 
 def test_a_cpu_multiplies_blocks():

@@ -17,8 +17,8 @@ def test_the_geometric_median_is_that_of_weighted_distances():
     updates, weights = draw(6), np.float32([1, 2, 3, 1, 1, 1, 1, 4])
     aggregator = geometric_median(num_iterations=50)
     combine = fedpax.program(clients=N)(lambda *args: aggregator.aggregate(None, *args)[0])
-    found = flat({key: x[None] for key, x in jax.jit(combine)(updates, weights).items()})[0]
-    np.testing.assert_allclose(found, geometric_of(flat(updates), weights), atol=1e-5)
+    result = flat({key: x[None] for key, x in jax.jit(combine)(updates, weights).items()})[0]
+    np.testing.assert_allclose(result, geometric_of(flat(updates), weights), atol=1e-5)
 
 
 @functools.cache
@@ -54,7 +54,7 @@ def test_eight_iterations_reach_the_geometric_median_for_wrong_updates_of_any_si
         for kind, direction in directions.items():
             x[:num_wrong] = size * np.float32(direction)
             kept = np.float64(x) if size < 1e18 else honest
-            found = np.float64(geometric(participants)(x))
-            distance = np.linalg.norm(found - geometric_of(kept, np.ones(len(kept))))
+            result = np.float64(geometric(participants)(x))
+            distance = np.linalg.norm(result - geometric_of(kept, np.ones(len(kept))))
             assert distance < (0.3 if 0 < size < 1e3 else 0.1) * radius, (size, kind)
-            assert np.linalg.norm(found - mean) < 1.5 * radius, (size, kind)
+            assert np.linalg.norm(result - mean) < 1.5 * radius, (size, kind)

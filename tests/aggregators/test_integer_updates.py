@@ -57,10 +57,10 @@ def test_means_of_integers_are_not_truncated(name: str):
     def average(updates):
         return aggregator.aggregate(aggregator.init(updates[0]), updates, None)[0]
 
-    found = average(COUNTS)
-    assert found.dtype == jnp.float32
+    aggregate = average(COUNTS)
+    assert aggregate.dtype == jnp.float32
     np.testing.assert_allclose(
-        found, expected, atol=0.02 if name == "private_secure_mean" else 1e-3
+        aggregate, expected, atol=0.02 if name == "private_secure_mean" else 1e-3
     )
     assert np.any(expected != np.round(expected))
 

@@ -36,8 +36,8 @@ def test_krum_selects_no_wrong_update_however_few_are_present(num_selected):
 
 def test_bulyan_is_zero_with_too_few_present():
     combine = fedpax.program(clients=N)(lambda *args: bulyan(1).aggregate(None, *args)[0])
-    found = [combine(np.ones(N, np.float32), np.float32(np.arange(N) < m)) for m in (6, 7)]
-    assert [one.item() for one in found] == [0.0, 1.0]
+    aggregate = [combine(np.ones(N, np.float32), np.float32(np.arange(N) < m)) for m in (6, 7)]
+    assert [one.item() for one in aggregate] == [0.0, 1.0]
 
 
 def test_bulyan_bounds_each_coordinate():
@@ -65,5 +65,5 @@ def test_bulyan_passes_many_equal_values_below_the_median(seed):
     rng = np.random.default_rng(seed)
     updates = np.float32(rng.standard_normal((15, 100)))
     updates[:, 50:] = rng.integers(0, 2, (15, 50))
-    found = fedpax.program(clients=15)(lambda u: bulyan(3).aggregate(None, u, None)[0])(updates)
-    np.testing.assert_allclose(found, bulyan_of(np.float64(updates), 3), atol=1e-5)
+    aggregate = fedpax.program(clients=15)(lambda u: bulyan(3).aggregate(None, u, None)[0])(updates)
+    np.testing.assert_allclose(aggregate, bulyan_of(np.float64(updates), 3), atol=1e-5)

@@ -41,12 +41,12 @@ def clipped(max_norm):
 @pytest.mark.parametrize("max_norm", [3.5, 100.0])
 def test_equals_numpy(max_norm):
     updates, weights = draw(), np.float32([1, 2, 0, 4, 0, 1, 1, 1])
-    found, metrics = clipped(max_norm)(updates, weights)
+    result, metrics = clipped(max_norm)(updates, weights)
     norms, here = norms_of(updates), weights != 0
     scale = np.minimum(1, max_norm / norms)
     for key, x in updates.items():
         expected = np.average(scale.reshape(-1, *[1] * (x.ndim - 1)) * x, axis=0, weights=weights)
-        np.testing.assert_allclose(found[key], expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(result[key], expected, rtol=1e-5, atol=1e-6)
     assert metrics["clipped_fraction"] == pytest.approx((norms > max_norm)[here].mean())
     assert metrics["participant_norm"] == pytest.approx(norms[here].mean(), rel=1e-5)
 
@@ -57,9 +57,9 @@ def test_an_update_without_a_finite_norm_counts_as_zero(value):
     updates["w"][3, 0, 0] = value
     for x in without.values():
         x[3] = 0.0
-    found, metrics = clipped(3.5)(updates)
+    result, metrics = clipped(3.5)(updates)
     expected, _ = clipped(3.5)(without)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    jax.tree.map(np.testing.assert_array_equal, result, expected)
     norms = norms_of(without)
     assert metrics["clipped_fraction"] == ((norms > 3.5).sum() + 1) / N
     # The metrics of absent participants do not count.
@@ -69,8 +69,8 @@ def test_an_update_without_a_finite_norm_counts_as_zero(value):
 
 def test_bfloat16_updates_are_clipped_in_float32():
     updates = {"w": jnp.full((N, 1000), 0.1, jnp.bfloat16)}
-    found, metrics = clipped(3.5)(updates)
-    assert found["w"].dtype == jnp.bfloat16
+    result, metrics = clipped(3.5)(updates)
+    assert result["w"].dtype == jnp.bfloat16
     norm = 0.1 * np.sqrt(1000)
     assert metrics["participant_norm"] == pytest.approx(norm, rel=2e-3)  # 0.1 in bfloat16
     wide, metrics = clipped(0.5)(updates)

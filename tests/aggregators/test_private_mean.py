@@ -138,12 +138,12 @@ def test_the_private_mean_clips_and_ignores_weights_and_absentees(name):
         values[0] *= 0.01  # not clipped
         values[2] = np.nan  # absent
         values[3] = np.inf  # present, counts as 0
-    found = signal(name, updates, np.float32(here * [3, 1, 1, 5, 1, 1, 100, 1]))
+    result = signal(name, updates, np.float32(here * [3, 1, 1, 5, 1, 1, 100, 1]))
     norms = np.sqrt(sum(np.sum(np.float64(x) ** 2, 1) for x in updates.values()))
     scale = np.where(here & np.isfinite(norms), np.minimum(1, 2.0 / norms), 0)
     for key, x in updates.items():
         x = np.where(np.isfinite(x), x, 0)
-        np.testing.assert_allclose(found[key], np.sum(scale[:, None] * x, 0) / N, atol=1e-6)
+        np.testing.assert_allclose(result[key], np.sum(scale[:, None] * x, 0) / N, atol=1e-6)
 
 
 def test_a_participant_changes_the_sum_by_at_most_the_norm():
@@ -181,9 +181,9 @@ def test_adaptive_norms_follow_the_noisy_count():
     state, norm = aggregator.init(None), 1.0
     x, weights = np.float32([0.5, 3, 1.5, 9, 9, 1.2, 1.1, 0.1]), np.float32([1] * 6 + [0] * 2)
     for _ in range(10):
-        found, state, metrics = average(state, x, weights)
+        aggregate, state, metrics = average(state, x, weights)
         assert metrics["max_norm"] == pytest.approx(norm, rel=1e-5)
-        assert found == pytest.approx(np.minimum(x, norm)[:6].sum() / 10, rel=1e-5)
+        assert aggregate == pytest.approx(np.minimum(x, norm)[:6].sum() / 10, rel=1e-5)
         count = np.sum((x <= norm)[:6] - 0.5)
         norm *= np.exp(-0.2 * (0.5 + count / 10 - 0.5))
     assert norm > 1.2
@@ -225,20 +225,20 @@ def test_the_noise_is_the_same_on_any_mesh(kind, names):
     expected = combine_all(updates)
     specs = {"a": P("clients", "fsdp")}
     with jax.set_mesh(mesh):
-        found = combine_all(
+        result = combine_all(
             {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in updates.items()}
         )
-    jax.tree.map(lambda f, e: np.testing.assert_allclose(f, e, rtol=1e-5), found, expected)
+    jax.tree.map(lambda f, e: np.testing.assert_allclose(f, e, rtol=1e-5), result, expected)
 
 
 @pytest.mark.slow
 def test_bfloat16_updates():
     updates = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), draw(scale=0.02))
     for name in ("private",):
-        found, _, _ = combine(name)(updates)
+        aggregate, _, _ = combine(name)(updates)
         wide, _, _ = combine(name)(jax.tree.map(np.float32, updates))
-        assert found["a"].dtype == jnp.bfloat16
-        np.testing.assert_allclose(np.float32(found["a"]), wide["a"], atol=0.02)
+        assert aggregate["a"].dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.float32(aggregate["a"]), wide["a"], atol=0.02)
 
 
 @pytest.mark.parametrize("method", ["fedavg", pytest.param("diloco", marks=pytest.mark.slow)])

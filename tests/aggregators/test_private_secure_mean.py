@@ -74,10 +74,10 @@ def test_the_total_variation_distance_of_large_noise_is_the_stated_one(stddev):
     words = jnp.arange(2**24, dtype=jnp.uint32) << 8
     normal = normal_from_words(words, math.sqrt(stddev**2 - width**2 / 12))
     floors, most = np.asarray(jnp.floor(normal), int), int(6 * stddev)
-    found = fftconvolve(np.bincount(floors + most) / 2**24, np.full(width, 1 / width))
-    k = np.arange(len(found)) - most - (width // 2 - 1)
+    result = fftconvolve(np.bincount(floors + most) / 2**24, np.full(width, 1 / width))
+    k = np.arange(len(result)) - most - (width // 2 - 1)
     expected = np.exp(-((k / stddev) ** 2) / 2)
-    assert 0.5 * np.abs(found - expected / expected.sum()).sum() < 4e-6
+    assert 0.5 * np.abs(result - expected / expected.sum()).sum() < 4e-6
 
 
 @pytest.mark.parametrize("stddev", [2.0 * DITHERED_STDDEV, 1e6, 2e8])
@@ -141,8 +141,8 @@ def test_on_a_mesh(kind):
     expected, _ = combine(0.5)(updates, weights)
     with jax.set_mesh(mesh):
         placed = jax.device_put(updates, NamedSharding(mesh, P("clients", "fsdp")))
-        found, _ = combine(0.5)(placed, weights)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+        aggregate, _ = combine(0.5)(placed, weights)
+    np.testing.assert_allclose(aggregate, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

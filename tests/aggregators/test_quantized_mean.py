@@ -155,9 +155,9 @@ def test_each_device_sends_the_words_of_its_shard(kind):
         compiled = jax.jit(exchange(2)).lower(placed, error).compile()
         got = compiled(placed, error)
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5), got, expected)
-    found = [c for c in collectives(compiled.as_text(), mesh) if "islands" in c.axes]
-    assert {c.kind for c in found} == {"all-reduce"}
-    sent = [shape for c in found for shape in c.shapes]
+    communication = [c for c in collectives(compiled.as_text(), mesh) if "islands" in c.axes]
+    assert {c.kind for c in communication} == {"all-reduce"}
+    sent = [shape for c in communication for shape in c.shapes]
     assert [s for s in sent if s.startswith("f32")] == [f"f32[{len(shapes)}]"]
     # 26 values are 2 words of 13, 24 are 2 of 12, of which each of two devices sends its own.
     words = sum(np.prod([int(n) for n in s[4:-1].split(",") if n]) for s in sent if s[0] == "u")

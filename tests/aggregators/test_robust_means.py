@@ -64,15 +64,15 @@ def combine(name):
     )
 
 
-def check(name, updates, weights=None, found=None):
+def check(name, updates, weights=None, actual=None):
     x = flat(updates)
     present = np.ones(len(x)) if weights is None else weights
     expected = unflat(REFERENCES[name](x[present != 0], present[present != 0]))
-    found = combine(name)(updates, weights) if found is None else found
+    actual = combine(name)(updates, weights) if actual is None else actual
     tolerance = 1e-3 if name == "geometric_median" else 1e-5  # of eight iterations
     jax.tree.map(
         lambda f, e: np.testing.assert_allclose(f, e, rtol=tolerance, atol=tolerance),
-        dict(found),
+        dict(actual),
         expected,
     )
 
@@ -112,13 +112,13 @@ def test_the_order_of_participants_does_not_matter(name, order, seed):
 def test_equal_updates_are_returned(name):
     one = draw(4, 1)
     updates = {key: np.repeat(x, N, 0) for key, x in one.items()}
-    found = combine(name)(updates)
+    aggregate = combine(name)(updates)
     # The mean of equal numbers is rounded, a selected number is not.
     exact = name in ("coordinate_median", "krum")
     for key, x in one.items():
         if exact:
-            np.testing.assert_array_equal(found[key], x[0])
-        np.testing.assert_allclose(found[key], x[0], rtol=1e-6)
+            np.testing.assert_array_equal(aggregate[key], x[0])
+        np.testing.assert_allclose(aggregate[key], x[0], rtol=1e-6)
 
 
 WRONG = {
@@ -142,8 +142,8 @@ def test_a_wrong_update_does_not_move_it_far(name):
             x[1] = wrong(np.delete(x, 1, 0), rng)
         honest = np.delete(flat(updates), 1, 0)
         radius = np.linalg.norm(honest - honest.mean(0), axis=1).max()
-        found = flat({k: np.asarray(x)[None] for k, x in combine(name)(updates).items()})[0]
-        assert np.linalg.norm(found - honest.mean(0)) < 1.01 * radius, kind
+        aggregate = flat({k: np.asarray(x)[None] for k, x in combine(name)(updates).items()})[0]
+        assert np.linalg.norm(aggregate - honest.mean(0)) < 1.01 * radius, kind
 
 
 @pytest.mark.parametrize("num_wrong", [2, 4])
@@ -152,9 +152,11 @@ def test_krum_selects_an_honest_update_within_its_bound_and_not_beyond(num_wrong
     updates = draw(5)
     for x in updates.values():
         x[:num_wrong] = 100.0 + 1e-3 * x[:num_wrong]
-    found = combine("krum")(updates)
+    aggregate = combine("krum")(updates)
     matches = [
-        i for i in range(N) if all(np.array_equal(found[key], updates[key][i]) for key in SHAPES)
+        i
+        for i in range(N)
+        if all(np.array_equal(aggregate[key], updates[key][i]) for key in SHAPES)
     ]
     assert len(matches) == 1
     assert (matches[0] >= num_wrong) == (num_wrong == 2)
@@ -163,11 +165,11 @@ def test_krum_selects_an_honest_update_within_its_bound_and_not_beyond(num_wrong
 def test_bfloat16_updates_are_combined_in_float32():
     updates = {key: x.astype(jnp.bfloat16) for key, x in draw(7).items()}
     wide = {key: np.float32(x) for key, x in updates.items()}
-    found = combine("bulyan")(updates)
+    aggregate = combine("bulyan")(updates)
     expected = combine("bulyan")(wide)
     for key in SHAPES:
-        assert found[key].dtype == jnp.bfloat16
-        np.testing.assert_array_equal(found[key], expected[key].astype(jnp.bfloat16))
+        assert aggregate[key].dtype == jnp.bfloat16
+        np.testing.assert_array_equal(aggregate[key], expected[key].astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize("name", ["coordinate_median", "trimmed_mean", "bulyan"])
@@ -197,9 +199,9 @@ def test_blocks_of_coordinates_keep_float32_with_x64(monkeypatch):
         combine = fedpax.program(clients=N)(
             lambda u: coordinate_median().aggregate(None, u, None)[0]
         )
-        found = jax.jit(combine)(updates)
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, np.median(updates, 0), rtol=1e-6)
+        result = jax.jit(combine)(updates)
+    assert result.dtype == np.float32
+    np.testing.assert_allclose(result, np.median(updates, 0), rtol=1e-6)
 
 
 # ---- memory and communication
@@ -269,14 +271,16 @@ def test_on_a_mesh_no_device_receives_all_updates(kind, names):
             for k, x in updates.items()
         }
         compiled = combine_all.lower(placed).compile()
-        found = compiled(placed)
+        communication = compiled(placed)
     for name, by_leaf in expected.items():
         for k, leaf in by_leaf.items():
-            np.testing.assert_allclose(found[name][k], leaf, rtol=1e-4, atol=1e-5, err_msg=name)
+            np.testing.assert_allclose(
+                communication[name][k], leaf, rtol=1e-4, atol=1e-5, err_msg=name
+            )
     largest = max(np.prod(s, dtype=int) for s in shapes.values())
-    found = [c for c in collectives(compiled.as_text(), mesh) if "clients" in c.axes]
+    communication = [c for c in collectives(compiled.as_text(), mesh) if "clients" in c.axes]
     sizes: dict[str, list[int]] = {}
-    for c in found:
+    for c in communication:
         for shape in c.shapes:
             numbers = shape.split("[")[1].split("]")[0]
             size = np.prod([int(n) for n in numbers.split(",") if n], dtype=int)

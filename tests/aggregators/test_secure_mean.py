@@ -149,9 +149,9 @@ def test_on_a_mesh(kind):
     specs = {"b": P("clients"), "w": P("clients", "fsdp")}
     with jax.set_mesh(mesh):
         placed = {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in updates.items()}
-        found, _ = combine(2)(placed, weights)
+        aggregate, _ = combine(2)(placed, weights)
     for key in updates:
-        np.testing.assert_array_equal(recovered(found[key], 6), recovered(expected[key], 6))
+        np.testing.assert_array_equal(recovered(aggregate[key], 6), recovered(expected[key], 6))
 
 
 @pytest.mark.slow

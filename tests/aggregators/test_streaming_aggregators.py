@@ -80,9 +80,9 @@ def inputs():
 def test_the_chunk_size_does_not_matter(chunk_size, names):
     aggregators = {name: (STREAMED | STORED)[name] for name in names}
     expected = jax.jit(average(aggregators))(*inputs())
-    found = jax.jit(average(aggregators, chunk_size=chunk_size))(*inputs())
+    aggregate = jax.jit(average(aggregators, chunk_size=chunk_size))(*inputs())
     for name, values in expected.items():
-        for f, e in zip(jax.tree.leaves(found[name]), jax.tree.leaves(values), strict=True):
+        for f, e in zip(jax.tree.leaves(aggregate[name]), jax.tree.leaves(values), strict=True):
             np.testing.assert_allclose(f, e, rtol=1e-5, atol=1e-6, err_msg=name)
 
 

@@ -55,8 +55,8 @@ def present(batches: Tree, n: Sequence[int]) -> list[tuple[int, int, list[Tree]]
 
 def at(x: Tree, batches: Sequence[Tree]) -> tuple[Tree, Metrics]:
     """Return the mean gradient and metrics of some batches at x."""
-    found = [gradient_and_metrics(x, batch) for batch in batches]
-    return mean([g for g, _ in found]), mean([metrics for _, metrics in found])
+    gradient = [gradient_and_metrics(x, batch) for batch in batches]
+    return mean([g for g, _ in gradient]), mean([metrics for _, metrics in gradient])
 
 
 def fedprox(

@@ -240,8 +240,8 @@ def data_parallel(x: Tree, rounds: Sequence[Tree], optimizer: Optimizer) -> list
         for together in zip(
             *[participant(batches, i) for i in range(batches["label"].shape[0])], strict=True
         ):
-            found = [gradient_and_metrics(x, batch) for batch in together]
-            x, state = optimizer.step(x, mean([gradient for gradient, _ in found]), state)
-            reports.append(mean([metrics for _, metrics in found]))
+            gradients = [gradient_and_metrics(x, batch) for batch in together]
+            x, state = optimizer.step(x, mean([gradient for gradient, _ in gradients]), state)
+            reports.append(mean([metrics for _, metrics in gradients]))
         history.append((x, mean(reports)))
     return history

@@ -46,15 +46,15 @@ AT_THE_END = (
 def between(name: str, mesh: str) -> list[Collective]:
     """Return the collectives of a method's round along its placement's axis."""
     it = trainer(name, mesh)
-    found = collectives(it.round.as_text(), it.mesh)
-    return [c for c in found if it.method.placement in c.axes]
+    communication = collectives(it.round.as_text(), it.mesh)
+    return [c for c in communication if it.method.placement in c.axes]
 
 
-def check_operands(found: list[Collective], name: str, mesh: str) -> None:
+def check_operands(communication: list[Collective], name: str, mesh: str) -> None:
     """Check that each device sends its shard of every parameter once, and a few scalars."""
-    assert {c.kind for c in found} == {"all-reduce"}
-    assert {c.axes for c in found} == {(METHODS[name].placement,)}
-    shapes = Counter(shape for c in found for shape in c.shapes)
+    assert {c.kind for c in communication} == {"all-reduce"}
+    assert {c.axes for c in communication} == {(METHODS[name].placement,)}
+    shapes = Counter(shape for c in communication for shape in c.shapes)
     scalars = shapes.pop("f32[]")
     model = WHOLE if mesh.startswith("8") else SHARDS
     # On explicit axes jax 0.10 makes the operands of a partly manual shard_map whole.
@@ -66,7 +66,7 @@ def check_operands(found: list[Collective], name: str, mesh: str) -> None:
     sent = 1 + METRICS
     leaves = model.total() + sent
     assert sent <= scalars <= (sent + leaves if METHODS[name].weighted else sent)
-    assert len(found) <= leaves
+    assert len(communication) <= leaves
 
 
 @pytest.mark.parametrize(
@@ -79,18 +79,18 @@ def check_operands(found: list[Collective], name: str, mesh: str) -> None:
 )
 @pytest.mark.parametrize("name", mark_slow(AT_THE_END))
 def test_participants_communicate_once_per_round(name: str, mesh: str):
-    found = between(name, mesh)
-    assert all(c.executions == 1 and not c.in_loop for c in found)
-    check_operands(found, name, mesh)
+    communication = between(name, mesh)
+    assert all(c.executions == 1 and not c.in_loop for c in communication)
+    check_operands(communication, name, mesh)
 
 
 @pytest.mark.parametrize(
     "mesh", ["4x2 automatic", "4x2 explicit", pytest.param("8 explicit", marks=pytest.mark.slow)]
 )
 def test_data_parallelism_communicates_at_every_step(mesh: str):
-    found = between("data parallelism", mesh)
-    assert all(c.executions == STEPS and c.in_loop for c in found)
-    check_operands(found, "data parallelism", mesh)
+    communication = between("data parallelism", mesh)
+    assert all(c.executions == STEPS and c.in_loop for c in communication)
+    check_operands(communication, "data parallelism", mesh)
 
 
 def test_diloco_sends_the_bytes_of_one_step_per_round():
@@ -119,9 +119,9 @@ def test_a_derivative_communicates_outside_the_local_steps(name: str):
         cohort = place_batches(method.cohort(batches, weights), mesh, method.placement)
         gradient = jax.jit(jax.grad(loss))
         text = gradient.lower(place_params(params, mesh), cohort).compile().as_text()
-    found = [c for c in collectives(text, mesh) if method.placement in c.axes]
-    assert found
-    assert all(c.executions == 1 and not c.in_loop for c in found)
+    communication = [c for c in collectives(text, mesh) if method.placement in c.axes]
+    assert communication
+    assert all(c.executions == 1 and not c.in_loop for c in communication)
 
 
 # ---- one island: ordinary SPMD training

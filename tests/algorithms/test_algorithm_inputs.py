@@ -158,10 +158,10 @@ def test_random_keys_in_batches_and_nested_trees(name: str, mesh_name: str):
     mesh = mesh_of(mesh_name, METHODS[name].placement)
     with use(mesh):
         state = algorithm.init(params)
-        found = algorithm.round(state, Cohort((x, keys)))
+        result = algorithm.round(state, Cohort((x, keys)))
         expected = algorithm.round(state, Cohort((x, noise)))
-    assert_close(found, expected)
-    assert jax.tree.structure(found[0].params) == jax.tree.structure(params)
+    assert_close(result, expected)
+    assert jax.tree.structure(result[0].params) == jax.tree.structure(params)
 
 
 @pytest.mark.slow
@@ -246,8 +246,8 @@ def test_a_mesh_that_does_not_divide_the_participants(name: str, axis: str):
             algorithm.round(state, Cohort(batches))
     else:
         with use(make_mesh(fsdp=8)):
-            found = algorithm.round(state, Cohort(batches))
-        assert_close(found, algorithm.round(state, Cohort(batches)))
+            result = algorithm.round(state, Cohort(batches))
+        assert_close(result, algorithm.round(state, Cohort(batches)))
 
 
 @pytest.mark.parametrize(

@@ -65,10 +65,10 @@ def start(name, method):
     return method.init(initial)
 
 
-def assert_agree(found, expected, present=range(N)):
+def assert_agree(actual, expected, present=range(N)):
     """Compare leaves; leaves of participants where they answered."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         if a.shape[:1] == (N,):
@@ -201,5 +201,5 @@ def test_the_gradient_of_a_round_equals_that_of_the_stages(name, present):
 
     gradient = jax.grad(loss)
     stages = fedpax.stages(gradient, state.params, state, cohort(0))
-    found = run_local(stages, state.params, state, cohort(0), participants=answer)
-    assert_agree(found, jax.jit(gradient)(state.params, state, cohort(0, answer)), answer)
+    result = run_local(stages, state.params, state, cohort(0), participants=answer)
+    assert_agree(result, jax.jit(gradient)(state.params, state, cohort(0, answer)), answer)

@@ -23,9 +23,9 @@ def random_log_likelihoods(seed=0):
 @pytest.mark.slow
 def test_training_sends_metrics_alone():
     it = trainer("Branch-Train-Merge", "4x2 automatic")
-    found = [c for c in collectives(it.round.as_text(), it.mesh) if "islands" in c.axes]
-    assert {c.kind for c in found} == {"all-reduce"}
-    assert {shape for c in found for shape in c.shapes} == {"f32[]"}
+    communication = [c for c in collectives(it.round.as_text(), it.mesh) if "islands" in c.axes]
+    assert {c.kind for c in communication} == {"all-reduce"}
+    assert {shape for c in communication for shape in c.shapes} == {"f32[]"}
 
 
 @pytest.mark.parametrize("prior", [None, [0.5, 0.2, 0.3]])
@@ -50,8 +50,8 @@ def test_the_cached_prior_weighs_posteriors_of_texts():
     likelihoods = np.exp(random_log_likelihoods()).prod(axis=-1)
     posterior = likelihoods / likelihoods.sum(0)
     weights = 0.3 ** np.arange(1, TEXTS + 1)
-    found = cached_prior(jnp.asarray(random_log_likelihoods()))
-    np.testing.assert_allclose(np.exp(found), posterior @ weights / weights.sum(), rtol=1e-5)
+    result = cached_prior(jnp.asarray(random_log_likelihoods()))
+    np.testing.assert_allclose(np.exp(result), posterior @ weights / weights.sum(), rtol=1e-5)
 
 
 def test_merges_and_soups():

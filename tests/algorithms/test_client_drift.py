@@ -56,10 +56,10 @@ def test_the_command_prints_the_distances_and_draws_them(
     arguments = ["--rounds=60", "--local_steps=1,10", "--methods=FedAvg;SCAFFOLD I"]
     assert client_drift.main([*arguments, f"--json={file}", f"--plot={plot}"]) == 0
     rows = json.loads(file.read_text())["rows"]
-    found = {(row["local_steps"], row["method"]): row["distances"] for row in rows}
+    result = {(row["local_steps"], row["method"]): row["distances"] for row in rows}
     expected = distances(PROBLEM, "SCAFFOLD I", rounds=60)[1]
-    np.testing.assert_allclose(found[10, "SCAFFOLD I"], expected, rtol=1e-6)
-    assert found[10, "FedAvg"][-1] > 0.1 > found[1, "FedAvg"][-1]
+    np.testing.assert_allclose(result[10, "SCAFFOLD I"], expected, rtol=1e-6)
+    assert result[10, "FedAvg"][-1] > 0.1 > result[1, "FedAvg"][-1]
     out = capsys.readouterr().out
     assert "10 local steps:" in out and f"{expected[9]:.1e}" in out
     assert plot.stat().st_size > 10_000

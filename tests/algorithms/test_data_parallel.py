@@ -43,9 +43,9 @@ def test_islands_equal_one_large_batch():
         return np.concatenate(leaf, axis=1)[None]
 
     for batches, (wanted, metrics) in zip(rounds, history, strict=True):
-        state, found = step(state, Cohort(jax.tree.map(joined, batches)))
+        state, result = step(state, Cohort(jax.tree.map(joined, batches)))
         jax.tree.map(
             lambda g, w: np.testing.assert_allclose(g, w, **TOLERANCE), state.params, wanted.params
         )
         for name, of_all in (("loss", 1), ("confidence", 1), ("correct", PARTICIPANTS)):
-            np.testing.assert_allclose(found[name], of_all * metrics[name], **TOLERANCE)
+            np.testing.assert_allclose(result[name], of_all * metrics[name], **TOLERANCE)

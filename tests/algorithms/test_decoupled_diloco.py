@@ -138,12 +138,12 @@ def test_an_unreliable_run_equals_its_reference(delay, plain):
             strict=True,
         )
     ):
-        state, found = step(state, cohort)
+        state, result = step(state, cohort)
         assert_close(state.params, x)
         for i in range(ISLANDS):
             assert_close(jax.tree.map(lambda leaf, i=i: leaf[i], state.local_params), y[i])
-        assert found.pop("participants") == (syncs.weights[r] > 0).sum() / 2
-        assert_close(found, metrics)
+        assert result.pop("participants") == (syncs.weights[r] > 0).sum() / 2
+        assert_close(result, metrics)
     assert step._cache_size() == 1  # one program for any set of live islands
 
 
@@ -178,11 +178,11 @@ def test_one_fragment_and_a_quorum_of_all_is_diloco():
     )
     batches = random_rounds(2, ISLANDS, STEPS)
     one = decoupled_diloco(loss_fn, aggregator=mean(), **SETTINGS)
-    _, found = run_in_scan(one, one.init(jax_params()), cohorts(batches, syncs.schedule))
+    _, metrics = run_in_scan(one, one.init(jax_params()), cohorts(batches, syncs.schedule))
     other = diloco(loss_fn, **SETTINGS)
     _, wanted = run_in_scan(other, other.init(jax_params()), [Cohort(own) for own in batches])
-    assert np.all(found[1].pop("participants") == ISLANDS)
-    assert_close(found, wanted)
+    assert np.all(metrics[1].pop("participants") == ISLANDS)
+    assert_close(metrics, wanted)
 
 
 def test_without_a_participant_nothing_moves():
@@ -231,14 +231,14 @@ def test_the_directional_mean_keeps_the_length_of_orthogonal_updates():
     def average(updates, weights):
         return aggregator.aggregate(aggregator.init(None), updates, weights)[0]
 
-    found = jax.jit(average)(jax.tree.map(jnp.float32, updates), jnp.float32(weights))
-    assert_close(found["embed"], merge(list(updates["embed"]), weights, True))
-    assert_close(found["head"], merge(list(updates["head"]), weights, False))
+    result = jax.jit(average)(jax.tree.map(jnp.float32, updates), jnp.float32(weights))
+    assert_close(result["embed"], merge(list(updates["embed"]), weights, True))
+    assert_close(result["head"], merge(list(updates["head"]), weights, False))
     for layer in range(3):
         layers = list(updates["layers"]["w"][:, layer])
-        assert_close(found["layers"]["w"][layer], merge(layers, weights, False))
+        assert_close(result["layers"]["w"][layer], merge(layers, weights, False))
     # Orthogonal updates of norm 5 sqrt(800) average to this norm, where a plain mean is shorter.
-    assert np.linalg.norm(found["layers"]["w"][1]) == pytest.approx(5 * 800**0.5, rel=0.03)
+    assert np.linalg.norm(result["layers"]["w"][1]) == pytest.approx(5 * 800**0.5, rel=0.03)
 
 
 def test_bad_schedules_raise():

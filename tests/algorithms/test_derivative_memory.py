@@ -149,7 +149,7 @@ def test_the_gradient_is_that_without_chunks(name: str):
 @pytest.mark.parametrize("name", ["SCAFFOLD", "Mime"])
 def test_higher_derivatives_and_batches_are_those_without_chunks(name: str):
     """Forward over reverse, reverse over forward, and a batch of gradients."""
-    found = []
+    collected = []
     for chunk_size in (2, None):
         gradient, (params, state, batches) = gradient_of(name, 4, chunk_size)
         rng = np.random.default_rng(4)
@@ -168,12 +168,14 @@ def test_higher_derivatives_and_batches_are_those_without_chunks(name: str):
                 jax.vmap(of)(several / 5),
             )
         )
-        found.append(derivatives(params))
-    for chunked, whole in zip(*found, strict=True):
+        collected.append(derivatives(params))
+    for chunked, whole in zip(*collected, strict=True):
         scale = np.abs(whole).max()
         assert scale > 1e-3
         np.testing.assert_allclose(chunked, whole, rtol=1e-4, atol=1e-5 * scale)
-    np.testing.assert_allclose(found[0][0], found[0][1], rtol=1e-3, atol=1e-4 * scale)  # symmetric
+    np.testing.assert_allclose(
+        collected[0][0], collected[0][1], rtol=1e-3, atol=1e-4 * scale
+    )  # symmetric
 
 
 def test_evaluation_after_fine_tuning():

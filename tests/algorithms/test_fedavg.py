@@ -62,8 +62,8 @@ def test_other_server_optimizers(server: Any, expected: reference.Optimizer):
     x = {name: np.float64(p) for name, p in params.items()}
     history = reference.fedavg(x, rounds, weights, reference.sgd(0.2), expected)
     for batches, n, (wanted, metrics) in zip(rounds, weights, history, strict=True):
-        state, found = step(state, Cohort(batches, n))
-        assert_close((state.params, found), (wanted, metrics))
+        state, result = step(state, Cohort(batches, n))
+        assert_close((state.params, result), (wanted, metrics))
 
 
 @pytest.mark.parametrize(
@@ -90,16 +90,16 @@ def test_chunk_size_changes_nothing(mesh_name: str, chunk_size: int | str):
     with use(mesh):
         fresh = algorithm.init(place_params(params, mesh))
         cohort = place_batches(Cohort(batches, weights), mesh, "clients")
-        found = algorithm.round(fresh, cohort)
-    assert_close((found[0].params, found[1]), (state.params, metrics))
+        result = algorithm.round(fresh, cohort)
+    assert_close((result[0].params, result[1]), (state.params, metrics))
 
 
 def test_without_num_examples_all_clients_weigh_the_same():
     params, (batches,), _ = problem(1)
     ((state, metrics),) = trainer("FedAvg", "none").run(params, [batches], [[7] * PARTICIPANTS])
     algorithm = METHODS["FedAvg"].algorithm()
-    found = algorithm.round(algorithm.init(jax.tree.map(jnp.asarray, params)), Cohort(batches))
-    assert_close((found[0].params, found[1]), (state.params, metrics))
+    result = algorithm.round(algorithm.init(jax.tree.map(jnp.asarray, params)), Cohort(batches))
+    assert_close((result[0].params, result[1]), (state.params, metrics))
 
 
 def test_only_the_ratios_of_weights_matter():

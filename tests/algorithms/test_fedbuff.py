@@ -107,10 +107,10 @@ def test_fedasync_equals_its_reference(update):
         update=update,
     )
     rounds = cohorts(batches, Arrivals(staleness))
-    _, found = run_in_scan(algorithm, algorithm.init(jax_params()), rounds)
+    _, metrics = run_in_scan(algorithm, algorithm.init(jax_params()), rounds)
     expected = numpy_rounds(batches, staleness, apply)
     for r, wanted in enumerate(expected):
-        assert_close(jax.tree.map(lambda leaf, r=r: leaf[r], found), wanted)
+        assert_close(jax.tree.map(lambda leaf, r=r: leaf[r], metrics), wanted)
 
 
 def test_equal_speeds_and_a_buffer_as_large_as_the_concurrency_are_fedavg_exactly():
@@ -148,10 +148,10 @@ def test_a_buffer_of_one_is_fedasync():
         mixing=0.6,
         update="difference",
     )
-    (_, found), (_, wanted) = (
+    (_, metrics), (_, wanted) = (
         run_in_scan(method, method.init(jax_params()), rounds) for method in (one, other)
     )
-    assert_close(found, wanted)
+    assert_close(metrics, wanted)
 
 
 def test_a_replay_is_bitwise_and_a_scan_equals_single_rounds():
@@ -171,11 +171,11 @@ def test_a_staler_update_than_the_longest_is_left_out():
     batches = random_rounds(2, BUFFER)
     state, _ = step(algorithm.init(jax_params()), Cohort(batches[0]))
     stale = Arrivals(np.int32([0, LONGEST + 1, 0, 0]))
-    found, metrics = step(state, Cohort(batches[1], schedule=stale))
+    result, metrics = step(state, Cohort(batches[1], schedule=stale))
     fresh = Arrivals(np.zeros(BUFFER, np.int32))
     absent = Cohort(batches[1], num_steps=np.int32([STEPS, 0, STEPS, STEPS]), schedule=fresh)
     wanted, _ = step(state, absent)
-    assert_close(found.params, wanted.params)
+    assert_close(result.params, wanted.params)
     assert metrics["staleness"] == 0
 
 

@@ -80,9 +80,9 @@ plain_fedavg = functools.cache(fedavg)
 def check_equals_fedavg(algorithm: Any, cohort: Cohort, **settings: Any) -> None:
     """Compare parameters and the metrics that both report after three rounds."""
     expected, metrics = run(plain_fedavg(loss_fn, **COMMON | settings), cohort)
-    state, found = run(algorithm, cohort)
+    state, result = run(algorithm, cohort)
     assert_close(state.params, expected.params)
-    assert_close({name: found[name] for name in metrics}, metrics)
+    assert_close({name: result[name] for name in metrics}, metrics)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,8 @@ def test_equals_fedavg(build: Any, settings: Any):
     cohort = random_cohort(ragged=True)
     halves = cohort._replace(batches=jax.tree.map(lambda b: b[:, :, 1::2], cohort.batches))
     expected, metrics = run(plain_fedavg(loss_fn, **COMMON), halves)
-    state, found = run(build(), cohort)
-    assert_close((state.params, found), (expected.params, metrics))
+    state, result = run(build(), cohort)
+    assert_close((state.params, result), (expected.params, metrics))
 
 
 @pytest.mark.parametrize("client", [SGD, optax.sgd(0.05, momentum=0.5, nesterov=True)])
@@ -278,10 +278,10 @@ def test_hypcluster_is_fedavg_of_the_clients_that_choose_a_model(clusters: int):
         weights = np.where(chosen == j, cohort.num_examples, 0)
         plain = plain_fedavg(loss_fn, **COMMON)
         given = cohort._replace(num_examples=weights)
-        expected, found = jax.jit(plain.round)(plain.init(models[j]), given)
+        expected, result = jax.jit(plain.round)(plain.init(models[j]), given)
         assert_close(state.params[j], expected.params)
         if clusters == 1:
-            assert_close(metrics, found)
+            assert_close(metrics, result)
 
 
 def test_hypclusters_models_get_noise_of_their_own():
@@ -321,8 +321,8 @@ def test_fedac_without_acceleration_is_local_sgd():
     plain = local_sgd(loss_fn, islands=CLIENTS, optimizer=SGD)
     expected, metrics = run(plain, cohort)
     algorithm = fedac(loss_fn, cohort_size=CLIENTS, rates=FedAcRates(0.05, 0.05, 1.0, 1.0))
-    state, found = run(algorithm, cohort)
-    assert_close((state.params, found), (expected.params, metrics))
+    state, result = run(algorithm, cohort)
+    assert_close((state.params, result), (expected.params, metrics))
     assert_close(state.main, state.params)
 
 

@@ -42,7 +42,7 @@ def test_unequal_clients_train_on_their_own_steps(name: str):
     params, rounds, weights = problem(2)
     algorithm = method.algorithm()
     step, state = jax.jit(algorithm.round), algorithm.init(on_device(params))
-    own, sizes, found = [], [], []
+    own, sizes, result = [], [], []
     for r, (batches, n) in enumerate(zip(rounds, weights, strict=True)):
         num_steps = np.random.default_rng(r).permutation(np.resize(range(STEPS + 1), PARTICIPANTS))
         mask = np.arange(STEPS) < num_steps[:, None]
@@ -52,8 +52,8 @@ def test_unequal_clients_train_on_their_own_steps(name: str):
         padded = {**batches, "x": np.where(mask[..., None], batches["x"], np.nan)}
         cohort = method.cohort(padded, sizes[-1])._replace(num_steps=num_steps)
         state, metrics = step(state, cohort)
-        found.append((state.params, metrics))
-    for got, wanted in zip(found, method.reference(params, own, sizes), strict=True):
+        result.append((state.params, metrics))
+    for got, wanted in zip(result, method.reference(params, own, sizes), strict=True):
         assert_close(got, wanted)
 
 

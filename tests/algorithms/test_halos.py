@@ -248,9 +248,9 @@ def test_one_region_is_async_diloco():
     settings = {"regions": (0,) * ISLANDS, "num_steps": steps}
     apart = regional_arrivals(trace, num_rounds=5, updates_per_exchange=10**6, **settings)
     alone = halos(loss_fn, regions=(0,) * ISLANDS, inner_optimizer=adam(), local_server=GLOBAL)
-    found = run(alone, apart)
-    assert_close(found.regions[0].params, wanted.params)
-    jax.tree.map(np.testing.assert_array_equal, found.params, jax_params())
+    result = run(alone, apart)
+    assert_close(result.regions[0].params, wanted.params)
+    jax.tree.map(np.testing.assert_array_equal, result.params, jax_params())
 
     at_once = regional_arrivals(trace, num_rounds=40, updates_per_exchange=1, **settings)
     through = halos(

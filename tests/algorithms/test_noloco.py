@@ -40,12 +40,12 @@ def test_every_two_islands_are_partners_once(n):
 def test_models_are_exchanged_without_an_all_reduce(mesh):
     """All that is reduced are the metrics."""
     it = trainer("NoLoCo", mesh)
-    found = [c for c in collectives(it.round.as_text(), it.mesh) if "islands" in c.axes]
-    assert {c.kind for c in found} == {"all-reduce", "collective-permute"}
-    reduced = [c for c in found if c.kind == "all-reduce"]
+    communication = [c for c in collectives(it.round.as_text(), it.mesh) if "islands" in c.axes]
+    assert {c.kind for c in communication} == {"all-reduce", "collective-permute"}
+    reduced = [c for c in communication if c.kind == "all-reduce"]
     assert {shape for c in reduced for shape in c.shapes} == {"f32[]"}
     # phi and y of each parameter, in each of the seven matchings, one of which is taken.
-    sent = [c for c in found if c.kind == "collective-permute"]
+    sent = [c for c in communication if c.kind == "collective-permute"]
     assert sum(len(c.shapes) for c in sent) == 7 * 2 * len(random_params())
     assert all(target != source for c in sent for source, target in c.groups)
 
@@ -61,11 +61,14 @@ def test_shards_of_a_model_are_exchanged_in_place(kind):
         run = fedpax.program(islands=4)(lambda x, c: permute_islands(x, matchings, c))
         step = jax.jit(run).lower(x, jnp.int32(1)).compile()
         exchanged = step(x, jnp.int32(1))
-    found = [c for c in collectives(step.as_text(), mesh) if "islands" in c.axes]
-    assert [c.kind for c in found] == ["collective-permute"] * len(matchings)
+    communication = [c for c in collectives(step.as_text(), mesh) if "islands" in c.axes]
+    assert [c.kind for c in communication] == ["collective-permute"] * len(matchings)
     # On explicit axes jax 0.10 makes the operands of a partly manual shard_map whole.
     whole = kind == AxisType.Explicit and jax.__version_info__ < (0, 11)
-    assert {shape for c in found for shape in c.shapes} <= {"f32[1,3]", *["f32[1,6]"] * whole}
+    assert {shape for c in communication for shape in c.shapes} <= {
+        "f32[1,3]",
+        *["f32[1,6]"] * whole,
+    }
     np.testing.assert_array_equal(exchanged, np.asarray(x)[list(matchings[1])])
 
 

@@ -41,15 +41,15 @@ SETTINGS = {
 
 def settings_of(name: str) -> dict[str, Any]:
     """Return valid values of the arguments that a method requires."""
-    found = {}
+    collected = {}
     for key, parameter in inspect.signature(METHODS_WITH_OPTIMIZERS[name]).parameters.items():
         if parameter.default is not parameter.empty:
             continue
         if key == "loss_fn":
-            found[key] = lambda w, x: (jax.numpy.mean((w - x) ** 2), {})
+            collected[key] = lambda w, x: (jax.numpy.mean((w - x) ** 2), {})
         else:
-            found[key] = optax.sgd(0.1) if key.endswith("optimizer") else SETTINGS.get(key, 0.1)
-    return found
+            collected[key] = optax.sgd(0.1) if key.endswith("optimizer") else SETTINGS.get(key, 0.1)
+    return collected
 
 
 @pytest.mark.parametrize(

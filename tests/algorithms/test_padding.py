@@ -257,8 +257,8 @@ def test_a_round_with_a_mask_has_a_gradient_that_padding_does_not_reach():
     gradient = jax.jit(jax.grad(loss_after))
     wanted = gradient(on_device(params), Cohort(batches, weights))
     chex.assert_tree_all_finite(wanted)
-    found = gradient(on_device(params), Cohort(pad(batches, [1, STEPS]), weights))
-    assert_close(found, wanted)
+    gradients = gradient(on_device(params), Cohort(pad(batches, [1, STEPS]), weights))
+    assert_close(gradients, wanted)
 
 
 @pytest.mark.parametrize(
@@ -338,6 +338,6 @@ def test_padding_that_is_not_finite_reaches_no_derivative_of_local_steps():
         return local_steps(loss, descent, w, descent.init(w), batches)[0]
 
     w = jnp.float32(3.0)
-    found = jax.grad(trained)(w, jnp.array([[1.0], [jnp.nan], [2.0]]))
-    assert_close(found, jax.grad(trained)(w, jnp.array([[1.0], [5.0], [2.0]])))
-    assert_close(found, 0.8 * 0.2)  # (1 - 0.2 x^2) of both batches
+    gradient = jax.grad(trained)(w, jnp.array([[1.0], [jnp.nan], [2.0]]))
+    assert_close(gradient, jax.grad(trained)(w, jnp.array([[1.0], [5.0], [2.0]])))
+    assert_close(gradient, 0.8 * 0.2)  # (1 - 0.2 x^2) of both batches

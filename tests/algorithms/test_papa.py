@@ -71,8 +71,8 @@ def test_every_pair_is_equally_probable_for_every_island():
     pairs = np.asarray(jax.vmap(lambda key: random_pairs(key, n))(keys))
     share = 1 / 6
     for i, pair in itertools.product(range(n), itertools.combinations(range(n), 2)):
-        found = np.mean(np.all(pairs[:, i] == pair, axis=-1))
-        assert abs(found - share) < 4 * np.sqrt(share * (1 - share) / draws)
+        result = np.mean(np.all(pairs[:, i] == pair, axis=-1))
+        assert abs(result - share) < 4 * np.sqrt(share * (1 - share) / draws)
     models = np.random.default_rng(0).normal(size=n)
     averages = models[pairs].mean(axis=-1).mean(axis=0)
     np.testing.assert_allclose(averages, models.mean(), atol=0.03)
@@ -103,11 +103,11 @@ def test_each_model_becomes_the_average_of_its_pair(islands, dtype):
 def test_random_pairs_pass_a_ring_without_an_all_gather(mesh):
     """All that is reduced are the metrics; models are received one at a time."""
     it = trainer("PAPA-2", mesh)
-    found = [c for c in collectives(it.round.as_text(), it.mesh) if "islands" in c.axes]
-    assert {c.kind for c in found} == {"all-reduce", "collective-permute"}
-    reduced = [c for c in found if c.kind == "all-reduce"]
+    communication = [c for c in collectives(it.round.as_text(), it.mesh) if "islands" in c.axes]
+    assert {c.kind for c in communication} == {"all-reduce", "collective-permute"}
+    reduced = [c for c in communication if c.kind == "all-reduce"]
     assert {shape for c in reduced for shape in c.shapes} == {"f32[]"}
-    sent = [c for c in found if c.kind == "collective-permute"]
+    sent = [c for c in communication if c.kind == "collective-permute"]
     assert sum(len(c.shapes) for c in sent) == len(random_params())
     assert all(c.executions == 7 for c in sent)
 
@@ -207,9 +207,9 @@ def test_an_island_whose_partner_does_not_answer_keeps_its_model():
     state = algorithm.init(jnp.float32(0.0))
     cohort = Cohort(jnp.array([[[1.0]], [[5.0]], [[7.0]]]))  # w = 1, 5 and 7
     stages = fedpax.stages(algorithm.round, state, cohort)
-    found = set()
+    collected = set()
     for r in range(6):
         state = state._replace(round=jnp.int32(r))
         after, _ = run_local(stages, state, cohort, participants=[0, 1])
-        found.add(tuple(after.local_params.tolist()))
-    assert found == {(3.0, 5.0, 0.0), (1.0, 3.0, 0.0)}  # by rotation; the third keeps its state
+        collected.add(tuple(after.local_params.tolist()))
+    assert collected == {(3.0, 5.0, 0.0), (1.0, 3.0, 0.0)}  # by rotation; the third keeps its state

@@ -237,9 +237,9 @@ def test_the_gradient_in_the_clients_weights_stores_no_client(name: str):
     def weighted(clients: int):
         return np.arange(1.0, clients + 1, dtype=np.float32), random_cohort(clients, ragged=True)
 
-    found, stored = (jax.jit(gradient(6, size))(*weighted(6)) for size in (1, None))
+    gradients, stored = (jax.jit(gradient(6, size))(*weighted(6)) for size in (1, None))
     assert np.abs(stored).min() > 1e-4
-    np.testing.assert_allclose(found, stored, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(gradients, stored, rtol=1e-4, atol=1e-5)
     few, many = (temporaries(gradient(n, 1), *weighted(n)) for n in (64, 512))
     assert many - few <= (512 - 64) * 8  # two numbers; a model has 24 bytes
 

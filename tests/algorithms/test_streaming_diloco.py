@@ -133,14 +133,14 @@ def step_by_step(flat, rounds, inner, outer, fragment_of, num_fragments, delay, 
 
 def assigned(num_fragments, fragment_of):
     """Return the fragment of each entry of each parameter."""
-    found = {}
+    collected = {}
     for name, shape in SHAPES.items():
         rows = np.asarray(fragment_of(name, jax.ShapeDtypeStruct(shape, np.float32)))
-        found[name] = np.broadcast_to(
+        collected[name] = np.broadcast_to(
             rows.reshape(rows.shape + (1,) * (len(shape) - rows.ndim)), shape
         )
-    assert set(np.concatenate([f.ravel() for f in found.values()])) == set(range(num_fragments))
-    return found
+    assert set(np.concatenate([f.ravel() for f in collected.values()])) == set(range(num_fragments))
+    return collected
 
 
 def own_fragments(path, leaf):
@@ -199,8 +199,8 @@ def test_equals_a_numpy_loop(fragments, num_fragments, steps, delay, mixing):
         delay,
         mixing,
     )
-    found = run(algorithm(fragments, delay, mixing), rounds)
-    for (state, metrics), (x, y, report) in zip(found, expected, strict=True):
+    result = run(algorithm(fragments, delay, mixing), rounds)
+    for (state, metrics), (x, y, report) in zip(result, expected, strict=True):
         assert_close(flatten(state.params), x)
         for i in range(ISLANDS):
             assert_close(flatten(jax.tree.map(lambda z, i=i: z[i], state.local_params)), y[i])
@@ -296,8 +296,8 @@ def test_fragments_that_synchronize_at_every_step_are_diloco():
     """With H = 1 all fragments are synchronized together."""
     plain = diloco(loss_fn, islands=ISLANDS, inner_optimizer=INNER, outer_optimizer=OUTER)
     rounds = random_rounds(4, 1)
-    found = run(algorithm(5, 0, 0.0), rounds)
-    for (state, metrics), (wanted, expected) in zip(found, run(plain, rounds), strict=True):
+    result = run(algorithm(5, 0, 0.0), rounds)
+    for (state, metrics), (wanted, expected) in zip(result, run(plain, rounds), strict=True):
         assert_close((state.params, metrics), (wanted.params, expected))
 
 
@@ -377,8 +377,8 @@ def test_an_aggregator_keeps_a_residual_for_each_fragment():
     for name in ("kernel", "scale"):
         unsent = np.mean(residual[name], axis=0)
         assert np.abs(unsent).max() > 1e-3
-        found, exact = (it.params["layers"][name][::2] for it in (state, wanted))
-        np.testing.assert_allclose(found - unsent, exact, rtol=1e-5, atol=1e-6)
+        result, exact = (it.params["layers"][name][::2] for it in (state, wanted))
+        np.testing.assert_allclose(result - unsent, exact, rtol=1e-5, atol=1e-6)
     shapes = [jax.tree.map(jnp.shape, s.residual) for s in state.aggregator_state]
     assert shapes[1]["layers"] == {"kernel": (ISLANDS, 2, 2), "scale": (ISLANDS, 2)}
     assert shapes[1]["embedding"] is None and shapes[2]["embedding"] == (ISLANDS, 3)

@@ -187,8 +187,8 @@ def test_metrics_beside_the_last_transfer_would_expose_it(
     """The negative control: without the barrier the metrics join the last fragment's transfer."""
     monkeypatch.setattr(jax.lax, "optimization_barrier", lambda values: values)
     text = compiled_text(streaming(2), tpu_devices(topology, 2), 2, width)
-    found, loops = transfers(text)
-    assert loops == 2 * FRAGMENTS and len(found) >= FRAGMENTS
+    result, loops = transfers(text)
+    assert loops == 2 * FRAGMENTS and len(result) >= FRAGMENTS
     with pytest.raises(AssertionError):
         check_overlap(text, FRAGMENTS)
 
@@ -197,7 +197,7 @@ def test_metrics_beside_the_last_transfer_would_expose_it(
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2", "v5p:2x2x1"])
 def test_eager_diloco_sends_under_its_whole_inner_phase(tpu_devices, topology):
     algorithm = eager_diloco(loss_fn, islands=2, inner_optimizer=optax.adamw(1e-3))
-    found, loops = transfers(compiled_text(algorithm, tpu_devices(topology, 2), 2, 512))
+    result, loops = transfers(compiled_text(algorithm, tpu_devices(topology, 2), 2, 512))
     assert loops == 1
-    assert {(t.started, t.completed) for t in found} == {(0, 1), (1, 1)}, found  # (1, 1): metrics
-    assert sum(t.started == 1 for t in found) == 1
+    assert {(t.started, t.completed) for t in result} == {(0, 1), (1, 1)}, result  # (1, 1): metrics
+    assert sum(t.started == 1 for t in result) == 1

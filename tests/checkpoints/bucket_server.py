@@ -24,10 +24,10 @@ send_content, receive = objects.download, objects.insert
 
 
 def download(request: Any, response: Any, storage: Any, *args: Any, **kwargs: Any) -> None:
-    found = request.params["bucket_name"], request.params["object_id"]
+    result = request.params["bucket_name"], request.params["object_id"]
     send_content(request, response, storage)
     if response.status != HTTPStatus.NOT_FOUND:
-        response["x-goog-generation"] = storage.get_file_obj(*found)["generation"]
+        response["x-goog-generation"] = storage.get_file_obj(*result)["generation"]
 
 
 def write_whole(store: Any, name: str, content: bytes) -> None:

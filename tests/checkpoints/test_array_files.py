@@ -43,9 +43,9 @@ def test_any_pytree_is_read_back(name: str, tmp_path: Path) -> None:
     tensors = safetensors.flax.load_file(tmp_path / "a.safetensors")
     assert npz.files == names and tensors.keys() == set(names)
     for key, leaf in zip(names, leaves, strict=True):
-        for found in (npz[key], tensors[key]):
-            assert found.dtype == jax.dtypes.canonicalize_dtype(leaf.dtype) or name == "own"
-            np.testing.assert_array_equal(found, leaf, strict=name != "own")
+        for result in (npz[key], tensors[key]):
+            assert result.dtype == jax.dtypes.canonicalize_dtype(leaf.dtype) or name == "own"
+            np.testing.assert_array_equal(result, leaf, strict=name != "own")
     assert (tmp_path / "a.safetensors").stat().st_mode == (tmp_path / "a.npz").stat().st_mode
     assert sorted(os.listdir(tmp_path)) == ["a.npz", "a.safetensors"]
 
@@ -55,8 +55,8 @@ def test_what_a_format_cannot_hold_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"layer.w has dtype bfloat16.*--dtype=float32, or .*saf"):
         write_npz(tmp_path / "a.npz", params)
     write_safetensors(tmp_path / "a.safetensors", params)
-    (found,) = safetensors.flax.load_file(tmp_path / "a.safetensors").values()
-    np.testing.assert_array_equal(found, params["layer"]["w"], strict=True)
+    (loaded,) = safetensors.flax.load_file(tmp_path / "a.safetensors").values()
+    np.testing.assert_array_equal(loaded, params["layer"]["w"], strict=True)
     with pytest.raises(ValueError, match=r"cannot hold a parameter .*complex128"):
         write_safetensors(tmp_path / "b.safetensors", {"w": np.ones(2, np.complex128)})
     with pytest.raises(ValueError, match=r"'a\.b', expected different names"):

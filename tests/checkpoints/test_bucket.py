@@ -97,8 +97,8 @@ class Server:
         return start_one(arguments, {**os.environ, **self.environment, **variables})
 
     def run(self, *arguments: str) -> tuple[int, str, str]:
-        (found,) = finish([self.start_one(*arguments)])
-        return found
+        (completed,) = finish([self.start_one(*arguments)])
+        return completed
 
 
 @pytest.fixture
@@ -288,5 +288,5 @@ def test_processes_with_folders_of_their_own(server: Server, tmp_path: Path, pla
     assert output.startswith("Finished 12 of 12 rounds")
     assert "resuming from round" in errors
     assert not (tmp_path / "1.1" / METRICS).exists()  # process 0 alone writes metrics
-    for found, expected in zip(losses(tmp_path / "1.0"), losses(plain), strict=True):
-        assert found == pytest.approx(expected, rel=1e-5)
+    for result, expected in zip(losses(tmp_path / "1.0"), losses(plain), strict=True):
+        assert result == pytest.approx(expected, rel=1e-5)

@@ -262,12 +262,12 @@ def test_the_checkpoints_that_a_run_needs_are_kept(
 ) -> None:
     ordered = sorted(rounds)
     kept = Retention(newest, every, tuple(scheduled)).keeps(ordered)
-    found = {number for number, keeps in zip(ordered, kept, strict=True) if keeps}
+    result = {number for number, keeps in zip(ordered, kept, strict=True) if keeps}
     for period in scheduled:
-        assert found >= set([n for n in ordered if period and n % period == 0][-1:])
-    assert found >= set(ordered[-newest:])
-    assert found >= {number for number in ordered if every and number % every == 0}
-    spare = {number for number in found if not (every and number % every == 0)}
+        assert result >= set([n for n in ordered if period and n % period == 0][-1:])
+    assert result >= set(ordered[-newest:])
+    assert result >= {number for number in ordered if every and number % every == 0}
+    spare = {number for number in result if not (every and number % every == 0)}
     assert len(spare) <= newest + len(scheduled)
 
 

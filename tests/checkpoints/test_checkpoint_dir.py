@@ -38,8 +38,8 @@ def experiment(rounds: int, folder: Path | str | None, **training: Any) -> Any:
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     """Return the lines without timings, and without the evaluation after a round 2 that is last."""
-    found = [{k: v for k, v in x.items() if k not in TIMINGS} for x in read_metrics(folder)]
-    return [line for line in found if (line["kind"], line["round"]) != ("evaluation", 2)]
+    result = [{k: v for k, v in x.items() if k not in TIMINGS} for x in read_metrics(folder)]
+    return [line for line in result if (line["kind"], line["round"]) != ("evaluation", 2)]
 
 
 def test_a_machine_with_an_empty_folder_resumes_bitwise(tmp_path: Path) -> None:
@@ -57,8 +57,8 @@ def test_a_machine_with_an_empty_folder_resumes_bitwise(tmp_path: Path) -> None:
     assert complete_rounds(saved / "checkpoints") == complete_rounds(plain / "checkpoints")
     assert {path.name for path in (saved / "exports").iterdir()} == {"4"}
     assert lines(second) == lines(saved) == lines(plain)
-    found, expected = load_params(saved), load_params(plain)
-    assert {k: v.tobytes() for k, v in found.items()} == {
+    loaded, expected = load_params(saved), load_params(plain)
+    assert {k: v.tobytes() for k, v in loaded.items()} == {
         k: v.tobytes() for k, v in expected.items()
     }
     # TensorBoard shows the rounds of the first machine too.

@@ -85,8 +85,8 @@ def test_a_run_in_a_bucket_is_killed_and_ends_as_in_a_folder(bucket: Path, tmp_p
     assert train(experiment(6), run).finished
     assert complete_rounds(run / "checkpoints") == [4, 6]
     assert {path.name for path in (run / "exports").iterdir()} == {"3", "4", "6"}
-    plain, found = (load_params(folder) for folder in (tmp_path / "plain", run))
-    assert {k: v.tobytes() for k, v in plain.items()} == {k: v.tobytes() for k, v in found.items()}
+    plain, loaded = (load_params(folder) for folder in (tmp_path / "plain", run))
+    assert {k: v.tobytes() for k, v in plain.items()} == {k: v.tobytes() for k, v in loaded.items()}
 
     def lines(folder: Path) -> list[dict[str, Any]]:
         return [

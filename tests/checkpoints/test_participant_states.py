@@ -60,32 +60,32 @@ def test_a_copy_takes_the_saved_participants_in_turn(n: int, m: int) -> None:
 @pytest.mark.parametrize(("n", "m"), [(4, 2), (2, 4), (4, 3), (1, 4), (4, 1)])
 def test_arrays_equal_the_weighted_sum(n: int, m: int, rule: Any) -> None:
     saved = np.random.default_rng(n).normal(size=(n, 3, 2)).astype(np.float32)
-    found = resize_participants(jnp.asarray(saved), like((m, 3, 2), jnp.float32), rule)
+    resized = resize_participants(jnp.asarray(saved), like((m, 3, 2), jnp.float32), rule)
     weights = participant_weights(n, m, rule)
-    np.testing.assert_allclose(found, np.einsum("mn,n...->m...", weights, saved), rtol=1e-6)
+    np.testing.assert_allclose(resized, np.einsum("mn,n...->m...", weights, saved), rtol=1e-6)
     if rule == "average":
-        np.testing.assert_allclose(found.mean(0), saved.mean(0), rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(resized.mean(0), saved.mean(0), rtol=1e-5, atol=1e-7)
     if rule == "copy" or m % n == 0:  # bit by bit: -0.0 too
         saved[0, 0] = -0.0
-        found = resize_participants(jnp.asarray(saved), like((m, 3, 2), jnp.float32), rule)
-        assert np.asarray(found).tobytes() == saved[weights.argmax(axis=1)].tobytes()
+        resized = resize_participants(jnp.asarray(saved), like((m, 3, 2), jnp.float32), rule)
+        assert np.asarray(resized).tobytes() == saved[weights.argmax(axis=1)].tobytes()
 
 
 @settings(max_examples=5)
 @given(st.integers(0, 2**31))
 def test_bfloat16_is_averaged_in_float32_and_rounded_once(seed: int) -> None:
     saved = jax.random.normal(jax.random.key(seed), (4, 5), jnp.bfloat16)
-    found = resize_participants(saved, like((3, 5), jnp.bfloat16))
+    resized = resize_participants(saved, like((3, 5), jnp.bfloat16))
     wide = np.asarray(saved, np.float32)
     expected = jnp.asarray(participant_weights(4, 3).astype(np.float32) @ wide, jnp.bfloat16)
-    assert found.dtype == jnp.bfloat16
-    assert (np.asarray(found) == np.asarray(expected)).all()
+    assert resized.dtype == jnp.bfloat16
+    assert (np.asarray(resized) == np.asarray(expected)).all()
 
 
 def test_a_nan_stays_with_the_participants_that_average_it() -> None:
     saved = jnp.array([[jnp.nan], [1.0], [2.0], [4.0]])
-    found = np.asarray(resize_participants(saved, like((2, 1), jnp.float32)))
-    assert np.isnan(found[0]).all() and found[1] == 3.0
+    resized = np.asarray(resize_participants(saved, like((2, 1), jnp.float32)))
+    assert np.isnan(resized[0]).all() and resized[1] == 3.0
 
 
 def test_counts_and_flags_come_from_the_largest_share() -> None:
@@ -98,9 +98,9 @@ def test_counts_and_flags_come_from_the_largest_share() -> None:
 
 def test_copied_random_keys_differ() -> None:
     keys = jax.random.split(jax.random.key(0), 2)
-    found = resize_participants(keys, like((4,), keys.dtype))
-    assert found.dtype == keys.dtype
-    assert len({tuple(data) for data in jax.random.key_data(found).tolist()}) == 4
+    resized = resize_participants(keys, like((4,), keys.dtype))
+    assert resized.dtype == keys.dtype
+    assert len({tuple(data) for data in jax.random.key_data(resized).tolist()}) == 4
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -115,9 +115,9 @@ def test_a_device_reads_its_share_where_the_axis_divides_the_saved_number(
     assert (struct.shape, struct.sharding.spec) == ((n, 8), PartitionSpec(read, "fsdp"))
     saved = np.random.default_rng(n).normal(size=(n, 8)).astype(np.float32)
     with jax.set_mesh(mesh):
-        found = resize_participants(jax.device_put(saved, struct.sharding), wanted)
-    assert found.sharding == sharding
-    np.testing.assert_allclose(found, participant_weights(n, 2) @ saved, rtol=1e-5, atol=1e-6)
+        resized = resize_participants(jax.device_put(saved, struct.sharding), wanted)
+    assert resized.sharding == sharding
+    np.testing.assert_allclose(resized, participant_weights(n, 2) @ saved, rtol=1e-5, atol=1e-6)
 
 
 class Experts(NamedTuple):
@@ -149,16 +149,16 @@ def test_participants_that_are_kept_have_their_own_state(rule: Any) -> None:
     assert kept_participants(None, [0]) is kept_participants([0], None) is None
     new = saved.mean(axis=0) if rule == "average" else saved[1]  # participant 1, modulo 3
     expected = np.stack([saved[0], new, saved[1], saved[2]])
-    found = resize_participants(jnp.asarray(saved), like((4, 5), np.float32), rule, kept)
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=0)
-    np.testing.assert_array_equal(np.asarray(found)[[0, 2, 3]], saved)  # bit by bit
+    resized = resize_participants(jnp.asarray(saved), like((4, 5), np.float32), rule, kept)
+    np.testing.assert_allclose(resized, expected, rtol=1e-6, atol=0)
+    np.testing.assert_array_equal(np.asarray(resized)[[0, 2, 3]], saved)  # bit by bit
     counts = random.integers(0, 100, 3).astype(np.int32)
-    found = resize_participants(jnp.asarray(counts), like((4,), np.int32), rule, kept)
-    assert np.asarray(found)[[0, 2, 3]].tolist() == counts.tolist()
+    resized = resize_participants(jnp.asarray(counts), like((4,), np.int32), rule, kept)
+    assert np.asarray(resized)[[0, 2, 3]].tolist() == counts.tolist()
     keys = jax.random.split(jax.random.key(1), 3)
-    found = jax.random.key_data(resize_participants(keys, like((4,), keys.dtype), rule, kept))
-    np.testing.assert_array_equal(np.asarray(found)[[0, 2, 3]], jax.random.key_data(keys))
-    assert len({tuple(row) for row in np.asarray(found).tolist()}) == 4  # the new one differs
+    resized = jax.random.key_data(resize_participants(keys, like((4,), keys.dtype), rule, kept))
+    np.testing.assert_array_equal(np.asarray(resized)[[0, 2, 3]], jax.random.key_data(keys))
+    assert len({tuple(row) for row in np.asarray(resized).tolist()}) == 4  # the new one differs
     fewer = resize_participants(
         jnp.asarray(saved), like((2, 5), np.float32), rule, kept_participants([0, 2, 3], [0, 3])
     )

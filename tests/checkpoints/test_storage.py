@@ -146,7 +146,7 @@ def test_a_flipped_bit_in_any_file_of_a_checkpoint_is_found(folder: Path) -> Non
     random = np.random.default_rng(0)
     newest = folder / "checkpoints" / "4"
     expected = load_params(folder)
-    found = 0
+    result = 0
     for path in files(newest):
         if path.stat().st_size == 0:
             continue
@@ -160,9 +160,9 @@ def test_a_flipped_bit_in_any_file_of_a_checkpoint_is_found(folder: Path) -> Non
         else:
             with pytest.raises(DamagedCheckpointError, match="round 4 is damaged"):
                 load_params(folder)
-            found += 1
+            result += 1
         path.write_bytes(original)
-    assert found > 5
+    assert result > 5
     chex.assert_trees_all_equal(load_params(folder), expected)
 
 

@@ -83,10 +83,10 @@ def test_each_client_keeps_its_state_over_rounds(current_mesh):
 def test_absent_clients_read_zeros(current_mesh):
     table = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
     client_ids = np.array([5, -1, 23, 0, -7, 7, 8, 1], np.int32)
-    found = gather_clients(store_of(table, current_mesh), place(client_ids, current_mesh))
-    np.testing.assert_array_equal(found, np.where(client_ids[:, None] < 0, 0, table[client_ids]))
+    result = gather_clients(store_of(table, current_mesh), place(client_ids, current_mesh))
+    np.testing.assert_array_equal(result, np.where(client_ids[:, None] < 0, 0, table[client_ids]))
     if current_mesh is not None:
-        assert found.sharding.spec[0] == "clients"
+        assert result.sharding.spec[0] == "clients"
 
 
 def test_states_of_absent_clients_are_ignored(current_mesh):
@@ -180,9 +180,9 @@ def test_only_the_cohort_is_communicated_and_nothing_grows_with_the_population(c
 
     client_ids = jax.ShapeDtypeStruct((COHORT,), jnp.int32)
     compiled = jax.jit(round_, donate_argnums=0).lower(store, client_ids).compile()
-    found = collectives(compiled.as_text(), current_mesh)
-    assert {c.axes for c in found} == {("clients",)}
-    assert max(c.bytes for c in found) <= COHORT * width * 4
+    communication = collectives(compiled.as_text(), current_mesh)
+    assert {c.axes for c in communication} == {("clients",)}
+    assert max(c.bytes for c in communication) <= COHORT * width * 4
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == num_clients * width  # a quarter of 4 bytes each, in place
     assert memory.temp_size_in_bytes < 100 * COHORT * width
@@ -314,8 +314,8 @@ def test_values_that_the_store_cannot_hold_raise():
 
 def test_any_negative_index_is_absent():
     store = client_store(np.ones(2, np.float32), 5)
-    found = gather_clients(store, np.array([-(2**32), 1, -(2**31) - 1]))
-    assert found.tolist() == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
+    result = gather_clients(store, np.array([-(2**32), 1, -(2**31) - 1]))
+    assert result.tolist() == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
 
 
 @pytest.mark.parametrize("client_ids", [np.array([0.0, 1.0]), jnp.array([0.5, jnp.nan]), [True]])

@@ -281,10 +281,10 @@ def test_the_derivative_of_a_round_with_a_store_is_that_without_loops():
         return after, jnp.sum(old.sum((1, 2)) * x)
 
     control = jnp.asarray(table["control"])
-    found, expected = (
+    gradient, expected = (
         jax.jit(jax.grad(functools.partial(total, program=p), argnums=(0, 1)))(control, x)
         for p in (program, plain)
     )
     jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, expected
+        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), gradient, expected
     )

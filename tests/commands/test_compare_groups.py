@@ -43,8 +43,8 @@ def test_a_group_of_ones_own_is_compared_over_seeds(leaf: Path, command: Command
     folders = {name: [leaf / f"runs/{name}_seed_{seed}" for seed in (0, 3)] for name in two_names()}
     first, second = output.split("Metrics:")
     assert "Means ± standard deviations of 2 seeds: 0, 3." in second
-    for name, found in folders.items():
-        last = [select(read_metrics(folder), "evaluation")[-1] for folder in found]
+    for name, result in folders.items():
+        last = [select(read_metrics(folder), "evaluation")[-1] for folder in result]
         losses, accuracies = ([line[key] for line in last] for key in ("loss", "accuracy"))
         assert losses[0] != losses[1]
         mean, deviation = statistics.fmean(losses), statistics.stdev(losses)
@@ -53,7 +53,7 @@ def test_a_group_of_ones_own_is_compared_over_seeds(leaf: Path, command: Command
         assert rows(second)[name][0] == f"{mean:.4f} ± {deviation:.4f}"
         assert rows(second)["experiment"] == ["held-out accuracy", "training width"]
         seeds = [
-            json.loads((folder / "config.json").read_text())["configuration"] for folder in found
+            json.loads((folder / "config.json").read_text())["configuration"] for folder in result
         ]
         assert [one["training"]["seed"] for one in seeds] == [0, 3]
         assert [one["data"]["seed"] for one in seeds] == [0, 3]
@@ -134,8 +134,8 @@ def test_one_seed_sets_all_but_those_that_are_stated(leaf: Path) -> None:
 
 
 def test_seeds_of_shipped_experiments() -> None:
-    found = configure("fedavg_digits", ["--seed=4"])
-    assert {path: 4 for path in seed_paths(found)} == {"training.seed": 4, "cohort.seed": 4}
+    experiment = configure("fedavg_digits", ["--seed=4"])
+    assert {path: 4 for path in seed_paths(experiment)} == {"training.seed": 4, "cohort.seed": 4}
 
 
 def test_an_empty_group_raises(leaf: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,8 +68,8 @@ def test_prepared_files_are_those_of_load(command: Command, hospitals: Path) -> 
     status, output, errors = command(*arguments, f"--out={hospitals}/out")
     assert status == 0 and output == f"Wrote 56 examples of 3 clients to {hospitals}/out.\n"
     assert "Skipped 1 rows of" in errors and "north.csv, the first of them '70,f,True,9'" in errors
-    found = load(hospitals / "out")
-    assert found.column("age").dtype == np.float64 and found.client_names == [
+    loaded = load(hospitals / "out")
+    assert loaded.column("age").dtype == np.float64 and loaded.client_names == [
         "north",
         "south",
         "Åre",

@@ -158,12 +158,12 @@ def test_a_picture_of_parts_shows_the_same_clients(
     monkeypatch.setattr(survey, "_LARGE", 0)
     monkeypatch.setattr("fedpax.commands.data.load", None)  # it would read the file at once
     assert command(*arguments, picture)[0] == 0
-    (expected, *names), (found, *same_names) = drawn
+    (expected, *names), (result, *same_names) = drawn
     assert same_names == names
     for field, value in expected._asdict().items():
         if value is None:
-            assert getattr(found, field) is None
+            assert getattr(result, field) is None
         else:
-            np.testing.assert_allclose(getattr(found, field), value, rtol=1e-9)
+            np.testing.assert_allclose(getattr(result, field), value, rtol=1e-9)
     status, _, errors = command("data", f"{tmp_path}/all.parquet", picture)
     assert status == 2 and "shows clients, but the files have none" in errors

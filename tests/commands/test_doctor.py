@@ -31,8 +31,8 @@ def test_every_extra_of_the_project_is_listed(command: Command) -> None:
     output = command("doctor")[1]
     for name, extra in EXTRAS.items():
         (line,) = (line for line in output.splitlines() if line.startswith(f"extra {name} "))
-        found = doctor._version(extra.package)
-        expected = f"{extra.package} {found}" if found else f'pip install "fedpax[{name}]" for '
+        result = doctor._version(extra.package)
+        expected = f"{extra.package} {result}" if result else f'pip install "fedpax[{name}]" for '
         assert expected in line
 
 

@@ -20,9 +20,9 @@ from fedpax.training.job_dir_lock import JobDirLock
 
 
 def heldout_loss(output: str) -> float:
-    found = re.search(r"held-out loss ([0-9.]+)", output)
-    assert found
-    return float(found[1])
+    match = re.search(r"held-out loss ([0-9.]+)", output)
+    assert match
+    return float(match[1])
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:

@@ -78,9 +78,9 @@ def test_a_participant_has_the_batches_of_a_run(app: Path, files: Path) -> None:
     steps = program.batch[0] if program.batch else 0
     for k in range(3):
         for config in ({}, {"files": str(files / f"h{k}.csv")}):
-            found = experiment_data(app / PACKAGE, Node(k, 3, config, steps))
+            result = experiment_data(app / PACKAGE, Node(k, 3, config, steps))
             for number in (0, 2):
-                own = found.read_clients(number, np.array([k]))  # type: ignore[union-attr]
+                own = result.read_clients(number, np.array([k]))  # type: ignore[union-attr]
                 want = stream.read_clients(number, np.array([k]))  # type: ignore[attr-defined]
                 mask = want.batches["mask"]
                 np.testing.assert_array_equal(own.batches["mask"], mask)
@@ -106,9 +106,9 @@ def test_islands_read_rows_of_their_own(command: Command, tmp_path: Path) -> Non
     cohorts = [next(stream) for _ in range(3)]
     rows = experiment_data(out / PACKAGE, Node(2, 4, {}, 1))
     for number in (0, 2, 1, 1):
-        found = rows(number)  # type: ignore[operator]
+        result = rows(number)  # type: ignore[operator]
         for name, values in cohorts[number].batches.items():
-            np.testing.assert_array_equal(found.batches[name], np.asarray(values)[2:3])
+            np.testing.assert_array_equal(result.batches[name], np.asarray(values)[2:3])
     with pytest.raises(ArgumentError, match="reads no files"):
         experiment_data(out / PACKAGE, Node(0, 4, {"files": "a.csv"}, 1))
 

@@ -111,12 +111,12 @@ def test_the_manifest_starts_what_fedpax_reads() -> None:
     service, job = yaml.safe_load_all((HOSTS / "kubernetes.yaml").read_text())
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
     assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"]
-    found = [find_job_processes(job_environment(i)) for i in range(spec["completions"])]
-    assert [cluster.process_id for cluster in found] == list(range(spec["completions"]))
-    assert {cluster.num_processes for cluster in found} == {spec["completions"]}
+    result = [find_job_processes(job_environment(i)) for i in range(spec["completions"])]
+    assert [cluster.process_id for cluster in result] == list(range(spec["completions"]))
+    assert {cluster.num_processes for cluster in result} == {spec["completions"]}
     # The name of the first pod: Kubernetes joins job, index and subdomain.
     name = f"{job['metadata']['name']}-0.{pod['subdomain']}"
-    assert {cluster.host for cluster in found} == {name}
+    assert {cluster.host for cluster in result} == {name}
     assert service["metadata"]["name"] == pod["subdomain"]
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
     assert service["spec"]["clusterIP"] == "None"

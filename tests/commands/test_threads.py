@@ -64,8 +64,8 @@ def test_programs_of_threads_do_not_see_each_other() -> None:
         np.testing.assert_allclose(mean, np.sin(0.5 * x).mean(0), rtol=1e-5)
         return text.splitlines()[1].split(",")[0].strip(), sizes
 
-    found = in_threads([lambda: use("clients", 4, None), lambda: use("islands", 2, 1)])
-    assert found == [("clients=4", {"clients": 4}), ("islands=2", {"islands": 2})]
+    result = in_threads([lambda: use("clients", 4, None), lambda: use("islands", 2, 1)])
+    assert result == [("clients=4", {"clients": 4}), ("islands=2", {"islands": 2})]
 
 
 def test_commands_in_threads_train_as_one_after_the_other(tmp_path: Path) -> None:
@@ -114,8 +114,8 @@ def test_a_failed_save_is_quiet_whichever_logger_writes_it() -> None:
         try:
             exec(compile("raise OSError('Cannot connect to host')", file, "exec"))
         except OSError:
-            found = sys.exc_info()
-        record = logging.LogRecord("absl", logging.ERROR, "/absl/logging.py", 1, "", (), found)
+            result = sys.exc_info()
+        record = logging.LogRecord("absl", logging.ERROR, "/absl/logging.py", 1, "", (), result)
         return _is_no_failed_save(record)
 
     assert not logged("/site-packages/orbax/checkpoint/_src/futures/future.py")

@@ -125,23 +125,23 @@ def by_jit(program, state, clients, rounds):
     return results
 
 
-def assert_equal_rounds(found, expected, tolerance=1e-6):
+def assert_equal_rounds(actual, expected, tolerance=1e-6):
     """Compare all metrics and the last state."""
-    assert len(found) == len(expected)
-    for (state, metrics), (other_state, other_metrics) in zip(found, expected, strict=True):
+    assert len(actual) == len(expected)
+    for (state, metrics), (other_state, other_metrics) in zip(actual, expected, strict=True):
         assert jax.tree.structure(state) == jax.tree.structure(other_state)
         assert jax.tree.structure(metrics) == jax.tree.structure(other_metrics)
         jax.tree.map(functools.partial(_assert_close, tolerance=tolerance), metrics, other_metrics)
     jax.tree.map(
-        functools.partial(_assert_close, tolerance=tolerance), found[-1][0], expected[-1][0]
+        functools.partial(_assert_close, tolerance=tolerance), actual[-1][0], expected[-1][0]
     )
 
 
-def _assert_close(found, expected, tolerance):
+def _assert_close(actual, expected, tolerance):
     if jnp.issubdtype(expected.dtype, jax.dtypes.prng_key):
-        found, expected = jax.random.key_data(found), jax.random.key_data(expected)
-    assert np.all(np.isfinite(np.asarray(found, np.float64)))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
+        actual, expected = jax.random.key_data(actual), jax.random.key_data(expected)
+    assert np.all(np.isfinite(np.asarray(actual, np.float64)))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance)
 
 
 def run_in_a_loop(program, *args, clients, rounds=1, first_round=0):
@@ -151,7 +151,7 @@ def run_in_a_loop(program, *args, clients, rounds=1, first_round=0):
     work, arguments, differing = make_work(divided, jax.tree.leaves(args), open_clients)
     states = {kind: dict(split_states(differing[kind])) for kind in differing}
     states = {kind: states.get(kind, {}) for kind in (0, 1)}
-    found = []
+    collected = []
     for number in range(first_round, first_round + rounds):
         members = list(work.sample(number))
         for kind, kept in states.items():
@@ -186,9 +186,9 @@ def run_in_a_loop(program, *args, clients, rounds=1, first_round=0):
             for kind in states:
                 states[kind] |= dict(chosen(f"states {kind}"))
         results = served["results"]
-        found.append(results if number == first_round + rounds - 1 else work.metrics(results))
+        collected.append(results if number == first_round + rounds - 1 else work.metrics(results))
         arguments = work.next_arguments(arguments, results)
     kept = [
         (kind, stack_states(list(rows.items()))) for kind, rows in states.items() if len(rows) > 0
     ]
-    return read_results(divided, jax.tree.leaves(args), found, [content for _, content in kept])
+    return read_results(divided, jax.tree.leaves(args), collected, [content for _, content in kept])

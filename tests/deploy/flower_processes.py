@@ -19,8 +19,8 @@ ENVIRONMENT = "FEDPAX_FLWR"
 def binaries():
     """The folder of Flower's commands, or None where flwr is not installed."""
     folder = os.environ.get(ENVIRONMENT)
-    found = Path(folder) / "bin" if folder else Path(sys.executable).parent
-    return found if (found / "flower-superlink").exists() else None
+    result = Path(folder) / "bin" if folder else Path(sys.executable).parent
+    return result if (result / "flower-superlink").exists() else None
 
 
 def free_port():

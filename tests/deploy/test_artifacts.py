@@ -112,13 +112,13 @@ def test_exported_stages_equal_the_stages(name, participants, tmp_path):
     arguments = {n: jnp.asarray(named[n]) for n in artifact.manifest["arguments"]}
     states = stages.own(*args)
     own = [{k: rows[i] for k, rows in states.items()} for i in range(N)]
-    found, kept = run_artifact(artifact, arguments, own, participants)
+    actual, kept = run_artifact(artifact, arguments, own, participants)
     result = run_local(stages, *args, participants=participants)
     expected = {
         f"result{jax.tree_util.keystr(path)}": leaf
         for path, leaf in jax.tree.leaves_with_path(result)
     }
-    for key, value in found.items():
+    for key, value in actual.items():
         if participants:
             assert np.all(np.isfinite(np.asarray(value, np.float64)))
         np.testing.assert_allclose(value, expected[key], rtol=0, atol=1e-6)
@@ -182,10 +182,10 @@ assert all(np.isfinite(t).all() for t in terms)
 assert not {{"fedpax", "optax", "flax", "pickle5"}} & set(sys.modules), set(sys.modules)
 print(artifact.program)
 """
-    found = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert found.stdout.split() == [artifact.program]
+    assert completed.stdout.split() == [artifact.program]
 
 
 def test_the_same_program_has_the_same_hash(tmp_path):

@@ -39,9 +39,9 @@ NAMES = [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in AG
 def equals(name, run_rounds, **settings):
     method = fedavg(loss_fn, cohort_size=COHORT, client_optimizer=SGD, aggregator=AGGREGATORS[name])
     state = method.init(params())
-    found = run_rounds(method.round, state, clients=open_rounds, rounds=ROUNDS, **settings)
-    assert_equal_rounds(found, by_jit(method.round, state, open_rounds(), ROUNDS))
-    moved = jax.tree.map(lambda x, y: jnp.abs(x - y).max(), found[-1][0].params, state.params)
+    result = run_rounds(method.round, state, clients=open_rounds, rounds=ROUNDS, **settings)
+    assert_equal_rounds(result, by_jit(method.round, state, open_rounds(), ROUNDS))
+    moved = jax.tree.map(lambda x, y: jnp.abs(x - y).max(), result[-1][0].params, state.params)
     assert max(jax.tree.leaves(moved)) > 1e-3
 
 

@@ -32,7 +32,7 @@ def test_metrics_equal_those_of_one_process(label, files):
     )
     run = experiment.build()
     params = random_params(run, seed=1)
-    found, by_client = evaluate_in_batches(
+    result, by_client = evaluate_in_batches(
         experiment.open_heldout_clients(),
         params,
         run_in_a_loop,
@@ -40,10 +40,10 @@ def test_metrics_equal_those_of_one_process(label, files):
         by_client=True,
     )
     expected = run.evaluate(params)
-    assert found.keys() == expected.keys()
-    assert any("new_clients" in name for name in found)
+    assert result.keys() == expected.keys()
+    assert any("new_clients" in name for name in result)
     for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(result[name], value, rtol=1e-5, atol=1e-6)
     every = run.evaluate_clients(params)
     places = [list(every.names).index(name) for name in by_client.names]
     np.testing.assert_array_equal(by_client.num_examples, every.num_examples[places])

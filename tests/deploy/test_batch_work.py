@@ -29,8 +29,8 @@ FAST = ("poisson", "scaffold", "three stages")
 )
 def test_rounds_equal_the_compiled_rounds(name):
     program, state, open_clients = CASES[name]()
-    found = run_in_a_loop(program, state, clients=open_clients, rounds=2)
-    assert_equal_rounds(found, by_jit(program, state, open_clients(), 2))
+    result = run_in_a_loop(program, state, clients=open_clients, rounds=2)
+    assert_equal_rounds(result, by_jit(program, state, open_clients(), 2))
 
 
 @pytest.mark.slow
@@ -57,9 +57,9 @@ def test_states_survive_a_file():
     states = {5: {"a": random.normal(size=3), "b": random.integers(9, size=())}, 2: {}}
     states[2] = {name: x + 1 for name, x in states[5].items()}
     content = stack_states([(key, encode_values(state)) for key, state in states.items()])
-    found = {key: decode_values(state) for key, state in split_states(content)}
-    assert found.keys() == states.keys()
-    jax.tree.map(np.testing.assert_array_equal, found, states)
+    result = {key: decode_values(state) for key, state in split_states(content)}
+    assert result.keys() == states.keys()
+    jax.tree.map(np.testing.assert_array_equal, result, states)
 
 
 def test_clients_without_a_method_are_told():

@@ -49,25 +49,25 @@ def merges(monkeypatch):
 def test_rounds_equal_the_compiled_rounds(name, merges):
     program, state, open_clients = CASES[name]()
     flags = [*THREADS, "--direct_num_workers=3"]
-    found = run_beam(program, state, clients=open_clients, rounds=3, flags=flags, block_size=1)
+    result = run_beam(program, state, clients=open_clients, rounds=3, flags=flags, block_size=1)
     assert len(merges) >= 3
-    assert_equal_rounds(found, by_jit(program, state, open_clients(), 3))
+    assert_equal_rounds(result, by_jit(program, state, open_clients(), 3))
 
 
 def test_rounds_in_several_processes(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))  # open_rounds is pickled by name
     program, state, open_clients = CASES["scaffold"]()
     flags = [*PROCESSES, "--direct_num_workers=2"]
-    found = run_beam(program, state, clients=open_clients, rounds=2, flags=flags, block_size=2)
-    assert_equal_rounds(found, by_jit(program, state, open_clients(), 2))
+    result = run_beam(program, state, clients=open_clients, rounds=2, flags=flags, block_size=2)
+    assert_equal_rounds(result, by_jit(program, state, open_clients(), 2))
 
 
 def test_states_continue_in_a_second_job(tmp_path):
     program, state, open_clients = CASES["three stages"]()
     expected = by_jit(program, state, open_clients(), 2)
     ((state, _),) = run_beam(program, state, clients=open_clients, folder=str(tmp_path))
-    found = run_beam(program, state, clients=open_clients, folder=str(tmp_path))
-    assert_equal_rounds(found, expected[1:])
+    result = run_beam(program, state, clients=open_clients, folder=str(tmp_path))
+    assert_equal_rounds(result, expected[1:])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -81,9 +81,9 @@ def test_analytics_have_data_alone():
     def draw(client):
         return np.random.default_rng(client).normal(size=7).astype(np.float32)
 
-    (found,) = run_beam(histogram, clients=lambda: EachClient(draw, 50), block_size=7)
+    (result,) = run_beam(histogram, clients=lambda: EachClient(draw, 50), block_size=7)
     expected, _ = np.histogram(np.stack([draw(k) for k in range(50)]), 4, (-2, 2))
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(result, expected)
 
 
 def test_a_server_that_reads_data_is_told():
@@ -149,12 +149,12 @@ def test_the_command_evaluates_as_without_an_engine(tmp_path, capsys):
     arguments = [*write_hospitals(tmp_path / "files"), "--data.label=outcome"]
     folder = f"--job_log_dir={tmp_path / 'run'}"
     assert main(["train", *arguments, folder]) == 0
-    found = []
+    collected = []
     for name, flags in {"plain": [], "beam": ["--engine=beam"]}.items():
         path = tmp_path / f"{name}.json"
         assert main(["evaluate", folder, "--by_client", f"--json={path}", *flags]) == 0
-        found.append(json.loads(path.read_text())["metrics"])
-    plain, by_beam = found
+        collected.append(json.loads(path.read_text())["metrics"])
+    plain, by_beam = collected
     assert plain.keys() == by_beam.keys()
     for name, value in plain.items():
         assert abs(by_beam[name] - value) <= 1e-6

@@ -40,13 +40,13 @@ def write_files(folder: Path, clients=40) -> None:
         parquet.write_table(pa.table(table), folder / f"{name}.parquet", row_group_size=70)
 
 
-def assert_same(found, expected):
-    assert found.table.schema == expected.table.schema
-    assert found.table.equals(expected.table)
-    assert (found.client, found.label) == (expected.client, expected.label)
+def assert_same(actual, expected):
+    assert actual.table.schema == expected.table.schema
+    assert actual.table.equals(expected.table)
+    assert (actual.client, actual.label) == (expected.client, expected.label)
     if expected.client_starts is not None:
-        assert found.client_names == expected.client_names
-        np.testing.assert_array_equal(found.client_starts, expected.client_starts)
+        assert actual.client_names == expected.client_names
+        np.testing.assert_array_equal(actual.client_starts, expected.client_starts)
 
 
 @pytest.mark.parametrize("flags", [[], THREADS, PROCESSES], ids=["one", "threads", "processes"])

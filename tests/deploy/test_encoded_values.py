@@ -20,28 +20,28 @@ arrays = st.sampled_from(DTYPES).flatmap(
 @given(st.dictionaries(st.text(), arrays, max_size=4))
 def test_arrays_survive(values):
     content = encode_values(values)
-    found = decode_values(content)
-    assert list(found) == list(values)
+    result = decode_values(content)
+    assert list(result) == list(values)
     for name, value in values.items():
-        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape)
-        assert found[name].tobytes() == value.tobytes()
-    assert encode_values(found) == content
+        assert (result[name].dtype, result[name].shape) == (value.dtype, value.shape)
+        assert result[name].tobytes() == value.tobytes()
+    assert encode_values(result) == content
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, ml_dtypes.float8_e4m3fn, jnp.int4])
 def test_dtypes_of_jax_survive(dtype):
     value = jnp.asarray(np.random.default_rng(0).normal(size=(3, 5)) * 3, dtype)
-    (found,) = decode_values(encode_values({"x": value})).values()
-    assert found.dtype == dtype
-    np.testing.assert_array_equal(found.astype(np.float32), value.astype(np.float32))
+    (result,) = decode_values(encode_values({"x": value})).values()
+    assert result.dtype == dtype
+    np.testing.assert_array_equal(result.astype(np.float32), value.astype(np.float32))
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_random_keys_survive(impl):
     keys = jax.random.split(jax.random.key(7, impl=impl), (2, 3))
-    (found,) = decode_values(encode_values({"x": keys})).values()
-    assert found.dtype == keys.dtype
-    np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(keys))
+    (result,) = decode_values(encode_values({"x": keys})).values()
+    assert result.dtype == keys.dtype
+    np.testing.assert_array_equal(jax.random.key_data(result), jax.random.key_data(keys))
 
 
 @given(st.integers(0, 10_000), st.data())

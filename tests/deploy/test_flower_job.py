@@ -73,7 +73,7 @@ def test_an_evaluation_on_nodes_equals_that_of_one_process(folder, in_this_proce
     heldout = experiment.open_heldout_participants()
     assert len(heldout.names) == len(experiment.training_parts)
     write_data = functools.partial(write_heldout_data, experiment, "fedavg_table")
-    found, by_client = evaluate_in_batches(
+    result, by_client = evaluate_in_batches(
         heldout,
         params,
         functools.partial(flower_job.run_flower, write_data=write_data),
@@ -81,9 +81,9 @@ def test_an_evaluation_on_nodes_equals_that_of_one_process(folder, in_this_proce
         by_client=True,
     )
     expected = run.evaluate(params)
-    assert found.keys() == expected.keys()
+    assert result.keys() == expected.keys()
     for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(result[name], value, rtol=1e-5, atol=1e-6)
     every = run.evaluate_clients(params)
     places = [list(every.names).index(name) for name in by_client.names]
     np.testing.assert_array_equal(by_client.num_examples, every.num_examples[places])
@@ -100,8 +100,8 @@ def test_a_node_with_its_own_files_has_the_same_held_out_examples(folder, tmp_pa
     size, steps = len(experiment.training_parts), clients.shapes.batches["mask"].shape[1]
     for k in (0, 4):
         config = {"files": str(folder / f"hospital {k}.csv")}
-        found = heldout_data(tmp_path, Node(k, size, config, steps))(0)
-        jax.tree.map(np.testing.assert_array_equal, found, clients.read_clients(0, np.array([k])))
+        result = heldout_data(tmp_path, Node(k, size, config, steps))(0)
+        jax.tree.map(np.testing.assert_array_equal, result, clients.read_clients(0, np.array([k])))
     with pytest.raises(ValueError, match=r"held-out examples, expected at most 4, the batches of"):
         heldout_data(tmp_path, Node(0, size, {"files": str(folder / "hospital 0.csv")}, 1))
 

@@ -53,9 +53,9 @@ def assert_equals(out, expected):
     state = np.load(out / "state.npz")
     for name in ("params", "control"):
         for path, leaf in jax.tree.leaves_with_path(getattr(expected, name, {})):
-            found = state[f"state.{name}{jax.tree_util.keystr(path)}"]
-            assert np.isfinite(found).all()
-            np.testing.assert_allclose(found, leaf, rtol=0, atol=1e-6)
+            result = state[f"state.{name}{jax.tree_util.keystr(path)}"]
+            assert np.isfinite(result).all()
+            np.testing.assert_allclose(result, leaf, rtol=0, atol=1e-6)
 
 
 def assert_kept(flower, program, expected, counted):
@@ -266,8 +266,8 @@ def test_private_means_are_within_the_noise(protocol, tmp_path, monkeypatch):
         for k in range(4):
             flower.start_node(k)
         flower.finish(flower.start_run(app, out, secure="true", **settings), out)
-    found = np.load(out / "state.npz")["state.params['w']"]
-    difference = np.abs(found - nodes.by_jit("private")[-1].params["w"]).max()
+    loaded = np.load(out / "state.npz")["state.params['w']"]
+    difference = np.abs(loaded - nodes.by_jit("private")[-1].params["w"]).max()
     assert 0 < difference < 3 * 15 * nodes.PRIVATE_NOISE / 4
     accountant = PrivacyAccountant(nodes.PRIVATE_NOISE, 1e-6)
     stated = [accountant.epsilon(r) for r in range(1, SETTINGS.rounds + 1)]

@@ -52,14 +52,14 @@ def test_sums_of_vectors_are_the_sums_of_terms(participants, seed):
         for _ in range(participants)
     ]
     vectors = [np.load(io.BytesIO(to_vector(terms, bound, levels))) for terms in each]
-    found = from_vector(quantized_sum(vectors, bound, levels), TERMS, bound, levels)
-    np.testing.assert_array_equal(found[0], sum(terms[0].astype(np.int64) for terms in each))
+    result = from_vector(quantized_sum(vectors, bound, levels), TERMS, bound, levels)
+    np.testing.assert_array_equal(result[0], sum(terms[0].astype(np.int64) for terms in each))
     step = 2 * bound / levels
     for i in (1, 2):
         want = sum(terms[i].astype(np.float64) for terms in each)
         atol = participants * step + 1e-6 * np.abs(want).max()
-        np.testing.assert_allclose(found[i], want, rtol=0, atol=atol)
-        assert (found[i].dtype, found[i].shape) == (np.float32, want.shape)
+        np.testing.assert_allclose(result[i], want, rtol=0, atol=atol)
+        assert (result[i].dtype, result[i].shape) == (np.float32, want.shape)
 
 
 @given(st.integers(1, 10**6))

@@ -24,8 +24,8 @@ def settings_of(out, **others):
 def test_a_run_writes_its_state_and_its_metrics(program, tmp_path):
     train(LocalNetwork(program, tmp_path), program, "run1", settings_of(tmp_path / "out"))
     expected = nodes.by_jit("scaffold")[-1]
-    found = np.load(tmp_path / "out" / STATE_FILE)
-    np.testing.assert_allclose(found["state.params['w']"], expected.params["w"], rtol=0, atol=1e-6)
+    loaded = np.load(tmp_path / "out" / STATE_FILE)
+    np.testing.assert_allclose(loaded["state.params['w']"], expected.params["w"], rtol=0, atol=1e-6)
     lines = (tmp_path / "out" / METRICS_FILE).read_text().splitlines()
     metrics = [json.loads(line) for line in lines]
     assert [m["round"] for m in metrics] == [1, 2, 3]
@@ -41,9 +41,9 @@ def test_a_run_that_another_server_continues_has_the_same_bits(program, tmp_path
     train(network, program, "run2", settings_of(out, rounds=2))
     # Flower gives the second run another name; a node may have begun the next round already.
     network = LocalNetwork(program, tmp_path / "b", lost=lambda values, node: None)
-    found = train(network, program, "run3", settings_of(out, resume=True))
+    result = train(network, program, "run3", settings_of(out, resume=True))
     for name, value in whole.items():
-        np.testing.assert_array_equal(value, found[name])
+        np.testing.assert_array_equal(value, result[name])
     assert {p.values["run"] for _, p in network.log if "run" in p.values} == {"run2"}
     lines = (out / METRICS_FILE).read_text().splitlines()
     assert [json.loads(line)["round"] for line in lines] == [1, 2, 3]

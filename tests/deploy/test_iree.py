@@ -71,14 +71,14 @@ def test_a_client_without_jax_equals_jax(name, tmp_path, monkeypatch):
     np.savez(tmp_path / "given.npz", **given, **{f"own {n}": x for n, x in own.items()})
     paths = [str(tmp_path / name) for name in ("device", "given.npz", "found.npz")]
     subprocess.run([Path(IREE) / "python", "-c", PROGRAM, *paths], check=True)
-    found = np.load(tmp_path / "found.npz")
+    loaded = np.load(tmp_path / "found.npz")
     terms, _, kept = stages.client(0)(1, shared, [], own)
     expected = {f"term {i}": x for i, x in enumerate(terms)}
     expected |= {f"kept {n}": x for n, x in kept.items()}
-    assert set(found) == set(expected)
+    assert set(loaded) == set(expected)
     for key, value in expected.items():
-        assert np.all(np.isfinite(value)) and found[key].dtype == value.dtype
-        np.testing.assert_allclose(found[key], value, rtol=0, atol=1e-5)
+        assert np.all(np.isfinite(value)) and loaded[key].dtype == value.dtype
+        np.testing.assert_allclose(loaded[key], value, rtol=0, atol=1e-5)
     changed = [np.abs(np.asarray(x)).max() for x in jax.tree.leaves(terms)]
     assert max(changed) > 1e-3
 
@@ -113,9 +113,9 @@ def test_a_client_on_arm64_equals_jax(name, tmp_path, monkeypatch):
     )
     with out.open("rb") as file:
         for value in expected:
-            found = np.load(file)
-            assert np.all(np.isfinite(found))
-            np.testing.assert_allclose(found, value, rtol=0, atol=1e-5)
+            loaded = np.load(file)
+            assert np.all(np.isfinite(loaded))
+            np.testing.assert_allclose(loaded, value, rtol=0, atol=1e-5)
 
 
 @needs_iree

@@ -45,17 +45,17 @@ def run(network, program, quorum=3, rounds=SETTINGS.rounds, name="run"):
         sleep=lambda seconds: None,
         secure=ServerSums(network, LOG, 0.001),
     )
-    position, found = server.begin(), []
+    position, result = server.begin(), []
     for _ in range(rounds):
         position, metrics = server.advance(position)
-        found.append((position, metrics))
-    return found
+        result.append((position, metrics))
+    return result
 
 
 def assert_equals(position, expected):
     for path, leaf in jax.tree.leaves_with_path(expected.params):
-        found = position.state[f"state.params{jax.tree_util.keystr(path)}"]
-        np.testing.assert_allclose(found, leaf, rtol=0, atol=1e-6)
+        result = position.state[f"state.params{jax.tree_util.keystr(path)}"]
+        np.testing.assert_allclose(result, leaf, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -74,11 +74,11 @@ def test_rounds_equal_the_compiled_rounds_without_a_node_that_drops_out(phase, t
 
     program = parse_program(nodes.pack("scaffold"))
     network = LocalNetwork(program, tmp_path, lost=lost)
-    found = run(network, program)
-    counts = [metrics["participants"] for _, metrics in found]
+    result = run(network, program)
+    counts = [metrics["participants"] for _, metrics in result]
     assert counts[0] == N and counts[1] == (N if phase == "reveal" else 3)
     expected = nodes.by_jit("scaffold", lambda number: [1] if counts[number] == 3 else [])
-    assert_equals(found[-1][0], expected[-1])
+    assert_equals(result[-1][0], expected[-1])
 
 
 def eval_phase(request):
@@ -114,10 +114,10 @@ def test_private_rounds_are_within_the_noise_and_tell_epsilon(tmp_path):
         stated = PrivacyAccountant(nodes.PRIVATE_NOISE, 1e-6).epsilon(number + 1)
         name = next(n for n in metrics if "epsilon" in n)
         assert metrics[name] == pytest.approx(stated, rel=1e-5)
-        found, again = position.state["state.params['w']"], other.state["state.params['w']"]
-        assert not np.array_equal(found, again)  # new noise in each run
+        result, again = position.state["state.params['w']"], other.state["state.params['w']"]
+        assert not np.array_equal(result, again)  # new noise in each run
         largest = (number + 1) * 10 * nodes.PRIVATE_NOISE / 4 * 1.5
-        np.testing.assert_allclose(found, expected[number + 1].params["w"], rtol=0, atol=largest)
+        np.testing.assert_allclose(result, expected[number + 1].params["w"], rtol=0, atol=largest)
 
 
 def test_a_node_sends_no_terms_of_a_private_program_without_masks(tmp_path):

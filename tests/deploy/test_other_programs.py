@@ -32,15 +32,15 @@ def pack(name):
     return pack_program(others.PROGRAMS[name], others.init_params, shapes, settings)
 
 
-def assert_equals_state(found, expected):
+def assert_equals_state(actual, expected):
     """Compare the server's values, by name, with the values of the compiled rounds."""
     compared = 0
     for path, leaf in jax.tree.leaves_with_path(expected):
         name = f"state{jax.tree_util.keystr(path)}"
-        if name in found:
+        if name in actual:
             compared += 1
-            np.testing.assert_allclose(found[name], leaf, rtol=0, atol=1e-6)
-    assert compared == len(found) > 0
+            np.testing.assert_allclose(actual[name], leaf, rtol=0, atol=1e-6)
+    assert compared == len(actual) > 0
 
 
 @pytest.mark.parametrize("name", others.PROGRAMS)
@@ -48,18 +48,18 @@ def test_each_participant_by_itself_equals_the_compiled_rounds(name):
     state, data = others.state_of(name), others.open_clients().read_clients(0, np.arange(others.N))
     stages = fedpax.stages(others.PROGRAMS[name].round, state, data)
     assert len(stages) == others.STAGES[name]
-    found = []
+    collected = []
     for _ in range(ROUNDS):
         state, metrics = run_local(stages, state, data)
-        found.append((state, metrics))
-    assert_equal_rounds(found, expected_of(name))
+        collected.append((state, metrics))
+    assert_equal_rounds(collected, expected_of(name))
 
 
 @pytest.mark.parametrize("name", others.PROGRAMS)
 def test_a_batch_job_equals_the_compiled_rounds(name):
     program, state = others.PROGRAMS[name].round, others.state_of(name)
-    found = run_in_a_loop(program, state, clients=others.open_clients, rounds=ROUNDS)
-    assert_equal_rounds(found, expected_of(name))
+    result = run_in_a_loop(program, state, clients=others.open_clients, rounds=ROUNDS)
+    assert_equal_rounds(result, expected_of(name))
 
 
 @pytest.mark.parametrize("name", others.PROGRAMS)
@@ -73,9 +73,9 @@ def test_nodes_equal_the_compiled_rounds(name, tmp_path):
     server = RoundServer(network, program, run="r", rules=Rules(), sleep=lambda s: None)
     position = server.begin()
     for _, metrics in expected_of(name):
-        position, found = server.advance(position)
+        position, result = server.advance(position)
         for key, value in metrics.items():
-            np.testing.assert_allclose(found[f"['{key}']"], value, rtol=0, atol=1e-6)
+            np.testing.assert_allclose(result[f"['{key}']"], value, rtol=0, atol=1e-6)
     assert_equals_state(position.state, expected_of(name)[-1][0])
 
 
@@ -86,11 +86,11 @@ def test_apache_beam_equals_the_compiled_rounds(name):
     from fedpax.deploy.beam import run_beam
 
     program, state = others.PROGRAMS[name].round, others.state_of(name)
-    found = run_beam(
+    result = run_beam(
         program, state, clients=others.open_clients, rounds=ROUNDS, block_size=1,
         flags=["--runner=FnApiRunner", "--direct_running_mode=multi_threading"],
     )  # fmt: skip
-    assert_equal_rounds(found, expected_of(name))
+    assert_equal_rounds(result, expected_of(name))
 
 
 @pytest.mark.slow

@@ -26,12 +26,12 @@ class Counted:
 def test_rounds_equal_the_compiled_rounds(name, chunk_size):
     program, state, open_clients = CASES[name]()
     counted = Counted(open_clients())
-    found = run_out_of_core(
+    streamed = run_out_of_core(
         program, state, clients=lambda: counted, chunk_size=chunk_size, rounds=2
     )
     assert max(counted.sizes) == chunk_size
-    assert_equal_rounds(found, by_jit(program, state, open_clients(), 2))
-    kinds = {type(x) for x in jax.tree.leaves(found[0][0])}
+    assert_equal_rounds(streamed, by_jit(program, state, open_clients(), 2))
+    kinds = {type(x) for x in jax.tree.leaves(streamed[0][0])}
     assert kinds == {jax.ShapeDtypeStruct}  # no state but the last one is in memory
 
 

@@ -17,11 +17,11 @@ def problem(name):
     return fedpax.stages(program, state, data), state, data, by_jit(program, state, clients, 1)[0]
 
 
-def assert_close(found, expected):
+def assert_close(actual, expected):
     if jax.numpy.issubdtype(expected.dtype, jax.dtypes.prng_key):
-        found, expected = jax.random.key_data(found), jax.random.key_data(expected)
-    assert np.all(np.isfinite(np.asarray(found, np.float64)))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+        actual, expected = jax.random.key_data(actual), jax.random.key_data(expected)
+    assert np.all(np.isfinite(np.asarray(actual, np.float64)))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -30,8 +30,8 @@ def test_processes_give_the_result_of_one_process(name, processes):
     stages, *args, expected = problem(name)
     jax.tree.map(assert_close, run_local(stages, *args, processes=processes), expected)
     some = [3, 0, 4]
-    found = run_local(stages, *args, participants=some, processes=processes)
-    jax.tree.map(assert_close, found, run_local(stages, *args, participants=some))
+    result = run_local(stages, *args, participants=some, processes=processes)
+    jax.tree.map(assert_close, result, run_local(stages, *args, participants=some))
 
 
 @pytest.mark.slow

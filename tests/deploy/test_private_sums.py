@@ -42,13 +42,13 @@ def test_the_total_noise_is_the_stated_one_also_without_some_participants():
     for participants in (None, [0, 2, 3, 4], [1, 2, 4]):
         _, mean, metrics = run_local(stages, *args, participants=participants)
         count = len(participants or range(N))
-        found = np.float64(mean["w"]).ravel() * count  # of the sum
+        result = np.float64(mean["w"]).ravel() * count  # of the sum
         stated = NOISE * np.sqrt(count / LEAST)
         assert metrics["noise_stddev"] * count == pytest.approx(stated, rel=0.1)  # rounding adds
-        assert found.std() == pytest.approx(
+        assert result.std() == pytest.approx(
             float(metrics["noise_stddev"]) * count, rel=5 / np.sqrt(2 * SIZE)
         )
-        assert found.std() > NOISE * (1 - 5 / np.sqrt(2 * SIZE))
+        assert result.std() > NOISE * (1 - 5 / np.sqrt(2 * SIZE))
     _, mean, metrics = run_local(stages, *args, participants=[1, 4])
     assert not np.any(mean["w"]) and metrics["noise_stddev"] == 0
 
@@ -60,34 +60,34 @@ def test_a_participant_of_weight_0_adds_its_share_too():
     stages = fedpax.stages(make(aggregator), *args)
     _, mean, metrics = run_local(stages, *args)
     assert metrics["num_present"] == 3
-    found = np.float64(mean["w"]).std() * 3
-    assert found == pytest.approx(float(metrics["noise_stddev"]) * 3, rel=5 / np.sqrt(2 * SIZE))
-    assert found > 1.2 * NOISE  # of five shares
+    result = np.float64(mean["w"]).std() * 3
+    assert result == pytest.approx(float(metrics["noise_stddev"]) * 3, rel=5 / np.sqrt(2 * SIZE))
+    assert result > 1.2 * NOISE  # of five shares
 
 
 def shares(stages, args, rounds):
     """The integers that each participant sends, `[rounds, participants, size]`."""
     own = stages.own(*args)
-    found = []
+    collected = []
     for _ in range(rounds):
         terms = []
         for i in range(N):
             values = {name: rows[i] for name, rows in own.items()} | stages.draw_noise(0)
             sent, _, _ = stages.client(0)(i, (), (), values)
             terms.append(np.asarray(sent[0], np.float64).ravel())
-        found.append(terms)
-    return np.array(found)
+        collected.append(terms)
+    return np.array(collected)
 
 
 def test_shares_of_participants_and_rounds_are_independent():
     aggregator = private(min_participants=LEAST)
     args = arguments(aggregator)
     stages = fedpax.stages(make(aggregator), *args)
-    found = shares(stages, args, 3).reshape(3 * N, -1)
+    result = shares(stages, args, 3).reshape(3 * N, -1)
     (noise,) = stages[0].noise
-    variance = found.var(axis=1) / noise.stddev**2  # chi-square of SIZE degrees of freedom
+    variance = result.var(axis=1) / noise.stddev**2  # chi-square of SIZE degrees of freedom
     assert np.all(np.abs(variance - 1) < 5 * np.sqrt(2 / SIZE))
-    correlation = np.corrcoef(found) - np.eye(3 * N)
+    correlation = np.corrcoef(result) - np.eye(3 * N)
     assert np.abs(correlation).max() < 5 / np.sqrt(SIZE)
 
 
@@ -119,9 +119,9 @@ def test_without_noise_the_integers_are_those_of_the_secure_mean(monkeypatch):
     secret, masked = private(), secure_mean(max_value=(2**20 - 1) / 2**20, bits=21)
     args = arguments(secret, scale=1e-3, weights=(1, 1, 0, 1, 1))
     first, second = fedpax.stages(make(secret), *args), fedpax.stages(make(masked), *args)
-    found, expected = shares(first, args, 1), shares(second, args, 1)
-    np.testing.assert_array_equal(found, expected)
-    assert np.abs(found).max() > 1000
+    result, expected = shares(first, args, 1), shares(second, args, 1)
+    np.testing.assert_array_equal(result, expected)
+    assert np.abs(result).max() > 1000
     # The masks of the simulation cancel: one program and the stages have the same sum.
     _, mean, _ = run_local(second, *args)
     _, simulated, _ = jax.jit(make(masked))(*args)

@@ -45,9 +45,9 @@ def serve(network, program, rounds=SETTINGS.rounds, **rules):
 def assert_equals(state, expected):
     for name in ("params", "control"):
         for path, leaf in jax.tree.leaves_with_path(getattr(expected, name, {})):
-            found = np.asarray(state[f"state.{name}{jax.tree_util.keystr(path)}"])
-            assert np.isfinite(found).all()
-            np.testing.assert_allclose(found, leaf, rtol=0, atol=1e-6)
+            result = np.asarray(state[f"state.{name}{jax.tree_util.keystr(path)}"])
+            assert np.isfinite(result).all()
+            np.testing.assert_allclose(result, leaf, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", nodes.METHODS)
@@ -243,8 +243,8 @@ def test_links_at_drafts_are_not_followed(tmp_path):
     write_position(tmp_path / "position", "run", "program", position)
     KeptState(tmp_path).write("1.0", {"x": nodes.normal(4)})
     assert theirs.read_text() == "a file of the user"
-    run, found = read_position(tmp_path / "position", "program")
-    assert (run, found.round, found.counted) == ("run", 3, {0: "3.0"})
+    run, content = read_position(tmp_path / "position", "program")
+    assert (run, content.round, content.counted) == ("run", 3, {0: "3.0"})
 
 
 def test_kept_states_of_other_rounds_are_removed(tmp_path):

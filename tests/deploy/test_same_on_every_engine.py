@@ -84,10 +84,10 @@ def compare(case, engine, leaf_of):
     """Print the largest difference from the compiled rounds, after the check that it is small."""
     largest = 0.0
     for path, expected in jax.tree.leaves_with_path(case.expected):
-        found = np.asarray(leaf_of(path))
-        assert np.isfinite(found).all() and found.shape == expected.shape
+        result = np.asarray(leaf_of(path))
+        assert np.isfinite(result).all() and result.shape == expected.shape
         assert np.abs(expected).max() > 1e-3
-        largest = max(largest, float(np.abs(found - expected).max()))
+        largest = max(largest, float(np.abs(result - expected).max()))
     print(f"{case.name}, {engine}: largest difference {largest:.1e}")
     assert largest <= 1e-6
 
@@ -137,9 +137,9 @@ def test_an_evaluation_on_three_nodes(tmp_path):
             [*command, *more], env=flower.environment, capture_output=True, text=True, timeout=400
         )
         assert done.returncode == 0, done.stdout + done.stderr
-    plain, found = (
+    plain, result = (
         json.loads((tmp_path / f"{name}.json").read_text()) for name in ("plain", "flower")
     )
-    assert found["metrics"].keys() == plain["metrics"].keys()
+    assert result["metrics"].keys() == plain["metrics"].keys()
     for name, value in plain["metrics"].items():
-        assert abs(found["metrics"][name] - value) <= 1e-6
+        assert abs(result["metrics"][name] - value) <= 1e-6

@@ -115,8 +115,8 @@ def test_a_training_process_is_killed_or_stopped(
     before = job.last_round()
     os.kill(job.training_process(process), number)
     errors = check_finished(job, one)
-    found = re.search(r"start 2: 3 of 3 processes train from the copies of round (\d+)\.", errors)
-    assert found and int(found[1]) >= before - 1  # the round is taken back, and none before it
+    match = re.search(r"start 2: 3 of 3 processes train from the copies of round (\d+)\.", errors)
+    assert match and int(match[1]) >= before - 1  # the round is taken back, and none before it
     assert not any(list_copies(memory_folder(None, tmp_path, i)) for i in range(3))
 
 
@@ -206,10 +206,10 @@ def test_an_island_of_two_processes_leaves_and_returns(tmp_path: Path, jobs: lis
     assert lost and own - int(lost[1]) in (0, 1)
     assert "start 3: 4 of 4 processes train." in messages
     # Process 2 can have missed the last copy of process 3.
-    found, errors = load_params(tmp_path)["w"], []
+    loaded, errors = load_params(tmp_path)["w"], []
     for kept in (own, own - 1):
         changes = [(int(lost[1]), [0], {}), (returned, [0, 1], {1: kept})]
-        errors.append(jnp.max(jnp.abs(found - reference(changes, count=2, last=last)["w"])))
+        errors.append(jnp.max(jnp.abs(loaded - reference(changes, count=2, last=last)["w"])))
     assert min(errors) < 1e-5, errors
 
 
@@ -223,10 +223,10 @@ def test_all_islands_but_one_are_killed(tmp_path: Path, jobs: list[Job]) -> None
     job.processes = job.processes[:1]
     ((status, _, errors),) = finish(job.processes)
     assert status == 0, errors
-    found = re.findall(r"(\d) of 3 processes train from the copies of round (\d+)\.", errors)
-    assert found[-1][0] == "1"
+    result = re.findall(r"(\d) of 3 processes train from the copies of round (\d+)\.", errors)
+    assert result[-1][0] == "1"
     numbers = {"1": [0], "2": [0, 2]}  # the keeper may miss process 1 first
-    changes = [(int(number), numbers[count], {}) for count, number in found]
+    changes = [(int(number), numbers[count], {}) for count, number in result]
     chex.assert_trees_all_close(load_params(tmp_path), reference(changes), rtol=0, atol=1e-5)
 
 

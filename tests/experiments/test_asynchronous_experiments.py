@@ -172,9 +172,9 @@ def test_each_row_of_a_cohort_has_the_staleness_of_its_client():
     run = experiment.build()
     for r in range(6):
         cohort = next(run.cohorts)
-        found = zip(cohort.client_ids, cohort.schedule.schedule.staleness, strict=True)
+        result = zip(cohort.client_ids, cohort.schedule.schedule.staleness, strict=True)
         wanted = zip(order.client_ids[r], order.staleness[r], strict=True)
-        assert sorted(found) == sorted(wanted)
+        assert sorted(result) == sorted(wanted)
         # A client's duration is the time of the steps that it takes.
         steps = [2 * -(-len(population[k]) // 10) for k in cohort.client_ids]
         assert cohort.num_steps.tolist() == steps

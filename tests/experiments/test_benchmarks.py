@@ -176,8 +176,8 @@ def test_the_picture_has_the_last_times_and_the_rows_of_files(tmp_path):
 def test_fields_of_fields_are_changed():
     base = CNNConfig()
     experiment = dataclasses.make_dataclass("Experiment", [("model", CNNConfig), ("size", int)])
-    found = changed(experiment(base, 1), model={"hidden_dim": 7}, size=2)
-    assert found == experiment(dataclasses.replace(base, hidden_dim=7), 2)
+    result = changed(experiment(base, 1), model={"hidden_dim": 7}, size=2)
+    assert result == experiment(dataclasses.replace(base, hidden_dim=7), 2)
     with pytest.raises(TypeError, match="unexpected keyword"):
         changed(experiment(base, 1), model={"hiden_dim": 7})
 

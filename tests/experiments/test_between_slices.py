@@ -43,9 +43,9 @@ def between_slices(
     return [c for c in collectives(text or "", run.mesh) if c.between_slices]
 
 
-def bytes_per_round(found: list[Collective]) -> int:
-    executions: Any = (c.executions for c in found)
-    return sum(c.bytes * n for c, n in zip(found, executions, strict=True))
+def bytes_per_round(communication: list[Collective]) -> int:
+    executions: Any = (c.executions for c in communication)
+    return sum(c.bytes * n for c, n in zip(communication, executions, strict=True))
 
 
 def test_diloco_communicates_between_slices_once_per_round_outside_of_loops() -> None:

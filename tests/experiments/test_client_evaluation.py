@@ -39,14 +39,14 @@ def check_totals(experiment: Experiment, names: list[str], metrics: set[str]) ->
     params = random_params(run)
     with jax.set_mesh(run.mesh):
         together = run.evaluate(params)
-        found = run.evaluate_clients(params)
-    assert list(found.names) == names and set(found.metrics) >= metrics
-    weights = found.num_examples
+        result = run.evaluate_clients(params)
+    assert list(result.names) == names and set(result.metrics) >= metrics
+    weights = result.num_examples
     for name in metrics & together.keys() - {"perplexity"}:
-        mean = np.average(found.metrics[name], weights=weights)
+        mean = np.average(result.metrics[name], weights=weights)
         assert mean == pytest.approx(together[name], rel=1e-4), name
     if "perplexity" in metrics:
-        np.testing.assert_allclose(found.metrics["perplexity"], np.exp(found.metrics["loss"]))
+        np.testing.assert_allclose(result.metrics["perplexity"], np.exp(result.metrics["loss"]))
 
 
 def test_synthetic_clients() -> None:
@@ -124,11 +124,11 @@ def test_text_by_module(monkeypatch: pytest.MonkeyPatch) -> None:
     run = experiment.build()
     params = random_params(run)
     with jax.set_mesh(run.mesh):
-        found, together = run.evaluate_clients(params), run.evaluate(params)
-    assert list(found.names) == names and np.all(found.num_examples > 0)
-    np.testing.assert_allclose(found.metrics["perplexity"], np.exp(found.metrics["loss"]))
+        result, together = run.evaluate_clients(params), run.evaluate(params)
+    assert list(result.names) == names and np.all(result.num_examples > 0)
+    np.testing.assert_allclose(result.metrics["perplexity"], np.exp(result.metrics["loss"]))
     # The rows of all documents begin elsewhere than the rows of each client.
-    mean = np.average(found.metrics["loss"], weights=found.num_examples)
+    mean = np.average(result.metrics["loss"], weights=result.num_examples)
     assert mean == pytest.approx(together["loss"], rel=0.05)
 
 

@@ -54,8 +54,8 @@ def test_images_become_clients_and_are_learned(photos: Path) -> None:
     owner = experiment.opened.owners == list(experiment.opened.names).index("Ana")
     ana = images[owner & (experiment.prepared.examples["label"] == 1)]
     expected = [np.asarray(Image.open(path)) for path in (photos / "Ana" / "katt").glob("*.png")]
-    found = {image.tobytes() for image in ana}
-    assert found == {image.tobytes() for image in expected}
+    result = {image.tobytes() for image in ana}
+    assert result == {image.tobytes() for image in expected}
 
     cohort = next(run.cohorts)
     assert cohort.batches["image"].dtype == np.float32 and cohort.batches["image"].max() <= 1

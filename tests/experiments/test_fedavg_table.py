@@ -151,9 +151,9 @@ def test_equals_the_same_arrays_passed_in_python(folder: Path, label: str) -> No
             run_state, _ = own_step(run_state, next(run.cohorts))
     for _ in range(3):
         state, _ = step(state, next(rounds))
-    found = run_state.params["layers"]["dense_0"]
-    np.testing.assert_allclose(found["kernel"], state.params["w"], atol=2e-4)
-    np.testing.assert_allclose(found["bias"], state.params["b"], atol=2e-4)
+    result = run_state.params["layers"]["dense_0"]
+    np.testing.assert_allclose(result["kernel"], state.params["w"], atol=2e-4)
+    np.testing.assert_allclose(result["bias"], state.params["b"], atol=2e-4)
 
 
 def test_metrics_of_clients_are_those_of_all_examples(folder: Path) -> None:
@@ -163,21 +163,21 @@ def test_metrics_of_clients_are_those_of_all_examples(folder: Path) -> None:
     shapes = jax.eval_shape(run.init, jax.random.key(0))
     params = jax.tree.map(lambda x: rng.normal(0, 1, x.shape).astype(x.dtype), shapes)
     with jax.set_mesh(run.mesh):
-        together, found = run.evaluate(params), run.evaluate_clients(params)
-    is_new = np.array([name.endswith(" (new)") for name in found.names])
-    assert 1 <= is_new.sum() < 8 and len(found.names) == 12
-    np.testing.assert_array_equal(np.isnan(found.metrics["loss"]), found.num_examples == 0)
+        together, result = run.evaluate(params), run.evaluate_clients(params)
+    is_new = np.array([name.endswith(" (new)") for name in result.names])
+    assert 1 <= is_new.sum() < 8 and len(result.names) == 12
+    np.testing.assert_array_equal(np.isnan(result.metrics["loss"]), result.num_examples == 0)
     assert set(together) == {"loss", "accuracy", "new_clients/loss", "new_clients/accuracy"}
     for name in ("loss", "accuracy"):
         for chosen, key in ((~is_new, name), (is_new, f"new_clients/{name}")):
-            chosen &= found.num_examples > 0
-            values, weights = found.metrics[name][chosen], found.num_examples[chosen]
+            chosen &= result.num_examples > 0
+            values, weights = result.metrics[name][chosen], result.num_examples[chosen]
             assert np.average(values, weights=weights) == pytest.approx(together[key], rel=1e-4)
     # No example of a new client is trained on.
     owners = np.concatenate(list(experiment.training_parts.values()))
     assert not experiment.opened.is_new[experiment.opened.owners[owners]].any()
-    one_class = [name.startswith("東京") for name in found.names].index(True)
-    assert np.isnan(found.metrics["auc"][one_class])
+    one_class = [name.startswith("東京") for name in result.names].index(True)
+    assert np.isnan(result.metrics["auc"][one_class])
 
 
 def test_numbers_are_measured_in_their_own_unit(folder: Path) -> None:
@@ -187,7 +187,7 @@ def test_numbers_are_measured_in_their_own_unit(folder: Path) -> None:
         lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(run.init, jax.random.key(0))
     )
     with jax.set_mesh(run.mesh):
-        together, found = run.evaluate(params), run.evaluate_clients(params)
+        together, result = run.evaluate(params), run.evaluate_clients(params)
     _, columns = read_by_hand(folder)
     score = columns["score"].astype(float)
     table = experiment.opened
@@ -195,7 +195,7 @@ def test_numbers_are_measured_in_their_own_unit(folder: Path) -> None:
     assert together["rmse"] == pytest.approx(np.sqrt(np.mean(errors**2)), rel=1e-4)
     explained = 1 - np.mean(errors**2) / np.var(score[table.heldout])
     assert together["r2"] == pytest.approx(explained, abs=1e-3)
-    total = np.nansum(found.metrics["rmse"] ** 2 * found.num_examples)
+    total = np.nansum(result.metrics["rmse"] ** 2 * result.num_examples)
     assert total == pytest.approx(np.sum(errors**2), rel=1e-4)
 
 
@@ -219,10 +219,10 @@ def test_every_aggregator_standardizes(folder: Path, name: str) -> None:
         "age", "lab_värde", "kön",
     }  # fmt: skip
     exact = make(folder, "outcome", columns=columns).prepared.features
-    for found, expected in zip(experiment.prepared.features.columns, exact.columns, strict=True):
+    for result, expected in zip(experiment.prepared.features.columns, exact.columns, strict=True):
         if expected.treatment.kind == "number":
-            assert abs(found.mean - expected.mean) < expected.scale
-            assert 0.3 * expected.scale < found.scale < 4 * expected.scale
+            assert abs(result.mean - expected.mean) < expected.scale
+            assert 0.3 * expected.scale < result.scale < 4 * expected.scale
 
 
 def test_private_statistics_need_ranges_and_noise_of_their_own(folder: Path) -> None:
@@ -247,15 +247,15 @@ def test_personal_models_are_evaluated_on_their_own_examples(folder: Path, name:
     with jax.set_mesh(run.mesh):
         state = run.algorithm.init(jax.jit(run.init)(jax.random.key(0)))
         state, _ = jax.jit(run.algorithm.round)(state, next(run.cohorts))
-        found, own = run.evaluate_state(state), run.evaluate_own_models(state)
-    assert set(found) == {"personal_loss", "personal_accuracy"}
+        result, own = run.evaluate_state(state), run.evaluate_own_models(state)
+    assert set(result) == {"personal_loss", "personal_accuracy"}
     assert list(own.names) == list(experiment.opened.names)
     present = own.num_examples > 0
     for metric in ("loss", "accuracy"):
         mean = np.average(own.metrics[metric][present], weights=own.num_examples[present])
-        assert mean == pytest.approx(found[f"personal_{metric}"], rel=1e-4)
+        assert mean == pytest.approx(result[f"personal_{metric}"], rel=1e-4)
     if name == "ditto":  # models that stayed at 0 predict both classes alike
-        assert 0 < found["personal_loss"] < 0.8
+        assert 0 < result["personal_loss"] < 0.8
     else:
         assert run.evaluate_clients is None
 
@@ -328,17 +328,17 @@ def test_splits_in_paths(folder: Path, tmp_path: Path) -> None:
     data = dataclasses.replace(experiment.data, files=(f"{tmp_path}/{{split}}/{{client}}.csv",))
     experiment = dataclasses.replace(experiment, data=data)
     assert experiment.opened.heldout.sum() == 25 and experiment.opened.training.sum() == 33
-    found = {name: len(rows) for name, rows in experiment.training_parts.items()}
-    assert found == {"Oslo": 25, "Lund": 8} or found == {"Lund": 8, "Oslo": 25}
+    result = {name: len(rows) for name, rows in experiment.training_parts.items()}
+    assert result == {"Oslo": 25, "Lund": 8} or result == {"Lund": 8, "Oslo": 25}
 
 
 def test_a_partition_makes_the_clients(folder: Path) -> None:
     flags = [f"--data.files={folder}/*.csv", "--data.label=outcome"]
     data = configure("fedavg_table", [*flags, "--data.partition=dirichlet:0.5:7"]).data
-    found = open_files(data)
+    result = open_files(data)
     expected = load(folder / "*.csv", label="outcome", partition="dirichlet:0.5:7")
-    assert found.names == [str(k) for k in range(7)]
-    np.testing.assert_array_equal(np.bincount(found.owners), np.diff(expected.client_starts))
+    assert result.names == [str(k) for k in range(7)]
+    np.testing.assert_array_equal(np.bincount(result.owners), np.diff(expected.client_starts))
     split = dataclasses.replace(data, files=(f"{folder}/{{split}}.csv",))
     with pytest.raises(ValueError, match=r"data.partition='dirichlet:0.5:7' divides the examples"):
         open_files(split)

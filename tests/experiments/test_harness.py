@@ -58,10 +58,10 @@ def test_rows_are_a_markdown_table_and_json(capsys: pytest.CaptureFixture[str]) 
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
     assert cells == [["3", "3.0", "-", "6.0 MB"], ["1", "1.0", "-", "2.0 MB"]]
     assert (empty, bar) == ("", "Bar (at most the limit): met.")
-    found = json.loads(content)
-    assert found["settings"]["sizes"] == [3, 1] and found["settings"]["clock"] == "wall"
-    assert [row["seconds"] for row in found["rows"]] == [row.seconds for row in rows]
-    assert all("_figure" not in row for row in found["rows"])
+    result = json.loads(content)
+    assert result["settings"]["sizes"] == [3, 1] and result["settings"]["clock"] == "wall"
+    assert [row["seconds"] for row in result["rows"]] == [row.seconds for row in rows]
+    assert all("_figure" not in row for row in result["rows"])
 
 
 def test_a_row_that_misses_the_bar_gives_status_1(capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,16 +58,16 @@ def test_each_set_has_its_own_means_and_perplexity() -> None:
     sets = {"": RandomRows(7, 0), "web": RandomRows(13, 1), "code.py": RandomRows(3, 2)}
     rows = HeldoutSets(sets[""], {"web": sets["web"], "code.py": sets["code.py"]})
     sizes: Any = {"batch_size": 3, "placement": "islands", "num_participants": 2}
-    found = heldout_evaluator(loss_fn, rows, **sizes)(jnp.float32(1.5))
+    result = heldout_evaluator(loss_fn, rows, **sizes)(jnp.float32(1.5))
     names = ("loss", "perplexity", "largest")
-    assert set(found) == {
+    assert set(result) == {
         f"heldout/{name}/{key}" if name else key for name in sets for key in names
     }
     for name, one in sets.items():
         prefix = f"heldout/{name}/" if name else ""
         loss = float((1.5 * one.x * one.mask).sum()) / one.mask.sum()
-        assert found[f"{prefix}loss"] == pytest.approx(loss, rel=1e-5)
-        assert found[f"{prefix}perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
+        assert result[f"{prefix}loss"] == pytest.approx(loss, rel=1e-5)
+        assert result[f"{prefix}perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
 
 
 def test_a_process_reads_only_the_rows_of_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,13 +80,13 @@ def test_a_process_reads_only_the_rows_of_its_devices(monkeypatch: pytest.Monkey
         own = functools.partial(addressable_rows, devices=devices)
         monkeypatch.setattr(heldout, "addressable_rows", own)
         rows.numbers_read.clear()
-        found, same = place_rows(rows, 8, 2, sharding)
+        result, same = place_rows(rows, 8, 2, sharding)
         np.testing.assert_array_equal(same, weights)
         assert len(rows.numbers_read) == 3 * 2  # of 3 steps, 2 of 8 rows
         block = (slice(island, island + 1), slice(None), slice(2 * column, 2 * column + 2))
         for name in expected:
-            assert found[name].shape == expected[name].shape == (2, 3, 8, 4)
-            np.testing.assert_array_equal(found[name][block], expected[name][block])
+            assert result[name].shape == expected[name].shape == (2, 3, 8, 4)
+            np.testing.assert_array_equal(result[name][block], expected[name][block])
         monkeypatch.undo()
 
 

@@ -215,13 +215,13 @@ def test_a_model_is_exported_in_the_form_of_the_folder_it_began_from(
     experiment: Any = configure("pretrain_text", flags)
     params = random_params(experiment.build(), seed=rank)
     experiment.write_model(tmp_path / "out", params, "pretrain_text")
-    config, found = huggingface.load(tmp_path / "out")
+    config, loaded = huggingface.load(tmp_path / "out")
     assert config == dataclasses.replace(huggingface.load_config(folder), dtype="float32")
     expected = params
     if rank:
         whole = huggingface.load(folder, dtype="float32")[1]
         expected = lora.merge(whole, params, experiment.lora)
-    chex.assert_trees_all_close(found, expected, rtol=1e-6)
+    chex.assert_trees_all_close(loaded, expected, rtol=1e-6)
 
 
 def test_a_model_of_no_family_is_exported_by_orbax(tmp_path: Path) -> None:
@@ -245,9 +245,9 @@ def test_scaled_embeddings_are_exported_with_their_scale(
     assert config.scale_embeddings  # the default
     params = jax.jit(transformer(config).init)(jax.random.key(0))
     write_huggingface(tmp_path, config, params, tokenizer="bytes", end_of_document=None)
-    found, loaded = huggingface.load(tmp_path)
-    assert not (found.scale_embeddings or found.tied_embeddings)
+    result, loaded = huggingface.load(tmp_path)
+    assert not (result.scale_embeddings or result.tied_embeddings)
     tokens = jax.random.randint(jax.random.key(1), (2, 9), 0, 256)
     expected = transformer(dataclasses.replace(config, dtype="float32")).apply(params, tokens)
-    logits = transformer(dataclasses.replace(found, dtype="float32")).apply(loaded, tokens)
+    logits = transformer(dataclasses.replace(result, dtype="float32")).apply(loaded, tokens)
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5)

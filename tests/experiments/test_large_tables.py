@@ -57,19 +57,19 @@ def test_blocks_of_a_table_give_the_same_arrays(
     monkeypatch.setattr(client_files, "_BLOCK_BYTES", 2000)
     monkeypatch.setattr(encoded_table, "IN_MEMORY", 0)
     again = make_experiment(files, label, columns=stated, category_clients=5)
-    found = again.prepared
-    assert isinstance(found.examples, EncodedTable)
+    result = again.prepared
+    assert isinstance(result.examples, EncodedTable)
     blocks = [columns for columns, _ in again.opened.blocks(opened.training)]
     assert len(blocks) > 10
     assert max(sum(column.nbytes for column in block.values()) for block in blocks) < 4000
-    assert found.features == expected.features
-    assert (found.label, found.notes) == (expected.label, expected.notes)
-    np.testing.assert_array_equal(found.labels, expected.labels)
+    assert result.features == expected.features
+    assert (result.label, result.notes) == (expected.label, expected.notes)
+    np.testing.assert_array_equal(result.labels, expected.labels)
     rows = rng.permutation(len(expected.labels))
     for name, values in expected.read(rows).items():
-        np.testing.assert_array_equal(found.read(rows)[name], values)
+        np.testing.assert_array_equal(result.read(rows)[name], values)
     for name, values in expected.read(opened.heldout).items():
-        np.testing.assert_array_equal(found.read(again.opened.heldout)[name], values)
+        np.testing.assert_array_equal(result.read(again.opened.heldout)[name], values)
     np.testing.assert_array_equal(again.opened.owners, opened.owners)
     assert again.training_parts.keys() == made.training_parts.keys()
     for name, part in made.training_parts.items():

@@ -84,8 +84,8 @@ def test_schedules_equal_their_formulas_at_every_step(fields: Any) -> None:
     base = {"learning_rate": 0.3, "warmup_steps": 13, "final_lr_ratio": 0.1, "restart_steps": 10}
     configs = [OptimizerConfig(**base | fields, schedule=schedule) for schedule in SCHEDULES]
     steps, rates = np.arange(150), [config.learning_rate_schedule(150) for config in configs]
-    found = jax.jit(lambda steps: [jax.vmap(rate)(steps) for rate in rates])(steps)
-    for config, values in zip(configs, found, strict=True):
+    result = jax.jit(lambda steps: [jax.vmap(rate)(steps) for rate in rates])(steps)
+    for config, values in zip(configs, result, strict=True):
         expected = [numpy_rate(config, 150, int(step)) for step in steps]
         np.testing.assert_allclose(values, expected, rtol=2e-5, atol=1e-7, err_msg=config.schedule)
 

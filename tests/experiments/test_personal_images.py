@@ -75,9 +75,9 @@ def by_hand(experiment: PersonalImages, models: list) -> dict[str, float]:
     image, label = image[mask > 0], label[mask > 0]
     totals = {"loss": 0.0, "accuracy": 0.0}
     for model, part in zip(models, population, strict=True):
-        found = scores(experiment, model, image, label)
+        result = scores(experiment, model, image, label)
         for own, count in zip(*np.unique(labels[part], return_counts=True), strict=True):
-            for name, values in found.items():
+            for name, values in result.items():
                 totals[name] += count * values[label == own].mean()
     return {name: total / sum(map(len, population)) for name, total in totals.items()}
 
@@ -91,8 +91,8 @@ def test_each_client_is_evaluated_on_its_labels_by_the_model_that_it_chooses(few
     for j in range(experiment.method.num_clusters):
         model = jax.tree.map(lambda p, j=j: p[j], params)
         batches, mask = cohort.batches, cohort.batches["mask"]
-        found = scores(experiment, model, batches["image"], batches["label"])["loss"]
-        of_batches = np.sum(found * mask, axis=-1) / np.maximum(mask.sum(axis=-1), 1)
+        result = scores(experiment, model, batches["image"], batches["label"])["loss"]
+        of_batches = np.sum(result * mask, axis=-1) / np.maximum(mask.sum(axis=-1), 1)
         losses.append(np.sum(of_batches, axis=-1) / cohort.num_steps)
     chosen = np.empty(12, int)
     chosen[cohort.client_ids] = np.argmin(losses, axis=0)
@@ -105,14 +105,16 @@ def test_a_shared_model_is_evaluated_on_all_labels(few_examples):
     experiment = dataclasses.replace(small(), method=FedAvg())
     run = experiment.build()
     params = random_params(run)
-    found = experiment.evaluate_clients()(ServerState(params))
-    check(found, by_hand(experiment, [params] * 12))
-    assert abs(found["accuracy"] - run.evaluate(params)["accuracy"]) < 0.1  # labels are as frequent
+    result = experiment.evaluate_clients()(ServerState(params))
+    check(result, by_hand(experiment, [params] * 12))
+    assert (
+        abs(result["accuracy"] - run.evaluate(params)["accuracy"]) < 0.1
+    )  # labels are as frequent
 
 
-def check(found: dict[str, float], expected: dict[str, float]) -> None:
-    assert found.keys() == expected.keys()
-    np.testing.assert_allclose(*[[x[k] for k in sorted(x)] for x in (found, expected)], rtol=1e-5)
+def check(actual: dict[str, float], expected: dict[str, float]) -> None:
+    assert actual.keys() == expected.keys()
+    np.testing.assert_allclose(*[[x[k] for k in sorted(x)] for x in (actual, expected)], rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -138,9 +140,9 @@ def test_training_evaluates_the_models_that_clients_keep(tmp_path):
     own = {name: outcome.evaluation[f"personal_{name}"] for name in shared}
     assert own["loss"] < shared["loss"]
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    found = [line for line in lines if line["kind"] == "evaluation"]
-    assert [line["round"] for line in found] == [2, 4]
-    assert found[-1]["personal_accuracy"] == own["accuracy"]
+    result = [line for line in lines if line["kind"] == "evaluation"]
+    assert [line["round"] for line in result] == [2, 4]
+    assert result[-1]["personal_accuracy"] == own["accuracy"]
     store = load_field(tmp_path, "personal")["rows"]["params"]
     kept = [jax.tree.map(lambda p, k=k: p[k], store) for k in range(12)]
     check(own, by_hand(experiment, kept))
@@ -218,10 +220,10 @@ def test_metrics_by_client_are_those_of_the_own_models(few_examples):
     run = experiment.build()
     state = ServerState(random_params(run))
     assert run.evaluate_own_models is not None and run.evaluate_clients is None
-    found, together = run.evaluate_own_models(state), experiment.evaluate_clients()(state)
-    assert list(found.names) == [f"client {k}" for k in range(12)]
+    result, together = run.evaluate_own_models(state), experiment.evaluate_clients()(state)
+    assert list(result.names) == [f"client {k}" for k in range(12)]
     for name in ("loss", "accuracy"):
-        mean = np.average(found.metrics[name], weights=found.num_examples)
+        mean = np.average(result.metrics[name], weights=result.num_examples)
         assert mean == pytest.approx(together[name], rel=1e-4)
-    areas = found.metrics["auc"]
+    areas = result.metrics["auc"]
     assert ((areas >= 0) & (areas <= 1) | np.isnan(areas)).all() and np.isfinite(areas).any()

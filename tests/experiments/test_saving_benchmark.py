@@ -19,7 +19,7 @@ def test_each_save_is_measured_until_it_returns_and_until_it_is_complete(
     assert titles == "| training waits, s | complete after, s |"
     assert len(saves) == 2
     for line in saves:
-        found = re.fullmatch(r"\| *([\d.]+) *\| *([\d.]+) *\|", line)
-        assert found and 0 < float(found[1]) < float(found[2])
+        result = re.fullmatch(r"\| *([\d.]+) *\| *([\d.]+) *\|", line)
+        assert result and 0 < float(result[1]) < float(result[2])
     assert 0 < float(share.rpartition(" ")[2]) < 1
     assert not list(tmp_path.iterdir())  # the folder is left as it was

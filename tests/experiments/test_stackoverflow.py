@@ -130,10 +130,10 @@ def test_accuracy_leaves_out_padding_unknown_words_and_ends(
     right = np.asarray(jnp.argmax(logits, -1)) == batch["targets"]
     log_shares = np.asarray(jax.nn.log_softmax(logits))
     losses = -np.take_along_axis(log_shares, batch["targets"][..., None], -1)[..., 0]
-    found = run.evaluate(params)
+    result = run.evaluate(params)
     assert 0.05 < right[known].mean() != right[batch["mask"]].mean()
-    assert found["accuracy"] == pytest.approx(right[known].mean(), rel=1e-5)
-    assert found["loss"] == pytest.approx(losses[batch["mask"]].mean(), rel=1e-5)
+    assert result["accuracy"] == pytest.approx(right[known].mean(), rel=1e-5)
+    assert result["loss"] == pytest.approx(losses[batch["mask"]].mean(), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -192,8 +192,8 @@ def test_metrics_by_user_are_those_of_all_targets(small: FedAvgWords) -> None:
     run = small.build()
     params = jax.jit(run.init)(jax.random.key(1))
     with jax.set_mesh(run.mesh):
-        together, found = run.evaluate(params), run.evaluate_clients(params)
-    assert set(found.names) <= set(USERS) and len(found.names) == len(set(found.names))
-    mean = np.average(found.metrics["loss"], weights=found.num_examples)
+        together, result = run.evaluate(params), run.evaluate_clients(params)
+    assert set(result.names) <= set(USERS) and len(result.names) == len(set(result.names))
+    mean = np.average(result.metrics["loss"], weights=result.num_examples)
     assert mean == pytest.approx(together["loss"], rel=1e-5)
-    assert np.all((found.metrics["accuracy"] >= 0) & (found.metrics["accuracy"] <= 1))
+    assert np.all((result.metrics["accuracy"] >= 0) & (result.metrics["accuracy"] <= 1))

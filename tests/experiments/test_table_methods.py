@@ -54,7 +54,7 @@ def test_two_rounds(folder: Path, group: str, name: str) -> None:
         assert all(np.isfinite(float(np.mean(value))) for value in jax.tree.leaves(metrics))
         changed = jax.tree.map(lambda a, b: bool((a != b).any()), before, state.params)
         assert any(jax.tree.leaves(changed))
-        found = run.evaluate(state.params) if run.evaluate_state is None else {}
+        result = run.evaluate(state.params) if run.evaluate_state is None else {}
         own = {} if run.evaluate_state is None else run.evaluate_state(state)
-    assert found.keys() >= {"loss", "accuracy"} or own.keys() >= {"personal_loss"}
-    assert all(np.isfinite(value) for value in (*found.values(), *own.values()))
+    assert result.keys() >= {"loss", "accuracy"} or own.keys() >= {"personal_loss"}
+    assert all(np.isfinite(value) for value in (*result.values(), *own.values()))

@@ -65,15 +65,19 @@ def test_each_kind_is_found_along_each_axis(mesh: Mesh, kind: str, axis: str, or
         devices = np.random.default_rng(0).permutation(jax.devices()).reshape(4, 2)
         mesh = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
     text = manual_text(mesh, lambda x: KINDS[kind](x, axis))
-    (found,) = collectives(text, mesh)
-    assert (found.kind, found.axes, found.bytes) == (kind, (axis,), BYTES)
-    assert (found.executions, found.in_loop, found.between_slices) == (1, False, False)
+    (communication,) = collectives(text, mesh)
+    assert (communication.kind, communication.axes, communication.bytes) == (kind, (axis,), BYTES)
+    assert (communication.executions, communication.in_loop, communication.between_slices) == (
+        1,
+        False,
+        False,
+    )
     if kind == "collective-permute":
         along = groups_along(mesh, (axis,))
-        assert len(found.groups) == 8
-        assert all(any(set(pair) <= group for group in along) for pair in found.groups)
+        assert len(communication.groups) == 8
+        assert all(any(set(pair) <= group for group in along) for pair in communication.groups)
     else:
-        assert group_sets(found) == groups_along(mesh, (axis,))
+        assert group_sets(communication) == groups_along(mesh, (axis,))
     other = "fsdp" if axis == "clients" else "clients"
     assert operand_bytes_along(text, mesh, axis) == BYTES
     assert operand_bytes_along(text, mesh, other) == 0
@@ -81,9 +85,9 @@ def test_each_kind_is_found_along_each_axis(mesh: Mesh, kind: str, axis: str, or
 
 def test_a_collective_over_both_axes_counts_for_each(mesh: Mesh):
     text = manual_text(mesh, lambda x: jax.lax.psum(x, ("clients", "fsdp")))
-    (found,) = collectives(text, mesh)
-    assert found.axes == ("clients", "fsdp")
-    assert group_sets(found) == {frozenset(range(8))}
+    (communication,) = collectives(text, mesh)
+    assert communication.axes == ("clients", "fsdp")
+    assert group_sets(communication) == {frozenset(range(8))}
     assert operand_bytes_along(text, mesh, "clients") == BYTES
     assert operand_bytes_along(text, mesh, "fsdp") == BYTES
 
@@ -94,17 +98,17 @@ def test_the_bytes_of_a_tree_are_the_sum_over_its_leaves(mesh: Mesh):
         return sums["all"] + sums["row"] * sums["sum"]
 
     text = manual_text(mesh, local)
-    found = collectives(text, mesh)
-    assert {c.kind for c in found} == {"all-reduce"}
-    assert sum(c.bytes for c in found) == BYTES + BYTES // 4 + 4
-    assert sum(len(c.shapes) for c in found) == 3
+    communication = collectives(text, mesh)
+    assert {c.kind for c in communication} == {"all-reduce"}
+    assert sum(c.bytes for c in communication) == BYTES + BYTES // 4 + 4
+    assert sum(len(c.shapes) for c in communication) == 3
 
 
 @pytest.mark.parametrize("dtype", [jnp.bool_, jnp.int8, jnp.int16, jnp.float32, jnp.complex64])
 def test_bytes_follow_the_dtype(mesh: Mesh, dtype):
     text = manual_text(mesh, lambda x: KINDS["collective-permute"](x, "clients"), dtype)
-    (found,) = collectives(text, mesh)
-    assert found.bytes == 16 * 32 // 8 * jnp.dtype(dtype).itemsize
+    (communication,) = collectives(text, mesh)
+    assert communication.bytes == 16 * 32 // 8 * jnp.dtype(dtype).itemsize
 
 
 @pytest.mark.parametrize(
@@ -112,8 +116,8 @@ def test_bytes_follow_the_dtype(mesh: Mesh, dtype):
 )
 def test_bytes_follow_dtypes_that_a_cpu_does_not_send(mesh: Mesh, dtype: str, bits: int):
     text = manual_text(mesh, lambda x: KINDS["collective-permute"](x, "clients"))
-    (found,) = collectives(text.replace("f32[4,16]", f"{dtype}[4,16]"), mesh)
-    assert found.bytes == 4 * 16 * bits // 8
+    (communication,) = collectives(text.replace("f32[4,16]", f"{dtype}[4,16]"), mesh)
+    assert communication.bytes == 4 * 16 * bits // 8
 
 
 def test_executions_of_nested_loops_multiply(mesh: Mesh):
@@ -149,9 +153,9 @@ def test_an_unknown_number_of_executions_is_none_and_an_error_in_sums(mesh: Mesh
         )
 
     text = manual_text(mesh, local)
-    found = {c.axes: c for c in collectives(text, mesh)}
-    assert found["clients",].executions is None
-    assert found["clients",].in_loop == (where == "while")
+    communication = {c.axes: c for c in collectives(text, mesh)}
+    assert communication["clients",].executions is None
+    assert communication["clients",].in_loop == (where == "while")
     with pytest.raises(ValueError, match=r"with\s+a fixed number of steps"):
         operand_bytes_along(text, mesh, "clients")
 
@@ -188,9 +192,13 @@ def test_collectives_of_automatic_axes_are_found(mesh: Mesh):
         (16, 32), jnp.float32, sharding=NamedSharding(mesh, P("clients", "fsdp"))
     )
     text = compile_text(mesh, lambda x: x.sum(1), x)
-    (found,) = collectives(text, mesh)
-    assert (found.kind, found.axes, found.bytes) == ("all-reduce", ("fsdp",), 4 * 4)
-    assert group_sets(found) == groups_along(mesh, ("fsdp",))
+    (communication,) = collectives(text, mesh)
+    assert (communication.kind, communication.axes, communication.bytes) == (
+        "all-reduce",
+        ("fsdp",),
+        4 * 4,
+    )
+    assert group_sets(communication) == groups_along(mesh, ("fsdp",))
 
 
 @given(st.sampled_from([(8,), (2, 4), (4, 2), (2, 2, 2), (1, 8), (2, 1, 4)]), st.data())
@@ -210,19 +218,22 @@ def test_collectives_of_automatic_axes_are_found_on_any_mesh(
     real = tuple(axis for axis in names if axis in summed and mesh.shape[axis] > 1)
     reduced = [c for c in collectives(text, mesh) if c.kind == "all-reduce"]
     assert {c.axes for c in reduced} == ({real} if real else set())
-    for found in reduced:
-        assert group_sets(found) == groups_along(mesh, real)
+    for result in reduced:
+        assert group_sets(result) == groups_along(mesh, real)
 
 
 def test_groups_can_be_part_of_an_axis():
     mesh = make_mesh(clients=8)
     x = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh, P("clients")))
     text = compile_text(mesh, lambda x: x.reshape(4, 2, 16).sum(1), x)
-    found = {c.kind: c for c in collectives(text, mesh)}
+    communication = {c.kind: c for c in collectives(text, mesh)}
     pairs = {frozenset(pair) for pair in ((0, 1), (2, 3), (4, 5), (6, 7))}
-    assert group_sets(found["all-reduce"]) == pairs
-    assert group_sets(found["all-gather"]) == {frozenset({0, 2, 4, 6}), frozenset({1, 3, 5, 7})}
-    assert found["all-reduce"].axes == found["all-gather"].axes == ("clients",)
+    assert group_sets(communication["all-reduce"]) == pairs
+    assert group_sets(communication["all-gather"]) == {
+        frozenset({0, 2, 4, 6}),
+        frozenset({1, 3, 5, 7}),
+    }
+    assert communication["all-reduce"].axes == communication["all-gather"].axes == ("clients",)
 
 
 def test_one_average_after_h_steps_sends_one_hth_of_the_bytes(mesh: Mesh):
@@ -254,8 +265,8 @@ def check_round(text: str, mesh: Mesh) -> None:
 
     The islands' mean comes after the loop, once.
     """
-    found = collectives(text, mesh)
-    inside = [c for c in found if c.in_loop]
+    communication = collectives(text, mesh)
+    inside = [c for c in communication if c.in_loop]
     assert all(c.executions == STEPS and c.axes == ("fsdp",) for c in inside)
     gathers = [c for c in inside if c.kind == "all-gather"]
     sums = [c for c in inside if c.kind in ("all-reduce", "reduce-scatter")]
@@ -267,22 +278,22 @@ def check_round(text: str, mesh: Mesh) -> None:
     assert sum(c.bytes for c in gathers) == shard_bytes(mesh) // width
     assert sum(c.bytes for c in sums) == shard_bytes(mesh) * mesh.shape["fsdp"]
 
-    between = [c for c in found if not c.in_loop]
+    between = [c for c in communication if not c.in_loop]
     assert between
     assert all(c.executions == 1 and c.axes == ("islands",) for c in between)
 
 
 def check_ring(text: str, mesh: Mesh) -> None:
     """Each device sends its part of the [64, 512] array once."""
-    found = collectives(text, mesh)
-    pairs = {pair for c in found for pair in c.groups}
+    communication = collectives(text, mesh)
+    pairs = {pair for c in communication for pair in c.groups}
     islands, fsdp = mesh.devices.shape
     assert pairs == {
         (island * fsdp + i, (island + 1) % islands * fsdp + i)
         for island in range(islands)
         for i in range(fsdp)
     }
-    assert {(c.kind, c.axes) for c in found} == {("collective-permute", ("islands",))}
+    assert {(c.kind, c.axes) for c in communication} == {("collective-permute", ("islands",))}
     assert operand_bytes_along(text, mesh, "islands") == 4 * 64 * 512 // 8
 
 
@@ -310,10 +321,10 @@ def check_slices(text: str, mesh: Mesh) -> None:
     check_round(text, mesh)
     kinds = {c.kind for c in collectives(text, mesh) if c.axes == ("fsdp",)}
     assert kinds == {"all-gather", "reduce-scatter"}
-    found = [c for c in collectives(text, mesh) if "islands" in c.axes]
-    kinds = [c.kind for c in found if not c.between_slices]
-    assert {c.kind for c in found if c.between_slices} == {"all-reduce"}
-    sent = sum(c.bytes for c in found if c.between_slices)
+    communication = [c for c in collectives(text, mesh) if "islands" in c.axes]
+    kinds = [c.kind for c in communication if not c.between_slices]
+    assert {c.kind for c in communication if c.between_slices} == {"all-reduce"}
+    sent = sum(c.bytes for c in communication if c.between_slices)
     if mesh.shape["islands"] == 2:
         assert kinds == []
         assert sent == operand_bytes_along(text, mesh, "islands") == shard_bytes(mesh)
@@ -371,8 +382,8 @@ def test_a_collective_prints_its_kind_axes_bytes_and_executions(mesh: Mesh):
     text = manual_text(
         mesh, lambda x: jax.lax.fori_loop(0, 5, lambda i, x: jax.lax.psum(jnp.sin(x), "fsdp"), x)
     )
-    (found,) = collectives(text, mesh)
-    assert str(found) == "all-reduce over fsdp: 256 bytes, 5x, in a loop (f32[4,16])"
+    (communication,) = collectives(text, mesh)
+    assert str(communication) == "all-reduce over fsdp: 256 bytes, 5x, in a loop (f32[4,16])"
 
 
 def test_an_axis_that_the_mesh_lacks_has_no_bytes(mesh: Mesh):

@@ -231,16 +231,16 @@ def test_nested_placements_count_a_client_and_an_island():
 
         return federated_mean(federated_map(on_island, x, placement="islands"), placement="islands")
 
-    found = cost(program, W, X.reshape(2, 4, 3), islands=2, clients=4).placements
-    assert found["clients"].flops == 30 and found["clients"].sent_bytes == 20
-    assert found["islands"].flops == 4 * 30 + 4 * 5 and found["islands"].sent_bytes == 20
-    assert found["clients"].broadcast_bytes == found["islands"].broadcast_bytes == 60
+    result = cost(program, W, X.reshape(2, 4, 3), islands=2, clients=4).placements
+    assert result["clients"].flops == 30 and result["clients"].sent_bytes == 20
+    assert result["islands"].flops == 4 * 30 + 4 * 5 and result["islands"].sent_bytes == 20
+    assert result["clients"].broadcast_bytes == result["islands"].broadcast_bytes == 60
 
     def twice(w, v, x):
         return program(w, x), program(v, x)
 
-    found = cost(twice, W, W + 1, X.reshape(2, 4, 3), islands=2, clients=4).placements
-    assert found["clients"].flops == 2 * 30 and found["islands"].flops == 2 * (4 * 30 + 4 * 5)
+    result = cost(twice, W, W + 1, X.reshape(2, 4, 3), islands=2, clients=4).placements
+    assert result["clients"].flops == 2 * 30 and result["islands"].flops == 2 * (4 * 30 + 4 * 5)
 
 
 def test_a_gradient_sends_the_transpose_of_what_was_broadcast():
@@ -345,9 +345,9 @@ def test_work_of_the_server_on_the_participants_devices_is_the_servers():
         recompute = lambda i: mark_server(jnp.sin(i * w))
         return by_participants, federated_sum(federated_map(recompute, np.arange(N)))
 
-    found = cost(program, W, X)
-    clients = found.placements["clients"]
+    result = cost(program, W, X)
+    clients = result.placements["clients"]
     assert rows(clients.broadcast) == {}
     assert rows(clients.reduced) == {"sum of tanh": ("float32[3]", 12, 1)}
     assert clients.flops == 3
-    assert found.server_flops == N * (3 + 2 * 15 + 15)  # two sums, multiply and sine
+    assert result.server_flops == N * (3 + 2 * 15 + 15)  # two sums, multiply and sine

@@ -127,8 +127,8 @@ def test_bytes_of_island_methods_are_those_of_the_compiled_collectives(name: str
         expected -= MODEL / N  # an all-gather: the islands receive the median, each has 1 / N
     assert sum(map(_bytes_in_tiles, counted.reduced)) == expected
     if name in EXCHANGED:
-        found = [t for t in counted.reduced if t.operation == "exchange"]
-        sent = sum(t.sent_bytes * t.executions for t in found)
+        result = [t for t in counted.reduced if t.operation == "exchange"]
+        sent = sum(t.sent_bytes * t.executions for t in result)
         assert sent == EXCHANGED[name] * MODEL + FLAG.get(name, 0)
 
 

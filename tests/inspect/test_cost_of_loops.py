@@ -26,18 +26,18 @@ def test_loops_and_conditionals_count_as_often_as_they_run():
         scanned = jax.lax.scan(lambda w, _: (round_of(w, x), None), w, length=3)[0]
         return jax.lax.cond(w[0, 0] > 0, lambda: round_of(scanned, x), lambda: scanned)
 
-    found = cost(program, W, X)
-    clients = found.placements["clients"]
+    result = cost(program, W, X)
+    clients = result.placements["clients"]
     assert clients.broadcast_bytes == clients.sent_bytes == (3 + 1) * 60
     assert clients.flops == (3 + 1) * (2 * 15 + 15)
-    assert found.flops_are_exact
+    assert result.flops_are_exact
 
     def until(w, x):
         return jax.lax.while_loop(lambda w: w[0, 0] < 3, lambda w: round_of(w, x), w)
 
-    found = cost(until, W, X)
-    assert found.placements["clients"].sent_bytes == 60
-    assert not found.flops_are_exact and "loops of unknown length count once" in str(found)
+    result = cost(until, W, X)
+    assert result.placements["clients"].sent_bytes == 60
+    assert not result.flops_are_exact and "loops of unknown length count once" in str(result)
 
 
 def combined(aggregator):
@@ -70,6 +70,6 @@ def received(i, x):
     ids=["secure_mean", "private_secure_mean", "counter", "sum_of_integers", "broadcast"],
 )
 def test_loops_of_unknown_length_that_count_nothing_are_exact(fn, exact):
-    found = cost(fn, X)
-    assert found.flops_are_exact == exact
-    assert ("loops of unknown length" in str(found)) != exact
+    result = cost(fn, X)
+    assert result.flops_are_exact == exact
+    assert ("loops of unknown length" in str(result)) != exact

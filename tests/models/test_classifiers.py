@@ -329,9 +329,9 @@ def test_dropout_equals_numpy_and_keeps_the_mean() -> None:
     ]
     hidden = masks[0] * pooled / 0.75 @ first["kernel"] + first["bias"]
     expected = masks[1] * np.maximum(hidden, 0) / 0.5 @ second["kernel"] + second["bias"]
-    found = apply(params, image, seeds)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
-    assert_close(apply(params, image[:7], seeds[:7]), found[:7])
+    result = apply(params, image, seeds)
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
+    assert_close(apply(params, image[:7], seeds[:7]), result[:7])
     for mask, rate in zip(masks, DROPOUT.dropout_rates, strict=True):
         deviation = np.sqrt(rate * (1 - rate) / n)
         assert np.abs(mask.mean(0) - (1 - rate)).max() < 5 * deviation

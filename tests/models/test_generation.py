@@ -104,9 +104,9 @@ def test_tokens_are_sampled_by_their_probability(random_params: Draw) -> None:
     sampled = generate(params, SMALL, prompt, num_tokens=1, key=jax.random.key(0), temperature=2.0)
     logits = jax.jit(transformer(SMALL).apply)(params, prompt[:1])[0, -1]
     expected = jax.nn.softmax(logits / 2)
-    found = np.bincount(sampled[:, 0], minlength=23) / 4000
+    result = np.bincount(sampled[:, 0], minlength=23) / 4000
     # Four standard deviations of a frequency among 4000.
-    assert np.all(np.abs(found - expected) < 4 * np.sqrt(expected * (1 - expected) / 4000) + 1e-3)
+    assert np.all(np.abs(result - expected) < 4 * np.sqrt(expected * (1 - expected) / 4000) + 1e-3)
     few = generate(params, SMALL, prompt, num_tokens=1, key=jax.random.key(0), top_p=0.5)
     kept = np.flatnonzero(np.isfinite(nucleus_filter(logits, 0.5)))
     assert set(np.unique(few)) <= set(kept.tolist()) and len(kept) < 23

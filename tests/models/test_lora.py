@@ -123,9 +123,9 @@ def test_no_gradient_of_a_frozen_weight_is_computed() -> None:
     loss_fn = transformer_loss(CONFIG)
 
     def shapes_of(fn: Any, *args: Any) -> set[tuple[int, ...]]:
-        found = set(matmul_shapes(jax.make_jaxpr(jax.grad(fn))(*args).jaxpr))
+        gradient = set(matmul_shapes(jax.make_jaxpr(jax.grad(fn))(*args).jaxpr))
         # Transposed or not, and with B's and A's matmuls.
-        return {tuple(sorted(shape)) for shape in found}
+        return {tuple(sorted(shape)) for shape in gradient}
 
     down = tuple(sorted(params["layers"]["feed_forward"]["down"].shape[1:]))
     adapted = shapes_of(

@@ -89,8 +89,8 @@ def most_rows(compiled: jax.stages.Compiled) -> int:
     return max(map(int, re.findall(rf"f32\[(\d+),{EMBED_DIM}\]", compiled.as_text())))
 
 
-def sent(found: list[Collective], kind: str, axes: tuple[str, ...]) -> list[str]:
-    return sorted(s for c in found if (c.kind, c.axes) == (kind, axes) for s in c.shapes)
+def sent(communication: list[Collective], kind: str, axes: tuple[str, ...]) -> list[str]:
+    return sorted(s for c in communication if (c.kind, c.axes) == (kind, axes) for s in c.shapes)
 
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
@@ -176,25 +176,29 @@ def test_the_collectives_are_those_of_the_docstring() -> None:
     """Tokens are gathered over expert, kernels over fsdp; gradients are reduce-scattered."""
     mesh = make_mesh({"data": 2, "expert": 2, "fsdp": 2})
     compiled, _ = compile_step(mesh)
-    found = collectives(compiled.as_text(), mesh)
+    communication = collectives(compiled.as_text(), mesh)
     # A device has 4 of the 32 tokens. It sends them and the gradient of the outputs.
-    assert sent(found, "all-gather", ("expert",)) == [
+    assert sent(communication, "all-gather", ("expert",)) == [
         "f32[4,2]",
         "f32[4,8]",
         "f32[4,8]",
         "s32[4,2]",
     ]
-    assert sent(found, "reduce-scatter", ("expert",)) == ["f32[8,2]", "f32[8,8]", "f32[8,8]"]
+    assert sent(communication, "reduce-scatter", ("expert",)) == [
+        "f32[8,2]",
+        "f32[8,8]",
+        "f32[8,8]",
+    ]
     # Half of the 8 x 12 kernels of its 2 experts.
-    assert set(sent(found, "all-gather", ("fsdp",))) == {"f32[2,4,12]", "f32[2,12,4]"}
+    assert set(sent(communication, "all-gather", ("fsdp",))) == {"f32[2,4,12]", "f32[2,12,4]"}
     kernels = ["f32[2,12,8]", "f32[2,8,12]", "f32[2,8,12]"]
-    assert sent(found, "reduce-scatter", ("fsdp",)) == kernels
+    assert sent(communication, "reduce-scatter", ("fsdp",)) == kernels
     # The scattered gradients are summed over data.
     kernels = ["f32[2,12,4]", "f32[2,4,12]", "f32[2,4,12]"]
-    assert sent(found, "all-reduce", ("data",)) == kernels
-    everywhere = sent(found, "all-reduce", ("data", "expert", "fsdp"))
+    assert sent(communication, "all-reduce", ("data",)) == kernels
+    everywhere = sent(communication, "all-reduce", ("data", "expert", "fsdp"))
     assert set(everywhere) == {"f32[]", "f32[4]", "f32[8,4]"}  # losses, the router
-    kinds = {(c.kind, c.axes) for c in found}
+    kinds = {(c.kind, c.axes) for c in communication}
     assert len(kinds) == 6
 
 
@@ -229,8 +233,8 @@ def test_islands_equal_one_device() -> None:
         placed = jax.device_put((params, x), (parts, NamedSharding(mesh, rows)))
         compiled = jax.jit(program).lower(*placed).compile()
         close(compiled(*placed), jax.tree.map(lambda *leaves: np.stack(leaves), *expected))
-    found = collectives(compiled.as_text(), mesh)
-    assert found and not any("islands" in each.axes for each in found)
+    communication = collectives(compiled.as_text(), mesh)
+    assert communication and not any("islands" in each.axes for each in communication)
 
 
 @pytest.mark.slow
@@ -248,9 +252,9 @@ def test_int8_experts_are_close_to_exact_ones(sizes: dict[str, int]) -> None:
     with jax.set_mesh(mesh):
         rows = NamedSharding(mesh, partition_spec(ROWS, mesh, shape=x.shape))
         placed = jax.device_put((params, x), (shardings(MODEL.logical_axes, params, mesh), rows))
-        found, _ = jax.jit(rounded.apply)(*placed)
+        result, _ = jax.jit(rounded.apply)(*placed)
         gradient = jax.jit(jax.grad(partial(loss, rounded)))(*placed)
-    assert 1e-4 < np.linalg.norm(found - exact) / np.linalg.norm(exact) < 0.03
+    assert 1e-4 < np.linalg.norm(result - exact) / np.linalg.norm(exact) < 0.03
     of_exact = jax.jit(jax.grad(partial(loss, MODEL)))(params, x)
     for name, expected in of_exact.items():
         assert np.linalg.norm(gradient[name] - expected) < 0.1 * np.linalg.norm(expected), name

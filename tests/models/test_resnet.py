@@ -74,8 +74,8 @@ def test_logits_equal_numpy(stage_stride: int) -> None:
     params = random_params(config)
     x = np.random.default_rng(1).normal(size=(3, 13, 13, 2)).astype(np.float32)
     expected = reference(config, jax.tree.map(np.float64, params), x)
-    found = jax.jit(resnet(config).apply)(params, x)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
+    result = jax.jit(resnet(config).apply)(params, x)
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("config", [ResNetConfig(), SMALL, ResNetConfig(stage_stride=2)])
@@ -95,10 +95,10 @@ def test_bfloat16() -> None:
     params = jax.jit(model.init)(jax.random.key(0))
     x = np.random.default_rng(1).normal(size=(4, 16, 16, 2)).astype(np.float32)
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (params, jnp.asarray(x)))
-    found, expected = jax.jit(model.apply)(*half), jax.jit(model.apply)(params, x)
-    assert found.dtype == jnp.bfloat16
+    result, expected = jax.jit(model.apply)(*half), jax.jit(model.apply)(params, x)
+    assert result.dtype == jnp.bfloat16
     assert np.abs(expected).max() > 0.01
-    np.testing.assert_allclose(np.float32(found), expected, atol=0.05 * np.abs(expected).max())
+    np.testing.assert_allclose(np.float32(result), expected, atol=0.05 * np.abs(expected).max())
 
 
 @pytest.mark.slow

@@ -194,11 +194,11 @@ def check_memory(compiled: Any, arguments: Any, parts: Any) -> None:
 def check_traffic(text: str, mesh: Mesh, params: Any) -> None:
     """Check that stages and rings send features and gather no parameters."""
     largest = max(leaf.nbytes // leaf.shape[0] for leaf in jax.tree.leaves(params["layers"]))
-    found = collectives(text, mesh)
+    communication = collectives(text, mesh)
     for axis in ("stage", "sequence"):
         if axis in mesh.shape:
-            assert any(c.kind == "collective-permute" and axis in c.axes for c in found)
-    gathers = [c for c in found if c.kind == "all-gather" and "stage" in c.axes]
+            assert any(c.kind == "collective-permute" and axis in c.axes for c in communication)
+    gathers = [c for c in communication if c.kind == "all-gather" and "stage" in c.axes]
     assert all(c.bytes < largest for c in gathers)
 
 

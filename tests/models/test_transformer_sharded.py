@@ -184,8 +184,8 @@ def test_islands_equal_one_device(one_device: tuple[Any, Any, Any], way: str) ->
         arguments = jax.device_put((params, batches), (placed, NamedSharding(islands, split)))
         compiled = jax.jit(step).lower(*arguments).compile()
         close(jax.device_get(compiled(*arguments)), expected)
-    found = collectives(compiled.as_text(), islands)
-    assert found and all(each.axes == ("fsdp",) for each in found)
+    communication = collectives(compiled.as_text(), islands)
+    assert communication and all(each.axes == ("fsdp",) for each in communication)
 
 
 def test_weights_are_gathered_again_in_the_backward_pass() -> None:

@@ -61,15 +61,17 @@ def test_equals_one_device_and_sends_no_logits(sizes: dict[str, int], kind: Axis
         result = compiled(*on_mesh)
     result, expected = jax.device_get((result, expected))
     chex.assert_trees_all_close(result, expected, rtol=1e-5, atol=1e-6)
-    found = collectives(compiled.as_text(), mesh)
+    communication = collectives(compiled.as_text(), mesh)
     # In the loop only the sums over a sharded vocabulary: one number or one feature vector a token.
-    for each in found:
+    for each in communication:
         if each.in_loop:
             assert each.axes == ("tensor",) and each.kind == "all-reduce", each
             assert each.bytes <= 4 * CHUNK * EMBED_DIM, each
     # The gradient of the table is reduced once.
     table = 4 * VOCAB_SIZE * EMBED_DIM // sizes.get("tensor", 1)
-    assert sum(each.bytes >= table // sizes.get("fsdp", 1) for each in found) <= 2 + len(sizes)
+    assert sum(each.bytes >= table // sizes.get("fsdp", 1) for each in communication) <= 2 + len(
+        sizes
+    )
 
 
 @pytest.mark.parametrize("way", ["vmap", "shard_map"])

@@ -67,19 +67,19 @@ def test_the_grouped_matmul_equals_that_of_each_group(quantization: Any) -> None
 
     @jax.jit
     def with_gradient(rows: Any, kernels: Any, cotangent: Any) -> Any:
-        found, back = jax.vjp(matmul, rows, kernels)
-        return found, back(cotangent)
+        result, back = jax.vjp(matmul, rows, kernels)
+        return result, back(cotangent)
 
     cotangent = random.normal(size=(200, 16)).astype(np.float32)
     cotangent[180:] = 0
-    found, gradients = with_gradient(rows, kernels, cotangent)
+    result, gradients = with_gradient(rows, kernels, cotangent)
     dtype = jnp.dtype(FORMATS[quantization])
     left, right = (
         np.asarray(qwix.dequantize(qwix.quantize(x, dtype, channelwise_axes=axes)), np.float64)
         for x, axes in [(rows, [0]), (kernels, [0, 2])]
     )
     for row, group in enumerate(np.repeat(range(4), sizes)):
-        np.testing.assert_allclose(found[row], left[row] @ right[group], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(result[row], left[row] @ right[group], rtol=1e-5, atol=1e-5)
     exact = jax.vjp(lambda r, k: grouped_matmul(r, k, sizes), rows, kernels)[1](cotangent)
     for gradient, expected in zip(gradients, exact, strict=True):
         kept = slice(0, 180 if len(gradient) == 200 else None)

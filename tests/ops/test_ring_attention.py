@@ -106,11 +106,11 @@ def test_equals_attention_to_all_keys(sizes: dict[str, int], packed: bool, optio
             .compile()
         )
         close(jax.device_get(compiled(*jax.device_put(arguments, parts))), jax.device_get(expected))
-    found = collectives(compiled.as_text(), mesh)
+    communication = collectives(compiled.as_text(), mesh)
     # Keys, values and their gradients go around the ring; the only other transfer is the loss.
-    assert {c.axes for c in found if c.kind != "all-reduce"} <= {("sequence",)}
-    assert all(c.kind in ("collective-permute", "all-reduce") for c in found)
-    assert all(c.bytes == 4 for c in found if c.kind == "all-reduce")
+    assert {c.axes for c in communication if c.kind != "all-reduce"} <= {("sequence",)}
+    assert all(c.kind in ("collective-permute", "all-reduce") for c in communication)
+    assert all(c.bytes == 4 for c in communication if c.kind == "all-reduce")
 
 
 def test_keys_go_as_far_as_a_query_can_attend() -> None:
@@ -160,10 +160,10 @@ def test_islands_have_rings_of_their_own(sizes: dict[str, int]) -> None:
     mesh = mesh_of(**sizes)
     with jax.set_mesh(mesh):
         compiled = jax.jit(islands).lower(segments, *arguments).compile()
-        found = jax.device_get(compiled(segments, *arguments))
+        result = jax.device_get(compiled(segments, *arguments))
     for i in range(4):
         expected = jax.jit(every_pair(9, segments[i]))(*(a[i] for a in arguments))
-        close(jax.tree.map(lambda leaf, i=i: leaf[i], found), jax.device_get(expected))
+        close(jax.tree.map(lambda leaf, i=i: leaf[i], result), jax.device_get(expected))
     assert all("islands" not in c.axes for c in collectives(compiled.as_text(), mesh))
 
 
@@ -198,11 +198,11 @@ def test_balanced_devices_have_the_same_work() -> None:
             return ring.balance(own), back
 
         given = jnp.arange(32)[None]
-        found, back = jax.jit(ring.run_on_devices(places, num_outputs=2))(given)
+        result, back = jax.jit(ring.run_on_devices(places, num_outputs=2))(given)
         known = ring.run_on_devices(lambda own: (ring.positions(0) + 0 * own,), num_outputs=1)
-        np.testing.assert_array_equal(jax.jit(known)(given)[0], found)
+        np.testing.assert_array_equal(jax.jit(known)(given)[0], result)
     np.testing.assert_array_equal(back, given)
-    mine = np.asarray(found).reshape(4, 8)
+    mine = np.asarray(result).reshape(4, 8)
     pairs = [np.sum(own[:, None] >= np.arange(32)) for own in mine]
     assert len(set(pairs)) == 1 and sum(pairs) == 32 * 33 // 2
 
@@ -212,8 +212,8 @@ def test_padding_and_large_scores_stay_finite() -> None:
     segments = np.zeros((BATCH, LENGTH), np.int32)
     segments[0, :3] = 1
     with jax.set_mesh(mesh_of(sequence=2)):
-        found = jax.jit(around(2, segments))(1e3 * query, 1e3 * key, value, scale)
-    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(found))
+        result = jax.jit(around(2, segments))(1e3 * query, 1e3 * key, value, scale)
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(result))
 
 
 @pytest.mark.slow
@@ -221,12 +221,12 @@ def test_bfloat16_sums_in_float32() -> None:
     arguments = [jnp.asarray(a, jnp.bfloat16) for a in draw()]
     exact = jax.jit(every_pair(None, None))(*(a.astype(jnp.float32) for a in arguments))
     with jax.set_mesh(mesh_of(sequence=4)):
-        found = jax.jit(around(None, None))(*arguments)
-    assert {leaf.dtype for leaf in jax.tree.leaves(found[1])} == {jnp.dtype(jnp.bfloat16)}
+        result = jax.jit(around(None, None))(*arguments)
+    assert {leaf.dtype for leaf in jax.tree.leaves(result[1])} == {jnp.dtype(jnp.bfloat16)}
     # bfloat16 has 8 bits of mantissa; weights and outputs are rounded.
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a.astype(np.float32), b, rtol=0.03, atol=0.05),
-        found[1],
+        result[1],
         exact[1],
     )
 

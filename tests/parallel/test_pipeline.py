@@ -188,15 +188,15 @@ def test_only_features_move_between_stages(repeats: int) -> None:
             out_shardings=layers,
         )
         compiled = gradient.lower(stacked, x, along).compile()
-    found = [c for c in collectives(compiled.as_text(), mesh) if "stage" in c.axes]
-    moved = [c for c in found if c.kind == "collective-permute"]
+    communication = [c for c in collectives(compiled.as_text(), mesh) if "stage" in c.axes]
+    moved = [c for c in communication if c.kind == "collective-permute"]
     ticks = Schedule(2, microbatches, repeats).num_ticks
     # A tick sends a microbatch and rotates the buffers, in the forward and the backward pass.
     assert sorted(c.executions or 0 for c in moved) == [1, 1, ticks, ticks, ticks, ticks]
     microbatch = BATCH // microbatches * WIDTH * 4
     assert {c.bytes for c in moved} == {microbatch // 2}  # fsdp shards it in two
     # Side inputs go to all stages, one number per example; and the loss is summed.
-    assert all(c.bytes <= BATCH * 4 for c in found if c not in moved)
+    assert all(c.bytes <= BATCH * 4 for c in communication if c not in moved)
     memory = compiled.memory_analysis()
     parameters = sum(leaf.nbytes for leaf in jax.tree.leaves(stacked))
     assert memory.argument_size_in_bytes <= parameters // 2 + x.nbytes // 4 + BATCH * 4 + INNER * 4

@@ -143,11 +143,11 @@ def test_scaffold(pfl, sign):
         for i in range(CLIENTS):
             local = server
             for step in range(STEPS):
-                found = gradient(local, x[i, step], y[i, step])
+                result = gradient(local, x[i, step], y[i, step])
                 local = jax.tree.map(
                     lambda w, g, c, own: w - RATE * (g + sign * (c - own)),
                     local,
-                    found,
+                    result,
                     control,
                     controls[i],
                 )
@@ -166,10 +166,10 @@ def test_scaffold(pfl, sign):
         controls = new
 
     if sign == 1:
-        found = fedpax_rounds(build(scaffold, num_clients=CLIENTS, option="II"), rounds=3)
+        result = fedpax_rounds(build(scaffold, num_clients=CLIENTS, option="II"), rounds=3)
     else:
         module = "algorithm.scaffold"
-        found = pfl_rounds(
+        result = pfl_rounds(
             pfl,
             pfl(module).SCAFFOLD(),
             rounds=3,
@@ -178,7 +178,7 @@ def test_scaffold(pfl, sign):
             use_gradient_as_control_variate=False,
             user_state_storage=pfl("data.user_state").InMemoryUserStateStorage(),
         )
-    check(found, server)
+    check(result, server)
 
 
 # ---- private means

@@ -56,8 +56,8 @@ def collective(kind: str, mesh: Mesh, *axes: str) -> Collective:
 
 
 def timed(kind: str, topology: Topology, mesh: Mesh, *axes: str) -> float | None:
-    found = collective(kind, mesh, *axes)
-    return min_seconds(found, find_route(found.groups, mesh, topology), mesh, topology)
+    result = collective(kind, mesh, *axes)
+    return min_seconds(result, find_route(result.groups, mesh, topology), mesh, topology)
 
 
 @pytest.mark.parametrize(

@@ -24,21 +24,21 @@ def schedules(draw: st.DrawFn) -> tuple[tuple[Event, ...], dict[str, float]]:
     names = Names()
 
     def events(depth: int) -> tuple[Event, ...]:
-        found: list[Event] = []
+        collected: list[Event] = []
         in_flight: list[str] = []
         for _ in range(draw(st.integers(1, 5))):
             kind = draw(st.sampled_from(["work", "start", "complete", "loop"]))
             if kind == "work":
-                found.append(Work(draw(st.floats(0.1, 10))))
+                collected.append(Work(draw(st.floats(0.1, 10))))
             elif kind == "start":
                 in_flight.append(names.next())
-                found.append(Start(in_flight[-1]))
+                collected.append(Start(in_flight[-1]))
             elif kind == "complete" and in_flight:
                 index = draw(st.integers(0, len(in_flight) - 1))
-                found.append(Completion(in_flight.pop(index)))
+                collected.append(Completion(in_flight.pop(index)))
             elif kind == "loop" and depth < 2:
-                found.append(Loop(draw(st.integers(1, 4)), events(depth + 1)))
-        return (*found, *map(Completion, in_flight))
+                collected.append(Loop(draw(st.integers(1, 4)), events(depth + 1)))
+        return (*collected, *map(Completion, in_flight))
 
     schedule = (Work(1.0), Start("first"), *events(0), Completion("first"))
     sizes = {f"send.{i + 1}": draw(st.floats(0.1, 100)) for i in range(names.count)}
@@ -47,10 +47,10 @@ def schedules(draw: st.DrawFn) -> tuple[tuple[Event, ...], dict[str, float]]:
 
 def unrolled(events: tuple[Event, ...]) -> list[Event]:
     """Write every iteration of the loops out."""
-    found: list[Event] = []
+    collected: list[Event] = []
     for event in events:
-        found += event.times * unrolled(event.events) if isinstance(event, Loop) else [event]
-    return found
+        collected += event.times * unrolled(event.events) if isinstance(event, Loop) else [event]
+    return collected
 
 
 def waits(events: list[Event], sizes: dict[str, float], bandwidth: float) -> dict[str, float]:
@@ -81,27 +81,27 @@ def test_the_exposed_time_is_that_of_the_unrolled_schedule(drawn, bandwidth, num
     events, sizes = drawn
     flat = unrolled(events)
     seconds = sum(event.flops for event in flat if isinstance(event, Work))
-    found = find_overlap(
+    result = find_overlap(
         events,
         sizes,
         num_steps=num_steps,
         step_seconds=seconds / num_steps,
         bandwidth=bandwidth,
     )
-    assert found is not None
+    assert result is not None
     expected = waits(flat, sizes, bandwidth)
-    for one in found.transfers:
+    for one in result.transfers:
         assert one.exposed_seconds == pytest.approx(expected[one.name], rel=1e-6, abs=1e-9)
         count = sum(isinstance(e, Start) and e.send == one.name for e in flat)
         assert one.executions == count
         assert 0 <= one.start <= one.end <= num_steps * (1 + 1e-9)
         assert one.local_steps == pytest.approx(work_under(flat, one.name) * num_steps / seconds)
     exposed = sum(expected.values())
-    assert found.compute_utilization == pytest.approx(seconds / (seconds + exposed))
-    assert found.mean_bytes_per_second * (seconds + exposed) == pytest.approx(
+    assert result.compute_utilization == pytest.approx(seconds / (seconds + exposed))
+    assert result.mean_bytes_per_second * (seconds + exposed) == pytest.approx(
         sum(sizes[e.send] for e in flat if isinstance(e, Start))
     )
-    for share, needed in found.required_bandwidth.items():
+    for share, needed in result.required_bandwidth.items():
         at = seconds / (seconds + sum(waits(flat, sizes, needed).values()))
         below = seconds / (seconds + sum(waits(flat, sizes, 0.99 * needed).values()))
         assert at >= share - 1e-6 and below < share + 1e-6

@@ -156,11 +156,11 @@ def test_the_planned_program_is_the_trained_one(on_spike: str) -> None:
     with set_mesh(run.mesh):
         trained = compile_round(run, batches, skip_spikes=on_spike == "skip")
     plan, _ = plan_experiment(experiment, find_topology("cpu:8"))
-    found: dict = dict.fromkeys(("argument", "output", "alias", "temp"))
-    for name in found:
-        found[name] = getattr(trained.round.memory_analysis(), f"{name}_size_in_bytes")
+    result: dict = dict.fromkeys(("argument", "output", "alias", "temp"))
+    for name in result:
+        result[name] = getattr(trained.round.memory_analysis(), f"{name}_size_in_bytes")
     memory = plan.memory
-    assert found == {
+    assert result == {
         "argument": memory.arguments,
         "output": memory.outputs,
         "alias": memory.aliased,
@@ -241,8 +241,8 @@ def test_only_fields_that_can_help_are_proposed() -> None:
         "mesh": MeshConfig(stage=2, fsdp=4),
         "optimizer": dataclasses.replace(text.optimizer, name="adafactor"),
     }
-    found = proposed(dataclasses.replace(text, **changes))
-    assert "model.num_microbatches" in found and not found & {"model.remat", "optimizer.name"}
+    result = proposed(dataclasses.replace(text, **changes))
+    assert "model.num_microbatches" in result and not result & {"model.remat", "optimizer.name"}
     assert proposed(fedavg_digits()) >= {"cohort.batch_size"}
 
 

@@ -62,10 +62,10 @@ def test_without_overlap_a_slow_link_costs_the_bits_over_the_bandwidth():
 
 
 def test_the_published_table_is_reached_within_one_step_of_its_grid(capsys, tmp_path):
-    found = list(bandwidth.cells())
-    assert len(found) == 30
-    assert max(abs(cell.steps) for cell in found) <= 1
-    assert sum(cell.steps == 0 for cell in found) >= 24
+    result = list(bandwidth.cells())
+    assert len(result) == 30
+    assert max(abs(cell.steps) for cell in result) <= 1
+    assert sum(cell.steps == 0 for cell in result) >= 24
     plot = tmp_path / "bandwidth.png"
     assert bandwidth.main([f"--plot={plot}"]) == 0
     assert "largest distance is 1" in capsys.readouterr().out and plot.stat().st_size > 10_000

@@ -146,7 +146,7 @@ def one_at_a_time(
     weights: list[float], left: list[int], number: int
 ) -> dict[tuple[int, ...], float]:
     """Return the probabilities of counts if labels are drawn one at a time."""
-    found: dict[tuple[int, ...], float] = {}
+    collected: dict[tuple[int, ...], float] = {}
     for draws in itertools.product(range(len(left)), repeat=number):
         remaining, probability = list(left), 1.0
         for draw in draws:
@@ -154,8 +154,8 @@ def one_at_a_time(
             probability *= weights[draw] / total if remaining[draw] else 0.0
             remaining[draw] -= 1
         counts = tuple(np.subtract(left, remaining).tolist())
-        found[counts] = found.get(counts, 0.0) + probability
-    return found
+        collected[counts] = collected.get(counts, 0.0) + probability
+    return collected
 
 
 def test_draw_labels_equals_drawing_one_at_a_time() -> None:

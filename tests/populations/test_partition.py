@@ -393,8 +393,8 @@ def test_any_real_number_is_a_concentration() -> None:
         jnp.float32(0.5),
         Fraction(1, 2),
     ):
-        found = partition_dirichlet(labels, 3, alpha=value)  # type: ignore[arg-type]
-        assert all(map(np.array_equal, found, expected))
+        result = partition_dirichlet(labels, 3, alpha=value)  # type: ignore[arg-type]
+        assert all(map(np.array_equal, result, expected))
 
 
 def test_unsigned_labels_beyond_int64_raise() -> None:

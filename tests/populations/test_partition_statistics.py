@@ -31,34 +31,34 @@ def test_agrees_with_loops_over_participants(
     rng = np.random.default_rng(seed)
     owner = rng.integers(0, participants, len(labels))  # some may have no examples
     partition = [np.flatnonzero(owner == k) for k in range(participants)]
-    found = partition_statistics(partition, labels)
+    result = partition_statistics(partition, labels)
 
     sizes = [len(indices) for indices in partition]
-    assert found.num_examples == len(labels)
-    assert found.sizes.tolist() == sizes
-    assert (found.smallest, found.largest) == (min(sizes), max(sizes))
-    assert found.median == np.median(sizes) and found.mean == np.mean(sizes)
-    assert found.coefficient_of_variation == pytest.approx(np.std(sizes) / np.mean(sizes))
+    assert result.num_examples == len(labels)
+    assert result.sizes.tolist() == sizes
+    assert (result.smallest, result.largest) == (min(sizes), max(sizes))
+    assert result.median == np.median(sizes) and result.mean == np.mean(sizes)
+    assert result.coefficient_of_variation == pytest.approx(np.std(sizes) / np.mean(sizes))
     difference = np.mean([abs(a - b) for a in sizes for b in sizes])
-    assert found.gini == pytest.approx(difference / (2 * np.mean(sizes)), abs=1e-12)
+    assert result.gini == pytest.approx(difference / (2 * np.mean(sizes)), abs=1e-12)
 
     classes = sorted(set(labels))
     counts = [[sum(labels[i] == c for i in indices) for c in classes] for indices in partition]
-    assert found.classes is not None and found.classes.tolist() == classes
-    assert found.label_counts is not None and found.label_counts.tolist() == counts
+    assert result.classes is not None and result.classes.tolist() == classes
+    assert result.label_counts is not None and result.label_counts.tolist() == counts
 
     def entropy(p: np.ndarray) -> float:
         return -sum(x * np.log(x) for x in p if x > 0)
 
     overall = np.sum(counts, axis=0) / len(labels)
     own = [np.array(row) / sum(row) for row in counts if sum(row)]
-    assert found.overall_entropy == pytest.approx(entropy(overall), abs=1e-12)
-    assert found.label_entropy == pytest.approx(np.mean([entropy(p) for p in own]), abs=1e-12)
-    assert found.labels_per_participant == pytest.approx(
+    assert result.overall_entropy == pytest.approx(entropy(overall), abs=1e-12)
+    assert result.label_entropy == pytest.approx(np.mean([entropy(p) for p in own]), abs=1e-12)
+    assert result.labels_per_participant == pytest.approx(
         np.mean([np.count_nonzero(p) for p in own])
     )
     distances = [np.abs(p - overall).sum() / 2 for p in own]
-    assert found.total_variation == pytest.approx(np.mean(distances), abs=1e-12)
+    assert result.total_variation == pytest.approx(np.mean(distances), abs=1e-12)
 
 
 def test_extreme_partitions_have_known_measures() -> None:
@@ -75,23 +75,23 @@ def test_extreme_partitions_have_known_measures() -> None:
 
 def test_a_smaller_alpha_gives_more_skew(rng: np.random.Generator) -> None:
     labels = rng.integers(0, 10, 5000)
-    found = [
+    result = [
         partition_statistics(partition_dirichlet(labels, 20, alpha=alpha), labels)
         for alpha in (0.05, 0.5, 5, 500)
     ]
     for name in ("total_variation", "coefficient_of_variation", "gini"):
-        values = [getattr(statistics, name) for statistics in found]
+        values = [getattr(statistics, name) for statistics in result]
         assert values == sorted(values, reverse=True)
     for name in ("label_entropy", "labels_per_participant"):
-        values = [getattr(statistics, name) for statistics in found]
+        values = [getattr(statistics, name) for statistics in result]
         assert values == sorted(values)
 
 
 def test_labels_without_examples_are_excluded() -> None:
-    found = partition_statistics([np.array([0]), np.array([2])], [5, 6, 7])
-    assert found.classes is not None and found.classes.tolist() == [5, 7]
-    assert found.label_counts is not None and found.label_counts.tolist() == [[1, 0], [0, 1]]
-    assert found.total_variation == 0.5
+    result = partition_statistics([np.array([0]), np.array([2])], [5, 6, 7])
+    assert result.classes is not None and result.classes.tolist() == [5, 7]
+    assert result.label_counts is not None and result.label_counts.tolist() == [[1, 0], [0, 1]]
+    assert result.total_variation == 0.5
 
 
 def test_the_table_is_aligned_and_omits_labels_if_there_are_none(rng: np.random.Generator) -> None:
@@ -106,10 +106,10 @@ def test_the_table_is_aligned_and_omits_labels_if_there_are_none(rng: np.random.
 
 
 def test_statistics_are_immutable() -> None:
-    found = partition_statistics(partition_iid(30, 3))
-    assert isinstance(found, PartitionStatistics) and found.classes is None
+    result = partition_statistics(partition_iid(30, 3))
+    assert isinstance(result, PartitionStatistics) and result.classes is None
     with pytest.raises(AttributeError):
-        found.gini = 1.0  # type: ignore[misc]
+        result.gini = 1.0  # type: ignore[misc]
 
 
 def test_bad_partitions_and_labels_raise(tmp_path: Path) -> None:

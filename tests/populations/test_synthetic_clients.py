@@ -43,19 +43,19 @@ def test_with_a_large_alpha_labels_are_distributed_as_in_the_pool():
 def test_label_frequencies_have_the_moments_of_a_dirichlet_distribution(alpha):
     """Variance m (1 - m) / (sum a + 1) for concentrations a, and the variance of a sample."""
     clients = DirichletClients(LABELS, 2000, alpha=alpha, median_examples=400)
-    found = frequencies(clients, 2000)
+    result = frequencies(clients, 2000)
     mean = np.bincount(LABELS // 3) / len(LABELS)
     total = alpha * 5
     variance = mean * (1 - mean) / (total + 1) * (1 + total / 400)
-    np.testing.assert_allclose(found.mean(0), mean, atol=5 * np.sqrt(variance.max() / 2000))
-    np.testing.assert_allclose(found.var(0), variance, rtol=0.2)
+    np.testing.assert_allclose(result.mean(0), mean, atol=5 * np.sqrt(variance.max() / 2000))
+    np.testing.assert_allclose(result.var(0), variance, rtol=0.2)
 
 
 def test_with_a_tiny_alpha_each_client_has_one_label():
     clients = DirichletClients(LABELS, 2000, alpha=1e-5, median_examples=10)
-    found = frequencies(clients, 2000)
-    assert (found.max(1) == 1).all()
-    np.testing.assert_allclose(found.mean(0), np.bincount(LABELS // 3) / len(LABELS), atol=0.05)
+    result = frequencies(clients, 2000)
+    assert (result.max(1) == 1).all()
+    np.testing.assert_allclose(result.mean(0), np.bincount(LABELS // 3) / len(LABELS), atol=0.05)
 
 
 def test_sizes_are_log_normal():

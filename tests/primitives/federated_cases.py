@@ -26,11 +26,11 @@ def place(x: Any, *spec: str | None) -> Any:
     return jax.device_put(x, P(*[s if s in mesh.axis_names else None for s in spec]))
 
 
-def assert_close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
+def assert_close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
     """Compare structures, shapes and values; `tolerance` is both relative and absolute."""
-    found, expected = jax.tree.map(np.asarray, (found, expected))
-    chex.assert_trees_all_equal_shapes(found, expected)
-    chex.assert_trees_all_close(found, expected, rtol=tolerance, atol=tolerance)
+    actual, expected = jax.tree.map(np.asarray, (actual, expected))
+    chex.assert_trees_all_equal_shapes(actual, expected)
+    chex.assert_trees_all_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def inner_jaxprs(eqn: Any) -> Iterator[Any]:

@@ -118,7 +118,7 @@ def test_a_bfloat16_gradient_adds_up_in_float32():
     program = fedpax.program(clients=n)(fedpax.federated_broadcast)
     _, pullback = jax.vjp(program, jnp.bfloat16(1.5))
     rounded = jnp.asarray(weights).astype(jnp.bfloat16)
-    (found,) = pullback(rounded)
-    assert found.dtype == jnp.bfloat16
+    (result,) = pullback(rounded)
+    assert result.dtype == jnp.bfloat16
     exact = np.asarray(rounded, np.float64).sum()
-    np.testing.assert_allclose(float(found), exact, rtol=2**-8)
+    np.testing.assert_allclose(float(result), exact, rtol=2**-8)

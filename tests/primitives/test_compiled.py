@@ -72,17 +72,17 @@ def test_a_round_reduces_over_the_clients_once(fn, kind, clients_fsdp):
     mesh = clients_fsdp(kind)
     with jax.set_mesh(mesh):
         text = compiled_text(fn)
-    found = over_clients(text, mesh)
-    assert {c.kind for c in found} == {"all-reduce"}
-    assert all(c.axes == ("clients",) for c in found)
-    assert all(c.executions == 1 and not c.in_loop for c in found)
+    result = over_clients(text, mesh)
+    assert {c.kind for c in result} == {"all-reduce"}
+    assert all(c.axes == ("clients",) for c in result)
+    assert all(c.executions == 1 and not c.in_loop for c in result)
     # One for all leaves and weights together, or one a leaf and one for the weights.
     leaves = 3 + 2
-    assert len(found) in (1, leaves + 1)
+    assert len(result) in (1, leaves + 1)
     # Per device: its half of the model's numbers, two metrics, the weights; float32 each. The sum
     # of the weights may be reduced once for every leaf.
     numbers = (WIDTH * 4 + 4 + 4 * WIDTH) // 2 + 2
-    total = sum(c.bytes for c in found)
+    total = sum(c.bytes for c in result)
     assert 4 * (numbers + 1) <= total <= 4 * (numbers + leaves)
 
 
@@ -90,12 +90,12 @@ def test_a_gradient_of_a_round_reduces_over_the_clients_outside_of_loops(clients
     mesh = clients_fsdp()
     with jax.set_mesh(mesh):
         text = compiled_text(gradient_of_round)
-    found = over_clients(text, mesh)
-    assert {c.kind for c in found} == {"all-reduce"}
-    assert all(c.executions == 1 and not c.in_loop for c in found)
-    assert len(found) <= 2 + 3  # the loss's mean and its weights, and a gradient for each leaf
+    result = over_clients(text, mesh)
+    assert {c.kind for c in result} == {"all-reduce"}
+    assert all(c.executions == 1 and not c.in_loop for c in result)
+    assert len(result) <= 2 + 3  # the loss's mean and its weights, and a gradient for each leaf
     numbers = (WIDTH * 4 + 4 + 4 * WIDTH) // 2
-    assert 4 * numbers <= sum(c.bytes for c in found) <= 4 * (numbers + 4)
+    assert 4 * numbers <= sum(c.bytes for c in result) <= 4 * (numbers + 4)
 
 
 def test_local_steps_use_the_model_axis_in_loops(clients_fsdp):
@@ -121,9 +121,9 @@ def test_a_weighted_mean_of_one_value_is_one_all_reduce(mesh_only):
     x, n = jax.device_put(normal(8, 4), P("clients")), jax.device_put(positive(8), P("clients"))
     program = fedpax.program(clients=8)(federated_mean)
     text = jax.jit(program).lower(x, n).compile().as_text()
-    found = over_clients(text, mesh_only)
-    assert [c.kind for c in found] == ["all-reduce"]
-    assert found[0].bytes == 4 * (4 + 1)
+    result = over_clients(text, mesh_only)
+    assert [c.kind for c in result] == ["all-reduce"]
+    assert result[0].bytes == 4 * (4 + 1)
 
 
 def test_the_gradient_in_a_closed_over_value_is_one_all_reduce(mesh_only):
@@ -132,9 +132,9 @@ def test_the_gradient_in_a_closed_over_value_is_one_all_reduce(mesh_only):
         lambda w, x: federated_sum(federated_map(lambda x: jnp.sin(w * x), x))
     )
     text = jax.jit(jax.grad(lambda w, x: jnp.sum(program(w, x)))).lower(w, x).compile().as_text()
-    found = over_clients(text, mesh_only)
-    assert [c.kind for c in found] == ["all-reduce"]
-    assert found[0].bytes == 4 * 4
+    result = over_clients(text, mesh_only)
+    assert [c.kind for c in result] == ["all-reduce"]
+    assert result[0].bytes == 4 * 4
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 1}])
@@ -211,13 +211,13 @@ def test_one_participant_is_the_plain_function(averaged, islands_axis, chunk_siz
     fn = mapped_and_averaged if averaged else mapped
     program = fedpax.program(islands=1, chunk_size=chunk_size)(fn)
     with jax.set_mesh(jax.make_mesh((1,), ("islands" if islands_axis else "data",))):
-        found, expected = (
+        result, expected = (
             jax.jit(f, donate_argnums=0).lower(model, batch).compile() for f in (program, by_hand)
         )
-    temporaries = [c.memory_analysis().temp_size_in_bytes for c in (found, expected)]
+    temporaries = [c.memory_analysis().temp_size_in_bytes for c in (result, expected)]
     assert temporaries[0] < temporaries[1] + 4 * COLUMNS  # less than a row of the batch
     batch_copy = rf"f32\[(1,)?{ROWS},{COLUMNS}\]\S* copy\("
-    assert not re.search(batch_copy, found.as_text())
+    assert not re.search(batch_copy, result.as_text())
 
 
 # ---- loops that overwrite their inputs

@@ -183,7 +183,7 @@ def test_an_exported_program_runs():
 
 
 def test_threads_compile_at_the_same_time():
-    found, failed = {}, []
+    result, failed = {}, []
 
     def run(n):
         try:
@@ -192,7 +192,7 @@ def test_threads_compile_at_the_same_time():
                 lambda x: federated_mean(federated_map(jnp.sin, x)) + federated_broadcast(1.0).sum()
             )
             for _ in range(3):
-                found[n] = jax.jit(program)(x) - np.sin(x).mean(0)
+                result[n] = jax.jit(program)(x) - np.sin(x).mean(0)
         except Exception as error:
             failed.append(error)
 
@@ -203,7 +203,7 @@ def test_threads_compile_at_the_same_time():
         t.join()
     assert not failed
     for n in (2, 3, 4, 5):
-        np.testing.assert_allclose(found[n], [n, n], rtol=1e-5)
+        np.testing.assert_allclose(result[n], [n, n], rtol=1e-5)
 
 
 def test_loops_over_a_program():
@@ -263,8 +263,8 @@ def test_the_transpose_of_a_linear_program():
         lambda x: federated_mean(federated_map(lambda x: 3 * x[::-1], x))
     )
     cotangent = normal(2)
-    (found,) = jax.linear_transpose(program, jax.ShapeDtypeStruct((N, 2), jnp.float32))(cotangent)
-    assert_close(found, np.stack([3 * cotangent[::-1] / N] * N))
+    (result,) = jax.linear_transpose(program, jax.ShapeDtypeStruct((N, 2), jnp.float32))(cotangent)
+    assert_close(result, np.stack([3 * cotangent[::-1] / N] * N))
 
 
 # ---- eager calls

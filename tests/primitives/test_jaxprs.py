@@ -229,10 +229,10 @@ def round_of_four(w, x, n):
 def test_the_jaxpr_on_a_mesh_contains_the_same_primitives(variant, mesh_only):
     fn, args = VARIANTS[variant](round_of_four), (normal(2), normal(4, 2), positive(4))
     laid_out = args[0], place(args[1], "clients"), place(args[2], "clients")
-    found = federated_names(fn, *laid_out)
+    result = federated_names(fn, *laid_out)
     assert not communicating(fn, *laid_out)
     with jax.set_mesh(jax.make_mesh((1,), ("elsewhere",), devices=jax.devices()[:1])):
-        assert found == federated_names(fn, *args)
+        assert result == federated_names(fn, *args)
 
 
 def test_a_gradient_has_one_sum_per_broadcast():

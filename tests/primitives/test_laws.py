@@ -172,7 +172,7 @@ def test_eval_shape_agrees_with_execution(dtype, name, weighted, seed):
     assume(dtype != "complex64" or name not in ("max", "min"))
     x = np.abs(draw(seed, 4, 3) * 9).astype(jnp.dtype(dtype))
     arguments = (x, weights(seed, 4)) if weighted and name == "mean" else (x,)
-    described, found = jax.eval_shape(typed(name), *arguments), typed(name)(*arguments)
-    for aval, value in zip(*map(jax.tree.leaves, (described, found)), strict=True):
+    described, result = jax.eval_shape(typed(name), *arguments), typed(name)(*arguments)
+    for aval, value in zip(*map(jax.tree.leaves, (described, result)), strict=True):
         assert (aval.shape, aval.dtype) == (value.shape, value.dtype)
         assert aval.weak_type == value.weak_type

@@ -44,10 +44,10 @@ def test_each_participant_sees_its_own_slices():
 def test_a_function_may_return_numbers_or_nothing(result):
     out = mapped(lambda x: result, normal(N))
     assert jax.tree.structure(out) == jax.tree.structure(result)
-    for found, value in zip(jax.tree.leaves(out), jax.tree.leaves(result), strict=True):
-        assert found.shape == (N,)
-        assert found.dtype == jnp.asarray(value).dtype
-        np.testing.assert_array_equal(found, [value] * N)
+    for actual, value in zip(jax.tree.leaves(out), jax.tree.leaves(result), strict=True):
+        assert actual.shape == (N,)
+        assert actual.dtype == jnp.asarray(value).dtype
+        np.testing.assert_array_equal(actual, [value] * N)
 
 
 def test_a_map_without_arguments_runs_once_per_participant():
@@ -68,10 +68,10 @@ def test_dtypes_are_kept_and_agree_with_eval_shape(dtype):
     program = fedpax.program(clients=N)(lambda x: federated_map(fn, x))
     out, described = program(x), jax.eval_shape(program, x)
     expected = jax.eval_shape(jax.vmap(fn), x)
-    for found, aval, plain in zip(*map(jax.tree.leaves, (out, described, expected)), strict=True):
-        assert found.dtype == aval.dtype == plain.dtype
-        assert found.shape == aval.shape == plain.shape
-        assert found.weak_type == aval.weak_type == plain.weak_type
+    for result, aval, plain in zip(*map(jax.tree.leaves, (out, described, expected)), strict=True):
+        assert result.dtype == aval.dtype == plain.dtype
+        assert result.shape == aval.shape == plain.shape
+        assert result.weak_type == aval.weak_type == plain.weak_type
     np.testing.assert_array_equal(out[0], x)
 
 
@@ -266,10 +266,10 @@ def test_chunks_keep_the_sharding_of_a_model(chunk_size, current_mesh):
     program = fedpax.program(clients=n, chunk_size=chunk_size)(
         lambda w, x: federated_map(lambda x: x[:, None] * w, x)
     )
-    found = jax.jit(program)(w, x)
+    result = jax.jit(program)(w, x)
     if current_mesh:
-        assert found.sharding.spec == jax.sharding.PartitionSpec("clients", None, "fsdp")
-    assert_close(found, np.asarray(x)[:, :, None] * np.asarray(w))
+        assert result.sharding.spec == jax.sharding.PartitionSpec("clients", None, "fsdp")
+    assert_close(result, np.asarray(x)[:, :, None] * np.asarray(w))
 
 
 def test_a_map_overrides_the_chunk_size_of_its_program():

@@ -128,9 +128,9 @@ def test_a_map_takes_arguments_of_any_sharding(kind, sharded):
         args = w, jax.device_put(x, sharded)
         out = jax.jit(train)(*args)
         assert spec_of(out)[0] == "clients"
-        found = gradient(*args)
+        gradients = gradient(*args)
     assert_close(out, np.sin(w * x))
-    assert_close(found, (np.cos(w * x) * x).sum(0))
+    assert_close(gradients, (np.cos(w * x) * x).sum(0))
 
 
 @pytest.mark.parametrize("spec", [P(None, "clients"), P("model", "clients"), P(None, ("clients",))])
@@ -186,10 +186,10 @@ def test_arguments_without_a_mesh_in_their_types_in_chunks():
     )
     derivative = jax.value_and_grad(lambda x: jnp.sum(program(x) ** 2))
     with jax.set_mesh(mesh_of("explicit", model=2)):
-        found = jax.jit(derivative)(x)
+        result = jax.jit(derivative)(x)
     inner = np.sin(x)
     gradient = 2 * np.sin(inner) * np.cos(inner) * np.cos(x)
-    assert_close(found, (np.sum(np.sin(inner) ** 2), gradient))
+    assert_close(result, (np.sum(np.sin(inner) ** 2), gradient))
 
 
 def test_explicit_arguments_without_a_mesh_in_context():

@@ -72,13 +72,13 @@ def test_a_mean_is_right_or_its_products_are_told(weights, of_weights, of_values
     products = np.abs(w[:, None] * np.float64(x))
     in_range = products.min() > 1e-36 and max(products.sum(), w.sum(dtype=float)) < 1e38
     try:
-        found = mean(x, w)
+        result = mean(x, w)
     except ValueError as error:
         words = r"mean of x\['value'\] is .* out of the range of float32|weights has (the|a) sum"
         assert re.search(words + ".*Divide the weights by their largest", str(error))
         assert not in_range
         return
-    np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max())
+    np.testing.assert_allclose(result, expected, atol=2e-6 * np.abs(expected).max())
 
 
 def test_products_in_range_return_and_run_effects_once():
@@ -121,16 +121,16 @@ def test_values_equal_numpy_and_dtypes_equal_jax_numpy(name, dtype):
     out = program(tree)
     types = jax.eval_shape(lambda tree: jax.tree.map(lambda x: plain(x, axis=0), tree), tree)
     described = jax.eval_shape(program, tree)
-    for x, found, plainly, aval in zip(
+    for x, result, plainly, aval in zip(
         *map(jax.tree.leaves, (tree, out, types, described)), strict=True
     ):
-        assert found.dtype == plainly.dtype == aval.dtype
-        assert found.shape == plainly.shape == aval.shape
-        assert found.weak_type == aval.weak_type
-        exact = jnp.issubdtype(found.dtype, jnp.integer) or found.dtype == bool
-        tolerance = 0 if exact else 2 * float(jnp.finfo(found.dtype).eps)
+        assert result.dtype == plainly.dtype == aval.dtype
+        assert result.shape == plainly.shape == aval.shape
+        assert result.weak_type == aval.weak_type
+        exact = jnp.issubdtype(result.dtype, jnp.integer) or result.dtype == bool
+        tolerance = 0 if exact else 2 * float(jnp.finfo(result.dtype).eps)
         expected = getattr(np, name)(wide(x), axis=0)
-        np.testing.assert_allclose(wide(found), expected, rtol=tolerance, atol=20 * tolerance)
+        np.testing.assert_allclose(wide(result), expected, rtol=tolerance, atol=20 * tolerance)
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
@@ -286,12 +286,12 @@ def test_rounding_does_not_grow_with_the_participants(participants, reduction):
     x = np.full((participants, 3), 0.1, np.float32)
     x += np.float32(0.01) * normal(participants, 3)
     if reduction == "sum":
-        found = fedpax.program(clients=participants)(fedpax.federated_sum)(x) / participants
+        result = fedpax.program(clients=participants)(fedpax.federated_sum)(x) / participants
     else:
         weights = positive(participants) if reduction == "weighted mean" else None
-        found = fedpax.program(clients=participants)(fedpax.federated_mean)(x, weights)
+        result = fedpax.program(clients=participants)(fedpax.federated_mean)(x, weights)
         x = x * participants * weights[:, None] / weights.sum() if weights is not None else x
-    np.testing.assert_allclose(found, np.float64(x).mean(0), rtol=4e-6)
+    np.testing.assert_allclose(result, np.float64(x).mean(0), rtol=4e-6)
 
 
 def test_a_nan_weight_gives_nan():
@@ -340,8 +340,8 @@ def test_an_infinite_extremum_has_a_derivative(name):
     x = normal(N, 2)
     x[1:3, 0], x[2, 1] = (np.inf, -np.inf) if name == "max" else (-np.inf, np.inf)
     gradient = lambda fn: jax.grad(lambda x: jnp.sum(fn(x)))(x)
-    found = gradient(fedpax.program(clients=N)(federated))
-    np.testing.assert_array_equal(found, gradient(lambda x: plain(x, axis=0)))
+    gradients = gradient(fedpax.program(clients=N)(federated))
+    np.testing.assert_array_equal(gradients, gradient(lambda x: plain(x, axis=0)))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -401,8 +401,8 @@ def test_vmap_of_vmap_keeps_weights_and_values_together(inner, outer):
 def test_derivatives_of_a_batch_with_weights_of_its_own(derivative):
     x, w = normal(3, N), positive(3, N)
     batched = lambda f: lambda x: jax.vmap(lambda x, w: f(x, w) ** 2)(x, w)
-    found = jax.jit(derivative(batched(weighted_mean)))(x)
-    assert_close(found, jax.jit(derivative(batched(PLAIN_WEIGHTED)))(x))
+    result = jax.jit(derivative(batched(weighted_mean)))(x)
+    assert_close(result, jax.jit(derivative(batched(PLAIN_WEIGHTED)))(x))
 
 
 def test_weights_from_outside_of_the_mesh_have_gradients():

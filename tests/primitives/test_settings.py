@@ -49,10 +49,10 @@ def test_jax_checkers_report_no_mistake(setting):
     w, x, n = jnp.asarray(normal(N, 2)), normal(N, 2), positive(N)
     expected = jax.jit(jax.value_and_grad(loss_plainly))(w[0], x, n)
     with SETTINGS[setting]():
-        found = jax.value_and_grad(loss)(w[0], x, n)
+        result = jax.value_and_grad(loss)(w[0], x, n)
         value = fit(w[0], x)
         batched = jax.vmap(fit, (0, None))(w, x)
-    assert_close(found, expected)
+    assert_close(result, expected)
     assert_close(value, fit_plainly(w[0], x))
     assert_close(batched, jax.vmap(fit_plainly, (0, None))(w, x))
 
@@ -63,8 +63,8 @@ def test_no_implicit_transfers_between_host_and_device():
         lambda w, x: federated_mean(federated_map(lambda x: w - x, x))
     )
     with jax.transfer_guard("disallow"):
-        found = jax.jit(chunked)(w, x)
-    assert_close(found, np.asarray(w) - np.asarray(x).mean(0))
+        result = jax.jit(chunked)(w, x)
+    assert_close(result, np.asarray(w) - np.asarray(x).mean(0))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int32, jnp.complex64])
@@ -72,8 +72,8 @@ def test_strict_dtypes_in_weighted_means(dtype):
     x, n = (normal(N, 2) * 5).astype(dtype), np.arange(1, N + 1, dtype=np.int32)
     expected = np.average(np.asarray(x, np.complex128), axis=0, weights=n)
     with jax.numpy_dtype_promotion("strict"):
-        found = jax.jit(fedpax.program(clients=N)(federated_mean))(x, n)
-    np.testing.assert_allclose(np.asarray(found, np.complex128), expected, rtol=0.02)
+        result = jax.jit(fedpax.program(clients=N)(federated_mean))(x, n)
+    np.testing.assert_allclose(np.asarray(result, np.complex128), expected, rtol=0.02)
 
 
 def test_debug_nans_reports_a_nan_of_a_participant():
@@ -99,10 +99,10 @@ def test_double_precision_means_have_the_dtype_of_jax_numpy(dtype):
         x = (normal(N, 2) * 50).astype(dtype)
         program = fedpax.program(clients=N)
         for arguments in ((x,), (x, np.arange(1, N + 1))):
-            found = program(federated_mean)(*arguments)
-            assert found.dtype == jnp.mean(x, axis=0).dtype
+            result = program(federated_mean)(*arguments)
+            assert result.dtype == jnp.mean(x, axis=0).dtype
             weights = arguments[1] if arguments[1:] else None
-            np.testing.assert_allclose(found, np.average(x, 0, weights), rtol=1e-5)
+            np.testing.assert_allclose(result, np.average(x, 0, weights), rtol=1e-5)
         assert program(federated_sum)(x).dtype == jnp.sum(x, axis=0).dtype
 
 

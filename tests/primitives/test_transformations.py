@@ -123,9 +123,9 @@ def agrees() -> Iterator:
                 jax.jit(f)(*args)
             return
         # Run eagerly, each primitive of a derivative is compiled and called by itself.
-        found = f(*args) if names[0] == "eager" else jax.jit(f)(*args)
+        result = f(*args) if names[0] == "eager" else jax.jit(f)(*args)
         assert np.isfinite(want)
-        assert_close(found, want, 2e-4)
+        assert_close(result, want, 2e-4)
 
     yield check
     assert compared, "the test did not compare anything"

@@ -94,10 +94,10 @@ def test_a_process_that_fails_is_given_time_to_fail_everywhere(
 
     for alike in (True, False):
         job = Job(monkeypatch, 2)
-        found = job.run(program)
-        assert str(found[1]) == "not finite"
+        result = job.run(program)
+        assert str(result[1]) == "not finite"
         if alike:
-            assert str(found[0]) == "not finite" and job.ends == []
+            assert str(result[0]) == "not finite" and job.ends == []
         else:
             ((number, text),) = job.ends
             assert number == 0 and text.endswith("has failed")

@@ -44,8 +44,8 @@ def test_processes_get_the_values_of_all(
         return gather_json({str(number): "x" * sizes[number]})
 
     with ThreadPoolExecutor(count) as threads:
-        found = list(threads.map(run, range(count)))
-    assert found == [[{str(i): "x" * size} for i, size in enumerate(sizes)]] * count
+        result = list(threads.map(run, range(count)))
+    assert result == [[{str(i): "x" * size} for i, size in enumerate(sizes)]] * count
     assert len(calls) == count * collectives
 
 

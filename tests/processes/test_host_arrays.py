@@ -16,8 +16,8 @@ def test_an_array_arrives_and_each_device_is_given_a_part(shape: tuple[int, ...]
     broadcast = Broadcast(mesh, jax.ShapeDtypeStruct(shape, np.float32))
     rows = broadcast.lay_out(array)
     assert rows.sharding.shard_shape(rows.shape) == (1, max(-(-array.size // 8), 1))
-    found = jax.jit(broadcast.read, out_shardings=NamedSharding(mesh, PartitionSpec()))(rows)
-    np.testing.assert_array_equal(found, array)
+    result = jax.jit(broadcast.read, out_shardings=NamedSharding(mesh, PartitionSpec()))(rows)
+    np.testing.assert_array_equal(result, array)
 
 
 def test_processes_without_the_array_send_zeros() -> None:

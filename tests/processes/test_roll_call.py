@@ -22,14 +22,14 @@ def free_port() -> int:
 
 def results(clusters: Sequence[JobProcesses], timeout: float = 30.0) -> list[str]:
     """Call the roll in a thread per process; return "" or the message of each."""
-    found = ["no result"] * len(clusters)
+    result = ["no result"] * len(clusters)
 
     def call(i: int, cluster: JobProcesses) -> None:
         try:
             call_roll(cluster, timeout)
-            found[i] = ""
+            result[i] = ""
         except JobProcessesError as error:
-            found[i] = str(error)
+            result[i] = str(error)
 
     threads = [threading.Thread(target=call, args=pair) for pair in enumerate(clusters)]
     for thread in threads:
@@ -37,7 +37,7 @@ def results(clusters: Sequence[JobProcesses], timeout: float = 30.0) -> list[str
         time.sleep(0.05)
     for thread in threads:
         thread.join()
-    return found
+    return result
 
 
 def process(port: int, number: int, count: int) -> JobProcesses:
@@ -113,14 +113,14 @@ def test_a_process_that_ended_while_it_waited_can_come_again() -> None:
 
     thread = threading.Thread(target=come_and_go)
     thread.start()
-    found: list[str] = []
-    server = threading.Thread(target=lambda: found.extend(results([process(port, 0, 3)])))
+    collected: list[str] = []
+    server = threading.Thread(target=lambda: collected.extend(results([process(port, 0, 3)])))
     server.start()
     listening.wait()
     assert results([process(port, 1, 3), process(port, 2, 3)]) == ["", ""]
     thread.join()
     server.join()
-    assert found == [""]
+    assert collected == [""]
 
 
 WRONG = b'{"greeting": "fedpax roll call 1", "process": 7, "count": 2, "host": "a"}\n'
@@ -234,15 +234,15 @@ EXPLICIT = {
     ],
 )
 def test_the_coordinator_of_a_slurm_step_is_its_first_host(nodes: str, host: str) -> None:
-    found = find_job_processes(SLURM | {"SLURM_STEP_NODELIST": nodes})
-    assert found == (f"{host}:{61440 + 81}", 4, 3, "SLURM_*")
-    assert (found.host, found.port) == (host, 61521)
+    processes = find_job_processes(SLURM | {"SLURM_STEP_NODELIST": nodes})
+    assert processes == (f"{host}:{61440 + 81}", 4, 3, "SLURM_*")
+    assert (processes.host, processes.port) == (host, 61521)
 
 
 @given(st.integers(1, 10**8))
 def test_the_port_of_a_slurm_job_is_a_port(job: int) -> None:
-    found = find_job_processes(SLURM | {"SLURM_JOB_ID": str(job)})
-    assert found is not None and 61440 <= found.port <= 65535
+    processes = find_job_processes(SLURM | {"SLURM_JOB_ID": str(job)})
+    assert processes is not None and 61440 <= processes.port <= 65535
 
 
 def test_explicit_variables_take_precedence() -> None:

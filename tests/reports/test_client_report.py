@@ -41,15 +41,15 @@ def test_the_spread_of_a_metric(name: str) -> None:
 
 
 def test_the_worst_clients_are_listed_first() -> None:
-    found = made(30)
-    text = format_clients(found)
-    worst = int(np.argmax(found.metrics["loss"]))
+    result = made(30)
+    text = format_clients(result)
+    worst = int(np.argmax(result.metrics["loss"]))
     assert text.splitlines()[8].startswith(f"| Clínica {worst} $x ")
     assert text.endswith("10 more clients; --json=FILE has all of them.")
     assert "| r2     | " in text and "0 of 30 |" in text
-    assert sorted(worst_first(found)) == list(range(30))
-    values = clients_json(found)
-    assert [line["client"] for line in values] == list(found.names)
+    assert sorted(worst_first(result)) == list(range(30))
+    values = clients_json(result)
+    assert [line["client"] for line in values] == list(result.names)
     assert all(line["r2"] is None for line in values)
 
 

@@ -59,8 +59,8 @@ def test_buckets_add_up_to_the_wall_time_over_kills_and_roll_backs(
             assert min(clock.seconds().values()) > -1e-6
         clock.write()
         wall += time.now
-    found = read_goodput(folder)
-    assert sum(found[0].values()) == pytest.approx(wall) if found else wall == 0
+    content = read_goodput(folder)
+    assert sum(content[0].values()) == pytest.approx(wall) if content else wall == 0
 
 
 def test_a_killed_process_loses_the_time_since_its_checkpoint(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_the_file_is_written_while_the_run_goes_on(
     with GoodputClock(tmp_path, now=time) as clock:
         clock.enter("step")
         time.now += 3
-        while not (found := read_goodput(tmp_path)) or found[0]["step"] != 3:
+        while not (content := read_goodput(tmp_path)) or content[0]["step"] != 3:
             pass
     with GoodputClock(tmp_path / "none", enabled=False):
         pass

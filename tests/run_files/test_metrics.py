@@ -128,15 +128,15 @@ def test_a_folder_in_place_of_the_file_is_told_in_words(tmp_path: Path) -> None:
 
 def scalars(folder: Path) -> list[tuple[str, int, float]]:
     """Read TensorBoard's format: length, checksum, event, checksum."""
-    found = []
+    collected = []
     for path in sorted((folder / "tensorboard").iterdir()):
         data = path.read_bytes()
         while data:
             length = int.from_bytes(data[:8], "little")
             event = Event.FromString(data[12 : 12 + length])
-            found += [(v.tag, event.step, v.simple_value) for v in event.summary.value]
+            collected += [(v.tag, event.step, v.simple_value) for v in event.summary.value]
             data = data[16 + length :]
-    return found
+    return collected
 
 
 def test_tensorboard_files_hold_the_same_numbers(tmp_path: Path) -> None:

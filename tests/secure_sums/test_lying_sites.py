@@ -102,20 +102,20 @@ def test_a_secret_is_restored_beside_wrong_shares(seed: int, count: int, data: A
     secret = random.bytes(32)
     shares = split(secret, threshold, range(1, count + 1), random.bytes)
     mixed = {x: random.bytes(SHARE_BYTES) if x in wrong else s for x, s in shares.items()}
-    found = restore(mixed, threshold, lambda x: x == secret)
+    restored = restore(mixed, threshold, lambda x: x == secret)
     if count - len(wrong) < threshold:
-        assert found is None
+        assert restored is None
     else:
-        assert found is not None and found.secret == secret
+        assert restored is not None and restored.secret == secret
         first = set(range(1, threshold + 1))
-        assert found.wrong == (wrong if wrong & first else set())
+        assert restored.wrong == (wrong if wrong & first else set())
 
 
 def test_one_wrong_share_of_many() -> None:
     secret = secrets.token_bytes(32)
     shares = split(secret, 20, range(1, 41), secrets.token_bytes)
-    found = restore({**shares, 3: bytes(SHARE_BYTES)}, 20, lambda x: x == secret)
-    assert found is not None and (found.secret, found.wrong) == (secret, {3})
+    restored = restore({**shares, 3: bytes(SHARE_BYTES)}, 20, lambda x: x == secret)
+    assert restored is not None and (restored.secret, restored.wrong) == (secret, {3})
 
 
 def test_a_coordinator_leaves_out_a_site_with_a_forged_proof(tmp_path: Path) -> None:

@@ -226,9 +226,9 @@ def test_memory_and_work_are_flat() -> None:
         tracemalloc.start()
         for name in names:
             coordinator.receive(name, sites.pop(name).answer(requests[name]))
-        found = tracemalloc.get_traced_memory()[1]
+        result = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        return found
+        return result
 
     assert peak(16) < 1.2 * peak(4) < 1.2 * 5 * 4 * size
     add_mask, calls = masks.add_mask, []

@@ -44,9 +44,9 @@ def test_decoupled_goodput_has_its_closed_form(learners):
     out = np.mean(np.minimum(failures.returns, failures.horizon) - failures.seconds)
     out *= len(failures.seconds) / failures.horizon / CLUSTER.num_slices
     running = 1 / (1 + rate * CLUSTER.reshard_seconds)
-    found = decoupled_goodput(CLUSTER, failures, learners)
-    assert found.goodput == pytest.approx((1 - out) * running, abs=0.003)
-    assert found.uptime == pytest.approx(1 - (1 - running) ** learners, abs=0.003)
+    result = decoupled_goodput(CLUSTER, failures, learners)
+    assert result.goodput == pytest.approx((1 - out) * running, abs=0.003)
+    assert result.uptime == pytest.approx(1 - (1 - running) ** learners, abs=0.003)
 
 
 def test_restart_goodput_has_its_closed_form():

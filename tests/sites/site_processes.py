@@ -100,8 +100,8 @@ class Processes:
 
     def islands_since(self, merge: int) -> set[str]:
         """Return the islands with updates in merges after a number of merges."""
-        found = read_merges(self.folder / "syncer")[merge:]
-        return {update["island"] for merge in found for update in merge["updates"]}
+        content = read_merges(self.folder / "syncer")[merge:]
+        return {update["island"] for merge in content for update in merge["updates"]}
 
 
 def wait_until(condition: Callable[[], bool], processes: Processes, seconds: float = 240) -> None:

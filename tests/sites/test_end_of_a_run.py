@@ -31,9 +31,9 @@ pytest.importorskip("grpc")
 
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[Processes]:
-    found = Processes(tmp_path)
-    yield found
-    found.end()
+    sites = Processes(tmp_path)
+    yield sites
+    sites.end()
 
 
 def test_an_island_without_a_syncer_stops_in_words(tmp_path: Path) -> None:
@@ -153,8 +153,8 @@ def test_islands_that_were_down_learn_the_end_and_get_more_rounds(
     assert [process.wait(400) for process in (syncer, a, b)] == [0, 0, 0], processes.logs()
     assert [merge["merge"] for merge in read_merges(tmp_path / "syncer")] == list(range(1, 21))
     assert len(select(read_metrics(tmp_path / "syncer"), "training")) == 10
-    found = read_configuration_json(tmp_path / "a")
-    assert found is not None and found[1]["training"]["rounds"] == 10
+    content = read_configuration_json(tmp_path / "a")
+    assert content is not None and content[1]["training"]["rounds"] == 10
 
 
 @pytest.mark.slow

@@ -22,8 +22,8 @@ def test_sites_are_expelled_and_admitted(tmp_path: Path) -> None:
     expel(tmp_path, "a", "it left")
     expel(tmp_path, "b", "3 malformed messages", by="rule")
     expel(tmp_path, "a", "twice: the first reason stays")
-    found = read_expulsions(tmp_path)
-    assert [(name, e.reason, e.by) for name, e in found.items()] == [
+    content = read_expulsions(tmp_path)
+    assert [(name, e.reason, e.by) for name, e in content.items()] == [
         ("a", "it left", "command"),
         ("b", "3 malformed messages", "rule"),
     ]
@@ -113,9 +113,9 @@ class TestSyncer:
 
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[Processes]:
-    found = Processes(tmp_path)
-    yield found
-    found.end()
+    sites = Processes(tmp_path)
+    yield sites
+    sites.end()
 
 
 @pytest.mark.slow

@@ -85,8 +85,8 @@ def test_an_island_that_cannot_be_saved_does_not_join(full: Full, tmp_path: Path
         sites.add("a")
     sites.add("b")
     sites.start_syncer()
-    found = sites.syncer.islands()
-    assert [(island.name, island.shard) for island in found] == [("a", 0), ("b", 1)]
+    result = sites.syncer.islands()
+    assert [(island.name, island.shard) for island in result] == [("a", 0), ("b", 1)]
 
 
 def test_who_heard_the_end_is_told_after_it_is_saved(full: Full, tmp_path: Path) -> None:

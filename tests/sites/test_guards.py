@@ -27,11 +27,11 @@ norms = st.dictionaries(st.text(min_size=1, max_size=3), positive, min_size=1, m
 @settings(deadline=None)
 def test_norms_are_bounded_by_the_median_of_the_window(rounds, factor, window) -> None:
     history, seen = NO_NORMS, []
-    for found in rounds:
-        dropped, history = drop_large(found, history, factor=factor, window=window)
-        seen = [*seen, list(found.values())][-window:]
+    for result in rounds:
+        dropped, history = drop_large(result, history, factor=factor, window=window)
+        seen = [*seen, list(result.values())][-window:]
         limit = factor * statistics.median(np.concatenate(seen).tolist())
-        assert set(dropped) == {site for site, norm in found.items() if norm > limit}
+        assert set(dropped) == {site for site, norm in result.items() if norm > limit}
 
 
 @given(st.integers(1, 4), st.data())
@@ -43,8 +43,8 @@ def test_a_minority_cannot_move_the_limit_beyond_the_honest(cheaters, data) -> N
         good = data.draw(st.lists(positive, min_size=honest, max_size=honest))
         bad = data.draw(st.lists(st.floats(0, 1e30), min_size=cheaters, max_size=cheaters))
         largest, smallest = max(largest, *good), min(smallest, *good)
-        found = {f"g{i}": x for i, x in enumerate(good)} | {f"b{i}": x for i, x in enumerate(bad)}
-        dropped, history = drop_large(found, history)
+        result = {f"g{i}": x for i, x in enumerate(good)} | {f"b{i}": x for i, x in enumerate(bad)}
+        dropped, history = drop_large(result, history)
         for i, norm in enumerate(bad):
             assert norm <= 3 * largest or f"b{i}" in dropped
         for i, norm in enumerate(good):

@@ -21,9 +21,9 @@ pytest.importorskip("grpc")
 
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[Processes]:
-    found = Processes(tmp_path)
-    yield found
-    found.end()
+    sites = Processes(tmp_path)
+    yield sites
+    sites.end()
 
 
 def statuses(processes: Sequence[subprocess.Popen]) -> list[int]:

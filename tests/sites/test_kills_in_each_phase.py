@@ -45,7 +45,7 @@ def log(sites: Sites, process: int) -> str:
 
 
 def trained_since(sites: Sites, merge: int) -> set[str]:
-    return {update["island"] for found in sites.merges()[merge:] for update in found["updates"]}
+    return {update["island"] for result in sites.merges()[merge:] for update in result["updates"]}
 
 
 def saves(folder: Path) -> Callable[[], bool]:
@@ -121,12 +121,12 @@ def sites(tmp_path: Path) -> Iterator[Sites]:
     """A syncer and two islands that train."""
     with Sites(
         tmp_path / "sites", 2, FIELDS, local_steps=STEPS, working_directory=Path(__file__).parent
-    ) as found:
+    ) as result:
         for process in (SYNCER, VICTIM, WITNESS):
-            found.start(process)
-        until(found, lambda: trained_since(found, 0) == {"island-0", "island-1"})
-        until(found, lambda: latest_round(found.run_folder(VICTIM)))
-        yield found
+            result.start(process)
+        until(result, lambda: trained_since(result, 0) == {"island-0", "island-1"})
+        until(result, lambda: latest_round(result.run_folder(VICTIM)))
+        yield result
 
 
 def kill_in_each_phase(

@@ -56,11 +56,11 @@ def test_64_islands_in_bounded_memory(tmp_path: Path) -> None:
     )
     try:
         deadline = time.monotonic() + 300
-        while not (found := re.search(r"at (\S+:\d+);", (tmp_path / "log").read_text())):
+        while not (match := re.search(r"at (\S+:\d+);", (tmp_path / "log").read_text())):
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.1)
         before = memory_bytes(process, "VmRSS")
-        address, identity = found[1], identify(experiment, params)._asdict()
+        address, identity = match[1], identify(experiment, params)._asdict()
 
         def island(k: int) -> int:
             rng = np.random.default_rng(k)

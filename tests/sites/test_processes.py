@@ -19,9 +19,9 @@ pytest.importorskip("grpc")
 
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[Processes]:
-    found = Processes(tmp_path)
-    yield found
-    found.end()
+    sites = Processes(tmp_path)
+    yield sites
+    sites.end()
 
 
 def test_every_process_is_killed_once(processes: Processes, tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ pytest.importorskip("wandb")
 
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[Processes]:
-    found = Processes(tmp_path)
-    yield found
-    found.end()
+    sites = Processes(tmp_path)
+    yield sites
+    sites.end()
 
 
 def test_each_process_has_a_tracked_run(

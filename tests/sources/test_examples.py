@@ -60,8 +60,8 @@ def test_every_kind_of_data_gives_the_examples_of_its_records(kind: str) -> None
         token_rounds(data, islands=1, local_steps=2, batch_size=2, seq_len=5)
         for data in (source, RECORDS)
     ]
-    found, wanted = (next(one).batches["inputs"] for one in rounds)
-    np.testing.assert_array_equal(found, wanted)
+    result, wanted = (next(one).batches["inputs"] for one in rounds)
+    np.testing.assert_array_equal(result, wanted)
     rows, _ = pack_clients(source, seq_len=4)
     np.testing.assert_array_equal(rows["inputs"], pack_clients(RECORDS, seq_len=4)[0]["inputs"])
     batches = heldout_token_batches(source, batch_size=2, seq_len=8)
@@ -75,10 +75,10 @@ def test_images_in_columns_are_those_of_records(kind: str, rng: np.random.Genera
     images = list(rng.integers(0, 256, (6, 2, 2, 1), np.uint8))
     source = KINDS[kind](COLUMNS | {"image": images})
     records = [{"image": x, "label": k} for x, k in zip(images, COLUMNS["label"], strict=True)]
-    for found, wanted in zip(
+    for result, wanted in zip(
         read_examples(source).values(), read_examples(records).values(), strict=True
     ):
-        np.testing.assert_array_equal(found, wanted)
+        np.testing.assert_array_equal(result, wanted)
     population = partition_natural(source, "client")
     pairs = [
         next(cohort_rounds(data, population, ClientSampler(3, 3), batch_size=2))

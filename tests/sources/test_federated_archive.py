@@ -74,10 +74,10 @@ def test_reads_the_rows_sorted_by_client(
     write(database, [(split, client, serialize(*values)) for split, client, *values in rows])
     for split in {row[0] for row in rows}:
         expected = sorted((row for row in rows if row[0] == split), key=lambda row: row[1])
-        found = read(database, split)
+        content = read(database, split)
         with open_database(database) as connection:
-            assert count_examples(connection, split) == len(expected) == len(found)
-        for (client, values), (_, name, text, pixels, label) in zip(found, expected, strict=True):
+            assert count_examples(connection, split) == len(expected) == len(content)
+        for (client, values), (_, name, text, pixels, label) in zip(content, expected, strict=True):
             assert client == name
             assert values["text"] == text
             assert values["pixels"].dtype == np.float32

@@ -19,14 +19,14 @@ from fedpax.sources.data_sets import FEDERATED
 from fedpax.sources.federated_archive import Archive
 
 
-def assert_same(found: Fields, expected: Fields) -> None:
-    assert set(found) == set(expected)
+def assert_same(actual: Fields, expected: Fields) -> None:
+    assert set(actual) == set(expected)
     for name, value in expected.items():
         if isinstance(value, np.ndarray):
-            assert found[name].dtype == value.dtype
-            np.testing.assert_array_equal(found[name], value)
+            assert actual[name].dtype == value.dtype
+            np.testing.assert_array_equal(actual[name], value)
         else:
-            assert found[name] == value
+            assert actual[name] == value
 
 
 @pytest.fixture
@@ -94,16 +94,16 @@ def test_examples_equal_the_archive_sorted_by_client(
         source = load(name, split, data_dir=data_dir)
         assert source.name == f"{name}/1.0.0:{split}"
         assert len(source) == len(examples) == sum(CLIENTS.values())
-        for found, example in zip(source, examples, strict=True):
-            assert_same(found, example)
+        for result, example in zip(source, examples, strict=True):
+            assert_same(result, example)
         parts = partition_by_field(source, "client", len(CLIENTS))
         held = {source[int(part[0])]["client"].decode(): len(part) for part in parts}
         assert held == CLIENTS
         assert all((np.diff(part) == 1).all() for part in parts)
         assert source.client_starts is not None
         clients = ContiguousClients(source.client_starts)
-        for found, part in zip(clients, partition_natural(source, "client"), strict=True):
-            np.testing.assert_array_equal(found, part)
+        for result, part in zip(clients, partition_natural(source, "client"), strict=True):
+            np.testing.assert_array_equal(result, part)
         assert len(list(source.folder.glob(f"*-{split}.array_record*"))) == 4
     # The temporary database has been deleted.
     assert not list(data_dir.rglob("*.sqlite"))
@@ -194,8 +194,8 @@ def test_without_a_network_a_copied_archive_is_prepared(
     (left / "archive.sqlite").write_bytes(b"of a preparation that was killed")
     source = load("federated_stackoverflow", "heldout", data_dir=tmp_path)
     assert not left.exists()
-    for found, example in zip(source, expected["heldout"], strict=True):
-        assert_same(found, example)
+    for result, example in zip(source, expected["heldout"], strict=True):
+        assert_same(result, example)
 
 
 @pytest.mark.parametrize("name", FEDERATED)
@@ -249,8 +249,8 @@ def test_a_damaged_archive_raises_and_leaves_no_files(
         assert "it was deleted; load again" in message
         path.write_bytes(whole)
     source = load(name, "train", data_dir=tmp_path)  # as the message says
-    for found, example in zip(source, expected["train"], strict=True):
-        assert_same(found, example)
+    for result, example in zip(source, expected["train"], strict=True):
+        assert_same(result, example)
 
 
 def test_an_archive_of_another_size_raises(

@@ -100,15 +100,15 @@ def test_digits_equal_scikit_learn(digits: Callable[[str], Source]) -> None:
         (image.astype(np.uint8).tobytes(), int(label))
         for image, label in zip(original.images, original.target, strict=True)
     }
-    found = []
+    collected = []
     for split in ("train", "test"):
         for example in digits(split):
             assert example["image"].shape == (8, 8, 1)
             assert example["image"].dtype == np.uint8
             pixels = np.rint(example["image"] * (16 / 255)).astype(np.uint8)
-            found.append((pixels.tobytes(), int(example["label"])))
-    assert len(found) == 1797
-    assert set(found) == expected
+            collected.append((pixels.tobytes(), int(example["label"])))
+    assert len(collected) == 1797
+    assert set(collected) == expected
     assert 0.15 < len(digits("test")) / 1797 < 0.25
 
 

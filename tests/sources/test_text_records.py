@@ -34,19 +34,19 @@ def example_of(**fields: Any) -> bytes:
 def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[bytes]]:
     """Three files of seven texts, the first of which is empty."""
     folder, rng = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0)
-    found = [rng.integers(97, 123, n).astype(np.uint8).tobytes() for n in range(0, 140, 20)]
-    for number, part in enumerate((found[:3], found[3:4], found[4:])):
+    result = [rng.integers(97, 123, n).astype(np.uint8).tobytes() for n in range(0, 140, 20)]
+    for number, part in enumerate((result[:3], result[3:4], result[4:])):
         write_records(folder / f"train-{number:05}.array_record", part)
-    return folder, found
+    return folder, result
 
 
 def test_files_are_read_in_order_as_texts(texts: tuple[Path, list[bytes]]) -> None:
-    folder, found = texts
+    folder, result = texts
     source = load(f"{folder}/{{split}}-*.array_record", "train")
     assert isinstance(source, Source) and source.name == "train-*.array_record"
-    assert [*source] == [{"text": text} for text in found]
-    assert [*source.__getitems__([5, 0, -1])] == [{"text": found[n]} for n in (5, 0, -1)]
-    assert [*source.column("text")] == found
+    assert [*source] == [{"text": text} for text in result]
+    assert [*source.__getitems__([5, 0, -1])] == [{"text": result[n]} for n in (5, 0, -1)]
+    assert [*source.column("text")] == result
     cohort = next(token_rounds(source, islands=1, local_steps=1, batch_size=2, seq_len=8))
     assert cohort.batches["inputs"].shape == (1, 1, 2, 8)
     with pytest.raises(IndexError, match="Index 7 is out of range"):

@@ -104,10 +104,10 @@ def test_a_restored_stream_continues_and_shapes_include_the_mask() -> None:
     expected = next(rounds).batches
     again = token_rounds(examples, **sizes, field=FIELD, shuffle_tokens=300)
     again.set_state(state)
-    found = next(again).batches
-    assert found.keys() == expected.keys() >= {"mask"}
+    result = next(again).batches
+    assert result.keys() == expected.keys() >= {"mask"}
     for name, values in expected.items():
-        np.testing.assert_array_equal(found[name], values)
+        np.testing.assert_array_equal(result[name], values)
     targets, mask = expected["targets"], expected["mask"] > 0
     assert set(np.unique(targets[mask])) == {ord("a"), SEPARATOR}
     assert ord("a") not in targets[~mask]  # all conversations fit in a row
@@ -188,9 +188,9 @@ def test_messages_of_sharegpt_are_those_of_roles(chat_folder: Path, tokenizer: T
     names = {"user": "human", "assistant": "gpt", "system": "system"}
     shared = [{"from": names[m["role"]], "value": m["content"], "role": None} for m in MESSAGES]
     field = Conversation(messages="m", template=load_chat_template(chat_folder))
-    found, expected = field.encode([{"m": shared}, {"m": MESSAGES}], tokenizer)
-    assert [found.first, *found.tokens.tolist()] == [expected.first, *expected.tokens.tolist()]
-    assert found.is_target.tolist() == expected.is_target.tolist()
+    result, expected = field.encode([{"m": shared}, {"m": MESSAGES}], tokenizer)
+    assert [result.first, *result.tokens.tolist()] == [expected.first, *expected.tokens.tolist()]
+    assert result.is_target.tolist() == expected.is_target.tolist()
 
 
 def test_a_prompt_ends_where_the_answer_begins(chat_folder: Path, tokenizer: Tokenizer) -> None:

@@ -46,8 +46,8 @@ class ByClient(Experiment):
         by_client = evaluate_by_client(loss_fn, clients([3, 1, 4]))
 
         def evaluate(params: jax.Array) -> dict[str, Any]:
-            found = by_client(params)
-            return {"loss": found["loss"].mean(keepdims=True), "client": found["loss"]}
+            metrics = by_client(params)
+            return {"loss": metrics["loss"].mean(keepdims=True), "client": metrics["loss"]}
 
         def cohort(index: int) -> fedpax.Cohort:
             batches = np.arange(CLIENTS, dtype=np.float32).reshape(CLIENTS, 1, 1)
@@ -96,12 +96,12 @@ def test_a_vector_is_logged_as_quantiles_and_a_histogram(tmp_path: Path) -> None
 
 
 def read_events(path: Path) -> list[Event]:
-    data, found = path.read_bytes(), []
+    data, result = path.read_bytes(), []
     while data:
         length = int.from_bytes(data[:8], "little")
-        found.append(Event.FromString(data[12 : 12 + length]))
+        result.append(Event.FromString(data[12 : 12 + length]))
         data = data[16 + length :]
-    return found
+    return result
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 100])
@@ -119,23 +119,23 @@ def test_clients_of_all_sizes_share_one_compilation(
     for w in map(jnp.float32, (0.0, 0.5)):
         caplog.clear()
         with jax.log_compiles(), caplog.at_level(logging.WARNING, "jax"):
-            found = evaluate(w)
+            metrics = evaluate(w)
         compiled = [text for text in caplog.messages if text.startswith("Finished XLA compilation")]
         assert len(compiled) == (w == 0), compiled
         for i, client in enumerate(held_out):
             if not len(client["x"]):
-                assert np.isnan(found["loss"][i])
+                assert np.isnan(metrics["loss"][i])
                 continue
             loss, aux = loss_fn(w, client)
-            np.testing.assert_allclose(found["loss"][i], loss, rtol=1e-5)
-            np.testing.assert_allclose(found["positive"][i], aux["positive"], rtol=1e-6)
+            np.testing.assert_allclose(metrics["loss"][i], loss, rtol=1e-5)
+            np.testing.assert_allclose(metrics["positive"][i], aux["positive"], rtol=1e-6)
     assert traces == [(1,)]
 
 
 def test_a_mask_weighs_examples() -> None:
     masked = [{"x": np.float32([1, 5, np.nan]), "mask": np.float32([1, 3, 0])}]
-    found = evaluate_by_client(loss_fn, masked)(jnp.float32(1.0))
-    assert found["loss"].tolist() == [12.0]
+    metrics = evaluate_by_client(loss_fn, masked)(jnp.float32(1.0))
+    assert metrics["loss"].tolist() == [12.0]
 
 
 def test_no_example_raises() -> None:

@@ -44,11 +44,11 @@ def test_metrics_are_weighted_means_over_all_batches(count, num_participants, ma
     batches = make_batches(count + masked, rng, masked)
     evaluate = evaluator(loss_fn, batches, placement="islands", num_participants=num_participants)
     expected = reference(params, batches)
-    found = evaluate(params)
-    assert found.keys() == expected.keys()
+    metrics = evaluate(params)
+    assert metrics.keys() == expected.keys()
     for name, value in expected.items():
-        assert isinstance(found[name], float)
-        np.testing.assert_allclose(found[name], value, rtol=1e-5)
+        assert isinstance(metrics[name], float)
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5)
 
 
 def test_a_mesh_gives_the_same_metrics():
@@ -60,9 +60,9 @@ def test_a_mesh_gives_the_same_metrics():
         evaluate = evaluator(
             loss_fn, batches, placement="islands", num_participants=4, sharding=sharding
         )
-        found = evaluate(jnp.asarray(params))
+        metrics = evaluate(jnp.asarray(params))
     for name, value in reference(params, batches).items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-5)
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-5)
 
 
 def test_no_batches_raise():

@@ -29,13 +29,13 @@ def test_auc_with_ties(sizes, seed, levels):
     clients = owners_of(sizes, rng)
     scores = rng.integers(0, levels, len(clients.owners)) / levels
     positive = rng.random(len(clients.owners)) < 0.4
-    found = auc_by_client(scores, positive, clients)
+    metrics = auc_by_client(scores, positive, clients)
     for k in range(len(sizes)):
         own = clients.owners == k
         if len(set(positive[own])) < 2:
-            assert np.isnan(found[k])
+            assert np.isnan(metrics[k])
         else:
-            assert found[k] == pytest.approx(reference.roc_auc_score(positive[own], scores[own]))
+            assert metrics[k] == pytest.approx(reference.roc_auc_score(positive[own], scores[own]))
 
 
 def calibration_error(probabilities, labels):
@@ -57,11 +57,11 @@ def test_classification(sizes, seed, classes):
     clients = owners_of(sizes, rng)
     logits = rng.normal(0, 3, (len(clients.owners), classes))
     labels = rng.integers(0, classes, len(logits))
-    found = classification_by_client(logits, labels, clients)
-    assert found.num_examples.tolist() == sizes
+    metrics = classification_by_client(logits, labels, clients)
+    assert metrics.num_examples.tolist() == sizes
     probabilities = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     for k, size in enumerate(sizes):
-        mine = {name: values[k] for name, values in found.metrics.items()}
+        mine = {name: values[k] for name, values in metrics.metrics.items()}
         if not size:
             assert all(np.isnan(value) for value in mine.values())
             continue
@@ -84,23 +84,23 @@ def test_regression(sizes, seed, offset):
     clients = owners_of(sizes, rng)
     labels = offset + rng.normal(0, 2, len(clients.owners))
     predictions = labels + rng.normal(0, 1, len(labels))
-    found = regression_by_client(predictions, labels, clients).metrics
+    metrics = regression_by_client(predictions, labels, clients).metrics
     for k, size in enumerate(sizes):
         p, y = predictions[clients.owners == k], labels[clients.owners == k]
         if not size:
-            assert np.isnan(found["rmse"][k])
+            assert np.isnan(metrics["rmse"][k])
             continue
-        assert found["rmse"][k] == pytest.approx(reference.root_mean_squared_error(y, p))
+        assert metrics["rmse"][k] == pytest.approx(reference.root_mean_squared_error(y, p))
         mean_absolute = reference.mean_absolute_error(y, p)
-        assert found["mean_absolute_error"][k] == pytest.approx(mean_absolute)
+        assert metrics["mean_absolute_error"][k] == pytest.approx(mean_absolute)
         expected = reference.r2_score(y, p) if size > 1 else np.nan
-        assert found["r2"][k] == pytest.approx(expected, rel=1e-6, nan_ok=True)
+        assert metrics["r2"][k] == pytest.approx(expected, rel=1e-6, nan_ok=True)
 
 
 def test_equal_labels_have_no_r2():
     clients = ExampleOwners(["a"], np.zeros(3, int))
-    found = regression_by_client(np.array([1.0, 2.0, 4.0]), np.full(3, 0.1), clients)
-    assert np.isnan(found.metrics["r2"][0]) and found.metrics["rmse"][0] > 0
+    metrics = regression_by_client(np.array([1.0, 2.0, 4.0]), np.full(3, 0.1), clients)
+    assert np.isnan(metrics.metrics["r2"][0]) and metrics.metrics["rmse"][0] > 0
 
 
 @pytest.mark.parametrize("classes", [2, 3])

@@ -252,11 +252,11 @@ def test_server_values_keep_their_bits_and_island_values_follow_the_rule(
     )
     weights = participant_weights(old.islands, new.islands)
     for name in state._fields:
-        found, former = getattr(restored, name), getattr(state, name)
+        result, former = getattr(restored, name), getattr(state, name)
         if name not in PLACED[method]:
-            assert_same_bits(found, former)
+            assert_same_bits(result, former)
             continue
-        leaves = zip(jax.tree.leaves(found), jax.tree.leaves(former), strict=True)
+        leaves = zip(jax.tree.leaves(result), jax.tree.leaves(former), strict=True)
         for x, y in leaves:
             y = np.asarray(y)
             if y.dtype == np.int32:
@@ -373,8 +373,8 @@ def test_a_run_continues_from_the_resized_state_at_the_same_round_of_the_data(
     lines = select(read_metrics(tmp_path), "training")
     items = np.cumsum([STEPS * BATCH * n for n in [old.islands] * 3 + [new.islands] * 2])
     assert [line["items"] for line in lines] == items.tolist()
-    found = [line["loss"] for line in lines]
-    np.testing.assert_allclose(found, losses + further, rtol=2e-4)
+    actual = [line["loss"] for line in lines]
+    np.testing.assert_allclose(actual, losses + further, rtol=2e-4)
     chex.assert_trees_all_close(
         load_params(tmp_path), jax.device_get(state.params), rtol=2e-3, atol=2e-4
     )

@@ -145,5 +145,5 @@ def test_settings_that_are_refused(changes: dict, words: str) -> None:
 def test_a_logged_round_without_a_loss_is_no_loss_of_the_window() -> None:
     logged = [{"kind": "training", "round": r, "loss": 2.0, "spikes": 1} for r in (1, 2, 4, 5)]
     without = {"kind": "training", "round": 3}
-    found = history([*logged[:2], without, *logged[2:]])
-    assert found.threshold(7) == history(logged).threshold(7) < math.inf
+    result = history([*logged[:2], without, *logged[2:]])
+    assert result.threshold(7) == history(logged).threshold(7) < math.inf

@@ -197,9 +197,9 @@ def test_a_run_on_all_devices_resumes_on_any_number_of_them(
     """With mesh.clients=-1 the number of devices that are found is no change of configuration."""
     experiment = dataclasses.replace(regression(), mesh=MeshConfig(clients=-1))
     train_on(1, experiment, 2, tmp_path)
-    found = train_on(8, experiment, 6, tmp_path)
+    result = train_on(8, experiment, 6, tmp_path)
     # Another mesh adds in another order.
-    chex.assert_trees_all_close(found, load_params(uninterrupted, 6), rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(result, load_params(uninterrupted, 6), rtol=1e-4, atol=1e-6)
     lines = select(read_metrics(tmp_path), "training")
     sent = [line["bytes_across_placement"] for line in lines]
     assert sent[:2] == [0, 0]  # one device sends nothing
@@ -248,8 +248,8 @@ def test_the_same_cohorts_train_on_any_number_of_devices(tmp_path: Path) -> None
     expected = train_on(1, experiment, 6, tmp_path / "one")
     train_on(1, experiment, 2, tmp_path / "moved")
     train_on(8, experiment, 4, tmp_path / "moved")
-    found = train_on(2, experiment, 6, tmp_path / "moved")
-    chex.assert_trees_all_close(found, expected, rtol=1e-3, atol=1e-5)
+    result = train_on(2, experiment, 6, tmp_path / "moved")
+    chex.assert_trees_all_close(result, expected, rtol=1e-3, atol=1e-5)
 
 
 def test_zero_saves_and_evaluates_only_after_the_last_round(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ def test_an_experiment_of_ones_own(mesh: MeshConfig, participants: int, expected
     experiment = dataclasses.replace(regression(), mesh=mesh)
     run = experiment.build()
     check_processes(experiment, run)
-    found = describe_unused(experiment, run, participants)
-    assert found is None if expected is None else expected in (found or "")
+    result = describe_unused(experiment, run, participants)
+    assert result is None if expected is None else expected in (result or "")
 
 
 def test_the_setting_of_a_cohort_uses_all_devices() -> None:
@@ -40,8 +40,8 @@ def test_the_setting_of_a_cohort_uses_all_devices() -> None:
 @pytest.mark.slow
 def test_a_process_without_a_device_of_the_mesh_is_told(tmp_path: Path) -> None:
     stated = ("--mesh.clients=1", "--mesh.fsdp=1")
-    found = finish(start(2, tmp_path / "run", *stated))
-    for status, _, errors in found:
+    completed = finish(start(2, tmp_path / "run", *stated))
+    for status, _, errors in completed:
         assert status != 0 and "Traceback" not in errors
         assert "the mesh has 1 of 2 devices, all in 1 of 2 processes" in errors
         assert "Start fewer processes, or set --mesh.clients=-1." in errors

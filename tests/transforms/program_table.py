@@ -49,9 +49,9 @@ def local(w, x):
     return jax.lax.scan(step, w, x)[0] - w
 
 
-def close(found, expected, tolerance=2e-5):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def close(actual, expected, tolerance=2e-5):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert np.shape(a) == np.shape(b) and jnp.result_type(a) == jnp.result_type(b)
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 

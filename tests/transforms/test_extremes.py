@@ -147,9 +147,9 @@ def test_gradients_of_nested_extrema():
         most = federated_map(jax.checkpoint(functools.partial(island, w)), x, placement="islands")
         return federated_min(most, placement="islands")
 
-    found = jax.grad(lambda w, x: jnp.sum(program(w, x)), (0, 1))(w, x)
+    gradient = jax.grad(lambda w, x: jnp.sum(program(w, x)), (0, 1))(w, x)
     plain = lambda w, x: jnp.sum(jnp.min(jnp.max(jnp.sin(w * x), 1), 0))
-    close(found, jax.grad(plain, (0, 1))(w, x))
+    close(gradient, jax.grad(plain, (0, 1))(w, x))
 
 
 @pytest.mark.parametrize("chunk_size", [1, 5, slow(None)])
@@ -168,9 +168,9 @@ def test_an_extremum_is_nan_if_one_participant_is_nan(chunk_size, current_mesh):
 def test_an_extremum_is_exact_for_any_bits(dtype, current_mesh):
     bits = np.random.default_rng(0).integers(0, 2**32, (N, 500), np.uint32)
     x = np.asarray(jax.lax.bitcast_convert_type(bits.astype(f"u{np.dtype(dtype).itemsize}"), dtype))
-    found = jax.jit(fedpax.program(clients=N)(lambda x: [f(x) for f in EXTREMA]))(x)
+    result = jax.jit(fedpax.program(clients=N)(lambda x: [f(x) for f in EXTREMA]))(x)
     wide = np.float32(x)
-    for extremum, expected in zip(found, (np.max(wide, 0), np.min(wide, 0)), strict=True):
+    for extremum, expected in zip(result, (np.max(wide, 0), np.min(wide, 0)), strict=True):
         np.testing.assert_array_equal(np.float32(extremum), expected)
 
 
@@ -179,5 +179,5 @@ def test_extrema_of_eight_bits(dtype):
     """Some of these dtypes have no infinities to initialize the loop with."""
     x = jnp.array([[1.0, -2.0], [-1.0, -4.0]]).astype(dtype)
     program = fedpax.program(clients=2, chunk_size=1)
-    found = program(lambda x: [f(federated_map(lambda x: -x, x)) for f in EXTREMA])(x)
-    assert [leaf.astype(jnp.float32).tolist() for leaf in found] == [[1.0, 4.0], [-1.0, 2.0]]
+    result = program(lambda x: [f(federated_map(lambda x: -x, x)) for f in EXTREMA])(x)
+    assert [leaf.astype(jnp.float32).tolist() for leaf in result] == [[1.0, 4.0], [-1.0, 2.0]]

@@ -73,8 +73,8 @@ def test_nested_placements_equal_nested_vmaps(levels, chunk_size, axes):
 
     expected = value_and_gradient(nested_plainly)(w, x)
     with on_mesh(axes):
-        found = value_and_gradient(nested(levels, chunk_size))(w, x)
-    close(found, expected)
+        gradient = value_and_gradient(nested(levels, chunk_size))(w, x)
+    close(gradient, expected)
 
 
 @pytest.mark.parametrize("levels", [slow(LEVELS[0]), LEVELS[1]], ids=len)

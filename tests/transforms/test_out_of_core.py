@@ -54,9 +54,9 @@ def test_a_program_that_returns_constants():
     def program(x):
         return federated_mean(federated_map(jnp.sum, x)), 0.5, True, jnp.bfloat16(1.5)
 
-    found = fedpax.out_of_core(program, chunk_size=5)(X)
-    close(found, program(X))
-    assert all(isinstance(leaf, jax.Array) for leaf in found)
+    streamed = fedpax.out_of_core(program, chunk_size=5)(X)
+    close(streamed, program(X))
+    assert all(isinstance(leaf, jax.Array) for leaf in streamed)
 
 
 @pytest.mark.slow
@@ -66,8 +66,8 @@ def test_chunks_of_rematerialized_programs(name):
     program = federated(name, functions=Rematerialized)
     close(fedpax.out_of_core(program, chunk_size=5)(W, X, WEIGHTS), expected(name))
     gradient = gradient_of(program)
-    found = fedpax.out_of_core(gradient, chunk_size=5)(W, X, WEIGHTS)
-    close(found, jax.jit(gradient)(W, X, WEIGHTS), 1e-4)
+    gradients = fedpax.out_of_core(gradient, chunk_size=5)(W, X, WEIGHTS)
+    close(gradients, jax.jit(gradient)(W, X, WEIGHTS), 1e-4)
 
 
 @pytest.mark.parametrize("name", [slow("average"), "values_per_participant", slow("two_phases")])
@@ -109,10 +109,10 @@ def test_structure_keywords_and_random_keys():
 
     keys = jax.random.split(jax.random.key(3), N)
     state = {"scale": np.float32(2.0), "step": 3}
-    found, same = fedpax.out_of_core(program, chunk_size=7)(state, keys=keys)
+    streamed, same = fedpax.out_of_core(program, chunk_size=7)(state, keys=keys)
     wanted, _ = program(state, keys=keys)
-    close(found, wanted)
-    assert isinstance(found["all"], np.ndarray)
+    close(streamed, wanted)
+    assert isinstance(streamed["all"], np.ndarray)
     assert same is keys
 
 
@@ -151,8 +151,8 @@ def test_a_participant_reads_a_broadcast_of_all_participants():
         return fedpax.federated_sum(federated_map(read_all, x))
 
     with pytest.warns(fedpax.transforms.PlacedClosureWarning):
-        found = fedpax.out_of_core(program, chunk_size=2)(W, X)
-    close(found, jnp.broadcast_to(jnp.sum(X @ W, axis=(0, 1)), (N, 2)))
+        streamed = fedpax.out_of_core(program, chunk_size=2)(W, X)
+    close(streamed, jnp.broadcast_to(jnp.sum(X @ W, axis=(0, 1)), (N, 2)))
 
 
 def test_at_most_two_chunks_are_on_the_devices():
@@ -171,10 +171,10 @@ def test_at_most_two_chunks_are_on_the_devices():
 
     Watched.__getitem__ = slices
     try:
-        found = fedpax.out_of_core(program, chunk_size=8)(1.0, x)
+        streamed = fedpax.out_of_core(program, chunk_size=8)(1.0, x)
     finally:
         Watched.__getitem__ = watch
-    close(found, program(1.0, x.array))
+    close(streamed, program(1.0, x.array))
     assert [(r.start, r.stop) for r in x.asked] == [(i, i + 8) for i in range(0, 64, 8)]
     assert max(alive) <= 2 * 8 * 50 * 100 * 4
 
@@ -277,8 +277,8 @@ def test_a_round_of_an_algorithm_runs_out_of_core():
     cohort = fedpax.Cohort(
         normal(N, 4, 5, 3, seed=9), num_examples=np.arange(N), num_steps=np.arange(N) % 5
     )
-    found = fedpax.out_of_core(method.round, chunk_size=5)(state, cohort)
-    close(found, method.round(state, cohort))
+    streamed = fedpax.out_of_core(method.round, chunk_size=5)(state, cohort)
+    close(streamed, method.round(state, cohort))
 
 
 @pytest.mark.slow

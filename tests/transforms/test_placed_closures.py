@@ -75,10 +75,10 @@ def told(run: Callable[[], Any]) -> list[str]:
 def test_a_closure_over_a_placed_value_is_told_once(fn, sentence):
     program = fedpax.program(clients=N)(fn)
     jitted = jax.jit(program)
-    found = told(lambda: [program(DATA, INDEX), program(DATA, INDEX), jitted(DATA, INDEX)])
-    assert len(found) == 1
-    assert found[0].startswith(f"program {fn.__name__}: {sentence}")
-    assert found[0].endswith("pass federated_broadcast(value) if every participant is to read it.")
+    actual = told(lambda: [program(DATA, INDEX), program(DATA, INDEX), jitted(DATA, INDEX)])
+    assert len(actual) == 1
+    assert actual[0].startswith(f"program {fn.__name__}: {sentence}")
+    assert actual[0].endswith("pass federated_broadcast(value) if every participant is to read it.")
     assert f"  {sentence}" in fedpax.explain(program, DATA, INDEX)
 
 

@@ -67,8 +67,8 @@ def arguments(seed):
     return w, personal, x, jax.random.split(jax.random.key(seed), N)
 
 
-def close(found, expected):
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def close(actual, expected):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.shape == b.shape
         assert np.all(np.isfinite(b))
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)

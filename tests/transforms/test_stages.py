@@ -25,10 +25,10 @@ PRESENT = [0, 2, 3, 7, 10, 11]
 IN_FLOAT64 = {("server_arrays_between", "gradient")}
 
 
-def agree(found, expected, present=None):
+def agree(actual, expected, present=None):
     """Compare with the program's result; of values per participant those that answered."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert jnp.result_type(a) == jnp.result_type(b)
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.all(np.isfinite(b))

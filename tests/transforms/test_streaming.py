@@ -50,8 +50,10 @@ body = lambda x: federated_mean(federated_map(jnp.sin, x))
 run = jax.jit(program(clients=64, chunk_size=1)(body)).lower(jnp.ones((64, 1000))).compile()
 print(run.memory_analysis().temp_size_in_bytes)
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
-    assert int(found.stdout) < 64 * 1000 * 4
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=True, text=True
+    )
+    assert int(completed.stdout) < 64 * 1000 * 4
 
 
 # Programs with server arrays or control flow between maps, for the partitioner to lay out.
@@ -104,9 +106,9 @@ FAST_GRADIENTS = {
     indirect=["current_mesh"],
 )
 def test_gradients(name, functions, current_mesh):
-    found = gradient_of(federated(name, functions=functions))
+    gradient = gradient_of(federated(name, functions=functions))
     plain = gradient_of(functools.partial(PROGRAMS[name], Plain))
-    close(*(jax.jit(fn)(W, X, WEIGHTS) for fn in (found, plain)), 1e-4)
+    close(*(jax.jit(fn)(W, X, WEIGHTS) for fn in (gradient, plain)), 1e-4)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -120,8 +122,8 @@ def test_second_derivatives_of_rematerialized_programs(name):
         inside = lambda w: gradient_of(fn, 0)(w, X, WEIGHTS)
         return jax.jit(lambda w: jax.jvp(inside, (w,), (jnp.cos(w),))[1])(W)
 
-    found = along(federated(name, functions=Rematerialized))
-    close(found, along(functools.partial(PROGRAMS[name], Plain)), 1e-3)
+    result = along(federated(name, functions=Rematerialized))
+    close(result, along(functools.partial(PROGRAMS[name], Plain)), 1e-3)
 
 
 def test_clients_inside_islands(current_mesh):
@@ -160,8 +162,8 @@ def test_a_server_array_with_one_entry_per_participant(current_mesh):
         rows, columns = turned * v[:, None], turned * jnp.broadcast_to(v, (N, N))
         return f.mean(rows), f.sum(columns), f.max(turned + v), jnp.broadcast_to(v, (N, N)).T
 
-    found = fedpax.program(clients=N, chunk_size=1)(functools.partial(program, Federated))
-    close(found(v, x), program(Plain, v, x))
+    result = fedpax.program(clients=N, chunk_size=1)(functools.partial(program, Federated))
+    close(result(v, x), program(Plain, v, x))
 
 
 def test_a_long_chain_of_equations_does_not_recurse():
@@ -195,8 +197,8 @@ def test_the_all_reduce_is_outside_the_loop(name):
     mesh = fedpax.make_mesh(clients=4, fsdp=2)
     with jax.set_mesh(mesh):
         compiled = jax.jit(federated(name)).lower(W, X, WEIGHTS).compile()
-    found = [c for c in collectives(compiled.as_text(), mesh) if "clients" in c.axes]
-    assert found and not any(c.in_loop for c in found)
+    communication = [c for c in collectives(compiled.as_text(), mesh) if "clients" in c.axes]
+    assert communication and not any(c.in_loop for c in communication)
 
 
 def test_a_map_that_only_prints_still_runs(capfd):
@@ -226,5 +228,5 @@ def test_numpy_arguments_on_an_explicit_mesh():
     expected = jax.grad(program, 1)(0.5, x)
     kinds = (jax.sharding.AxisType.Explicit,) * 2
     with jax.set_mesh(jax.make_mesh((4, 2), ("clients", "fsdp"), axis_types=kinds)):
-        found = jax.grad(program, 1)(0.5, x)
-    close(jax.device_get(found), jax.device_get(expected))
+        gradient = jax.grad(program, 1)(0.5, x)
+    close(jax.device_get(gradient), jax.device_get(expected))

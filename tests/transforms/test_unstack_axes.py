@@ -20,9 +20,9 @@ def reads_all(fn, *args):
 
 
 def same(federated, plain, *args, tolerance=2e-4):
-    found, expected = (jax.jit(fn)(*args) for fn in (federated, plain))
-    chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
-    chex.assert_trees_all_close(found, expected, rtol=tolerance, atol=tolerance)
+    result, expected = (jax.jit(fn)(*args) for fn in (federated, plain))
+    chex.assert_trees_all_equal_shapes_and_dtypes(result, expected)
+    chex.assert_trees_all_close(result, expected, rtol=tolerance, atol=tolerance)
 
 
 def program_of(body, size=N, chunk_size=1):
@@ -99,9 +99,9 @@ def test_a_stored_value_has_its_axes_where_the_program_put_them(run, current_mes
 
     federated, plain = program_of(body), functools.partial(body, Plain)
     if run == "out of core":
-        found = jax.tree.map(np.asarray, fedpax.out_of_core(federated, chunk_size=4)(x, w))
+        streamed = jax.tree.map(np.asarray, fedpax.out_of_core(federated, chunk_size=4)(x, w))
         expected = jax.device_get(jax.jit(plain)(x, w))
-        chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-4)
+        chex.assert_trees_all_close(streamed, expected, rtol=1e-4, atol=1e-4)
     else:
         same(federated, plain, x, w)
 

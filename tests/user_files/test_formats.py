@@ -63,9 +63,9 @@ def test_examples_of_rows(tmp_path: Path, name: str) -> None:
     source = load(tmp_path / name, client="user")
     expected = sorted(examples, key=lambda example: example["user"])
     assert len(source) == 37 and source.client_names == sorted({e["user"] for e in examples})
-    for found, example in zip(source, expected, strict=True):
-        assert found["words"].tolist() == example["words"]
-        assert {**found, "words": example["words"]} == example
+    for result, example in zip(source, expected, strict=True):
+        assert result["words"].tolist() == example["words"]
+        assert {**result, "words": example["words"]} == example
 
 
 def test_a_list_of_json_has_the_names_of_all_objects(tmp_path: Path) -> None:
@@ -569,5 +569,5 @@ def test_a_deep_json_list_is_told(tmp_path: Path, depth: int) -> None:
 def test_many_short_lists_and_brackets_in_texts_are_not_deep(tmp_path: Path) -> None:
     examples = [{"a": [[1, 2]] * 300, "t": '[{"\\[' * 400}, {"a": [[3, 4]], "t": "x"}]
     (tmp_path / "a.jsonl").write_bytes(lines(examples))
-    found = load(tmp_path / "a.jsonl")
-    assert len(found) == 2 and [example["t"] for example in found] == [e["t"] for e in examples]
+    loaded = load(tmp_path / "a.jsonl")
+    assert len(loaded) == 2 and [example["t"] for example in loaded] == [e["t"] for e in examples]

@@ -239,9 +239,9 @@ def test_rounds_equal_those_of_the_same_arrays(tmp_path: Path) -> None:
     files = cohort_rounds(source, population, **options)
     memory = cohort_rounds(arrays, partition_natural(owner[order]), **options)
     for _ in range(3):
-        found, expected = next(files), next(memory)
+        result, expected = next(files), next(memory)
         for name, values in expected.batches.items():
-            np.testing.assert_array_equal(found.batches[name], values)
+            np.testing.assert_array_equal(result.batches[name], values)
     assert partition_natural(source, "user").names == sorted(set(owner.tolist()))
 
 

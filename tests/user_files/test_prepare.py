@@ -54,16 +54,16 @@ def write_arrow(table: pa.Table, path: Path, rows: int = 16) -> Path:
     return path
 
 
-def assert_equal(found: Any, expected: Any) -> None:
-    assert found.table.schema.names == expected.table.schema.names
+def assert_equal(actual: Any, expected: Any) -> None:
+    assert actual.table.schema.names == expected.table.schema.names
     for name in expected.fields:
-        a, b = (s.table.column(name).combine_chunks() for s in (found, expected))
+        a, b = (s.table.column(name).combine_chunks() for s in (actual, expected))
         if pa.types.is_dictionary(b.type):  # a folder has decoded categories
             b = b.cast(b.type.value_type)
         assert a.equals(b), name
     if expected.client_starts is not None:
-        assert found.client_names == expected.client_names
-        np.testing.assert_array_equal(found.client_starts, expected.client_starts)
+        assert actual.client_names == expected.client_names
+        np.testing.assert_array_equal(actual.client_starts, expected.client_starts)
 
 
 @pytest.mark.parametrize("batch_rows", [1 << 17, 30, 1])

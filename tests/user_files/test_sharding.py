@@ -65,9 +65,9 @@ def test_values_of_every_type_are_those_of_prepare(
     given: Any = {"client": client} if client else {"columns": ["kind"], "client": "kind"}
     sizes = prepare_shards(files / "*.arrow", tmp_path / "shards", num_shards, **given)
     made = prepare(files / "*.arrow", tmp_path / "whole", **given).source
-    found = load(tmp_path / "shards")
-    assert found.table.schema == made.table.schema
-    assert_equal(found, made)
+    loaded = load(tmp_path / "shards")
+    assert loaded.table.schema == made.table.schema
+    assert_equal(loaded, made)
     assert sum(sizes) == 422
     assert 1 <= len(sizes) <= num_shards
 
@@ -171,7 +171,7 @@ def test_tensors_that_pyarrow_makes_of_arrays(tmp_path: Path) -> None:
     kind = make(turned).type
     storage = valid.cast(kind.storage_type)
     table = pa.table({"y": pa.ExtensionArray.from_storage(kind, storage)}).slice(2)
-    found = load(table).column("y")
-    np.testing.assert_array_equal(found.mask[:, 0, 0], np.arange(58) == 1)
+    loaded = load(table).column("y")
+    np.testing.assert_array_equal(loaded.mask[:, 0, 0], np.arange(58) == 1)
     stored = images.reshape(60, 3, 4).transpose(0, 2, 1)[[2, *range(4, 60)]]
-    np.testing.assert_array_equal(found.data[found.mask[:, 0, 0] == 0], stored)
+    np.testing.assert_array_equal(loaded.data[loaded.mask[:, 0, 0] == 0], stored)

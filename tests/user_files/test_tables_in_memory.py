@@ -86,8 +86,8 @@ def test_missing_values_and_what_is_refused() -> None:
 def test_arrays_of_every_dtype_keep_their_values(tmp_path: Path, dtype: str, shape: Any) -> None:
     values = np.random.default_rng(3).integers(0, 7, shape)
     x = values.astype(jnp.dtype(dtype) if dtype in ("bfloat16", "int4") else dtype)
-    found = load({"x": x}).column("x")
-    assert found.shape == shape and found.tolist() == x.tolist()
+    loaded = load({"x": x}).column("x")
+    assert loaded.shape == shape and loaded.tolist() == x.tolist()
     if x.dtype.kind != "V":  # which .npz does not keep
         np.savez(tmp_path / "a.npz", x=x)
         assert load(tmp_path / "a.npz").column("x").tolist() == x.tolist()

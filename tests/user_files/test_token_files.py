@@ -36,9 +36,9 @@ def test_documents_of_megatron_are_views_of_the_file(tmp_path: Path, dtype: Any,
     source = load(tmp_path / "a.bin")
     assert pa.total_allocated_bytes() - before < 4096
     assert len(source) == 12 and source.client_starts is None
-    for found, document in zip(source, documents, strict=True):
-        assert found["tokens"].dtype == dtype
-        np.testing.assert_array_equal(found["tokens"], np.concatenate(document))
+    for result, document in zip(source, documents, strict=True):
+        assert result["tokens"].dtype == dtype
+        np.testing.assert_array_equal(result["tokens"], np.concatenate(document))
 
 
 def test_tokens_give_the_rows_of_their_texts(tmp_path: Path) -> None:
@@ -49,10 +49,10 @@ def test_tokens_give_the_rows_of_their_texts(tmp_path: Path) -> None:
     write_megatron(tmp_path / "a.bin", ended, np.uint16, 8)
     sizes: Any = {"islands": 2, "local_steps": 2, "batch_size": 2, "seq_len": 16}
     source = load(tmp_path / "a.bin")
-    found = token_rounds(source, field="tokens", **sizes)
+    result = token_rounds(source, field="tokens", **sizes)
     expected = token_rounds([{"text": text} for text in texts], **sizes)
     for _ in range(3):
-        one, two = next(found).batches, next(expected).batches
+        one, two = next(result).batches, next(expected).batches
         for name in two:
             np.testing.assert_array_equal(one[name], two[name])
     rows = [

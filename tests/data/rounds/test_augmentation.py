@@ -32,7 +32,7 @@ def places(image: np.ndarray, crop: np.ndarray) -> list[tuple[int, int, bool]]:
 
 
 def test_each_crop_is_one_window_of_its_image_and_all_windows_occur() -> None:
-    cohort, found = random_cohort(), []
+    cohort, result = random_cohort(), []
     for round_number in range(12):
         after = augment_cohort(cohort, round_number, size=SIZE, seed=3)
         crops = after.batches["image"]
@@ -40,11 +40,11 @@ def test_each_crop_is_one_window_of_its_image_and_all_windows_occur() -> None:
         np.testing.assert_array_equal(after.batches["label"], cohort.batches["label"])
         for place in np.ndindex(CLIENTS, 2, 5):
             (window,) = places(cohort.batches["image"][place], crops[place])
-            found.append(window)
-    tops, lefts, flips = zip(*found, strict=True)
+            result.append(window)
+    tops, lefts, flips = zip(*result, strict=True)
     assert set(tops) == set(lefts) == set(range(SIDE - SIZE + 1))
     assert 0.4 < np.mean(flips) < 0.6
-    assert len(set(found)) == 32  # 4 x 4 places, flipped or not
+    assert len(set(result)) == 32  # 4 x 4 places, flipped or not
 
 
 def test_the_crops_depend_on_seed_round_and_client_alone() -> None:

@@ -139,9 +139,9 @@ def test_other_fields_need_a_preprocess():
 
 def test_images_are_scaled_and_labels_are_int32():
     fields = {"image": np.array([[0, 255]], np.uint8), "label": np.array([3], np.int64)}
-    found = preprocess_images(fields)
-    np.testing.assert_array_equal(found["image"], np.float32([[0, 1]]))
-    assert found["label"].dtype == np.int32
+    result = preprocess_images(fields)
+    np.testing.assert_array_equal(result["image"], np.float32([[0, 1]]))
+    assert result["label"].dtype == np.int32
 
 
 def test_images_of_different_shapes_raise():

@@ -398,13 +398,13 @@ def test_some_clients_of_a_round_have_the_batches_of_the_round(sampling_probabil
         client_ids, cohort = rounds.client_ids(number), next(rounds)
         np.testing.assert_array_equal(client_ids, cohort.client_ids)
         some = np.random.default_rng(number).permutation(6)[:5]
-        found = rounds.read_clients(number, client_ids[some])
-        mask = found.batches["mask"]
+        content = rounds.read_clients(number, client_ids[some])
+        mask = content.batches["mask"]
         assert mask.any() and not mask.all()
         np.testing.assert_array_equal(mask, cohort.batches["mask"][some])
-        np.testing.assert_array_equal(found.batches["x"][mask], cohort.batches["x"][some][mask])
+        np.testing.assert_array_equal(content.batches["x"][mask], cohort.batches["x"][some][mask])
         for field in ("num_examples", "num_steps", "client_ids"):
-            np.testing.assert_array_equal(getattr(found, field), getattr(cohort, field)[some])
+            np.testing.assert_array_equal(getattr(content, field), getattr(cohort, field)[some])
 
 
 def test_a_state_of_cohorts_that_were_drawn_otherwise_raises():

@@ -16,10 +16,10 @@ def seeds(clients: list[int], round_number: int, seed: int) -> np.ndarray:
 
 
 def test_each_example_of_each_step_has_a_seed_of_its_own() -> None:
-    found = np.stack([seeds([4, 0, -1], round_number, 7) for round_number in range(20)])
-    assert (found.shape, found.dtype) == ((20, 3, 4, 5), np.uint32)
-    assert len(np.unique(found)) == found.size
-    assert found.max() > 0.9 * 2**32
+    result = np.stack([seeds([4, 0, -1], round_number, 7) for round_number in range(20)])
+    assert (result.shape, result.dtype) == ((20, 3, 4, 5), np.uint32)
+    assert len(np.unique(result)) == result.size
+    assert result.max() > 0.9 * 2**32
 
 
 def test_the_seeds_depend_on_seed_round_and_client_alone() -> None:

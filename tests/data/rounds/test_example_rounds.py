@@ -178,13 +178,13 @@ def test_images_and_labels_of_other_dtypes_keep_their_values(name: str) -> None:
     for image_dtype in ("int64", ">u2", "float64", "uint32"):
         scale = 255 if image_dtype == "float64" else 1
         for label_dtype in ("float32", "uint8", ">i8", "uint64"):
-            found = read(
+            content = read(
                 IMAGES.astype(image_dtype) / scale if scale > 1 else IMAGES.astype(image_dtype),
                 labels.astype(label_dtype),
             )
-            assert found["image"].dtype == np.float32 and found["label"].dtype == np.int32
-            np.testing.assert_allclose(found["image"], wanted["image"], rtol=1e-6)
-            np.testing.assert_array_equal(found["label"], wanted["label"])
+            assert content["image"].dtype == np.float32 and content["label"].dtype == np.int32
+            np.testing.assert_allclose(content["image"], wanted["image"], rtol=1e-6)
+            np.testing.assert_array_equal(content["label"], wanted["label"])
 
 
 @pytest.mark.parametrize("name", READERS)

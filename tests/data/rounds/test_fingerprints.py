@@ -89,11 +89,11 @@ KINDS: dict[str, Callable[[int], Any]] = {
 def test_equal_data_have_equal_fingerprints(kind: str, tmp_path: Path) -> None:
     make = KINDS.get(kind, functools.partial(records, folder=tmp_path))
     stream = make(0)
-    found = fingerprint(stream)
-    assert found and found == fingerprint(make(0)) != fingerprint(make(1))
+    prints = fingerprint(stream)
+    assert prints and prints == fingerprint(make(0)) != fingerprint(make(1))
     if kind != "partition":
         next(stream)  # the position does not matter
-        assert fingerprint(stream) == found
+        assert fingerprint(stream) == prints
 
 
 def test_the_number_of_documents_counts() -> None:

@@ -45,12 +45,12 @@ def test_max_tokens_selects_rows_evenly_spaced_over_the_split(
     mask = np.concatenate([batch["mask"] for batch in capped])
     assert 6_336 <= mask.sum() <= 6_500  # 101 rows; the last may have padding
     positions = {batch["inputs"].tobytes(): place for place, batch in enumerate(everything)}
-    found = [positions[row.tobytes()] for row in rows[:101]]
-    assert found[0] == 0
-    assert found[-1] == len(everything) - 1
+    result = [positions[row.tobytes()] for row in rows[:101]]
+    assert result[0] == 0
+    assert result[-1] == len(everything) - 1
     # Evenly spaced, except for rows that occur more than once.
     spacing = (len(everything) - 1) / 100
-    assert np.median(np.diff(found)) == pytest.approx(spacing, abs=1)
+    assert np.median(np.diff(result)) == pytest.approx(spacing, abs=1)
 
 
 def test_max_tokens_above_the_split_selects_all_rows(documents: list[dict[str, bytes]]) -> None:
@@ -88,9 +88,9 @@ def test_processes_count_their_share_and_tokenize_what_they_read(
         assert len(encoded) <= -(-len(documents) // 3) + 1  # the first one is a check
         own = np.arange(process, len(rows), 3)
         encoded.clear()
-        found = rows.read(own[::-1])
+        content = rows.read(own[::-1])
         for name, values in whole.items():
-            np.testing.assert_array_equal(found[name], values[own[::-1]])
+            np.testing.assert_array_equal(content[name], values[own[::-1]])
         starts = 12 * rows._chosen[own]
         ends = np.cumsum(lengths)
         needed = {n for s in starts for n in np.flatnonzero((ends > s) & (ends - lengths < s + 12))}

@@ -132,9 +132,9 @@ def test_a_run_continues_with_other_islands_steps_and_rows(sizes: list[tuple[int
             stream.set_state(state)
         rows += [in_order(next(stream)) for _ in range(2)]
         state = stream.get_state()
-    found = np.concatenate(rows)
-    one = token_rounds(DOCUMENTS, islands=1, local_steps=1, batch_size=len(found), **settings)
-    np.testing.assert_array_equal(found, in_order(next(one)))
+    result = np.concatenate(rows)
+    one = token_rounds(DOCUMENTS, islands=1, local_steps=1, batch_size=len(result), **settings)
+    np.testing.assert_array_equal(result, in_order(next(one)))
 
 
 @pytest.mark.parametrize("kind", ["one", "mixture"])

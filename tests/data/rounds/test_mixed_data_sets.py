@@ -106,11 +106,11 @@ def test_a_data_set_has_the_rows_that_it_has_alone_in_any_mixture() -> None:
         source = [{"text": f"a{n:04}" * 3} for n in range(60)]  # one shard
         mixture = Mixture({"a": source, **{c: SOURCES[c] for c in "bc"}}, weights)
         rounds = token_rounds(mixture, **SIZES)
-        found = []
+        collected = []
         for _ in range(6):
             inputs = next(rounds).batches["inputs"].transpose(1, 0, 2, 3).reshape(-1, 16)
-            found += [row.tobytes() for row in inputs if (row == ord("a")).any()]
-        return found
+            collected += [row.tobytes() for row in inputs if (row == ord("a")).any()]
+        return collected
 
     many = rows_of_a({"a": 1.0, "b": 0.0, "c": 0.0})
     few = rows_of_a({"a": 1.0, "b": 3.0, "c": 1.0})

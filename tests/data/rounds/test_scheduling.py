@@ -91,8 +91,8 @@ def test_idle_fraction_equals_a_loop_over_the_devices(case):
     taken = loads(steps, devices, chunk_size)
     possible = devices * max(taken)
     wanted = 1 - sum(steps) / possible if possible else 0
-    found = idle_fraction(steps, devices, chunk_size=chunk_size)
-    assert found == pytest.approx(wanted, abs=1e-12)
+    fraction = idle_fraction(steps, devices, chunk_size=chunk_size)
+    assert fraction == pytest.approx(wanted, abs=1e-12)
 
 
 @given(rounds())

@@ -23,8 +23,8 @@ TABLE = {
 
 
 def test_the_rule() -> None:
-    found = {t.name: (t.describe(), t.reason) for t in infer_treatments(TABLE)}
-    assert found == {
+    treatments = {t.name: (t.describe(), t.reason) for t in infer_treatments(TABLE)}
+    assert treatments == {
         "age [years]": ("number:mean", "numbers"),
         "weight": ("number:mean", "numbers"),
         "smoker": ("boolean:mean", "booleans"),
@@ -44,10 +44,10 @@ def test_text_with_many_distinct_values_is_left_out() -> None:
 
 def test_stated_treatments_and_patterns() -> None:
     stated = ["age [years]=category", "*=left_out", "note=category(dizzy|tired):error"]
-    found = {t.name: t for t in infer_treatments(TABLE, stated)}
-    assert found["age [years]"].kind == "category"
-    assert found["weight"].kind == "left_out"
-    assert found["note"].values == ("dizzy", "tired") and found["note"].missing == "error"
+    treatments = {t.name: t for t in infer_treatments(TABLE, stated)}
+    assert treatments["age [years]"].kind == "category"
+    assert treatments["weight"].kind == "left_out"
+    assert treatments["note"].values == ("dizzy", "tired") and treatments["note"].missing == "error"
     brackets = infer_treatments({"x[1]": [1.0], "x1": [1.0]}, ["x[1*=left_out"])
     assert [t.kind for t in brackets] == ["left_out", "number"]
 

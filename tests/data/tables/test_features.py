@@ -66,11 +66,11 @@ def test_features_of_an_example_do_not_depend_on_others(rows):
 
 def test_unseen_values_and_absent_columns_have_no_features():
     features = fit()
-    found = features({"age": [None, 50.0], "kön": ["annat", "m"], "day": [None, None]})
-    assert found[0, 2:].tolist() == [0, 0, 0, 0, 0]
-    assert found[:, 1].tolist() == [1, 0] and found[1, 3] == 1
+    result = features({"age": [None, 50.0], "kön": ["annat", "m"], "day": [None, None]})
+    assert result[0, 2:].tolist() == [0, 0, 0, 0, 0]
+    assert result[:, 1].tolist() == [1, 0] and result[1, 3] == 1
     # smoker had no missing value in training: its feature is the mean of booleans' coding, 0.
-    assert found[:, 6].tolist() == [0, 0]
+    assert result[:, 6].tolist() == [0, 0]
 
 
 def test_rare_categories_share_a_feature():
@@ -156,9 +156,9 @@ def test_the_rule_of_labels(values, task, classes):
     present = [value for value in values if value is not None]
     if task == "classification":
         names = {True: "true", False: "false"}
-        found = [classes[k] for k in label.encode(present)]
+        result = [classes[k] for k in label.encode(present)]
         expected = [names[v] if isinstance(v, bool) else v for v in present]
-        assert found == [f"{v:g}" if isinstance(v, int | float) else v for v in expected]
+        assert result == [f"{v:g}" if isinstance(v, int | float) else v for v in expected]
     assert Label.from_json(json.loads(json.dumps(label.to_json()))) == label
 
 

@@ -34,14 +34,14 @@ def test_equals_numpy(sizes, offset, scale, missing, seed):
     values[:, 1] = offset  # constant
     values[rng.random(values.shape) < missing] = np.nan
     values[:, 2] = np.where(clients == clients[0], np.nan, values[:, 2])  # absent at a client
-    found = federated_moments(values, clients, len(sizes))
+    moments = federated_moments(values, clients, len(sizes))
     mean, variance = pooled(values)
     deviation = np.maximum(np.sqrt(variance), 1e-6 * np.abs(mean))
-    assert np.all(np.abs(found.mean - mean) <= 1e-5 * deviation + 1e-12)
+    assert np.all(np.abs(moments.mean - mean) <= 1e-5 * deviation + 1e-12)
     np.testing.assert_allclose(
-        found.variance, variance, rtol=2e-5, atol=(1e-6 * abs(offset)) ** 2 * 1e-6 + 1e-12
+        moments.variance, variance, rtol=2e-5, atol=(1e-6 * abs(offset)) ** 2 * 1e-6 + 1e-12
     )
-    assert variance[1] == 0 or found.variance[1] == pytest.approx(variance[1])
+    assert variance[1] == 0 or moments.variance[1] == pytest.approx(variance[1])
 
 
 def averaged_over_clients(values, clients, num_clients):
@@ -65,10 +65,10 @@ def test_a_secure_mean_sums_integers_and_comes_close():
     values, clients = make_clients()
     aggregator = secure_mean(max_value=1.0, bits=24, seed=0, num_neighbors=4)
     bounds = np.array([[0.0, 100.0], [-5.0, 5.0]])
-    found = federated_moments(values, clients, 40, aggregator, bounds=bounds)
+    moments = federated_moments(values, clients, 40, aggregator, bounds=bounds)
     mean, variance = averaged_over_clients(values, clients, 40)
-    np.testing.assert_allclose(found.mean, mean, rtol=1e-5)
-    np.testing.assert_allclose(found.variance, variance, rtol=1e-3)
+    np.testing.assert_allclose(moments.mean, mean, rtol=1e-5)
+    np.testing.assert_allclose(moments.variance, variance, rtol=1e-3)
 
 
 def test_a_private_mean_clips_nothing_and_weighs_clients_equally():
@@ -95,19 +95,19 @@ def test_a_robust_aggregator_ignores_one_wrong_client():
     values, clients = make_clients()
     values[clients == 3] = 1e9
     mean, variance = pooled(values[clients != 3])
-    found = federated_moments(values, clients, 40, coordinate_median())
-    assert np.all(np.abs(found.mean - mean) < np.sqrt(variance))
-    assert np.all(found.variance < 2 * variance)
+    moments = federated_moments(values, clients, 40, coordinate_median())
+    assert np.all(np.abs(moments.mean - mean) < np.sqrt(variance))
+    assert np.all(moments.variance < 2 * variance)
 
 
 def test_values_outside_the_bounds_are_clipped():
     values = np.array([[-50.0], [5.0], [500.0]])
-    found = federated_moments(values, np.array([0, 0, 1]), 2, bounds=np.array([[0.0, 10.0]]))
-    assert found.mean.tolist() == pytest.approx([5.0])
-    assert found.variance.tolist() == pytest.approx([50 / 3])
+    moments = federated_moments(values, np.array([0, 0, 1]), 2, bounds=np.array([[0.0, 10.0]]))
+    assert moments.mean.tolist() == pytest.approx([5.0])
+    assert moments.variance.tolist() == pytest.approx([50 / 3])
 
 
 def test_a_table_without_numbers_has_no_moments():
-    found = federated_moments(np.zeros((3, 0)), np.zeros(3, int), 1)
-    assert found.mean.shape == found.variance.shape == (0,)
-    assert not jax.tree.leaves(found)[0].size
+    moments = federated_moments(np.zeros((3, 0)), np.zeros(3, int), 1)
+    assert moments.mean.shape == moments.variance.shape == (0,)
+    assert not jax.tree.leaves(moments)[0].size

@@ -94,10 +94,10 @@ def test_a_stream_that_has_begun_continues_with_one_island():
     for _ in range(2):
         next(whole), next(changed)
     changed.keep_island(1)
-    want, found = next(whole).batches["inputs"], next(changed).batches["inputs"]
-    np.testing.assert_array_equal(found[1], want[1])
+    want, result = next(whole).batches["inputs"], next(changed).batches["inputs"]
+    np.testing.assert_array_equal(result[1], want[1])
     with pytest.raises(IndexError, match="index only rows of its own devices"):
-        found[0]
+        result[0]
     with pytest.raises(ValueError, match="Make the stream with rows=None"):
         changed.keep_island(2)
 

@@ -173,8 +173,8 @@ def run_flower(folder: Path, data: Path) -> tuple[list[np.ndarray], list[float],
         while not (out / "finished").exists():
             assert time.monotonic() < deadline and run.poll() in (None, 0), flower.log("run")
             time.sleep(0.2)
-    with np.load(out / "params.npz") as found:
-        params = [found[name] for name in found.files]
+    with np.load(out / "params.npz") as result:
+        params = [result[name] for name in result.files]
     return params, list(np.diff(np.loadtxt(out / "times"))), wire.num_bytes
 
 

@@ -35,11 +35,11 @@ SIZES = {"a": (40, 25), "b": (33,), "c": (21, 50)}
 @settings(deadline=None)
 def test_votes(sites: dict[str, dict[str, str]], stated: dict[str, str]) -> None:
     refused, undecided = count_votes(sites, stated)
-    left = [found for name, found in sites.items() if name not in refused]
-    for found in left:  # who is left has what is stated, and equals all others if it is decided
-        assert all(found[name] == stated[name] for name in found.keys() & stated.keys())
+    left = [result for name, result in sites.items() if name not in refused]
+    for result in left:  # who is left has what is stated, and equals all others if it is decided
+        assert all(result[name] == stated[name] for name in result.keys() & stated.keys())
     for name in "xyz":
-        values = {found[name] for found in left if name in found}
+        values = {result[name] for result in left if name in result}
         assert len(values) <= 1 or undecided is not None
     for name in refused:
         others = [v for n, v in sites.items() if n != name]
@@ -66,13 +66,13 @@ def test_a_site_with_another_kind_of_column_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "data" / "a").iterdir():  # the first site
         head, *rows = path.read_text().splitlines()
         path.write_text("\n".join([head, *(row.replace(",", " years,", 1) for row in rows)]) + "\n")
-    found = federate(tmp_path, sites, experiment(), "a")
+    outcome = federate(tmp_path, sites, experiment(), "a")
     assert (
         "site 'a': the column 'age' is 'text' at this site, expected 'number:mean'"
-        in (found.refused["a"])
+        in (outcome.refused["a"])
     )
     whole = experiment(*(f"{tmp_path}/data/{s}/*.csv" for s in "bc"))
-    for one, other in zip(found.params, train_together(whole, 3), strict=True):
+    for one, other in zip(outcome.params, train_together(whole, 3), strict=True):
         assert np.abs(other).max() > 0.01
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
 
@@ -86,8 +86,8 @@ def test_a_malformed_description_ends_no_run(tmp_path: Path) -> None:
     write_hospitals(tmp_path / "data", SIZES)
     sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", rounds=1) for s in SIZES}
     lines = {"a": lambda exchange: Changed(exchange, change)}
-    found = federate(tmp_path, sites, experiment(rounds=1), "a", lines=lines)
-    assert "its description is malformed" in found.refused["a"]
+    outcome = federate(tmp_path, sites, experiment(rounds=1), "a", lines=lines)
+    assert "its description is malformed" in outcome.refused["a"]
     (line,) = select(read_metrics(tmp_path / "runs" / "coordinator"), "training")
     assert line["sites"] == 2
 
@@ -127,9 +127,9 @@ def test_a_site_cannot_choose_the_batches_of_others(
     else:
         sites = {s: small(rounds=1, data_seed=seed) for seed, s in enumerate(SIZES)}
         coordinator = small(rounds=1)
-    found = federate(tmp_path, sites, coordinator, "a", lines={"a": line_of_a})
-    assert "batch" in found.refused["a"]
-    assert "x" not in found.coordinator.exchange.types or not has_contract
+    outcome = federate(tmp_path, sites, coordinator, "a", lines={"a": line_of_a})
+    assert "batch" in outcome.refused["a"]
+    assert "x" not in outcome.coordinator.exchange.types or not has_contract
     (line,) = select(read_metrics(tmp_path / "runs" / "coordinator"), "training")
     assert line["sites"] == 2
 
@@ -174,10 +174,10 @@ def test_what_passes_the_checks_can_be_agreed_on(place: tuple[Any, ...], junk: A
     honest = description()
     assert table_properties(honest)["the label"] == "y"
     try:
-        found = table_properties(changed)
+        result = table_properties(changed)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         return  # refused
-    if count_votes({"a": table_properties(honest), "b": found}, {}) == ({}, None):
+    if count_votes({"a": table_properties(honest), "b": result}, {}) == ({}, None):
         try:
             agree_on_table([honest, changed])
             agree_on_table([changed, honest])
@@ -217,10 +217,10 @@ def test_what_no_site_can_have_is_malformed(place: tuple[Any, ...], value: Any) 
 
 
 def test_bounds_that_differ_in_a_late_digit_differ() -> None:
-    found = []
+    collected = []
     for most in (1234567, 1234568):
         told = description()
         told["columns"][0] |= {"bounds": [0, most], "reason": "stated"}
-        found.append(table_properties(told))
-    assert found[0]["the column 'age'"] == "number(0..1234567):mean"
-    assert found[1]["the column 'age'"] == "number(0..1234568):mean"
+        collected.append(table_properties(told))
+    assert collected[0]["the column 'age'"] == "number(0..1234567):mean"
+    assert collected[1]["the column 'age'"] == "number(0..1234568):mean"

@@ -40,7 +40,7 @@ def sites_of(names: str, rounds: int, **fields: Any) -> dict[str, Any]:
 
 def run_three(folder: Path, rounds: int, rules: RoundRules, line: type[Line]) -> list[Any]:
     """Run rounds over sites a, b and c, whose line is `line`; return the lines of metrics."""
-    found = run(
+    outcome = run(
         small(rounds=rounds),
         sites_of("abc", rounds),
         folder,
@@ -48,7 +48,7 @@ def run_three(folder: Path, rounds: int, rules: RoundRules, line: type[Line]) ->
         first_round_needs=3,
         lines={"c": line},
     )
-    return select(read_metrics(found.folder / "coordinator"), "training")
+    return select(read_metrics(outcome.folder / "coordinator"), "training")
 
 
 def test_a_mute_site_delays_three_rounds(tmp_path: Path, notes: list[str]) -> None:
@@ -89,8 +89,8 @@ def test_an_overdue_site_is_waited_for_if_the_round_needs_it(tmp_path: Path) -> 
             return super().call(message, timeout)
 
     rules = RoundRules(2, SECONDS, missed_rounds=1)
-    found = run(small(rounds=3), sites_of("ab", 3), tmp_path, rules=rules, lines={"b": Slow})
-    lines = select(read_metrics(found.folder / "coordinator"), "training")
+    outcome = run(small(rounds=3), sites_of("ab", 3), tmp_path, rules=rules, lines={"b": Slow})
+    lines = select(read_metrics(outcome.folder / "coordinator"), "training")
     assert [line["sites"] for line in lines] == [2, 2, 2]
 
 

@@ -55,8 +55,8 @@ def test_weights_are_checked(method: str, rule: str, weight: float, fault: str |
     task = Task("t", {}, whole({}), {}, expected, limits, weighted_terms(stage))
     arrays = {name: np.ones(shape, dtype) for name, (shape, dtype) in expected.items()}
     arrays |= {name: np.float32(weight) for name in limits}
-    found = find_fault(task, {"clients": [0, 1]}, arrays)
-    assert found is None if fault is None else found is not None and fault in found
+    result = find_fault(task, {"clients": [0, 1]}, arrays)
+    assert result is None if fault is None else result is not None and fault in result
 
 
 class Claims(Line):
@@ -95,8 +95,8 @@ def test_a_site_cannot_claim_all_examples(tmp_path: Path, weights: str) -> None:
     sites = {name: small(rounds=1, data_seed=seed) for seed, name in enumerate("abc")}
     rules = RoundRules(2, 60.0, weights=weights)
     lines = {"c": ClaimsExamples}
-    found = run(small(rounds=1), sites, tmp_path, rules=rules, first_round_needs=3, lines=lines)
-    rows = {site.name: site for site in read_sites(found.folder / "coordinator")}
+    outcome = run(small(rounds=1), sites, tmp_path, rules=rules, first_round_needs=3, lines=lines)
+    rows = {site.name: site for site in read_sites(outcome.folder / "coordinator")}
     assert {name: (row.rounds, row.dropped) for name, row in rows.items()} == {
         "a": (1, 0),
         "b": (1, 0),
@@ -109,7 +109,7 @@ def test_a_site_cannot_have_more_clients_than_the_coordinator_allows(tmp_path: P
         name: small(rounds=1, clients=n, data_seed=n)
         for name, n in {"a": 1, "b": 2, "c": 4}.items()
     }
-    found = run(
+    outcome = run(
         small(rounds=1),
         sites,
         tmp_path,
@@ -117,8 +117,8 @@ def test_a_site_cannot_have_more_clients_than_the_coordinator_allows(tmp_path: P
         may_be_refused=["c"],
     )
     words = "site 'c' has 4 clients, expected at most 3. Start `fedpax syncer` with --clients_per"
-    assert words in found.refused["c"]
-    assert found.coordinator.exchange.sites.num_clients == 3
+    assert words in outcome.refused["c"]
+    assert outcome.coordinator.exchange.sites.num_clients == 3
     with pytest.raises(ValueError, match="clients_per_site=0, expected at least 1"):
         RoundRules(clients_per_site=0).check()
 
@@ -127,9 +127,9 @@ def test_values_without_a_weight_are_not_merged(tmp_path: Path) -> None:
     sites = {name: small(rounds=2, data_seed=seed) for seed, name in enumerate("abc")}
     rules = RoundRules(2, 60.0, norm_factor=3.0)
     lines = {"c": Claims}
-    found = run(small(rounds=2), sites, tmp_path, rules=rules, first_round_needs=3, lines=lines)
-    rows = {site.name: site for site in read_sites(found.folder / "coordinator")}
+    outcome = run(small(rounds=2), sites, tmp_path, rules=rules, first_round_needs=3, lines=lines)
+    rows = {site.name: site for site in read_sites(outcome.folder / "coordinator")}
     assert (rows["c"].rounds, rows["c"].dropped) == (0, 2)
     wanted = train_together(sites, 2, lambda _: ["a", "b"]).params
-    for one, other in zip(found.params, jax.tree.leaves(wanted), strict=True):
+    for one, other in zip(outcome.params, jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)

@@ -24,16 +24,16 @@ def test_equal_to_one_program(tmp_path: Path, name: str) -> None:
         site: small(name, 3, clients=count, data_seed=seed, features=FEATURES)
         for seed, (site, count) in enumerate(sizes.items())
     }
-    found = run(small(name, 3, features=FEATURES), sites, tmp_path)
+    outcome = run(small(name, 3, features=FEATURES), sites, tmp_path)
     expected = train_together(sites, 3, lambda _: list(sites)).params
-    for one, other in zip(found.params, jax.tree.leaves(expected), strict=True):
+    for one, other in zip(outcome.params, jax.tree.leaves(expected), strict=True):
         assert np.abs(other).max() > 0.01
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
-    rows = {site.name: site for site in read_sites(found.folder / "coordinator")}
+    rows = {site.name: site for site in read_sites(outcome.folder / "coordinator")}
     whole = 3 * 4 * FEATURES
     assert rows["a"].received_bytes < whole / 5  # 4 bits a number, scales of blocks, few more
     assert whole < rows["c"].received_bytes < 1.1 * whole  # the sum over its two clients
-    lines = select(read_metrics(found.folder / "coordinator"), "training")
+    lines = select(read_metrics(outcome.folder / "coordinator"), "training")
     received = sum(line["received_bytes"] for line in lines)
     assert received == sum(site.received_bytes for site in rows.values())
     assert "| up" in format_sites(list(rows.values()))

@@ -97,9 +97,9 @@ def train_together(whole: FedAvgText) -> tuple[Any, dict[str, float]]:
 def test_equals_training_on_all_documents(tmp_path: Path, rank: int) -> None:
     base, texts = write_model(tmp_path / "base", 0), write_documents(tmp_path / "ours")
     sites = two_sites(base, tmp_path / "ours", rank=rank)
-    found = run(experiment(base, rank=rank), sites, tmp_path / "runs")
+    outcome = run(experiment(base, rank=rank), sites, tmp_path / "runs")
     params, metrics = train_together(experiment(base, f"{tmp_path}/ours/all.jsonl", rank=rank))
-    for one, other in zip(found.params, jax.tree.leaves(params), strict=True):
+    for one, other in zip(outcome.params, jax.tree.leaves(params), strict=True):
         assert np.abs(other).max() > 1e-3
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
     (line,) = [x for x in read_metrics(tmp_path / "runs" / "coordinator") if "site/a/loss" in x]
@@ -110,7 +110,7 @@ def test_equals_training_on_all_documents(tmp_path: Path, rank: int) -> None:
     # In one program, rows have tokens of both sites, and other contexts.
     assert line["loss"] == pytest.approx(metrics["loss"], rel=0.01)
 
-    carried = [b"".join((*x.sent, *x.received)) for x in found.lines.values()]
+    carried = [b"".join((*x.sent, *x.received)) for x in outcome.lines.values()]
     carried += [x.read_bytes() for x in (tmp_path / "runs/coordinator").rglob("*") if x.is_file()]
     everything = b"".join(carried)
     for text in texts:
@@ -131,19 +131,21 @@ def test_a_fine_tuned_model_of_a_site_is_saved(tmp_path: Path) -> None:
     write_documents(tmp_path / "ours")
     sites = two_sites(base, tmp_path / "ours")
     rules = RoundRules(2, 300.0)
-    found = run(experiment(base), sites, tmp_path / "runs", rules=rules, personal=True)
-    own = {site.name: site.heldout for site in found.coordinator.exchange.sites}
-    alone = sites["b"].with_inputs(found.coordinator.exchange.inputs)
+    outcome = run(experiment(base), sites, tmp_path / "runs", rules=rules, personal=True)
+    own = {site.name: site.heldout for site in outcome.coordinator.exchange.sites}
+    alone = sites["b"].with_inputs(outcome.coordinator.exchange.inputs)
     alone = alone.sized(2)  # its clients
     trainable = alone.trainable(MeshConfig(clients=1).make())
     algorithm = alone._site_algorithm(trainable)
-    state = algorithm.init(found.coordinator.params)
+    state = algorithm.init(outcome.coordinator.params)
     rows, clients = alone._site_rows
     cohort = next(alone._make_rounds(rows, clients, ClientSampler(2, 2, alone.cohort.seed)))
     tuned = algorithm.round(state, cohort, trainable.frozen.load())[0].params
     folder = tmp_path / "runs" / "b" / "fine_tuned"
     saved = load_state(folder, 2, SiteState(tuned)).params
-    for one, other, shared in zip(*map(jax.tree.leaves, (saved, tuned)), found.params, strict=True):
+    for one, other, shared in zip(
+        *map(jax.tree.leaves, (saved, tuned)), outcome.params, strict=True
+    ):
         assert np.abs(one - shared).max() > 1e-3
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
     metrics = alone.at_site(ClientRange(0, 2, 2)).evaluate(tuned)
@@ -176,8 +178,8 @@ def test_files_without_held_out_documents_train_only(tmp_path: Path) -> None:
         name: dataclasses.replace(site, data=dataclasses.replace(site.data, heldout_fraction=0.0))
         for name, site in two_sites(base, tmp_path / "ours").items()
     }
-    found = run(experiment(base), sites, tmp_path / "runs")
-    assert all(np.abs(x).max() > 1e-3 for x in found.params)
+    outcome = run(experiment(base), sites, tmp_path / "runs")
+    assert all(np.abs(x).max() > 1e-3 for x in outcome.params)
     # The folder of a site is one of a run, also with fewer clients than a round has.
     sites["a"].read_inputs(tmp_path / "runs" / "a")
     built = sites["a"].build()

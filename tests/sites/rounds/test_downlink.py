@@ -15,11 +15,11 @@ from fedpax.sites.rounds.round_rules import RoundRules
 def walk(seed: int, rounds: int, size: int = 2000) -> list[dict[str, np.ndarray]]:
     """Make a model that moves, beside a small array and integers."""
     random, x = np.random.default_rng(seed), np.zeros((4, size // 4), np.float32)
-    found = []
+    collected = []
     for _ in range(rounds):
         x = x + np.float32(random.normal(size=x.shape)) * 0.1
-        found.append({"shared 0": x, "shared 1": np.float32([1, 2]), "shared 2": np.int32([3])})
-    return found
+        collected.append({"shared 0": x, "shared 1": np.float32([1, 2]), "shared 2": np.int32([3])})
+    return collected
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -84,13 +84,13 @@ def test_a_federation_reaches_the_same_loss_with_an_eighth_of_the_bytes(tmp_path
             name: small("fedavg", 12, clients=clients, data_seed=seed, features=600)
             for seed, (name, clients) in enumerate(sizes.items())
         }
-        found = run(
+        outcome = run(
             small("fedavg", 12, features=600),
             sites,
             tmp_path / down,
             rules=RoundRules(2, 60.0, down=down),
         )
-        lines = read_metrics(found.folder / "coordinator")
+        lines = read_metrics(outcome.folder / "coordinator")
         losses[down] = [x["loss"] for x in lines if x["kind"] == "training"][-1]
         sent[down] = [x["sent_bytes"] for x in lines if x["kind"] == "training"][-1]
     assert losses["e3m0"] == pytest.approx(losses["float32"], rel=5e-3)

@@ -43,9 +43,9 @@ def test_equals_training_on_all_files(tmp_path: Path, name: str) -> None:
     write_hospitals(tmp_path / "data", SIZES)
     fields = {"method": method(name)}
     sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", **fields) for s in SIZES}
-    found = run(experiment(**fields), sites, tmp_path / "runs")
+    outcome = run(experiment(**fields), sites, tmp_path / "runs")
     whole = experiment(f"{tmp_path}/data/*/*.csv", **fields)
-    for one, other in zip(found.params, train_together(whole, 3), strict=True):
+    for one, other in zip(outcome.params, train_together(whole, 3), strict=True):
         assert np.abs(other).max() > 0.01
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
 
@@ -83,9 +83,9 @@ def test_equals_training_on_all_images(tmp_path: Path) -> None:
         )
 
     sites = {s: make(f"{tmp_path}/data/{s}/{{client}}/{{label}}/*.png") for s in "ab"}
-    found = run(make(), sites, tmp_path / "runs")
+    outcome = run(make(), sites, tmp_path / "runs")
     whole = make(f"{tmp_path}/data/*/{{client}}/{{label}}/*.png")
     wanted = train_together(whole, 2)
-    for one, other in zip(found.params, wanted, strict=True):
+    for one, other in zip(outcome.params, wanted, strict=True):
         assert np.abs(other).max() > 1e-3
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)

@@ -39,14 +39,14 @@ def ask(exchange: Exchange, names: list[str], size: int) -> tuple[threading.Thre
     expected = {"term 0": ((size,), np.dtype(np.float32))}
     own = {name: ({"clients": [0]}, {}) for name in names}
     task = Task("token", {"task": "round", "stage": 0}, whole({}), own, expected)
-    found: list = []
+    collected: list = []
     thread = threading.Thread(
-        target=lambda: found.append(exchange.ask(task, len(names), 60.0, lambda: False))
+        target=lambda: collected.append(exchange.ask(task, len(names), 60.0, lambda: False))
     )
     thread.start()
     while exchange._task is None:
         pass
-    return thread, found
+    return thread, collected
 
 
 def test_memory_is_flat_in_the_number_of_sites(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_memory_is_flat_in_the_number_of_sites(tmp_path: Path) -> None:
         names = [f"s{i:02}" for i in range(count)]
         exchange = open_exchange(tmp_path / str(count), names)
         (tmp_path / str(count)).mkdir(exist_ok=True)
-        thread, found = ask(exchange, names, SIZE)
+        thread, result = ask(exchange, names, SIZE)
         random = np.random.default_rng(0)
         tracemalloc.start()
         total = np.zeros(SIZE, np.float32)
@@ -65,7 +65,7 @@ def test_memory_is_flat_in_the_number_of_sites(tmp_path: Path) -> None:
             answer = call(exchange, name, "reply", {"term 0": x}, token="token", stage=0, fields={})
             assert answer.header["status"] == "ok"
         thread.join()
-        summed = sum(reply.arrays["term 0"] for reply in found[0].values())
+        summed = sum(reply.arrays["term 0"] for reply in result[0].values())
         peaks[count] = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         np.testing.assert_array_equal(summed, total)
@@ -74,7 +74,7 @@ def test_memory_is_flat_in_the_number_of_sites(tmp_path: Path) -> None:
 
 def test_a_damaged_reply_on_the_disk_is_told(tmp_path: Path) -> None:
     exchange = open_exchange(tmp_path, ["a"])
-    thread, found = ask(exchange, ["a"], SIZE)
+    thread, result = ask(exchange, ["a"], SIZE)
     call(
         exchange,
         "a",
@@ -90,7 +90,7 @@ def test_a_damaged_reply_on_the_disk_is_told(tmp_path: Path) -> None:
     content[5000] ^= 1
     path.write_bytes(content)
     with np.testing.assert_raises(ValueError):
-        _ = found[0]["a"].arrays
+        _ = result[0]["a"].arrays
 
 
 def test_large_replies_are_received_few_at_a_time(tmp_path: Path) -> None:

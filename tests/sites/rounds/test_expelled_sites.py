@@ -19,10 +19,10 @@ HERE = Path(__file__).parent
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[Processes]:
     (tmp_path / "runs").mkdir()
-    found = Processes(tmp_path / "runs", "kill_points:table")
-    found.address = found.address.replace("127.0.0.1", "localhost")
-    yield found
-    found.end()
+    sites = Processes(tmp_path / "runs", "kill_points:table")
+    sites.address = sites.address.replace("127.0.0.1", "localhost")
+    yield sites
+    sites.end()
 
 
 def fedpax(*arguments: str) -> None:

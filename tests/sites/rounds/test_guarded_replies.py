@@ -24,9 +24,9 @@ def test_each_site_is_left_out_once(number: int) -> None:
         reads += 1
         return (terms[name],)
 
-    found = list(leave_one_out(list(terms), read, lambda x, y: (x[0] + y[0],)))
-    assert [name for name, _ in found] == list(terms)
-    for name, rest in found:
+    result = list(leave_one_out(list(terms), read, lambda x, y: (x[0] + y[0],)))
+    assert [name for name, _ in result] == list(terms)
+    for name, rest in result:
         expected = sum(x for other, x in terms.items() if other != name)
         if number == 1:
             assert rest == ()

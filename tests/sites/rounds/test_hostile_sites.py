@@ -89,16 +89,16 @@ def test_a_site_without_a_loss_is_no_part_of_the_mean(tmp_path: Path) -> None:
 
     sites = {"a": small(rounds=2), "b": small(rounds=2, data_seed=1)}
     lines = {"b": lambda exchange: Changed(exchange, change)}
-    found = run(small(rounds=2), sites, tmp_path, lines=lines)
-    rows = {site.name: site for site in read_sites(found.folder / "coordinator")}
+    outcome = run(small(rounds=2), sites, tmp_path, lines=lines)
+    rows = {site.name: site for site in read_sites(outcome.folder / "coordinator")}
     assert "loss" in rows["a"].heldout and rows["b"].heldout == {}
 
 
 def test_a_site_without_a_sampled_client_has_the_model_too(tmp_path: Path) -> None:
     fields = {"cohort_size": 1, "rounds": 2}
     sites = {name: small(**fields, data_seed=seed) for seed, name in enumerate("abc")}
-    found = run(small(**fields), sites, tmp_path)
-    rows = {site.name: site.rounds for site in read_sites(found.folder / "coordinator")}
+    outcome = run(small(**fields), sites, tmp_path)
+    rows = {site.name: site.rounds for site in read_sites(outcome.folder / "coordinator")}
     assert sum(rows.values()) == 2
     for name in sites:
         assert complete_rounds(tmp_path / name / "checkpoints") == [2]
@@ -249,10 +249,10 @@ class Holds(Line):
 def test_replies_that_are_repeated_or_never_come(tmp_path: Path, line: type[Line]) -> None:
     sites = {name: small(rounds=3, data_seed=seed) for seed, name in enumerate("abc")}
     rules = RoundRules(2, 1.5 if line is Holds else 60.0)
-    found = run(
+    outcome = run(
         small(rounds=3), sites, tmp_path, rules=rules, first_round_needs=3, lines={"c": line}
     )
     names = ["a", "b"] if line is Holds else list(sites)
     wanted = train_together(sites, 3, lambda _: names).params
-    for one, other in zip(found.params, jax.tree.leaves(wanted), strict=True):
+    for one, other in zip(outcome.params, jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)

@@ -31,9 +31,9 @@ def test_a_round_whose_state_is_not_saved_does_not_count(
     with pytest.raises(OSError, match="killed"):
         run(small("scaffold", 3), sites, tmp_path)
     monkeypatch.setattr(Checkpoints, "save", save)
-    found = run(small("scaffold", 3), sites, tmp_path, done=lost - 1)
+    outcome = run(small("scaffold", 3), sites, tmp_path, done=lost - 1)
     wanted = train_together(sites, 3, lambda _: list(sites)).params
-    for one, other in zip(found.params, jax.tree.leaves(wanted), strict=True):
+    for one, other in zip(outcome.params, jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
 
 

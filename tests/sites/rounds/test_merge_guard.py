@@ -49,8 +49,8 @@ def test_a_site_that_cheats_is_not_merged(
     write_hospitals(tmp_path / "data", sizes)
     own = "d" if "accept_if" in rules else ""
     cheat("c", -30.0)
-    found = federate(tmp_path, own=own, **rules)
-    table = {s.name: s for s in found.coordinator.exchange.sites}
+    outcome = federate(tmp_path, own=own, **rules)
+    table = {s.name: s for s in outcome.coordinator.exchange.sites}
     assert {name: (s.rounds, s.dropped) for name, s in table.items()} == {
         "a": (3, 0),
         "b": (3, 0),

@@ -46,19 +46,19 @@ class Trial:
 
     def elsewhere(self, site: str) -> bytes:
         """Return all bytes on wires, and in the files and logs of the other parties."""
-        found = [wire.content for wire in self.wires.values()]
+        result = [wire.content for wire in self.wires.values()]
         for path in sorted(self.runs.rglob("*")):
             if path.is_file() and site not in path.relative_to(self.runs).parts[0]:
-                found.append(path.read_bytes())
-        return b"\0".join(found)
+                result.append(path.read_bytes())
+        return b"\0".join(result)
 
 
 @pytest.fixture
 def trial(tmp_path: Path) -> Iterator[Trial]:
-    found = Trial(tmp_path)
-    yield found
-    found.processes.end()
-    for wire in found.wires.values():
+    sites = Trial(tmp_path)
+    yield sites
+    sites.processes.end()
+    for wire in sites.wires.values():
         wire.__exit__()
 
 
@@ -68,8 +68,8 @@ def word(random: np.random.Generator, letters: int = 12) -> str:
 
 def encodings(numbers: Sequence[float]) -> set[bytes]:
     """Return numbers as bytes in each float format; without those that any file may have."""
-    found = {np.array(x, kind).tobytes() for x in numbers for kind in ("<f4", ">f4", "<f8", ">f8")}
-    return {each for each in found if len(set(each)) > 2}
+    result = {np.array(x, kind).tobytes() for x in numbers for kind in ("<f4", ">f4", "<f8", ">f8")}
+    return {each for each in result if len(set(each)) > 2}
 
 
 def test_tables(trial: Trial, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_equal_to_training_on_all_files(tmp_path: Path, name: str) -> None:
         return dataclasses.replace(experiment(*files, method=method(name)), cohort=cohort)
 
     sites = {s: make(f"{tmp_path}/data/{s}/*.csv") for s in SIZES}
-    found = run(make(), sites, tmp_path / "runs", personal=True)
+    outcome = run(make(), sites, tmp_path / "runs", personal=True)
     folder = tmp_path / "runs" / "coordinator"
     last = select(read_metrics(folder), "evaluation")[-1]
 
@@ -44,13 +44,13 @@ def test_equal_to_training_on_all_files(tmp_path: Path, name: str) -> None:
     for metric, value in expected.items():
         np.testing.assert_allclose(last[f"personal_{metric}"], value, rtol=0, atol=1e-5)
     # A fine-tuned model of a site is a round of its clients alone from the shared model.
-    saved = load_state(tmp_path / "runs/a/fine_tuned", 3, SiteState(found.coordinator.params))
+    saved = load_state(tmp_path / "runs/a/fine_tuned", 3, SiteState(outcome.coordinator.params))
     alone = dataclasses.replace(make(f"{tmp_path}/data/a/*.csv"), method=method("fedavg"))
-    alone = alone.with_inputs(found.coordinator.exchange.inputs).sized(2).build()
-    state = alone.algorithm.init(found.coordinator.params)
+    alone = alone.with_inputs(outcome.coordinator.exchange.inputs).sized(2).build()
+    state = alone.algorithm.init(outcome.coordinator.params)
     state, _ = alone.algorithm.round(state, next(alone.cohorts))
     for one, other, shared in zip(
-        *map(jax.tree.leaves, (saved.params, state.params)), found.params, strict=True
+        *map(jax.tree.leaves, (saved.params, state.params)), outcome.params, strict=True
     ):
         assert np.abs(one - shared).max() > 1e-4
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)

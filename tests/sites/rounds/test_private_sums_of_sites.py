@@ -31,8 +31,8 @@ def federate(folder: Path, where: str, rounds: int, seconds: float = 60.0, **set
         write_hospitals(folder / "data", SITES)
     sites = {s: experiment(f"{folder}/data/{s}/*.csv", **fields) for s in SITES}
     rules = RoundRules(3, seconds, secure_sums=True)
-    found = run(experiment(**fields), sites, folder / where, rules=rules, first_round_needs=4)
-    return found, select(read_metrics(folder / where / "coordinator"), "training")
+    outcome = run(experiment(**fields), sites, folder / where, rules=rules, first_round_needs=4)
+    return outcome, select(read_metrics(folder / where / "coordinator"), "training")
 
 
 def test_clients_draw_new_noise_and_epsilon_is_logged(tmp_path: Path) -> None:

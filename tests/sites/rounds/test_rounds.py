@@ -40,15 +40,15 @@ def three_sites(name: str, rounds: int = 4):
 )
 def test_equals_one_program_on_all_clients(tmp_path: Path, name: str) -> None:
     sites = three_sites(name)
-    found = run(small(name), sites, tmp_path)
-    assert_equal(found.params, train_together(sites, 4, lambda r: list(sites)).params)
-    lines = read_metrics(found.folder / "coordinator")
+    outcome = run(small(name), sites, tmp_path)
+    assert_equal(outcome.params, train_together(sites, 4, lambda r: list(sites)).params)
+    lines = read_metrics(outcome.folder / "coordinator")
     assert [line["round"] for line in lines if line["kind"] == "training"] == [1, 2, 3, 4]
     evaluations = [line for line in lines if line["kind"] == "evaluation"]
     last = evaluations[-1]
     mean = np.average([last[f"site/{s}/loss"] for s in sites], weights=[16, 8, 24])
     np.testing.assert_allclose(last["loss"], mean, rtol=1e-6)
-    rows = read_sites(found.folder / "coordinator")
+    rows = read_sites(outcome.folder / "coordinator")
     assert {row.name: (row.rounds, row.state) for row in rows} == dict.fromkeys(
         sites, (4, "finished")
     )
@@ -94,7 +94,7 @@ class Faulty(Line):
 def test_a_fault_of_one_site(tmp_path: Path, fault: str, name: str) -> None:
     sites = three_sites(name)
     rules = RoundRules(2, 60.0, silent_after=3.0)
-    found = run(
+    outcome = run(
         small(name),
         sites,
         tmp_path,
@@ -109,11 +109,11 @@ def test_a_fault_of_one_site(tmp_path: Path, fault: str, name: str) -> None:
         assert 1 in absent
     else:
         assert absent == ({1} if fault == "nan" else set())
-    rows = {s.name: s for s in read_sites(found.folder / "coordinator")}
+    rows = {s.name: s for s in read_sites(outcome.folder / "coordinator")}
     assert rows["b"].rounds == 4 - len(absent)
     assert (rows["b"].dropped, rows["b"].late) == (fault == "nan", fault == "silent")
     expected = train_together(sites, 4, lambda r: ["a", "c"] if r in absent else list(sites))
-    assert_equal(found.params, expected.params)
+    assert_equal(outcome.params, expected.params)
 
 
 def test_a_round_that_no_reply_can_complete_ends_in_words(tmp_path: Path) -> None:
@@ -133,8 +133,8 @@ def test_a_round_that_no_reply_can_complete_ends_in_words(tmp_path: Path) -> Non
 
 def test_data_never_leave_a_site(tmp_path: Path) -> None:
     sites = three_sites("scaffold")
-    found = run(small("scaffold"), sites, tmp_path)
-    for seed, (name, line) in enumerate(found.lines.items()):
+    outcome = run(small("scaffold"), sites, tmp_path)
+    for seed, (name, line) in enumerate(outcome.lines.items()):
         sent = b"".join(line.sent)
         from sites.rounds.small_experiment import make_data
 
@@ -142,7 +142,7 @@ def test_data_never_leave_a_site(tmp_path: Path) -> None:
             for number in values.ravel():
                 assert number.tobytes() not in sent
     everything = b"".join(
-        path.read_bytes() for path in (found.folder / "coordinator").rglob("*") if path.is_file()
+        path.read_bytes() for path in (outcome.folder / "coordinator").rglob("*") if path.is_file()
     )
     assert b"client_controls" not in everything
 
@@ -184,14 +184,14 @@ def test_a_late_site_joins_with_new_clients(tmp_path: Path) -> None:
                 time.sleep(0.05)
             return answer
 
-    found = run(
+    outcome = run(
         small("fedavg", rounds=12),
         sites,
         tmp_path,
         rules=RoundRules(2, 60.0),
         lines={"c": Late, "a": Watching},
     )
-    rows = {s.name: s for s in read_sites(found.folder / "coordinator")}
+    rows = {s.name: s for s in read_sites(outcome.folder / "coordinator")}
     assert rows["a"].rounds == rows["b"].rounds == 12
     assert 1 <= rows["c"].rounds <= 10
 

@@ -181,8 +181,8 @@ def reference(folder: Path, exp: str, counted: Sequence[Sequence[str]]) -> list[
     return jax.tree.leaves(params)
 
 
-def assert_equal(found: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> None:
-    for one, other in zip(found, wanted, strict=True):
+def assert_equal(actual: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> None:
+    for one, other in zip(actual, wanted, strict=True):
         assert np.abs(other).max() > 1e-3
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
 

@@ -42,8 +42,8 @@ def test_sums_of_words_are_sums_of_floats(values: np.ndarray) -> None:
 @settings(deadline=None)
 def test_sums_of_words_are_sums_of_integers(values: np.ndarray) -> None:
     words = sum(to_words(row) for row in values)
-    found = from_words(words.view(np.int32), np.dtype(np.int64))
-    np.testing.assert_array_equal(found, values.astype(np.int64).sum(0))
+    result = from_words(words.view(np.int32), np.dtype(np.int64))
+    np.testing.assert_array_equal(result, values.astype(np.int64).sum(0))
 
 
 def test_500_of_the_largest_numbers_do_not_overflow() -> None:
@@ -104,10 +104,10 @@ def test_a_site_that_drops_out_of_a_sum(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(SiteWorker, "_run_clients", run_clients)
     sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv") for s in sizes}
     rules = RoundRules(3, 60.0, secure_sums=True)
-    found = run(experiment(), sites, tmp_path / "runs", rules=rules, first_round_needs=4)
-    table = {site.name: site.rounds for site in found.coordinator.exchange.sites}
+    outcome = run(experiment(), sites, tmp_path / "runs", rules=rules, first_round_needs=4)
+    table = {site.name: site.rounds for site in outcome.coordinator.exchange.sites}
     assert table == {"a": 3, "b": 3, "c": 2, "d": 3}
-    assert all(np.isfinite(x).all() for x in found.params)
+    assert all(np.isfinite(x).all() for x in outcome.params)
 
 
 @pytest.mark.parametrize("phase", ["keys", "share", "mask", "reveal"])

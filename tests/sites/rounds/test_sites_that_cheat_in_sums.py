@@ -42,7 +42,7 @@ def test_a_site_that_forges_proofs_is_left_out_and_expelled(
     signers["d"] = signer("other", "d")
     sites = {name: small(rounds=rounds, data_seed=i) for i, name in enumerate(NAMES)}
     admission = Admission(tmp_path, SiteLimits(mute_after=1, expel_after=2))
-    found = run(
+    outcome = run(
         small(rounds=rounds),
         sites,
         tmp_path,
@@ -53,7 +53,7 @@ def test_a_site_that_forges_proofs_is_left_out_and_expelled(
     )
     rows = {site.name: (site.rounds, site.dropped) for site in read_sites(tmp_path / "coordinator")}
     assert rows == {"a": (3, 0), "b": (3, 0), "c": (3, 0), "d": (0, 3)}
-    check_equal(found.params, sites, rounds, "abc")
+    check_equal(outcome.params, sites, rounds, "abc")
     told = [text for text in notes if text.startswith("site d does not keep to the protocol")]
     assert len(told) == 3 and "the keys of site 'd' are not signed" in told[0]
     assert admission.is_expelled("d") and not any(map(admission.is_expelled, "abc"))
@@ -74,7 +74,7 @@ def test_false_shares_of_one_site_stop_no_round(
     monkeypatch.setattr(SiteSide, "answer", lie)
     faults: list[tuple[str, str]] = []
     sites = {name: small(rounds=2, data_seed=i) for i, name in enumerate(NAMES)}
-    found = run(
+    outcome = run(
         small(rounds=2),
         sites,
         tmp_path,
@@ -82,6 +82,6 @@ def test_false_shares_of_one_site_stop_no_round(
         first_round_needs=4,
         on_fault=lambda *fault: faults.append(fault),
     )
-    check_equal(found.params, sites, 2, NAMES)
+    check_equal(outcome.params, sites, 2, NAMES)
     assert [name for name, _ in faults] == ["b", "b"]
     assert any(text.startswith("site b does not keep to the protocol: 4 shares") for text in notes)

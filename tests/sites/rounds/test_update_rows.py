@@ -28,9 +28,9 @@ def test_rows_have_the_places_of_their_clients(
     with UpdateRows([*VALUES, HALF], 6, tmp_path) as rows:
         rows.add([4, 0], [x[:2], here[:2], half[:2]])
         rows.add([2, 5, 1], [x[2:], here[2:], half[2:]])
-        found, places = rows.finish()
+        completed, places = rows.finish()
     assert places == (list(range(6)) if limit < 1 << 26 else [4, 0, 2, 5, 1])
-    for one, values in zip(found, (x, here, half), strict=True):
+    for one, values in zip(completed, (x, here, half), strict=True):
         placed = np.zeros((6, *values.shape[1:]), values.dtype)
         placed[[4, 0, 2, 5, 1]] = values
         np.testing.assert_array_equal(one, placed if limit < 1 << 26 else values)
@@ -41,16 +41,16 @@ def test_a_mapped_value_is_not_copied(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(update_rows, "LARGEST_IN_MEMORY", 1)
     with UpdateRows(VALUES[:1], 1, tmp_path) as rows:
         rows.add([0], [np.ones((1, 3, 50), np.float32)])
-        (found,), _ = rows.finish()
-    assert found.unsafe_buffer_pointer() % 4096 == 0  # of the map
-    assert isinstance(found, jax.Array)
+        (completed,), _ = rows.finish()
+    assert completed.unsafe_buffer_pointer() % 4096 == 0  # of the map
+    assert isinstance(completed, jax.Array)
 
 
 def test_no_client_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update_rows, "LARGEST_IN_MEMORY", 1)
     with UpdateRows(VALUES, 6, tmp_path) as rows:
-        found, places = rows.finish()
-    assert places == [] and [x.shape for x in found] == [(0, 3, 50), (0,)]
+        completed, places = rows.finish()
+    assert places == [] and [x.shape for x in completed] == [(0, 3, 50), (0,)]
 
 
 @pytest.mark.parametrize("method", ["median", pytest.param("krum", marks=pytest.mark.slow)])
@@ -62,8 +62,8 @@ def test_rounds_are_equal_with_files(
         name: small(method, 2, clients=clients, data_seed=seed)
         for seed, (name, clients) in enumerate({"a": 3, "b": 1, "c": 2}.items())
     }
-    found = run(small(method, 2), sites, tmp_path)
+    outcome = run(small(method, 2), sites, tmp_path)
     wanted = train_together(sites, 2, lambda _: list(sites)).params
-    for one, other in zip(found.params, jax.tree.leaves(wanted), strict=True):
+    for one, other in zip(outcome.params, jax.tree.leaves(wanted), strict=True):
         assert np.abs(other).max() > 1e-3
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)

@@ -55,8 +55,8 @@ def test_what_is_received_and_what_is_unsent_are_the_sums(codec: str, seed: int,
     for number in range(1, 5):
         arrays = draw(random)
         sent, unsent = uplink.encode(number, site, arrays, unsent)
-        found = {name: (x.shape, x.dtype) for name, x in sent.items()}
-        assert found == uplink.types(expected_arrays(STAGE))
+        result = {name: (x.shape, x.dtype) for name, x in sent.items()}
+        assert result == uplink.types(expected_arrays(STAGE))
         got = uplink.decode(number, site, sent)
         assert got.keys() == arrays.keys()
         for name in ("term 1", "term 3"):
@@ -83,10 +83,10 @@ def test_a_site_of_several_clients_sends_few_bits(tmp_path: Path) -> None:
             for seed, (name, clients) in enumerate({"a": 1, "b": 3}.items())
         }
         rules = RoundRules(2, 60.0, up=up)
-        found = run(small("feedback", 12, features=FEATURES), sites, tmp_path / up, rules=rules)
-        lines = select(read_metrics(found.folder / "coordinator"), "training")
+        outcome = run(small("feedback", 12, features=FEATURES), sites, tmp_path / up, rules=rules)
+        lines = select(read_metrics(outcome.folder / "coordinator"), "training")
         losses[up] = lines[-1]["loss"]
-        rows[up] = {s.name: s.received_bytes for s in read_sites(found.folder / "coordinator")}
+        rows[up] = {s.name: s.received_bytes for s in read_sites(outcome.folder / "coordinator")}
     assert rows["e3m0"]["a"] == rows["float32"]["a"]  # the words of its client
     assert rows["e3m0"]["b"] < rows["float32"]["b"] / 6
     assert losses["e3m0"] == pytest.approx(losses["float32"], rel=5e-3)

@@ -39,12 +39,12 @@ def templates() -> dict[str, Message]:
     sites = Sites(make_parts(2), quorum=3)
     island = sites.add("a")
     sites.phase(island)
-    found = {message.header["kind"]: message for message in sites.messages}
+    result = {message.header["kind"]: message for message in sites.messages}
     heartbeat = {**sites.header("a", "a-1"), "kind": "heartbeat", "steps": 2}
-    found["heartbeat"] = Message({**heartbeat, "seconds_per_update": 1.0})
-    found["leave"] = Message({**heartbeat, "kind": "leave"})
-    assert found.keys() == {"join", "push", "pull", "heartbeat", "leave"}
-    return found
+    result["heartbeat"] = Message({**heartbeat, "seconds_per_update": 1.0})
+    result["leave"] = Message({**heartbeat, "kind": "leave"})
+    assert result.keys() == {"join", "push", "pull", "heartbeat", "leave"}
+    return result
 
 
 @st.composite

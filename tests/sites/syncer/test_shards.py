@@ -94,7 +94,7 @@ def test_an_island_whose_shard_was_taken_waits_with_its_steps(tmp_path: Path) ->
 
 
 def test_an_update_is_decoded_for_the_shard_that_it_was_encoded_for() -> None:
-    found = []
+    collected = []
     for moves in (False, True):
         sites = three("compressed", quorum=1)
         sites.down = True
@@ -107,10 +107,10 @@ def test_an_update_is_decoded_for_the_shard_that_it_was_encoded_for() -> None:
         for _ in range(2):  # learn that it has to join; join and send
             sites.receive(sites.islands[1])
         assert sites.reports[-1].islands == ("b",)
-        found.append((sites.islands[1].shard, sites.params()))
-    assert [shard for shard, _ in found] == [1, 2]
-    for name, want in found[0][1].items():
-        np.testing.assert_array_equal(found[1][1][name], want)
+        collected.append((sites.islands[1].shard, sites.params()))
+    assert [shard for shard, _ in collected] == [1, 2]
+    for name, want in collected[0][1].items():
+        np.testing.assert_array_equal(collected[1][1][name], want)
 
 
 def test_an_island_that_waits_learns_the_end() -> None:

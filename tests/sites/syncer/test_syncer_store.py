@@ -78,15 +78,15 @@ def begin(folder: Path, merges: int = 0) -> SyncerStore:
 def load(folder: Path) -> int:
     """Restore the state, check it, and return the number of its merges."""
     model, store = Model(), SyncerStore(folder)
-    found = store.load(model)
-    assert found is not None and found == manifest(found["merges"])
-    for p, version in enumerate(versions_after(found["merges"])):
+    loaded = store.load(model)
+    assert loaded is not None and loaded == manifest(loaded["merges"])
+    for p, version in enumerate(versions_after(loaded["merges"])):
         assert model.fragments[p].version == version
         jax.tree.map(np.testing.assert_array_equal, model.fragments[p], state(p, version))
         dtypes = [x.dtype for x in jax.tree.leaves(model.fragments[p][:3])]
         assert dtypes == [x.dtype for x in jax.tree.leaves(state(p, version)[:3])]
     store.close()
-    return found["merges"]
+    return loaded["merges"]
 
 
 class KilledError(BaseException):
@@ -171,14 +171,14 @@ def test_a_kill_after_any_file_operation_leaves_the_newest_state(
         if not merges and SyncerStore(folder).load(Model()) is None:
             assert done == [0]  # it was killed before its first save
             continue
-        found = load(folder)
-        assert done[-1] <= found <= done[-1] + 1, most
+        loaded = load(folder)
+        assert done[-1] <= loaded <= done[-1] + 1, most
         store = SyncerStore(folder)  # and it continues
         store.load(Model())
-        merge(store, found + 1)
+        merge(store, loaded + 1)
         store.close()
-        assert load(folder) == found + 1
-        assert [line["merge"] for line in read_merges(folder)] == list(range(1, found + 2))
+        assert load(folder) == loaded + 1
+        assert [line["merge"] for line in read_merges(folder)] == list(range(1, loaded + 2))
         if ended:
             break
     assert most > 20
@@ -286,9 +286,9 @@ def test_an_older_state_is_never_loaded_silently(
             path = data.draw(st.sampled_from(sorted(old)))
             write_files(folder, {path: old[path]})
         with contextlib.suppress(DamagedStateError, ConfigurationError):
-            found = SyncerStore(folder).load(Model())
-            assert found is not None and found["merges"] == merges, (action, path)
-            assert found == want, (action, path)
+            loaded = SyncerStore(folder).load(Model())
+            assert loaded is not None and loaded["merges"] == merges, (action, path)
+            assert loaded == want, (action, path)
 
 
 def test_a_lost_state_is_named(tmp_path: Path) -> None:

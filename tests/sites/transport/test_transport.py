@@ -231,12 +231,12 @@ def test_a_reset_before_the_handshake_leaves_no_socket(monkeypatch: pytest.Monke
 
         create_connection = socket.create_connection
         monkeypatch.setattr(socket, "create_connection", connect_and_reset)
-        with warnings.catch_warnings(record=True) as found:
+        with warnings.catch_warnings(record=True) as result:
             warnings.simplefilter("always", ResourceWarning)
             address = f"127.0.0.1:{listener.getsockname()[1]}"
             assert find_refusal(address, None, "localhost", 5.0) is None
             gc.collect()
-    assert [str(warning.message) for warning in found if "SSLSocket" in str(warning.message)] == []
+    assert [str(warning.message) for warning in result if "SSLSocket" in str(warning.message)] == []
 
 
 def test_a_server_returns_at_its_port() -> None:

@@ -65,9 +65,14 @@ def format_metrics(runs: Mapping[str, Lines], metrics: Sequence[str] = ()) -> st
 def check_metrics(metrics: Sequence[str], runs: Mapping[str, Lines]) -> None:
     """Check that each metric is one of a run."""
     known = metric_names(runs)
+    if metrics and not known:
+        raise ArgumentError(
+            f"--metric={metrics[0]}: no run has metrics yet, expected one of a run that has "
+            "trained a round. Leave --metric out, or train first."
+        )
     for name in metrics:
         if name not in known:
             raise ArgumentError(
                 f"--metric={name}: no run has the metric {name!r}, expected one of "
-                f"{', '.join(known)}. Set for example --metric={known[0] if known else 'loss'}."
+                f"{', '.join(known)}. Set for example --metric={known[0]}."
             )

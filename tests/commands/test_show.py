@@ -113,6 +113,8 @@ def test_a_folder_in_place_of_the_metrics_is_named(command: Command, regression:
     status, output, errors = command("show", f"--job_log_dir={regression}")
     assert status == 0 and cells(output)[2][1] == "4/4"
     assert f"{METRICS} cannot be read (Is a directory)" in errors
+    status, _, errors = command("show", f"--job_log_dir={regression}", "--metric=accuracy")
+    assert status == 2 and "--metric=accuracy: no run has metrics yet" in errors
 
 
 def test_several_runs_are_shown_in_one_table_and_one_picture(

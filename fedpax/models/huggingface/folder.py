@@ -89,7 +89,7 @@ def _check_length(folder: Path) -> None:
     for path in folder.glob("*.safetensors"):
         with open_regular(path) as file:
             total += min(int.from_bytes(file.read(8), "little"), path.stat().st_size)
-    if total and length > _MOST_PER_HEADER * total:
+    if length > _MOST_PER_HEADER * total:
         raise ArgumentError(
             f"{folder / INDEX} has {length:,} bytes, but the headers of the safetensors files, "
             f"which name the same tensors, have {total:,}. {AGAIN}"

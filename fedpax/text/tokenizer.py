@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedpax.errors import ArgumentError, ArgumentTypeError, MissingPackageError
+from fedpax.errors import ArgumentError, ArgumentTypeError, FedpaxError, MissingPackageError
 from fedpax.files import BYTE_ORDER_MARK, read_file
 from fedpax.path_patterns import expand_home
 from fedpax.text.byte_tokenizer import SEPARATOR, VOCAB_SIZE, decode, encode
@@ -181,7 +181,7 @@ def _tokenizer(identity: str, vocabulary: Vocabulary, separator: int) -> Tokeniz
                 found_in[:60],
                 SPACE,
             )
-        arrays = [np.asarray(tokens, dtype) for tokens in vocabulary.encode(strings)]
+        arrays = [np.asarray(tokens, dtype) for tokens in _encode(vocabulary, strings)]
         return [
             encode_parts(text) if is_special[tokens].any() else tokens
             for text, tokens in zip(strings, arrays, strict=True)
@@ -189,7 +189,7 @@ def _tokenizer(identity: str, vocabulary: Vocabulary, separator: int) -> Tokeniz
 
     def encode_parts(text: str) -> Tokens:
         """Encode a text that spells a special token, in parts that do not."""
-        parts = vocabulary.encode(cut.split(text))
+        parts = _encode(vocabulary, cut.split(text))
         tokens = np.asarray(list(chain.from_iterable(parts)), dtype)
         if (wrong := tokens[is_special[tokens]]).size:
             raise ArgumentError(
@@ -213,6 +213,22 @@ def _tokenizer(identity: str, vocabulary: Vocabulary, separator: int) -> Tokeniz
         end,
         special if end is not None else vocabulary.special,
     )
+
+
+def _encode(vocabulary: Vocabulary, texts: Sequence[str]) -> list[list[int]]:
+    """Encode texts, or name the one that the vocabulary has no tokens for."""
+    try:
+        return vocabulary.encode(texts)
+    except (FedpaxError, MemoryError):
+        raise
+    except Exception as error:  # the libraries raise several types
+        if len(texts) > 1:
+            return [tokens for text in texts for tokens in _encode(vocabulary, [text])]
+        raise ArgumentError(
+            f"A text ({texts[0][:60]!r}) has characters without a token ({error}), expected a "
+            "vocabulary with tokens for all characters, or with one for unknown characters. Choose "
+            "another tokenizer, or leave such texts out."
+        ) from error
 
 
 def as_string(text: str | bytes) -> str:

@@ -177,6 +177,26 @@ def test_the_vocabulary_reaches_to_the_largest_number(largest: int, tmp_path: Pa
     assert tokenizer.encode("b a").tolist() == [largest, 60]
 
 
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"type": "WordLevel", "vocab": {"</s>": 0, "a": 1, "b": 2}, "unk_token": "[UNK]"}, "UNK"),
+        ({"type": "Unigram", "vocab": [["</s>", 0], ["a", -1], ["b", -1]], "unk_id": None}, "unk"),
+    ],
+    ids=["WordLevel", "Unigram"],
+)
+def test_a_text_without_tokens_is_named(
+    model: dict[str, Any], words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    tokenizer = load_tokenizer(str(path), end_of_document="</s>")
+    assert "does not give back every text" in caplog.text
+    assert [tokens.tolist() for tokens in tokenizer.encode_all(["a", b"b"])] == [[1], [2]]
+    with pytest.raises(ValueError, match=rf"^A text \('zoo'\) has characters without.*{words}"):
+        tokenizer.encode_all(["a", "zoo"])
+
+
 def test_added_tokens_keep_the_numbers_of_the_file(plain: Path, tmp_path: Path) -> None:
     entries = json.loads(plain.read_text())
     (end,) = entries["added_tokens"]

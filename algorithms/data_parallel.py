@@ -55,8 +55,9 @@ def data_parallel(
     Returns:
         `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
         `[islands, steps, batch, ...]`. At each step, an island whose batch is padding is left out
-        of the mean. `cohort.num_examples`, where given, weighs the other islands. Metrics, all
-        float32 scalars: `"loss"` and the metrics of `loss_fn`, averaged over steps and islands.
+        of the mean. `cohort.num_examples`, where given, weighs the other islands. A step without an
+        island that counts changes nothing. Metrics, all float32 scalars: `"loss"` and the metrics
+        of `loss_fn`, averaged over steps and islands.
 
     Raises:
         TypeError: `islands` is not an int, or an optimizer is not optax's; the argument of a round
@@ -88,6 +89,12 @@ def data_parallel(
         check_cohort("data_parallel", cohort, islands, size_argument="islands")
         batches = cohort.batches
         valid, examples = placed_valid_steps(cohort), counted_examples(cohort)
+        steps = jax.tree.leaves(batches)[0].shape[1]
+        if examples is not None:
+            # Without an island that counts, the optimizer does not step.
+            valid = federated_map(
+                lambda n, v: jnp.full(steps, n != 0) if v is None else v & (n != 0), examples, valid
+            )
         # [steps]: whether any island takes the step; computed once, so that a step communicates
         # nothing more.
         taken = None if valid is None else federated_max(valid.astype(jnp.int32)) > 0
@@ -120,7 +127,6 @@ def data_parallel(
                 after = select(taken[i], after, state)
             return after, metrics
 
-        steps = jax.tree.leaves(batches)[0].shape[1]
         state, metrics = jax.lax.scan(step, state, jnp.arange(steps))
 
         def average(values: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ from fedpax.aggregators import add_noise, chain, mean, private_mean
 from fedpax.algorithms import (
     async_diloco,
     branch_train_merge,
+    data_parallel,
     diloco,
     eager_diloco,
     fedavg,
@@ -39,6 +40,7 @@ SERVERS = {
         server_optimizer=server_adam(0.1),
         **a,
     ),
+    "data_parallel": lambda: data_parallel(loss_fn, islands=N, optimizer=optax.adam(0.1)),
     "noloco": lambda: noloco(loss_fn, islands=N, inner_optimizer=SGD),
     "papa": lambda: papa(loss_fn, islands=N, optimizer=SGD),
     "papa_2": lambda: papa_2(loss_fn, islands=N, optimizer=SGD),
@@ -74,22 +76,39 @@ def cohort(num_steps: int) -> Cohort:
     return Cohort(batches, client_ids=np.arange(N))
 
 
+ABSENT = {"padding": cohort(0), "weights": cohort(STEPS)._replace(num_examples=np.zeros(N))}
+
+
 def start(method):
     return method.init({"kernel": jnp.ones((5, 2)), "bias": jnp.zeros(2)})
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in SERVERS]
-)
-def test_the_model_and_the_server_optimizer_stay(name):
+IGNORE_WEIGHTS = ("branch_train_merge", "async_diloco")  # as their pages say
+CASES = [
+    pytest.param(
+        *(name, absent),
+        id=f"{name}-{how}",
+        marks=[pytest.mark.slow]
+        if name in SLOW or (how == "weights" and "data" not in name)
+        else [],
+    )
+    for how, absent in ABSENT.items()
+    for name in SERVERS
+    if how == "padding" or name not in IGNORE_WEIGHTS
+]
+
+
+@pytest.mark.parametrize(("name", "absent"), CASES)
+def test_the_model_and_the_server_optimizer_stay(name, absent):
     method = SERVERS[name]()
     step = jax.jit(method.round)
     state, _ = step(start(method), cohort(STEPS))  # momentum
-    after, _ = step(state, cohort(0))
+    after, _ = step(state, absent)
     later, _ = step(after, cohort(STEPS))
     same = lambda a, b: jax.tree.map(np.array_equal, a, b)
     for field in (
         *("params", "server_optimizer_state", "outer_optimizer_state", "momentum"),
+        "optimizer_state" if name == "data_parallel" else "params",
         *("local_params", "log_hyperparameters", "hyper_optimizer_state"),
     ):
         # Islands that share a model take it at the end of each round.

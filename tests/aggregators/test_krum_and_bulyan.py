@@ -37,7 +37,7 @@ def test_krum_selects_no_wrong_update_however_few_are_present(num_selected):
 def test_bulyan_is_zero_with_too_few_present():
     combine = fedpax.program(clients=N)(lambda *args: bulyan(1).aggregate(None, *args)[0])
     aggregate = [combine(np.ones(N, np.float32), np.float32(np.arange(N) < m)) for m in (6, 7)]
-    assert [one.item() for one in aggregate] == [0.0, 1.0]
+    assert [leaf.item() for leaf in aggregate] == [0.0, 1.0]
 
 
 def test_bulyan_bounds_each_coordinate():

@@ -60,8 +60,8 @@ def test_words_that_share_a_hash_are_uniform_and_independent() -> None:
     hashed = hashed_indices(seeds[0], (100, 201))
     words = np.stack([np.asarray(rehash(hashed, seed)).ravel() for seed in seeds[1:]])
     n = words.shape[1]
-    for one in words:
-        assert stats.kstest(one / 2.0**32, "uniform").pvalue > 1e-4
+    for word in words:
+        assert stats.kstest(word / 2.0**32, "uniform").pvalue > 1e-4
     # Each pair of bits of two sequences, and the words as numbers.
     bits = np.unpackbits(words.view(np.uint8).reshape(len(words), n, 4), axis=2)
     bits = bits.astype(np.float32) - 0.5

@@ -110,12 +110,12 @@ def test_the_order_of_participants_does_not_matter(name, order, seed):
 
 @pytest.mark.parametrize("name", AGGREGATORS)
 def test_equal_updates_are_returned(name):
-    one = draw(4, 1)
-    updates = {key: np.repeat(x, N, 0) for key, x in one.items()}
+    update = draw(4, 1)
+    updates = {key: np.repeat(x, N, 0) for key, x in update.items()}
     aggregate = combine(name)(updates)
     # The mean of equal numbers is rounded, a selected number is not.
     exact = name in ("coordinate_median", "krum")
-    for key, x in one.items():
+    for key, x in update.items():
         if exact:
             np.testing.assert_array_equal(aggregate[key], x[0])
         np.testing.assert_allclose(aggregate[key], x[0], rtol=1e-6)

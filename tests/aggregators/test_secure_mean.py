@@ -95,11 +95,11 @@ def test_a_masked_update_looks_uniform_and_independent_of_the_update(num_neighbo
     sent = np.asarray(masked(small, np.arange(N)))
     # Masks are added modulo 2^32, independently of what they hide.
     np.testing.assert_array_equal(sent - small, masked(zeros, np.arange(N)))
-    for one in sent:
-        counts = np.bincount(one >> 26, minlength=64)  # 64 bins of 64 expected
+    for message in sent:
+        counts = np.bincount(message >> 26, minlength=64)  # 64 bins of 64 expected
         chi_square = np.sum((counts - 64) ** 2 / 64)
         assert 63 - 5 * np.sqrt(126) < chi_square < 63 + 5 * np.sqrt(126)
-        bits = np.unpackbits(one.view(np.uint8))
+        bits = np.unpackbits(message.view(np.uint8))
         assert abs(bits.mean() - 0.5) < 5 * 0.5 / np.sqrt(bits.size)
     correlation = np.corrcoef(np.float64(sent))[np.triu_indices(N, 1)]
     assert np.abs(correlation).max() < 5 / np.sqrt(size)

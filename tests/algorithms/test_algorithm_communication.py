@@ -45,9 +45,9 @@ AT_THE_END = (
 
 def between(name: str, mesh: str) -> list[Collective]:
     """Return the collectives of a method's round along its placement's axis."""
-    it = trainer(name, mesh)
-    communication = collectives(it.round.as_text(), it.mesh)
-    return [c for c in communication if it.method.placement in c.axes]
+    compiled = trainer(name, mesh)
+    communication = collectives(compiled.round.as_text(), compiled.mesh)
+    return [c for c in communication if compiled.method.placement in c.axes]
 
 
 def check_operands(communication: list[Collective], name: str, mesh: str) -> None:
@@ -96,8 +96,8 @@ def test_data_parallelism_communicates_at_every_step(mesh: str):
 def test_diloco_sends_the_bytes_of_one_step_per_round():
     sent = {}
     for name in ("DiLoCo", "data parallelism"):
-        it = trainer(name, "4x2 automatic")
-        sent[name] = operand_bytes_along(it.round.as_text(), it.mesh, "islands")
+        compiled = trainer(name, "4x2 automatic")
+        sent[name] = operand_bytes_along(compiled.round.as_text(), compiled.mesh, "islands")
     assert sent["data parallelism"] == STEPS * sent["DiLoCo"]
     assert sent["DiLoCo"] == 4 * (30 + 5 + 50 + 1 + METRICS)
 

@@ -36,11 +36,11 @@ BY_POSITION = ("NoLoCo", "PAPA-2", "PAPA-2, rotation", "HALoS")
 @on_each_kind_of_mesh
 @every_method
 def test_a_round_keeps_the_structure_shapes_dtypes_and_shardings_of_the_state(name: str, mesh: str):
-    it = trainer(name, mesh)
+    compiled = trainer(name, mesh)
     params, (batches,), (weights,) = problem(1)
-    old = it.start(params)
+    old = compiled.start(params)
     kind = [(x.shape, x.dtype, x.weak_type, x.sharding) for x in jax.tree.leaves(old)]
-    new, _ = it.round(old, it.cohort(batches, weights))
+    new, _ = compiled.round(old, compiled.cohort(batches, weights))
     assert type(new) is type(old)
     assert jax.tree.structure(new) == jax.tree.structure(old)
     for leaf, (shape, dtype, weak_type, sharding) in zip(jax.tree.leaves(new), kind, strict=True):
@@ -52,13 +52,13 @@ def test_a_round_keeps_the_structure_shapes_dtypes_and_shardings_of_the_state(na
 @on_each_kind_of_mesh
 @every_method
 def test_the_state_can_be_donated(name: str, mesh: str):
-    it = trainer(name, mesh)
+    compiled = trainer(name, mesh)
     params, (batches,), (weights,) = problem(1)
-    state = it.start(params)
+    state = compiled.start(params)
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
-    it.round(state, it.cohort(batches, weights))
+    compiled.round(state, compiled.cohort(batches, weights))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
-    assert it.round.memory_analysis().alias_size_in_bytes == held
+    assert compiled.round.memory_analysis().alias_size_in_bytes == held
 
 
 @every_method
@@ -83,42 +83,42 @@ def test_jit_equals_eager(name: str):
 )
 @every_method
 def test_later_rounds_do_not_retrace(name: str, mesh: str):
-    it = trainer(name, mesh)
+    compiled = trainer(name, mesh)
     params, rounds, weights = problem(3)
     chex.clear_trace_counter()  # it counts by the function's name
-    step = jax.jit(chex.assert_max_traces(it.algorithm.round, n=1))
-    state = it.start(params)
-    with method_table.use(it.mesh):
+    step = jax.jit(chex.assert_max_traces(compiled.algorithm.round, n=1))
+    state = compiled.start(params)
+    with method_table.use(compiled.mesh):
         for batches, n in zip(rounds, weights, strict=True):
-            state, _ = step(state, it.cohort(batches, n))
+            state, _ = step(state, compiled.cohort(batches, n))
 
 
 @every_method
 def test_abstract_evaluation_agrees(name: str):
     algorithm = METHODS[name].algorithm()
-    it = trainer(name, "none")
+    compiled = trainer(name, "none")
     params, rounds, weights = problem(1)
-    state = it.start(params)
+    state = compiled.start(params)
     shapes = jax.eval_shape(algorithm.init, params)
     chex.assert_trees_all_equal_shapes_and_dtypes(state, shapes)
-    cohort = it.cohort(rounds[0], weights[0])
+    cohort = compiled.cohort(rounds[0], weights[0])
     after = jax.eval_shape(algorithm.round, shapes, cohort)
-    chex.assert_trees_all_equal_shapes_and_dtypes(it.round(state, cohort), after)
+    chex.assert_trees_all_equal_shapes_and_dtypes(compiled.round(state, cohort), after)
 
 
 @on_each_kind_of_mesh
 @every_method
 def test_training_resumes_from_a_checkpoint(name: str, mesh: str, tmp_path):
     """Bitwise: all state is in the leaves."""
-    it = trainer(name, mesh)
+    compiled = trainer(name, mesh)
     params, rounds, weights = problem(3)
-    unbroken = it.run(params, rounds, weights)
+    unbroken = compiled.run(params, rounds, weights)
     saved, _ = unbroken[0]
     np.savez(tmp_path / "state.npz", *jax.tree.leaves(saved))
 
     with np.load(tmp_path / "state.npz") as file:
         leaves = [file[key] for key in file.files]
-    fresh = it.start(random_params(seed=1))
+    fresh = compiled.start(random_params(seed=1))
     state = jax.tree.unflatten(
         jax.tree.structure(fresh),
         [
@@ -126,9 +126,9 @@ def test_training_resumes_from_a_checkpoint(name: str, mesh: str, tmp_path):
             for leaf, like in zip(leaves, jax.tree.leaves(fresh), strict=True)
         ],
     )
-    with method_table.use(it.mesh):
+    with method_table.use(compiled.mesh):
         for batches, n in zip(rounds[1:], weights[1:], strict=True):
-            state, metrics = it.round(state, it.cohort(batches, n))
+            state, metrics = compiled.round(state, compiled.cohort(batches, n))
     chex.assert_trees_all_equal((state, metrics), unbroken[-1])
 
 
@@ -145,13 +145,15 @@ def test_metrics_are_scalars_with_the_loss_and_what_the_loss_function_reports(na
 @pytest.mark.parametrize("name", mark_slow(n for n in METHODS if n not in BY_POSITION))
 def test_the_order_of_participants_does_not_matter(name: str):
     """Permuted participants, with their placed state, give the permuted placed state."""
-    it = trainer(name, "none")
+    compiled = trainer(name, "none")
     params, rounds, weights = problem(2)
     order = np.random.default_rng(0).permutation(PARTICIPANTS)
     moved = [jax.tree.map(lambda b: b[order], batches) for batches in rounds]
     kept = placed_leaves(name)
     for (state, metrics), (other, other_metrics) in zip(
-        it.run(params, rounds, weights), it.run(params, moved, weights[:, order]), strict=True
+        compiled.run(params, rounds, weights),
+        compiled.run(params, moved, weights[:, order]),
+        strict=True,
     ):
         assert_close((state.params, metrics), (other.params, other_metrics))
         assert_close(

@@ -22,8 +22,10 @@ def random_log_likelihoods(seed=0):
 
 @pytest.mark.slow
 def test_training_sends_metrics_alone():
-    it = trainer("Branch-Train-Merge", "4x2 automatic")
-    communication = [c for c in collectives(it.round.as_text(), it.mesh) if "islands" in c.axes]
+    compiled = trainer("Branch-Train-Merge", "4x2 automatic")
+    communication = [
+        c for c in collectives(compiled.round.as_text(), compiled.mesh) if "islands" in c.axes
+    ]
     assert {c.kind for c in communication} == {"all-reduce"}
     assert {shape for c in communication for shape in c.shapes} == {"f32[]"}
 

@@ -177,8 +177,8 @@ def test_one_fragment_and_a_quorum_of_all_is_diloco():
         Trace(np.array([1.0, 2.0, 3.0, 4.0])), num_rounds=2, steps_per_sync=STEPS, quorum=ISLANDS
     )
     batches = random_rounds(2, ISLANDS, STEPS)
-    one = decoupled_diloco(loss_fn, aggregator=mean(), **SETTINGS)
-    _, metrics = run_in_scan(one, one.init(jax_params()), cohorts(batches, syncs.schedule))
+    single = decoupled_diloco(loss_fn, aggregator=mean(), **SETTINGS)
+    _, metrics = run_in_scan(single, single.init(jax_params()), cohorts(batches, syncs.schedule))
     other = diloco(loss_fn, **SETTINGS)
     _, wanted = run_in_scan(other, other.init(jax_params()), [Cohort(own) for own in batches])
     assert np.all(metrics[1].pop("participants") == ISLANDS)
@@ -244,10 +244,10 @@ def test_the_directional_mean_keeps_the_length_of_orthogonal_updates():
 def test_bad_schedules_raise():
     algorithm, _ = method()
     state, batches = algorithm.init(jax_params()), random_rounds(1, ISLANDS, 2 * STEPS)[0]
-    one = fragment_syncs(Trace(np.ones(ISLANDS)), num_rounds=1, steps_per_sync=1, quorum=1)
-    one = jax.tree.map(lambda a: a[0], one.schedule)
+    syncs = fragment_syncs(Trace(np.ones(ISLANDS)), num_rounds=1, steps_per_sync=1, quorum=1)
+    syncs = jax.tree.map(lambda a: a[0], syncs.schedule)
     with pytest.raises(ValueError, match=r"Pass num_fragments=2 to fedpax.simulation"):
-        algorithm.round(state, Cohort(batches, schedule=one))
+        algorithm.round(state, Cohort(batches, schedule=syncs))
     with pytest.raises(TypeError, match=r"is a Arrivals, expected a Syncs of fedpax.clients"):
         algorithm.round(state, Cohort(batches, schedule=Arrivals(np.zeros(ISLANDS, int))))
     two = jax.tree.map(lambda a: a[0], unreliable_syncs().schedule)

@@ -104,8 +104,8 @@ def test_without_num_examples_all_clients_weigh_the_same():
 
 def test_only_the_ratios_of_weights_matter():
     params, rounds, weights = problem(2)
-    it = trainer("FedAvg", "none")
-    assert_close(it.run(params, rounds, weights), it.run(params, rounds, 12 * weights))
+    compiled = trainer("FedAvg", "none")
+    assert_close(compiled.run(params, rounds, weights), compiled.run(params, rounds, 12 * weights))
 
 
 @pytest.mark.parametrize("mesh_name", ["none", "4x2 automatic", "4x2 explicit"])

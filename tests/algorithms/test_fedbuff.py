@@ -140,7 +140,7 @@ def test_a_buffer_of_one_is_fedasync():
     order = buffered_arrivals(trace, num_rounds=ROUNDS, concurrency=5, num_steps=STEPS)
     assert order.max_staleness > 1
     rounds = cohorts(random_rounds(ROUNDS, 1), order.schedule)
-    one = buffered(1, 0.6, order.max_staleness)[0]
+    single = buffered(1, 0.6, order.max_staleness)[0]
     other = fedasync(
         loss_fn,
         max_staleness=order.max_staleness,
@@ -149,7 +149,7 @@ def test_a_buffer_of_one_is_fedasync():
         update="difference",
     )
     (_, metrics), (_, wanted) = (
-        run_in_scan(method, method.init(jax_params()), rounds) for method in (one, other)
+        run_in_scan(method, method.init(jax_params()), rounds) for method in (single, other)
     )
     assert_close(metrics, wanted)
 

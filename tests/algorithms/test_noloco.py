@@ -39,8 +39,10 @@ def test_every_two_islands_are_partners_once(n):
 @pytest.mark.parametrize("mesh", ["8 automatic", "8 explicit"])
 def test_models_are_exchanged_without_an_all_reduce(mesh):
     """All that is reduced are the metrics."""
-    it = trainer("NoLoCo", mesh)
-    communication = [c for c in collectives(it.round.as_text(), it.mesh) if "islands" in c.axes]
+    compiled = trainer("NoLoCo", mesh)
+    communication = [
+        c for c in collectives(compiled.round.as_text(), compiled.mesh) if "islands" in c.axes
+    ]
     assert {c.kind for c in communication} == {"all-reduce", "collective-permute"}
     reduced = [c for c in communication if c.kind == "all-reduce"]
     assert {shape for c in reduced for shape in c.shapes} == {"f32[]"}

@@ -82,11 +82,11 @@ def test_padded_steps_change_nothing(name, places):
 @every_method
 def test_a_round_of_padding_alone_changes_nothing(name):
     params, rounds, weights = problem(2)
-    it = trainer(name, "none")
-    state, _ = it.round(it.start(params), it.cohort(rounds[0], weights[0]))
+    compiled = trainer(name, "none")
+    state, _ = compiled.round(compiled.start(params), compiled.cohort(rounds[0], weights[0]))
     padding = pad(rounds[1], [])
     padding["mask"][:] = False
-    after, metrics = jax.jit(it.algorithm.round)(state, it.cohort(padding, weights[1]))
+    after, metrics = jax.jit(compiled.algorithm.round)(state, compiled.cohort(padding, weights[1]))
     assert all(value == 0 for value in metrics.values())
     # Momentum of the server goes on along its moments.
     kept = {"DiLoCo": "inner_optimizer_state", "FedAdam": "aggregator_state"}
@@ -100,7 +100,7 @@ def test_a_round_of_padding_alone_changes_nothing(name):
         ["Streaming DiLoCo", "Eager DiLoCo", "MuLoCo", "NoLoCo"], "inner_optimizer_state"
     )
     if name in kept:
-        after, state = (getattr(it, kept[name]) for it in (after, state))
+        after, state = (getattr(compiled, kept[name]) for compiled in (after, state))
     chex.assert_trees_all_equal(after, state)
 
 

@@ -102,8 +102,10 @@ def test_each_model_becomes_the_average_of_its_pair(islands, dtype):
 @pytest.mark.parametrize("mesh", ["8 automatic", "8 explicit"])
 def test_random_pairs_pass_a_ring_without_an_all_gather(mesh):
     """All that is reduced are the metrics; models are received one at a time."""
-    it = trainer("PAPA-2", mesh)
-    communication = [c for c in collectives(it.round.as_text(), it.mesh) if "islands" in c.axes]
+    compiled = trainer("PAPA-2", mesh)
+    communication = [
+        c for c in collectives(compiled.round.as_text(), compiled.mesh) if "islands" in c.axes
+    ]
     assert {c.kind for c in communication} == {"all-reduce", "collective-permute"}
     reduced = [c for c in communication if c.kind == "all-reduce"]
     assert {shape for c in reduced for shape in c.shapes} == {"f32[]"}

@@ -27,8 +27,8 @@ from fedpax.training.job_dir_lock import JobDirLock
 
 def assert_same_bits(tree: Any, other: Any) -> None:
     assert jax.tree.structure(tree) == jax.tree.structure(other)
-    for one, two in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
-        assert (one.dtype, np.asarray(one).tobytes()) == (two.dtype, np.asarray(two).tobytes())
+    for leaf, two in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
+        assert (leaf.dtype, np.asarray(leaf).tobytes()) == (two.dtype, np.asarray(two).tobytes())
 
 
 def test_the_exported_model_is_the_trained_one_bit_by_bit(

@@ -157,10 +157,10 @@ def test_an_interrupted_run_is_stopped_at_its_superlink(superlink, status, tmp_p
         "echo Successfully started run 7012; echo Waiting; exec sleep 60\n"
     )
     command.chmod(0o700)
-    told = []
+    messages = []
 
     def tell(line):
-        told.append(line)
+        messages.append(line)
         if line == "Waiting":
             raise KeyboardInterrupt
 
@@ -168,4 +168,4 @@ def test_an_interrupted_run_is_stopped_at_its_superlink(superlink, status, tmp_p
         flower_job._read_results([str(command), "run", "app", *superlink, "--stream"], tell)
     assert (tmp_path / "stopped").read_text().split() == ["stop", "7012", *superlink]
     words = "flwr stop 7012 mine" if status else "Run 7012 is ended."
-    assert told[-1].endswith(words)
+    assert messages[-1].endswith(words)

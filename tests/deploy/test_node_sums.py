@@ -154,8 +154,8 @@ def test_a_participant_opens_the_private_sums_that_epsilon_is_stated_for(tmp_pat
     network = LocalNetwork(program, tmp_path, counts_releases=True)
     with pytest.raises(RoundError, match=r"Round 1: fewer than 4 .* part of 3 private sums"):
         run(network, program, 4, rounds=2, name="another")
-    told = "part of 3 private sums of the program, expected at most 3, those of 3 rounds"
-    assert caplog.text.count(told) == 3 * N  # each attempt, each node
+    messages = "part of 3 private sums of the program, expected at most 3, those of 3 rounds"
+    assert caplog.text.count(messages) == 3 * N  # each attempt, each node
     network.config["private-rounds"] = 4
     run(network, program, 4, rounds=1, name="another")
     simulated = LocalNetwork(program, tmp_path)

@@ -60,12 +60,12 @@ Start = Callable[..., tuple[Supervisor, ...]]
 
 
 @pytest.fixture
-def told() -> list[str]:
+def messages() -> list[str]:
     return []
 
 
 @pytest.fixture
-def start(told: list[str]) -> Iterator[Start]:
+def start(messages: list[str]) -> Iterator[Start]:
     """Start a keeper and its supervisors, all of which train in the first generation."""
     supervisors: list[Supervisor] = []
 
@@ -74,7 +74,7 @@ def start(told: list[str]) -> Iterator[Start]:
             port = free.getsockname()[1]
         cluster = JobProcesses(f"localhost:{port}", count, 0, "JAX_*")
         timeouts = {"join_timeout": 1.0, "heartbeat_timeout": HEARTBEAT}
-        ElasticCoordinator(cluster, **timeouts, **settings, tell=told.append)
+        ElasticCoordinator(cluster, **timeouts, **settings, tell=messages.append)
         supervisors.extend(Supervisor(port, number, count) for number in range(count))
         for supervisor in supervisors:
             assert supervisor.expect("start")["members"] == list(range(count))
@@ -92,28 +92,30 @@ def join(supervisors: tuple[Supervisor, ...], number: int) -> Supervisor:
 
 def test_a_job_that_finishes(start: Start) -> None:
     everyone = start(3)
-    for one in everyone:
-        one.end(0)
-    assert [one.expect("stop")["stop"] for one in everyone] == [0, 0, 0]
+    for supervisor in everyone:
+        supervisor.end(0)
+    assert [supervisor.expect("stop")["stop"] for supervisor in everyone] == [0, 0, 0]
 
 
-def test_those_that_are_left_train_and_the_lost_one_rejoins(start: Start, told: list[str]) -> None:
+def test_those_that_are_left_train_and_the_lost_one_rejoins(
+    start: Start, messages: list[str]
+) -> None:
     everyone = start(3)
     first, lost, last = everyone
     lost.leave()
-    for one in (first, last):
-        assert one.expect("kill")["kill"] == 1
-        one.end(137)
-    again = [one.expect("start") for one in (first, last)]
+    for supervisor in (first, last):
+        assert supervisor.expect("kill")["kill"] == 1
+        supervisor.end(137)
+    again = [supervisor.expect("start") for supervisor in (first, last)]
     assert [message["members"] for message in again] == [[0, 2], [0, 2]]
     assert len({message["port"] for message in again}) == 1
     back = join(everyone, 1)
     assert first.expect("save")["save"] == 2  # one saves, and JAX makes the other save too
-    for one in (first, last):
-        one.end(143, round_number=7)
-    for one in (first, last, back):
-        assert one.expect("start")["members"] == [0, 1, 2]
-    assert told == [
+    for supervisor in (first, last):
+        supervisor.end(143, round_number=7)
+    for supervisor in (first, last, back):
+        assert supervisor.expect("start")["members"] == [0, 1, 2]
+    assert messages == [
         "process 1 on host1 is gone",
         "start 2: 2 of 3 processes train",
         "process 1 on host1 has joined",
@@ -124,8 +126,8 @@ def test_those_that_are_left_train_and_the_lost_one_rejoins(start: Start, told: 
 
 def test_all_but_one_are_lost_at_once(start: Start) -> None:
     first, *others = start(4)
-    for one in others:
-        one.leave()
+    for supervisor in others:
+        supervisor.leave()
     first.expect("kill")
     first.end(137)
     message = first.expect("start")
@@ -145,38 +147,38 @@ def test_a_training_process_that_dies_starts_again_with_the_others(start: Start)
 
 
 def test_three_failures_without_a_new_round_end_the_job(start: Start) -> None:
-    (one,) = start(1)
+    (supervisor,) = start(1)
     for round_number in (3, 3, 6, 6):  # two failures, progress, and two failures
-        one.end(1, round_number)
-        one.expect("start")
-    one.end(1, 6)
-    message = one.expect("stop")
+        supervisor.end(1, round_number)
+        supervisor.expect("start")
+    supervisor.end(1, 6)
+    message = supervisor.expect("stop")
     assert message["stop"] == 1
     assert "3 times without a new round. Correct the cause" in message["reason"]
 
 
-def test_the_newest_copies_that_all_have_are_used(start: Start, told: list[str]) -> None:
+def test_the_newest_copies_that_all_have_are_used(start: Start, messages: list[str]) -> None:
     everyone = start(3)
     everyone[0].end(1, 5, copies=(6, 7))  # its collective failed
     everyone[1].end(137, 5, copies=(7, 8))
     everyone[2].end(137, 5, copies=(6, 7))
-    for one in everyone:
-        assert one.expect("start", skip="kill")["round"] == 7
-    assert told == ["start 2: 3 of 3 processes train from the copies of round 7"]
+    for supervisor in everyone:
+        assert supervisor.expect("start", skip="kill")["round"] == 7
+    assert messages == ["start 2: 3 of 3 processes train from the copies of round 7"]
 
 
 def test_copies_that_do_not_help_are_not_used(start: Start) -> None:
-    (one,) = start(1)
-    one.end(137, 4, copies=(3, 4))  # not newer than the checkpoint
-    assert one.expect("start")["round"] is None
-    one.end(1, 4, copies=(5, 6))
-    assert one.expect("start")["round"] == 6
-    one.end(137, 4, copies=(5, 6))  # killed from outside: it can succeed from there
-    assert one.expect("start")["round"] == 6
-    one.end(1, 4, copies=(6, 7))
-    assert one.expect("start")["round"] == 7
-    one.end(1, 4, copies=(6, 7))  # the program fails in round 8 again
-    assert one.expect("start")["round"] is None
+    (supervisor,) = start(1)
+    supervisor.end(137, 4, copies=(3, 4))  # not newer than the checkpoint
+    assert supervisor.expect("start")["round"] is None
+    supervisor.end(1, 4, copies=(5, 6))
+    assert supervisor.expect("start")["round"] == 6
+    supervisor.end(137, 4, copies=(5, 6))  # killed from outside: it can succeed from there
+    assert supervisor.expect("start")["round"] == 6
+    supervisor.end(1, 4, copies=(6, 7))
+    assert supervisor.expect("start")["round"] == 7
+    supervisor.end(1, 4, copies=(6, 7))  # the program fails in round 8 again
+    assert supervisor.expect("start")["round"] is None
 
 
 def test_a_process_without_the_copy_joins_after_a_save(start: Start) -> None:
@@ -185,16 +187,16 @@ def test_a_process_without_the_copy_joins_after_a_save(start: Start) -> None:
     first.expect("kill")
     back = join(everyone, 1)  # before the others have ended
     time.sleep(0.3)
-    for one in (first, last):
-        one.end(137, 0, copies=(3, 4))
-    for one in (first, last):
-        message = one.expect("start", skip="kill")
+    for supervisor in (first, last):
+        supervisor.end(137, 0, copies=(3, 4))
+    for supervisor in (first, last):
+        message = supervisor.expect("start", skip="kill")
         assert (message["members"], message["round"]) == ([0, 2], 4)
     first.expect("save")
-    for one in (first, last):
-        one.end(143, 5, copies=(4, 5))
-    for one in (first, last, back):
-        message = one.expect("start", skip="kill")
+    for supervisor in (first, last):
+        supervisor.end(143, 5, copies=(4, 5))
+    for supervisor in (first, last, back):
+        message = supervisor.expect("start", skip="kill")
         assert (message["members"], message["round"]) == ([0, 1, 2], None)
     back.leave()
 
@@ -202,12 +204,12 @@ def test_a_process_without_the_copy_joins_after_a_save(start: Start) -> None:
 def test_processes_of_an_island_train_together(start: Start) -> None:
     everyone = start(6, group=2)
     everyone[1].leave()
-    rest = [one for one in everyone if one is not everyone[1]]
-    for one in rest:
-        one.expect("kill")
-        one.end(137, 0, copies=(2, 3))
-    for one in rest[1:]:
-        message = one.expect("start")
+    rest = [supervisor for supervisor in everyone if supervisor is not everyone[1]]
+    for supervisor in rest:
+        supervisor.expect("kill")
+        supervisor.end(137, 0, copies=(2, 3))
+    for supervisor in rest[1:]:
+        message = supervisor.expect("start")
         assert message["members"] == [2, 3, 4, 5]
         assert message["address"] == "localhost"  # as in the keeper's own address
     back = join(everyone, 1)
@@ -246,26 +248,26 @@ def test_a_configuration_that_is_wrong_ends_the_job(start: Start) -> None:
     assert (first.expect("stop")["stop"], other.expect("stop")["stop"]) == (2, 2)
 
 
-def test_a_mesh_that_does_not_fit_gets_fewer_processes(start: Start, told: list[str]) -> None:
+def test_a_mesh_that_does_not_fit_gets_fewer_processes(start: Start, messages: list[str]) -> None:
     *fit, spare, lost = everyone = start(4)
     lost.leave()
-    for one in (*fit, spare):
-        one.expect("kill")
-        one.end(137)
-    for one in (*fit, spare):
-        assert one.expect("start")["members"] == [0, 1, 2]
-    for one in (*fit, spare):
-        one.end(2)
-    for one in fit:
-        assert one.expect("start", skip="kill")["members"] == [0, 1]
-    assert "the mesh does not fit 3 processes" in told
+    for supervisor in (*fit, spare):
+        supervisor.expect("kill")
+        supervisor.end(137)
+    for supervisor in (*fit, spare):
+        assert supervisor.expect("start")["members"] == [0, 1, 2]
+    for supervisor in (*fit, spare):
+        supervisor.end(2)
+    for supervisor in fit:
+        assert supervisor.expect("start", skip="kill")["members"] == [0, 1]
+    assert "the mesh does not fit 3 processes" in messages
     # The fourth makes the mesh fit again.
     back = join(everyone, 3)
     fit[0].expect("save")
-    for one in fit:
-        one.end(143, 5)
-    for one in (*fit, spare, back):
-        assert one.expect("start", skip="kill")["members"] == [0, 1, 2, 3]
+    for supervisor in fit:
+        supervisor.end(143, 5)
+    for supervisor in (*fit, spare, back):
+        assert supervisor.expect("start", skip="kill")["members"] == [0, 1, 2, 3]
     back.leave()
 
 
@@ -278,15 +280,15 @@ def test_a_signal_stops_all(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_a_silent_supervisor_is_lost(start: Start, told: list[str]) -> None:
+def test_a_silent_supervisor_is_lost(start: Start, messages: list[str]) -> None:
     first, _silent = start(2)
     for _ in range(int(HEARTBEAT * 10 + 20)):
         first.lines.send(beat=True)
         first.read()
-        if told:
+        if messages:
             break
         time.sleep(0.1)
-    assert told == ["process 1 on host1 is silent"]
+    assert messages == ["process 1 on host1 is silent"]
     first.expect("kill")
 
 
@@ -306,11 +308,11 @@ def test_strangers_and_wrong_counts_are_refused(start: Start) -> None:
     for text in [*texts, b"[" * 200_000]:
         with socket.create_connection(("localhost", port)) as stranger:
             stranger.sendall(text)
-    for one in (first, other):
-        one.end(0)
+    for supervisor in (first, other):
+        supervisor.end(0)
     assert first.expect("stop")["stop"] == other.expect("stop")["stop"] == 0
-    for one in (twice, wrong):
-        one.leave()
+    for supervisor in (twice, wrong):
+        supervisor.leave()
 
 
 def test_slow_and_many_strangers_are_closed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,54 +321,54 @@ def test_slow_and_many_strangers_are_closed(start: Start, monkeypatch: pytest.Mo
     everyone = start(2)
     port = everyone[0].lines.connection.getpeername()[1]
     crowd = [socket.create_connection(("localhost", port)) for _ in range(5)]
-    assert [one.recv(1) for one in crowd[:2]] == [b"", b""]  # the oldest make room
+    assert [supervisor.recv(1) for supervisor in crowd[:2]] == [b"", b""]  # the oldest make room
     began = time.monotonic()
     with contextlib.suppress(ConnectionError):
         while time.monotonic() - began < 5:
             crowd[-1].sendall(b"[")  # a byte now and then, never a line
             time.sleep(0.05)
     assert time.monotonic() - began < 2
-    for one in everyone:
-        one.end(0)
-    assert [one.expect("stop")["stop"] for one in everyone] == [0, 0]
-    for one in crowd:
-        one.close()
+    for supervisor in everyone:
+        supervisor.end(0)
+    assert [supervisor.expect("stop")["stop"] for supervisor in everyone] == [0, 0]
+    for supervisor in crowd:
+        supervisor.close()
 
 
-def test_the_job_starts_without_those_that_do_not_come(told: list[str]) -> None:
+def test_the_job_starts_without_those_that_do_not_come(messages: list[str]) -> None:
     with socket.create_server(("localhost", 0)) as used:
         port = used.getsockname()[1]
         cluster = JobProcesses(f"localhost:{port}", 3, 0, "JAX_*")
         with pytest.raises(JobProcessesError, match=f"cannot listen on port {port}"):
             ElasticCoordinator(
-                cluster, join_timeout=0.3, heartbeat_timeout=HEARTBEAT, tell=told.append
+                cluster, join_timeout=0.3, heartbeat_timeout=HEARTBEAT, tell=messages.append
             )
-    ElasticCoordinator(cluster, join_timeout=0.3, heartbeat_timeout=HEARTBEAT, tell=told.append)
+    ElasticCoordinator(cluster, join_timeout=0.3, heartbeat_timeout=HEARTBEAT, tell=messages.append)
     present = [Supervisor(port, number, 3) for number in (0, 2)]
-    for one in present:
-        assert one.expect("start")["members"] == [0, 2]
-        one.end(0)
-    assert told == ["start 1: 2 of 3 processes train"]
-    for one in present:
-        one.expect("stop")
-        one.leave()
+    for supervisor in present:
+        assert supervisor.expect("start")["members"] == [0, 2]
+        supervisor.end(0)
+    assert messages == ["start 1: 2 of 3 processes train"]
+    for supervisor in present:
+        supervisor.expect("stop")
+        supervisor.leave()
 
 
-def test_a_keeper_alone_needs_no_process_0(told: list[str]) -> None:
+def test_a_keeper_alone_needs_no_process_0(messages: list[str]) -> None:
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     cluster = JobProcesses(f"localhost:{port}", 3, 0, "JAX_*")
     timeouts = {"join_timeout": 0.3, "heartbeat_timeout": HEARTBEAT}
-    keeper = ElasticCoordinator(cluster, **timeouts, alone=True, tell=told.append)
+    keeper = ElasticCoordinator(cluster, **timeouts, alone=True, tell=messages.append)
     present = [Supervisor(port, number, 3) for number in (1, 2)]
-    for one in present:
-        assert one.expect("start")["members"] == [1, 2]
+    for supervisor in present:
+        assert supervisor.expect("start")["members"] == [1, 2]
     keeper.signal(143)
     assert present[0].expect("save")["save"] == 1
-    for one in present:
-        one.end(143, 3)
-    for one in present:
-        assert one.expect("stop")["stop"] == 143
-        one.leave()
+    for supervisor in present:
+        supervisor.end(143, 3)
+    for supervisor in present:
+        assert supervisor.expect("stop")["stop"] == 143
+        supervisor.leave()
     keeper.join(5)
     assert keeper.status == 143

@@ -37,7 +37,7 @@ def without_pause(rounds: int = ROUNDS) -> Regression:
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the same run in one process that nothing disturbs."""
     folder = tmp_path_factory.mktemp("one")
     train(without_pause(), folder)
@@ -58,13 +58,15 @@ def jobs() -> Iterator[list[Job]]:
             remove_copies(memory_folder(None, job.folder, number))
 
 
-def check_finished(job: Job, one: Path) -> str:
+def check_finished(job: Job, undisturbed: Path) -> str:
     """Check that a job ends by itself with the result of an undisturbed run; return its errors."""
     ends = finish(job.processes)
     status, output, errors = ends[0]
     assert status == 0, errors
     assert f"Finished {ROUNDS} of {ROUNDS} rounds" in output
-    chex.assert_trees_all_close(load_params(job.folder), load_params(one), rtol=0, atol=1e-5)
+    chex.assert_trees_all_close(
+        load_params(job.folder), load_params(undisturbed), rtol=0, atol=1e-5
+    )
     return errors
 
 
@@ -91,14 +93,14 @@ def test_every_host_but_the_keeper_dies_once_and_returns(tmp_path: Path, jobs: l
     assert "2 of 3 processes train from" in errors and "3 of 3 processes train." in errors
 
 
-def test_all_but_one_die(tmp_path: Path, one: Path, jobs: list[Job]) -> None:
+def test_all_but_one_die(tmp_path: Path, undisturbed: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, 3, "--pause=0.3")
     jobs.append(job)
     job.wait_for(4)
     job.processes[1].kill()
     job.processes[2].kill()
     job.processes = job.processes[:1]
-    errors = check_finished(job, one)
+    errors = check_finished(job, undisturbed)
     assert "1 of 3 processes train" in errors
 
 
@@ -107,14 +109,14 @@ def test_all_but_one_die(tmp_path: Path, one: Path, jobs: list[Job]) -> None:
     [(signal.SIGKILL, 2), (signal.SIGKILL, 0), (signal.SIGSTOP, 1), (signal.SIGSTOP, 0)],
 )
 def test_a_training_process_is_killed_or_stopped(
-    tmp_path: Path, one: Path, jobs: list[Job], number: signal.Signals, process: int
+    tmp_path: Path, undisturbed: Path, jobs: list[Job], number: signal.Signals, process: int
 ) -> None:
     job = Job(tmp_path, 3, "--pause=0.3")
     jobs.append(job)
     job.wait_for(4)
     before = job.last_round()
     os.kill(job.training_process(process), number)
-    errors = check_finished(job, one)
+    errors = check_finished(job, undisturbed)
     match = re.search(r"start 2: 3 of 3 processes train from the copies of round (\d+)\.", errors)
     assert match and int(match[1]) >= before - 1  # the round is taken back, and none before it
     assert not any(list_copies(memory_folder(None, tmp_path, i)) for i in range(3))
@@ -230,7 +232,7 @@ def test_all_islands_but_one_are_killed(tmp_path: Path, jobs: list[Job]) -> None
     chex.assert_trees_all_close(load_params(tmp_path), reference(changes), rtol=0, atol=1e-5)
 
 
-def test_a_host_is_frozen(tmp_path: Path, one: Path, jobs: list[Job]) -> None:
+def test_a_host_is_frozen(tmp_path: Path, undisturbed: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, 3, "--pause=0.3")
     jobs.append(job)
     job.wait_for(4)
@@ -238,7 +240,7 @@ def test_a_host_is_frozen(tmp_path: Path, one: Path, jobs: list[Job]) -> None:
     os.kill(child, signal.SIGSTOP)
     job.processes[1].send_signal(signal.SIGSTOP)
     frozen = job.processes.pop(1)
-    errors = check_finished(job, one)
+    errors = check_finished(job, undisturbed)
     assert "is silent." in errors and "2 of 3 processes train from" in errors
     # It thaws after the end: the keeper is gone, and its training process ends with it.
     frozen.send_signal(signal.SIGCONT)
@@ -256,7 +258,7 @@ def is_running(process: int) -> bool:
 
 
 def test_the_keeper_dies_and_the_same_commands_resume(
-    tmp_path: Path, one: Path, jobs: list[Job]
+    tmp_path: Path, undisturbed: Path, jobs: list[Job]
 ) -> None:
     job = Job(tmp_path, 3, "--pause=0.3", "--training.checkpoint_every=2")
     jobs.append(job)
@@ -271,11 +273,11 @@ def test_the_keeper_dies_and_the_same_commands_resume(
     assert not any(is_running(child) for child in children)
     again = Job(tmp_path, 3, "--pause=0.3", "--training.checkpoint_every=2")
     jobs.append(again)
-    check_finished(again, one)
+    check_finished(again, undisturbed)
 
 
 def test_process_0_is_lost_beside_a_keeper_of_its_own(
-    tmp_path: Path, one: Path, jobs: list[Job]
+    tmp_path: Path, undisturbed: Path, jobs: list[Job]
 ) -> None:
     job = Job(tmp_path, 3, "--pause=0.3", "--keeper=elsewhere")
     jobs.append(job)
@@ -290,7 +292,7 @@ def test_process_0_is_lost_beside_a_keeper_of_its_own(
     assert [status for status, _, _ in ends] == [0, 0, 0], ends[0][2]
     assert "2 of 3 processes train from the copies of round" in ends[0][2]
     assert f"Finished {ROUNDS} of {ROUNDS} rounds" in ends[1][1]
-    chex.assert_trees_all_close(load_params(tmp_path), load_params(one), rtol=0, atol=1e-5)
+    chex.assert_trees_all_close(load_params(tmp_path), load_params(undisturbed), rtol=0, atol=1e-5)
 
 
 def test_a_signal_saves_and_ends_all(tmp_path: Path, jobs: list[Job]) -> None:
@@ -304,13 +306,13 @@ def test_a_signal_saves_and_ends_all(tmp_path: Path, jobs: list[Job]) -> None:
 
 
 def test_one_process_is_restarted_and_a_lasting_failure_ends_the_job(
-    tmp_path: Path, one: Path, jobs: list[Job]
+    tmp_path: Path, undisturbed: Path, jobs: list[Job]
 ) -> None:
     job = Job(tmp_path, 1, "--pause=0.3")
     jobs.append(job)
     job.wait_for(4)
     os.kill(job.training_process(0), signal.SIGKILL)
-    errors = check_finished(job, one)
+    errors = check_finished(job, undisturbed)
     assert "start 2: 1 of 1 processes train from the copies of round" in errors
     broken = Job(tmp_path / "other", 1, "--training.rounds=0x")
     jobs.append(broken)

@@ -122,7 +122,10 @@ def test_fields_of_the_method_and_shared_settings_reach_the_algorithm() -> None:
         mu=3.0,
         server_optimizer=optax.sgd(0.5, momentum=0.9),
     )
-    results = [one.round(one.init(jnp.zeros(5)), COHORT)[0].params for one in (made, by_hand)]
+    results = [
+        algorithm.round(algorithm.init(jnp.zeros(5)), COHORT)[0].params
+        for algorithm in (made, by_hand)
+    ]
     np.testing.assert_allclose(*results, rtol=1e-6)
 
 
@@ -186,4 +189,4 @@ def test_experiments_of_a_group_differ_in_method_aggregator_and_rates_alone() ->
         first, *others = find_group(group).experiments.values()
         names = ("method", "server", "client_learning_rate", "aggregator")
         fields = {name: getattr(first, name) for name in names}
-        assert all(dataclasses.replace(one, **fields) == first for one in others)
+        assert all(dataclasses.replace(experiment, **fields) == first for experiment in others)

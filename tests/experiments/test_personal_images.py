@@ -153,12 +153,12 @@ def test_models_of_clusters_are_sharded_as_one_model_is(few_examples):
     run = experiment.build()
     alone = dataclasses.replace(experiment, method=FedAvg()).build()
     shapes = jax.eval_shape(run.init, jax.random.key(0))
-    for many, one, leaf in zip(
+    for many, actual, leaf in zip(
         *(jax.tree.leaves(r.shardings.params) for r in (run, alone)),
         jax.tree.leaves(shapes),
         strict=True,
     ):
-        assert tuple(many.spec) == (None, *one.spec)
+        assert tuple(many.spec) == (None, *actual.spec)
         assert leaf.shape[0] == experiment.method.num_clusters
 
 

@@ -118,8 +118,8 @@ def test_a_run_resumes_with_another_number_of_islands(
     )
     outcome = train(more, tmp_path, allow_config_change=["islands", "mesh"])
     assert (outcome.rounds, outcome.rounds_trained) == (4, 2)
-    told = capsys.readouterr().err
-    assert "4 islands continue from the states of 2" in told and "start again" not in told
+    messages = capsys.readouterr().err
+    assert "4 islands continue from the states of 2" in messages and "start again" not in messages
     with Checkpoints(tmp_path, keep=3) as checkpoints:
         position = checkpoints.restore_position().stream
     # Each row of two rounds of 2 islands and two rounds of 4, once.

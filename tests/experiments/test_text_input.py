@@ -75,9 +75,9 @@ def test_a_run_continues_on_other_islands_and_devices_with_the_next_rows(corpora
     next(cohorts)
     state, expected = json.loads(json.dumps(cohorts.get_state())), in_order(next(cohorts))
     with default_devices(jax.devices()[:2]):
-        one = dataclasses.replace(experiment(corpora), mesh=MeshConfig(fsdp=2)).build().cohorts
-    one.set_state(state)
-    np.testing.assert_array_equal(in_order(next(one)), expected)
+        stream = dataclasses.replace(experiment(corpora), mesh=MeshConfig(fsdp=2)).build().cohorts
+    stream.set_state(state)
+    np.testing.assert_array_equal(in_order(next(stream)), expected)
 
 
 def test_a_data_set_without_the_field_is_refused_before_training(corpora: Path) -> None:

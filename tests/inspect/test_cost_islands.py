@@ -118,11 +118,11 @@ def test_bytes_of_island_methods_are_those_of_the_compiled_collectives(name: str
         counted = fedpax.cost(algorithm.round, state, cohort).placements["islands"]
         text = jax.jit(algorithm.round).lower(state, cohort).compile().as_text()
     expected = 0
-    for one in collectives(text, mesh):
+    for collective in collectives(text, mesh):
         # A conditional has the permutations of 3 pairings, one of which runs. A loop of unknown
         # length counts once.
-        share = 3 if one.kind == "collective-permute" and name != "PAPA-2" else 1
-        expected += one.bytes * (one.executions or 1) / share
+        share = 3 if collective.kind == "collective-permute" and name != "PAPA-2" else 1
+        expected += collective.bytes * (collective.executions or 1) / share
     if "median" in name:
         expected -= MODEL / N  # an all-gather: the islands receive the median, each has 1 / N
     assert sum(map(_bytes_in_tiles, counted.reduced)) == expected

@@ -116,8 +116,8 @@ def test_max_pool_equals_a_reduction_over_windows(draw: Any, shape: tuple[int, .
     tangent = random.normal(size=shape).astype(np.float32)
     moved = jax.jit(lambda x, tangent: jax.jvp(max_pool, (x,), (tangent,))[1])(x, tangent)
     np.testing.assert_allclose(np.vdot(moved, cotangent), np.vdot(tangent, pulled), rtol=1e-5)
-    one = jax.jit(max_pool)
-    one_by_one = np.stack([one(image) for image in x])
+    jitted = jax.jit(max_pool)
+    one_by_one = np.stack([jitted(image) for image in x])
     np.testing.assert_array_equal(jax.jit(jax.vmap(max_pool))(x), one_by_one)
 
 

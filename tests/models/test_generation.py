@@ -90,11 +90,11 @@ def test_tokens_behind_a_prompt_are_ignored(random_params: Draw) -> None:
     params = random_params(transformer(SMALL))
     prompt, lengths = draw_prompt()
     padded = np.where(np.arange(6) < lengths[:, None], prompt, 22)
-    one, other = (
+    first, other = (
         generate(params, SMALL, p, num_tokens=5, prompt_lengths=lengths, key=jax.random.key(2))
         for p in (prompt, padded)
     )
-    np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(first, other)
 
 
 @pytest.mark.slow
@@ -124,12 +124,12 @@ def test_nucleus_keeps_the_fewest_that_reach_the_probability() -> None:
 def test_samples_depend_on_the_key(random_params: Draw) -> None:
     params = random_params(transformer(SMALL))
     prompt, _ = draw_prompt()
-    one, same, other = (
+    first, same, other = (
         generate(params, SMALL, prompt, num_tokens=8, key=jax.random.key(seed), temperature=3.0)
         for seed in (0, 0, 1)
     )
-    np.testing.assert_array_equal(one, same)
-    assert not np.array_equal(one, other)
+    np.testing.assert_array_equal(first, same)
+    assert not np.array_equal(first, other)
 
 
 @pytest.mark.parametrize(

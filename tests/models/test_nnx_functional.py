@@ -63,9 +63,9 @@ def test_logical_axes_fit_every_parameter(model: FunctionalModel) -> None:
 
 def test_init_depends_only_on_the_key() -> None:
     model = to_functional(Tower)
-    one, same, other = (model.init(jax.random.key(seed)) for seed in (3, 3, 4))
-    chex.assert_trees_all_equal(one, same)
-    assert not np.array_equal(one["first"]["kernel"], other["first"]["kernel"])
+    first, same, other = (model.init(jax.random.key(seed)) for seed in (3, 3, 4))
+    chex.assert_trees_all_equal(first, same)
+    assert not np.array_equal(first["first"]["kernel"], other["first"]["kernel"])
 
 
 def test_apply_under_jit_vmap_and_grad() -> None:

@@ -43,8 +43,8 @@ def test_gradients_do_not_depend_on_the_policy(
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
     expected, _ = jax.jit(step_of("none"))(params, batch)
     gradient, _ = jax.jit(step_of(policy))(params, batch)
-    for one, other in zip(*map(jax.tree.leaves, (gradient, expected)), strict=True):
-        assert np.linalg.norm(one - other) < 1e-5 * np.linalg.norm(other)
+    for leaf, other in zip(*map(jax.tree.leaves, (gradient, expected)), strict=True):
+        assert np.linalg.norm(leaf - other) < 1e-5 * np.linalg.norm(other)
 
 
 def stored_bytes(config: TransformerConfig, batch: int, seq_len: int) -> int:

@@ -151,8 +151,8 @@ def test_sharded_init_equals_init_on_one_device() -> None:
     with jax.set_mesh(mesh):
         params = jax.jit(model.init, out_shardings=parts)(key)
     # The same random numbers on any mesh; 1e-6 for different fusions.
-    one = jax.jit(model.init)(key)
-    chex.assert_trees_all_close(jax.device_get(params), one, rtol=1e-6)
+    jitted = jax.jit(model.init)(key)
+    chex.assert_trees_all_close(jax.device_get(params), jitted, rtol=1e-6)
     assert params["embedding"].sharding.spec == PartitionSpec("tensor", "fsdp")
     down = params["layers"]["feed_forward"]["down"]
     assert down.addressable_shards[0].data.shape == (2, 10, 6)

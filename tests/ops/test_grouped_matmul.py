@@ -95,12 +95,12 @@ def test_vmap(compiled: Callable[..., Any], axes: tuple[int | None, ...]) -> Non
     cotangent = draw(2, ROWS, 4, seed=2)
     result = jax.jit(jax.vmap(compiled, (*axes, 0)))(*arguments, cotangent)
     for i in range(2):
-        one = [
+        leaf = [
             a if axis is None else np.moveaxis(a, axis, 0)[i]
             for a, axis in zip(arguments, axes, strict=True)
         ]
-        used = one[2].sum()
-        for mine, alone in zip(result, compiled(*one, cotangent[i]), strict=True):
+        used = leaf[2].sum()
+        for mine, alone in zip(result, compiled(*leaf, cotangent[i]), strict=True):
             close(mine[i][:used], alone[:used])
 
 

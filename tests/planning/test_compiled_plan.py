@@ -138,9 +138,9 @@ def test_a_mean_at_the_end_of_a_round_is_exposed_at_any_bandwidth(
     rest = max(time for name, time in plan.roofline.times.items() if name != "DCN")
     overlap = plan.overlap
     assert overlap.bandwidth == published
-    assert {(one.local_steps, one.start, one.in_loop) for one in overlap.transfers} == {
-        (0, STEPS, False)
-    }
+    assert {
+        (transfer.local_steps, transfer.start, transfer.in_loop) for transfer in overlap.transfers
+    } == {(0, STEPS, False)}
     # Two slices: a chip sends its operands once, in a ring all-reduce.
     assert overlap.bytes_per_round == pytest.approx(plan.operand_bytes("DCN") * chips)
     seconds = overlap.bytes_per_round / published
@@ -163,7 +163,7 @@ def test_a_mean_at_the_end_of_a_round_is_exposed_at_any_bandwidth(
     )
     assert content["overlap"]["exposed_seconds_per_round"] == slower.overlap.exposed_seconds
     assert content["overlap"]["required_bytes_per_second"].keys() == {"95%", "99%"}
-    assert [one["local_steps"] for one in content["overlap"]["transfers"]] == [0, 0]
+    assert [transfer["local_steps"] for transfer in content["overlap"]["transfers"]] == [0, 0]
 
 
 def test_the_text_report_has_the_values_of_the_plan(recorded: tuple[CompiledPlan, Mesh]):

@@ -90,12 +90,16 @@ def test_the_exposed_time_is_that_of_the_unrolled_schedule(drawn, bandwidth, num
     )
     assert result is not None
     expected = waits(flat, sizes, bandwidth)
-    for one in result.transfers:
-        assert one.exposed_seconds == pytest.approx(expected[one.name], rel=1e-6, abs=1e-9)
-        count = sum(isinstance(e, Start) and e.send == one.name for e in flat)
-        assert one.executions == count
-        assert 0 <= one.start <= one.end <= num_steps * (1 + 1e-9)
-        assert one.local_steps == pytest.approx(work_under(flat, one.name) * num_steps / seconds)
+    for transfer in result.transfers:
+        assert transfer.exposed_seconds == pytest.approx(
+            expected[transfer.name], rel=1e-6, abs=1e-9
+        )
+        count = sum(isinstance(e, Start) and e.send == transfer.name for e in flat)
+        assert transfer.executions == count
+        assert 0 <= transfer.start <= transfer.end <= num_steps * (1 + 1e-9)
+        assert transfer.local_steps == pytest.approx(
+            work_under(flat, transfer.name) * num_steps / seconds
+        )
     exposed = sum(expected.values())
     assert result.compute_utilization == pytest.approx(seconds / (seconds + exposed))
     assert result.mean_bytes_per_second * (seconds + exposed) == pytest.approx(
@@ -132,7 +136,7 @@ def test_fragments_have_a_lower_peak_than_the_model_at_once() -> None:
     assert at_once.peak_bytes_per_second == 40 / 2
     assert fragments.exposed_seconds == 0 and at_once.exposed_seconds == pytest.approx(0.04)
     assert fragments.mean_bytes_per_second == 40 / 80
-    names = [[one.name for one in group] for group in grouped(fragments.transfers)]
+    names = [[fragment.name for fragment in group] for group in grouped(fragments.transfers)]
     assert names == [["0"], ["1"], ["2"], ["3"]] and len(grouped(at_once.transfers)) == 1
 
 

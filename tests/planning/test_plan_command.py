@@ -295,13 +295,13 @@ def test_a_mesh_of_fewer_devices_is_reported_as_such() -> None:
 
 
 def test_a_long_compilation_reports_progress() -> None:
-    told: list[str] = []
-    with ahead_of_time._repeated(told.append, "still", every=0.01):
-        while len(told) < 3:
+    messages: list[str] = []
+    with ahead_of_time._repeated(messages.append, "still", every=0.01):
+        while len(messages) < 3:
             time.sleep(0.01)
-    count = len(told)
+    count = len(messages)
     time.sleep(0.05)
-    assert set(told) == {"still"} and len(told) == count  # no more lines after the end
+    assert set(messages) == {"still"} and len(messages) == count  # no more lines after the end
 
 
 def test_default_devices_are_restored_after_an_error() -> None:

@@ -52,11 +52,11 @@ def test_another_libtpu_than_jax_names_is_told(monkeypatch: pytest.MonkeyPatch, 
     named = {"jax": ["jaxlib<=1", 'libtpu==0.0.42.*; extra == "tpu"']}
     monkeypatch.setattr(importlib.metadata, "requires", named.get)
     monkeypatch.setattr(importlib.metadata, "version", {"libtpu": version}.get)
-    told = foreign_libtpu()
+    messages = foreign_libtpu()
     if version == "0.0.42.1":
-        assert told is None
+        assert messages is None
     else:
-        assert told is not None and "pip install 'libtpu==0.0.42.*'" in told
+        assert messages is not None and "pip install 'libtpu==0.0.42.*'" in messages
 
 
 @pytest.mark.parametrize(

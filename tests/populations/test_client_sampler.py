@@ -33,8 +33,8 @@ def test_a_cohort_has_distinct_clients_of_the_population(sizes, seed, round_numb
 @given(st.integers(0, 2**31), st.lists(st.integers(0, 1000), min_size=1, max_size=5))
 def test_a_cohort_depends_on_seed_and_round_alone(seed, order):
     """Not on the rounds sampled before, and not on the sampler object."""
-    one = ClientSampler(50, 5, seed)
-    sampled = {r: one.sample(r).tolist() for r in order}
+    sampler = ClientSampler(50, 5, seed)
+    sampled = {r: sampler.sample(r).tolist() for r in order}
     for r in reversed(order):
         assert ClientSampler(50, 5, seed).sample(r).tolist() == sampled[r]
 

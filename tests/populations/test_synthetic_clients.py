@@ -106,8 +106,8 @@ def test_indexing_and_slicing_as_a_sequence():
     np.testing.assert_array_equal(clients[-1], clients[2])
     with pytest.raises(IndexError):
         clients[3]
-    for one, other in zip(clients[1:], (clients[1], clients[2]), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for leaf, other in zip(clients[1:], (clients[1], clients[2]), strict=True):
+        np.testing.assert_array_equal(leaf, other)
 
 
 @pytest.mark.parametrize(

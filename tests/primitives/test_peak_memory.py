@@ -69,8 +69,8 @@ def test_auto_chunks_fill_the_memory_limit_on_accelerators_and_are_one_on_cpu(
     fits, chunk, monkeypatch
 ):
     size = 1000
-    one = peak_of(lambda x: jnp.sin(x), jnp.ones(size))
-    monkeypatch.setattr(participant_loop, "AUTO_CHUNK_BYTES", fits * one)
+    peak = peak_of(lambda x: jnp.sin(x), jnp.ones(size))
+    monkeypatch.setattr(participant_loop, "AUTO_CHUNK_BYTES", fits * peak)
     program = fedpax.program(clients=12, chunk_size="auto")(
         lambda x: federated_map(lambda x: jnp.sin(x), x)
     )

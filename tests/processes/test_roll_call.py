@@ -158,9 +158,12 @@ def test_slow_strangers_delay_no_process_and_do_not_prolong_the_wait() -> None:
 
     def send_slowly() -> None:
         while not ended.is_set():
-            with contextlib.suppress(OSError), socket.create_connection(("localhost", port)) as one:
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(("localhost", port)) as connection,
+            ):
                 while not ended.wait(0.1):
-                    one.sendall(b"[")
+                    connection.sendall(b"[")
 
     strangers = [threading.Thread(target=send_slowly) for _ in range(10)]
     for stranger in strangers:

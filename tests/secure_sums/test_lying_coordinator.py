@@ -56,12 +56,12 @@ def test_lies_about_dropouts_tell_no_two_secrets_of_a_site(
     # The coordinator tells each site another list: all partitions of the sites into those that
     # hear that the victim is present, and those that hear that it has dropped out.
     others = [name for name in NAMES if name != victim]
-    for told in itertools.product([True, False], repeat=4):
+    for messages in itertools.product([True, False], repeat=4):
         attack = Sum()
         own: dict[int, bytes] = {}
         keys: dict[int, bytes] = {}
         place = attack.roster.place
-        for name, is_present in [(victim, True), *zip(others, told, strict=True)]:
+        for name, is_present in [(victim, True), *zip(others, messages, strict=True)]:
             list_ = [n for n in NAMES if n != victim or is_present]
             header = attack.answer(name, reveal(list_)).header
             if victim in header["own"]:

@@ -104,9 +104,9 @@ def test_what_is_sent_does_not_depend_on_the_values() -> None:
                 coordinator.receive(name, seen[-1])
             requests = dict(coordinator.advance())
         answers.append(seen)
-    for one, other in zip(*answers, strict=True):
-        assert one.header == other.header
-        for name, array in one.arrays.items():
+    for leaf, other in zip(*answers, strict=True):
+        assert leaf.header == other.header
+        for name, array in leaf.arrays.items():
             difference = array - other.arrays[name]
             expected = VALUES["a"][name] - random_values(99)[name]
             np.testing.assert_array_equal(difference, expected.view(np.uint32))

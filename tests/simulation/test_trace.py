@@ -58,11 +58,11 @@ def test_a_trace_has_the_distributions_it_was_drawn_from():
 
 
 def test_a_change_of_one_distribution_leaves_the_others():
-    one = draw_trace(9, seed=3, seconds_per_step=uniform(1, 2), seconds_to_send=uniform(0, 1))
+    trace = draw_trace(9, seed=3, seconds_per_step=uniform(1, 2), seconds_to_send=uniform(0, 1))
     other = draw_trace(9, seed=3, seconds_per_step=constant(1), seconds_to_send=uniform(0, 1))
-    np.testing.assert_array_equal(one.seconds_to_send, other.seconds_to_send)
+    np.testing.assert_array_equal(trace.seconds_to_send, other.seconds_to_send)
     again = draw_trace(9, seed=3, seconds_per_step=uniform(1, 2), seconds_to_send=uniform(0, 1))
-    np.testing.assert_array_equal(one.seconds_per_step, again.seconds_per_step)
+    np.testing.assert_array_equal(trace.seconds_per_step, again.seconds_per_step)
 
 
 def test_who_fails_without_a_return_stays_down():

@@ -8,6 +8,6 @@ from fedpax.training.progress import Progress
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Collect what coordinators tell."""
-    told: list[str] = []
-    monkeypatch.setattr(Progress, "note", lambda _, text: told.append(text))
-    return told
+    messages: list[str] = []
+    monkeypatch.setattr(Progress, "note", lambda _, text: messages.append(text))
+    return messages

@@ -60,7 +60,7 @@ def test_every_kind_of_data_gives_the_examples_of_its_records(kind: str) -> None
         token_rounds(data, islands=1, local_steps=2, batch_size=2, seq_len=5)
         for data in (source, RECORDS)
     ]
-    result, wanted = (next(one).batches["inputs"] for one in rounds)
+    result, wanted = (next(stream).batches["inputs"] for stream in rounds)
     np.testing.assert_array_equal(result, wanted)
     rows, _ = pack_clients(source, seq_len=4)
     np.testing.assert_array_equal(rows["inputs"], pack_clients(RECORDS, seq_len=4)[0]["inputs"])

@@ -85,8 +85,8 @@ def test_a_folder_that_exists_is_itself(tmp_path: Path) -> None:
     for name in ("corpus1", "corpus[1]", "{split}", "corpus*", "corpus1/in?"):
         source = load(f"{tmp_path}/{name}/{{split}}-*.array_record", "train")
         assert [x["text"] for x in source] == [name.encode(), b"brackets"]
-        one = load(f"{tmp_path}/{name}/train-[1].array_record", "train")
-        assert [x["text"] for x in one] == [b"brackets"]
+        single = load(f"{tmp_path}/{name}/train-[1].array_record", "train")
+        assert [x["text"] for x in single] == [b"brackets"]
     several = load(f"{tmp_path}/c?rpus[[1]*/train-0.array_record", "train")
     assert {x["text"] for x in several} == {b"corpus1", b"corpus[1]"}
     with pytest.raises(FileNotFoundError, match="No file matches"):

@@ -108,5 +108,7 @@ def test_a_state_that_turned_non_finite_is_never_saved_without_a_message(
         restored = checkpoints.restore_state(like)
     assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(restored))
     assert complete_rounds(tmp_path / "stopped" / "checkpoints") == [1, BAD - 1]
-    told = "state.local_params['layers'] is not finite after round 3; checkpoints from this round"
-    assert capsys.readouterr().err.count(told) == 1
+    messages = (
+        "state.local_params['layers'] is not finite after round 3; checkpoints from this round"
+    )
+    assert capsys.readouterr().err.count(messages) == 1

@@ -352,9 +352,9 @@ def test_a_run_continues_from_the_resized_state_at_the_same_round_of_the_data(
     result = train(experiment_of(method, new, 5), tmp_path, allow_config_change=["islands", "mesh"])
     assert (result.rounds, result.rounds_trained, result.finished) == (5, 2, True)
     if old.islands != new.islands:
-        told = capsys.readouterr().err
-        assert f"{new.islands} islands continue from the states of {old.islands}" in told
-        assert "The data continue after round 3" in told
+        messages = capsys.readouterr().err
+        assert f"{new.islands} islands continue from the states of {old.islands}" in messages
+        assert "The data continue after round 3" in messages
 
     # As a state of init for the new islands, with the former values.
     state = METHODS[method](old.islands).init(init_params(jax.random.key(0)))

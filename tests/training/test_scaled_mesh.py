@@ -16,8 +16,8 @@ def test_a_mesh_shrinks_with_its_processes() -> None:
     assert fit_mesh(islands, 4, 8) == ["--islands=2"]
     stated = dataclasses.replace(islands, mesh=MeshConfig(islands=4))
     assert fit_mesh(stated, 1, 4) == ["--mesh.islands=1", "--islands=1"]
-    one = dataclasses.replace(islands, islands=1)
-    assert fit_mesh(one, 3, 4) == []
+    single = dataclasses.replace(islands, islands=1)
+    assert fit_mesh(single, 3, 4) == []
     assert fit_mesh(islands, 7, 8) is None  # half an island
     plain = dataclasses.replace(regression(), mesh=MeshConfig(data=2, fsdp=4))
     assert fit_mesh(plain, 1, 2) == ["--mesh.data=1"]

@@ -25,24 +25,25 @@ ENDLESS = ("--pause=0.1", "--training.rounds=100000", "--training.checkpoint_eve
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the same run in one process."""
     folder = tmp_path_factory.mktemp("one")
     train(regression(), folder)
     return folder
 
 
-def check_equal(folder: Path, one: Path) -> None:
+def check_equal(folder: Path, single: Path) -> None:
     """Check parameters and losses: collectives between processes add in another order."""
-    chex.assert_trees_all_close(load_params(folder), load_params(one), rtol=0, atol=1e-6)
+    chex.assert_trees_all_close(load_params(folder), load_params(single), rtol=0, atol=1e-6)
     losses = [
-        [line["loss"] for line in select(read_metrics(path), "training")] for path in (folder, one)
+        [line["loss"] for line in select(read_metrics(path), "training")]
+        for path in (folder, single)
     ]
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
 def test_two_processes_give_the_result_of_one_and_only_process_0_prints(
-    tmp_path: Path, one: Path
+    tmp_path: Path, single: Path
 ) -> None:
     (status, output, errors), other = finish(start(2, tmp_path))
     assert status == 0, errors
@@ -51,7 +52,7 @@ def test_two_processes_give_the_result_of_one_and_only_process_0_prints(
     # On a slow disk, Orbax warns in every process that a save waits for the one before.
     warnings = r"(WARNING:absl:Waiting for previous save to complete.*\n)*"
     assert other[:2] == (0, "") and re.fullmatch(warnings, other[2])
-    check_equal(tmp_path, one)
+    check_equal(tmp_path, single)
 
 
 @pytest.mark.slow
@@ -82,7 +83,7 @@ def test_two_processes_evaluate_the_models_of_clients_as_one(tmp_path: Path, met
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_with_fewer_processes(tmp_path: Path, one: Path) -> None:
+def test_killed_and_resumed_with_fewer_processes(tmp_path: Path, single: Path) -> None:
     for count, rounds in [(4, 5), (2, 8)]:
         processes = start(count, tmp_path, "--pause=0.3", "--allow_config_change=pause")
         wait_for_rounds(tmp_path, rounds, processes)
@@ -92,17 +93,17 @@ def test_killed_and_resumed_with_fewer_processes(tmp_path: Path, one: Path) -> N
     assert 3 <= (latest_round(tmp_path) or 0) < 12
     allowed = dataclasses.replace(regression(), pause=0.0)
     train(allowed, tmp_path, allow_config_change="pause")
-    check_equal(tmp_path, one)
+    check_equal(tmp_path, single)
 
 
 @pytest.mark.slow
-def test_four_processes_resume_what_one_began(tmp_path: Path, one: Path) -> None:
+def test_four_processes_resume_what_one_began(tmp_path: Path, single: Path) -> None:
     training = dataclasses.replace(regression().training, rounds=6)
     train(dataclasses.replace(regression(), training=training), tmp_path)
     (status, output, errors), *others = finish(start(4, tmp_path))
     assert status == 0 and output.startswith("Finished 12 of 12 rounds"), errors
     assert others == [(0, "", "")] * 3
-    check_equal(tmp_path, one)
+    check_equal(tmp_path, single)
 
 
 @pytest.mark.slow
@@ -142,7 +143,7 @@ def test_a_signal_before_the_first_round_stops_a_resumed_run(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_killed_process_ends_the_job_which_the_same_command_resumes(
-    tmp_path: Path, one: Path
+    tmp_path: Path, single: Path
 ) -> None:
     processes = start(2, tmp_path, "--pause=0.3", "--heartbeat_timeout=10")
     wait_for_rounds(tmp_path, 5, processes)
@@ -152,7 +153,7 @@ def test_a_killed_process_ends_the_job_which_the_same_command_resumes(
     assert status != 0 and "Finished" not in output
     assert time.monotonic() - killed < 60
     assert [status for status, _, _ in finish(start(2, tmp_path, "--pause=0.3"))] == [0, 0]
-    check_equal(tmp_path, one)
+    check_equal(tmp_path, single)
 
 
 @pytest.mark.slow

@@ -286,8 +286,8 @@ def test_wandb_offline_continues_one_run(
     ]
     lines = read_metrics(tmp_path)
     assert len(sent) == len(lines)
-    for one, line in zip(sent, sorted(lines, key=lambda line: line["round"]), strict=True):
-        assert metrics_of(line).items() <= one.items() and one["round"] == line["round"]
+    for leaf, line in zip(sent, sorted(lines, key=lambda line: line["round"]), strict=True):
+        assert metrics_of(line).items() <= leaf.items() and leaf["round"] == line["round"]
     assert f"wandb sync {tmp_path}" in notes[0] and len(notes) == 2
     check_links(tmp_path)
     assert capfd.readouterr() == ("", "")

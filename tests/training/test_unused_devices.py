@@ -31,8 +31,8 @@ def test_an_experiment_of_ones_own(mesh: MeshConfig, participants: int, expected
 
 def test_the_setting_of_a_cohort_uses_all_devices() -> None:
     experiment = find_experiment("fedavg_digits")()
-    told = describe_unused(experiment, experiment.build(), experiment.cohort.size)
-    assert told == "the mesh has 5 of 8 devices. For all, set --cohort.size=16"
+    messages = describe_unused(experiment, experiment.build(), experiment.cohort.size)
+    assert messages == "the mesh has 5 of 8 devices. For all, set --cohort.size=16"
     cohort = dataclasses.replace(experiment.cohort, size=16)
     assert dataclasses.replace(experiment, cohort=cohort).make_mesh().size == jax.device_count()
 

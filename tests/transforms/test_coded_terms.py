@@ -59,9 +59,9 @@ def test_terms_from_words(codec: codecs.Codec, feedback: bool) -> None:
         reply = merged, (), list(range(CLIENTS))
     assert used == CLIENTS
     expected_state, expected = jax.jit(round_of)(state, x, weights)
-    for one, other in zip(jax.tree.leaves(result[1]), jax.tree.leaves(expected), strict=True):
+    for leaf, other in zip(jax.tree.leaves(result[1]), jax.tree.leaves(expected), strict=True):
         assert np.abs(other).max() > 0.1
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
     if feedback:
         after = np.stack([kept[i]["state.residual['w']"] for i in range(CLIENTS)])
         np.testing.assert_allclose(after, expected_state.residual["w"], rtol=0, atol=1e-5)

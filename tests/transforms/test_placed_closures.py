@@ -56,9 +56,9 @@ def told(run: Callable[[], Any]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run()
-    assert all(one.category is PlacedClosureWarning for one in caught)
-    assert all(one.filename == __file__ for one in caught)
-    return [str(one.message) for one in caught]
+    assert all(warning.category is PlacedClosureWarning for warning in caught)
+    assert all(warning.filename == __file__ for warning in caught)
+    return [str(warning.message) for warning in caught]
 
 
 @pytest.mark.parametrize(

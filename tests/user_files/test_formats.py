@@ -200,8 +200,8 @@ def test_images_in_folders(tmp_path: Path) -> None:
     assert source.client_names == ["ann", "bö"] and source.client_starts.tolist() == [0, 4, 6]
     assert source.column("label").tolist() == ["cat"] * 3 + ["dog"] + ["cat"] * 2
     np.testing.assert_array_equal(source.column("image"), list(expected.values()))
-    one = load(tmp_path / "bö" / "cat" / "*.png")
-    assert one.client_starts is None and len(one) == 2
+    single = load(tmp_path / "bö" / "cat" / "*.png")
+    assert single.client_starts is None and len(single) == 2
     gray = rng.integers(0, 256, (7, 7), np.uint8)
     Image.fromarray(gray).save(tmp_path / "bö" / "cat" / "9.png")
     with pytest.raises(ValueError, match=r"is 5 x 4 and .*9.png is 7 x 7.*image_size="):
@@ -329,9 +329,9 @@ def test_folders_without_data(tmp_path: Path) -> None:
 )
 def test_damaged_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message) as told:
+    with pytest.raises(ValueError, match=message) as messages:
         load(tmp_path / name)
-    assert str(tmp_path / name) in str(told.value)
+    assert str(tmp_path / name) in str(messages.value)
 
 
 def test_arrays_that_are_cut_off_or_cannot_be_mapped_are_named(tmp_path: Path) -> None:

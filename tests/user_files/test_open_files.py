@@ -122,8 +122,8 @@ def test_each_of_several_files_is_a_client(tmp_path: Path) -> None:
     assert [example["client"] for example in source] == [
         n for n in sorted(tables) for _ in tables[n]["age"]
     ]
-    one = load(tmp_path / "[x].csv")  # a path that exists is itself
-    assert len(one) == 1 and one.client_starts is None
+    single = load(tmp_path / "[x].csv")  # a path that exists is itself
+    assert len(single) == 1 and single.client_starts is None
 
 
 def test_paths_name_clients_and_labels(tmp_path: Path) -> None:
@@ -201,10 +201,10 @@ def test_held_out_shares_are_disjoint_and_independent_of_files_and_order(tmp_pat
     options: Any = {"client": "hospital", "heldout_fraction": 0.1}
     keys = {}
     for split in ("train", "heldout"):
-        one = load(tmp_path / "one.parquet", split, **options)
+        single = load(tmp_path / "one.parquet", split, **options)
         parts = load(tmp_path / "part-*.parquet", split, **options)
-        assert sorted(one.column("key")) == sorted(parts.column("key"))
-        keys[split] = set(one.column("key"))
+        assert sorted(single.column("key")) == sorted(parts.column("key"))
+        keys[split] = set(single.column("key"))
     assert not keys["train"] & keys["heldout"] and len(keys["train"] | keys["heldout"]) == 2000
     assert 150 < len(keys["heldout"]) < 250
     clients = [

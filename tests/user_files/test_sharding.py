@@ -104,9 +104,9 @@ def test_shards_have_about_equal_numbers_of_rows(tmp_path: Path) -> None:
     assert max(sizes) < 1.3 * 8000 / 8
     shard = load(tmp_path / "shards" / "shard-00003")  # opens alone
     assert len(shard) == sizes[3]
-    one = prepare_shards(tmp_path / "a.arrow", tmp_path / "plain", 8)
-    assert len(one) == 8
-    assert max(one) < 1.1 * 500
+    single = prepare_shards(tmp_path / "a.arrow", tmp_path / "plain", 8)
+    assert len(single) == 8
+    assert max(single) < 1.1 * 500
     assert_equal(load(tmp_path / "plain"), load(tmp_path / "a.arrow"))
 
 

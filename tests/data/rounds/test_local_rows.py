@@ -195,7 +195,7 @@ def test_a_process_reads_only_documents_of_its_own_rows() -> None:
     whole.reads.clear()
     for _ in range(2):
         next(stream)
-    assert sorted(whole.reads) == sorted(n for one in reads for n in one)
+    assert sorted(whole.reads) == sorted(n for index in reads for n in index)
     assert len(whole.reads) < len(DOCUMENTS)
 
 

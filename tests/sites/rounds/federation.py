@@ -150,8 +150,10 @@ def run(
 
         def join(name: str, line: Any) -> None:
             mine: list[BaseException] = []
-            told = mine if name in may_be_refused else failures
-            take_part(name, sites[name], folder, line, told, personal, (signers or {}).get(name))
+            messages = mine if name in may_be_refused else failures
+            take_part(
+                name, sites[name], folder, line, messages, personal, (signers or {}).get(name)
+            )
             refused.update((name, str(error)) for error in mine)
 
         threads = [threading.Thread(target=join, args=(name, line)) for name, line in made.items()]

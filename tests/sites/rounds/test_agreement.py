@@ -72,9 +72,9 @@ def test_a_site_with_another_kind_of_column_is_refused(tmp_path: Path) -> None:
         in (outcome.refused["a"])
     )
     whole = experiment(*(f"{tmp_path}/data/{s}/*.csv" for s in "bc"))
-    for one, other in zip(outcome.params, train_together(whole, 3), strict=True):
+    for leaf, other in zip(outcome.params, train_together(whole, 3), strict=True):
         assert np.abs(other).max() > 0.01
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
 
 
 def test_a_malformed_description_ends_no_run(tmp_path: Path) -> None:
@@ -219,8 +219,8 @@ def test_what_no_site_can_have_is_malformed(place: tuple[Any, ...], value: Any) 
 def test_bounds_that_differ_in_a_late_digit_differ() -> None:
     collected = []
     for most in (1234567, 1234568):
-        told = description()
-        told["columns"][0] |= {"bounds": [0, most], "reason": "stated"}
-        collected.append(table_properties(told))
+        messages = description()
+        messages["columns"][0] |= {"bounds": [0, most], "reason": "stated"}
+        collected.append(table_properties(messages))
     assert collected[0]["the column 'age'"] == "number(0..1234567):mean"
     assert collected[1]["the column 'age'"] == "number(0..1234568):mean"

@@ -131,5 +131,5 @@ def test_values_without_a_weight_are_not_merged(tmp_path: Path) -> None:
     rows = {site.name: site for site in read_sites(outcome.folder / "coordinator")}
     assert (rows["c"].rounds, rows["c"].dropped) == (0, 2)
     wanted = train_together(sites, 2, lambda _: ["a", "b"]).params
-    for one, other in zip(outcome.params, jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+    for leaf, other in zip(outcome.params, jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)

@@ -26,9 +26,9 @@ def test_equal_to_one_program(tmp_path: Path, name: str) -> None:
     }
     outcome = run(small(name, 3, features=FEATURES), sites, tmp_path)
     expected = train_together(sites, 3, lambda _: list(sites)).params
-    for one, other in zip(outcome.params, jax.tree.leaves(expected), strict=True):
+    for leaf, other in zip(outcome.params, jax.tree.leaves(expected), strict=True):
         assert np.abs(other).max() > 0.01
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
     rows = {site.name: site for site in read_sites(outcome.folder / "coordinator")}
     whole = 3 * 4 * FEATURES
     assert rows["a"].received_bytes < whole / 5  # 4 bits a number, scales of blocks, few more

@@ -99,9 +99,9 @@ def test_equals_training_on_all_documents(tmp_path: Path, rank: int) -> None:
     sites = two_sites(base, tmp_path / "ours", rank=rank)
     outcome = run(experiment(base, rank=rank), sites, tmp_path / "runs")
     params, metrics = train_together(experiment(base, f"{tmp_path}/ours/all.jsonl", rank=rank))
-    for one, other in zip(outcome.params, jax.tree.leaves(params), strict=True):
+    for leaf, other in zip(outcome.params, jax.tree.leaves(params), strict=True):
         assert np.abs(other).max() > 1e-3
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-5)
     (line,) = [x for x in read_metrics(tmp_path / "runs" / "coordinator") if "site/a/loss" in x]
     heldout = {name: site._site_heldout for name, site in sites.items()}
     weights = [rows.main.num_targets.sum() for rows in heldout.values() if rows is not None]
@@ -143,11 +143,11 @@ def test_a_fine_tuned_model_of_a_site_is_saved(tmp_path: Path) -> None:
     tuned = algorithm.round(state, cohort, trainable.frozen.load())[0].params
     folder = tmp_path / "runs" / "b" / "fine_tuned"
     saved = load_state(folder, 2, SiteState(tuned)).params
-    for one, other, shared in zip(
+    for leaf, other, shared in zip(
         *map(jax.tree.leaves, (saved, tuned)), outcome.params, strict=True
     ):
-        assert np.abs(one - shared).max() > 1e-3
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+        assert np.abs(leaf - shared).max() > 1e-3
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-5)
     metrics = alone.at_site(ClientRange(0, 2, 2)).evaluate(tuned)
     assert own["b"]["fine_tuned_loss"] == pytest.approx(metrics["loss"], abs=1e-5)
     assert own["b"]["fine_tuned_loss"] != own["b"]["loss"]

@@ -45,9 +45,9 @@ def test_equals_training_on_all_files(tmp_path: Path, name: str) -> None:
     sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", **fields) for s in SIZES}
     outcome = run(experiment(**fields), sites, tmp_path / "runs")
     whole = experiment(f"{tmp_path}/data/*/*.csv", **fields)
-    for one, other in zip(outcome.params, train_together(whole, 3), strict=True):
+    for leaf, other in zip(outcome.params, train_together(whole, 3), strict=True):
         assert np.abs(other).max() > 0.01
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
 
 
 def test_a_site_with_one_file_for_each_split(tmp_path: Path) -> None:
@@ -86,6 +86,6 @@ def test_equals_training_on_all_images(tmp_path: Path) -> None:
     outcome = run(make(), sites, tmp_path / "runs")
     whole = make(f"{tmp_path}/data/*/{{client}}/{{label}}/*.png")
     wanted = train_together(whole, 2)
-    for one, other in zip(outcome.params, wanted, strict=True):
+    for leaf, other in zip(outcome.params, wanted, strict=True):
         assert np.abs(other).max() > 1e-3
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)

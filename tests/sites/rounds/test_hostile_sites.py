@@ -254,5 +254,5 @@ def test_replies_that_are_repeated_or_never_come(tmp_path: Path, line: type[Line
     )
     names = ["a", "b"] if line is Holds else list(sites)
     wanted = train_together(sites, 3, lambda _: names).params
-    for one, other in zip(outcome.params, jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+    for leaf, other in zip(outcome.params, jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)

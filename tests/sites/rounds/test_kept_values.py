@@ -22,9 +22,9 @@ def test_reordered_clients_keep_their_states(tmp_path: Path) -> None:
     sites = three_sites("scaffold")
     sites["c"] = dataclasses.replace(sites["c"], order=(2, 0, 1))
     moved = run(small("scaffold"), sites, tmp_path / "moved", rules=rules, done=2)
-    for one, other in zip(plain.params, moved.params, strict=True):
-        assert np.abs(one).max() > 0.01
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+    for leaf, other in zip(plain.params, moved.params, strict=True):
+        assert np.abs(leaf).max() > 0.01
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
 
 
 def test_states_of_absent_clients_are_kept(tmp_path: Path) -> None:

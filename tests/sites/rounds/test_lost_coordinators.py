@@ -33,8 +33,8 @@ def test_a_round_whose_state_is_not_saved_does_not_count(
     monkeypatch.setattr(Checkpoints, "save", save)
     outcome = run(small("scaffold", 3), sites, tmp_path, done=lost - 1)
     wanted = train_together(sites, 3, lambda _: list(sites)).params
-    for one, other in zip(outcome.params, jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+    for leaf, other in zip(outcome.params, jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
 
 
 def test_a_run_keeps_its_name_before_the_sites_agree(

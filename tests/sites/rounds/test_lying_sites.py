@@ -29,7 +29,7 @@ def test_krum_sums_the_updates_that_it_was_shown(
     sites = three_sites("krum", rounds=2)
     outcome = run(small("krum", 2), sites, tmp_path)
     expected = train_together(sites, 2, lambda _: list(sites)).params
-    for one, other in zip(outcome.params, jax.tree.leaves(expected), strict=True):
+    for leaf, other in zip(outcome.params, jax.tree.leaves(expected), strict=True):
         assert np.abs(other).max() > 0.01
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
     assert asked == {0}

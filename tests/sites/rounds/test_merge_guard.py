@@ -65,8 +65,8 @@ def test_honest_sites_are_merged_as_without_guards(tmp_path: Path) -> None:
     write_hospitals(tmp_path / "data", {**SIZES, "d": (200,)})
     plain = federate(tmp_path)
     guarded = federate(tmp_path, "guarded", own="d", norm_factor=3.0, accept_if="loss+0.5")
-    for one, other in zip(plain.params, guarded.params, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for leaf, other in zip(plain.params, guarded.params, strict=True):
+        np.testing.assert_array_equal(leaf, other)
 
 
 def test_the_norms_outlive_the_process() -> None:

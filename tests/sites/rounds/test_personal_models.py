@@ -49,11 +49,11 @@ def test_equal_to_training_on_all_files(tmp_path: Path, name: str) -> None:
     alone = alone.with_inputs(outcome.coordinator.exchange.inputs).sized(2).build()
     state = alone.algorithm.init(outcome.coordinator.params)
     state, _ = alone.algorithm.round(state, next(alone.cohorts))
-    for one, other, shared in zip(
+    for leaf, other, shared in zip(
         *map(jax.tree.leaves, (saved.params, state.params)), outcome.params, strict=True
     ):
-        assert np.abs(one - shared).max() > 1e-4
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+        assert np.abs(leaf - shared).max() > 1e-4
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-5)
     rows = read_sites(folder)
     assert all("fine_tuned_loss" in row.heldout for row in rows)
     assert {"personal_loss", "loss"} <= rows[0].heldout.keys()

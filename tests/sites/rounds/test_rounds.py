@@ -22,9 +22,9 @@ from fedpax.sites.transport.message import Message
 
 
 def assert_equal(params, expected) -> None:
-    for one, other in zip(params, jax.tree.leaves(expected), strict=True):
+    for leaf, other in zip(params, jax.tree.leaves(expected), strict=True):
         assert np.all(np.isfinite(other)) and np.abs(other).max() > 0.01
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
 
 
 def three_sites(name: str, rounds: int = 4):

@@ -182,9 +182,9 @@ def reference(folder: Path, exp: str, counted: Sequence[Sequence[str]]) -> list[
 
 
 def assert_equal(actual: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> None:
-    for one, other in zip(actual, wanted, strict=True):
+    for leaf, other in zip(actual, wanted, strict=True):
         assert np.abs(other).max() > 1e-3
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -82,9 +82,9 @@ def test_equal_to_plain_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     plain = federate(tmp_path, "plain", sites)
     monkeypatch.setattr(Exchange, "handle", record)
     secret = federate(tmp_path, "secret", sites, secure_sums=True)
-    for one, other in zip(plain.params, secret.params, strict=True):
-        assert np.abs(one).max() > 0.01
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+    for leaf, other in zip(plain.params, secret.params, strict=True):
+        assert np.abs(leaf).max() > 0.01
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
     assert set(received) == {np.dtype(np.uint32)}  # no float leaves a site
 
 

@@ -23,9 +23,9 @@ RULES = RoundRules(3, 60.0, secure_sums=True)
 
 def check_equal(params: Any, sites: dict[str, Any], rounds: int, names: str) -> None:
     expected = train_together(sites, rounds, lambda _: list(names)).params
-    for one, other in zip(params, jax.tree.leaves(expected), strict=True):
+    for leaf, other in zip(params, jax.tree.leaves(expected), strict=True):
         assert np.abs(other).max() > 0.01
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
 
 
 def test_a_site_that_forges_proofs_is_left_out_and_expelled(
@@ -54,8 +54,8 @@ def test_a_site_that_forges_proofs_is_left_out_and_expelled(
     rows = {site.name: (site.rounds, site.dropped) for site in read_sites(tmp_path / "coordinator")}
     assert rows == {"a": (3, 0), "b": (3, 0), "c": (3, 0), "d": (0, 3)}
     check_equal(outcome.params, sites, rounds, "abc")
-    told = [text for text in notes if text.startswith("site d does not keep to the protocol")]
-    assert len(told) == 3 and "the keys of site 'd' are not signed" in told[0]
+    messages = [text for text in notes if text.startswith("site d does not keep to the protocol")]
+    assert len(messages) == 3 and "the keys of site 'd' are not signed" in messages[0]
     assert admission.is_expelled("d") and not any(map(admission.is_expelled, "abc"))
 
 

@@ -30,10 +30,10 @@ def test_rows_have_the_places_of_their_clients(
         rows.add([2, 5, 1], [x[2:], here[2:], half[2:]])
         completed, places = rows.finish()
     assert places == (list(range(6)) if limit < 1 << 26 else [4, 0, 2, 5, 1])
-    for one, values in zip(completed, (x, here, half), strict=True):
+    for leaf, values in zip(completed, (x, here, half), strict=True):
         placed = np.zeros((6, *values.shape[1:]), values.dtype)
         placed[[4, 0, 2, 5, 1]] = values
-        np.testing.assert_array_equal(one, placed if limit < 1 << 26 else values)
+        np.testing.assert_array_equal(leaf, placed if limit < 1 << 26 else values)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -64,6 +64,6 @@ def test_rounds_are_equal_with_files(
     }
     outcome = run(small(method, 2), sites, tmp_path)
     wanted = train_together(sites, 2, lambda _: list(sites)).params
-    for one, other in zip(outcome.params, jax.tree.leaves(wanted), strict=True):
+    for leaf, other in zip(outcome.params, jax.tree.leaves(wanted), strict=True):
         assert np.abs(other).max() > 1e-3
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)

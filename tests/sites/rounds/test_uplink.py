@@ -98,8 +98,8 @@ def test_the_coordinator_tells_who_sends_float32(tmp_path: Path, notes: list[str
         for name, clients in {"a": 1, "b": 3}.items()
     }
     run(small("compressed", 1, features=FEATURES), sites, tmp_path)
-    (told,) = [text for text in notes if "as float32" in text]
-    assert told.startswith("site b has several clients") and "--up=e3m0" in told
+    (messages,) = [text for text in notes if "as float32" in text]
+    assert messages.startswith("site b has several clients") and "--up=e3m0" in messages
 
 
 def ask(worker: SiteWorker, token: str, counted: str | None, number: int) -> Any:
@@ -174,5 +174,5 @@ def divide_small(method: str, features: int = FEATURES) -> Stages:
     [("fedavg", 600, True), ("fedavg", 255, False), ("median", 600, False)],
 )
 def test_a_codec_without_effect_is_told(method: str, features: int, has_effect: bool) -> None:
-    told = check_up("e3m0", divide_small(method, features), is_private=False)
-    assert told.startswith("up=e3m0 has no effect") is not has_effect
+    messages = check_up("e3m0", divide_small(method, features), is_private=False)
+    assert messages.startswith("up=e3m0 has no effect") is not has_effect

@@ -316,13 +316,13 @@ def test_the_run_ends_after_its_merges(tmp_path: Path):
 def test_an_island_records_the_end_before_the_syncer_is_told(tmp_path: Path):
     sites = Sites(parts(), quorum=1, num_merges=1)
     island = sites.add("a")
-    told: list[bool] = []
-    island._link._on_end = lambda: told.append(sites.syncer.everyone_heard_end)
+    messages: list[bool] = []
+    island._link._on_end = lambda: messages.append(sites.syncer.everyone_heard_end)
     for _ in range(4):
         sites.phase(island)
         sites.receive(island)
     island._link.exchange()
-    assert told == [False] and sites.syncer.everyone_heard_end
+    assert messages == [False] and sites.syncer.everyone_heard_end
 
 
 def test_a_syncer_saves_who_knows_the_end_before_the_answer(tmp_path: Path):

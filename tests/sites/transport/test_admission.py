@@ -201,19 +201,19 @@ def test_over_the_wire(tmp_path: Path, certificates: Path) -> None:
             admission=guarded.admission,
             max_message_bytes=1000,
         ) as server,
-        connect(f"localhost:{server.port}", certificates=certificates / "site-1") as one,
+        connect(f"localhost:{server.port}", certificates=certificates / "site-1") as connection,
         connect(f"localhost:{server.port}", certificates=certificates / "site-2") as two,
     ):
-        assert one.call(HELLO, 10).header == {"peer": "site-1"}
+        assert connection.call(HELLO, 10).header == {"peer": "site-1"}
         for _ in range(2):  # they are refused before they reach the handler, and count
             with pytest.raises(RefusedError, match="expected at most max_message_bytes"):
-                one.call(large, 10)
+                connection.call(large, 10)
         with pytest.raises(DisconnectedError, match=r"site 'site-1' is muted for 60 s: .* Wait"):
-            one.call(HELLO, 10)
+            connection.call(HELLO, 10)
         assert two.call(HELLO, 10).header == {"peer": "site-2"}
         expel(tmp_path, "site-1", "it left")
         guarded.now += 0.6
         with pytest.raises(RefusedError, match=r"is expelled from this run \(it left\)"):
-            one.call(large, 10)  # its size is not looked at any more
+            connection.call(large, 10)  # its size is not looked at any more
         assert two.call(HELLO, 10).header == {"peer": "site-2"}
     assert os.listdir(tmp_path) and guarded.handled == ["site-1", "site-2", "site-2"]

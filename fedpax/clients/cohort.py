@@ -220,7 +220,8 @@ def _check_batch_axis(algorithm: str, leaves: list[Any]) -> None:
     """Raise if a leaf has no axis of examples: each example would be a step."""
     for path, leaf in leaves:
         shape, name = list(np.shape(leaf)), f"cohort.batches{jax.tree_util.keystr(path)}"
-        if len(shape) == 2:
+        is_key = jax.numpy.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)
+        if len(shape) == 2 and not is_key:  # a step can have one key, as for dropout
             raise ArgumentError(
                 f"{algorithm}(): {name} has shape {shape}, expected [participants, steps, batch, "
                 "...]: without the axis of steps, each example would be trained on as a step. "

@@ -10,6 +10,7 @@ import pytest
 
 from fedpax import Cohort
 from fedpax.algorithms import data_parallel, fedavg
+from fedpax.clients import check_cohort
 
 TARGETS = np.array([2.0, 12.0, 12.0], np.float32)[:, None, None]  # clients, steps, batch
 
@@ -115,3 +116,10 @@ def test_other_byte_orders_are_converted_and_other_leaves_are_left_alone():
     assert all(type(copy) is Cohort and copy._fields == Cohort._fields for copy in copies)
     specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), cohort)
     assert specs.num_examples.shape == (3,)
+
+
+def test_a_step_can_have_one_random_key():
+    keys = jax.random.split(jax.random.key(0), (3, 2))
+    check_cohort("fedavg", Cohort({"x": np.ones((3, 2, 4)), "key": keys}), 3)
+    with pytest.raises(ValueError, match=r"batches\['y'\] has shape \[3, 2\].*axis of steps"):
+        check_cohort("fedavg", Cohort({"x": np.ones((3, 2, 4)), "y": np.ones((3, 2))}), 3)

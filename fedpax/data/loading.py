@@ -10,6 +10,7 @@ from fedpax.path_patterns import fill_in_split
 from fedpax.sources.data_sets import (
     EMBEDDED,
     FEDERATED,
+    folder_hint,
     open_data_set,
     open_records,
 )
@@ -142,7 +143,7 @@ def load(
     if split is None:
         raise ArgumentError(
             f"The split of the data set {name!r} is None, expected a name such as 'train'. Give "
-            f"load({name!r}, 'train')."
+            f"load({name!r}, 'train').{folder_hint(name)}"
         )
     with optional(f"The data set {name!r}"):
         return open_data_set(name, split, data_dir)

@@ -76,6 +76,13 @@ def open_records(pattern: str) -> Source:
     return Source(Path(pattern).name, folder, records)
 
 
+def folder_hint(name: str) -> str:
+    """Return how to name the files of a folder that a data set's name could mean too."""
+    if not Path(name).is_dir():
+        return ""
+    return f" For the files of the folder {name}, name them, such as '{name}/{{client}}/*.jpg'."
+
+
 def _builder(name: str, root: Path) -> Any:
     """Make the TFDS builder of a data set, or raise an error that suggests similar names."""
     import tensorflow_datasets as tfds
@@ -96,7 +103,7 @@ def _builder(name: str, root: Path) -> Any:
             f"There is no data set {name!r} in TFDS {tfds.__version__} or prepared in {root}. "
             + (f"Similar names: {', '.join(similar)}. " if similar else "")
             + f"Embedded data sets: {', '.join(EMBEDDED)}. Federated data sets: "
-            f"{', '.join(FEDERATED)}. TFDS's catalog lists the others."
+            f"{', '.join(FEDERATED)}. TFDS's catalog lists the others.{folder_hint(name)}"
         ) from None
     except Exception as error:  # an unknown configuration or version, or damaged metadata
         folder = root / _base_name(name)

@@ -121,15 +121,16 @@ def is_files(name: str) -> bool:
     """Return whether a name for `load` is files, not a data set of TFDS.
 
     Example:
-        >>> is_files("hospitals/*.csv.gz"), is_files("c4/en:3.1.0")
-        (True, False)
+        >>> is_files("hospitals/*.csv.gz"), is_files("./photos"), is_files("c4/en:3.1.0")
+        (True, True, False)
     """
     file = DataFile(name, {})
     is_pattern = "*" in name or PLACEHOLDER.search(name) is not None
-    if file.suffix in FORMATS or is_pattern or is_url(name):
+    if file.suffix in FORMATS or is_pattern or is_url(name) or name.startswith((".", "/", "~")):
         return True
     path = expand_home(name)
-    return path.is_file() or is_data_folder(path)
+    # A folder without data whose name could be TFDS's is another matter, such as a run's.
+    return path.is_file() or is_data_folder(path) or ("/" in name and path.is_dir())
 
 
 def is_shard(file: DataFile) -> bool:

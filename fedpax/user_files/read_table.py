@@ -47,6 +47,11 @@ def _named(file: DataFile) -> Iterator[None]:
     """Name the file in errors of the libraries that parse it."""
     try:
         yield
+    except UnicodeEncodeError as error:  # of the path: the libraries take names in UTF-8
+        raise ArgumentError(
+            f"{file.path} has a name that is not UTF-8, expected one in UTF-8. Rename the file or "
+            "its folder; where all names are UTF-8, set the environment variable PYTHONUTF8=1."
+        ) from error
     except (pa.ArrowException, EOFError, MemoryError, OSError, ValueError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise

@@ -362,6 +362,31 @@ def test_missing_files_and_options_of_files_for_a_data_set(tmp_path: Path) -> No
         load("digits")
 
 
+def test_a_path_is_no_name_of_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pets" / "cats").mkdir(parents=True)
+    (tmp_path / "pets" / "cats" / "a.jpg").write_bytes(b"")
+    for name in ("./pets", "pets/cats", str(tmp_path / "pets")):
+        with pytest.raises(FileNotFoundError, match=r"has no data set.*patterns such as '.*\.jpg'"):
+            load(name)
+    for name in ("./dogs", "../dogs", "/dogs"):
+        with pytest.raises(FileNotFoundError, match="No file matches"):
+            load(name, "train")
+    for split in (None, "train"):  # such a folder can be a run's, and the name TFDS's
+        with pytest.raises(ValueError, match=r"folder pets, name them, such as 'pets/\{client\}/"):
+            load("pets", split, data_dir=tmp_path / "data")
+
+
+def test_a_name_that_is_not_utf8_is_told(tmp_path: Path) -> None:
+    for name in ("b\udcff.csv", "b\udcff.npz"):
+        try:
+            (tmp_path / name).write_bytes(b"x\n1\n")
+        except OSError:
+            pytest.skip("this file system takes names in UTF-8 alone")
+        with pytest.raises(ValueError, match=r"has a name that is not UTF-8.*Rename"):
+            load(tmp_path / name)
+
+
 @pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
 def test_other_encodings_are_told(tmp_path: Path, encoding: str) -> None:
     (tmp_path / "a.csv").write_bytes("name,x\nZoë,1\n".encode(encoding))

@@ -248,7 +248,8 @@ class Work(NamedTuple):
             values, request = artifact.advance(part, values, terms)
             part, terms = part + 1, ()
             if request is not None:
-                later = {v for wire in wires[part:] for v in wire["inputs"]}
+                reads = ("inputs", "shared", "rows")
+                later = {v for wire in wires[part:] for read in reads for v in wire[read]}
                 kept = {str(v): x for v, x in values.items() if v in later}
                 yield "values", encode_values(kept)
                 named = {f"shared {i}": x for i, x in enumerate(request.shared)}

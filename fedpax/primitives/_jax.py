@@ -228,10 +228,22 @@ def evaluate(jaxpr: ClosedJaxpr, *args: Any) -> list:
     return jaxpr_as_fun(jaxpr)(*args)
 
 
-def rebind(eqn: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None = None) -> list:
-    """Bind an equation's primitive again, in the equation's context and from its line of source."""
+def rebind(
+    eqn: JaxprEqn,
+    inputs: Sequence[Any],
+    params: dict[str, Any] | None = None,
+    line_of: JaxprEqn | None = None,
+) -> list:
+    """Bind an equation's primitive again, in its context and from a line of source, by default its.
+
+    Args:
+        eqn: the equation.
+        inputs: its operands.
+        params: its parameters. Default None: unchanged.
+        line_of: the equation that has the line. Default None: `eqn`.
+    """
     line = source_info_util.user_context(
-        eqn.source_info.traceback, name_stack=source_info_util.current_name_stack()
+        (line_of or eqn).source_info.traceback, name_stack=source_info_util.current_name_stack()
     )
     with context_of(eqn), line:
         return bind_again(eqn, inputs, eqn.params if params is None else params)

@@ -14,6 +14,7 @@ from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.placement import Placement
 from fedpax.primitives.reduction import REDUCTIONS
 from fedpax.primitives.source_lines import in_source
+from fedpax.transforms.absent_rows import leave_out_absent
 from fedpax.transforms.ownership import Division, Signature, divide
 from fedpax.transforms.planner import make_plan
 from fedpax.transforms.server_parts import ServerParts
@@ -129,7 +130,8 @@ def divide_arguments(
                     "without it."
                 )
         if not by_server:
-            return division, plan
+            core, plan = leave_out_absent(division.core, plan)
+            return division._replace(core=core), plan
         positions = dict(zip(division.own, division.own_arguments, strict=False))
         owned = owned - {positions[name] for name in by_server}
 
@@ -146,7 +148,7 @@ def _first_read(division: Division, name: str) -> str:
         elif eqn.primitive is not federated_map_p and eqn.primitive not in REDUCTIONS:
             if line := in_source(eqn):
                 return line
-            values.update(eqn.outvars)  # JAX traces its own functions once, without a caller
+            values.update(eqn.outvars)  # such as a residual
     return ""
 
 

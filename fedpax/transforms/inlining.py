@@ -14,6 +14,7 @@ from fedpax.primitives.layout import has_own_shardings
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.placement import Placement
 from fedpax.primitives.reduction import REDUCTIONS
+from fedpax.primitives.source_lines import in_source
 
 # Call primitives that are safe to inline after differentiation -> the parameter with their jaxpr.
 CALLS = {
@@ -56,12 +57,22 @@ def inline(
     closed: ClosedJaxpr,
     inside: Callable[[ClosedJaxpr], ClosedJaxpr],
     keep: Callable[[JaxprEqn], bool] = lambda eqn: False,
+    *,
+    with_lines: bool = False,
 ) -> ClosedJaxpr:
-    """Inline calls (jit, remat, custom derivatives, programs) with federated or placed values."""
-    # Calls for which `keep` is true stay.
+    """Inline calls (jit, remat, custom derivatives, programs) with federated or placed values.
+
+    Args:
+        closed: the jaxpr.
+        inside: applied to the jaxprs with maps that stay in an equation, such as a loop.
+        keep: whether a call stays.
+        with_lines: whether operations inside functions of JAX, which have no line of the user's
+            source, get the line of the call.
+    """
     if not any(map(_is_call_or_nested, closed.jaxpr.eqns)):
         return closed
-    return jax.make_jaxpr(functools.partial(_run_inlined, closed, inside, keep))(*closed.in_avals)
+    run = functools.partial(_run_inlined, closed, inside, keep, with_lines)
+    return jax.make_jaxpr(run)(*closed.in_avals)
 
 
 def _is_call_or_nested(eqn: JaxprEqn) -> bool:
@@ -75,13 +86,16 @@ def _run_inlined(
     closed: ClosedJaxpr,
     inside: Callable[[ClosedJaxpr], ClosedJaxpr],
     keep: Callable[[JaxprEqn], bool],
+    with_lines: bool,
     *args: Any,
 ) -> list:
     # The placed values, by identity. They are kept alive, so that no identity is used twice.
     placed: dict[int, Any] = {}
     sizes = set(_sizes(closed.jaxpr))
 
-    def run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list:
+    def run(
+        jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], call: JaxprEqn | None = None
+    ) -> list:
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
         def read(v: Var | Literal) -> Any:
@@ -93,13 +107,14 @@ def _run_inlined(
             contains_map = any(map(is_federated, inner_jaxprs(eqn)))
             broadcasts = any(aval_of(v).shape[:1] in sizes for v in eqn.outvars)
             body = None if keep(eqn) else called_jaxpr(eqn)
+            line_of = call if with_lines and call is not None and not in_source(eqn) else eqn
             if body is not None and (contains_map or uses_placed or broadcasts):
-                outputs = run(body.jaxpr, body.consts, inputs)
+                outputs = run(body.jaxpr, body.consts, inputs, line_of)
             elif contains_map and eqn.primitive is not federated_map_p:
                 params = {k: _replace_jaxprs(inside, v) for k, v in eqn.params.items()}
-                outputs = rebind(eqn, inputs, params)
+                outputs = rebind(eqn, inputs, params, line_of)
             else:
-                outputs = rebind(eqn, inputs)
+                outputs = rebind(eqn, inputs, line_of=line_of)
                 if eqn.primitive in (federated_map_p, federated_broadcast_p, federated_index_p):
                     uses_placed = True
                 if uses_placed and eqn.primitive not in REDUCTIONS:

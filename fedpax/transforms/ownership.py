@@ -10,12 +10,11 @@ value replaces an own value. The division rewrites a program such that
 """
 
 import functools
-from collections.abc import Container, Iterable, Sequence, Set
+from collections.abc import Container, Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from fedpax.errors import ArgumentError
 from fedpax.primitives._jax import (
@@ -25,23 +24,23 @@ from fedpax.primitives._jax import (
     Var,
     aval_of,
     eliminate_dead_code,
-    name_results,
     rebind,
+    result_names,
 )
 from fedpax.primitives.broadcast import broadcast, federated_broadcast_p
 from fedpax.primitives.jaxpr_analysis import inner_jaxprs
-from fedpax.primitives.layout import unplaced_aval
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.mean import federated_mean_p, participant_count_p
 from fedpax.primitives.placement import Placement
 from fedpax.primitives.reduction import REDUCTIONS
 from fedpax.primitives.source_lines import in_source
 from fedpax.primitives.sum import federated_sum_p
+from fedpax.transforms.identity_map import identity_map
 from fedpax.transforms.inlining import inline, is_federated
 from fedpax.transforms.marks import KEPT, SERVER, has_mark, is_mark
+from fedpax.transforms.part_of_jaxpr import evaluate_from, needed, read_atom
 from fedpax.transforms.streaming import stream
 from fedpax.transforms.streaming_plan import Atom
-from fedpax.transforms.value_names import SAME
 
 
 class Signature(NamedTuple):
@@ -74,7 +73,7 @@ class Division(NamedTuple):
 
 def one_placement(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, Placement]:
     """Inline the calls of a program, and return it with the placement of its maps."""
-    closed = eliminate_dead_code(inline(closed, inside=lambda inner: inner))
+    closed = eliminate_dead_code(inline(closed, inside=lambda inner: inner, with_lines=True))
     for eqn in closed.jaxpr.eqns:
         inner = inner_jaxprs(eqn)
         if eqn.primitive is not federated_map_p and any(map(is_federated, inner)):
@@ -92,9 +91,14 @@ def one_placement(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, Placement]:
     placements = list(dict.fromkeys(eqn.params["placement"] for eqn in federated))
     if len(placements) != 1:
         listed = " and ".join(map(str, placements)) or "none"
+        remedy = (
+            "Put the maps of one inside a federated_map() of the other, or make two programs."
+            if placements
+            else "Pass a round with a federated_map()."
+        )
         raise ArgumentError(
             f"stages() needs a program with maps of one placement at its top level, but this one "
-            f"has {listed}. Pass a round with a federated_map()."
+            f"has {listed}. {remedy}"
         )
     return closed, placements[0]
 
@@ -106,7 +110,7 @@ def store_reads(closed: ClosedJaxpr) -> dict[Var, int]:
     for eqn in closed.jaxpr.eqns:
         if not is_mark(eqn, KEPT):
             continue
-        eqns, sources = _needed(closed, eqn.outvars, ())
+        eqns, sources = needed(closed, eqn.outvars, ())
         if any(e.primitive is federated_map_p for e in eqns):
             continue  # a new state, which is written
         (state,) = eqn.outvars
@@ -151,7 +155,7 @@ def divide(
         if i is None or i not in owned or isinstance(v, Literal):
             continue
         if i in reads.values():
-            eqns, _ = _needed(closed, [v], known)
+            eqns, _ = needed(closed, [v], known)
             new = [e.outvars[0] for e in eqns if is_mark(e, KEPT)]
             if len(new) > 1:  # no name tells them apart
                 raise ArgumentError(
@@ -182,7 +186,7 @@ def divide(
         values = dict(zip(jaxpr.invars, arguments, strict=False))
         values |= {v: x for (v, i), x in zip(kept, new, strict=True) if i in reads.values()}
         whole = [jaxpr.outvars[result] for result, k in written.items() if k is None]
-        rest = iter(_evaluate(closed, values, whole))
+        rest = iter(evaluate_from(closed, values, whole))
         return [next(rest) if k is None else new[k] for k in written.values()]
 
     names = _unique([signature.names[i] for i in own.values()])
@@ -197,7 +201,7 @@ def divide(
     )
     avals = list(map(aval_of, jaxpr.invars[:num_arguments]))
     return Division(
-        eliminate_dead_code(inline(core, stream)),
+        eliminate_dead_code(inline(core, stream, with_lines=True)),
         tuple(servers),
         tuple(results),
         (*names, *noise),
@@ -205,7 +209,7 @@ def divide(
         frozenset(by_argument[i] for i in reads.values()),
         tuple(by_argument[i] for _, i in kept),
         jax.make_jaxpr(
-            lambda *flat: _evaluate(closed, dict(zip(jaxpr.invars, flat, strict=False)), own)
+            lambda *flat: evaluate_from(closed, dict(zip(jaxpr.invars, flat, strict=False)), own)
         )(*avals),
         jax.make_jaxpr(write)(*avals, *(aval_of(v) for v, _ in kept)),
     )
@@ -221,50 +225,10 @@ def _unique(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(numbered)
 
 
-# ---- parts of a jaxpr
-
-
-def _needed(
-    closed: ClosedJaxpr,
-    outputs: Iterable[Atom],
-    known: Container[Var],
-    *,
-    with_effects: bool = False,
-) -> tuple[list[JaxprEqn], set[Var]]:
-    """Return the equations that compute values from known ones, and the arguments they need.
-
-    With `with_effects`, equations with effects, such as callbacks, are among them, even if nothing
-    reads their results.
-    """
-    wanted = {v for v in outputs if isinstance(v, Var) and v not in known}
-    eqns = []
-    for eqn in reversed(closed.jaxpr.eqns):
-        if wanted.isdisjoint(eqn.outvars) and not (with_effects and eqn.effects):
-            continue
-        eqns.append(eqn)
-        wanted.update(v for v in eqn.invars if isinstance(v, Var) and v not in known)
-    return eqns[::-1], wanted.intersection(closed.jaxpr.invars)
-
-
 def _missing(closed: ClosedJaxpr, outputs: Iterable[Atom], own: Container[Var]) -> set[int]:
     """Return the positions of the arguments that the rewritten program would need."""
-    _, arguments = _needed(closed, outputs, own, with_effects=True)
+    _, arguments = needed(closed, outputs, own, with_effects=True)
     return {i for i, v in enumerate(closed.jaxpr.invars) if v in arguments}
-
-
-def _evaluate(closed: ClosedJaxpr, values: dict[Var, Any], outputs: Iterable[Atom]) -> list[Any]:
-    """Compute values of a jaxpr from some that are known."""
-    outputs = list(outputs)
-    eqns, _ = _needed(closed, outputs, values)
-    values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)) | values
-    for eqn in eqns:
-        results = rebind(eqn, [_read(v, values) for v in eqn.invars])
-        values |= {v: x for v, x in zip(eqn.outvars, results, strict=True) if v not in values}
-    return [_read(v, values) for v in outputs]
-
-
-def _read(v: Atom, values: dict[Var, Any]) -> Any:
-    return v.val if isinstance(v, Literal) else values[v]
 
 
 # ---- the rewritten program
@@ -279,19 +243,18 @@ def _rewrite(
     kept: Sequence[Var],
 ) -> ClosedJaxpr:
     """Rewrite a program such that participants compute with what they own and receive."""
-    eqns, _ = _needed(closed, [*results, *kept], own, with_effects=True)
+    eqns, _ = needed(closed, [*results, *kept], own, with_effects=True)
     readers: dict[Var, list[JaxprEqn]] = {}
     for eqn in eqns:
         for v in eqn.invars:
             if isinstance(v, Var):
                 readers.setdefault(v, []).append(eqn)
 
-    def by_participants(x: jax.Array) -> jax.Array:
-        """Return a placed value as the result of a map that returns its argument."""
-        (same,) = federated_map_p.bind(
-            x, jaxpr=_same(unplaced_aval(jax.typeof(x))), placement=placement, chunk_size=None
-        )
-        return same
+    by_participants = functools.partial(identity_map, placement=placement)
+
+    def is_read_otherwise(v: Var, *but_by: Any) -> bool:
+        """Return whether a value is a result, or other primitives read it."""
+        return v in results or any(e.primitive not in but_by for e in readers.get(v, ()))
 
     def ones() -> jax.Array:
         return by_participants(broadcast(jnp.float32(1), placement))
@@ -302,7 +265,7 @@ def _rewrite(
         values.update(zip(own, map(by_participants, arguments[len(servers) :]), strict=True))
         computed = set(own)  # the values that participants compute, and all that depend on them
         for eqn in eqns:
-            inputs = [_read(v, values) for v in eqn.invars]
+            inputs = [read_atom(v, values) for v in eqn.invars]
             federated = eqn.params.get("placement") == placement
             is_reduction = federated and eqn.primitive in REDUCTIONS
             if is_reduction:
@@ -319,15 +282,22 @@ def _rewrite(
             by_map = federated and eqn.primitive is federated_map_p
             if federated and eqn.primitive is federated_broadcast_p:
                 # What only maps read is broadcast in front of them.
-                others = [e for e in readers.get(eqn.outvars[0], ()) if not _is_map(e)]
-                if others or eqn.outvars[0] in results:
+                if is_read_otherwise(eqn.outvars[0], federated_map_p):
                     outputs, by_map = list(map(by_participants, outputs)), True
+            elif by_map:
+                # An own value that a map returns as it is would be the argument, which the server
+                # must not read.
+                names = result_names(eqn.params["jaxpr"])
+                for i, argument in _forwarded(eqn):
+                    shown = is_read_otherwise(eqn.outvars[i], federated_map_p, *REDUCTIONS)
+                    if shown and argument in computed:
+                        outputs[i] = identity_map(outputs[i], placement, names[i])
             if by_map or (not is_reduction and not computed.isdisjoint(_variables(eqn))):
                 computed.update(eqn.outvars)
             for v, x in zip(eqn.outvars, outputs, strict=True):
                 values.setdefault(v, x)
         new = [by_participants(values[v]) for v in kept]
-        return [*(_read(v, values) for v in results), *new]
+        return [*(read_atom(v, values) for v in results), *new]
 
     avals = [aval_of(v) for v in (*servers, *own)]
     return jax.make_jaxpr(run)(*avals)
@@ -341,8 +311,9 @@ def _variables(eqn: JaxprEqn) -> list[Var]:
     return [v for v in eqn.invars if isinstance(v, Var)]
 
 
-@functools.cache
-def _same(aval: Any) -> ClosedJaxpr:
-    """Return the function `x -> x`, which a later phase may run again instead of storing `x`."""
-    jaxpr = jax.make_jaxpr(jax.checkpoint(lambda x: checkpoint_name(x, SAME)))(aval)
-    return name_results(jaxpr, [SAME])
+def _forwarded(eqn: JaxprEqn) -> Iterator[tuple[int, Atom]]:
+    """Yield the results of a map that are its arguments, and these."""
+    inner = eqn.params["jaxpr"].jaxpr
+    for i, v in enumerate(inner.outvars):
+        if v in inner.invars:
+            yield i, eqn.invars[inner.invars.index(v)]

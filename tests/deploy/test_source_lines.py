@@ -42,6 +42,13 @@ def sorts(w, x):
     return largest + federated_mean(federated_map(lambda x: w * x, x))
 
 
+@fedpax.program(clients=N)
+def takes_medians(w, x):
+    scale = jnp.median(w * jnp.ones((N, 4, 4)), axis=0)  # the first call, with the same types
+    median = jnp.median(x, axis=0)  # median
+    return scale + median + federated_mean(federated_map(lambda x: w * x, x))
+
+
 def on_the_host(x):
     size = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return jax.pure_callback(np.sort, size, x)  # callback
@@ -71,6 +78,7 @@ def solves(w, x):
     [
         (divides, rf"divided by 3 {line_of('mean')}, .*Use federated_mean\(\)"),
         (sorts, rf"the server reads x {line_of('sort')}, a value of the participants"),
+        (takes_medians, rf"the server reads x {line_of('median')}, a value of the participants"),
         (loops, f"inside 'scan' {line_of('loop')}, expected all maps outside"),
     ],
 )

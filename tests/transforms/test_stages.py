@@ -261,7 +261,7 @@ def by_the_server(w, x):
         (
             lambda: fedpax.stages(sorts_and_maps, X),
             ValueError,
-            r"the server reads x, .* return it from a federated_map\(\)",
+            r"the server reads x \(test_stages\.py:\d+\), .* return it from a federated_map\(\)",
         ),
         (
             lambda: fedpax.stages(federated("average"), W, X, WEIGHTS, own=["batches"]),
@@ -302,6 +302,20 @@ def by_the_server(w, x):
 def test_errors_name_the_remedy(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_two_placements_side_by_side_are_told():
+    @fedpax.program(islands=2, clients=3)
+    def program(x, y):
+        means = [
+            federated_mean(federated_map(jnp.sin, z, placement=name), placement=name)
+            for name, z in (("islands", x), ("clients", y))
+        ]
+        return sum(means)
+
+    message = "has islands=2 and clients=3. Put the maps of one inside a federated_map"
+    with pytest.raises(ValueError, match=message):
+        fedpax.stages(program, jnp.ones(2), jnp.ones(3))
 
 
 def test_a_reply_that_does_not_fit_is_named():

@@ -15,6 +15,7 @@ from fedpax.data import load
 from fedpax.data.tables.labels import Label, missing_label_message
 from fedpax.data.tables.values import is_missing
 from fedpax.errors import ArgumentError
+from fedpax.experiments.parts.column_types import parse_types
 
 _BLOCK_BYTES = 1 << 26
 
@@ -67,6 +68,8 @@ class FilesConfig(CheckedConfig):
         heldout_split: the split to evaluate on if `files` has `{split}`; `heldout_fraction` then
             has no effect.
         optional_columns: columns that some of the files lack; their values are missing there.
+        types: types of Arrow for columns of files, as "COLUMN=TYPE", such as "zip=string", where
+            the type that is found is not the intended one.
     """
 
     group = "data"
@@ -79,6 +82,12 @@ class FilesConfig(CheckedConfig):
     heldout_clients: Decay = 0.0
     heldout_split: str = "test"
     optional_columns: tuple[str, ...] = ()
+    types: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the ranges and the types."""
+        super().__post_init__()
+        parse_types(self.types)
 
     def load_arguments(self) -> dict[str, Any]:
         """Return the arguments of `fedpax.data.load` beside the files and the split."""
@@ -87,6 +96,7 @@ class FilesConfig(CheckedConfig):
             "partition": self.partition,
             "label": self.label,
             "optional_columns": self.optional_columns,
+            "types": parse_types(self.types),
         }
 
 

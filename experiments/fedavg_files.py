@@ -76,6 +76,7 @@ class FedAvgFiles(ClientExperiment):
         "data.missing_label",
         "data.optional_columns",
         "data.partition",
+        "data.types",
     )
 
     @property

@@ -77,6 +77,7 @@ class FedAvgText(OverSites, ClientText):
         "data.messages_field",
         "data.prompt_field",
         "data.tokenizer",
+        "data.types",
     )
 
     # ---- rounds over sites with documents of their own (`fedpax.sites.rounds.contract`)

@@ -24,6 +24,7 @@ from fedpax.data import (
 from fedpax.data.rounds.documents import Field
 from fedpax.data.rounds.heldout_tokens import HeldoutRows
 from fedpax.errors import ArgumentError
+from fedpax.experiments.parts.column_types import parse_types
 from fedpax.experiments.parts.heldout import HeldoutSets, parse_heldout_sets
 from fedpax.experiments.parts.trainable import NO_ADAPTERS, Trainable, describe_flops
 from fedpax.experiments.parts.weights import (
@@ -77,6 +78,8 @@ class TextDataConfig(CheckedConfig):
         heldout_sets: further texts to evaluate on, as "NAME=DATASET", "NAME=DATASET@SPLIT" or
             "NAME=DATASET#FIELD@SPLIT". Their metrics are "heldout/NAME/loss" and
             "heldout/NAME/perplexity". Defaults: `heldout_split` and `field`.
+        types: types of Arrow for columns of files, as "COLUMN=TYPE", such as "tokens=uint16" for
+            tokens in a .bin without an .idx.
         data_dir: the folder of prepared data sets. Default None: the folder of TensorFlow Datasets.
     """
 
@@ -95,11 +98,13 @@ class TextDataConfig(CheckedConfig):
     heldout_batch_size: Count = 16
     heldout_tokens: Count | None = 65_536
     heldout_sets: tuple[str, ...] = ()
+    types: tuple[str, ...] = ()
     data_dir: str | None = None
 
     def __post_init__(self) -> None:
         """Check the ranges and the held-out sets."""
         parse_heldout_sets(self.heldout_sets)
+        parse_types(self.types)
         prompt, answer, messages = self.prompt_field, self.answer_field, self.messages_field
         if (prompt is None) != (answer is None) or None not in (prompt, messages):
             raise ArgumentError(
@@ -110,11 +115,15 @@ class TextDataConfig(CheckedConfig):
 
     def load(self, dataset: str, split: str, field: str | None = None) -> Source:
         """Open a split of a data set by name, or of files."""
-        if not self.heldout_fraction or not is_files(dataset):
+        if not is_files(dataset):
             return load(dataset, split, data_dir=self.data_dir)
+        types = parse_types(self.types)
+        if not self.heldout_fraction:
+            return load(dataset, split, types=types)
         return load(
             dataset,
             split,
+            types=types,
             heldout_fraction=self.heldout_fraction,
             heldout_by=field or self.prompt_field or self.messages_field or self.field,
         )

@@ -319,6 +319,17 @@ def test_examples_without_a_label_can_be_left_out(folder: Path) -> None:
     assert experiment.prepared.label.classes == ("kvinna", "man")
 
 
+def test_types_of_columns_are_stated(tmp_path: Path) -> None:
+    rows = [(f"{k % 3:03}", k % 2) for k in range(60)]
+    text = "zip,y\n" + "".join(f"{z},{y}\n" for z, y in rows)
+    for name in "ab":
+        (tmp_path / f"{name}.csv").write_text(text)
+    number = make(tmp_path, "y", columns=()).prepared.features
+    texts = make(tmp_path, "y", columns=(), types=("zip=string",)).prepared.features
+    assert [column.treatment.kind for column in number.columns] == ["number"]
+    assert texts.columns[0].categories == ("000", "001", "002")
+
+
 def test_splits_in_paths(folder: Path, tmp_path: Path) -> None:
     for split, names in {"train": ("Oslo", "Lund"), "test": ("Oslo",)}.items():
         (tmp_path / split).mkdir()

@@ -161,6 +161,22 @@ def test_a_share_of_the_texts_of_files_is_held_out(corpora: Path, tmp_path: Path
         experiment(corpora, heldout_fraction=1)
 
 
+def test_tokens_alone_of_a_stated_type(corpora: Path, tmp_path: Path) -> None:
+    tokens = {"train": b"ab" * 4000, "heldout": b"cd" * 40}
+    for split, content in tokens.items():
+        np.frombuffer(content, np.uint8).astype(np.uint16).tofile(tmp_path / f"{split}.bin")
+    named = {"dataset": f"{tmp_path}/{{split}}.bin", "field": "tokens"}
+    run = experiment(corpora, **named, types=("tokens=uint16",)).build()
+    assert {*in_order(next(run.cohorts)).ravel().tolist()} == {*b"ab"}
+    data = experiment(corpora, dataset=f"{tmp_path}/train.bin", types=("tokens=uint16",)).data
+    (example,) = data.load(data.dataset, "train")
+    np.testing.assert_array_equal(example["tokens"], [*tokens["train"]])
+    with pytest.raises(ValueError, match=r"--data.types tokens=uint16"):
+        next(experiment(corpora, **named).build().cohorts)
+    with pytest.raises(ValueError, match=r"data.types has 'uint16', expected COLUMN=TYPE"):
+        experiment(corpora, types=("uint16",))
+
+
 @pytest.mark.parametrize("end", ["array_record", "jsonl.zst", "parquet"])
 def test_a_path_may_have_the_signs_of_the_form(end: str) -> None:
     path = f"my data@2/date=1#x/{{split}}.{end}"

@@ -79,10 +79,39 @@ def test_arrays_of_one_axis_are_tokens_and_others_rows(tmp_path: Path) -> None:
     np.testing.assert_array_equal(load(tmp_path / "b.npy").column("array"), tokens.reshape(-1, 10))
 
 
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int32])
+def test_tokens_alone_need_their_type(tmp_path: Path, dtype: Any) -> None:
+    tokens = np.random.default_rng(3).integers(0, 60_000, 150_000).astype(dtype)
+    tokens.tofile(tmp_path / "a.bin")
+    types = {"tokens": np.dtype(dtype).name}
+    before = pa.total_allocated_bytes()
+    source = load(tmp_path / "a.bin", types=types)
+    assert pa.total_allocated_bytes() - before < 4096
+    assert [len(example["tokens"]) for example in source] == [65_536, 65_536, 18_928]
+    assert source[0]["tokens"].dtype == dtype
+    np.testing.assert_array_equal(np.concatenate(source.column("tokens")), tokens)
+    (tmp_path / "a.bin").write_bytes(tokens.tobytes()[:-1])
+    with pytest.raises(ValueError, match=rf"bytes, which are no tokens of {types['tokens']}"):
+        load(tmp_path / "a.bin", types=types)
+
+
+@pytest.mark.parametrize(("magic", "dtype"), [(20240520, np.uint16), (20240801, np.uint32)])
+def test_tokens_behind_the_header_of_llm_c(tmp_path: Path, magic: int, dtype: Any) -> None:
+    tokens = np.random.default_rng(4).integers(0, 50_000, 777).astype(dtype)
+    head = np.zeros(256, np.int32)
+    head[:3] = magic, 1, len(tokens)
+    (tmp_path / "a.bin").write_bytes(head.tobytes() + tokens.tobytes())
+    for types in (None, {"tokens": np.dtype(dtype).name}):
+        np.testing.assert_array_equal(load(tmp_path / "a.bin", types=types)[0]["tokens"], tokens)
+    (tmp_path / "a.bin").write_bytes(head.tobytes() + tokens.tobytes()[:-4])
+    with pytest.raises(ValueError, match=r"its header says 777 tokens"):
+        load(tmp_path / "a.bin")
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda b, i: i.unlink(), r"no a.idx beside it.*np.save\('a.npy', np.memmap"),
+        (lambda b, i: i.unlink(), r"no a.idx beside it.*types=\{'tokens': 'uint16'\}"),
         (lambda b, i: i.write_bytes(b"x" * 60), "a.idx is not an index of Megatron"),
         (lambda b, i: i.write_bytes(i.read_bytes()[:50]), "a.idx is cut off"),
         (lambda b, i: b.write_bytes(b.read_bytes()[:-1]), "it is cut off, expected 6 tokens"),

@@ -1,4 +1,4 @@
-"""Tokens for pretraining: Megatron's .bin and .idx, and .npy of one axis, memory-mapped."""
+"""Tokens for pretraining: Megatron's .bin and .idx, and flat .bin and .npy, memory-mapped."""
 
 import struct
 from pathlib import Path
@@ -22,18 +22,17 @@ _DTYPES: dict[int, Any] = {
 }  # fmt: skip
 _HEAD = struct.Struct("<9sQBQQ")  # magic, version, dtype, number of sequences and of documents
 _CHUNK = 1 << 16  # tokens of an example of a file without documents
+# llm.c's header has 256 integers: a magic number, a version, and the number of tokens
+_LLM_C: dict[int, Any] = {20240520: np.uint16, 20240801: np.uint32}
+_LLM_C_HEAD = 1024
 
 
 def read_bin(file: DataFile, options: ReadOptions) -> pa.Table:
-    """Read the documents of Megatron's indexed data set, whose .idx is beside the .bin."""
-    del options
+    """Read Megatron's documents, whose .idx is beside the .bin; or tokens alone without one."""
     path = _local(file)
     index = path.with_suffix(".idx")
     if not index.is_file():
-        raise ArgumentError(
-            f"there is no {index.name} beside it, which names the type of its tokens. For tokens "
-            f"alone, save an .npy: np.save('{path.stem}.npy', np.memmap('{path.name}', np.uint16))"
-        )
+        return _chunks(_flat_tokens(path, index.name, options))
     with index.open("rb") as opened:
         head = opened.read(_HEAD.size)
         if len(head) < _HEAD.size or head[:9] != _MAGIC:
@@ -71,7 +70,31 @@ def read_npy(file: DataFile, options: ReadOptions) -> pa.Table:
         return pa.table({"array": array_to_arrow(np.asarray(array))})
     if not array.dtype.isnative:  # Arrow has the machine's byte order alone
         array = array.astype(array.dtype.newbyteorder("="))
-    return _documents(array, np.append(np.arange(0, len(array), _CHUNK), len(array)))
+    return _chunks(array)
+
+
+def _flat_tokens(path: Path, index: str, options: ReadOptions) -> NDArray[Any]:
+    """Map tokens whose type is stated, or in the header of llm.c."""
+    size = path.stat().st_size
+    with path.open("rb") as opened:
+        head = opened.read(12)
+    magic, _, count = struct.unpack("<3i", head) if len(head) == 12 else (0, 0, 0)
+    kind = options.types.get(TOKENS)
+    if magic in _LLM_C:
+        offset, dtype = _LLM_C_HEAD, np.dtype(_LLM_C[magic])
+        if size != offset + count * dtype.itemsize:
+            raise ArgumentError(f"it has {size} bytes, but its header says {count} tokens")
+    elif kind is not None and pa.types.is_integer(kind):
+        offset, dtype = 0, np.dtype(kind.to_pandas_dtype())
+        if size % dtype.itemsize:
+            raise ArgumentError(f"it has {size} bytes, which are no tokens of {dtype}")
+    else:
+        raise ArgumentError(
+            f"there is no {index} beside it, which names the type of its tokens. For tokens alone, "
+            f"state their type: types={{'{TOKENS}': 'uint16'}} (--data.types {TOKENS}=uint16)"
+        )
+    dtype = dtype.newbyteorder("<")
+    return np.memmap(path, dtype, "r", offset) if size > offset else np.zeros(0, dtype)
 
 
 def _local(file: DataFile) -> Path:
@@ -82,6 +105,11 @@ def _local(file: DataFile) -> Path:
     if file.is_compressed:
         raise ArgumentError("it is compressed, but it is memory-mapped. Decompress it")
     return Path(file.path)
+
+
+def _chunks(tokens: NDArray[Any]) -> pa.Table:
+    """Return tokens without documents, 65,536 an example."""
+    return _documents(tokens, np.append(np.arange(0, len(tokens), _CHUNK), len(tokens)))
 
 
 def _documents(tokens: NDArray[Any], offsets: NDArray[np.int64]) -> pa.Table:

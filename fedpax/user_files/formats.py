@@ -21,13 +21,16 @@ class Format(NamedTuple):
     read: str
     stream: str | None = None  # reads a file in parts. None: files fit in memory
     is_shard: bool = False  # a file is a part of a data set, not a client
+    varies: bool = False  # an example can lack columns that others of its file have
 
 
 CSV = Format("csv_files:read_csv", "csv_files:stream_csv")
-JSON_LINES = Format("json_files:read_json_lines", "json_files:stream_json_lines")
+JSON_LINES = Format("json_files:read_json_lines", "json_files:stream_json_lines", varies=True)
 PARQUET = Format("parquet_files:read_parquet", "parquet_files:stream_parquet")
 ARROW = Format("arrow_files:read_arrow", "arrow_files:stream_arrow")
-TFRECORD = Format("tfrecord_files:read_tfrecord", "tfrecord_files:stream_tfrecord", is_shard=True)
+TFRECORD = Format(
+    "tfrecord_files:read_tfrecord", "tfrecord_files:stream_tfrecord", is_shard=True, varies=True
+)
 HDF5 = Format("array_files:read_hdf5")
 IMAGE = Format("image_files:read_images")
 
@@ -39,13 +42,13 @@ FORMATS = {
     ".pq": PARQUET,
     ".jsonl": JSON_LINES,
     ".ndjson": JSON_LINES,
-    ".json": Format("json_files:read_json"),
+    ".json": Format("json_files:read_json", varies=True),
     ".arrow": ARROW,
     ".feather": ARROW,
     ".npz": Format("array_files:read_npz"),
     ".tfrecord": TFRECORD,
     ".tfrecords": TFRECORD,
-    ".tar": Format("tar_files:read_tar", "tar_files:stream_tar", is_shard=True),
+    ".tar": Format("tar_files:read_tar", "tar_files:stream_tar", is_shard=True, varies=True),
     ".bin": Format("token_files:read_bin", is_shard=True),
     ".npy": Format("token_files:read_npy", is_shard=True),
     ".h5": HDF5,
@@ -111,6 +114,7 @@ class ReadOptions(NamedTuple):
     image_size: tuple[int, int] | None = None
     # counts damaged rows, which are skipped. None: they are errors.
     bad_rows: BadRows | None = None
+    optional: tuple[str, ...] = ()  # columns that some files lack
 
 
 Reader = Callable[[Any, ReadOptions], Any]
@@ -136,6 +140,11 @@ def is_files(name: str) -> bool:
 def is_shard(file: DataFile) -> bool:
     """Return whether a file is a part of a data set, not a client: such parts have equal sizes."""
     return file.is_shard or (file.suffix in FORMATS and FORMATS[file.suffix].is_shard)
+
+
+def varies(file: DataFile) -> bool:
+    """Return whether a part of a file can lack columns that other parts have."""
+    return file.suffix in FORMATS and FORMATS[file.suffix].varies
 
 
 def is_image(file: DataFile) -> bool:

@@ -20,7 +20,7 @@ from fedpax.user_files.path_columns import add_path_columns, path_fields
 from fedpax.user_files.prepared import open_prepared, prepared_folder
 from fedpax.user_files.read_table import read_table
 from fedpax.user_files.schemas import conform, unify
-from fedpax.user_files.selection import Selection, check_split, select_files
+from fedpax.user_files.selection import Selection, check_split, select_files, wanted_columns
 from fedpax.user_files.table_source import ClientNames, TableSource, check_columns
 
 
@@ -76,6 +76,7 @@ def _read(selected: Selection, options: LoadOptions) -> tuple[pa.Table, str | No
     tables = [add_path_columns(*pair) for pair in zip(tables, fields, strict=True)]
     schemas = [table.schema for table in tables]
     schema = unify([group[0] for group in groups], schemas, options.optional_columns)
+    check_columns(schema.names, wanted_columns(options), name)
     table = pa.concat_tables([conform(table, schema) for table in tables]).unify_dictionaries()
     if not table.num_rows:
         raise ArgumentError(f"{name} has no examples, expected at least one. Name other files.")

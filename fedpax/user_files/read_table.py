@@ -8,7 +8,7 @@ import pyarrow as pa
 from fedpax.errors import ArgumentError
 from fedpax.user_files.columns import plain_types
 from fedpax.user_files.finding import CLIENT, DataFile
-from fedpax.user_files.formats import ReadOptions, find_reader, find_stream, is_image
+from fedpax.user_files.formats import ReadOptions, find_reader, find_stream, is_image, varies
 from fedpax.user_files.readers.hugging_face import decode_features
 from fedpax.user_files.readers.own_clients import has_own_clients
 
@@ -68,20 +68,21 @@ def _check_columns(file: DataFile, table: pa.Table, options: ReadOptions) -> pa.
             f"{file.path} has several columns named {twice[0]!r}, expected different names. Rename "
             "them in the file."
         )
-    if missing := [name for name in (*options.columns, *options.types) if name not in names]:
+    needed = [*options.columns, *options.types] if not varies(file) else []
+    if missing := [name for name in needed if name not in (*names, *options.optional)]:
         raise ArgumentError(
             f"{file.path} has no column {missing[0]!r}, expected one of "
             f"{', '.join(map(repr, names))}."
         )
-    wanted = list(options.columns) or names
+    wanted = [c for c in options.columns if c in names] if options.columns else names
     if has_own_clients(table.schema) and CLIENT not in wanted:
         wanted = [*wanted, CLIENT]
     table = table.select(wanted)
     for name, kind in options.types.items():
         column = table.column(name) if name in table.column_names else None
-        if column is not None and column.type != kind:
+        if column is not None:
             try:
-                cast = column.cast(kind)
+                cast = column.cast(_type_of_values(column.type, kind))
             except pa.ArrowException as error:
                 raise ArgumentError(
                     f"types: column {name!r} of {file.path} is {column.type} and cannot become "
@@ -89,3 +90,12 @@ def _check_columns(file: DataFile, table: pa.Table, options: ReadOptions) -> pa.
                 ) from error
             table = table.set_column(table.column_names.index(name), name, cast)
     return table
+
+
+def _type_of_values(kind: pa.DataType, values: pa.DataType) -> pa.DataType:
+    """Return the type of a column of values; the values of a list have the type."""
+    if pa.types.is_large_list(kind):
+        return pa.large_list(_type_of_values(kind.value_type, values))
+    if pa.types.is_list(kind):
+        return pa.list_(_type_of_values(kind.value_type, values))
+    return values

@@ -11,14 +11,14 @@ import pyarrow.compute as pc
 from fedpax.errors import ArgumentError
 from fedpax.user_files.columns import check_client_numbers, check_client_type
 from fedpax.user_files.finding import CLIENT, DataFile
-from fedpax.user_files.formats import BadRows, ReadOptions, TypeChangedError
+from fedpax.user_files.formats import BadRows, ReadOptions, TypeChangedError, varies
 from fedpax.user_files.held_out import part_of_split
 from fedpax.user_files.load_options import LoadOptions
 from fedpax.user_files.path_columns import Fields, add_path_columns, path_fields
 from fedpax.user_files.read_table import stream_tables
 from fedpax.user_files.readers.own_clients import has_own_clients, mark_clients
 from fedpax.user_files.schemas import conform, fits, unify
-from fedpax.user_files.selection import Selection
+from fedpax.user_files.selection import Selection, wanted_columns
 from fedpax.user_files.table_source import check_columns
 
 
@@ -48,6 +48,17 @@ class Reading:
     def read_schema(self, *, first_part: bool) -> None:
         """Read the schema from the first part of each file, or from all parts."""
         self.join([self._group_schema(group, first_part) for group in self.groups])
+        wanted = {*self._wanted().values()} - {None, *self.schema.names}
+        if first_part and wanted and any(varies(group[0]) for group in self.groups):
+            self.read_schema(first_part=False)
+
+    def check_columns(self) -> None:
+        """Check that the files have the columns that the options name."""
+        check_columns(self.schema.names, self._wanted(), self._name)
+
+    def _wanted(self) -> dict[str, str | None]:
+        options = self._options
+        return wanted_columns(options) | {"client": self.client, "label": options.label}
 
     def _group_schema(self, group: Sequence[DataFile], first_part: bool) -> pa.Schema:
         parts = stream_tables(group, self._options_of(group[0]))
@@ -94,11 +105,10 @@ class Reading:
 
     def describe(self) -> dict[str, Any]:
         """Check the columns, and return what prepared.json says of the files."""
-        columns = {"client": self.client, "label": self._options.label}
-        check_columns(self.schema.names, columns, self._name)
+        self.check_columns()
         if self.client is not None:
             check_client_type(self.schema.field(self.client).type, self.client, self._name)
-        return {**columns, "files": self._name}
+        return {"client": self.client, "label": self._options.label, "files": self._name}
 
     def change_type(self, changed: TypeChangedError) -> None:
         """Read the schema again, with the type of a column that a later part has."""
@@ -162,7 +172,8 @@ class Reading:
 
 def unify_parts(file: DataFile, schemas: Sequence[pa.Schema]) -> pa.Schema:
     """Return the schema of a file from those of its parts."""
-    together = unify([file] * len(schemas), schemas)
+    optional = {name for schema in schemas for name in schema.names} if varies(file) else ()
+    together = unify([file] * len(schemas), schemas, [*optional])
     return mark_clients(together) if has_own_clients(schemas[0]) else together
 
 

@@ -53,6 +53,7 @@ def select_files(
         _arrow_types(options.types),
         options.delimiter,
         options.image_size,
+        optional=tuple(options.optional_columns),
     )
     return Selection(name, _group(data_files), read_options, names_split)
 
@@ -72,6 +73,12 @@ def check_split(name: str, options: LoadOptions) -> None:
             f"heldout_fraction is {heldout_fraction}, expected a share from 0 to below 1, such as "
             "0.1."
         )
+    if split is None and heldout_fraction:
+        raise ArgumentError(
+            f"heldout_fraction={heldout_fraction} divides {name} into 'train' and 'heldout', but "
+            "split is None, expected one of them. Set split='train', or leave heldout_fraction out "
+            "for all examples."
+        )
     if split in (None, "train"):
         return
     if not heldout_fraction:
@@ -84,6 +91,12 @@ def check_split(name: str, options: LoadOptions) -> None:
             f"split is {split!r}, expected 'train', or one of {', '.join(HELD_OUT_SPLITS)} for the "
             "examples that heldout_fraction holds out."
         )
+
+
+def wanted_columns(options: LoadOptions) -> dict[str, str | None]:
+    """Return the columns that the options name, for `check_columns`."""
+    named = {"columns": options.columns, "types": options.types or ()}
+    return {f"{key}[{k}]": c for key, columns in named.items() for k, c in enumerate(columns)}
 
 
 def _arrow_types(types: Mapping[str, str] | None) -> dict[str, pa.DataType]:

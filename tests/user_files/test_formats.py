@@ -18,6 +18,7 @@ from pyarrow import feather, ipc, parquet
 
 from fedpax.data import load, prepare
 from fedpax.user_files import selection
+from fedpax.user_files.readers import json_files, tar_files
 
 
 def rows(rng: np.random.Generator, size: int) -> list[dict[str, Any]]:
@@ -124,6 +125,74 @@ def test_members_that_are_one_column_are_told(tmp_path: Path, members: dict[str,
         load(tmp_path / "a.tar")
 
 
+def write_tar(path: Path, members: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w") as archive:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+
+def test_a_tar_that_ends_or_is_damaged_between_members_is_told(tmp_path: Path) -> None:
+    rng = np.random.default_rng(10)
+    write_tar(tmp_path / "a.tar", {f"{k:03}.txt": rng.bytes(20).hex().encode() for k in range(40)})
+    whole = (tmp_path / "a.tar").read_bytes()
+    assert len(load(tmp_path / "a.tar")) == 40
+    for end in (30 * 1024, 30 * 1024 + 100):  # after a member, and in a header
+        for damaged in (whole[:end], whole[:end] + rng.bytes(512) + whole[end + 512 :]):
+            (tmp_path / "a.tar").write_bytes(damaged)
+            with pytest.raises(ValueError, match=r"a.tar .*cut off or damaged, expected 512 zeros"):
+                load(tmp_path / "a.tar")
+    (tmp_path / "a.tar").write_bytes(whole[: 30 * 1024] + bytes(1024))  # the remedy
+    assert len(load(tmp_path / "a.tar")) == 30
+
+
+def write_records(path: Path, examples: list[dict[str, Any]]) -> None:
+    if path.suffix == ".tar":
+        return write_tar(
+            path, {f"{k:03}.json": json.dumps(row).encode() for k, row in enumerate(examples)}
+        )
+    path.write_bytes(lines(examples))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.tar"])
+def test_columns_that_only_later_examples_have(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_files, "_STREAM_BLOCK", 64)
+    monkeypatch.setattr(tar_files, "_EXAMPLES_AT_ONCE", 5)
+    late = [{"user": k % 3, "x": k, **({"y": 2 * k} if k > 20 else {})} for k in range(30)]
+    write_records(tmp_path / name, late)
+    wanted: list[Any] = [{}, {"columns": ["y", "x"]}, {"label": "y"}, {"types": {"y": "int32"}}]
+    for number, options in enumerate(wanted):
+        sources = (
+            load(tmp_path / name, client="user", **options),
+            prepare(tmp_path / name, tmp_path / f"out-{number}", client="user", **options).source,
+        )
+        for source in sources:
+            y, x = source.column("y"), source.column("x")
+            np.testing.assert_array_equal(np.ma.getmaskarray(y), x <= 20)
+            np.testing.assert_array_equal(y.compressed(), 2 * x[x > 20])
+    for options in ({"columns": ["x", "z"]}, {"types": {"z": "string"}}):
+        with pytest.raises(ValueError, match=r"\[.\]='z' is no column of .*'x'"):
+            load(tmp_path / name, client="user", **options)
+        with pytest.raises(ValueError, match=r"\[.\]='z' is no column of .*'x'"):
+            prepare(tmp_path / name, tmp_path / "none", client="user", **options)
+
+
+def test_numbers_of_json_become_texts_if_types_say_so(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"x": 1, "day": "2026-01-02"}\n{"x": 20}\n')
+    (tmp_path / "b.jsonl").write_text('{"x": "u"}\n{"x": null}\n')
+    types = {"x": "string", "day": "string"}
+    sources = (
+        load(tmp_path / "*.jsonl", types=types),
+        prepare(tmp_path / "*.jsonl", tmp_path / "out", types=types).source,
+    )
+    for source in sources:
+        assert source.table.column("x").to_pylist() == ["1", "20", "u", None]
+        assert source.table.column("day").to_pylist() == ["2026-01-02", None, None, None]
+
+
 def test_leaf(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     images = {f"f{k}": rng.random((k + 1, 6)).round(3) for k in (3, 0, 2)}
@@ -160,6 +229,9 @@ def test_hdf5_of_tensorflow_federated(tmp_path: Path) -> None:
         source.column("pixels"), np.concatenate([pixels["f00"], pixels["f01_2"]])
     )
     assert source[4]["snippets"] == "n2é" and source[4]["pixels"].dtype == np.float32
+    with h5py.File(tmp_path / "bytes.h5", "w") as file:  # UTF-8 in bytes without an encoding
+        file["examples/u/text"] = np.array(["né".encode(), b"a"])
+    assert load(tmp_path / "bytes.h5").column("text").tolist() == ["né", "a"]
     with h5py.File(tmp_path / "flat.hdf5", "w") as file:
         file["x"] = np.arange(5)
     assert load(tmp_path / "flat.hdf5").column("x").tolist() == [0, 1, 2, 3, 4]
@@ -305,8 +377,10 @@ def test_folders_of_the_hub(tmp_path: Path, names: dict[str, list[str]]) -> None
 
 
 def test_folders_without_data(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"has no data set.*\{client\}/\*.jpg"):
-        load(tmp_path)
+    (tmp_path / "a.json").write_text("[]")
+    for name in (tmp_path, str(tmp_path)):
+        with pytest.raises(FileNotFoundError, match=r"has no data set.*\{client\}/\*.jpg"):
+            load(name)
 
 
 @pytest.mark.parametrize(

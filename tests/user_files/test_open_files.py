@@ -314,6 +314,7 @@ def test_files_cover_all_rows_once(tmp_path_factory: Any, rows: list[Any], data:
         ({"a.csv": "client\n1\n", "b.csv": "client\n2\n"}, {}, r"Set client='client' if"),
         ({"a.csv": "x\n1\n"}, {"split": "test"}, r"no split 'test'. Write \{split\}"),
         ({"a.csv": "x\n1\n"}, {"split": "q", "heldout_fraction": 0.5}, r"split is 'q', expected"),
+        ({"a.csv": "x\n1\n"}, {"heldout_fraction": 0.5}, r"split is None.*Set split='train'"),
         ({"a.csv": "x\n1\n"}, {"heldout_fraction": 1.5}, r"heldout_fraction is 1.5"),
         (
             {"a.csv": "x\n1\n"},
@@ -403,6 +404,17 @@ def test_types_replace_what_the_parser_finds(tmp_path: Path) -> None:
     source = load(tmp_path / "a.csv", types={"zip": "string"}, client="zip")
     assert source.client_names == ["00123", "00124"]
     assert source[1] == {"zip": "00124", "x": None}
+
+
+@pytest.mark.parametrize("options", [{}, {"columns": ["x", "y"]}, {"label": "y"}])
+def test_optional_columns_that_options_name(tmp_path: Path, options: Any) -> None:
+    (tmp_path / "a.csv").write_text("x,y\n1,2\n")
+    (tmp_path / "b.csv").write_text("x\n3\n")
+    given: Any = {"optional_columns": ["y"], "types": {"y": "string"}, **options}
+    source = load(tmp_path / "*.csv", **given)
+    assert source.table.column("y").to_pylist() == ["2", None]
+    out = prepare(tmp_path / "*.csv", tmp_path / "out", **given)
+    assert out.source.table.column("y").to_pylist() == ["2", None]
 
 
 def test_files_that_exceed_the_memory_are_told(

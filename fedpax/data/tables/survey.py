@@ -24,7 +24,6 @@ from fedpax.user_files.prepared import prepared_folder
 from fedpax.user_files.reading import Reading
 from fedpax.user_files.selection import select_files
 from fedpax.user_files.sorting import connect, restore, store, stored_schema
-from fedpax.user_files.table_source import check_columns
 
 MEMORY = "1GB"
 """The memory of DuckDB for hash tables; beyond it they are on the disk."""
@@ -64,8 +63,7 @@ def survey_files(files: Any, options: LoadOptions, max_labels: int) -> Survey:
     selected = select_files(files, options)
     reading = Reading(selected, options, None)
     reading.read_schema(first_part=True)
-    wanted = {"client": reading.client, "label": options.label}
-    check_columns(reading.schema.names, wanted, selected.name)
+    reading.check_columns()
     counts = _repeat(reading, _count_columns)
     if not counts.num_examples:
         raise ArgumentError(

@@ -62,7 +62,8 @@ def _read_group(group: Any, options: ReadOptions) -> dict[str, NDArray[Any]]:
             )
         if not options.columns or name in options.columns:
             is_text = h5py.check_string_dtype(values.dtype) is not None
-            arrays[name] = values.asstr()[:] if is_text else values[:]
+            # As UTF-8, which TensorFlow Federated writes as bytes without an encoding.
+            arrays[name] = values.asstr("utf-8")[:] if is_text else values[:]
     return arrays
 
 

@@ -1,8 +1,9 @@
 """JSON lines, whole or in blocks, a JSON list of objects, and LEAF's JSON."""
 
+import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,15 +28,13 @@ _LARGEST_BLOCK = (1 << 31) - 1
 
 def read_json_lines(file: DataFile, options: ReadOptions) -> pa.Table:
     """Read one JSON object a line."""
+    types = dict[str, pa.DataType]()
     for block, number in _blocks_of_lines(file):
         _check_nesting_of_lines(block, number)
-    with file.open() as opened:
-        try:
-            return _parse_lines(opened, _BLOCK, options)
-        except pa.ArrowInvalid:
-            pass
-    with file.open() as opened:  # in one block, whose rows the message counts
-        return _parse_lines(opened, _LARGEST_BLOCK, options)
+        types |= _types_in(block, options)
+    with contextlib.suppress(pa.ArrowInvalid):
+        return _parse_lines(file.open, _BLOCK, types)
+    return _parse_lines(file.open, _LARGEST_BLOCK, types)  # in one, whose rows the message counts
 
 
 def stream_json_lines(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
@@ -69,8 +68,9 @@ def _blocks_of_lines(file: DataFile) -> Iterator[tuple[bytes, int]]:
 def _parse_block(block: bytes, file: DataFile, number: int, options: ReadOptions) -> pa.Table:
     """Parse lines; `number` lines of the file are before them."""
     _check_nesting_of_lines(block, number)
+    types = _types_in(block, options)
     try:
-        return _parse_lines(pa.BufferReader(block), _LARGEST_BLOCK, options)
+        return _parse_lines(lambda: pa.BufferReader(block), _LARGEST_BLOCK, types)
     except pa.ArrowInvalid as error:
         if options.bad_rows is None or "changed from" in str(error):
             row = re.search(r" in row (\d+)", str(error))
@@ -84,7 +84,16 @@ def _parse_block(block: bytes, file: DataFile, number: int, options: ReadOptions
             kept.append(line)
         except ValueError:
             options.bad_rows.skip(file.path, line.decode(errors="replace"))
-    return _parse_lines(pa.BufferReader(b"\n".join(kept)), _LARGEST_BLOCK, options)
+    return _parse_lines(lambda: pa.BufferReader(b"\n".join(kept)), _LARGEST_BLOCK, types)
+
+
+def _types_in(block: bytes, options: ReadOptions) -> dict[str, pa.DataType]:
+    """Return the types of names that a block has: pyarrow adds a column for any other name."""
+    return {
+        name: kind
+        for name, kind in options.types.items()
+        if any(json.dumps(name, ensure_ascii=ascii_).encode() in block for ascii_ in (True, False))
+    }
 
 
 def _check_nesting_of_lines(block: bytes, number: int = 0) -> None:
@@ -108,13 +117,24 @@ def _check_nesting_of_lines(block: bytes, number: int = 0) -> None:
             )
 
 
-def _parse_lines(opened: Any, block_size: int, options: ReadOptions) -> pa.Table:
-    types = pa.schema(list(options.types.items())) if options.types else None
-    return arrow_json.read_json(
-        opened,
-        arrow_json.ReadOptions(block_size=block_size),
-        arrow_json.ParseOptions(newlines_in_values=False, explicit_schema=types),
-    )
+def _parse_lines(
+    open_: Callable[[], Any], block_size: int, types: Mapping[str, pa.DataType]
+) -> pa.Table:
+    """Parse lines with stated types; numbers and booleans that are stated as texts stay numbers."""
+    schema = pa.schema(list(types.items())) if types else None
+    try:
+        with open_() as opened:
+            return arrow_json.read_json(
+                opened,
+                arrow_json.ReadOptions(block_size=block_size),
+                arrow_json.ParseOptions(newlines_in_values=False, explicit_schema=schema),
+            )
+    except pa.ArrowInvalid as error:
+        changed = re.search(r"Column\(/(.*)\) changed from string to (number|boolean)", str(error))
+        if changed is None or changed[1] not in types:
+            raise
+        others = {name: kind for name, kind in types.items() if name != changed[1]}
+        return _parse_lines(open_, block_size, others)  # `read_table` casts the column
 
 
 def read_json(file: DataFile, options: ReadOptions) -> pa.Table:

@@ -5,7 +5,7 @@ import json
 import tarfile
 from collections.abc import Iterator
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -54,7 +54,10 @@ def _examples(file: DataFile) -> Iterator[tuple[str, dict[str, bytes]]]:
     """Yield the members of each name, by suffix."""
     key, members = "", dict[str, bytes]()
     try:
-        with file.open() as opened, tarfile.open(fileobj=opened, mode="r|") as archive:
+        with (
+            file.open() as opened,
+            tarfile.open(fileobj=opened, mode="r|", tarinfo=_WholeArchive) as archive,
+        ):
             for member in archive:
                 path = PurePosixPath(member.name)
                 name, dot, suffix = path.name.partition(".")
@@ -77,6 +80,23 @@ def _examples(file: DataFile) -> Iterator[tuple[str, dict[str, bytes]]]:
         raise ArgumentError(str(error)) from error
     if members:
         yield key, members
+
+
+class _WholeArchive(tarfile.TarInfo):
+    """A member whose archive has an end: `tarfile` takes a damaged header for the end of it."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        """Parse a header; zeros are the mark of the end."""
+        try:
+            return super().frombuf(buf, encoding, errors)
+        except tarfile.HeaderError as error:
+            if len(buf) == tarfile.BLOCKSIZE and not any(buf):
+                raise
+            raise tarfile.ReadError(
+                "it is cut off or damaged, expected 512 zeros at its end. Copy it again; if it is "
+                "whole, append them: head -c 1024 /dev/zero >> FILE"
+            ) from error
 
 
 def _decode(key: str, suffix: str, content: bytes) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Laws of the federated methods: special cases in which two methods are one."""
 
-import functools
 from typing import Any
 
 import chex
@@ -9,26 +8,37 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from federated_problem import (
+    CLIENTS,
+    COMMON,
+    IDS,
+    POPULATION,
+    SGD,
+    START,
+    STEPS,
+    STORED,
+    examples_of,
+    loss_fn,
+    plain_fedavg,
+    random_cohort,
+    run,
+)
 from method_problem import assert_close
 
 from fedpax import Cohort, federated_map, federated_max, federated_mean
-from fedpax.aggregators import Aggregator, coordinate_median, private_mean, quantized_mean
+from fedpax.aggregators import Aggregator, coordinate_median, quantized_mean
 from fedpax.algorithms import (
     FedAcRates,
     agnostic,
     apfl,
-    apfl_models,
-    choose_cluster,
     ditto,
     fedac,
     fedavg,
     feddyn,
     fednova,
     fedprox,
-    fine_tuning_evaluation,
     hypcluster,
     local_sgd,
-    local_steps,
     mime,
     mime_adam,
     mime_lite,
@@ -37,44 +47,6 @@ from fedpax.algorithms import (
     scaffold,
 )
 from fedpax.algorithms.agnostic import project_to_simplex
-from fedpax.clients import gather_clients
-
-CLIENTS, POPULATION, STEPS = 4, 6, 3
-SGD = optax.sgd(0.05)
-IDS = np.array([5, 0, 3, 2])
-
-
-def loss_fn(w: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Compute half the mean square of a linear model's error."""
-    error = batch["x"] @ w - batch["y"]
-    return jnp.mean(error**2) / 2, {"bias": jnp.mean(error)}
-
-
-def random_cohort(seed: int = 0, *, ragged: bool = False, steps: int = STEPS) -> Cohort:
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=(CLIENTS, steps, 8, 5)).astype(np.float32)
-    y = np.einsum("csbf,cf->csb", x, rng.normal(size=(CLIENTS, 5))).astype(np.float32)
-    num_steps = np.array([1, 3, 2, 3]) if ragged else None
-    return Cohort({"x": x, "y": y}, np.array([8, 24, 15, 23]), num_steps, IDS)
-
-
-START = jnp.asarray(np.random.default_rng(9).normal(size=5), jnp.float32)
-
-
-def run(algorithm: Any, cohort: Cohort, rounds: int = 3) -> tuple[Any, Any]:
-    state, step = algorithm.init(START), jax.jit(algorithm.round)
-    for _ in range(rounds):
-        state, metrics = step(state, cohort)
-    assert np.abs(state.params - START).max() > 0.02
-    return state, metrics
-
-
-COMMON = {"cohort_size": CLIENTS, "client_optimizer": SGD}
-STORED = COMMON | {"num_clients": POPULATION}
-
-
-# An algorithm that is built once is compiled once.
-plain_fedavg = functools.cache(fedavg)
 
 
 def check_equals_fedavg(algorithm: Any, cohort: Cohort, **settings: Any) -> None:
@@ -164,46 +136,6 @@ def test_feddyns_drift_is_the_mean_of_the_clients():
     assert_close(state.drift, gradients.mean(0))
 
 
-def test_ditto_without_its_term_trains_alone():
-    cohort = random_cohort(ragged=True)
-    state, _ = run(ditto(loss_fn, lam=0.0, **STORED), cohort, rounds=2)
-    assert_close(gather_clients(state.personal_params, IDS), trained_alone(cohort, rounds=2))
-    assert_close(state.personal_params.to_host()[[1, 4]], np.stack([START] * 2))
-
-
-@pytest.mark.parametrize("mixing", [0.0, 1.0])
-def test_apfl_is_the_shared_model_or_trains_alone(mixing: float):
-    cohort = random_cohort(ragged=True)
-    state, _ = run(apfl(loss_fn, mixing=mixing, **STORED), cohort, rounds=2)
-    shared = np.stack([state.params] * CLIENTS)
-    assert_close(apfl_models(state, IDS), trained_alone(cohort, rounds=2) if mixing else shared)
-
-
-@jax.jit
-def train_alone(w: jax.Array, batches: Any, steps: int) -> jax.Array:
-    return local_steps(loss_fn, SGD, w, SGD.init(w), batches, steps)[0]
-
-
-def trained_alone(cohort: Cohort, rounds: int) -> np.ndarray:
-    models = []
-    for i, steps in enumerate(cohort.num_steps):
-        own = jax.tree.map(lambda b, i=i: b[i], cohort.batches)
-        w = START
-        for _ in range(rounds):
-            w = train_alone(w, own, steps)
-        models.append(w)
-    return np.stack(models)
-
-
-def test_apfl_mixes_from_0_to_1():
-    """A large rate leads to both ends and not beyond; clients that are absent keep theirs."""
-    algorithm = apfl(loss_fn, mixing=0.5, mixing_learning_rate=2.0, **STORED)
-    state, _ = run(algorithm, random_cohort(), rounds=10)
-    mixing = state.personal.to_host().mixing
-    assert mixing[IDS].min() == 0 and mixing[IDS].max() == 1
-    assert (mixing[[1, 4]] == 0.5).all()
-
-
 def test_agnostic_with_fixed_weights_is_fedavg():
     sizes = np.array([24, 7, 23, 15, 9, 8])  # the sizes at IDS are the cohort's
     algorithm = agnostic(loss_fn, mixture_learning_rate=0.0, initial_mixture=sizes, **STORED)
@@ -245,11 +177,6 @@ def test_agnostic_evens_out_the_clients_losses():
     assert worst["agnostic"] < 0.6 * worst["FedAvg"]
 
 
-def examples_of(cohort: Cohort, i: int) -> Any:
-    """Return the examples of all a client's batches, as one batch."""
-    return jax.tree.map(lambda b: b[i].reshape(-1, *b.shape[3:]), cohort.batches)
-
-
 def test_the_projection_to_the_simplex_is_the_nearest_point():
     """Against the variational inequality <v - p, q - p> <= 0 for all q of the simplex."""
     rng = np.random.default_rng(0)
@@ -258,62 +185,6 @@ def test_the_projection_to_the_simplex_is_the_nearest_point():
         p = np.asarray(project_to_simplex(jnp.asarray(v, jnp.float32)), np.float64)
         assert (p >= 0).all() and abs(p.sum() - 1) < 1e-6
         assert max((v - p) @ (q - p) for q in np.eye(7)) < 1e-5 * max(scale, 1)
-
-
-@pytest.mark.parametrize("clusters", [1, 2])
-def test_hypcluster_is_fedavg_of_the_clients_that_choose_a_model(clusters: int):
-    cohort = random_cohort(ragged=True)
-    models = jnp.stack([START, -START])[:clusters]
-    algorithm = hypcluster(loss_fn, num_clusters=clusters, **COMMON)
-    state, metrics = jax.jit(algorithm.round)(algorithm.init(models), cohort)
-    choose = jax.jit(functools.partial(choose_cluster, loss_fn))
-    chosen = np.array(
-        [
-            choose(models, jax.tree.map(lambda b, i=i: b[i], cohort.batches), steps)
-            for i, steps in enumerate(cohort.num_steps)
-        ]
-    )
-    assert set(chosen) == set(range(clusters))
-    for j in range(clusters):
-        weights = np.where(chosen == j, cohort.num_examples, 0)
-        plain = plain_fedavg(loss_fn, **COMMON)
-        given = cohort._replace(num_examples=weights)
-        expected, result = jax.jit(plain.round)(plain.init(models[j]), given)
-        assert_close(state.params[j], expected.params)
-        if clusters == 1:
-            assert_close(metrics, result)
-
-
-def test_hypclusters_models_get_noise_of_their_own():
-    algorithm = hypcluster(
-        lambda w, x: (0 * jnp.sum(w) + jnp.mean((w[0] - x) ** 2), {}),
-        cohort_size=2,
-        num_clusters=2,
-        client_optimizer=optax.sgd(1e-6),  # with a rate of 0, the parameters would be frozen
-        aggregator=private_mean(max_norm=1.0, noise_multiplier=1.0, seed=0),
-    )
-    models = jnp.zeros((2, 8)).at[1].set(1.0)
-    cohort = Cohort(np.float32([0.0, 1.0]).reshape(2, 1, 1))  # each model has a client
-    state, _ = jax.jit(algorithm.round)(algorithm.init(models), cohort)
-    first, second = np.asarray(state.params - models)
-    assert np.abs(np.corrcoef(first, second)[0, 1]) < 0.95
-    assert min(np.std(first), np.std(second)) > 0.1
-
-
-def test_hypclusters_momentum_does_not_move_a_model_that_no_client_chose():
-    algorithm = hypcluster(
-        lambda w, x: (jnp.mean((w - x) ** 2), {}),
-        cohort_size=2,
-        num_clusters=2,
-        client_optimizer=optax.sgd(0.1),
-        server_optimizer=optax.sgd(1.0, momentum=0.9),
-    )
-    state, step = algorithm.init(jnp.array([0.0, 10.0])), jax.jit(algorithm.round)
-    before, _ = step(state, Cohort(np.float32([1.0, 8.0]).reshape(2, 1, 1)))
-    after, _ = step(before, Cohort(np.float32([1.0, 2.0]).reshape(2, 1, 1)))
-    moved = jax.tree.map(lambda new, old: (new != old).tolist(), after, before)
-    assert moved.params == [True, False] != (before.params == state.params).tolist()
-    assert jax.tree.leaves(moved.server_optimizer_state) == [True, False]
 
 
 def test_fedac_without_acceleration_is_local_sgd():
@@ -369,19 +240,6 @@ def test_mime_removes_the_clients_bias():
     mean = np.average(gradients, axis=0, weights=cohort.num_examples)
     assert_close(state.params, START - 0.05 * mean)
     assert spreads["mime"] < 1e-6 and spreads["mime_lite"] > 1e-2
-
-
-def test_fine_tuning_evaluates_before_and_after():
-    cohort, heldout = random_cohort(ragged=True), random_cohort(1)
-    evaluate = jax.jit(fine_tuning_evaluation(loss_fn, **COMMON))
-    metrics = evaluate(START, cohort, heldout)
-    losses = {"loss": [], "fine_tuned_loss": []}
-    for i, tuned in enumerate(trained_alone(cohort, rounds=1)):
-        for name, w in (("loss", START), ("fine_tuned_loss", tuned)):
-            losses[name].append(loss_fn(w, examples_of(heldout, i))[0])
-    for name, values in losses.items():
-        assert_close(metrics[name], np.average(values, weights=heldout.num_examples))
-    assert metrics.keys() == {"loss", "bias", "fine_tuned_loss", "fine_tuned_bias"}
 
 
 @pytest.mark.parametrize(

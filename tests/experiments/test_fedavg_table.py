@@ -1,6 +1,5 @@
 """fedavg_table: files become the arrays, and the model, that one would make by hand."""
 
-import csv
 import dataclasses
 import json
 from pathlib import Path
@@ -10,85 +9,25 @@ import jax
 import numpy as np
 import optax
 import pytest
+from hospital_tables import make, read_by_hand, write_hospitals
 
 from fedpax.algorithms import fedavg
 from fedpax.commands.parts.options import configure
-from fedpax.data import ClientSampler, cohort_rounds, load, prepare
-from fedpax.data.tables import Label, TableFeatures
+from fedpax.data import ClientSampler, cohort_rounds, load
 from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
 from fedpax.experiments.client_files import open_files
 from fedpax.experiments.client_methods import method
-from fedpax.experiments.fedavg_table import FedAvgTable, fedavg_table
-from fedpax.experiments.table_data import TableConfig, statistics_aggregator
+from fedpax.experiments.table_data import statistics_aggregator
 from fedpax.main import main
 from fedpax.models.losses import classification_loss, squared_error_loss
 from fedpax.run_files.metrics import read_metrics, select
-from fedpax.training.training_config import TrainingConfig
-
-SIZES = {
-    "Århus": 31, "Łódź": 18, "Zürich": 40, "東京": 9, "Oslo": 25, "Ávila": 3,
-    "Bonn": 12, "Cork": 22, "Graz": 17, "Lund": 8, "Nice": 1, "Paris": 28,
-}  # fmt: skip
-
-
-def make_rows(rng: np.random.Generator, client: int, size: int) -> list[dict[str, Any]]:
-    """Rows of a hospital. At the hospital of number 3 all have one outcome."""
-    rows = []
-    for _ in range(size):
-        age, lab = rng.normal(55 + client, 12), rng.normal(1e4, 3.0)
-        ill = 1 / (1 + np.exp(-0.1 * (age - 60) - 0.5 * (lab - 1e4))) > rng.random()
-        rows.append(
-            {
-                "age": "" if rng.random() < 0.1 else f"{age:.2f}",
-                "lab_värde": f"{lab:.3f}",
-                "kön": rng.choice(["kvinna", "man", ""], p=[0.45, 0.45, 0.1]),
-                "note": f"patient {rng.integers(10**9)}",
-                "score": f"{0.2 * age + 0.1 * (lab - 1e4) + rng.normal():.4f}",
-                "outcome": "sjuk" if ill and client != 3 else "frisk",
-            }
-        )
-    return rows
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path, rng = tmp_path_factory.mktemp("hospitals"), np.random.default_rng(0)
-    for client, (name, size) in enumerate(SIZES.items()):
-        rows = make_rows(rng, client, size)
-        with (path / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+    path = tmp_path_factory.mktemp("hospitals")
+    write_hospitals(path)
     return path
-
-
-def make(folder: Path, label: str, **fields: Any) -> FedAvgTable:
-    base = fedavg_table()
-    data = {k: fields.pop(k) for k in list(fields) if hasattr(TableConfig(), k)}
-    other = "score" if label == "outcome" else "outcome"
-    data.setdefault("columns", (f"{other}=left_out",))
-    training = TrainingConfig(rounds=3, evaluate_every=0, checkpoint_every=0)
-    cohort = dataclasses.replace(base.cohort, batch_size=8, size=fields.pop("size", 100))
-    return dataclasses.replace(
-        base,
-        data=TableConfig(files=(str(folder / "*.csv"),), label=label, **data),
-        training=training,
-        cohort=cohort,
-        **fields,
-    )
-
-
-def read_by_hand(folder: Path) -> tuple[list[str], dict[str, np.ndarray]]:
-    """The rows of all files, by hospital in the order of names, in plain Python."""
-    rows, owners = [], []
-    names = sorted(SIZES)
-    for name in names:
-        with (folder / f"{name}.csv").open(newline="", encoding="utf-8") as file:
-            own = list(csv.DictReader(file))
-        rows += own
-        owners += [name] * len(own)
-    columns = {key: np.array([row[key] for row in rows]) for key in rows[0]}
-    return names, columns | {"client": np.array(owners)}
 
 
 def features_by_hand(columns: dict[str, np.ndarray], training: np.ndarray) -> np.ndarray:
@@ -260,25 +199,6 @@ def test_personal_models_are_evaluated_on_their_own_examples(folder: Path, name:
         assert run.evaluate_clients is None
 
 
-def test_the_exported_model_has_its_columns(folder: Path, tmp_path: Path) -> None:
-    experiment = make(folder, "score", hidden_sizes=(4,))
-    run = experiment.build()
-    params = jax.jit(run.init)(jax.random.key(0))
-    assert {leaf.shape for leaf in jax.tree.leaves(params)} == {(6, 4), (4,), (4, 1), (1,)}
-    experiment.write_model(tmp_path / "model", params, "fedavg_table")
-    content = json.loads((tmp_path / "model" / "table.json").read_text("utf-8"))
-    features = TableFeatures.from_json(content["columns"])
-    assert features == experiment.prepared.features
-    assert Label.from_json(content["label"]) == experiment.prepared.label
-    inputs = features({"age": [None], "kön": ["man"], "lab_värde": [1e4]})
-    assert model_output(run, params, inputs).shape == (1, 1)
-
-
-def model_output(run: Any, params: Any, inputs: np.ndarray) -> Any:
-    hidden = np.maximum(inputs @ params["layers"]["dense_0"]["kernel"], 0)
-    return hidden @ params["layers"]["dense_1"]["kernel"]
-
-
 def test_the_start_tells_what_is_left_out(folder: Path) -> None:
     run = make(folder, "outcome").build()
     text = "\n".join(run.notes)
@@ -368,41 +288,6 @@ def test_a_private_run_tells_what_is_not_private(folder: Path) -> None:
     assert not [line for line in notes if "private" in line]
 
 
-def test_a_column_that_only_some_files_have(folder: Path, tmp_path: Path) -> None:
-    for name in ("Oslo", "Lund", "Bonn"):
-        text = (folder / f"{name}.csv").read_text("utf-8")
-        if name == "Bonn":
-            lines = text.splitlines()
-            extra = [f"{line},{value}" for value, line in enumerate(lines[1:])]
-            text = "\n".join([f"{lines[0]},blodtryck", *extra]) + "\n"
-        (tmp_path / f"{name}.csv").write_text(text, encoding="utf-8")
-    with pytest.raises(
-        ValueError, match=r"no column 'blodtryck'.*optional_columns=\['blodtryck'\]"
-    ):
-        make(tmp_path, "outcome").build()
-    experiment = make(tmp_path, "outcome", optional_columns=("blodtryck",))
-    names = experiment.prepared.features.names
-    values = experiment.prepared.examples["features"][:, names.index("blodtryck")]
-    missing = experiment.prepared.examples["features"][:, names.index("blodtryck is missing")]
-    is_bonn = np.array(experiment.opened.names)[experiment.opened.owners] == "Bonn"
-    np.testing.assert_array_equal(missing, ~is_bonn)
-    assert not values[~is_bonn].any()
-    own = values[is_bonn & experiment.opened.training]
-    assert abs(own.mean()) < 1e-5 and own.std() == pytest.approx(1, abs=1e-4)
-
-
-def test_prepared_files_equal_the_files(folder: Path, tmp_path: Path) -> None:
-    prepare([str(folder / "*.csv")], tmp_path / "prepared", label="outcome")
-    experiment = make(folder, "outcome")
-    data = dataclasses.replace(experiment.data, files=(str(tmp_path / "prepared"),))
-    prepared = dataclasses.replace(experiment, data=data)
-    assert list(prepared.training_parts) == list(experiment.training_parts)
-    for name, rows in experiment.training_parts.items():
-        np.testing.assert_array_equal(prepared.training_parts[name], rows)
-    for name, values in experiment.prepared.examples.items():
-        np.testing.assert_array_equal(prepared.prepared.examples[name], values)
-
-
 @pytest.mark.parametrize("name", ["apfl", pytest.param("hypcluster", marks=pytest.mark.slow)])
 def test_the_command_measures_own_models(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture, name: str
@@ -424,51 +309,3 @@ def test_the_command_measures_own_models(
     evaluations = select(read_metrics(run), "evaluation")
     mean = np.average(losses, weights=examples[examples > 0])
     assert mean == pytest.approx(evaluations[-1]["personal_loss"], rel=1e-4)
-
-
-def test_a_model_keeps_its_columns_on_other_files(folder: Path, tmp_path: Path) -> None:
-    trained = make(folder, "outcome")
-    (tmp_path / "run").mkdir()
-    trained.write_inputs(tmp_path / "run")
-    other = tmp_path / "other"
-    other.mkdir()
-    text = (folder / "Oslo.csv").read_text("utf-8").replace("kvinna", "annat")
-    for name in ("Ny", "Äldre"):
-        (other / f"{name}.csv").write_text(text, encoding="utf-8")
-    again = make(other, "outcome")
-    again.read_inputs(tmp_path / "run")
-    assert again.prepared.features == trained.prepared.features
-    assert again.prepared.label == trained.prepared.label
-    features = again.prepared.examples["features"]
-    assert features.shape[1] == 6 and not features[:, 3].any()  # no "kvinna" there
-    # Other settings, and a lost column, are told.
-    changed = make(other, "outcome", columns=("age=left_out", "score=left_out"))
-    with pytest.raises(ValueError, match=r"data.columns=.* but the model was trained with"):
-        changed.read_inputs(tmp_path / "run")
-    for name in ("Ny", "Äldre"):
-        lines = [line.split(",", 1)[1] for line in text.splitlines()]
-        (other / f"{name}.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    lost = make(other, "outcome")
-    lost.read_inputs(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"has no column 'age', which the model was trained with"):
-        _ = lost.prepared
-    optional = make(other, "outcome", optional_columns=("age",))
-    optional.read_inputs(tmp_path / "run")
-    assert np.all(optional.prepared.examples["features"][:, 1] == 1)
-    (tmp_path / "run" / "table.json").write_text("{")
-    with pytest.raises(ValueError, match=r"table.json is damaged"):
-        optional.read_inputs(tmp_path / "run")
-
-
-def test_a_run_resumes_with_the_columns_that_it_began_with(folder: Path, tmp_path: Path) -> None:
-    flags = ["--exp=fedavg_table", f"--data.files={folder}/*.csv", "--data.label=outcome"]
-    flags += ["--training.evaluate_every=2", "--data.columns", "score=left_out"]
-    for name, stops in {"once": [4], "twice": [2, 4]}.items():
-        for rounds in stops:
-            run = [f"--job_log_dir={tmp_path / name}", f"--training.rounds={rounds}"]
-            assert main(["train", *flags, *run]) == 0
-    losses = {
-        name: select(read_metrics(tmp_path / name), "evaluation")[-1]["loss"]
-        for name in ("once", "twice")
-    }
-    assert losses["once"] == losses["twice"]

@@ -3,7 +3,6 @@
 import gzip
 import io
 import json
-import struct
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +14,10 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 from pyarrow import feather, ipc, parquet
+from written_tables import lines
 
 from fedpax.data import load, prepare
 from fedpax.user_files import selection
-from fedpax.user_files.readers import json_files, tar_files
 
 
 def rows(rng: np.random.Generator, size: int) -> list[dict[str, Any]]:
@@ -31,10 +30,6 @@ def rows(rng: np.random.Generator, size: int) -> list[dict[str, Any]]:
         }
         for _ in range(size)
     ]
-
-
-def lines(examples: list[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(example, ensure_ascii=False) + "\n" for example in examples).encode()
 
 
 def write_ipc(table: pa.Table, path: Path, *, stream: bool) -> None:
@@ -67,14 +62,6 @@ def test_examples_of_rows(tmp_path: Path, name: str) -> None:
     for result, example in zip(source, expected, strict=True):
         assert result["words"].tolist() == example["words"]
         assert {**result, "words": example["words"]} == example
-
-
-def test_a_list_of_json_has_the_names_of_all_objects(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('[{"x": 1}, {"x": 2, "y": 3}]')
-    assert load(tmp_path / "a.json").table.to_pydict() == {"x": [1, 2], "y": [None, 3]}
-    (tmp_path / "b.json").write_text('[{"x": 1}, 7]')
-    with pytest.raises(ValueError, match="its entry 1 is 7, expected an object"):
-        load(tmp_path / "b.json")
 
 
 def test_arrays_in_other_files_are_not_read(tmp_path: Path) -> None:
@@ -123,96 +110,6 @@ def test_members_that_are_one_column_are_told(tmp_path: Path, members: dict[str,
             archive.addfile(member, io.BytesIO(content))
     with pytest.raises(ValueError, match=r"its example '1' has two values of '(image|label)'"):
         load(tmp_path / "a.tar")
-
-
-def write_tar(path: Path, members: dict[str, bytes]) -> None:
-    with tarfile.open(path, "w") as archive:
-        for name, content in members.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-
-
-def test_a_tar_that_ends_or_is_damaged_between_members_is_told(tmp_path: Path) -> None:
-    rng = np.random.default_rng(10)
-    write_tar(tmp_path / "a.tar", {f"{k:03}.txt": rng.bytes(20).hex().encode() for k in range(40)})
-    whole = (tmp_path / "a.tar").read_bytes()
-    assert len(load(tmp_path / "a.tar")) == 40
-    for end in (30 * 1024, 30 * 1024 + 100):  # after a member, and in a header
-        for damaged in (whole[:end], whole[:end] + rng.bytes(512) + whole[end + 512 :]):
-            (tmp_path / "a.tar").write_bytes(damaged)
-            with pytest.raises(ValueError, match=r"a.tar .*cut off or damaged, expected 512 zeros"):
-                load(tmp_path / "a.tar")
-    (tmp_path / "a.tar").write_bytes(whole[: 30 * 1024] + bytes(1024))  # the remedy
-    assert len(load(tmp_path / "a.tar")) == 30
-
-
-def write_records(path: Path, examples: list[dict[str, Any]]) -> None:
-    if path.suffix == ".tar":
-        return write_tar(
-            path, {f"{k:03}.json": json.dumps(row).encode() for k, row in enumerate(examples)}
-        )
-    path.write_bytes(lines(examples))
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.tar"])
-def test_columns_that_only_later_examples_have(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(json_files, "_STREAM_BLOCK", 64)
-    monkeypatch.setattr(tar_files, "_EXAMPLES_AT_ONCE", 5)
-    late = [{"user": k % 3, "x": k, **({"y": 2 * k} if k > 20 else {})} for k in range(30)]
-    write_records(tmp_path / name, late)
-    wanted: list[Any] = [{}, {"columns": ["y", "x"]}, {"label": "y"}, {"types": {"y": "int32"}}]
-    for number, options in enumerate(wanted):
-        sources = (
-            load(tmp_path / name, client="user", **options),
-            prepare(tmp_path / name, tmp_path / f"out-{number}", client="user", **options).source,
-        )
-        for source in sources:
-            y, x = source.column("y"), source.column("x")
-            np.testing.assert_array_equal(np.ma.getmaskarray(y), x <= 20)
-            np.testing.assert_array_equal(y.compressed(), 2 * x[x > 20])
-    for options in ({"columns": ["x", "z"]}, {"types": {"z": "string"}}):
-        with pytest.raises(ValueError, match=r"\[.\]='z' is no column of .*'x'"):
-            load(tmp_path / name, client="user", **options)
-        with pytest.raises(ValueError, match=r"\[.\]='z' is no column of .*'x'"):
-            prepare(tmp_path / name, tmp_path / "none", client="user", **options)
-
-
-def test_numbers_of_json_become_texts_if_types_say_so(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"x": 1, "day": "2026-01-02"}\n{"x": 20}\n')
-    (tmp_path / "b.jsonl").write_text('{"x": "u"}\n{"x": null}\n')
-    types = {"x": "string", "day": "string"}
-    sources = (
-        load(tmp_path / "*.jsonl", types=types),
-        prepare(tmp_path / "*.jsonl", tmp_path / "out", types=types).source,
-    )
-    for source in sources:
-        assert source.table.column("x").to_pylist() == ["1", "20", "u", None]
-        assert source.table.column("day").to_pylist() == ["2026-01-02", None, None, None]
-
-
-def test_leaf(tmp_path: Path) -> None:
-    rng = np.random.default_rng(1)
-    images = {f"f{k}": rng.random((k + 1, 6)).round(3) for k in (3, 0, 2)}
-    labels = {user: rng.integers(0, 62, len(x)) for user, x in images.items()}
-    for name, users in [("a.json", ["f3", "f0"]), ("b.json", ["f2"])]:
-        content = {
-            "users": users,
-            "num_samples": [len(images[u]) for u in users],
-            "user_data": {u: {"x": images[u].tolist(), "y": labels[u].tolist()} for u in users},
-        }
-        keys = sorted(content, reverse=name == "a.json")  # LEAF's own files have several orders
-        (tmp_path / name).write_text(json.dumps({key: content[key] for key in keys}, indent=1))
-    source = load(tmp_path / "*.json", label="y")
-    assert source.client_names == ["f0", "f2", "f3"] and source.fields == ("x", "y", "client")
-    order = ["f0", "f2", "f3"]
-    np.testing.assert_array_equal(source.column("x"), np.concatenate([images[u] for u in order]))
-    np.testing.assert_array_equal(source.column("y"), np.concatenate([labels[u] for u in order]))
-    (tmp_path / "a.json").write_text('{"users": ["u"], "user_data": {}}')
-    with pytest.raises(ValueError, match=r"a.json cannot be read as json: .* of user 'u'"):
-        load(tmp_path / "a.json")
 
 
 def test_hdf5_of_tensorflow_federated(tmp_path: Path) -> None:
@@ -430,12 +327,6 @@ def test_truncated_files_are_named(tmp_path: Path, name: str) -> None:
         load(tmp_path / name)
 
 
-def test_long_lines(tmp_path: Path) -> None:
-    texts = ["x" * n for n in (1, 70 << 20, 5)]
-    (tmp_path / "a.jsonl").write_bytes(lines([{"text": text} for text in texts]))
-    assert [len(text) for text in load(tmp_path / "a.jsonl").column("text")] == [1, 70 << 20, 5]
-
-
 def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
@@ -443,147 +334,6 @@ def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(ImportError, match=r"h5py.*pip install 'fedpax\[files\]'"):
         load(tmp_path / "a.h5")
-
-
-def tfrecord(records: list[bytes]) -> bytes:
-    """Frame records as TensorFlow does, with a bitwise CRC-32C."""
-
-    def masked(content: bytes) -> int:
-        crc = 0xFFFFFFFF
-        for byte in content:
-            crc ^= byte
-            for _ in range(8):
-                crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-        crc ^= 0xFFFFFFFF
-        return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-    frames = []
-    for record in records:
-        length = struct.pack("<Q", len(record))
-        frames += [length, struct.pack("<I", masked(length)), record]
-        frames.append(struct.pack("<I", masked(record)))
-    return b"".join(frames)
-
-
-def test_tfrecords_of_examples(tmp_path: Path) -> None:
-    from tensorflow_datasets.proto import tf_example_pb2
-
-    rng = np.random.default_rng(7)
-    expected = [
-        {
-            "user": str(rng.choice(["ann", "bö"])),
-            "x": float(np.float32(rng.normal())),
-            "n": rng.integers(-9, 9, 1 + k % 3).tolist(),
-        }
-        for k in range(20)
-    ]
-    records = []
-    for row in expected:
-        example = tf_example_pb2.Example()
-        example.features.feature["user"].bytes_list.value.append(row["user"].encode())
-        example.features.feature["x"].float_list.value.append(row["x"])
-        example.features.feature["n"].int64_list.value.extend(row["n"])
-        records.append(example.SerializeToString())
-    content = tfrecord(records)
-    for k in range(2):
-        (tmp_path / f"{k}.tfrecord").write_bytes(tfrecord(records[k::2]))
-    (tmp_path / "all.tfrecord.gz").write_bytes(gzip.compress(content))
-    source = load(tmp_path / "all.tfrecord.gz", client="user", types={"user": "string"})
-    assert source.client_names == ["ann", "bö"]
-    ordered = sorted(expected, key=lambda row: row["user"])
-    assert [{**row, "n": row["n"].tolist()} for row in source] == ordered
-    shards = load(tmp_path / "*.tfrecord")
-    assert shards.client_starts is None and len(shards) == 20
-    made = prepare(tmp_path / "all.tfrecord.gz", tmp_path / "out", client="user").source
-    assert [row["x"] for row in made] == [row["x"] for row in source]
-    for damaged, message in [
-        (content[:-5], "record 19 is cut off"),
-        (content[:40] + b"\0" + content[41:], "record 0 is damaged"),
-        (b"\1" + content[1:], "record 0 has a damaged length"),
-        (tfrecord([b"no example"]), "record 0 is not a tf.train.Example"),
-        (
-            b"\xff" * 8 + bytes.fromhex("a67b113a"),
-            "record 0 has 18446744073709551615 bytes, expected at most 2 GiB",
-        ),
-    ]:
-        (tmp_path / "a.tfrecord").write_bytes(damaged)
-        with pytest.raises(ValueError, match=rf"a.tfrecord cannot be read as tfrecord: {message}"):
-            load(tmp_path / "a.tfrecord")
-
-
-def test_a_group_of_a_tfrecord_is_a_client(tmp_path: Path) -> None:
-    from tensorflow_datasets.proto import tf_example_pb2
-
-    rng = np.random.default_rng(9)
-    sizes = [[3, 1], [2]]
-    values = [[rng.integers(0, 99, size).tolist() for size in file] for file in sizes]
-    for number, groups in enumerate(values):
-        records = []
-        for group in groups:
-            sequence = tf_example_pb2.SequenceExample()
-            features = sequence.feature_lists.feature_list["serialized_bytes"].feature
-            for value in group:
-                example = tf_example_pb2.Example()
-                example.features.feature["x"].int64_list.value.append(value)
-                features.add().bytes_list.value.append(example.SerializeToString())
-            records.append(sequence.SerializeToString())
-        (tmp_path / f"a-{number}-of-2.tfrecord").write_bytes(tfrecord(records))
-    source = load(tmp_path / "*.tfrecord")
-    assert source.client_names == ["a-0-of-2:0000000", "a-0-of-2:0000001", "a-1-of-2:0000000"]
-    assert source.client_starts.tolist() == [0, 3, 4, 6]
-    assert source.column("x").tolist() == [x for file in values for group in file for x in group]
-    made = prepare(tmp_path / "*.tfrecord", tmp_path / "out").source
-    assert made.client_names == source.client_names
-    assert made.column("x").tolist() == source.column("x").tolist()
-    (tmp_path / "b.tfrecord").write_bytes(tfrecord([records[0], example.SerializeToString()]))
-    with pytest.raises(ValueError, match="record 1 and those before are not all groups"):
-        load(tmp_path / "b.tfrecord")
-
-
-def test_web_data_sets(tmp_path: Path) -> None:
-    rng = np.random.default_rng(8)
-    images = rng.integers(0, 256, (5, 6, 4, 3), np.uint8)
-    vectors = rng.normal(size=(5, 3))
-    with tarfile.open(tmp_path / "shard-0.tar", "w") as archive:
-
-        def add(name: str, content: bytes) -> None:
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-
-        for k in range(5):
-            for suffix, content in {
-                "png": png(images[k]),
-                "cls": str(k % 2).encode(),
-                "json": json.dumps({"writer": ["bö", "ann"][k % 2], "age": k}).encode(),
-                "txt": f"é{k}".encode(),
-                "vector.npy": npy(vectors[k]),
-                "npy": npy(vectors[k]),
-            }.items():
-                add(f"data/{k:03}.{suffix}", content)
-    source = load(tmp_path / "shard-*.tar", client="writer", label="label")
-    order = [1, 3, 0, 2, 4]
-    assert source.client_names == ["ann", "bö"]
-    np.testing.assert_array_equal(source.column("image"), images[order])
-    np.testing.assert_array_equal(source.column("array"), vectors[order])
-    assert source.column("label").tolist() == [1, 1, 0, 0, 0]
-    assert source[0]["key"] == "data/001" and source[0]["text"] == "é1" and source[0]["age"] == 1
-    content = (tmp_path / "shard-0.tar").read_bytes()
-    (tmp_path / "cut.tar").write_bytes(content[:3000])
-    with pytest.raises(ValueError, match=r"cut.tar cannot be read as tar"):
-        load(tmp_path / "cut.tar")
-
-
-def png(pixels: np.ndarray) -> bytes:
-    stream = io.BytesIO()
-    Image.fromarray(pixels).save(stream, "PNG")
-    return stream.getvalue()
-
-
-def npy(array: np.ndarray) -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, array)
-    return stream.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -617,31 +367,3 @@ def test_names_of_clients_in_bytes_are_texts_if_they_are_utf8(tmp_path: Path) ->
     ]
     other = load(pa.table({"who": pa.array([b"\xff", b"a"])}), client="who")
     assert other.client_names == [b"a", b"\xff"]
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
-@pytest.mark.parametrize("opening", ["[", '{"a":'])
-@pytest.mark.parametrize("before", ["", '"b": "]]]}}}", '])
-def test_deeply_nested_json_is_told(tmp_path: Path, name: str, opening: str, before: str) -> None:
-    """It ended the process: pyarrow's parser overflows the stack."""
-    closing = "]" if opening == "[" else "}"
-    value = opening * 50_000 + "1" + closing * 50_000
-    content = b'{"a": 1}\n{' + f'{before}"a": {value}}}\n'.encode()
-    compress = gzip.compress if name.endswith(".gz") else bytes
-    (tmp_path / name).write_bytes(compress(content))
-    with pytest.raises(ValueError, match=r"line 2 nests lists or objects deeper than 100 levels"):
-        load(tmp_path / name)
-
-
-@pytest.mark.parametrize("depth", [101, 50_000])
-def test_a_deep_json_list_is_told(tmp_path: Path, depth: int) -> None:
-    (tmp_path / "a.json").write_text("[" * depth + "]" * depth)
-    with pytest.raises(ValueError, match="nests lists or objects deeper than 100 levels"):
-        load(tmp_path / "a.json")
-
-
-def test_many_short_lists_and_brackets_in_texts_are_not_deep(tmp_path: Path) -> None:
-    examples = [{"a": [[1, 2]] * 300, "t": '[{"\\[' * 400}, {"a": [[3, 4]], "t": "x"}]
-    (tmp_path / "a.jsonl").write_bytes(lines(examples))
-    loaded = load(tmp_path / "a.jsonl")
-    assert len(loaded) == 2 and [example["t"] for example in loaded] == [e["t"] for e in examples]

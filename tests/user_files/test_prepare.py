@@ -11,7 +11,8 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pyarrow import csv, ipc, parquet
+from pyarrow import csv, parquet
+from written_tables import all_types, assert_equal, write_arrow, write_csv, write_lines
 
 from fedpax.data import ClientSampler, cohort_rounds, load, prepare
 from fedpax.populations.contiguous_clients import ContiguousClients
@@ -22,48 +23,6 @@ from fedpax.user_files.formats import ReadOptions
 from fedpax.user_files.preparing import lock_file
 from fedpax.user_files.readers import csv_files, json_files
 from fedpax.user_files.readers.parquet_files import stream_parquet
-
-
-def all_types(rng: np.random.Generator, size: int) -> pa.Table:
-    images = array_to_arrow(rng.integers(0, 256, (size, 4, 3), np.uint8))
-    holes = rng.random(size) < 0.3
-    pairs = [None if hole else [1.5, k] for k, hole in enumerate(holes)]
-    return pa.table(
-        {
-            "user": rng.choice(["ann", "bö", "東", ""], size),
-            "half": rng.normal(size=size).astype(np.float16),
-            "float": pa.array(rng.normal(size=size), mask=holes),
-            "big": rng.integers(0, 2**64, size, np.uint64),
-            "flag": pa.array(rng.random(size) < 0.5, mask=holes),
-            "time": pa.array(rng.integers(0, 2**60, size), pa.timestamp("ns", "Europe/Oslo")),
-            "day": pa.array(rng.integers(0, 9999, size).astype("datetime64[D]"), mask=holes),
-            "image": images,
-            "pair": pa.array(pairs, pa.list_(pa.float32(), 2)),
-            "words": [list(range(k % 4)) for k in range(size)],
-            "text": pa.array([f"é{k}" for k in range(size)], pa.large_string(), mask=holes),
-            "kind": pa.array(rng.choice(["x", "y"], size)).dictionary_encode(),
-            "nested": [{"a": k, "b": [str(k)]} for k in range(size)],
-            "nothing": pa.nulls(size),
-        }
-    )  # fmt: skip
-
-
-def write_arrow(table: pa.Table, path: Path, rows: int = 16) -> Path:
-    with ipc.new_file(str(path), table.schema) as writer:
-        writer.write_table(table, max_chunksize=rows)
-    return path
-
-
-def assert_equal(actual: Any, expected: Any) -> None:
-    assert actual.table.schema.names == expected.table.schema.names
-    for name in expected.fields:
-        a, b = (s.table.column(name).combine_chunks() for s in (actual, expected))
-        if pa.types.is_dictionary(b.type):  # a folder has decoded categories
-            b = b.cast(b.type.value_type)
-        assert a.equals(b), name
-    if expected.client_starts is not None:
-        assert actual.client_names == expected.client_names
-        np.testing.assert_array_equal(actual.client_starts, expected.client_starts)
 
 
 @pytest.mark.parametrize("batch_rows", [1 << 17, 30, 1])
@@ -81,14 +40,6 @@ def test_values_of_every_type_are_those_of_load(
     options: Any = {"columns": ["text"], "client": "user", "label": "kind"}
     assert_equal(load(tmp_path / "out", **options), load(path, **options))
     assert [p.name for p in tmp_path.iterdir() if "draft" in p.name] == []
-
-
-def write_csv(table: pa.Table, path: Path) -> None:
-    csv.write_csv(table, path)
-
-
-def write_lines(table: pa.Table, path: Path) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
 
 
 @pytest.mark.parametrize(
@@ -375,35 +326,3 @@ def test_damaged_folders_are_told(tmp_path: Path) -> None:
     (tmp_path / "out" / "prepared.json").write_text('{"format": 99}')
     with pytest.raises(ValueError, match=r"prepared.json is not of format 1"):
         load(tmp_path / "out")
-
-
-def test_files_in_a_bucket_are_prepared(tmp_path: Path) -> None:
-    import fsspec
-
-    rng = np.random.default_rng(6)
-    system = fsspec.filesystem("memory")
-    for name in ("a", "b"):
-        table = pa.table({"user": rng.integers(0, 9, 60), "x": rng.normal(size=60)})
-        for suffix, write in ((".parquet", parquet.write_table), (".csv", write_csv)):
-            write(table, tmp_path / f"{name}{suffix}")
-            content = (tmp_path / f"{name}{suffix}").read_bytes()
-            system.pipe(f"/prepared/{name}{suffix}", content)
-    for suffix in (".parquet", ".csv"):
-        made = prepare(f"memory://prepared/*{suffix}", tmp_path / suffix[1:], client="user").source
-        assert_equal(made, load(tmp_path / f"*{suffix}", client="user"))
-    with pytest.raises(ValueError, match="is in a bucket, expected a local folder"):
-        prepare("memory://prepared/*.csv", "memory://prepared/out", client="user")
-
-
-def test_a_bucket_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import fsspec
-
-    class UnreachableError(Exception):
-        """An error of a bucket's package, whose type is its own."""
-
-    def fail(self: Any, path: str, **options: Any) -> Any:
-        raise UnreachableError("could not connect")
-
-    monkeypatch.setattr(type(fsspec.filesystem("memory")), "glob", fail)
-    with pytest.raises(OSError, match=r"memory://away/\*.csv cannot be read: could not connect"):
-        load("memory://away/*.csv")

@@ -1,0 +1,125 @@
+"""Tests of the columns that a model of a table keeps: in other files, when exported and resumed."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hospital_tables import make, write_hospitals
+
+from fedpax.data import prepare
+from fedpax.data.tables import Label, TableFeatures
+from fedpax.main import main
+from fedpax.run_files.metrics import read_metrics, select
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hospitals")
+    write_hospitals(path)
+    return path
+
+
+def test_the_exported_model_has_its_columns(folder: Path, tmp_path: Path) -> None:
+    experiment = make(folder, "score", hidden_sizes=(4,))
+    run = experiment.build()
+    params = jax.jit(run.init)(jax.random.key(0))
+    assert {leaf.shape for leaf in jax.tree.leaves(params)} == {(6, 4), (4,), (4, 1), (1,)}
+    experiment.write_model(tmp_path / "model", params, "fedavg_table")
+    content = json.loads((tmp_path / "model" / "table.json").read_text("utf-8"))
+    features = TableFeatures.from_json(content["columns"])
+    assert features == experiment.prepared.features
+    assert Label.from_json(content["label"]) == experiment.prepared.label
+    inputs = features({"age": [None], "kön": ["man"], "lab_värde": [1e4]})
+    assert model_output(run, params, inputs).shape == (1, 1)
+
+
+def model_output(run: Any, params: Any, inputs: np.ndarray) -> Any:
+    hidden = np.maximum(inputs @ params["layers"]["dense_0"]["kernel"], 0)
+    return hidden @ params["layers"]["dense_1"]["kernel"]
+
+
+def test_a_column_that_only_some_files_have(folder: Path, tmp_path: Path) -> None:
+    for name in ("Oslo", "Lund", "Bonn"):
+        text = (folder / f"{name}.csv").read_text("utf-8")
+        if name == "Bonn":
+            lines = text.splitlines()
+            extra = [f"{line},{value}" for value, line in enumerate(lines[1:])]
+            text = "\n".join([f"{lines[0]},blodtryck", *extra]) + "\n"
+        (tmp_path / f"{name}.csv").write_text(text, encoding="utf-8")
+    with pytest.raises(
+        ValueError, match=r"no column 'blodtryck'.*optional_columns=\['blodtryck'\]"
+    ):
+        make(tmp_path, "outcome").build()
+    experiment = make(tmp_path, "outcome", optional_columns=("blodtryck",))
+    names = experiment.prepared.features.names
+    values = experiment.prepared.examples["features"][:, names.index("blodtryck")]
+    missing = experiment.prepared.examples["features"][:, names.index("blodtryck is missing")]
+    is_bonn = np.array(experiment.opened.names)[experiment.opened.owners] == "Bonn"
+    np.testing.assert_array_equal(missing, ~is_bonn)
+    assert not values[~is_bonn].any()
+    own = values[is_bonn & experiment.opened.training]
+    assert abs(own.mean()) < 1e-5 and own.std() == pytest.approx(1, abs=1e-4)
+
+
+def test_prepared_files_equal_the_files(folder: Path, tmp_path: Path) -> None:
+    prepare([str(folder / "*.csv")], tmp_path / "prepared", label="outcome")
+    experiment = make(folder, "outcome")
+    data = dataclasses.replace(experiment.data, files=(str(tmp_path / "prepared"),))
+    prepared = dataclasses.replace(experiment, data=data)
+    assert list(prepared.training_parts) == list(experiment.training_parts)
+    for name, rows in experiment.training_parts.items():
+        np.testing.assert_array_equal(prepared.training_parts[name], rows)
+    for name, values in experiment.prepared.examples.items():
+        np.testing.assert_array_equal(prepared.prepared.examples[name], values)
+
+
+def test_a_model_keeps_its_columns_on_other_files(folder: Path, tmp_path: Path) -> None:
+    trained = make(folder, "outcome")
+    (tmp_path / "run").mkdir()
+    trained.write_inputs(tmp_path / "run")
+    other = tmp_path / "other"
+    other.mkdir()
+    text = (folder / "Oslo.csv").read_text("utf-8").replace("kvinna", "annat")
+    for name in ("Ny", "Äldre"):
+        (other / f"{name}.csv").write_text(text, encoding="utf-8")
+    again = make(other, "outcome")
+    again.read_inputs(tmp_path / "run")
+    assert again.prepared.features == trained.prepared.features
+    assert again.prepared.label == trained.prepared.label
+    features = again.prepared.examples["features"]
+    assert features.shape[1] == 6 and not features[:, 3].any()  # no "kvinna" there
+    # Other settings, and a lost column, are told.
+    changed = make(other, "outcome", columns=("age=left_out", "score=left_out"))
+    with pytest.raises(ValueError, match=r"data.columns=.* but the model was trained with"):
+        changed.read_inputs(tmp_path / "run")
+    for name in ("Ny", "Äldre"):
+        lines = [line.split(",", 1)[1] for line in text.splitlines()]
+        (other / f"{name}.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    lost = make(other, "outcome")
+    lost.read_inputs(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"has no column 'age', which the model was trained with"):
+        _ = lost.prepared
+    optional = make(other, "outcome", optional_columns=("age",))
+    optional.read_inputs(tmp_path / "run")
+    assert np.all(optional.prepared.examples["features"][:, 1] == 1)
+    (tmp_path / "run" / "table.json").write_text("{")
+    with pytest.raises(ValueError, match=r"table.json is damaged"):
+        optional.read_inputs(tmp_path / "run")
+
+
+def test_a_run_resumes_with_the_columns_that_it_began_with(folder: Path, tmp_path: Path) -> None:
+    flags = ["--exp=fedavg_table", f"--data.files={folder}/*.csv", "--data.label=outcome"]
+    flags += ["--training.evaluate_every=2", "--data.columns", "score=left_out"]
+    for name, stops in {"once": [4], "twice": [2, 4]}.items():
+        for rounds in stops:
+            run = [f"--job_log_dir={tmp_path / name}", f"--training.rounds={rounds}"]
+            assert main(["train", *flags, *run]) == 0
+    losses = {
+        name: select(read_metrics(tmp_path / name), "evaluation")[-1]["loss"]
+        for name in ("once", "twice")
+    }
+    assert losses["once"] == losses["twice"]

@@ -1,0 +1,111 @@
+"""Tests of messages on files, columns and options that are wrong."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedpax.data import load, prepare
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "message"),
+    [
+        ({"a.csv": "x,y\n1,2\n"}, {"client": "z"}, r"client='z' is no column of .*'x', 'y'"),
+        ({"a.csv": "x,y\n1,2\n"}, {"label": "z"}, r"label='z' is no column of .*'x', 'y'"),
+        (
+            {"a.csv": "x,y\n1,2\n"},
+            {"columns": ["q"]},
+            r"a.csv has no column 'q', expected one of 'x'",
+        ),
+        (
+            {"a.csv": "x,y\n1,2\n3\n"},
+            {},
+            r"a.csv cannot be read as csv: .*Row #3: Expected 2 columns",
+        ),
+        ({"a.csv": "x,y\n"}, {}, r"has no examples"),
+        ({"a.csv": "x;y\n1;2,5\n"}, {}, r"one column, 'x;y'.*Set delimiter=';'"),
+        ({"a.csv": "c\nNaN\n1.5\n"}, {"client": "c"}, r"'c' .*has no value in 1 examples"),
+        ({"a.csv": ""}, {}, r"a.csv cannot be read as csv: Empty CSV"),
+        ({"a.csv": "x,x\n1,2\n"}, {}, r"several columns named 'x'.*Rename"),
+        ({"a.csv": "x;y\n1;2\n"}, {}, r"one column, 'x;y'.*Set delimiter=';'"),
+        (
+            {"a.csv": "c,x\n,2\nb,1\n"},
+            {"client": "c"},
+            r"'c' .*has no value in 1 examples.*example 0",
+        ),
+        (
+            {"a.csv": "x,y\n1,2\n", "b.csv": "x\n1\n"},
+            {},
+            r"b.csv has no column 'y', which .*a.csv has",
+        ),
+        (
+            {"a.csv": "x\n1\n", "b.csv": "x\nu\n"},
+            {},
+            r"'x' is int64 in .*a.csv and string in .*b.csv",
+        ),
+        (
+            {"a.csv": "x\n9007199254740993\n", "b.csv": "x\n0.5\n"},
+            {},
+            r"'x' is int64 in one file and double for all files, which does not hold its values",
+        ),
+        ({"a.csv": "client\n1\n", "b.csv": "client\n2\n"}, {}, r"Set client='client' if"),
+        ({"a.csv": "x\n1\n"}, {"split": "test"}, r"no split 'test'. Write \{split\}"),
+        ({"a.csv": "x\n1\n"}, {"split": "q", "heldout_fraction": 0.5}, r"split is 'q', expected"),
+        ({"a.csv": "x\n1\n"}, {"heldout_fraction": 0.5}, r"split is None.*Set split='train'"),
+        ({"a.csv": "x\n1\n"}, {"heldout_fraction": 1.5}, r"heldout_fraction is 1.5"),
+        (
+            {"a.csv": "x\n1\n"},
+            {"heldout_by": "client", "heldout_fraction": 0.1, "split": "train"},
+            r"heldout_by='client' is no column of .*or one of 'x'",
+        ),
+        ({"a.csv": "x\n1\n"}, {"types": {"x": "nothing"}}, r"'nothing' of column 'x' is no type"),
+        ({"a.parquet": "PAR1 and no more"}, {}, r"a.parquet cannot be read as parquet"),
+        ({"a.xlsx": "x"}, {}, r"suffix '.xlsx', expected one of .csv"),
+        ({"a.csv": "version https://git-lfs.github.com/spec/v1\n"}, {}, r"Git LFS pointer"),
+    ],
+)
+def test_what_is_wrong_is_told_with_a_remedy(
+    tmp_path: Path, files: dict[str, str], options: Any, message: str
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path / ("*" if len(files) > 1 else next(iter(files))), **options)
+
+
+def test_a_folder_does_not_name_the_one_above_it(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "a.arrow"}]}')
+    (tmp_path / "in" / "dataset_dict.json").write_text('{"splits": [".."]}')
+    with pytest.raises(ValueError, match=r"names '\.\.', expected a file or folder beside it"):
+        load(tmp_path / "in")
+
+
+def test_a_mask_is_no_list_of_indices() -> None:
+    source = load({"x": [5, 6, 7]})
+    with pytest.raises(TypeError, match=r"of type bool, expected integers.*np.flatnonzero"):
+        source.take([False, True, True])
+    assert source.take([])["x"].tolist() == [] and source.take([-1])["x"].tolist() == [7]
+
+
+def test_missing_files_and_options_of_files_for_a_data_set(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"No file matches .*\*.csv"):
+        load(tmp_path / "*.csv")
+    for nothing in (3, [], b"x", [3]):
+        with pytest.raises((ValueError, TypeError), match="expected the name of a data set, files"):
+            load(nothing)
+    with pytest.raises(ValueError, match="client='a' is for files, but 'digits' is the name"):
+        load("digits", "train", client="a")
+    with pytest.raises(ValueError, match=r"The split of the data set 'digits' is None"):
+        load("digits")
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_other_encodings_are_told(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "a.csv").write_bytes("name,x\nZoë,1\n".encode(encoding))
+    for read in (load, lambda path: prepare(path, tmp_path / "out")):
+        with pytest.raises(ValueError, match=r"a.csv cannot be read.*not UTF-8.*iconv -f"):
+            read(tmp_path / "a.csv")
+    (tmp_path / "b.csv").write_bytes(b"name,x\nZoe,1\n")
+    assert load(tmp_path / "b.csv")[0]["name"] == "Zoe"

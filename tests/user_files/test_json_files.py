@@ -1,0 +1,88 @@
+"""Tests of JSON lines, lists of JSON objects and LEAF's JSON."""
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from written_tables import lines
+
+from fedpax.data import load, prepare
+
+
+def test_a_list_of_json_has_the_names_of_all_objects(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[{"x": 1}, {"x": 2, "y": 3}]')
+    assert load(tmp_path / "a.json").table.to_pydict() == {"x": [1, 2], "y": [None, 3]}
+    (tmp_path / "b.json").write_text('[{"x": 1}, 7]')
+    with pytest.raises(ValueError, match="its entry 1 is 7, expected an object"):
+        load(tmp_path / "b.json")
+
+
+def test_numbers_of_json_become_texts_if_types_say_so(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"x": 1, "day": "2026-01-02"}\n{"x": 20}\n')
+    (tmp_path / "b.jsonl").write_text('{"x": "u"}\n{"x": null}\n')
+    types = {"x": "string", "day": "string"}
+    sources = (
+        load(tmp_path / "*.jsonl", types=types),
+        prepare(tmp_path / "*.jsonl", tmp_path / "out", types=types).source,
+    )
+    for source in sources:
+        assert source.table.column("x").to_pylist() == ["1", "20", "u", None]
+        assert source.table.column("day").to_pylist() == ["2026-01-02", None, None, None]
+
+
+def test_leaf(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    images = {f"f{k}": rng.random((k + 1, 6)).round(3) for k in (3, 0, 2)}
+    labels = {user: rng.integers(0, 62, len(x)) for user, x in images.items()}
+    for name, users in [("a.json", ["f3", "f0"]), ("b.json", ["f2"])]:
+        content = {
+            "users": users,
+            "num_samples": [len(images[u]) for u in users],
+            "user_data": {u: {"x": images[u].tolist(), "y": labels[u].tolist()} for u in users},
+        }
+        keys = sorted(content, reverse=name == "a.json")  # LEAF's own files have several orders
+        (tmp_path / name).write_text(json.dumps({key: content[key] for key in keys}, indent=1))
+    source = load(tmp_path / "*.json", label="y")
+    assert source.client_names == ["f0", "f2", "f3"] and source.fields == ("x", "y", "client")
+    order = ["f0", "f2", "f3"]
+    np.testing.assert_array_equal(source.column("x"), np.concatenate([images[u] for u in order]))
+    np.testing.assert_array_equal(source.column("y"), np.concatenate([labels[u] for u in order]))
+    (tmp_path / "a.json").write_text('{"users": ["u"], "user_data": {}}')
+    with pytest.raises(ValueError, match=r"a.json cannot be read as json: .* of user 'u'"):
+        load(tmp_path / "a.json")
+
+
+def test_long_lines(tmp_path: Path) -> None:
+    texts = ["x" * n for n in (1, 70 << 20, 5)]
+    (tmp_path / "a.jsonl").write_bytes(lines([{"text": text} for text in texts]))
+    assert [len(text) for text in load(tmp_path / "a.jsonl").column("text")] == [1, 70 << 20, 5]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+@pytest.mark.parametrize("before", ["", '"b": "]]]}}}", '])
+def test_deeply_nested_json_is_told(tmp_path: Path, name: str, opening: str, before: str) -> None:
+    """It ended the process: pyarrow's parser overflows the stack."""
+    closing = "]" if opening == "[" else "}"
+    value = opening * 50_000 + "1" + closing * 50_000
+    content = b'{"a": 1}\n{' + f'{before}"a": {value}}}\n'.encode()
+    compress = gzip.compress if name.endswith(".gz") else bytes
+    (tmp_path / name).write_bytes(compress(content))
+    with pytest.raises(ValueError, match=r"line 2 nests lists or objects deeper than 100 levels"):
+        load(tmp_path / name)
+
+
+@pytest.mark.parametrize("depth", [101, 50_000])
+def test_a_deep_json_list_is_told(tmp_path: Path, depth: int) -> None:
+    (tmp_path / "a.json").write_text("[" * depth + "]" * depth)
+    with pytest.raises(ValueError, match="nests lists or objects deeper than 100 levels"):
+        load(tmp_path / "a.json")
+
+
+def test_many_short_lists_and_brackets_in_texts_are_not_deep(tmp_path: Path) -> None:
+    examples = [{"a": [[1, 2]] * 300, "t": '[{"\\[' * 400}, {"a": [[3, 4]], "t": "x"}]
+    (tmp_path / "a.jsonl").write_bytes(lines(examples))
+    loaded = load(tmp_path / "a.jsonl")
+    assert len(loaded) == 2 and [example["t"] for example in loaded] == [e["t"] for e in examples]

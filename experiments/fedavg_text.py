@@ -60,7 +60,10 @@ MOST_STEPS = 1 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FedAvgText(OverSites, ClientText):
-    """A transformer trained by FedAvg on clients' documents, here or at sites."""
+    """A transformer trained by FedAvg on clients' documents, here or at sites.
+
+    If there are fewer clients than `cohort.size`, a round has all of them.
+    """
 
     own_fields: ClassVar[tuple[str, ...]] = (
         "data.answer_field",
@@ -225,8 +228,13 @@ class FedAvgText(OverSites, ClientText):
     def build(self) -> Run:
         """Read the text, and make the population, cohorts, model, algorithm and mesh."""
         if not self.__dict__.get("_at_site"):
-            population = self._pack(self.read_training(), self.read_tokenizer())
-            return self._build(*population, self.read_heldout(self.read_tokenizer()))
+            rows, clients = self._pack(self.read_training(), self.read_tokenizer())
+            fitting = self.sized(len(clients))
+            run = fitting._build(rows, clients, self.read_heldout(self.read_tokenizer()))
+            if fitting.cohort.size == self.cohort.size:
+                return run
+            size = f"cohort.size={self.cohort.size}: a round has all {len(clients)} clients"
+            return run._replace(notes=(*run.notes, size))
         rows, clients = self._site_rows
         return self.sized(len(clients))._build(rows, clients, self._site_heldout)
 

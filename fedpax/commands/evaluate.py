@@ -55,7 +55,8 @@ def evaluate(arguments: Sequence[str]) -> int:
     if options.by_client and run.evaluate_clients is None and run.evaluate_own_models is None:
         raise UsageError(
             f"--by_client: the held-out data of {saved.exp} have no clients, expected an "
-            "experiment with clients, such as fedavg_table. Leave out --by_client."
+            "experiment with Run.evaluate_clients, such as fedavg_table. Leave out --by_client; in "
+            "an experiment of your own, set Run.evaluate_clients."
         )
     if options.engine and run.evaluate_own_models is not None:
         own = "the clients' own models are in the checkpoint of this process"

@@ -4,7 +4,7 @@ Each assigns every example to exactly one participant, gives every participant a
 and depends on its arguments alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 import numpy as np
@@ -33,7 +33,7 @@ _Counts: TypeAlias = Int64[np.ndarray, "..."]
 
 
 def partition_dirichlet(
-    labels: ArrayLike,
+    labels: ArrayLike | Iterable[int],
     num_participants: int,
     *,
     alpha: float,
@@ -63,7 +63,7 @@ def partition_dirichlet(
     random samples.
 
     Args:
-        labels: integers `[examples]`, such as `read_examples(source)["label"]`.
+        labels: integers `[examples]`, such as `source.column("label")`.
         num_participants: the number of participants.
         alpha: the concentration, above 0; the smaller it is, the more participants differ.
         equal_sizes: if True, the participants' numbers of examples differ by at most one. Default
@@ -120,8 +120,8 @@ def partition_dirichlet(
 
 
 def partition_pachinko(
-    labels: ArrayLike,
-    coarse_labels: ArrayLike,
+    labels: ArrayLike | Iterable[int],
+    coarse_labels: ArrayLike | Iterable[int],
     num_participants: int,
     *,
     alpha: float = 0.1,
@@ -201,7 +201,11 @@ def partition_pachinko(
 
 
 def partition_by_shards(
-    labels: ArrayLike, num_participants: int, *, shards_per_participant: int = 2, seed: int = 0
+    labels: ArrayLike | Iterable[int],
+    num_participants: int,
+    *,
+    shards_per_participant: int = 2,
+    seed: int = 0,
 ) -> RaggedPartition:
     """Sort examples by label, split them into equal shards, and assign the shards at random.
 

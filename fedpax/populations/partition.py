@@ -8,7 +8,7 @@ See `label_skew` and `quantity_skew` for random partitions whose participants di
 
 import heapq
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -265,16 +265,18 @@ def partition_checksum(partition: Partition) -> int:
 
 
 def index_labels(
-    labels: ArrayLike, name: str = "labels"
+    labels: ArrayLike | Iterable[int], name: str = "labels"
 ) -> tuple[Int64[np.ndarray, " classes"], Int64[np.ndarray, " examples"]]:
     """Map labels to indices of the distinct labels; return these, ascending, and the indices."""
+    if isinstance(labels, Iterator):  # such as the column of a data set
+        labels = list(labels)
     array = host_array(labels, name)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ArgumentError(
             f"{name} has dtype {array.dtype} and shape {list(array.shape)}, expected one integer "
             "for each example. Convert strings with np.unique(labels, return_inverse=True)[1], "
             "one-hot rows with labels.argmax(-1), objects and whole floats with "
-            "labels.astype(np.int64), a generator with list(labels)."
+            "labels.astype(np.int64)."
         )
     classes, class_index = np.unique(array, return_inverse=True)
     remedy = "Number the labels with np.unique(labels, return_inverse=True)[1]."

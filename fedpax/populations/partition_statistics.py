@@ -1,6 +1,7 @@
 """Measures of how a partition's participants differ in their amounts and labels."""
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -81,7 +82,7 @@ class PartitionStatistics(NamedTuple):
 
 
 def partition_statistics(
-    partition: Partition, labels: ArrayLike | None = None
+    partition: Partition, labels: ArrayLike | Iterable[int] | None = None
 ) -> PartitionStatistics:
     """Measure how participants differ in the amounts and labels of their examples.
 

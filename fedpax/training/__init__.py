@@ -7,7 +7,8 @@
   and notebooks) and returns a `TrainingResult`. `read_metrics` reads the log of a
   run, and `select` chooses lines of it.
 - Evaluation: `evaluator` and `placed_evaluator` make `Run.evaluate`; `evaluate_by_client` has a
-  value of each metric for each client.
+  value of each metric for each client, as have `ClientMetrics`, which `Run.evaluate_clients`
+  returns.
 - Metrics of methods: `with_exchanged_bytes`, and for simulated time `TimedSchedule`,
   `ScheduledRounds` and `with_virtual_seconds`.
 """
@@ -15,6 +16,7 @@
 from fedpax.lazy_names import lazy_names
 
 _MODULES = {
+    "ClientMetrics": "fedpax.training.client_metrics",
     "Experiment": "fedpax.training.experiment",
     "GoodputClock": "fedpax.run_files.goodput",
     "HeldoutMetrics": "fedpax.training.experiment",

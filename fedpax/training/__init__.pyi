@@ -6,6 +6,7 @@ from fedpax.run_files.goodput import GoodputClock as GoodputClock
 from fedpax.run_files.metrics import read_metrics as read_metrics
 from fedpax.run_files.metrics import select as select
 from fedpax.run_files.seeds import with_seed as with_seed
+from fedpax.training.client_metrics import ClientMetrics as ClientMetrics
 from fedpax.training.evaluation import evaluate_by_client as evaluate_by_client
 from fedpax.training.evaluation import evaluator as evaluator
 from fedpax.training.evaluation import placed_evaluator as placed_evaluator

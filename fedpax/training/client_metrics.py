@@ -14,13 +14,22 @@ NUM_BINS = 10
 
 
 class ClientMetrics(NamedTuple):
-    """Metrics of a model on the held-out examples of each client."""
+    """Metrics of a model on the held-out examples of each client.
 
-    names: Sequence[str]  # the clients
-    # number of held-out examples of each client; the sum of their weights, if examples stand for a
-    # client's held-out examples by weight
+    Attributes:
+        names: the clients.
+        num_examples: the number of held-out examples of each client; the sum of their weights, if
+            examples stand for a client's held-out examples by weight.
+        metrics: each metric by name, float64 `[clients]`; NaN where it is not defined.
+
+    Example:
+        >>> result = ClientMetrics(["a", "b"], np.array([3, 1]), {"loss": np.array([0.5, 2.0])})
+        >>> dict(zip(result.names, result.metrics["loss"].tolist()))
+        {'a': 0.5, 'b': 2.0}
+    """
+
+    names: Sequence[str]
     num_examples: Num[np.ndarray, " clients"]
-    # each metric by name, float64 `[clients]`; NaN where it is not defined
     metrics: Mapping[str, Float64[np.ndarray, " clients"]]
 
 

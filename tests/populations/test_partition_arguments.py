@@ -11,12 +11,15 @@ import pytest
 from fedpax.data import (
     ClientSampler,
     cohort_rounds,
+    load,
     partition_by_quantity,
     partition_by_shards,
     partition_dirichlet,
     partition_iid,
     partition_natural,
     partition_pachinko,
+    partition_statistics,
+    read_examples,
 )
 from fedpax.populations.logistic_clients import logistic_clients
 from fedpax.populations.partition import (
@@ -119,6 +122,16 @@ def test_any_real_number_is_a_concentration() -> None:
     ):
         result = partition_dirichlet(labels, 3, alpha=value)  # type: ignore[arg-type]
         assert all(map(np.array_equal, result, expected))
+
+
+def test_the_column_of_a_data_set_is_labels() -> None:
+    source = load("digits", "test")
+    labels = read_examples(source)["label"]
+    partition = partition_dirichlet(source.column("label"), 5, alpha=0.3)
+    for part, same in zip(partition, partition_dirichlet(labels, 5, alpha=0.3), strict=True):
+        np.testing.assert_array_equal(part, same)
+    statistics = partition_statistics(partition, source.column("label"))
+    assert str(statistics) == str(partition_statistics(partition, labels))
 
 
 def test_unsigned_labels_beyond_int64_raise() -> None:

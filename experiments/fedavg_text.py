@@ -49,6 +49,7 @@ from fedpax.sites.rounds.contract import (
     Question,
     SiteRun,
 )
+from fedpax.sites.rounds.coordinator_files import FEDERATION
 from fedpax.sites.transport.checked_header import CheckedHeader
 from fedpax.training.experiment import Run
 from fedpax.training.training_config import TrainingConfig
@@ -176,13 +177,14 @@ class FedAvgText(OverSites, ClientText):
         )
 
     def _batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        rows, one_client = pack_clients(
-            [{"text": "a"}],
-            seq_len=self.data.seq_len,
-            client_field=None,
-            tokenizer=self.read_tokenizer(),
+        return batch_shapes(self._make_rounds(*self._blank_rows(), ClientSampler(1, 1)))
+
+    def _blank_rows(self) -> tuple[Arrays, Partition]:
+        tokenizer = self.read_tokenizer()
+        seq_len = self.data.seq_len
+        return pack_clients(
+            [{"text": "a"}], seq_len=seq_len, client_field=None, tokenizer=tokenizer
         )
-        return batch_shapes(self._make_rounds(rows, one_client, ClientSampler(1, 1)))
 
     def at_site(self, clients: ClientRange) -> SiteRun:
         """Make a site's run. Metrics weigh the tokens of its held-out documents."""
@@ -227,6 +229,8 @@ class FedAvgText(OverSites, ClientText):
 
     def build(self) -> Run:
         """Read the text, and make the population, cohorts, model, algorithm and mesh."""
+        if self.__dict__.get("_coordinates"):  # it has a model, and no documents
+            return self.sized(1)._build(*self._blank_rows(), None)
         if not self.__dict__.get("_at_site"):
             rows, clients = self._pack(self.read_training(), self.read_tokenizer())
             fitting = self.sized(len(clients))
@@ -239,8 +243,10 @@ class FedAvgText(OverSites, ClientText):
         return self.sized(len(clients))._build(rows, clients, self._site_heldout)
 
     def read_inputs(self, folder: Path) -> None:
-        """Find out whether the folder is a site's, whose clients may be fewer than a round's."""
+        """Find out whether the folder is a site's or a coordinator's, which has no documents."""
         self.__dict__["_at_site"] = (folder / SITE_FILE).is_file()
+        no_documents = self.data.dataset == ClientTextConfig.dataset
+        self.__dict__["_coordinates"] = no_documents and (folder / FEDERATION).is_file()
 
 
 def fedavg_lora_text() -> FedAvgText:

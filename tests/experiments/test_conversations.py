@@ -90,6 +90,18 @@ def test_an_exported_folder_has_the_template(folder: Path, tmp_path: Path) -> No
     assert (tmp_path / "chat_template.jinja").read_text() == (folder / "chat.jinja").read_text()
 
 
+def test_the_model_of_a_coordinator_needs_no_chats(folder: Path, tmp_path: Path) -> None:
+    own = ["--data.messages_field=messages", f"--data.chat_template={folder}/chat.jinja"]
+    experiment = configure("fedavg_lora_text", [*SMALL, *own, "--lora.rank=0"])
+    (tmp_path / "federation.json").write_text("{}")
+    experiment.read_inputs(tmp_path)
+    run = experiment.build()
+    assert run.cohort_shapes.num_examples.shape == (1,)
+    params = jax.jit(run.init)(jax.random.key(0))
+    with pytest.raises(ValueError, match="no held-out documents, expected some"):
+        run.evaluate(params)
+
+
 def test_fields_that_do_not_fit_raise() -> None:
     with pytest.raises(ArgumentError, match="expected both prompt_field and answer_field"):
         TextDataConfig(prompt_field="q")

@@ -27,6 +27,7 @@ from jaxtyping import Int
 from fedpax.checks import check_integers
 from fedpax.clients.store_rows import count_rows, on_devices, row_specs, rows_axis, state_spec
 from fedpax.errors import ArgumentError, ArgumentTypeError
+from fedpax.primitives.argument_checks import check_tree_not_deleted
 from fedpax.primitives.casts import checked_tree, conversion, device_array
 from fedpax.primitives.client_rows import (
     ClientRows,
@@ -290,6 +291,7 @@ def _check_call(name: str, store: Any, client_ids: ClientIds, placement: str) ->
             f"{name}(): store is a {type(store).__name__}, expected a ClientStore. Make it with "
             "client_store(state, num_clients)."
         )
+    check_tree_not_deleted(store.rows, f"{name}(): store.rows")
     _, num_devices = rows_axis(placement)
     values = client_ids if hasattr(client_ids, "dtype") else np.asarray(client_ids)
     if not jnp.issubdtype(values.dtype, jnp.integer):

@@ -112,3 +112,9 @@ def check_not_deleted(value: Any, name: str) -> None:
             "interruption, do not donate the state, or keep a copy: "
             "jax.tree.map(jnp.copy, state)."
         )
+
+
+def check_tree_not_deleted(tree: Any, name: str) -> None:
+    """Raise a RuntimeError if a leaf of a pytree was donated to an earlier call."""
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        check_not_deleted(leaf, f"{name}{jax.tree_util.keystr(path)}")

@@ -15,6 +15,7 @@ from fedpax.checks import COUNT, check_argument
 from fedpax.clients.cohort import MASK
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives import federated_map, federated_sum
+from fedpax.primitives.argument_checks import check_tree_not_deleted
 from fedpax.primitives.casts import checked_tree
 from fedpax.training.prefetch import put_on_mesh
 from fedpax.transforms.program import program
@@ -125,6 +126,7 @@ def placed_evaluator(
     )
 
     def evaluate(params: Params) -> dict[str, float]:
+        check_tree_not_deleted(params, "params")
         sums = jax.device_get(totals(params, *on_devices))
         return {name: float(total / weights.sum()) for name, total in sums.items()}
 
@@ -223,6 +225,7 @@ def map_examples(
         )
 
     def run(params: Params) -> Any:
+        check_tree_not_deleted(params, "params")
         outputs = []
         for start in range(0, count, batch_size):
             rows = np.minimum(np.arange(start, start + batch_size), count - 1)

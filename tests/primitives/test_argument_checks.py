@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -12,6 +13,8 @@ import fedpax
 from fedpax import aggregators, algorithms
 from fedpax.aggregators import codecs
 from fedpax.algorithms import fedavg
+from fedpax.clients import client_store, gather_clients, scatter_clients
+from fedpax.training import evaluate_by_client, evaluator
 
 
 def loss_fn(w, x):
@@ -75,3 +78,19 @@ def test_a_donated_state_says_what_to_do():
     for call in (method.round, out_of_core, lambda *args: next(stages.run(*args))):
         with pytest.raises(RuntimeError, match=words):
             call(state, cohort)
+
+
+def test_a_donated_model_or_store_says_what_to_do():
+    params, store = jnp.zeros(3), client_store({"w": jnp.zeros(3)}, 4)
+    jax.jit(lambda *args: args, donate_argnums=(0, 1))(params, store)  # nothing is assigned
+    loss = lambda w, batch: loss_fn(w, batch["x"])
+    batches = [{"x": np.ones((2, 3), np.float32)}]
+    evaluate = evaluator(loss, batches, placement="clients", num_participants=1)
+    by_client = evaluate_by_client(loss, batches)
+    for call in (evaluate, by_client):
+        with pytest.raises(RuntimeError, match=r"^params has been deleted.*restore the state"):
+            call(params)
+    with pytest.raises(RuntimeError, match=r"store\.rows\['w'\] has been deleted.*make it anew"):
+        gather_clients(store, np.array([0]))
+    with pytest.raises(RuntimeError, match=r"store\.rows\['w'\] has been deleted"):
+        scatter_clients(store, np.array([0]), {"w": np.ones((1, 3), np.float32)})

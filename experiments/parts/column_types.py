@@ -14,11 +14,11 @@ def parse_types(texts: Sequence[str]) -> dict[str, str]:
     """
     types = {}
     for text in texts:
-        name, equals, kind = text.rpartition("=")
+        name, equals, data_type = text.rpartition("=")
         if not equals:
             raise ArgumentError(
                 f"data.types has {text!r}, expected COLUMN=TYPE. Set for example --data.types "
                 "zip=string."
             )
-        types[name] = kind
+        types[name] = data_type
     return types

@@ -79,40 +79,40 @@ def _survey(files: Any, reading: Mapping[str, Any], picture: Path | None) -> int
     """Print the same tables of files that are read in parts."""
     from fedpax.data.tables.survey import label_skew, merge_pairs, survey_files
 
-    found = survey_files(files, LoadOptions(**reading), _MOST_LABELS)
-    clients = None if found.clients is None else len(found.clients)
-    _print_head(found.name, found.num_examples, clients)
-    _print_columns(found.summaries, found.schema, found.client, reading["label"])
-    if found.clients is None:
+    survey = survey_files(files, LoadOptions(**reading), _MOST_LABELS)
+    clients = None if survey.clients is None else len(survey.clients)
+    _print_head(survey.name, survey.num_examples, clients)
+    _print_columns(survey.summaries, survey.schema, survey.client, reading["label"])
+    if survey.clients is None:
         return _without_clients(picture)
-    starts = np.concatenate([[0], np.cumsum(found.sizes)])
+    starts = np.concatenate([[0], np.cumsum(survey.sizes)])
     statistics = partition_statistics(ContiguousClients(starts))
     names, top = None, None
-    if found.labels is not None and found.pairs is not None:
-        owner, label, amount = found.pairs
+    if survey.labels is not None and survey.pairs is not None:
+        owner, label, amount = survey.pairs
         from fedpax.user_files.columns import to_numpy
 
-        names, order = _name_labels(to_numpy(found.labels))
+        names, order = _name_labels(to_numpy(survey.labels))
         pairs = merge_pairs(owner, order[label], amount)
         owner, label, amount = pairs
         by_client = np.lexsort((label, -amount, owner))
         first = by_client[np.flatnonzero(np.diff(owner[by_client], prepend=-1))]
         top = label[first], amount[first]
-        skew = label_skew(pairs, found.sizes)
+        skew = label_skew(pairs, survey.sizes)
         statistics = statistics._replace(
             classes=np.arange(len(names)),
-            label_counts=_count_labels(pairs, len(found.clients), len(names)) if picture else None,
+            label_counts=_count_labels(pairs, len(survey.clients), len(names)) if picture else None,
             labels_per_participant=skew[0],
             label_entropy=skew[1],
             overall_entropy=skew[2],
             total_variation=skew[3],
         )
-    _print_clients(found.clients, found.sizes, names, top)
+    _print_clients(survey.clients, survey.sizes, names, top)
     print_line("")
     for line in str(statistics).splitlines():
         print_line(line)
     if picture:
-        plot_statistics(statistics, picture, class_names=names, participant_names=found.clients)
+        plot_statistics(statistics, picture, class_names=names, participant_names=survey.clients)
     return 0
 
 
@@ -136,9 +136,9 @@ def _print_columns(
     rows = []
     for summary in summaries:
         cells = summary.cells()
-        kind = schema.field(summary.treatment.name).type
-        if hasattr(kind, "value_type") and hasattr(kind, "shape"):  # a tensor
-            cells[1], cells[-1] = f"{kind.value_type}{list(kind.shape)}", "an array"
+        data_type = schema.field(summary.treatment.name).type
+        if hasattr(data_type, "value_type") and hasattr(data_type, "shape"):  # a tensor
+            cells[1], cells[-1] = f"{data_type.value_type}{list(data_type.shape)}", "an array"
         if role := roles.get(summary.treatment.name):
             cells[-2:] = [role, "stated" if role == "label" else "names the clients"]
         rows.append(cells)

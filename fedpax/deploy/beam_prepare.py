@@ -145,8 +145,8 @@ def prepare_beam(
         surveys = place.run(flags, len(groups), lambda numbers: numbers | "survey" >> survey)
         division = Division.of(reading, [*map(GroupSurvey.decode, surveys)], num_shards)
         work = _Work(division, memory or "1GiB", place)
-        told = [json.loads(content) for content in place.run(flags, len(groups), work.build)]
-        shards = [item for item in told if "shard" in item]
+        counts = [json.loads(content) for content in place.run(flags, len(groups), work.build)]
+        shards = [item for item in counts if "shard" in item]
         if not shards:
             raise ArgumentError(
                 f"{selected.name} has no examples, expected at least one. Name others."
@@ -160,8 +160,8 @@ def prepare_beam(
         about["num_examples"],
         about.get("num_clients"),
         len(shards),
-        {path: count for item in told for path, count in item.get("skipped", {}).items()},
-        {path: row for item in told for path, row in item.get("first_skipped", {}).items()},
+        {path: count for item in counts for path, count in item.get("skipped", {}).items()},
+        {path: row for item in counts for path, row in item.get("first_skipped", {}).items()},
     )
 
 
@@ -271,8 +271,8 @@ class _Work(NamedTuple):
         except (ArgumentError, OSError) as raised:
             error = str(raised)
         bad = reading.bad_rows or BadRows()
-        told = {"skipped": bad.count, "first_skipped": bad.first}
-        yield beam.pvalue.TaggedOutput("told", (number, error, json.dumps(told).encode()))
+        skipped = {"skipped": bad.count, "first_skipped": bad.first}
+        yield beam.pvalue.TaggedOutput("told", (number, error, json.dumps(skipped).encode()))
 
     def _write(self, shard: tuple[int, Any]) -> Any:
         return _attempt(len(self.division.reading.groups) + shard[0], lambda: self._shard(*shard))

@@ -57,8 +57,8 @@ def program_file(experiment: Experiment, folder: Path) -> Path:
         experiment: the experiment.
         folder: a folder of programs.
     """
-    said = json.dumps([to_json(experiment), fedpax.__version__, jax.__version__], sort_keys=True)
-    path = folder / f"{hashlib.sha256(said.encode()).hexdigest()[:24]}.json"
+    content = json.dumps([to_json(experiment), fedpax.__version__, jax.__version__], sort_keys=True)
+    path = folder / f"{hashlib.sha256(content.encode()).hexdigest()[:24]}.json"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}")

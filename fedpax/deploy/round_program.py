@@ -219,5 +219,5 @@ def parse_program(text: str, path: str | Path = "program.json") -> RoundProgram:
 def _sha256(content: Mapping[str, Any]) -> str:
     """Return the sha256 of a program without dates and versions."""
     manifest = content["manifest"]
-    said = manifest["program"], manifest["files"], content["settings"], content["names"]
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    parts = manifest["program"], manifest["files"], content["settings"], content["names"]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

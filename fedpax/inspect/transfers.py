@@ -115,13 +115,16 @@ class _Sends:
         numbers = [self.equal.number(v) for v in operands]
         monoid = "sum" if operation == "mean" else operation
         if isinstance(first, Var):
-            kind = type_of(first, reduction.axes[0])
+            value_type = type_of(first, reduction.axes[0])
             key = monoid, term.dtype, *numbers
-            yield from self._transfer(operation, first, kind, _num_bytes(term), key)
+            yield from self._transfer(operation, first, value_type, _num_bytes(term), key)
         for total in others:  # the sum of the weights
             if isinstance(weights[0], Var) and weights[0] not in self.placed.known:
-                kind, key = type_of(weights[0], reduction.axes[1]), ("sum", total.dtype, numbers[1])
-                yield from self._transfer("sum", weights[0], kind, _num_bytes(total), key)
+                value_type, key = (
+                    type_of(weights[0], reduction.axes[1]),
+                    ("sum", total.dtype, numbers[1]),
+                )
+                yield from self._transfer("sum", weights[0], value_type, _num_bytes(total), key)
 
     def _exchange(self, eqn: JaxprEqn) -> Iterator[Transfer]:
         if eqn.primitive.name != "shard_map":
@@ -139,9 +142,9 @@ class _Sends:
                 if isinstance(v, Var):
                     share = eqn.params["mesh"].shape[axis] / self.placed.placement.size
                     size = int(num_bytes(v) * share)
-                    name, kind = names.of_placed(v), type_of(outer.get(v, v), 0)
+                    name, value_type = names.of_placed(v), type_of(outer.get(v, v), 0)
                     yield Transfer(
-                        f"exchange of {name}", "exchange", kind, size, size, self.executions
+                        f"exchange of {name}", "exchange", value_type, size, size, self.executions
                     )
 
     def _enter(self, eqn: JaxprEqn, bodies: tuple[PlacedValues, ...]) -> Iterator[Transfer]:

@@ -85,30 +85,35 @@ def _plain_tensors(table: pa.Table) -> pa.Table:
     pyarrow writes a permutation of axes with every tensor that is made from an array.
     """
     for place, field in enumerate(table.schema):
-        kind = field.type
-        if isinstance(kind, pa.FixedShapeTensorType):
-            order = kind.permutation
-            if order is not None or kind.dim_names is not None:
+        data_type = field.type
+        if isinstance(data_type, pa.FixedShapeTensorType):
+            order = data_type.permutation
+            if order is not None or data_type.dim_names is not None:
                 in_order = order is None or order == sorted(order)
                 convert = _same_axes if in_order else _permute_axes
-                empty = pa.array([], kind.storage_type)
-                chunks = table.column(place).chunks or [pa.ExtensionArray.from_storage(kind, empty)]
+                empty = pa.array([], data_type.storage_type)
+                chunks = table.column(place).chunks or [
+                    pa.ExtensionArray.from_storage(data_type, empty)
+                ]
                 table = table.set_column(place, field.name, pa.chunked_array(map(convert, chunks)))
     return table
 
 
 def _same_axes(tensors: Any) -> Any:
-    kind = tensors.type
+    data_type = tensors.type
     return pa.ExtensionArray.from_storage(
-        pa.fixed_shape_tensor(kind.value_type, kind.shape), tensors.storage
+        pa.fixed_shape_tensor(data_type.value_type, data_type.shape), tensors.storage
     )
 
 
 def _permute_axes(tensors: Any) -> Any:
-    kind = tensors.type
-    shape = [kind.shape[axis] for axis in kind.permutation]
+    data_type = tensors.type
+    shape = [data_type.shape[axis] for axis in data_type.permutation]
     flat = (
-        np.arange(int(np.prod(shape))).reshape(kind.shape).transpose(kind.permutation).reshape(-1)
+        np.arange(int(np.prod(shape)))
+        .reshape(data_type.shape)
+        .transpose(data_type.permutation)
+        .reshape(-1)
     )
     storage = tensors.storage
     size = storage.type.list_size
@@ -116,7 +121,7 @@ def _permute_axes(tensors: Any) -> Any:
     values = storage.values.slice(storage.offset * size).take(pa.array(places.reshape(-1)))
     mask = storage.is_null() if storage.null_count else None
     return pa.ExtensionArray.from_storage(
-        pa.fixed_shape_tensor(kind.value_type, shape),
+        pa.fixed_shape_tensor(data_type.value_type, shape),
         pa.FixedSizeListArray.from_arrays(values, size, mask=mask),
     )
 
@@ -167,23 +172,23 @@ def json_values(values: Sequence[Any]) -> Any:
 
 def _plain(array: Any) -> NDArray[Any]:
     """Convert an array without nulls."""
-    kind = array.type
+    data_type = array.type
     if isinstance(array, pa.FixedShapeTensorArray):
-        if not is_number(kind.value_type):  # pyarrow refuses booleans, texts and dates
-            return _plain(array.storage.flatten()).reshape(len(array), *kind.shape)
+        if not is_number(data_type.value_type):  # pyarrow refuses booleans, texts and dates
+            return _plain(array.storage.flatten()).reshape(len(array), *data_type.shape)
         tensor: NDArray[Any] = array.to_numpy_ndarray()
         return tensor
     if isinstance(array, pa.ExtensionArray):
         return _plain(array.storage)
-    if pa.types.is_fixed_size_list(kind) and not array.flatten().null_count:
+    if pa.types.is_fixed_size_list(data_type) and not array.flatten().null_count:
         inner = _plain(array.flatten())
-        return inner.reshape(len(array), kind.list_size, *inner.shape[1:])
-    if _is_list_of_numbers(kind) and not array.values.null_count:
+        return inner.reshape(len(array), data_type.list_size, *inner.shape[1:])
+    if _is_list_of_numbers(data_type) and not array.values.null_count:
         values, offsets = array.values.to_numpy(zero_copy_only=False), array.offsets.to_numpy()
         return _object_array([values[a:b] for a, b in itertools.pairwise(offsets)])
-    if pa.types.is_nested(kind):
+    if pa.types.is_nested(data_type):
         return _object_array([_nested(value) for value in array.to_pylist()])
-    if kind == pa.time64("ns"):  # Python's times have microseconds
+    if data_type == pa.time64("ns"):  # Python's times have microseconds
         array = array.view(pa.duration("ns"))
     plain: NDArray[Any] = array.to_numpy(zero_copy_only=False)
     return plain

@@ -76,10 +76,10 @@ class ColumnGatherer:
         self._chunks = chunks
         self._masked = masked
         self._views: list[NDArray[Any]] | None = None
-        kind = chunks[0].type
-        if isinstance(kind, pa.FixedShapeTensorType):
-            kind = kind.value_type
-        if not masked and is_number(kind):
+        data_type = chunks[0].type
+        if isinstance(data_type, pa.FixedShapeTensorType):
+            data_type = data_type.value_type
+        if not masked and is_number(data_type):
             self._views = [to_numpy(chunk) for chunk in chunks]
 
     def gather(self, rows: Rows) -> NDArray[Any]:

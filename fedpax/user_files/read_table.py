@@ -78,15 +78,15 @@ def _check_columns(file: DataFile, table: pa.Table, options: ReadOptions) -> pa.
     if has_own_clients(table.schema) and CLIENT not in wanted:
         wanted = [*wanted, CLIENT]
     table = table.select(wanted)
-    for name, kind in options.types.items():
+    for name, data_type in options.types.items():
         column = table.column(name) if name in table.column_names else None
         if column is not None:
             try:
-                cast = column.cast(_type_of_values(column.type, kind))
+                cast = column.cast(_type_of_values(column.type, data_type))
             except pa.ArrowException as error:
                 raise ArgumentError(
                     f"types: column {name!r} of {file.path} is {column.type} and cannot become "
-                    f"{kind}: {error}."
+                    f"{data_type}: {error}."
                 ) from error
             table = table.set_column(table.column_names.index(name), name, cast)
     return table

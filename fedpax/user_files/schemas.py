@@ -53,18 +53,18 @@ def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def _cast(column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
-    kind = field.type
-    if column.type == kind or not (_are_images(kind) and _are_images(column.type)):
+    data_type = field.type
+    if column.type == data_type or not (_are_images(data_type) and _are_images(column.type)):
         try:
-            return column.cast(kind)
+            return column.cast(data_type)
         except pa.ArrowException as error:
             raise ArgumentError(
-                f"The column {field.name!r} is {column.type} in one file and {kind} for all files, "
-                f"which does not hold its values: {error}. Set types={{{field.name!r}: 'string'}}, "
-                "or leave the column out with columns=."
+                f"The column {field.name!r} is {column.type} in one file and {data_type} for all "
+                f"files, which does not hold its values: {error}. Set "
+                f"types={{{field.name!r}: 'string'}}, or leave the column out with columns=."
             ) from error
     gray = to_numpy(column)
-    return pa.chunked_array([array_to_arrow(np.broadcast_to(gray, (len(gray), *kind.shape)))])
+    return pa.chunked_array([array_to_arrow(np.broadcast_to(gray, (len(gray), *data_type.shape)))])
 
 
 def _are_images(kind: pa.DataType) -> bool:

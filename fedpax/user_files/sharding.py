@@ -99,9 +99,9 @@ def _survey(reading: Reading, number: int, names: dict[str, None]) -> GroupSurve
     schema = pa.schema([together.field(name) for name in names])
     sample = None
     if clients:
-        kind = schema.field(client).type
-        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        sample = pa.concat_arrays([array.cast(kind) for array in clients])
+        data_type = schema.field(client).type
+        data_type = data_type.value_type if pa.types.is_dictionary(data_type) else data_type
+        sample = pa.concat_arrays([array.cast(data_type) for array in clients])
     stands_for = np.concatenate([np.zeros(0), *weights])
     return GroupSurvey(schema, reading.types.get(file.path, {}), rows, nbytes, sample, stands_for)
 
@@ -165,8 +165,8 @@ def _sample(
             weights.append(survey.weights)
             continue
         weights.append(np.full(len(keys[-1]), survey.rows / max(1, len(keys[-1]))))
-    kind = pa.int64() if reading.client is None else reading.schema.field(reading.client).type
-    return pa.concat_arrays([array.cast(kind) for array in keys]), np.concatenate(weights)
+    data_type = pa.int64() if reading.client is None else reading.schema.field(reading.client).type
+    return pa.concat_arrays([array.cast(data_type) for array in keys]), np.concatenate(weights)
 
 
 def split_rows(division: Division, number: int) -> Iterator[tuple[int, bytes]]:

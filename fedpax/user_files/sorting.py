@@ -95,7 +95,10 @@ def stored_schema(schema: pa.Schema) -> pa.Schema:
     DuckDB takes columns whose names differ in case alone for one.
     """
     return pa.schema(
-        [pa.field(f"c{number}", _stored_type(kind)) for number, kind in enumerate(schema.types)]
+        [
+            pa.field(f"c{number}", _stored_type(data_type))
+            for number, data_type in enumerate(schema.types)
+        ]
     )
 
 

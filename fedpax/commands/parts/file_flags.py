@@ -40,12 +40,12 @@ def parse_files(
 
 
 def _pair(text: str) -> tuple[str, str]:
-    name, equals, kind = text.rpartition("=")
+    name, equals, data_type = text.rpartition("=")
     if not equals:
         raise UsageError(
             f"--types has {text!r}, expected COLUMN=TYPE. Set for example --types=zip=string."
         )
-    return name, kind
+    return name, data_type
 
 
 def _size(text: str | None) -> tuple[int, int] | None:

@@ -144,11 +144,11 @@ def _agree_on_kind(name: str, descriptions: Sequence[Json]) -> Treatment:
 def _merge_categories(
     name: str, descriptions: Sequence[Json], treatment: Treatment, min_clients: int
 ) -> tuple[tuple[str, ...], bool]:
-    told = [d["categories"][name] for d in descriptions if name in d["categories"]]
+    by_site = [d["categories"][name] for d in descriptions if name in d["categories"]]
     if treatment.values is not None:
-        return treatment.values, any(each.get("other") for each in told)
+        return treatment.values, any(each.get("other") for each in by_site)
     having: dict[str, int] = {}
-    for each in told:
+    for each in by_site:
         for value, count in each.get("values", {}).items():
             having[value] = having.get(value, 0) + count
     return common_values(having, min_clients)

@@ -121,17 +121,17 @@ def _checked_treatment(fields: Any) -> Treatment:
 
 def _check_categories(categories: Any, treatments: Mapping[str, Treatment]) -> None:
     _check(isinstance(categories, dict), "categories", categories)
-    for name, told in categories.items():
+    for name, values in categories.items():
         treatment = treatments.get(name)
         _check(treatment is not None and treatment.kind == "category", "categories", name)
         assert treatment is not None
         if treatment.values is not None:
-            fits = told.keys() == {"other"} and type(told["other"]) is bool
+            fits = values.keys() == {"other"} and type(values["other"]) is bool
         else:
-            counts = told["values"]
-            fits = told.keys() == {"values"} and all(map(_is_text, counts))
+            counts = values["values"]
+            fits = values.keys() == {"values"} and all(map(_is_text, counts))
             fits = fits and all(type(n) is int and n >= 0 for n in counts.values())
-        _check(fits, f"categories of {name!r}", told)
+        _check(fits, f"categories of {name!r}", values)
 
 
 def _is_text(value: Any) -> bool:

@@ -80,9 +80,9 @@ def survey_files(files: Any, options: LoadOptions, max_labels: int) -> Survey:
     check_client_type(schema.field(client).type, client, selected.name)
     if label is not None:
         about = summaries[schema.names.index(label)]
-        kind = schema.field(label).type
-        is_moment = is_date(kind) and not pa.types.is_time(kind)
-        is_class = is_counted(kind) and not pa.types.is_floating(kind) and not is_moment
+        data_type = schema.field(label).type
+        is_moment = is_date(data_type) and not pa.types.is_time(data_type)
+        is_class = is_counted(data_type) and not pa.types.is_floating(data_type) and not is_moment
         if not is_class or (about.num_distinct or 0) > max_labels:
             label = None
     in_path = {name for group in selected.groups for file in group for name in file.fields}
@@ -166,9 +166,9 @@ def _count_groups(reading: Reading, keys: list[str]) -> pa.Table:
     schema = pa.schema([reading.schema.field(key) for key in keys])
     names = stored_schema(schema).names
     sql = f"SELECT {', '.join(names)}, count(*) AS n FROM examples GROUP BY {', '.join(names)}"
-    found = _query((table.select(keys) for table in reading.tables()), schema, sql)
-    table = restore(found.select(names), schema, stored_schema(schema))
-    return table.append_column("", found.column("n").cast(pa.int64()))
+    groups = _query((table.select(keys) for table in reading.tables()), schema, sql)
+    table = restore(groups.select(names), schema, stored_schema(schema))
+    return table.append_column("", groups.column("n").cast(pa.int64()))
 
 
 def _query(tables: Iterator[pa.Table], schema: pa.Schema, sql: str) -> pa.Table:
@@ -206,11 +206,11 @@ def _query(tables: Iterator[pa.Table], schema: pa.Schema, sql: str) -> pa.Table:
 
 def _ends(column: pa.Array) -> pa.Array:
     """Return the least and the largest value of a column."""
-    kind = column.type
-    if pa.types.is_duration(kind):  # whose least value Arrow does not find
-        return _ends(column.view(pa.int64())).view(kind)
-    found = pc.min_max(column)
-    return pa.array([found["min"], found["max"]], kind)
+    data_type = column.type
+    if pa.types.is_duration(data_type):  # whose least value Arrow does not find
+        return _ends(column.view(pa.int64())).view(data_type)
+    ends = pc.min_max(column)
+    return pa.array([ends["min"], ends["max"]], data_type)
 
 
 def _bits(column: pa.Array) -> pa.Array:

@@ -274,12 +274,12 @@ def train(network: Any, program: Any, run: str, settings: Mapping[str, Any]) -> 
     while position.round < setting("rounds", program.settings.rounds):
         first = time.monotonic()
         position, metrics = server.advance(position)
-        told = finite_metrics(metrics)
-        told["seconds"] = time.monotonic() - first
-        words = ", ".join(f"{name} {value:.4g}" for name, value in told.items())
+        reported = finite_metrics(metrics)
+        reported["seconds"] = time.monotonic() - first
+        words = ", ".join(f"{name} {value:.4g}" for name, value in reported.items())
         _LOG.info("Round %d: %s", position.round, words)
         with (out / METRICS_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"round": position.round, **told}) + "\n")
+            file.write(json.dumps({"round": position.round, **reported}) + "\n")
         write_state(out / STATE_FILE, position.state)
         write_position(out / POSITION_FILE, run, program.program, position)
     if setting("print-results", False) and metrics:

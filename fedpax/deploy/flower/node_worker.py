@@ -56,8 +56,8 @@ def forward(packet: Packet, node: int, specification: Mapping[str, Any]) -> Pack
         The worker's answer.
     """
     folder = socket_folder()
-    said = json.dumps([node, sys.executable, specification], sort_keys=True)
-    name = hashlib.sha256(said.encode()).hexdigest()[:24]
+    identity = json.dumps([node, sys.executable, specification], sort_keys=True)
+    name = hashlib.sha256(identity.encode()).hexdigest()[:24]
     path = folder / f"{name}.sock"
     with (folder / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one start, if two messages arrive together

@@ -135,14 +135,14 @@ class ServerSums:
                         name = str(packets[node].values["participant"])
                         side.receive(name, _read(reply))
                     except SecureSumError as error:
-                        told = one_line(error)
-                        self._log.warning("A participant is left out of the sum: %s", told)
+                        message = one_line(error)
+                        self._log.warning("A participant is left out of the sum: %s", message)
                 try:
                     requests = dict(side.advance())
                 finally:
                     for name, reason in side.suspects.items():
-                        told = f"Participant {name} does not keep to the protocol: {reason}"
-                        self._log.warning("%s", told)
+                        message = f"Participant {name} does not keep to the protocol: {reason}"
+                        self._log.warning("%s", message)
         except SecureSumError as error:
             self._log.warning("No secure sum: %s", error)
             return [], []

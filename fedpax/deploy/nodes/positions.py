@@ -42,9 +42,9 @@ def read_position(path: Path, program: str) -> tuple[str, Position] | None:
     """
     try:
         values = decode_values(read_file(path, STATE_BYTES))
-        said = parse_json(values.pop(_HEADER).tobytes())
-        counted = {int(k): str(key) for k, key in said["counted"].items()}
-        run, saved, number = str(said["run"]), str(said["program"]), int(said["round"])
+        header = parse_json(values.pop(_HEADER).tobytes())
+        counted = {int(k): str(key) for k, key in header["counted"].items()}
+        run, saved, number = str(header["run"]), str(header["program"]), int(header["round"])
     except FileNotFoundError:
         return None
     except PermissionError:

@@ -202,7 +202,7 @@ class RoundServer:
 
     def _ask(self, number: int) -> dict[int, int]:
         """Return the node of each participant to ask, once enough are connected."""
-        first, told = time.monotonic(), -math.inf
+        first, last_note = time.monotonic(), -math.inf
         while True:
             self.roster.refresh()
             connected = self.roster.participants()
@@ -221,8 +221,8 @@ class RoundServer:
                     "Start more SuperNodes (in a simulation, --federation-config "
                     f"'num-supernodes={self.program.size}'), or set a smaller quorum."
                 )
-            if waited - told > _SECONDS_BETWEEN_HINTS / 2:
-                told = waited
+            if waited - last_note > _SECONDS_BETWEEN_HINTS / 2:
+                last_note = waited
                 size = self.program.settings.num_clients
                 hint = (
                     f" In a simulation, --federation-config 'num-supernodes={size}' sets their "
@@ -337,7 +337,7 @@ class RoundServer:
         waiting = {message: participant[node] for message, node in sent.items()}
         enough = min(self.rules.enough or len(packets), len(packets))
         answers: dict[int, Packet] = {}
-        first, told = time.monotonic(), 0.0
+        first, last_note = time.monotonic(), 0.0
         while waiting and len(answers) < enough:
             for reply in self.network.pull(list(waiting)):
                 k = waiting.pop(reply.message, None)  # None: an answer that was read before
@@ -355,8 +355,8 @@ class RoundServer:
                 late = sorted(waiting.values())
                 self._log.warning("Not in time, after %.0f s: participants %s", waited, late)
                 break
-            if waiting and waited - told > _SECONDS_BETWEEN_HINTS:
-                told = waited
+            if waiting and waited - last_note > _SECONDS_BETWEEN_HINTS:
+                last_note = waited
                 self._log.warning(
                     "No answer after %.0f s from participants %s. %s",
                     waited,

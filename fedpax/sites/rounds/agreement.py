@@ -94,14 +94,14 @@ class Agreement:
 
     def _compare(self, present: Sequence[Site]) -> tuple[dict[str, str], str | None]:
         """Return the sites whose descriptions do not fit, and what is undecided."""
-        found: dict[str, Properties] = {}
+        properties: dict[str, Properties] = {}
         malformed: dict[str, str] = {}
         for site in present:
             try:
-                found[site.name] = self._experiment.shared_properties(site.description)
+                properties[site.name] = self._experiment.shared_properties(site.description)
             except _MALFORMED as error:
                 malformed[site.name] = f"its description is malformed: {str(error)[:300]}"
-        differing, undecided = count_votes(found, self._experiment.stated_properties())
+        differing, undecided = count_votes(properties, self._experiment.stated_properties())
         return {**malformed, **differing}, undecided
 
     def _run(self, present: Sequence[Site]) -> Json | None:
@@ -198,8 +198,8 @@ class Agreement:
         if self._stop() or who() != before:
             return
         self._exchange.refuse({name: reason for name, _ in before})
-        told = time.monotonic() + _SECONDS_TO_TELL
-        self._exchange.wait_for(lambda: time.monotonic() >= told, self._stop)
+        end = time.monotonic() + _SECONDS_TO_TELL
+        self._exchange.wait_for(lambda: time.monotonic() >= end, self._stop)
         raise ConfigurationError(
             f"after {seconds:g} s sites still differ, expected sites that agree: {reason}. Then "
             "run the same command again."

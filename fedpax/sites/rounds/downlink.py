@@ -173,7 +173,7 @@ def decode(
 
 def checksum(arrays: Mapping[str, Any]) -> int:
     """Return a checksum of arrays by name."""
-    found = 0
+    crc = 0
     for name in sorted(arrays):
-        found = zlib.crc32(np.asarray(arrays[name]).tobytes(), found)
-    return found
+        crc = zlib.crc32(np.asarray(arrays[name]).tobytes(), crc)
+    return crc

@@ -314,13 +314,13 @@ class SiteWorker:
             self._save(header["round"], tuned, FINE_TUNED)
         if run.evaluate is None:
             return {"metrics": {}, "examples": 0}
-        found = with_quantiles(run.evaluate(params))
+        measured = with_quantiles(run.evaluate(params))
         if self._personal and header["save"]:
-            found |= self._evaluate_personal(params)
+            measured |= self._evaluate_personal(params)
         if tuned is not None:
             own = with_quantiles(run.evaluate(tuned))
-            found |= {f"{FINE_TUNED}_{name}": value for name, value in own.items()}
-        metrics = {name: float(value) for name, value in found.items()}
+            measured |= {f"{FINE_TUNED}_{name}": value for name, value in own.items()}
+        metrics = {name: float(value) for name, value in measured.items()}
         self._on_metrics(header["round"], metrics)
         finite = {name: x if np.isfinite(x) else None for name, x in metrics.items()}
         return {"metrics": finite, "examples": run.num_heldout}
@@ -347,8 +347,8 @@ class SiteWorker:
                 written,
                 state,
             )
-        found = with_quantiles(run.evaluate_personal(state))
-        return {f"personal_{name}": value for name, value in found.items()}
+        metrics = with_quantiles(run.evaluate_personal(state))
+        return {f"personal_{name}": value for name, value in metrics.items()}
 
 
 class UnknownRoundError(Exception):
@@ -361,9 +361,9 @@ def check_arrays(
     """Refuse arrays of the coordinator whose types differ from this site's program."""
     types = [type_in_message(value.shape, value.dtype) for value in values]
     expected = [((*leading, *shape), dtype) for shape, dtype in types]
-    found = [(np.shape(x), np.dtype(x.dtype)) for x in arrays]
-    if expected != found:
-        pairs = itertools.zip_longest(expected, found)
+    received = [(np.shape(x), np.dtype(x.dtype)) for x in arrays]
+    if expected != received:
+        pairs = itertools.zip_longest(expected, received)
         wanted, got = next((a, b) for a, b in pairs if a != b)
         raise RefusedError(
             f"the syncer sent {word} values of another program: {got}, expected {wanted}. Use the "

@@ -35,12 +35,10 @@ def count_votes(sites: Mapping[str, Properties], stated: Properties) -> Outcome:
     refused: dict[str, str] = {}
     undecided = None
     while True:
-        left = {name: found for name, found in sites.items() if name not in refused}
+        left = {name: vote for name, vote in sites.items() if name not in refused}
         undecided, before = None, len(refused)
-        for property_name in dict.fromkeys(p for found in left.values() for p in found):
-            having = {
-                n: found[property_name] for n, found in left.items() if property_name in found
-            }
+        for property_name in dict.fromkeys(p for vote in left.values() for p in vote):
+            having = {n: vote[property_name] for n, vote in left.items() if property_name in vote}
             if property_name in stated:
                 expected, whose = stated[property_name], "as the syncer states it"
             else:

@@ -177,8 +177,8 @@ def _evaluation(run: Run) -> Callable[[Params], dict[str, float]]:
 
     def evaluate(params: Params) -> dict[str, float]:
         with jax.set_mesh(run.mesh):
-            found = with_quantiles(run.evaluate(params))
-        return {name: float(np.asarray(value)) for name, value in found.items()}
+            metrics = with_quantiles(run.evaluate(params))
+        return {name: float(np.asarray(value)) for name, value in metrics.items()}
 
     return evaluate
 

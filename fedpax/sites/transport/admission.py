@@ -176,12 +176,12 @@ class Admission:
 
     def _look(self) -> None:
         """Read the file again if it has changed."""
-        found = self._identify_file()
-        if found == self._file:
+        identity = self._identify_file()
+        if identity == self._file:
             return
         try:
             self._expelled = read_expulsions(self._folder)
-            self._file = found
+            self._file = identity
         except (OSError, ConfigurationError) as error:
             _logger.warning("expelled sites stay as they were: %s", error)
 

@@ -45,9 +45,9 @@ def stream_json_lines(file: DataFile, options: ReadOptions) -> Iterator[pa.Table
     kinds: dict[str, pa.DataType] = {}
     for block, number in _blocks_of_lines(file):
         table = _parse_block(block, file, number, options)
-        for name, kind in zip(table.column_names, table.schema.types, strict=True):
-            known = kinds.setdefault(name, kind)
-            if {pa.types.is_timestamp(known), pa.types.is_timestamp(kind)} == {True, False}:
+        for name, data_type in zip(table.column_names, table.schema.types, strict=True):
+            known = kinds.setdefault(name, data_type)
+            if {pa.types.is_timestamp(known), pa.types.is_timestamp(data_type)} == {True, False}:
                 raise TypeChangedError(file.path, name, pa.string())  # not all texts are dates
         yield table
 
@@ -90,8 +90,8 @@ def _parse_block(block: bytes, file: DataFile, number: int, options: ReadOptions
 def _types_in(block: bytes, options: ReadOptions) -> dict[str, pa.DataType]:
     """Return the types of names that a block has: pyarrow adds a column for any other name."""
     return {
-        name: kind
-        for name, kind in options.types.items()
+        name: data_type
+        for name, data_type in options.types.items()
         if any(json.dumps(name, ensure_ascii=ascii_).encode() in block for ascii_ in (True, False))
     }
 
@@ -133,7 +133,7 @@ def _parse_lines(
         changed = re.search(r"Column\(/(.*)\) changed from string to (number|boolean)", str(error))
         if changed is None or changed[1] not in types:
             raise
-        others = {name: kind for name, kind in types.items() if name != changed[1]}
+        others = {name: data_type for name, data_type in types.items() if name != changed[1]}
         return _parse_lines(open_, block_size, others)  # `read_table` casts the column
 
 

@@ -79,13 +79,13 @@ def _flat_tokens(path: Path, index: str, options: ReadOptions) -> NDArray[Any]:
     with path.open("rb") as opened:
         head = opened.read(12)
     magic, _, count = struct.unpack("<3i", head) if len(head) == 12 else (0, 0, 0)
-    kind = options.types.get(TOKENS)
+    data_type = options.types.get(TOKENS)
     if magic in _LLM_C:
         offset, dtype = _LLM_C_HEAD, np.dtype(_LLM_C[magic])
         if size != offset + count * dtype.itemsize:
             raise ArgumentError(f"it has {size} bytes, but its header says {count} tokens")
-    elif kind is not None and pa.types.is_integer(kind):
-        offset, dtype = 0, np.dtype(kind.to_pandas_dtype())
+    elif data_type is not None and pa.types.is_integer(data_type):
+        offset, dtype = 0, np.dtype(data_type.to_pandas_dtype())
         if size % dtype.itemsize:
             raise ArgumentError(f"it has {size} bytes, which are no tokens of {dtype}")
     else:

@@ -22,7 +22,7 @@ from fedpax.data import (
     ClientSampler,
     Partition,
 )
-from fedpax.data.rounds.client_rows import pack_clients
+from fedpax.data.rounds.client_token_rows import pack_clients
 from fedpax.data.rounds.preprocess import Arrays
 from fedpax.errors import ArgumentError
 from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig

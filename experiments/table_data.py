@@ -20,9 +20,9 @@ from fedpax.data.tables import (
     infer_treatments,
     parse_treatment,
 )
-from fedpax.data.tables.columns import MAX_CATEGORIES
 from fedpax.data.tables.features import fit_blocks
 from fedpax.data.tables.labels import Task
+from fedpax.data.tables.treatments import MAX_CATEGORIES
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
 from fedpax.experiments.client_files import FilesConfig, OpenFiles

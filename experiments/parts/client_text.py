@@ -18,7 +18,7 @@ from fedpax.data import (
     cohort_rounds,
     partition_natural,
 )
-from fedpax.data.rounds.client_rows import pack_clients, preprocess_rows
+from fedpax.data.rounds.client_token_rows import pack_clients, preprocess_rows
 from fedpax.data.rounds.preprocess import Arrays
 from fedpax.errors import ArgumentError
 from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig

@@ -9,7 +9,6 @@ import numpy as np
 from jaxtyping import Int
 
 import fedpax
-from fedpax.data.tables.columns import Treatment, parse_treatment
 from fedpax.data.tables.features import (
     TableFeatures,
     assemble_features,
@@ -36,6 +35,7 @@ from fedpax.data.tables.site_properties import (
     column_property,
     describe_kind,
 )
+from fedpax.data.tables.treatments import Treatment, parse_treatment
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_aggregators import AggregatorConfig
 from fedpax.experiments.client_files import OpenFiles

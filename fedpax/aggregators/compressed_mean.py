@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from fedpax.aggregators.aggregator import Aggregator, Weights
 from fedpax.aggregators.codecs.codec import Codec
-from fedpax.aggregators.codecs.exchange import choose_exchange
+from fedpax.aggregators.codecs.device_exchange import choose_exchange
 from fedpax.aggregators.codecs.rotated import check_codec
 from fedpax.aggregators.codecs.update_coder import UpdateCoder
 from fedpax.aggregators.encodable import check_floats, normalized_weights

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import fedpax
 from fedpax.aggregators import codecs, compressed_mean
-from fedpax.aggregators.codecs.exchange import choose_exchange
+from fedpax.aggregators.codecs.device_exchange import choose_exchange
 from fedpax.aggregators.codecs.update_coder import UpdateCoder
 from fedpax.aggregators.compressed_mean import CompressedMeanState
 from fedpax.hlo.collectives import collectives

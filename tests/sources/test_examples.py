@@ -21,7 +21,7 @@ from fedpax.data import (
     read_examples,
     token_rounds,
 )
-from fedpax.data.rounds.client_rows import pack_clients
+from fedpax.data.rounds.client_token_rows import pack_clients
 from fedpax.path_patterns import find_paths
 from fedpax.populations.partition import check_partition
 from fedpax.simulation import Trace

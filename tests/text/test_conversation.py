@@ -19,7 +19,7 @@ from fedpax.data import (
     load_tokenizer,
     token_rounds,
 )
-from fedpax.data.rounds.client_rows import pack_clients, preprocess_rows
+from fedpax.data.rounds.client_token_rows import pack_clients, preprocess_rows
 from fedpax.data.rounds.heldout_tokens import HeldoutRows
 from fedpax.errors import ArgumentError
 from fedpax.text.chat_template import find_chat_template

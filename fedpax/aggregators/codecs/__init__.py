@@ -2,9 +2,9 @@
 
 from fedpax.aggregators.codecs.blocks import wire_bits
 from fedpax.aggregators.codecs.codec import Codec, float32
+from fedpax.aggregators.codecs.device_exchange import Exchange, choose_exchange
 from fedpax.aggregators.codecs.drive import drive
 from fedpax.aggregators.codecs.e3m0 import e3m0
-from fedpax.aggregators.codecs.exchange import Exchange, choose_exchange
 from fedpax.aggregators.codecs.random_k import random_k
 from fedpax.aggregators.codecs.rotated import rotated
 from fedpax.aggregators.codecs.sign import sign

@@ -6,15 +6,15 @@
 - `infer_label` states what is predicted, a `Label`.
 """
 
-from fedpax.data.tables.columns import (
-    Treatment,
-    infer_treatments,
-    parse_treatment,
-)
 from fedpax.data.tables.features import FittedColumn, TableFeatures, fit_features
 from fedpax.data.tables.labels import Label, infer_label
 from fedpax.data.tables.moments import Moments, federated_moments
 from fedpax.data.tables.summaries import ColumnSummary, summarize_columns
+from fedpax.data.tables.treatments import (
+    Treatment,
+    infer_treatments,
+    parse_treatment,
+)
 
 __all__ = [
     "ColumnSummary",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from fedpax.data.tables.columns import Treatment
+from fedpax.data.tables.treatments import Treatment
 from fedpax.data.tables.values import encode_texts
 
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from fedpax.aggregators import Aggregator
 from fedpax.data.tables.categories import CategoryValues
-from fedpax.data.tables.columns import Treatment
 from fedpax.data.tables.moments import Moments, moments_of_blocks, moments_of_ranges
+from fedpax.data.tables.treatments import Treatment
 from fedpax.data.tables.values import arrow_column, encode_texts, is_missing, numbers
 from fedpax.errors import ArgumentError
 
@@ -189,7 +189,7 @@ def fit_features(
             treatment is "error", or a number is too large.
 
     Example:
-        >>> from fedpax.data.tables.columns import infer_treatments
+        >>> from fedpax.data.tables.treatments import infer_treatments
         >>> table = {"age": [30, 50, None, 40], "sex": ["f", "m", "m", "f"]}
         >>> features = fit_features(table, infer_treatments(table), np.array([0, 0, 1, 1]), 2)
         >>> features.names

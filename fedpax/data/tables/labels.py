@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from jaxtyping import Bool, Num
 
-from fedpax.data.tables.columns import (
+from fedpax.data.tables.treatments import (
     Treatment,
     count_distinct,
     describe_count,

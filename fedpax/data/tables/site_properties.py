@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from fedpax.data.tables.columns import Kind, Missing, Treatment
 from fedpax.data.tables.labels import Label, Task
+from fedpax.data.tables.treatments import Kind, Missing, Treatment
 from fedpax.errors import ArgumentError
 
 LABEL, KIND, CLASSES = "the label", "the kind of the label", "the stated classes of the label"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedpax.data.tables.columns import Treatment, count_distinct
+from fedpax.data.tables.treatments import Treatment, count_distinct
 from fedpax.data.tables.values import (
     arrow_column,
     is_date,
@@ -65,7 +65,7 @@ def summarize_columns(
         treatments: their treatments, from `infer_treatments`.
 
     Example:
-        >>> from fedpax.data.tables.columns import infer_treatments
+        >>> from fedpax.data.tables.treatments import infer_treatments
         >>> table = {"age": [31.5, None, 60.0]}
         >>> [summary] = summarize_columns(table, infer_treatments(table))
         >>> summary.cells()

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from jaxtyping import Float64, Int64
 
-from fedpax.data.tables.columns import infer_treatment
 from fedpax.data.tables.summaries import ColumnSummary, is_counted, value_range
+from fedpax.data.tables.treatments import infer_treatment
 from fedpax.data.tables.values import is_date, is_missing, is_number
 from fedpax.errors import ArgumentError
 from fedpax.user_files.columns import check_client_type

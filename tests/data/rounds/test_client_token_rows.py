@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fedpax.data import SEPARATOR, ClientSampler, cohort_rounds, decode, load, pack
-from fedpax.data.rounds.client_rows import pack_clients, preprocess_rows
+from fedpax.data.rounds.client_token_rows import pack_clients, preprocess_rows
 from fedpax.text.byte_tokenizer import encode
 
 RANDOM = np.random.default_rng(0)

@@ -12,6 +12,7 @@ from fedpax.files import describe_no_permission
 from fedpax.reports.table import (
     format_bytes,
     format_seconds,
+    format_value,
     markdown_table,
     number_or_nan,
 )
@@ -129,8 +130,8 @@ def format_reports(reports: Sequence[RunReport]) -> str:
         (
             run.name,
             f"{run.rounds:,}/{'?' if run.total_rounds is None else format(run.total_rounds, ',')}",
-            _or_dash(run.training_loss, f"{run.training_loss:.4f}"),
-            _or_dash(run.heldout_loss, f"{run.heldout_loss:.4f}"),
+            _or_dash(run.training_loss, format_value(run.training_loss)),
+            _or_dash(run.heldout_loss, format_value(run.heldout_loss)),
             _or_dash(run.items_per_second, f"{run.items_per_second:,.0f} {run.item_unit}/s"),
             _or_dash(run.bytes_across_placement, format_bytes(run.bytes_across_placement)),
             _or_dash(run.wall_seconds, format_seconds(run.wall_seconds)),

@@ -31,6 +31,16 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([f"| {heading} |", rule, *(line(row) for row in rows)])
 
 
+def format_value(value: float) -> str:
+    """Format a metric: four decimals, and from a million on four digits.
+
+    Example:
+        >>> format_value(0.25), format_value(2.5e30)
+        ('0.2500', '2.5e+30')
+    """
+    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
+
+
 def format_bytes(count: float) -> str:
     """Format a number of bytes, or `unknown` if it is not finite.
 

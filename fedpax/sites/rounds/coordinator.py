@@ -99,6 +99,7 @@ class Coordinator:
         self._guard = MergeGuard(rules.norm_factor, rules.accept_if)
         self._programs: dict[int, CoordinatorProgram] = {}
         self._state: CoordinatorState | None = None
+        self._left: set[str] = set()  # sites that left between the stages of the next round
         self._configuration = to_json(experiment)
         self.first_round_needs = rules.min_sites
         self._watch = SiteWatch(folder, progress, exchange.sites)
@@ -248,6 +249,10 @@ class Coordinator:
         exchange, began = self.exchange, time.perf_counter()
         exchange.round = number
         ranges, total = exchange.snapshot()
+        ranges = {name: own for name, own in ranges.items() if name not in self._left}
+        if len(ranges) < self._rules.min_sites:  # the round needs such a site too
+            self._left = set()
+            return False
         program = self._program(total)
         if self._state is None:
             self._state = self._start(program)
@@ -256,6 +261,7 @@ class Coordinator:
         outcome = self._run_stages(program, number, who)
         if outcome is None:
             return False
+        self._left = set()
         state, metrics = outcome.result
         self._state = pack(program.state, server_leaves(program.stages, state))
         self._check_finite(number)
@@ -270,7 +276,8 @@ class Coordinator:
             number,
             metrics
             | ({"dropped_sites": outcome.dropped} if self._guard.is_active else {})
-            | {f"{OF_SITE}{s.name}/epsilon": s.epsilon for s in exchange.sites if s.epsilon},
+            | {f"{OF_SITE}{s.name}/epsilon": s.epsilon for s in exchange.sites if s.epsilon}
+            | {f"{OF_SITE}{name}/weight": x for name, x in exchange.sites.shares().items()},
             sites=len(outcome.answered),
             examples=sum(int(r.header.get("examples", 0)) for r in outcome.answered.values()),
             sent_bytes=exchange.sent_bytes - before[0],
@@ -345,10 +352,14 @@ class Coordinator:
                     replies |= {name: Reply({"fault": why}, {}) for name, why in dropped.items()}
                     answered = without_faults(replies)
                 self._note_faults(number, replies)
-                if request.stage and answered.keys() != who.clients.keys():
-                    # Earlier stages have counted it.
+                if request.stage and (left := who.clients.keys() - answered.keys()):
+                    # Earlier stages have counted them.
                     check_repeatable(divided, request.stage, number)
-                    self._progress.note(f"round {number}: a site left between stages; begins again")
+                    names = ", ".join(sorted(left))
+                    self._progress.note(
+                        f"round {number}: {names} left between stages; begins again without"
+                    )
+                    self._left |= left
                     return None
                 who = who.of(answered)
             reply = computed or self._calls.merge(divided, request, answered, who)

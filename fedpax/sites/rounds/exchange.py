@@ -14,9 +14,11 @@ from fedpax.sites.rounds.contract import Json
 from fedpax.sites.rounds.downlink import WHOLE
 from fedpax.sites.rounds.framed_messages import write_message
 from fedpax.sites.rounds.reply_checks import (
+    check_renumbered,
     check_size,
     check_types,
     checked_fields,
+    claimed_weight,
     find_fault,
     shorten_types,
 )
@@ -148,8 +150,10 @@ class Exchange:
         description, incarnation = request.mapping("description"), request.text("incarnation")
         count = CheckedHeader(description).count("clients", 1)
         known, now = self.sites.get(name), time.monotonic()
-        numbered = 0 if known is None or known.count == count else known.numbered
-        check_size(name, description, count, numbered, self._most_clients)
+        check_size(name, description, count, self._most_clients)
+        is_renumbered = known is not None and known.count != count
+        if known is not None and is_renumbered:
+            check_renumbered(name, known.renumbered)
         if known is not None and known.incarnation not in ("", incarnation):
             if self.sites.is_present(known, now):
                 return Message(
@@ -162,7 +166,7 @@ class Exchange:
         if self.finished and known is None:
             raise RefusedError("the run is finished, and this site was not part of it.")
         site = self.sites.add(name, count)
-        if self._task is not None and numbered and name in self._task.own:
+        if self._task is not None and is_renumbered and name in self._task.own:
             self._replies[name] = Reply({"fault": "it has joined with other clients"}, {})
         site.incarnation, site.description, site.ready = incarnation, description, False
         site.seen, site.left = now, False
@@ -271,6 +275,8 @@ class Exchange:
             return Reply({"fault": CheckedHeader(fields).text("fault")}, {}), None
         if reason := find_fault(task, task.own[name][0], arrays):
             return Reply({"fault": reason}, {}), reason
+        is_encoded = task.is_encoded(task.own[name][0])
+        fields = {**fields, "weight": None if is_encoded else claimed_weight(task, arrays)}
         if self._folder is None or sum(x.nbytes for x in arrays.values()) < LARGE:
             return Reply(fields, arrays), None
         self._folder.mkdir(exist_ok=True)

@@ -14,19 +14,18 @@ from fedpax.sites.transport.checked_header import CheckedHeader
 MOST_METRICS, LONGEST_DESCRIPTION = 100, 1 << 18
 
 MOST_RENUMBERED = 100
-"""Most clients of a site that get numbers in a run, in units of the most clients of a site.
+"""Times that a site can join with another number of clients than before, at most.
 
-The clients get new numbers each time when the site joins with more or fewer clients."""
+Each time its clients get new numbers, and the coordinator traces its program again."""
 
 
-def check_size(name: str, description: Json, count: int, numbered: int, most: int) -> None:
+def check_size(name: str, description: Json, count: int, most: int) -> None:
     """Raise if a site that joins has a large description, or too many clients.
 
     Args:
         name: the site's name.
         description: what it tells of itself.
         count: its number of clients.
-        numbered: number of its clients that got other numbers before, if it gets new ones.
         most: number of clients of a site, at most.
     """
     if (size := len(json.dumps(description))) > LONGEST_DESCRIPTION:
@@ -40,11 +39,15 @@ def check_size(name: str, description: Json, count: int, numbered: int, most: in
             f"site {name!r} has {count:,} clients, expected at most {most:,}. Start `fedpax "
             f"syncer` with --clients_per_site={count}, or join with fewer clients."
         )
-    if numbered and numbered + count > MOST_RENUMBERED * most:
+
+
+def check_renumbered(name: str, times: int) -> None:
+    """Raise if a site that joins with another number of clients has done so too often."""
+    if times >= MOST_RENUMBERED:
         raise RefusedError(
-            f"site {name!r} has joined with several numbers of clients, {numbered:,} in all and "
-            f"now {count:,} more, expected at most {MOST_RENUMBERED * most:,}. Give the site its "
-            "former data, or wait for another run."
+            f"site {name!r} has joined {times} times with another number of clients than before, "
+            f"expected at most {MOST_RENUMBERED}. Give the site its former data, or wait for "
+            "another run."
         )
 
 
@@ -101,6 +104,11 @@ def find_wrong_weight(task: Task, rows: int, arrays: Mapping[str, Any]) -> str |
         if not weight and any(arrays[other].any() for other in task.weighted):
             return "its weight is 0 and its values are not"
     return None
+
+
+def claimed_weight(task: Task, arrays: Mapping[str, np.ndarray]) -> float | None:
+    """Return the weight that a site claims for its clients; None if the task asks for none."""
+    return next((float(arrays[name]) for name in task.weights), None)
 
 
 def is_finite(array: np.ndarray) -> bool:

@@ -2,6 +2,7 @@
 
 import copy
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -117,10 +118,14 @@ def evaluation_of(experiment: Any) -> Callable[[Params], dict[str, float]]:
 
 
 def _weighted_mean(found: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """Return the mean of metrics that all have, weighted by numbers of examples."""
-    names = set.intersection(*(set(metrics) for _, metrics in found))
-    total = sum(count for count, _ in found)
-    return {
-        name: sum(count * metrics[name] for count, metrics in found) / total
-        for name in sorted(names)
-    }
+    """Return the means of the metrics that most sites have, weighted by numbers of examples."""
+    # A minority can neither hide a metric nor add one.
+    owners = Counter(name for _, metrics in found for name in metrics)
+    means: dict[str, float] = {}
+    for name in sorted(name for name, number in owners.items() if 2 * number > len(found)):
+        known = [(count, metrics[name]) for count, metrics in found if name in metrics]
+        total = sum(count for count, _ in known)
+        means[name] = sum(
+            count / total * value for count, value in known
+        )  # count * value can be inf
+    return means

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedpax.files import read_json
-from fedpax.reports.table import format_bytes, format_seconds, markdown_table
+from fedpax.reports.table import format_bytes, format_seconds, format_value, markdown_table
 from fedpax.run_files.metrics_log import is_number
 from fedpax.sites.rounds.attendance import MOST_MISSED, Attendance
 from fedpax.sites.rounds.contract import ClientRange, Json
@@ -19,7 +19,7 @@ CLIENTS_PER_SITE = 10_000
 """Default number of clients that a site may have at most."""
 
 _COUNTS = ("rounds", "late", "dropped", "sent_bytes", "received_bytes")
-_SAVED = ("name", "first", "count", "counted", "heldout", "releases", "epsilon", *_COUNTS)
+_SAVED = ("name", "first", "count", "counted", "heldout", "releases", "epsilon", "weight", *_COUNTS)
 
 
 class Site:
@@ -27,7 +27,7 @@ class Site:
 
     def __init__(self, name: str, first: int, count: int) -> None:
         self.name, self.first, self.count = name, first, count
-        self.numbered = count  # clients of this site that got numbers, also of earlier joins
+        self.renumbered = 0  # times that it has joined with another number of clients
         self.description: Json = {}
         self.types: Json = {}  # of a batch
         self.incarnation = ""  # of its process
@@ -41,6 +41,7 @@ class Site:
         self.epsilon: float | None = None
         self.sent_bytes = self.received_bytes = 0  # of arrays, to and from the site
         self.heldout: dict[str, float] = {}
+        self.weight: float | None = None  # that it claimed in the last round that asked for one
 
     def to_json(self) -> dict[str, Any]:
         """Return what outlives the coordinator's process."""
@@ -63,6 +64,7 @@ class SiteReport(NamedTuple):
     epsilon: float | None  # of its clients' privacy, if the method is private
     heldout: Mapping[str, float]  # metrics of its held-out examples
     seconds_since_message: float | None  # None: no message since the coordinator began
+    share: float | None = None  # of the weight of the last round, if the coordinator sees it
 
 
 class SiteTable:
@@ -91,8 +93,8 @@ class SiteTable:
         """Return the site of a name; one with another number of clients gets new numbers."""
         site = self._sites.setdefault(name, Site(name, self.num_clients, 0))
         if site.count != count:
+            site.renumbered += site.count > 0
             site.first, site.count = self.num_clients, count
-            site.numbered += count
             self.num_clients += count
         return site
 
@@ -100,7 +102,7 @@ class SiteTable:
         """Forget other sites, and number clients by the names of sites, not by their arrival."""
         self._sites, self.num_clients = {site.name: site for site in sites}, 0
         for site in self:
-            site.first, site.numbered = self.num_clients, site.count
+            site.first, site.renumbered = self.num_clients, 0
             self.num_clients += site.count
 
     def clients(self, site: Site) -> ClientRange:
@@ -145,8 +147,15 @@ class SiteTable:
             elif self.is_present(site, now):
                 site.attendance.miss(task, now, deadline=deadline, most=self._most_missed)
 
+    def shares(self) -> dict[str, float]:
+        """Return the part of each site in the weight of the last round."""
+        weights = {site.name: site.weight for site in self if site.weight is not None}
+        total = sum(weights.values())
+        return {name: weight / total for name, weight in weights.items()} if total else {}
+
     def reports(self, now: float) -> list[SiteReport]:
         """Return the table."""
+        shares = self.shares()
         return [
             SiteReport(
                 site.name,
@@ -160,6 +169,7 @@ class SiteTable:
                 site.epsilon,
                 site.heldout,
                 None if math.isinf(site.seen) else now - site.seen,
+                shares.get(site.name),
             )
             for site in self
         ]
@@ -206,7 +216,7 @@ def _is_whole(site: SiteReport) -> bool:
     return (
         all(isinstance(text, str) for text in texts)
         and all(map(is_number, numbers))
-        and (site.epsilon is None or is_number(site.epsilon))
+        and all(x is None or is_number(x) for x in (site.epsilon, site.share))
         and isinstance(site.heldout, dict)
         and all(map(is_number, site.heldout.values()))
         and (site.seconds_since_message is None or is_number(site.seconds_since_message))
@@ -219,6 +229,8 @@ def format_sites(sites: Sequence[SiteReport]) -> str:
     names = sorted(found, key=lambda name: (name != "loss", name))
     head = ["site", "state", "clients", "rounds", "late", "dropped", "down", "up"]
     private = any(site.epsilon is not None for site in sites)
+    weighted = any(site.share is not None for site in sites)
+    head += ["weight"] if weighted else []
     head += ["epsilon"] if private else []
     head += [f"held-out {name}" for name in names] + ["last message"]
     rows = [
@@ -228,8 +240,9 @@ def format_sites(sites: Sequence[SiteReport]) -> str:
             *(str(number) for number in (site.clients, site.rounds, site.late, site.dropped)),
             format_bytes(site.sent_bytes),
             format_bytes(site.received_bytes),
+            *(["-" if site.share is None else f"{site.share:.1%}"] if weighted else []),
             *(["-" if site.epsilon is None else f"{site.epsilon:.4g}"] if private else []),
-            *(f"{site.heldout[name]:.4f}" if name in site.heldout else "-" for name in names),
+            *(format_value(site.heldout[name]) if name in site.heldout else "-" for name in names),
             "-"
             if site.seconds_since_message is None
             else f"{format_seconds(site.seconds_since_message)} ago",

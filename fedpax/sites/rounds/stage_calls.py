@@ -19,7 +19,7 @@ from fedpax.sites.rounds.coordinator_program import (
 from fedpax.sites.rounds.downlink import WHOLE, Downlink, whole
 from fedpax.sites.rounds.exchange import Exchange
 from fedpax.sites.rounds.random_keys import to_numbers
-from fedpax.sites.rounds.reply_checks import find_wrong_weight, is_finite
+from fedpax.sites.rounds.reply_checks import claimed_weight, find_wrong_weight, is_finite
 from fedpax.sites.rounds.round_rules import RoundRules
 from fedpax.sites.rounds.secret_terms import ask_for_sums, check_is_sum
 from fedpax.sites.rounds.tasks import (
@@ -41,6 +41,10 @@ from fedpax.transforms.stages import Request, Stages
 
 if TYPE_CHECKING:
     from fedpax.secure_sums.roster import Signer
+
+
+MOST_SHARE = 0.5
+"""Part of the weight beyond which a site of three and more is told."""
 
 
 class Participants(NamedTuple):
@@ -90,6 +94,7 @@ class StageCalls:
         self._folder = folder  # of large updates
         self._downlink = Downlink(rules.down, new_token())
         self._told: set[str] = set()  # sites that send floats, although the aggregator encodes
+        self._outweighing: set[str] = set()  # sites that were told to weigh more than all others
 
     def ask(
         self,
@@ -138,6 +143,8 @@ class StageCalls:
         else:
             replies = self._exchange.ask(task, quorum, rules.round_seconds, self._stop)
             replies = self._check_words(task, divided, request, replies or {}, who) or replies
+        if task.weights and replies is not None and not rules.secure_sums:
+            self._note_weights(without_faults(replies))
         if task.header["stage"] == task.header["last_stage"]:
             for name in without_faults(replies or {}):
                 if (site := self._exchange.sites.get(name)) is not None:
@@ -171,6 +178,21 @@ class StageCalls:
         self._note(f"site {name} does not keep to the protocol: {reason}")
         self._exchange.report(name, reason)
 
+    def _note_weights(self, replies: Mapping[str, Reply]) -> None:
+        """Note what sites claim to weigh, and tell which one of several outweighs all others."""
+        sites = self._exchange.sites
+        for site in sites:
+            reply = replies.get(site.name)
+            site.weight = None if reply is None else reply.header["weight"]
+        shares = sites.shares()
+        for name, share in shares.items():
+            if share > MOST_SHARE and len(shares) > 2 and name not in self._outweighing:
+                self._outweighing.add(name)
+                self._note(
+                    f"site {name} claims {share:.1%} of the weight of all sites: the model is "
+                    "mostly its own. --weights=capped:N limits what a client weighs"
+                )
+
     def _tell_float32(self, name: str) -> None:
         if name not in self._told:
             self._told.add(name)
@@ -199,7 +221,10 @@ class StageCalls:
             fault = find_wrong_weight(task, len(who.clients[name]), terms)
             if not all(map(is_finite, terms.values())):
                 fault = "its words stand for NaN or infinity, expected finite values"
-            if fault is not None:
+            if fault is None:
+                header = {**reply.header, "weight": claimed_weight(task, terms)}
+                checked[name] = Reply(header, reply.content)
+            else:
                 checked[name] = Reply({"fault": fault}, {})
                 self._exchange.report(name, fault)
         return checked

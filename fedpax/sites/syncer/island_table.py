@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedpax.errors import ConfigurationError
 from fedpax.files import read_json, replace_file
-from fedpax.reports.table import format_seconds, markdown_table
+from fedpax.reports.table import format_seconds, format_value, markdown_table
 from fedpax.run_files.metrics_log import is_number
 from fedpax.sites.syncer.members import IslandReport
 from fedpax.training.progress import Progress
@@ -105,7 +105,7 @@ def format_islands(islands: Sequence[IslandReport], *, sites: bool = False) -> s
             island.state,
             "-" if island.shard is None else str(island.shard),
             f"{island.steps:,}",
-            "-" if island.loss is None else f"{island.loss:.4f}",
+            "-" if island.loss is None else format_value(island.loss),
             str(island.contributed),
             str(island.late),
             str(island.dropped),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from fedpax.errors import ArgumentError
 from fedpax.extras import is_installed
-from fedpax.reports.metric_table import check_metrics, format_metrics, metric_names
+from fedpax.reports.metric_table import Lines, check_metrics, format_metrics, metric_names
 from fedpax.reports.repeats import DEVIATION, average_lines
 from fedpax.reports.table import (
     format_bytes,
@@ -48,13 +48,10 @@ class RunSummary(NamedTuple):
 
 def summarize_run(name: str, job_log_dir: str | Path) -> RunSummary:
     """Summarize a run from the metrics that it logged."""
-    return _summarize(name, [read_metrics(job_log_dir)], job_log_dir)
+    return _summarize(name, read_metrics(job_log_dir), job_log_dir)
 
 
-def _summarize(
-    name: str, repeats: Sequence[Sequence[Mapping[str, Any]]], job_log_dir: str | Path
-) -> RunSummary:
-    lines = average_lines(repeats)
+def _summarize(name: str, lines: Lines, job_log_dir: str | Path) -> RunSummary:
     runs, rounds, evaluations = (select(lines, kind) for kind in ("run", "training", "evaluation"))
     if not (rounds and evaluations):
         raise ArgumentError(
@@ -103,45 +100,25 @@ def format_table(runs: Sequence[RunSummary]) -> str:
     return markdown_table(head, rows)
 
 
-def plot_comparison(
-    folders: Mapping[str, Folders], path: str | Path, metrics: Sequence[str] = ()
-) -> None:
-    """Plot the held-out loss over items and over bytes that participants exchanged."""
-    # If a run has virtual seconds, there is a panel over them. If the bytes of all runs are unknown
-    # or zero, as on one device, there is no panel over bytes. Means over seeds have error bars of a
-    # standard deviation.
-    from fedpax.reports.plot import Axis, plot_losses
-
-    over: tuple[Axis, ...] = ("items", "bytes_across_placement", "virtual_seconds")
-    plot_losses(read_averages(folders), path, over=over, metrics=metrics or ("loss",))
-
-
-def read_averages(folders: Mapping[str, Folders]) -> dict[str, list[dict[str, Any]]]:
-    """Read the lines of `metrics.jsonl` of runs, averaged over seeds."""
-    return {
-        name: average_lines([read_metrics(folder) for folder in _each(run_folders)])
-        for name, run_folders in folders.items()
-    }
-
-
-def _each(folders: Folders) -> Sequence[str | Path]:
-    return [folders] if isinstance(folders, str | Path) else folders
-
-
 def write_comparison(
     folders: Mapping[str, Folders], destination: str | Path, metrics: Sequence[str] = ()
 ) -> str:
-    """Write `comparison.png` and `comparison.json`."""
-    lines = read_averages(folders)
-    runs = [
-        _summarize(
-            name, [read_metrics(folder) for folder in _each(run_folders)], _each(run_folders)[0]
-        )
-        for name, run_folders in folders.items()
-    ]
+    """Write `comparison.png` and `comparison.json`, and return the tables."""
+    each = {
+        name: [paths] if isinstance(paths, str | Path) else paths for name, paths in folders.items()
+    }
+    lines = {
+        name: average_lines([read_metrics(path) for path in paths]) for name, paths in each.items()
+    }
+    runs = [_summarize(name, lines[name], paths[0]) for name, paths in each.items()]
     check_metrics(metrics, lines)
     if is_installed("matplotlib"):
-        plot_comparison(folders, Path(destination) / "comparison.png", metrics)
+        from fedpax.reports.plot import Axis, plot_losses
+
+        # A panel of which no run has a value, such as bytes on one device, is left out.
+        over: tuple[Axis, ...] = ("items", "bytes_across_placement", "virtual_seconds")
+        picture = Path(destination) / "comparison.png"
+        plot_losses(lines, picture, over=over, metrics=metrics or ("loss",))
     content = [
         {key: None if value != value else value for key, value in run._asdict().items()}
         | {"metrics": _last_metrics(lines[run.name])}
@@ -152,7 +129,7 @@ def write_comparison(
     return format_table(runs) + (f"\n\nMetrics:\n{second}" if second else "")
 
 
-def _last_metrics(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _last_metrics(lines: Lines) -> dict[str, Any]:
     """Return the last held-out and training metrics, with standard deviations over seeds."""
     content: dict[str, Any] = {}
     for kind in ("evaluation", "training"):

@@ -1,12 +1,15 @@
 """The settings of cohorts and of the server, which experiments with clients share."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import optax
 
 from fedpax.algorithms import server_adagrad, server_adam, server_yogi
 from fedpax.checks import CheckedConfig, Count, CountOrZero, Decay, Positive, Probability
+from fedpax.data import ClientSampler, CohortRounds, Partition, cohort_rounds
+from fedpax.data.rounds.preprocess import Arrays, Preprocess
+from fedpax.sources.examples import Examples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +40,19 @@ class CohortConfig(CheckedConfig):
     chunk_size: Count = 1
     sampling_probability: Probability | None = None
     seed: CountOrZero = 0
+
+    def rounds(
+        self,
+        examples: Examples | Arrays,
+        population: Partition,
+        sampler: ClientSampler,
+        preprocess: Preprocess,
+        **sizes: int,
+    ) -> CohortRounds:
+        """Make the rounds of the sampled clients, for a number of devices and a chunk size."""
+        names = ("batch_size", "local_epochs", "max_steps", "seed")
+        settings: dict[str, Any] = {name: getattr(self, name) for name in names} | sizes
+        return cohort_rounds(examples, population, sampler, preprocess=preprocess, **settings)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from fedpax.aggregators import PrivacyAccountant
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
@@ -19,7 +19,6 @@ from fedpax.data import (
     CohortRounds,
     Partition,
     Source,
-    cohort_rounds,
     load,
 )
 from fedpax.data.rounds.preprocess import Arrays, Preprocess
@@ -29,7 +28,7 @@ from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
 from fedpax.experiments.client_methods import ClientTraining, MethodConfig, method
 from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig
 from fedpax.experiments.parts.client_evaluation import EvaluateClients, client_name
-from fedpax.experiments.parts.clients_mesh import clients_mesh
+from fedpax.experiments.parts.clients_mesh import OnClientsMesh, over_clients
 from fedpax.experiments.parts.site_clients import (
     ChosenClients,
     OverSites,
@@ -42,7 +41,6 @@ from fedpax.experiments.populations import PopulationConfig
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.parallel.axes import shardings
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.parallel.mesh_rule import ShardedSize
 from fedpax.sites.rounds.contract import ClientRange, CoordinatorRun, SiteRun
 from fedpax.sources.examples import Examples
 from fedpax.training.evaluation import Batch, evaluator
@@ -53,7 +51,7 @@ DELTA = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ClientExperiment(OverSites, Experiment):
+class ClientExperiment(OnClientsMesh, OverSites, Experiment):
     """A model trained by a method for clients, on clients of different sizes.
 
     With `mesh.clients=-1`, a round uses the largest number of devices that divides the cohort. A
@@ -187,18 +185,8 @@ class ClientExperiment(OverSites, Experiment):
         chunk_size: int = 1,
     ) -> CohortRounds:
         """Make the rounds of the sampled clients, which are dealt to devices in chunks."""
-        return cohort_rounds(
-            examples,
-            population,
-            sampler,
-            batch_size=self.cohort.batch_size,
-            local_epochs=self.cohort.local_epochs,
-            max_steps=self.cohort.max_steps,
-            seed=self.cohort.seed,
-            num_devices=num_devices,
-            chunk_size=chunk_size,
-            preprocess=preprocess,
-        )
+        sizes = {"num_devices": num_devices, "chunk_size": chunk_size}
+        return self.cohort.rounds(examples, population, sampler, preprocess, **sizes)
 
     def make_rounds_of_all(
         self, examples: Examples | Arrays, population: Partition
@@ -284,14 +272,6 @@ class ClientExperiment(OverSites, Experiment):
             int(np.sum(batch["mask"])) for batch in self.open_heldout(self.make_preprocess())()
         )
 
-    def sharded_sizes(self) -> list[ShardedSize]:
-        """Return the size that the axis of clients divides."""
-        return [ShardedSize("cohort.size", self.cohort.size, ("clients",))]
-
-    def make_mesh(self) -> Mesh:
-        """Make the mesh of the largest number of devices that divides the cohort."""
-        return clients_mesh(self.mesh, self.cohort.size)
-
     def build(self) -> Run:
         """Open the data, and make the population, cohorts, model, algorithm and mesh."""
         cohort = self.cohort
@@ -310,14 +290,11 @@ class ClientExperiment(OverSites, Experiment):
         )
         read_heldout = self.open_heldout(preprocess)
         model = self.make_model()
-        over_clients = NamedSharding(
-            mesh, PartitionSpec("clients" if "clients" in mesh.axis_names else None)
-        )
 
         # Made at the first evaluation: `fedpax plan` compiles for devices that cannot hold data.
         @functools.cache
         def evaluate_heldout() -> Callable[[Params], dict[str, float]]:
-            return self._evaluate_on(read_heldout(), model, num_devices, over_clients)
+            return self._evaluate_on(read_heldout(), model, num_devices, over_clients(mesh))
 
         @functools.cache
         def evaluate_clients() -> EvaluateClients:
@@ -338,7 +315,7 @@ class ClientExperiment(OverSites, Experiment):
                 params=shardings(
                     model.logical_axes, jax.eval_shape(lambda: model.init(jax.random.key(0))), mesh
                 ),
-                cohort=over_clients,
+                cohort=over_clients(mesh),
             ),
             items_per_round=rounds.items_per_round,
             item_unit="examples",

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable
 
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.algorithms import fedavg
@@ -15,7 +15,6 @@ from fedpax.data import (
     Partition,
     Source,
     Tokenizer,
-    cohort_rounds,
     partition_natural,
 )
 from fedpax.data.rounds.client_token_rows import pack_clients, preprocess_rows
@@ -34,12 +33,11 @@ from fedpax.experiments.parts.client_evaluation import (
     masked_loss_by_client,
     rows_by_client,
 )
-from fedpax.experiments.parts.clients_mesh import clients_mesh
+from fedpax.experiments.parts.clients_mesh import OnClientsMesh, over_clients
 from fedpax.experiments.parts.heldout import HeldoutSets, heldout_evaluator
 from fedpax.experiments.parts.trainable import Trainable
 from fedpax.models.losses import transformer_loss
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.parallel.mesh_rule import ShardedSize
 from fedpax.training.experiment import Run, Shardings
 
 
@@ -55,7 +53,7 @@ class ClientTextConfig(TextDataConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ClientText(LanguageModelExperiment):
+class ClientText(OnClientsMesh, LanguageModelExperiment):
     """A transformer trained by FedAvg on clients' documents, or adapters of one.
 
     With `mesh.clients=-1`, a round uses the largest number of devices that divides the cohort.
@@ -74,14 +72,6 @@ class ClientText(LanguageModelExperiment):
     optimizer: OptimizerConfig
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=lambda: MeshConfig(clients=-1))
-
-    def sharded_sizes(self) -> list[ShardedSize]:
-        """Return the size that the axis of clients divides."""
-        return [ShardedSize("cohort.size", self.cohort.size, ("clients",))]
-
-    def make_mesh(self) -> Mesh:
-        """Make the mesh of the largest number of devices that divides the cohort."""
-        return clients_mesh(self.mesh, self.cohort.size)
 
     def read_population(self) -> tuple[Partition, None]:
         """Return the indices of each client's rows; text has no labels."""
@@ -103,19 +93,8 @@ class ClientText(LanguageModelExperiment):
     def _make_rounds(
         self, rows: Arrays, population: Partition, sampler: ClientSampler, num_devices: int = 1
     ) -> CohortRounds:
-        cohort = self.cohort
-        return cohort_rounds(
-            rows,
-            population,
-            sampler,
-            batch_size=cohort.batch_size,
-            local_epochs=cohort.local_epochs,
-            max_steps=cohort.max_steps,
-            seed=cohort.seed,
-            num_devices=num_devices,
-            chunk_size=cohort.chunk_size,
-            preprocess=preprocess_rows,
-        )
+        sizes = {"num_devices": num_devices, "chunk_size": self.cohort.chunk_size}
+        return self.cohort.rounds(rows, population, sampler, preprocess_rows, **sizes)
 
     def _make_algorithm(self, trainable: Trainable, max_steps: int) -> FederatedAlgorithm:
         optimizer = self.optimizer.make(max_steps, trainable.logical_axes)
@@ -156,9 +135,6 @@ class ClientText(LanguageModelExperiment):
         trainable = self.trainable(mesh)
         sampler = ClientSampler(len(population), cohort.size, cohort.seed)
         rounds = self._make_rounds(rows, population, sampler, num_devices)
-        over_clients = NamedSharding(
-            mesh, PartitionSpec("clients" if "clients" in mesh.axis_names else None)
-        )
 
         # Made at the first evaluation: `fedpax plan` compiles for devices that cannot hold data.
         @functools.cache
@@ -168,7 +144,7 @@ class ClientText(LanguageModelExperiment):
                     f"data.dataset={self.data.dataset} has no held-out documents, expected some. "
                     "Set --data.heldout_fraction=0.1, or write {split} in the path."
                 )
-            return self._make_evaluation(trainable, heldout, num_devices, over_clients)
+            return self._make_evaluation(trainable, heldout, num_devices, over_clients(mesh))
 
         @functools.cache
         def evaluate_clients() -> EvaluateClients:
@@ -183,7 +159,7 @@ class ClientText(LanguageModelExperiment):
             cohorts=rounds,
             evaluate=lambda params: evaluate_heldout()(params),
             mesh=mesh,
-            shardings=Shardings(params=trainable.shardings, cohort=over_clients),
+            shardings=Shardings(params=trainable.shardings, cohort=over_clients(mesh)),
             items_per_round=rounds.items_per_round * self.data.seq_len,
             item_unit="tokens",
             placement="clients",

@@ -1,11 +1,32 @@
 """The mesh of an experiment with clients: the largest axis of devices that divides the cohort."""
 
 import dataclasses
+from typing import Any
 
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedpax.errors import ArgumentError
 from fedpax.parallel.mesh import MeshConfig, MeshSizeError, available_devices
+from fedpax.parallel.mesh_rule import ShardedSize
+
+
+class OnClientsMesh:
+    """An experiment with the fields `cohort` and `mesh`."""
+
+    def sharded_sizes(self) -> list[ShardedSize]:
+        """Return the size that the axis of clients divides."""
+        experiment: Any = self
+        return [ShardedSize("cohort.size", experiment.cohort.size, ("clients",))]
+
+    def make_mesh(self) -> Mesh:
+        """Make the mesh of the largest number of devices that divides the cohort."""
+        experiment: Any = self
+        return clients_mesh(experiment.mesh, experiment.cohort.size)
+
+
+def over_clients(mesh: Mesh) -> NamedSharding:
+    """Return the sharding of cohorts over a mesh."""
+    return NamedSharding(mesh, PartitionSpec("clients" if "clients" in mesh.axis_names else None))
 
 
 def clients_mesh(mesh: MeshConfig, cohort_size: int) -> Mesh:

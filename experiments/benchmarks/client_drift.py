@@ -5,7 +5,7 @@
 
 Client i has f_i(w) = (w - b_i)' A_i (w - b_i) / 2, and takes K exact gradient steps in a round, in
 float64. All clients join each round. The optimum of the mean loss solves a linear system. FedAvg
-with K above 1 converges to another point, which `fixed_point` computes.
+with K above 1 converges to another point.
 """
 
 from collections.abc import Iterator, Mapping
@@ -84,21 +84,6 @@ def distances(
         start = algorithm.init(jnp.zeros(size))
         state, errors = jax.jit(lambda state: jax.lax.scan(step, state, length=rounds))(start)
         return jax.device_get((state.params, errors))
-
-
-def fixed_point(
-    problem: Quadratics, *, mu: float = 0.0, local_steps: int = 10, rate: float = 0.1
-) -> Float[np.ndarray, " size"]:
-    """Return the point to which FedAvg converges, or FedProx with weight `mu`.
-
-    From x, client i ends at x - M_i (x - b_i), with M_i the sum over k < K of
-    (I - eta (A_i + mu I))^k eta A_i. At the fixed point, these moves have mean 0.
-    """
-    hessians, centers = problem
-    moves = np.zeros_like(hessians)
-    for _ in range(local_steps):
-        moves += rate * (hessians - (hessians + mu * np.eye(len(centers[0]))) @ moves)
-    return np.linalg.solve(moves.sum(0), np.einsum("ijk,ik->j", moves, centers))
 
 
 class ClientDrift(Benchmark):

@@ -8,7 +8,7 @@ features of a microbatch, applies one block of its layers to them, and sends the
 - `num_repeats > 1`: each stage has `num_repeats` shorter blocks. Stage s has the blocks s,
   s + num_stages, s + 2 num_stages, ... of the model, and a microbatch passes all stages
   `num_repeats` times. Ticks are shorter, and so is the time that a stage is idle
-  (`bubble_fraction`).
+  while the pipeline fills and drains: num_stages - 1 ticks.
 
 A function and its gradient use the same pipeline, the gradient in reverse: JAX derives it.
 """

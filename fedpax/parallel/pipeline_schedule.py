@@ -55,11 +55,3 @@ class Schedule:
         group, repeat = lap // self.num_repeats, lap % self.num_repeats
         useful = (started >= 0) & (started < self.num_repeats * self.num_microbatches)
         return Task(useful, repeat, (group * self.num_stages + index) % self.num_microbatches)
-
-
-def bubble_fraction(num_stages: int, num_microbatches: int, num_repeats: int = 1) -> float:
-    """Return the fraction of its time that a stage is idle, while the pipeline fills and drains."""
-    # A tick is one block of layers on one microbatch, and each stage has num_repeats *
-    # num_microbatches such tasks.
-    schedule = Schedule(num_stages, num_microbatches, num_repeats)
-    return (num_stages - 1) / schedule.num_ticks

@@ -8,11 +8,27 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from jaxtyping import Float
 
 from fedpax.experiments.benchmarks import client_drift
-from fedpax.experiments.benchmarks.client_drift import distances, draw_quadratics, fixed_point
+from fedpax.experiments.benchmarks.client_drift import Quadratics, distances, draw_quadratics
 
 PROBLEM = draw_quadratics()
+
+
+def fixed_point(
+    problem: Quadratics, *, mu: float = 0.0, local_steps: int = 10, rate: float = 0.1
+) -> Float[np.ndarray, " size"]:
+    """Return the point to which FedAvg converges, or FedProx with weight `mu`.
+
+    From x, client i ends at x - M_i (x - b_i), with M_i the sum over k < K of
+    (I - eta (A_i + mu I))^k eta A_i. At the fixed point, these moves have mean 0.
+    """
+    hessians, centers = problem
+    moves = np.zeros_like(hessians)
+    for _ in range(local_steps):
+        moves += rate * (hessians - (hessians + mu * np.eye(len(centers[0]))) @ moves)
+    return np.linalg.solve(moves.sum(0), np.einsum("ijk,ik->j", moves, centers))
 
 
 @pytest.mark.parametrize(("method", "mu"), [("FedAvg", 0.0), ("FedProx", 0.5)])

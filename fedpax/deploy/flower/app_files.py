@@ -9,8 +9,6 @@ from fedpax.errors import ArgumentError
 PACKAGE, APP_FILE = "fedpax_app", "pyproject.toml"
 RESULTS = "Results of the last round: "
 """Before the results of a run in its log, as JSON."""
-FLWR = "1.42.0"
-"""The version of flwr that the apps are tested with."""
 _LARGEST = 9 * 2**20  # Flower refuses apps above 10 MB
 
 _PYPROJECT = """\

@@ -195,9 +195,9 @@ def read_configuration(folder: str | Path, experiment: Any = None) -> tuple[str,
 def read_configuration_json(folder: str | Path) -> tuple[str, dict[str, Any]] | None:
     """Read `config.json` without rebuilding the configuration: no code of its classes runs."""
     path = (folder if isinstance(folder, PurePath) else Path(folder)) / CONFIGURATION
-    if not path.exists():
-        return None
     try:
+        if not path.exists():
+            return None
         content = read_json(path)
         version, exp, configuration = (content[k] for k in ("version", "exp", "configuration"))
         for value in (exp, configuration["class"]):  # as to_json writes them

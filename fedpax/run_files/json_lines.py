@@ -39,9 +39,9 @@ def read_json_lines(
     """
     lines: list[dict[str, Any]] = []
     damaged: list[int] = []
-    if not path.exists():
-        return lines, damaged
     with explain_unreadable(path, expectation):
+        if not path.exists():
+            return lines, damaged
         content = read_file(path, LINES_BYTES)
     for number, text in enumerate(content.split(b"\n")[:-1], start=1):
         try:

@@ -149,10 +149,11 @@ def read_log(
     """Read `metrics.jsonl`."""
     folder = job_log_dir if isinstance(job_log_dir, PurePath) else Path(job_log_dir)
     path = folder / METRICS
-    if not path.exists():
-        return MetricsLog([], [], [], Sum())
-    known = max((s for s in read_sums(folder) if after is None or s.round <= after), default=Sum())
     with explain_unreadable(path, EXPECTATION):
+        if not path.exists():
+            return MetricsLog([], [], [], Sum())
+        sums = (s for s in read_sums(folder) if after is None or s.round <= after)
+        known = max(sums, default=Sum())
         if known.bytes:
             reader = _Reader(choices())
             if reader.read_known(path, known):

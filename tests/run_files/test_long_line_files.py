@@ -103,7 +103,11 @@ def test_parts_that_a_kill_has_left_are_not_read(tmp_path: Path) -> None:
     assert list(read_lines(tmp_path / "a")) == [b"1", b"2", b"3", b"4"]
 
 
-@given(text=st.binary(max_size=60), cuts=st.lists(st.integers(0, 60), max_size=6))
+# Hypothesis draws texts from the code too, such as the beginning of a pointer, which is refused.
+TEXTS = st.binary(max_size=60).filter(lambda text: not text.startswith(b"version https://git-lfs"))
+
+
+@given(text=TEXTS, cuts=st.lists(st.integers(0, 60), max_size=6))
 def test_pieces_and_ranges_of_a_file(
     text: bytes, cuts: list[int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

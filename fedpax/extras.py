@@ -19,9 +19,9 @@ class Extra(NamedTuple):
 EXTRAS = {
     "plot": Extra("pictures", "matplotlib", ("matplotlib",)),
     "tfds": Extra(
-        "data sets of TFDS and TensorFlow Federated",
+        "data sets of TFDS and TensorFlow Federated, and array_record files",
         "tensorflow-datasets",
-        ("tensorflow_datasets",),
+        ("array_record", "grain", "tensorflow_datasets"),
     ),
     "tpu": Extra("training on TPUs, and plans of TPU pods without one", "libtpu", ("libtpu",)),
     "cuda": Extra("training on NVIDIA GPUs", "jax-cuda13-plugin", ("jax_cuda13_plugin",)),

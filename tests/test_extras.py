@@ -78,6 +78,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.chdir(tmp_path)
     Path("a.csv").write_text("x,client\n1,2\n")
+    Path("a.array_record").touch()
     Path("picture").mkdir()
 
 
@@ -139,6 +140,7 @@ def test_a_command_names_the_extra_that_it_needs(
     ("use", "words"),
     [
         (lambda: fedpax.data.load("a.csv"), r"Reading 'a.csv' .*fedpax\[files\]"),
+        (lambda: fedpax.data.load("a.array_record"), r"Reading .* grain, .*fedpax\[tfds\]"),
         (lambda: fedpax.data.plot_partition([[0], [1]], None, "a.png"), r"fedpax\[plot\]"),
         (lambda: check_installed("mlflow", "A run"), r"A run needs .*fedpax\[mlflow\]"),
     ],

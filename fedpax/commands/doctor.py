@@ -17,9 +17,7 @@ from fedpax.extras import EXTRAS
 DISTRIBUTION = "fedpax"
 
 # The packages whose versions a report of a defect needs.
-PACKAGES = (
-    "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "chex", "grain",
-)  # fmt: skip
+PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "chex")
 
 
 class Finding(NamedTuple):

@@ -63,7 +63,7 @@ def open_records(pattern: str) -> Source:
     folder = expand_home(pattern).absolute().parent
     try:
         records = TextRecords(pattern)
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ImportError, ValueError):
         raise
     except Exception as error:
         raise OSError(

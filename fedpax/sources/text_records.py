@@ -18,8 +18,6 @@ class TextRecords(Sequence[dict[str, Any]]):
     # decides for all. A folder or file that exists as the pattern is written is itself.
 
     def __init__(self, pattern: str) -> None:
-        from grain.sources import ArrayRecordDataSource  # here because it is slow to import
-
         paths = find_paths(pattern)
         self.paths = [str(path) for path in paths]
         if not self.paths:
@@ -29,6 +27,8 @@ class TextRecords(Sequence[dict[str, Any]]):
             )
         for path in paths:
             check_fetched(path)
+        from grain.sources import ArrayRecordDataSource  # here because it is slow to import
+
         self._files = ArrayRecordDataSource(self.paths)
         self._are_examples = len(self._files) > 0 and bool(example_features(self._files[0]))
 

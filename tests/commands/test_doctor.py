@@ -40,7 +40,7 @@ def test_every_extra_of_the_project_is_listed(command: Command) -> None:
     ("package", "version", "words"),
     [
         ("optax", None, 'optax is missing, expected {} or newer. Run: pip install "optax>={}"'),
-        ("grain", "0.0.9", 'grain 0.0.9, expected {} or newer. Run: pip install "grain>={}"'),
+        ("chex", "0.0.9", 'chex 0.0.9, expected {} or newer. Run: pip install "chex>={}"'),
         ("tqdm", None, 'tqdm is missing, expected {} or newer. Run: pip install "tqdm>={}"'),
     ],
 )

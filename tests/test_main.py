@@ -76,7 +76,7 @@ from fedpax.main import main
 main(["list"])
 print(sorted(heavy & sys.modules.keys() - {"flax", "optax", "tyro"}))
 import fedpax.commands.train
-used = {"flax", "optax", "orbax.checkpoint", "tensorboardX", "tqdm", "tyro"}
+used = {"flax", "optax", "tensorboardX", "tqdm", "tyro"}
 print(sorted(heavy & sys.modules.keys() - used))
 """
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

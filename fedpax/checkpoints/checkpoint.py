@@ -1,6 +1,7 @@
 """Checkpoints of a run: state, position in the data, round and configuration, saved together."""
 
 import copy
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,12 +11,12 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from fedpax.algorithm import State
 from fedpax.checkpoints.checkpoint_dir import LostCheckpointDirError
 from fedpax.checkpoints.exports import Exports
+from fedpax.checkpoints.lazy_orbax import ocp
 from fedpax.checkpoints.object_store import is_object_store
 from fedpax.checkpoints.orbax_files import (
     QuietFailedSaves,
@@ -103,10 +104,19 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._removal: Future[None] | None = None
         self._lost: CheckpointWriteError | None = None
         self._num_lost = 0
-        self._manager = self._open()
+        if self.latest_round() is not None:
+            self.open()
         self._quiet = QuietFailedSaves().__enter__()
 
-    def _open(self) -> ocp.CheckpointManager:
+    def open(self) -> None:
+        """Open the folder, and raise if Orbax cannot. A folder with checkpoints is open already."""
+        _ = self._manager
+
+    @functools.cached_property
+    def _manager(self) -> "ocp.CheckpointManager":
+        return self._open()
+
+    def _open(self) -> "ocp.CheckpointManager":
         callback = self._complete if self._primary else None
         return open_checkpoints(
             self._folder,
@@ -347,7 +357,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         if self._lost is not None:
             raise self._lost
         with self._writing():
-            self._manager.wait_until_finished()
+            if "_manager" in vars(self):
+                self._manager.wait_until_finished()
             if self._removal is not None:
                 self._removal.result()
                 self._removal = None
@@ -357,7 +368,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
         """Wait for the running save and close. Its failure must not hide the run's own error."""
         try:
-            if self._lost is None:
+            if self._lost is None and "_manager" in vars(self):
                 self._manager.close()
             self._thread.shutdown()
             self._remove_deleted()

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from fedpax.algorithm import Params
+from fedpax.checkpoints.lazy_orbax import ocp
 from fedpax.checkpoints.object_store import delete_folder, rename_folder
 from fedpax.checkpoints.orbax_files import atomicity_of, literal_path
 from fedpax.checkpoints.saved_state import load_params

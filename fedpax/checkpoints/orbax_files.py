@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 from etils import epath
 
+from fedpax.checkpoints.lazy_orbax import ocp
 from fedpax.checkpoints.object_store import is_object_store
 from fedpax.errors import ConfigurationError
 from fedpax.run_files.paths import complete_rounds
@@ -49,7 +49,7 @@ def literal_path(folder: Path) -> Path:
     return cast(Path, _LiteralPath(folder))
 
 
-def open_checkpoints(folder: Path, **settings: Any) -> ocp.CheckpointManager:
+def open_checkpoints(folder: Path, **settings: Any) -> "ocp.CheckpointManager":
     """Open the folder of a run's checkpoints."""
     # Orbax then reads the time of each checkpoint, from a file that has no checksum.
     try:
@@ -76,7 +76,7 @@ def wait_for_writers() -> None:
             threading.Thread.join(thread)  # their own method raises the error of the write
 
 
-def atomicity_of(folder: Path) -> ocp.options.AtomicityOptions:
+def atomicity_of(folder: Path) -> "ocp.options.AtomicityOptions":
     """Return how Orbax completes a checkpoint: in an object store, it writes it in place.
 
     A checkpoint in place is complete when it has `COMMITTED`. Checkpoints without this file, which
@@ -107,7 +107,7 @@ def on_one_device(tree: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Retention(ocp.checkpoint_managers.PreservationPolicy):
+class Retention:
     """A rule that says which checkpoints are kept when a new one is saved.
 
     Example:
@@ -137,9 +137,9 @@ class Retention(ocp.checkpoint_managers.PreservationPolicy):
 
     def should_preserve(
         self,
-        checkpoints: Sequence[ocp.checkpoint_managers.PolicyCheckpointInfo],
+        checkpoints: "Sequence[ocp.checkpoint_managers.PolicyCheckpointInfo]",
         *,
-        context: ocp.checkpoint_managers.PreservationContext,
+        context: "ocp.checkpoint_managers.PreservationContext",
     ) -> list[bool]:
         """Return for each checkpoint whether it is kept; Orbax calls this."""
         return self.keeps([checkpoint.step for checkpoint in checkpoints])

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 
 from fedpax.algorithm import Params
+from fedpax.checkpoints.lazy_orbax import ocp
 from fedpax.checkpoints.orbax_files import open_checkpoints
 from fedpax.checkpoints.participant_states import saved_placed_struct
 from fedpax.checkpoints.saved_rounds import damaged_checkpoint, find_damage
@@ -244,7 +244,7 @@ def _find(job_log_dir: str | Path, round_number: int | None) -> tuple[Path, int]
 
 
 def _restore_field(
-    manager: ocp.CheckpointManager, round_number: int, field: str, item: Any, arguments: Any
+    manager: "ocp.CheckpointManager", round_number: int, field: str, item: Any, arguments: Any
 ) -> Any:
     restore = ocp.args.PyTreeRestore(
         item={field: item}, restore_args={field: arguments}, partial_restore=True
@@ -253,7 +253,7 @@ def _restore_field(
     return manager.restore(round_number, args=composite)["state"][field]
 
 
-def _open(folder: Path, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
+def _open(folder: Path, options: "ocp.CheckpointManagerOptions") -> "ocp.CheckpointManager":
     """Open a folder, in which a run can remove other checkpoints while Orbax lists them."""
     handlers = {
         "state": ocp.PyTreeCheckpointHandler(),
@@ -270,7 +270,7 @@ def _open(folder: Path, options: ocp.CheckpointManagerOptions) -> ocp.Checkpoint
 
 def _restore_args(
     saved: Params, like: Params, step: int
-) -> dict[tuple[str, ...], ocp.ArrayRestoreArgs]:
+) -> "dict[tuple[str, ...], ocp.ArrayRestoreArgs]":
     """Say for each saved parameter on which sharding and as which dtype to restore it."""
     stored, wanted = ocp.tree.to_flat_dict(saved), ocp.tree.to_flat_dict(like)
     check_same_leaves(wanted, stored, step)

@@ -93,7 +93,8 @@ def load(
         heldout_by: what is hashed: `"example"`, all its columns; `"client"`, to hold out whole
             clients; or a column, such as `"text"`, whose equal values are on one side.
         data_dir: the folder of prepared data sets. Default None: the environment variable
-            `TFDS_DATA_DIR`, or `~/tensorflow_datasets` if it is not set.
+            `TFDS_DATA_DIR`, or `~/tensorflow_datasets` if it is not set. Without a folder here, a
+            whole split of an embedded data set is made in memory, and nothing is written.
 
     Returns:
         The split's examples. For files a `fedpax.user_files.table_source.TableSource`.

@@ -5,8 +5,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 import jax
-import orbax.checkpoint as ocp
 
+from fedpax.checkpoints.lazy_orbax import ocp
 from fedpax.checkpoints.participant_states import check_resizable
 from fedpax.checkpoints.saved_state import check_same_leaves, has_saved_shape, saved_shapes
 from fedpax.errors import ConfigurationError

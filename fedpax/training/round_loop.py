@@ -281,6 +281,8 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
             self.done = number
             self._dispatched += 1
             logger.log_round(number, values, idle_seconds=0.0 if busy else waited)
+            if self.rounds_trained == 2:  # the first round is logged, and nothing is saved yet
+                self._checkpoints.open()  # so that a failure does not wait for the first save
             profile.after(number, wait=logger.flush)
             evaluates = is_due(number, training.rounds, training.evaluate_every)
             is_best = evaluates and self._evaluate()

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from small_regression import ModelConfig, Regression, regression
 
+from fedpax.checkpoints import checkpoint
 from fedpax.checkpoints.saved_rounds import DamagedCheckpointError, set_aside_after
 from fedpax.checkpoints.saved_state import load_params
 from fedpax.console import hide_late_writes
@@ -177,6 +178,20 @@ def test_later_checkpoints_are_set_aside(folder: Path, capfd: pytest.CaptureFixt
         assert latest_round(folder) == 2 and files(folder / aside)
         (folder / "copy").rename(checkpoints / "4")
     assert load_params(folder, 4)
+
+
+def test_a_folder_that_orbax_cannot_open_stops_a_new_run_before_its_first_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **settings: Any) -> None:
+        raise ConfigurationError("cannot be opened")
+
+    monkeypatch.setattr(checkpoint, "open_checkpoints", fail)
+    training = dataclasses.replace(regression().training, rounds=9, checkpoint_every=0)
+    with pytest.raises(ConfigurationError, match="cannot be opened"):
+        train(dataclasses.replace(regression(), training=training), tmp_path)
+    rounds = [line["round"] for line in read_metrics(tmp_path) if line["kind"] == "training"]
+    assert rounds and max(rounds) < 9
 
 
 @pytest.mark.parametrize("content", ["[1]", '{"item_handlers": 5}'])

@@ -35,9 +35,9 @@ def as_list(source: Any) -> list[Any]:
     [("digits", "train"), ("digits", "test"), ("stdlib_text", "train"), ("stdlib_text", "heldout")],
 )
 def test_examples_and_their_order_are_those_of_tfds(
-    name: str, split: str, request: pytest.FixtureRequest
+    name: str, split: str, data_dir: Path, request: pytest.FixtureRequest
 ) -> None:
-    prepared = load(name, split)
+    prepared = load(name, split, data_dir=data_dir)
     expected, columns = (
         as_list(prepared),
         list(prepared.column("label" if name == "digits" else "client")),
@@ -47,6 +47,16 @@ def test_examples_and_their_order_are_those_of_tfds(
     assert source.name == prepared.name and len(source) == len(prepared)
     assert as_list(source) == expected
     assert list(source.column("label" if name == "digits" else "client")) == columns
+
+
+@pytest.mark.parametrize(("name", "split"), [("digits", "train"), ("stdlib_text", "heldout")])
+def test_a_whole_split_is_made_without_tfds(
+    name: str, split: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+    monkeypatch.setattr(data_sets, "_builder", None)
+    assert len(load(name, split)) > 10
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_is_written_without_tfds(without_tfds: None, tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
     python -m fedpax.experiments.benchmarks.files --folder=/tmp/files --clients=1000000
 
 prepares a Parquet file of clients with `--examples` small rows each, beside DuckDB's own sort of it
-to Parquet; opens the prepared folder, and makes a stream of rounds over it; and reads rounds of
-1,000 clients of 29 images of 28 x 28, beside a copy of what is sent. Times are CPU time.
+to Parquet; opens the prepared folder, and makes a stream of rounds over it; reads and trains rounds
+of 1,000 of its clients, beside rounds of 1,000 clients in all; and reads rounds of 1,000 clients of
+29 images of 28 x 28, beside a copy of what is sent. Times are CPU time.
 """
 
 import functools
@@ -14,11 +15,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+import optax
 
+from fedpax.algorithms import fedavg
 from fedpax.data import ClientSampler, cohort_rounds, load, prepare
 from fedpax.experiments.benchmarks import timing
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
+from fedpax.models.classifiers import MLPConfig, mlp
+from fedpax.models.losses import classification_loss
 from fedpax.populations.contiguous_clients import ContiguousClients
 
 IMAGES = 29  # of a client
@@ -26,6 +32,11 @@ IMAGES = 29  # of a client
 
 def _images(dtype: Any, fields: Any) -> dict[str, Any]:
     return {"image": fields["image"].astype(dtype, copy=False)}
+
+
+def _table_batch(fields: Any) -> dict[str, Any]:
+    x = np.stack([fields["x"], fields["y"]], axis=-1).astype(np.float32)
+    return {"x": x, "label": fields["label"].astype(np.int32)}
 
 
 class Files(Benchmark):
@@ -44,36 +55,60 @@ class Files(Benchmark):
             folder = Path(name)
             yield self._prepare(folder)
             yield self._pair("open the folder", lambda: load(folder / "0"))
-            source: Any = load(folder / "0")
-            make_rounds = functools.partial(
-                cohort_rounds,
-                source,
-                ContiguousClients(source.client_starts),
-                ClientSampler(len(source.client_names), min(1000, self.clients)),
-                batch_size=6,
-                preprocess=lambda fields: {name: fields[name] for name in ("x", "y", "label")},
-            )
+            make_rounds = functools.partial(self._rounds_of, folder / "0")
             yield self._pair("make its rounds", make_rounds)
+            self._write(folder / "few.parquet", self.cohort)
+            prepare(folder / "few.parquet", folder / "few", client="user_id")
+            yield from self._rounds_of_many(make_rounds(), self._rounds_of(folder / "few"))
         yield from self._image_rounds()
 
-    def _pair(self, name: str, run: Callable[[], Any], other: Any = None) -> Row:
+    def _rounds_of(self, folder: Path) -> Any:
+        source: Any = load(folder)
+        return cohort_rounds(
+            source,
+            ContiguousClients(source.client_starts),
+            # A client without examples, which chance makes, is not in the folder.
+            ClientSampler(len(source.client_names), self.cohort * 99 // 100),
+            batch_size=6,
+            max_steps=2,
+            preprocess=_table_batch,
+        )
+
+    def _rounds_of_many(self, many: Any, few: Any) -> Iterator[Row]:
+        """Measure rounds of a large population beside rounds of one of the cohort's size."""
+        name = "round of many clients; of few"
+        reads = [functools.partial(next, rounds) for rounds in (many, few)]
+        yield self._pair(name, reads[0], reads[1], times=10)
+        for sizes in ((2, 9), (2, 64, 64, 9)):
+            model = mlp(MLPConfig(layer_sizes=sizes))
+            algorithm = fedavg(
+                classification_loss(model.apply, field="x"),
+                cohort_size=self.cohort * 99 // 100,
+                client_optimizer=optax.sgd(0.1),
+            )
+            state = jax.jit(algorithm.init)(model.init(jax.random.key(0)))
+            train = jax.jit(algorithm.round)
+
+            def read_and_train(rounds: Any, train: Any = train, state: Any = state) -> Any:
+                return jax.block_until_ready(train(state, next(rounds)))
+
+            runs = [functools.partial(read_and_train, rounds) for rounds in (many, few)]
+            yield self._pair(f"the same and training {sizes}", runs[0], runs[1], times=10)
+
+    def _pair(self, name: str, run: Callable[[], Any], other: Any = None, times: int = 1) -> Row:
         calls = {"run": run} | ({"other": other} if other else {})
-        seconds = timing.interleaved(calls, (), self.repetitions, "cpu", warmups=0)
+        count = self.repetitions * times
+        warmups = 3 if times > 1 else 0
+        seconds = timing.interleaved(calls, (), count, "cpu", warmups=warmups)
         others = seconds.get("other", [])
         ratio = timing.paired_ratio(seconds["run"], others) if others else None
         return Row(name=name, seconds=seconds["run"], others=others, ratio=ratio)
 
     def _prepare(self, folder: Path) -> Row:
         import duckdb
-        import pyarrow as pa
-        from pyarrow import parquet
 
-        rng, rows = np.random.default_rng(0), self.clients * self.examples
-        users = np.char.add("u", rng.integers(0, self.clients, rows).astype(str))
-        x, y = rng.normal(size=rows).astype(np.float32), rng.normal(size=rows)
-        columns = {"user_id": users, "x": x, "y": y, "label": rng.integers(0, 9, rows)}
         file, numbers = folder / "a.parquet", itertools.count()
-        parquet.write_table(pa.table(columns), file)
+        self._write(file, self.clients)
 
         def sort() -> None:
             with duckdb.connect() as connection:
@@ -85,6 +120,16 @@ class Files(Benchmark):
             prepare(file, folder / str(next(numbers)), client="user_id")
 
         return self._pair("prepare; DuckDB's sort", run, sort)
+
+    def _write(self, file: Path, clients: int) -> None:
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        rng, rows = np.random.default_rng(0), clients * self.examples
+        users = np.char.add("u", rng.integers(0, clients, rows).astype(str))
+        x, y = rng.normal(size=rows).astype(np.float32), rng.normal(size=rows)
+        columns = {"user_id": users, "x": x, "y": y, "label": rng.integers(0, 9, rows)}
+        parquet.write_table(pa.table(columns), file)
 
     def _image_rounds(self) -> Iterator[Row]:
         clients = 4 * self.cohort

@@ -10,6 +10,8 @@ Reference:
     Black, Rogaway. Ciphers with Arbitrary Finite Domains. CT-RSA 2002, section 4.
 """
 
+from typing import Any, NamedTuple
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -40,51 +42,75 @@ def shuffled_index(index: ArrayLike, size: ArrayLike, key: ArrayLike) -> NDArray
     # For each size and key, `i -> shuffled_index(i, size, key)` is a permutation. All three are
     # broadcast.
     arrays = (np.asarray(argument, np.uint64) for argument in (index, size, key))
-    value, sizes, keys = (np.array(array) for array in np.broadcast_arrays(*arrays))
+    value, sizes, keys = np.broadcast_arrays(*arrays)
     shape = value.shape
     value, sizes, keys = value.ravel(), sizes.ravel(), keys.ravel()
-    # Half the bits of the network's domain: the smallest number with 4**half >= size.
-    half = ((np.ceil(np.log2(np.maximum(sizes, 2))) + 1) // 2).astype(np.uint64)
-    schedule, run = _key_schedule(keys)
-    width = 1 << int(half.max(initial=0))
-    if len(schedule[0]) * width <= len(value):  # short sequences: few inputs of the hash function
+    runs, run = _runs(sizes, keys)
+    schedule, width = runs.schedule, 1 << int(runs.half.max(initial=0))
+    if len(runs.half) * width <= len(value):  # short sequences: few inputs of the hash function
         halves = np.arange(width, dtype=np.uint64)
-        schedule = [_mix(keys[:, None] ^ halves).ravel() for keys in schedule]
-        run = run * width
+        # Holds sizes: at most width**2.
+        narrow = np.uint16 if width < 2**8 else np.uint32 if width < 2**16 else np.uint64
+        hashes = [_mix(keys[:, None] ^ halves).ravel() for keys in schedule]
+        schedule = [(hashed & np.uint64(width - 1)).astype(narrow) for hashed in hashes]
+        value, sizes = value.astype(narrow), sizes.astype(narrow)
     else:
-        width = 0
+        width, value = 0, value.copy()
+    half, first = runs.half.astype(value.dtype), np.arange(len(runs.half)) * max(width, 1)
+    if width and len(half) * width**2 <= 4 * len(value):  # each input of the network at once
+        last = (np.uint64(1) << 2 * runs.half[:, None]) - np.uint64(1)
+        inputs = (np.arange(width**2, dtype=np.uint64) & last).astype(value.dtype)
+        table = _feistel(inputs, half[:, None], schedule, first[:, None], True).ravel()
+        place = run * width**2
+        value = table.take(place + value)
+        outside = np.flatnonzero((value >= sizes) & (sizes > 0))
+        while len(outside):
+            value[outside] = table.take(place[outside] + value[outside])
+            outside = outside[value[outside] >= sizes[outside]]
+        return value.reshape(shape).astype(np.int64)
     outside = np.flatnonzero(sizes > 1)
     while len(outside):
-        value[outside] = _feistel(value[outside], half[outside], schedule, run[outside], width > 0)
+        of = run[outside]
+        value[outside] = _feistel(value[outside], half[of], schedule, first[of], width > 0)
         outside = outside[value[outside] >= sizes[outside]]
     return value.reshape(shape).astype(np.int64)
 
 
-def _key_schedule(keys: NDArray[np.uint64]) -> tuple[list[NDArray[np.uint64]], NDArray[np.int64]]:
-    """Return the key of each round, by run of equal keys, and the run of each key."""
+class _Runs(NamedTuple):
+    """Runs of elements with equal sizes and keys."""
+
+    # Half the bits of the network's domain: the smallest number with 4**half >= size.
+    half: NDArray[np.uint64]
+    schedule: list[NDArray[np.uint64]]  # the keys of each round
+
+
+def _runs(sizes: NDArray[np.uint64], keys: NDArray[np.uint64]) -> tuple[_Runs, NDArray[np.int64]]:
+    """Return the runs of equal sizes and keys, and the run of each element."""
     is_first = np.ones(len(keys), np.bool_)
-    is_first[1:] = keys[1:] != keys[:-1]
+    is_first[1:] = (keys[1:] != keys[:-1]) | (sizes[1:] != sizes[:-1])
+    half = (np.ceil(np.log2(np.maximum(sizes[is_first], 2))) + 1) // 2
     key, schedule = keys[is_first], []
     for _ in range(_FEISTEL_ROUNDS):
         key = _mix(key)
         schedule.append(key)
-    return schedule, np.cumsum(is_first) - 1
+    return _Runs(half.astype(np.uint64), schedule), np.cumsum(is_first) - 1
 
 
 def _feistel(
-    value: NDArray[np.uint64],
-    half: NDArray[np.uint64],
-    schedule: list[NDArray[np.uint64]],
+    value: NDArray[Any],
+    half: NDArray[Any],
+    schedule: list[NDArray[Any]],
     run: NDArray[np.int64],
     is_hashed: bool,
-) -> NDArray[np.uint64]:
+) -> NDArray[Any]:
     """Permute the integers of 2 * half bits."""
     # The schedule has the keys of each run. If it is hashed: their hashes with all right halves.
-    mask = (np.uint64(1) << half) - np.uint64(1)
+    one = value.dtype.type(1)
+    mask = (one << half) - one
     left, right = value >> half, value & mask
     for keys in schedule:
         if is_hashed:
-            mixed = keys.take(run + right.view(np.int64))
+            mixed = keys.take(run + right)
         else:
             mixed = keys[run]
             mixed ^= right

@@ -27,11 +27,18 @@ class Rows:
         self, positions: Int64[np.ndarray, " n"], ends: Int64[np.ndarray, " batches"]
     ) -> None:
         self.count = len(positions)
+        if len(ends) == 1:
+            self._batch, self.within = np.zeros(len(positions), np.int64), positions
+            return
         self._batch = np.searchsorted(ends, positions, side="right")
         if len(ends) < 2**16:
             self._batch = self._batch.astype(np.uint16)  # sorted faster
         starts = np.concatenate([[0], ends[:-1]])
         self.within = positions - starts[self._batch]
+
+    def add_to_within(self, starts: Int64[np.ndarray, " batches"]) -> Int64[np.ndarray, " n"]:
+        """Return the number of each row in its batch, plus a number of the batch."""
+        return self.within + starts[self._batch]
 
     @functools.cached_property
     def runs(self) -> list[tuple[int, slice]]:
@@ -79,13 +86,18 @@ class ColumnGatherer:
         data_type = chunks[0].type
         if isinstance(data_type, pa.FixedShapeTensorType):
             data_type = data_type.value_type
+        self._flat: tuple[NDArray[Any], Int64[np.ndarray, " batches"]] | None = None
         if not masked and is_number(data_type):
             self._views = [to_numpy(chunk) for chunk in chunks]
+            self._flat = _view_together(chunks, self._views)
 
     def gather(self, rows: Rows) -> NDArray[Any]:
         """Return the values of rows, in a new array."""
         if self._views is None:
             return self._gather_arrow(rows)
+        if self._flat is not None:
+            values, starts = self._flat
+            return np.take(values, rows.add_to_within(starts), mode="clip")
         shape = self._views[0].shape[1:]
         values = np.empty((rows.count, *shape), self._views[0].dtype)
         if values.itemsize * int(np.prod(shape)) >= _WIDE:
@@ -106,3 +118,29 @@ class ColumnGatherer:
             return to_numpy(parts[0], masked=self._masked)  # one batch: `order` changes nothing
         together = pa.chunked_array(parts, self._chunks[0].type)
         return to_numpy(together, masked=self._masked)[rows.back]
+
+
+def _view_together(
+    chunks: Sequence[Any], views: Sequence[NDArray[Any]]
+) -> tuple[NDArray[Any], Int64[np.ndarray, " batches"]] | None:
+    """View the batches of a memory map as one array, which one call gathers from.
+
+    Returns:
+        The map as numbers of the column's dtype, and the place of each batch there. None: a row has
+        several numbers, or the batches are not in one buffer.
+    """
+    if len(chunks) == 1 or views[0].ndim > 1:
+        return None
+    whole = _whole_buffer(chunks[0].buffers()[1])
+    offsets = np.array([view.ctypes.data for view in views]) - whole.address
+    size = views[0].itemsize
+    ends = offsets + [view.nbytes for view in views]
+    if (offsets % size).any() or offsets.min() < 0 or ends.max() > whole.size:
+        return None
+    return np.frombuffer(whole, views[0].dtype, whole.size // size), offsets // size
+
+
+def _whole_buffer(buffer: Any) -> Any:
+    while buffer.parent is not None:
+        buffer = buffer.parent
+    return buffer

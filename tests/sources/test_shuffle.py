@@ -95,3 +95,16 @@ def test_many_short_sequences_are_those_of_one_at_a_time() -> None:
         int(shuffled_index(i, n, k)) for n, k in zip(sizes, keys, strict=True) for i in range(n)
     ]
     assert together.tolist() == alone
+
+
+def test_sizes_of_one_key_and_of_many_kinds_give_permutations(rng: np.random.Generator) -> None:
+    # Short and long sequences together, and equal keys with different sizes beside each other.
+    sizes = np.concatenate([rng.integers(1, 40, 50), [1, 4, 5, 16, 17, 64, 65, 70_000]])
+    for keys in (np.zeros(len(sizes), np.uint64), hash_key(3, np.arange(len(sizes)))):
+        index = np.concatenate([np.arange(size) for size in sizes])
+        of = np.repeat(np.arange(len(sizes)), sizes)
+        together = shuffled_index(index, sizes[of], keys[of])
+        for number, (size, key) in enumerate(zip(sizes, keys, strict=True)):
+            alone = shuffled_index(np.arange(size), size, key)
+            np.testing.assert_array_equal(together[of == number], alone)
+            np.testing.assert_array_equal(np.sort(alone), np.arange(size))

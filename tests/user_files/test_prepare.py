@@ -326,3 +326,26 @@ def test_damaged_folders_are_told(tmp_path: Path) -> None:
     (tmp_path / "out" / "prepared.json").write_text('{"format": 99}')
     with pytest.raises(ValueError, match=r"prepared.json is not of format 1"):
         load(tmp_path / "out")
+
+
+def test_rows_of_many_batches_are_gathered_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepared, "_BATCH_ROWS", 7)
+    rng = np.random.default_rng(6)
+    columns = {
+        "user": rng.integers(0, 40, 300),
+        "small": rng.integers(0, 9, 300).astype(np.int8),
+        "x": rng.normal(size=300).astype(np.float32),
+        "y": rng.normal(size=300),
+        "image": rng.integers(0, 9, (300, 2, 2)).astype(np.uint8),
+    }
+    np.savez(tmp_path / "a.npz", **columns)
+    source = prepare(tmp_path / "a.npz", tmp_path / "out", client="user").source
+    assert len(source.table.to_batches()) > 1
+    order = np.argsort(columns["user"], kind="stable")
+    chosen = rng.integers(0, 300, 500)
+    taken = source.take(chosen)
+    for name, values in columns.items():
+        assert taken[name].dtype == values.dtype
+        np.testing.assert_array_equal(taken[name], values[order][chosen])

@@ -168,7 +168,8 @@ class CohortRounds:
         slot = np.arange(len(row)) - (np.cumsum(row_slots) - row_slots)[row]
         epoch, place = np.divmod(slot, epoch_slots[row])
         is_example = place < sizes[row]
-        row, slot, epoch, place = (x[is_example] for x in (row, slot, epoch, place))
+        if not is_example.all():
+            row, slot, epoch, place = (x[is_example] for x in (row, slot, epoch, place))
         # The keys do not depend on the row: a client has the same batches on any number of devices.
         epochs = np.arange(epoch.max(initial=0) + 1)
         keys = hash_key(seed, round_number, client_ids[:, None], epochs)[row, epoch]

@@ -212,7 +212,7 @@ def _check_sum_of_weights(weights: np.ndarray[Any, Any]) -> None:
             f"cohort.num_examples has the value {value}, expected finite numbers. Leave out "
             "participants with unknown numbers of examples, or give them the number 0."
         )
-    count, dtype = np.count_nonzero(positive), weight_dtype(weights.dtype)
+    count, dtype = int(np.count_nonzero(positive)), weight_dtype(weights.dtype)
     check_weights(float(positive.sum()), count, dtype, "cohort.num_examples has")
 
 
@@ -220,7 +220,7 @@ def _check_batch_axis(algorithm: str, leaves: list[Any]) -> None:
     """Raise if a leaf has no axis of examples: each example would be a step."""
     for path, leaf in leaves:
         shape, name = list(np.shape(leaf)), f"cohort.batches{jax.tree_util.keystr(path)}"
-        is_key = jax.numpy.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)
+        is_key = hasattr(leaf, "dtype") and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         if len(shape) == 2 and not is_key:  # a step can have one key, as for dropout
             raise ArgumentError(
                 f"{algorithm}(): {name} has shape {shape}, expected [participants, steps, batch, "

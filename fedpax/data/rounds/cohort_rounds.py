@@ -118,6 +118,7 @@ def cohort_rounds(
     example = apply_preprocess(preprocess, read(np.zeros(1, np.int64)), 1)
     check_sizes(
         sum(values.nbytes for values in example.values()),
+        2,
         cohort_size=sampler.cohort_size,
         max_steps=max_steps,
         batch_size=batch_size,

@@ -122,10 +122,10 @@ class LazyStream:
         self._open().set_state(state)
 
 
-def check_sizes(bytes_per_item: int, **sizes: int) -> None:
+def check_sizes(bytes_per_item: int, rounds: int = 1, /, **sizes: int) -> None:
     """Check that a round's sizes are positive, and that it fits the memory of this machine."""
-    # A round has `prod(sizes)` items of `bytes_per_item`.
-    total = bytes_per_item
+    # A round has `prod(sizes)` items of `bytes_per_item`; so many rounds are in memory at once.
+    total = rounds * bytes_per_item
     check_integers(**sizes)
     for name, size in sizes.items():
         if size < 1:
@@ -137,7 +137,8 @@ def check_sizes(bytes_per_item: int, **sizes: int) -> None:
     if total > memory:
         product = " x ".join(f"{name}={size}" for name, size in sizes.items())
         raise ArgumentError(
-            f"One round of {product} takes {total / 2**30:.1f} GiB, but this machine has "
+            f"One round of {product} takes {total / rounds / 2**30:.1f} GiB"
+            f"{', and the next one is read meanwhile' if rounds > 1 else ''}, but this machine has "
             f"{memory / 2**30:.1f} GiB of memory: reduce one of these sizes."
         )
 

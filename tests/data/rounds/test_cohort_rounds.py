@@ -1,4 +1,6 @@
+import functools
 import json
+import os
 import re
 
 import chex
@@ -381,3 +383,14 @@ def test_a_state_of_cohorts_that_were_drawn_otherwise_raises():
     with pytest.raises(ValueError, match="weighted_draws is 'searches' and was None"):
         weighted.set_state(state)
     assert "weighted_draws" not in rounds(None).get_state()["settings"]
+
+
+def test_two_rounds_have_to_fit_the_memory() -> None:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    x = np.zeros(100, np.float32)
+    population, sampler = [np.array([k]) for k in range(100)], ClientSampler(100, 100)
+    make = functools.partial(cohort_rounds, {"x": x}, population, sampler, preprocess=dict)
+    make(batch_size=int(0.4 * memory / 400))
+    match = r"One round of cohort_size=100 x max_steps=1 x .*the next one is read meanwhile"
+    with pytest.raises(ValueError, match=match):
+        make(batch_size=int(0.7 * memory / 400))

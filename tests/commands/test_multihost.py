@@ -6,6 +6,7 @@ import shlex
 import stat
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -74,6 +75,20 @@ def test_the_number_of_processes_is_returned(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(processes, "find_job_processes", lambda job=job: job)
         assert processes.join_processes(7.0, 11) == number
         assert initialized.pop() == (job, 7.0, 11)
+
+
+def test_processes_on_cpus_do_not_keep_compiled_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process 0 alone would find its programs, and wait in vain for processes that compile."""
+    options = types.SimpleNamespace(multihost=True, join_timeout=1.0, heartbeat_timeout=10)
+    monkeypatch.setattr(processes, "join_processes", lambda *_: None)
+    updates = {}
+    monkeypatch.setattr(jax.config, "update", updates.__setitem__)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    processes.provide_processes(options, None)
+    assert not updates
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    processes.provide_processes(options, None)
+    assert updates == {"jax_enable_compilation_cache": False}
 
 
 def fedpax_arguments(words: list[str]) -> list[str]:

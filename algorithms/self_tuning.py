@@ -13,6 +13,7 @@ import optax
 from jaxtyping import Array, Bool, Float
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
+from fedpax.algorithms.parts.finite_states import finite_weights
 from fedpax.algorithms.parts.local_evaluation import accumulator, count_steps, mean_of
 from fedpax.algorithms.parts.local_steps import fold_steps, gradient_and_metrics
 from fedpax.algorithms.parts.method_checks import check_optimizer, check_setting
@@ -110,7 +111,7 @@ def self_tuning(
     Returns:
         `init(params)` and `round(state, cohort)`. `state.hyperparameters` are the values of the
         next round. Metrics: the metrics of the method; the hyperparameters of the round as
-        `"hyperparameter/<name>"`; `"loss_after"`, the mean of the f_i at the new model; and
+        `"hyperparameter/<name>"`; `"loss_after"`, the mean of the finite f_i at the new model; and
         `"non_finite_hypergradients"`, the number of hyperparameters that were not tuned because
         their derivative is NaN or infinite.
 
@@ -218,7 +219,11 @@ def _evaluate(
         values = rematerialized_map(local, cohort.batches, cohort.num_steps, chunk_size=chunk_size)
         weights = participant_weights(cohort)
         is_measured = jnp.bool_(True) if weights is None else federated_max(weights) > 0
-        return federated_mean(values, weights), is_measured
+        # Beside a robust aggregator, the model is finite though a participant's own loss is not.
+        finite = finite_weights(values, weights)
+        is_finite = ~is_measured | (federated_max(finite) > 0)
+        mean = federated_mean(values, finite)
+        return jax.tree.map(lambda m: jnp.where(is_finite, m, jnp.nan), mean), is_measured
 
     return average(params, cohort)
 

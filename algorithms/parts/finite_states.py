@@ -54,8 +54,11 @@ def finite_steps(inner_steps: InnerSteps, aggregator: Aggregator) -> InnerSteps:
 
 def weights_of_finite(aggregator: Aggregator, values: chex.ArrayTree, weights: Weights) -> Weights:
     """Return the weights of a mean beside an aggregator, 0 for values that it leaves out."""
-    if not aggregator.tolerates_non_finite:
-        return weights
+    return finite_weights(values, weights) if aggregator.tolerates_non_finite else weights
+
+
+def finite_weights(values: chex.ArrayTree, weights: Weights) -> Num[Array, " n"]:
+    """Return the weights of a mean, 0 for participants with a value that is not finite."""
 
     def of_finite(value: chex.ArrayTree, weight: Num[Array, ""] | None) -> Float[Array, ""]:
         finite: Bool[Array, ""] = jnp.all(

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import fedpax
+from fedpax.aggregators import coordinate_median
 from fedpax.algorithms import (
     data_parallel,
     diloco,
@@ -148,6 +149,33 @@ def test_diloco_learns_its_outer_learning_rate_and_momentum():
 
 def relu_loss(w, x):
     return jnp.mean((jnp.sum(jax.nn.relu(x @ w), -1) - 3.0) ** 2), {}
+
+
+@pytest.mark.parametrize(("broken", "finite"), [(1, True), (4, False)])
+def test_the_loss_after_a_robust_round_leaves_out_participants_without_one(broken, finite):
+    cohort = random_cohort()
+    cohort.batches["y"][:broken] = np.nan
+    algorithm = self_tuning(
+        lambda h: fedavg(
+            loss_fn,
+            cohort_size=4,
+            client_optimizer=optax.sgd(0.02),
+            server_optimizer=optax.sgd(h["rate"]),
+            aggregator=coordinate_median(),
+        ),
+        {"rate": 1.0},
+        loss_fn=loss_fn,
+        placement="clients",
+    )
+    state, metrics = jax.jit(algorithm.round)(algorithm.init(jnp.zeros(FEATURES)), cohort)
+    assert bool(np.isfinite(metrics["loss_after"])) == finite
+    if finite:
+        first = {name: leaf[broken:, 0] for name, leaf in cohort.batches.items()}
+        params = state.algorithm_state.params
+        losses = jax.vmap(lambda batch: loss_fn(params, batch)[0])(first)
+        expected = np.average(losses, weights=cohort.num_examples[broken:])
+        np.testing.assert_allclose(metrics["loss_after"], expected, rtol=1e-5)
+        assert metrics["non_finite_hypergradients"] == 0
 
 
 @pytest.mark.parametrize(("eps_root", "skipped"), [(0.0, 2), (1e-12, 0)])

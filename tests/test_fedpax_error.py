@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 # Errors of fedpax are subclasses of these, so that callers who catch these catch them too.
 REPLACED = {"ValueError", "TypeError", "ImportError"}
 # They are copied to devices, and import nothing else of fedpax.
-ALONE = {ROOT / "fedpax/deploy" / name for name in ("iree_client.py", "values.py")}
+ALONE = {ROOT / "fedpax/deploy" / name for name in ("iree_client.py", "encoded_values.py")}
 
 
 @pytest.mark.parametrize(

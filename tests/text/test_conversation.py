@@ -350,7 +350,11 @@ def test_a_byte_order_mark_is_no_part_of_a_template(tmp_path: Path) -> None:
     ("name", "content", "words"),
     [
         ("chat_template.jinja", "é".encode("latin1"), "chat_template.jinja is not UTF-8"),
-        ("tokenizer_config.json", b"[" * 1000, "tokenizer_config.json is damaged.*nests"),
+        (
+            "tokenizer_config.json",
+            b"[" * 1000 + b"]" * 1000,
+            "tokenizer_config.json is damaged.*nests",
+        ),
         ("tokenizer_config.json", b"{", "tokenizer_config.json is damaged"),
     ],
 )

@@ -68,6 +68,7 @@ class FedAvgFiles(ClientExperiment):
     own_fields = (
         *ClientExperiment.own_fields,
         "data.client",
+        "data.decimal_point",
         "data.delimiter",
         "data.files",
         "data.heldout_clients",

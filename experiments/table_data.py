@@ -49,6 +49,7 @@ class TableConfig(FilesConfig):
         standardize: "federated" subtracts the mean from numbers and divides by the deviation; these
             are means over clients by the run's aggregator. "range" scales stated ranges to -1 to 1.
         delimiter: the character between columns of CSV. Default None: a comma, in TSV a tab.
+        decimal_point: "," for numbers such as 1,5 in CSV. Default None: a point.
     """
 
     task: Task | None = None
@@ -57,6 +58,7 @@ class TableConfig(FilesConfig):
     category_clients: Count = 1
     standardize: Literal["federated", "range"] = "federated"
     delimiter: str | None = None
+    decimal_point: str | None = None
 
     def __post_init__(self) -> None:
         """Check the ranges and the treatments."""
@@ -66,7 +68,11 @@ class TableConfig(FilesConfig):
 
     def load_arguments(self) -> dict[str, Any]:
         """Return the arguments of `fedpax.data.load` beside the files and the split."""
-        return {**super().load_arguments(), "delimiter": self.delimiter}
+        return {
+            **super().load_arguments(),
+            "delimiter": self.delimiter,
+            "decimal_point": self.decimal_point,
+        }
 
 
 class PreparedTable(NamedTuple):

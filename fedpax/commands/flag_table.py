@@ -247,6 +247,7 @@ FLAGS = {
     "columns": Flag("the columns of files to read; default: all"),
     "types": Flag("types of Arrow for columns of files, such as zip=string"),
     "delimiter": Flag("the character between the columns of CSV"),
+    "decimal_point": Flag("a comma for numbers such as 1,5 in CSV"),
     "image_size": Flag("the height and width to which images are resized"),
     "on_bad_row": Flag(
         "skip: leave out and count damaged rows and those without a client",

@@ -34,6 +34,7 @@ def load(
     optional_columns: Sequence[str] = (),
     types: Mapping[str, str] | None = None,
     delimiter: str | None = None,
+    decimal_point: str | None = None,
     image_size: tuple[int, int] | None = None,
     heldout_fraction: float = 0.0,
     heldout_by: str = "example",
@@ -86,6 +87,7 @@ def load(
         types: types of Arrow for columns of files, such as `{"zip": "string"}`, where the type that
             pyarrow finds is not the intended one.
         delimiter: the character between columns of CSV. Default None: a comma, in TSV a tab.
+        decimal_point: `","` for numbers such as 1,5 in CSV. Default None: a point.
         image_size: the height and width to which images are resized. Default None: all images have
             one size.
         heldout_fraction: the share of the examples of files that the split `"heldout"` has and
@@ -160,6 +162,7 @@ def prepare(
     columns: Sequence[str] = (),
     types: Mapping[str, str] | None = None,
     delimiter: str | None = None,
+    decimal_point: str | None = None,
     image_size: tuple[int, int] | None = None,
     optional_columns: Sequence[str] = (),
     heldout_fraction: float = 0.0,
@@ -182,6 +185,7 @@ def prepare(
         columns: as for `load`.
         types: as for `load`.
         delimiter: as for `load`.
+        decimal_point: as for `load`.
         image_size: as for `load`.
         optional_columns: as for `load`.
         heldout_fraction: as for `load`; prepare each split into a folder of its own.

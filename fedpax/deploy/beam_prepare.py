@@ -72,6 +72,7 @@ def prepare_beam(
     columns: Sequence[str] = (),
     types: Mapping[str, str] | None = None,
     delimiter: str | None = None,
+    decimal_point: str | None = None,
     image_size: tuple[int, int] | None = None,
     optional_columns: Sequence[str] = (),
     heldout_fraction: float = 0.0,
@@ -98,6 +99,7 @@ def prepare_beam(
         columns: the columns to read.
         types: types of columns.
         delimiter: the character between columns of CSV.
+        decimal_point: `","` for numbers such as 1,5 in CSV.
         image_size: the height and width of images.
         optional_columns: columns that some of the files lack.
         heldout_fraction: the share of the examples that is held out.

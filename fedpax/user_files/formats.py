@@ -115,6 +115,7 @@ class ReadOptions(NamedTuple):
     # counts damaged rows, which are skipped. None: they are errors.
     bad_rows: BadRows | None = None
     optional: tuple[str, ...] = ()  # columns that some files lack
+    decimal_point: str | None = None  # of numbers in CSV. None: a point.
 
 
 Reader = Callable[[Any, ReadOptions], Any]

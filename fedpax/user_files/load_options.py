@@ -15,6 +15,7 @@ class LoadOptions(NamedTuple):
     optional_columns: Sequence[str] = ()
     types: Mapping[str, str] | None = None
     delimiter: str | None = None
+    decimal_point: str | None = None
     image_size: tuple[int, int] | None = None
     heldout_fraction: float = 0.0
     heldout_by: str = "example"

@@ -42,6 +42,11 @@ def select_files(
         raise ArgumentTypeError(_expected(files))
     if not files:
         raise ArgumentError(_expected(files))
+    if options.decimal_point not in (None, ".", ","):
+        raise ArgumentError(
+            f"decimal_point is {options.decimal_point!r}, expected '.' or ','. Set ',' for numbers "
+            "such as 1,5."
+        )
     patterns = [os.fspath(file) for file in files]
     name = ",".join(patterns)
     data_files, names_split = _find(patterns, options)
@@ -54,6 +59,7 @@ def select_files(
         options.delimiter,
         options.image_size,
         optional=tuple(options.optional_columns),
+        decimal_point=options.decimal_point,
     )
     return Selection(name, _group(data_files), read_options, names_split)
 

@@ -34,6 +34,7 @@ def parse_files(
         "columns": [name for name in (options.columns or "").split(",") if name],
         "types": dict(_pair(text) for text in (options.types or "").split(",") if text),
         "delimiter": options.delimiter,
+        "decimal_point": options.decimal_point,
         "image_size": _size(options.image_size),
     }
     return options, files, reading

@@ -10,6 +10,7 @@ from pyarrow import csv
 from fedpax.errors import ArgumentError
 from fedpax.user_files.finding import DataFile
 from fedpax.user_files.formats import ReadOptions, TypeChangedError
+from fedpax.user_files.readers.decimal_points import check_decimal_points, check_stated_number
 
 _BLOCK = 1 << 24
 
@@ -18,10 +19,12 @@ def read_csv(file: DataFile, options: ReadOptions) -> pa.Table:
     """Read CSV or TSV. An unquoted empty value, NA, NaN, null, ... is missing."""
     try:
         table = _read(file, options, use_threads=True)
-    except pa.ArrowInvalid:
+    except pa.ArrowInvalid as error:
+        check_stated_number(error, options)
         _check_header(file, options)
         table = _read(file, options, use_threads=False)  # the message of one thread names the row
     _check_schema(file, options, table.schema)
+    check_decimal_points(table, options)
     return table
 
 
@@ -30,6 +33,7 @@ def stream_csv(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
     try:
         yield from _blocks(file, options, use_threads=True)
     except pa.ArrowInvalid as error:
+        check_stated_number(error, options)
         column = _column_of(error, file, options)
         if column is None:
             _check_header(file, options)
@@ -38,6 +42,7 @@ def stream_csv(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
         if column is None or column in options.types:
             raise
         whole = _read(file, options, use_threads=True, columns=[column])
+        check_decimal_points(whole, options)
         raise TypeChangedError(file.path, column, whole.schema.field(0).type) from error
 
 
@@ -45,8 +50,11 @@ def _blocks(file: DataFile, options: ReadOptions, *, use_threads: bool) -> Itera
     with file.open() as opened:
         reader = csv.open_csv(opened, **_options(file, options, options.types, use_threads))
         _check_schema(file, options, reader.schema)
-        for batch in reader:
-            yield pa.Table.from_batches([batch])
+        for number, batch in enumerate(reader):
+            table = pa.Table.from_batches([batch])
+            if number == 0:  # it has decided the types
+                check_decimal_points(table, options)
+            yield table
 
 
 def _read(
@@ -75,6 +83,7 @@ def _options(
         "convert_options": csv.ConvertOptions(
             column_types=dict(types),
             include_columns=columns,
+            decimal_point=options.decimal_point or ".",
             strings_can_be_null=True,
             quoted_strings_can_be_null=False,
         ),

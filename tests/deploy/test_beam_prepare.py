@@ -99,6 +99,18 @@ def test_bad_rows_are_told_or_skipped_and_counted(tmp_path, capsys):
     assert_same(load(out), load(tmp_path / "whole"))
 
 
+def test_decimal_commas_are_read_or_told(tmp_path):
+    numbers = np.random.default_rng(0).normal(size=40)
+    rows = "".join(f"u{n % 5};{x}\n".replace(".", ",") for n, x in enumerate(numbers))
+    (tmp_path / "a.csv").write_text(f"user;x\n{rows}")
+    options = {"client": "user", "delimiter": ";"}
+    with pytest.raises(ValueError, match="Set decimal_point=','"):
+        prepare_beam(tmp_path / "a.csv", tmp_path / "out", **options)
+    prepare_beam(tmp_path / "a.csv", tmp_path / "out", **options, decimal_point=",")
+    order = np.argsort(np.arange(40) % 5, kind="stable")
+    np.testing.assert_array_equal(load(tmp_path / "out").column("x"), numbers[order])
+
+
 def test_missing_clients_and_different_types_are_told(tmp_path):
     (tmp_path / "a.csv").write_text("user,x\nann,1\n,2\n")
     with pytest.raises(ValueError, match=r"a.csv has no client in the column 'user' of example 1"):

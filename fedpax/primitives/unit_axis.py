@@ -29,6 +29,9 @@ ARITHMETIC = frozenset(
 )
 """Elementwise primitives without a shape among their parameters."""
 
+SAME_SHAPES = frozenset({"clamp", "select_n"})
+"""Elementwise primitives that take no scalar literal beside an array `[1]`."""
+
 
 class _Value(NamedTuple):
     """A value of the participant, or the array `[1, ...]` that holds it."""
@@ -138,6 +141,8 @@ def _jitted(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
 def _is_elementwise(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name not in ARITHMETIC or eqn.params.get("sharding") is not None:
+        return False
+    if eqn.primitive.name in SAME_SHAPES and any(isinstance(v, Literal) for v in eqn.invars):
         return False
     return all(_has_result_shape(v, eqn) or aval_of(v).shape == () for v in eqn.invars)
 

@@ -122,3 +122,32 @@ def test_one_participant_per_device_computes_as_without_an_axis(kind):
         spec = jax.P("clients", None, "fsdp")
         out = jax.jit(both)(jax.device_put(w, spec), jax.device_put(x, jax.P("clients")))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), out, expected)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: jnp.where(x > 0, x, 0.0),
+        lambda x: jax.lax.select(x > 0, jnp.float32(0), 2 * x),
+        lambda x: jax.lax.select(jnp.bool_(True), x, 2 * x),
+        lambda x: jax.lax.clamp(jnp.float32(-1), x, jnp.float32(1)),
+        lambda x: jax.lax.clamp(-jnp.abs(x), jnp.float32(0.5), jnp.abs(x)),
+        lambda x: jnp.clip(x, 0, None) ** 2 + jax.nn.relu(-x),
+        lambda x: jax.lax.rem(x, jnp.float32(2)) - jax.lax.max(x, jnp.float32(0)),
+        lambda x: jax.lax.atan2(x, jnp.float32(2)) + jax.lax.pow(jnp.float32(2), x),
+        lambda x: jax.lax.igamma(jnp.float32(2), jnp.abs(x)),
+        lambda x: jax.lax.betainc(jnp.float32(2), jnp.float32(3), jax.nn.sigmoid(x)),
+    ],
+)
+def test_a_scalar_of_each_participant_meets_literals(step):
+    """One participant on each device: its scalar is an array `[1]`, and literals are scalars."""
+    x = default_rng(2).normal(size=8).astype(np.float32)
+
+    @fedpax.program(clients=8)
+    def program(x):
+        return federated_map(step, x), federated_map(jax.grad(step), x)
+
+    with jax.set_mesh(fedpax.make_mesh(clients=8)):
+        out = jax.jit(program)(x)
+    expected = jax.vmap(step)(x), jax.vmap(jax.grad(step))(x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), out, expected)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AxisType
 
-from fedpax.primitives._jax import Jaxpr, JaxprEqn, Var
+from fedpax.primitives._jax import Jaxpr, JaxprEqn, Var, aval_of
 from fedpax.primitives.client_rows import ClientRows, absent_beyond
 from fedpax.primitives.jaxpr_analysis import inner_jaxprs
 from fedpax.transforms.marks import READ_CLIENTS, WRITE_CLIENTS
@@ -86,6 +86,9 @@ def _access(plan: StreamingPlan, read: JaxprEqn, write: JaxprEqn) -> RowAccess |
     *rows, ids, num_clients = plan.operands(read)
     new = plan.operands(write)[count + 2 :]
     if len(new) != count or len(set(map(id, new))) != count:
+        return None
+    before, after = ([aval_of(v).shape for v in values] for values in (rows, write.outvars))
+    if before != after or aval_of(ids).ndim != 1:  # vmap over states or ids
         return None
     phases = {plan.phase_of(v) for v in new}
     if len(phases) > 1 or not all(plan.is_stored(v) for v in new):

@@ -1,6 +1,7 @@
 """A loop over a cohort reads and writes the rows of a store: NumPy's values, and no copies."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -288,3 +289,30 @@ def test_the_derivative_of_a_round_with_a_store_is_that_without_loops():
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), gradient, expected
     )
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1])
+@pytest.mark.parametrize("batched", list(itertools.product((0, None), repeat=3))[:-1])
+def test_vmap_over_states_ids_and_arguments(batched, chunk_size):
+    """All sizes are 3, so that shapes do not tell the axes apart."""
+
+    @fedpax.program(clients=3, chunk_size=chunk_size)
+    def update(store, ids, x):
+        states = gather_clients(store, ids)
+        new = fedpax.federated_map(lambda state, x: jnp.tanh(state) * x + 1, states, x)
+        return scatter_clients(store, ids, new).rows, fedpax.federated_sum(new)
+
+    rng = np.random.default_rng(4)
+    rows = rng.normal(size=(3, 3, 3)).astype(np.float32)
+    ids, x = np.int32([[0, 2, 1], [2, -1, 0], [1, 0, 2]]), rng.normal(size=(3, 3)).astype("f")
+
+    def run(rows, ids, x):
+        return update(ClientStore(rows, 3), ids, x)
+
+    given = [v if axis == 0 else v[0] for v, axis in zip((rows, ids, x), batched, strict=True)]
+    together = jax.jit(jax.vmap(run, batched))(*given)
+    for i in range(3):
+        alone = [v[i] if axis == 0 else v for v, axis in zip(given, batched, strict=True)]
+        jax.tree.map(
+            lambda a, b, i=i: np.testing.assert_allclose(a[i], b, rtol=1e-6), together, run(*alone)
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -71,9 +73,10 @@ def muloco(
     if not callable(learning_rate):
         remedy = "Pass 0.02, as the authors' code."
         check_setting("muloco", "learning_rate", learning_rate, NON_NEGATIVE, remedy=remedy)
-    inner = _on_automatic_axes(
-        optax.contrib.muon(learning_rate, muon_weight_dimension_numbers=weight_dimension_numbers)
+    muon = functools.partial(
+        optax.contrib.muon, muon_weight_dimension_numbers=weight_dimension_numbers
     )
+    inner = _on_automatic_axes(muon, learning_rate)
     return diloco(
         loss_fn,
         islands=islands,
@@ -83,10 +86,14 @@ def muloco(
     )
 
 
-def _on_automatic_axes(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+def _on_automatic_axes(
+    muon: Callable[..., optax.GradientTransformation], learning_rate: Any
+) -> optax.GradientTransformation:
     """Let the compiler shard an optimizer's matmuls. Results are sharded as their arguments."""
     # On explicit mesh axes, a matmul of a sharded matrix with its transpose has no sharding: JAX
-    # raises.
+    # raises. It raises too for a traced learning rate that is not an argument.
+    optimizer = muon(learning_rate)
+    traced = (learning_rate,) if isinstance(learning_rate, jax.Array) else ()
 
     def update(
         gradient: Params, state: optax.OptState, params: Params | None = None
@@ -96,9 +103,11 @@ def _on_automatic_axes(optimizer: optax.GradientTransformation) -> optax.Gradien
         if not axes:
             return optimizer.update(gradient, state, params)
         on_automatic_axes = jax.sharding.auto_axes(
-            optimizer.update, axes=tuple(sorted(axes)), out_sharding=specs
+            lambda *arguments: muon(*arguments[3:] or (learning_rate,)).update(*arguments[:3]),
+            axes=tuple(sorted(axes)),
+            out_sharding=specs,
         )
-        return on_automatic_axes(gradient, state, params)
+        return on_automatic_axes(gradient, state, params, *traced)
 
     return optax.GradientTransformation(optimizer.init, update)
 

@@ -43,6 +43,20 @@ def test_equals_numpy_over_rounds_with_weights_and_absent_participants():
 
 
 @pytest.mark.parametrize(
+    "codec", [codecs.top_k(0.25), codecs.top_k(0.5, values=codecs.sign(bits=2))]
+)
+def test_the_derivative_is_zero_as_that_of_rounding(codec):
+    step = exchange(compressed_mean(codec, error_feedback=True))
+    x = draw(N, 8)
+
+    def second_mean(x):
+        _, state = step(zero_state(x), x, jnp.ones(N))
+        return jnp.sum(step(state, x, jnp.ones(N))[0] ** 2)
+
+    assert second_mean(x) > 0 and not np.any(jax.grad(second_mean)(x))
+
+
+@pytest.mark.parametrize(
     "codec", [codecs.sign(), codecs.rotated(codecs.e3m0()), SPARSELOCO], ids=range(3)
 )
 def test_the_error_telescopes_and_stays_bounded(codec):

@@ -249,15 +249,15 @@ def _call(
     ]
     structure = jax.tree.structure((traced, traced_by_name))
     out_trees: list[Any] = []
-    sums: list[IntegerSum] = []
+    names_of_sums: list[str] = []  # the sums themselves are tracers, which must not outlive a trace
     eager = is_eager(leaves)
 
     def run(*traced: ArrayTree, **traced_by_name: ArrayTree) -> list[jax.Array]:
         args, kwargs = merge(*traced, **traced_by_name)
         own = (entry._replace(depth=len(enclosing)) for entry in entries)
-        with activate((*enclosing, *own)), collect_sums(eager, check_means) as checked_sums:
+        with activate((*enclosing, *own)), collect_sums(eager, check_means) as sums:
             out = fn(*args, **kwargs)
-        sums[:] = checked_sums
+        names_of_sums[:] = [sum_.where for sum_ in sums]
         outputs, out_tree = jax.tree.flatten_with_path(out)
         out_trees.append(out_tree)
         results = [
@@ -285,9 +285,10 @@ def _call(
             placements=tuple(e.placement for e in entries),
             name=name,
         )
-    if sums:
-        outputs, both = outputs[: -2 * len(sums)], outputs[-2 * len(sums) :]
-        known = list(map(IntegerSum, (s.where for s in sums), both[::2], both[1::2]))
+    if names_of_sums:
+        count = len(names_of_sums)
+        outputs, both = outputs[: -2 * count], outputs[-2 * count :]
+        known = list(map(IntegerSum, names_of_sums, both[::2], both[1::2]))
         check_sums(known)
         if has_unusual_weights(known) and not (check_means or jaxpr.effects):
             # Only then, because it takes as long again.

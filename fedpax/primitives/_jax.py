@@ -7,7 +7,7 @@ their rules, converts functions to jaxprs and back, and removes dead code.
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -46,6 +46,7 @@ __all__ = [
     "is_zero",
     "name_results",
     "prune",
+    "read_atom",
     "reads_axis_index",
     "rebind",
     "register_pruning",
@@ -263,6 +264,11 @@ def context_of(eqn: JaxprEqn) -> AbstractContextManager[Any]:
 def aval_of(v: Var | Literal) -> Aval:
     """Return the type of a value in a jaxpr."""
     return v.aval
+
+
+def read_atom(v: Var | Literal, values: Mapping[Var, Any]) -> Any:
+    """Return the value of a literal or of a variable."""
+    return v.val if isinstance(v, Literal) else values[v]
 
 
 def without_locations(exported: jax.export.Exported) -> jax.export.Exported:

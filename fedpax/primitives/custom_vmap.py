@@ -17,9 +17,9 @@ from fedpax.primitives._jax import (
     ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
-    Literal,
     context_of,
     evaluate,
+    read_atom,
     rebind,
 )
 from fedpax.primitives.jaxpr_analysis import inner_jaxprs
@@ -69,7 +69,7 @@ def _run(closed: ClosedJaxpr, run_call: Callable[..., list], *args: Any) -> list
     jaxpr = closed.jaxpr
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
     for eqn in jaxpr.eqns:
-        inputs = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
+        inputs = [read_atom(v, values) for v in eqn.invars]
         if eqn.primitive.name == CUSTOM_BATCHING:
             with context_of(eqn):
                 outputs = run_call(eqn, inputs)
@@ -79,7 +79,7 @@ def _run(closed: ClosedJaxpr, run_call: Callable[..., list], *args: Any) -> list
         else:
             outputs = rebind(eqn, inputs)
         values.update(zip(eqn.outvars, outputs, strict=True))
-    return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
+    return [read_atom(v, values) for v in jaxpr.outvars]
 
 
 def _expand_param(param: Any, run_call: Callable[..., list]) -> Any:

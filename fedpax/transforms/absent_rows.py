@@ -9,18 +9,26 @@ what it gives for the participants that answer:
   result. In the row of an absent participant the server has the result for zeros.
 """
 
+import abc
 from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 
-from fedpax.primitives._jax import ClosedJaxpr, JaxprEqn, Var, eliminate_dead_code, rebind
+from fedpax.primitives._jax import (
+    ClosedJaxpr,
+    JaxprEqn,
+    Var,
+    eliminate_dead_code,
+    read_atom,
+    rebind,
+)
 from fedpax.primitives.broadcast import broadcast
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.reduction import REDUCTIONS
 from fedpax.transforms.identity_map import identity_map
-from fedpax.transforms.part_of_jaxpr import evaluate_from, read_atom
+from fedpax.transforms.part_of_jaxpr import evaluate_from
 from fedpax.transforms.planner import make_plan
 from fedpax.transforms.streaming_plan import Atom, StreamingPlan
 
@@ -49,7 +57,7 @@ def _server_eqns(plan: StreamingPlan) -> Iterator[JaxprEqn]:
         yield plan.producer[v].eqn
 
 
-class _Rewrite:
+class _Rewrite(abc.ABC):
     """Binds the equations of a program again, some of the server with other operands."""
 
     def __init__(self, closed: ClosedJaxpr, plan: StreamingPlan) -> None:
@@ -75,13 +83,13 @@ class _Rewrite:
         return eliminate_dead_code(jax.make_jaxpr(run)(*self.closed.in_avals))
 
     @staticmethod
+    @abc.abstractmethod
     def changes(plan: StreamingPlan, eqn: JaxprEqn) -> bool:
         """Return whether an equation of the server gets other operands."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def operands(self, eqn: JaxprEqn, operands: list[Atom]) -> list[Any]:
-        """Return its operands."""
-        raise NotImplementedError
+        """Return the equation's operands."""
 
 
 class _Reductions(_Rewrite):

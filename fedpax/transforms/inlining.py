@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from fedpax.primitives._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, aval_of, rebind
+from fedpax.primitives._jax import ClosedJaxpr, Jaxpr, JaxprEqn, aval_of, read_atom, rebind
 from fedpax.primitives.broadcast import federated_broadcast_p, federated_index_p
 from fedpax.primitives.federated_program import federated_program_p
 from fedpax.primitives.jaxpr_analysis import CHECKPOINT_PRIMITIVES, inner_jaxprs
@@ -98,11 +98,8 @@ def _run_inlined(
     ) -> list:
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
-        def read(v: Var | Literal) -> Any:
-            return v.val if isinstance(v, Literal) else values[v]
-
         for eqn in jaxpr.eqns:
-            inputs = [read(v) for v in eqn.invars]
+            inputs = [read_atom(v, values) for v in eqn.invars]
             uses_placed = any(id(x) in placed for x in inputs)
             contains_map = any(map(is_federated, inner_jaxprs(eqn)))
             broadcasts = any(aval_of(v).shape[:1] in sizes for v in eqn.outvars)
@@ -120,7 +117,7 @@ def _run_inlined(
                 if uses_placed and eqn.primitive not in REDUCTIONS:
                     placed.update((id(x), x) for x in outputs)
             values.update(zip(eqn.outvars, outputs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+        return [read_atom(v, values) for v in jaxpr.outvars]
 
     return run(closed.jaxpr, closed.consts, args)
 

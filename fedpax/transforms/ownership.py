@@ -24,6 +24,7 @@ from fedpax.primitives._jax import (
     Var,
     aval_of,
     eliminate_dead_code,
+    read_atom,
     rebind,
     result_names,
 )
@@ -38,7 +39,7 @@ from fedpax.primitives.sum import federated_sum_p
 from fedpax.transforms.identity_map import identity_map
 from fedpax.transforms.inlining import inline, is_federated
 from fedpax.transforms.marks import KEPT, SERVER, has_mark, is_mark
-from fedpax.transforms.part_of_jaxpr import evaluate_from, needed, read_atom
+from fedpax.transforms.part_of_jaxpr import evaluate_from, needed
 from fedpax.transforms.streaming import stream
 from fedpax.transforms.streaming_plan import Atom
 

@@ -3,7 +3,7 @@
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
-from fedpax.primitives._jax import ClosedJaxpr, JaxprEqn, Literal, Var, rebind
+from fedpax.primitives._jax import ClosedJaxpr, JaxprEqn, Var, read_atom, rebind
 from fedpax.transforms.streaming_plan import Atom
 
 
@@ -40,8 +40,3 @@ def evaluate_from(
         results = rebind(eqn, [read_atom(v, values) for v in eqn.invars])
         values |= {v: x for v, x in zip(eqn.outvars, results, strict=True) if v not in values}
     return [read_atom(v, values) for v in outputs]
-
-
-def read_atom(v: Atom, values: Mapping[Var, Any]) -> Any:
-    """Return the value of a literal or of a variable."""
-    return v.val if isinstance(v, Literal) else values[v]

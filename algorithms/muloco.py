@@ -102,10 +102,17 @@ def _on_automatic_axes(
         axes = {axis for spec in jax.tree.leaves(specs) for axis in _axes(spec)}
         if not axes:
             return optimizer.update(gradient, state, params)
+
+        def run(
+            gradient: Params,
+            state: optax.OptState,
+            params: Params | None,
+            rate: Any = learning_rate,
+        ) -> tuple[Params, optax.OptState]:
+            return muon(rate).update(gradient, state, params)
+
         on_automatic_axes = jax.sharding.auto_axes(
-            lambda *arguments: muon(*arguments[3:] or (learning_rate,)).update(*arguments[:3]),
-            axes=tuple(sorted(axes)),
-            out_sharding=specs,
+            run, axes=tuple(sorted(axes)), out_sharding=specs
         )
         return on_automatic_axes(gradient, state, params, *traced)
 

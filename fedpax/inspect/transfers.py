@@ -120,10 +120,8 @@ class _Sends:
             yield from self._transfer(operation, first, value_type, _num_bytes(term), key)
         for total in others:  # the sum of the weights
             if isinstance(weights[0], Var) and weights[0] not in self.placed.known:
-                value_type, key = (
-                    type_of(weights[0], reduction.axes[1]),
-                    ("sum", total.dtype, numbers[1]),
-                )
+                value_type = type_of(weights[0], reduction.axes[1])
+                key = "sum", total.dtype, numbers[1]
                 yield from self._transfer("sum", weights[0], value_type, _num_bytes(total), key)
 
     def _exchange(self, eqn: JaxprEqn) -> Iterator[Transfer]:

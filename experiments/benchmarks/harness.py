@@ -73,7 +73,7 @@ def some(separator: str) -> Any:
 class Benchmark(abc.ABC):
     """A benchmark: its fields are options. A ValueError of `__post_init__` is a usage error.
 
-    A subclass defines `measure`. It has the option `--plot` if it defines `draw` too.
+    A subclass defines `measure`. A subclass that defines `draw` has the option `--plot`.
 
     Attributes:
         columns: titles and formats of the table, separated by `|`. A list stands for its median,
@@ -99,7 +99,7 @@ class Benchmark(abc.ABC):
         return f"\nBar ({self.bar}): {'missed by ' + '; '.join(missed) if missed else 'met'}."
 
     def draw(self, rows: list[Row]) -> Figure:
-        """Draw the rows for `--plot`; by default there is no such option, and no call."""
+        """Draw the rows for `--plot`, an option of the benchmarks that define this method."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""Orbax's package, which is imported when its first name is used: after a run's first round."""
+"""Import `orbax.checkpoint` at the first use of a name of it: a run's first round needs none."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

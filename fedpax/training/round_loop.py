@@ -281,8 +281,8 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
             self.done = number
             self._dispatched += 1
             logger.log_round(number, values, idle_seconds=0.0 if busy else waited)
-            if self.rounds_trained == 2:  # the first round is logged, and nothing is saved yet
-                self._checkpoints.open()  # so that a failure does not wait for the first save
+            if self.rounds_trained == 1:
+                self._open_checkpoints()
             profile.after(number, wait=logger.flush)
             evaluates = is_due(number, training.rounds, training.evaluate_every)
             is_best = evaluates and self._evaluate()
@@ -295,6 +295,14 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
             self._early_stop.log(self.done, self._metrics, line_values(clock.seconds()))
         if self.done > self._saved:
             self._save()
+
+    def _open_checkpoints(self) -> None:
+        """Open the folder of the checkpoints early: a failure must not wait for the first save."""
+        self._logger.flush()
+        self._clock.enter("save")
+        self._checkpoints.open()
+        self._clock.enter("step")
+        self._logger.restart_clock()
 
     @property
     def stopped_early(self) -> str | None:

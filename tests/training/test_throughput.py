@@ -10,6 +10,8 @@ import jax
 import pytest
 from small_regression import Regression, regression
 
+from fedpax.checkpoints import checkpoint
+from fedpax.checkpoints.orbax_files import open_checkpoints
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.trainer import train
@@ -43,6 +45,20 @@ def test_throughput_excludes_evaluation_and_the_round_is_traced_once(tmp_path: P
     training = select(read_metrics(tmp_path), "training")
     elapsed = training[-1]["wall_seconds"] - training[0]["wall_seconds"]
     assert elapsed >= 4 * 0.3 + sum(line["seconds"] for line in training[1:])
+
+
+def test_throughput_and_steps_exclude_the_opening_of_the_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_slowly(*arguments: Any, **options: Any) -> Any:
+        time.sleep(2.0)
+        return open_checkpoints(*arguments, **options)
+
+    monkeypatch.setattr(checkpoint, "open_checkpoints", open_slowly)
+    train(settings(regression(), evaluate_every=0, checkpoint_every=0, rounds=4), tmp_path)
+    training = select(read_metrics(tmp_path), "training")
+    assert sum(line["seconds"] for line in training[1:]) < 2.0
+    assert training[-1]["step_seconds"] < 2.0 <= training[-1]["save_seconds"]
 
 
 @dataclasses.dataclass(frozen=True)

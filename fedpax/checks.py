@@ -1,4 +1,4 @@
-"""Checks of numbers, in arguments of functions and in fields of configurations."""
+"""Checks of numbers and names, in arguments of functions and in fields of configurations."""
 
 import dataclasses
 import functools
@@ -6,6 +6,8 @@ import math
 import numbers
 import operator
 import types
+from collections import Counter
+from collections.abc import Iterable
 from typing import (
     Annotated,
     Any,
@@ -242,6 +244,20 @@ def _hints(class_: type) -> dict[str, Any]:
         return get_type_hints(class_, include_extras=True)
     except (AttributeError, NameError, TypeError):  # such as annotations of a class in a function
         return {}
+
+
+def check_distinct(argument: str, names: Iterable[str], *, remedy: str) -> None:
+    """Raise for the first name that an argument has more than once.
+
+    Example:
+        >>> check_distinct("data.columns", ["age", "ward", "age"], remedy="Leave out all but one.")
+        Traceback (most recent call last):
+            ...
+        fedpax.errors.ArgumentError: data.columns names 'age' 2 times, expected once. Leave out...
+    """
+    for name, times in Counter(names).items():
+        if times > 1:
+            raise ArgumentError(f"{argument} names {name!r} {times} times, expected once. {remedy}")
 
 
 def check_integers(**numbers: Any) -> None:

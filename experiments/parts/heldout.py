@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float, Int64
 
 from fedpax.algorithm import LossFn, Params
+from fedpax.checks import check_distinct
 from fedpax.data.rounds.local_rows import LocalRows, addressable_rows
 from fedpax.errors import ArgumentError
 from fedpax.text.packing import Batch
@@ -70,12 +71,8 @@ def parse_heldout_sets(texts: Sequence[str]) -> tuple[HeldoutSet, ...]:
             )
         sets.append(HeldoutSet(**match.groupdict()))
     names = [heldout.name for heldout in sets]
-    for name in names:
-        if names.count(name) > 1:
-            raise ArgumentError(
-                f"data.heldout_sets names {name!r} {names.count(name)} times, expected different "
-                "names. Rename one of the sets: the name before '=' is free."
-            )
+    remedy = "Rename one of the sets: the name before '=' is free."
+    check_distinct("data.heldout_sets", names, remedy=remedy)
     return tuple(sets)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
+from fedpax.checks import check_distinct
 from fedpax.data.tables.values import (
     arrow_pieces,
     encode_texts,
@@ -200,12 +201,8 @@ def infer_treatments(
     """
     parsed = [parse_treatment(text) for text in stated]
     names = [treatment.name for treatment in parsed]
+    check_distinct("data.columns", names, remedy="Leave out all but one.")
     for name in names:
-        if names.count(name) > 1:
-            raise ArgumentError(
-                f"data.columns states {name!r} {names.count(name)} times, expected once. Leave out "
-                "all but one."
-            )
         if name not in table and not any(_matches(name, column) for column in table):
             remedy = (
                 "Separate several columns by spaces: 'age=number' 'ward=category'."

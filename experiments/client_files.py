@@ -15,7 +15,7 @@ from fedpax.data import load
 from fedpax.data.tables.labels import Label, missing_label_message
 from fedpax.data.tables.values import is_missing
 from fedpax.errors import ArgumentError
-from fedpax.experiments.parts.column_types import parse_types
+from fedpax.user_files.load_options import parse_types
 
 _BLOCK_BYTES = 1 << 26
 
@@ -87,7 +87,7 @@ class FilesConfig(CheckedConfig):
     def __post_init__(self) -> None:
         """Check the ranges and the types."""
         super().__post_init__()
-        parse_types(self.types)
+        parse_types("--data.types", self.types)
 
     def load_arguments(self) -> dict[str, Any]:
         """Return the arguments of `fedpax.data.load` beside the files and the split."""
@@ -96,7 +96,7 @@ class FilesConfig(CheckedConfig):
             "partition": self.partition,
             "label": self.label,
             "optional_columns": self.optional_columns,
-            "types": parse_types(self.types),
+            "types": parse_types("--data.types", self.types),
         }
 
 

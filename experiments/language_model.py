@@ -24,7 +24,6 @@ from fedpax.data import (
 from fedpax.data.rounds.documents import Field
 from fedpax.data.rounds.heldout_tokens import HeldoutRows
 from fedpax.errors import ArgumentError
-from fedpax.experiments.parts.column_types import parse_types
 from fedpax.experiments.parts.heldout import HeldoutSets, parse_heldout_sets
 from fedpax.experiments.parts.trainable import NO_ADAPTERS, Trainable, describe_flops
 from fedpax.experiments.parts.weights import (
@@ -49,6 +48,7 @@ from fedpax.text.chat_template import TEMPLATE_FILE, find_chat_template
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.experiment import Experiment
 from fedpax.user_files.formats import is_files
+from fedpax.user_files.load_options import parse_types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ class TextDataConfig(CheckedConfig):
     def __post_init__(self) -> None:
         """Check the ranges and the held-out sets."""
         parse_heldout_sets(self.heldout_sets)
-        parse_types(self.types)
+        parse_types("--data.types", self.types)
         prompt, answer, messages = self.prompt_field, self.answer_field, self.messages_field
         if (prompt is None) != (answer is None) or None not in (prompt, messages):
             raise ArgumentError(
@@ -117,7 +117,7 @@ class TextDataConfig(CheckedConfig):
         """Open a split of a data set by name, or of files."""
         if not is_files(dataset):
             return load(dataset, split, data_dir=self.data_dir)
-        types = parse_types(self.types)
+        types = parse_types("--data.types", self.types)
         if not self.heldout_fraction:
             return load(dataset, split, types=types)
         return load(

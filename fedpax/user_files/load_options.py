@@ -3,6 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
+from fedpax.checks import check_distinct
+from fedpax.errors import ArgumentError
+
 
 class LoadOptions(NamedTuple):
     """How files become a source; `fedpax.data.load` describes each option."""
@@ -24,3 +27,20 @@ class LoadOptions(NamedTuple):
     def of(cls, arguments: Mapping[str, Any]) -> Self:
         """Return the options among the arguments of a function that takes them by name."""
         return cls(**{name: arguments[name] for name in cls._fields if name in arguments})
+
+
+def parse_types(flag: str, texts: Sequence[str]) -> dict[str, str]:
+    """Parse the texts of a flag for `LoadOptions.types`.
+
+    Example:
+        >>> parse_types("--types", ["zip=string", "tokens=uint16"])
+        {'zip': 'string', 'tokens': 'uint16'}
+    """
+    pairs = [text.rpartition("=") for text in texts]
+    for text, (_, equals, _) in zip(texts, pairs, strict=True):
+        if not equals:
+            raise ArgumentError(
+                f"{flag} has {text!r}, expected COLUMN=TYPE. Set for example {flag}=zip=string."
+            )
+    check_distinct(flag, [name for name, _, _ in pairs], remedy="Leave out all but one.")
+    return {name: data_type for name, _, data_type in pairs}

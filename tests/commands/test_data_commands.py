@@ -93,6 +93,7 @@ def test_prepared_files_are_those_of_load(command: Command, hospitals: Path) -> 
         (("data", "{}/north.csv", "--client=x"), "client='x' is no column of"),
         (("data", "{}/north.csv", "--picture=x.png"), "the files have none. Set --client"),
         (("data", "{}/north.csv", "--types=string"), "--types has 'string', expected COLUMN=TYPE"),
+        (("data", "{}/north.csv", "--types=a=int8,a=bool"), "--types names 'a' 2 times, expected"),
         (("data", "{}/north.csv", "--image_size=3"), "--image_size=3, expected HEIGHTxWIDTH"),
         (("prepare", "{}/north.csv"), "`fedpax prepare` has no --out"),
         (("prepare", "{}/north.csv", "--out={}"), "exists, expected a new folder"),

@@ -175,6 +175,8 @@ def test_tokens_alone_of_a_stated_type(corpora: Path, tmp_path: Path) -> None:
         next(experiment(corpora, **named).build().cohorts)
     with pytest.raises(ValueError, match=r"data.types has 'uint16', expected COLUMN=TYPE"):
         experiment(corpora, types=("uint16",))
+    with pytest.raises(ValueError, match=r"data.types names 'x' 2 times, expected once"):
+        experiment(corpora, types=("x=uint16", "x=int32"))
 
 
 @pytest.mark.parametrize("end", ["array_record", "jsonl.zst", "parquet"])

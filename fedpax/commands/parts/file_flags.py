@@ -8,6 +8,7 @@ from absl import flags
 
 from fedpax.commands.parts.options import did_you_mean_flag, parse
 from fedpax.errors import UsageError
+from fedpax.user_files.load_options import parse_types
 
 
 def parse_files(
@@ -32,21 +33,14 @@ def parse_files(
         "label": options.label,
         "split": options.split,
         "columns": [name for name in (options.columns or "").split(",") if name],
-        "types": dict(_pair(text) for text in (options.types or "").split(",") if text),
+        "types": parse_types(
+            "--types", [text for text in (options.types or "").split(",") if text]
+        ),
         "delimiter": options.delimiter,
         "decimal_point": options.decimal_point,
         "image_size": _size(options.image_size),
     }
     return options, files, reading
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, data_type = text.rpartition("=")
-    if not equals:
-        raise UsageError(
-            f"--types has {text!r}, expected COLUMN=TYPE. Set for example --types=zip=string."
-        )
-    return name, data_type
 
 
 def _size(text: str | None) -> tuple[int, int] | None:

@@ -13,6 +13,7 @@ from fedpax.reports.repeats import DEVIATION, average_lines
 from fedpax.reports.table import (
     format_bytes,
     format_seconds,
+    format_value,
     markdown_table,
     number_or_nan,
 )
@@ -83,7 +84,8 @@ def format_table(runs: Sequence[RunSummary]) -> str:
     rows: list[tuple[str, ...]] = [
         (
             run.name,
-            f"{run.loss:.4f}" + (f" ± {run.loss_deviation:.4f}" if run.has_deviation else ""),
+            format_value(run.loss)
+            + (f" ± {format_value(run.loss_deviation)}" if run.has_deviation else ""),
             format_bytes(run.bytes_across_placement),
             f"{run.items_per_second:,.0f}" + (f" {run.item_unit}/s" if units else ""),
             "-" if math.isnan(run.num_parameters) else f"{run.num_parameters:,.0f}",

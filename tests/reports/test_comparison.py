@@ -88,6 +88,12 @@ def test_the_table_is_aligned(folders: dict[str, Path]) -> None:
     assert [row[2] for row in cells[3:]] == ["1.3 GB", "0 B", "unknown"]
 
 
+def test_a_loss_that_diverged_is_short(tmp_path: Path) -> None:
+    run = summarize_run("fedavg", record(tmp_path / "a", [1.0, 2.5e30], 1.0, 1.0, "examples"))
+    row = format_table([run._replace(loss_deviation=1.5e29)]).splitlines()[-1]
+    assert "| 2.5e+30 ± 1.5e+29 |" in row
+
+
 def test_image_runs_count_examples(tmp_path: Path) -> None:
     images = summarize_run("fedavg", record(tmp_path / "a", [1.0, 0.5], 1.0, 1.0, "examples"))
     header = format_table([images]).splitlines()[0]

@@ -63,7 +63,7 @@ MOST_STEPS = 1 << 20
 class FedAvgText(OverSites, ClientText):
     """A transformer trained by FedAvg on clients' documents, here or at sites.
 
-    If there are fewer clients than `cohort.size`, a round has all of them.
+    If there are fewer clients than `cohort.size`, a round has all clients.
     """
 
     own_fields: ClassVar[tuple[str, ...]] = (
@@ -243,7 +243,7 @@ class FedAvgText(OverSites, ClientText):
         return self.sized(len(clients))._build(rows, clients, self._site_heldout)
 
     def read_inputs(self, folder: Path) -> None:
-        """Find out whether the folder is a site's or a coordinator's, which has no documents."""
+        """Find out whether the folder is a site's, or a coordinator's without documents."""
         self.__dict__["_at_site"] = (folder / SITE_FILE).is_file()
         no_documents = self.data.dataset == ClientTextConfig.dataset
         self.__dict__["_coordinates"] = no_documents and (folder / FEDERATION).is_file()

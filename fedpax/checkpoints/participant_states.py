@@ -123,8 +123,8 @@ def resize_participants(
 
 def saved_placed_struct(leaf: jax.ShapeDtypeStruct, num_saved: int) -> jax.ShapeDtypeStruct:
     """Return a placed leaf's abstract value with another number of participants."""
-    # They stay sharded over the placement's mesh axis if it divides their number, so that a device
-    # reads only its share of them; otherwise each device reads all.
+    # Participants stay sharded over the placement's mesh axis if the axis divides their number, so
+    # that a device reads only its share; otherwise each device reads all participants.
     sharding: Any = leaf.sharding
     axis = tuple(sharding.spec)[:1]
     first = axis[0] if axis and axis[0] is not None else None

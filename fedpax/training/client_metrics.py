@@ -164,9 +164,9 @@ def auc_by_client(
     clients: ExampleOwners,
 ) -> Float64[np.ndarray, " clients"]:
     """Compute the area under the ROC curve of each client, exactly, with ties as one half."""
-    # It is the Mann-Whitney statistic: with the ranks of the scores within a client, and P positive
-    # and N negative examples, (sum of the positive ranks - P (P + 1) / 2) / (P N). It is NaN for a
-    # client without positive or without negative examples.
+    # The area is the Mann-Whitney statistic: with the ranks of the scores within a client, and P
+    # positive and N negative examples, (sum of the positive ranks - P (P + 1) / 2) / (P N). A
+    # client without positive or without negative examples has NaN.
     owners, positive = np.asarray(clients.owners), np.asarray(positive, np.float64)
     order = np.lexsort((scores, owners))
     sorted_owners, sorted_scores = owners[order], np.asarray(scores)[order]

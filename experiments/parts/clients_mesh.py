@@ -1,27 +1,35 @@
 """The mesh of an experiment with clients: the largest axis of devices that divides the cohort."""
 
 import dataclasses
-from typing import Any
+from typing import Protocol
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedpax.errors import ArgumentError
+from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.parallel.mesh import MeshConfig, MeshSizeError, available_devices
 from fedpax.parallel.mesh_rule import ShardedSize
+
+
+class _WithCohort(Protocol):
+    """The fields that `OnClientsMesh` reads."""
+
+    @property
+    def cohort(self) -> CohortConfig: ...
+    @property
+    def mesh(self) -> MeshConfig: ...
 
 
 class OnClientsMesh:
     """An experiment with the fields `cohort` and `mesh`."""
 
-    def sharded_sizes(self) -> list[ShardedSize]:
+    def sharded_sizes(self: _WithCohort) -> list[ShardedSize]:
         """Return the size that the axis of clients divides."""
-        experiment: Any = self
-        return [ShardedSize("cohort.size", experiment.cohort.size, ("clients",))]
+        return [ShardedSize("cohort.size", self.cohort.size, ("clients",))]
 
-    def make_mesh(self) -> Mesh:
+    def make_mesh(self: _WithCohort) -> Mesh:
         """Make the mesh of the largest number of devices that divides the cohort."""
-        experiment: Any = self
-        return clients_mesh(experiment.mesh, experiment.cohort.size)
+        return clients_mesh(self.mesh, self.cohort.size)
 
 
 def over_clients(mesh: Mesh) -> NamedSharding:

@@ -45,9 +45,9 @@ def check_renumbered(name: str, times: int) -> None:
     """Raise if a site that joins with another number of clients has done so too often."""
     if times >= MOST_RENUMBERED:
         raise RefusedError(
-            f"site {name!r} has joined {times} times with another number of clients than before, "
-            f"expected at most {MOST_RENUMBERED}. Give the site its former data, or wait for "
-            "another run."
+            f"site {name!r} has joined {times} times with another number of clients than before "
+            f"and now does so again, expected at most {MOST_RENUMBERED} times. Give the site its "
+            "former data, or wait for another run."
         )
 
 

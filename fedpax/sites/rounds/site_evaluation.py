@@ -125,7 +125,6 @@ def _weighted_mean(found: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str
     for name in sorted(name for name, number in owners.items() if 2 * number > len(found)):
         known = [(count, metrics[name]) for count, metrics in found if name in metrics]
         total = sum(count for count, _ in known)
-        means[name] = sum(
-            count / total * value for count, value in known
-        )  # count * value can be inf
+        # Divide first: count * value can be infinite.
+        means[name] = sum(count / total * value for count, value in known)
     return means

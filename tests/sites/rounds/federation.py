@@ -53,6 +53,19 @@ class Line:
         return decode(answer, LIMIT)
 
 
+class Changed(Line):
+    """A line that changes what a site sends."""
+
+    def __init__(self, exchange: Exchange, change: Any) -> None:
+        super().__init__(exchange)
+        self._change = change
+
+    def call(self, message: Message, timeout: float) -> Message:
+        """Call the coordinator."""
+        header = self._change(dict(message.header))
+        return super().call(message._replace(header=header), timeout)
+
+
 class HeavyLine(Line):
     """A line of a site that claims a weight of 1e9 times the true one."""
 

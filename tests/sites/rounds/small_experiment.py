@@ -1,7 +1,7 @@
 """A linear regression over sites: data in memory, and any method for clients."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -178,3 +178,13 @@ def train_together(
         steps = np.where(here, 2, 0).astype(np.int32)
         state, _ = step(state, fedpax.Cohort(batches, weights, steps, ids))
     return jax.device_get(state)
+
+
+def assert_made_by(
+    params: Any, sites: dict[str, SmallExperiment], rounds: int, names: Sequence[str]
+) -> None:
+    """Compare parameters with those of rounds in which some of the sites take part."""
+    expected = train_together(sites, rounds, lambda _: list(names)).params
+    for leaf, other in zip(params, jax.tree.leaves(expected), strict=True):
+        assert np.abs(other).max() > 0.01
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sites.rounds.federation import Line, run, write_hospitals
+from sites.rounds.federation import Changed, Line, run, write_hospitals
 from sites.rounds.small_experiment import small
 from sites.rounds.test_equals_training import experiment, train_together
-from sites.rounds.test_hostile_sites import Changed
 
 from fedpax.data.tables.shared_treatment import agree_on_table
 from fedpax.data.tables.site_properties import table_properties

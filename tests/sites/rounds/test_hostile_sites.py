@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from sites.rounds.federation import Line, run, write_hospitals
+from sites.rounds.federation import Changed, Line, run, write_hospitals
 from sites.rounds.small_experiment import small, train_together
 from sites.rounds.test_equals_training import experiment
 
@@ -67,18 +67,6 @@ def test_a_site_answers_for_its_own_clients_alone(tmp_path: Path, clients: Any) 
     header = {"first_client": 0, "num_clients": 2, "clients": clients, "slots": slots}
     with pytest.raises(RefusedError):
         worker.work({**header, "task": "round", "token": "t", "stage": 0}, {})
-
-
-class Changed(Line):
-    """A line that changes what a site sends."""
-
-    def __init__(self, exchange: Exchange, change: Any) -> None:
-        super().__init__(exchange)
-        self._change = change
-
-    def call(self, message: Message, timeout: float) -> Message:
-        header = self._change(dict(message.header))
-        return super().call(message._replace(header=header), timeout)
 
 
 def test_a_site_without_a_loss_is_no_part_of_the_mean(tmp_path: Path) -> None:

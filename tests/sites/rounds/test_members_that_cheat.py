@@ -1,22 +1,20 @@
 """Members that cheat within the protocol: what they can change, and what they cannot."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import optax
 import pytest
 from sites.rounds import small_experiment
-from sites.rounds.federation import Line, run
-from sites.rounds.small_experiment import loss_fn, small, train_together
+from sites.rounds.federation import Changed, Line, run
+from sites.rounds.small_experiment import assert_made_by, loss_fn, small
 
 from fedpax.algorithms.mime import mime
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.secure_sums import SiteSide
-from fedpax.sites.rounds.exchange import Exchange
 from fedpax.sites.rounds.round_rules import RoundRules
 from fedpax.sites.rounds.site_table import format_sites, read_sites
 from fedpax.sites.rounds.site_worker import SiteWorker, UnknownRoundError
@@ -30,35 +28,15 @@ def four_sites(method: str, rounds: int) -> dict[str, Any]:
     return {name: small(method, rounds, data_seed=seed) for seed, name in enumerate(NAMES)}
 
 
-def assert_made_by(params: Any, sites: Mapping[str, Any], rounds: int, names: str) -> None:
-    expected = train_together(dict(sites), rounds, lambda _: list(names)).params
-    for one, other in zip(params, jax.tree.leaves(expected), strict=True):
-        assert np.abs(other).max() > 0.01
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
-
-
-class Claims(Line):
-    """A line that changes the fields of each reply."""
-
-    def __init__(self, exchange: Exchange, change: Callable[[Any], Mapping[str, Any]]) -> None:
-        super().__init__(exchange)
-        self._change = change
-
-    def call(self, message: Message, timeout: float) -> Message:
-        fields = message.header.get("fields")
-        if message.header["kind"] == "reply" and fields is not None:
-            header = {**message.header, "fields": self._change(dict(fields))}
-            message = message._replace(header=header)
-        return super().call(message, timeout)
-
-
 def evaluate_with(tmp_path: Path, claimed: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """Return the line of metrics and the table of a run whose site "d" claims metrics."""
 
-    def change(fields: Any) -> Any:
-        return {**fields, **claimed} if "metrics" in fields else fields
+    def change(header: Any) -> Any:
+        if "metrics" in header.get("fields", {}):
+            header["fields"] = {**header["fields"], **claimed}
+        return header
 
-    lines = {"d": lambda exchange: Claims(exchange, change)}
+    lines = {"d": lambda exchange: Changed(exchange, change)}
     sites = four_sites("fedavg", 2)
     found = run(small(rounds=2), sites, tmp_path, lines=lines)
     assert_made_by(found.params, sites, 2, NAMES)
@@ -75,18 +53,19 @@ def test_metrics_near_the_largest_float_are_a_finite_line(tmp_path: Path) -> Non
 
 
 def test_one_site_hides_no_metric_of_the_others_and_adds_none(tmp_path: Path) -> None:
-    def add(fields: Any) -> Any:
-        if "metrics" in fields:
-            fields["metrics"] |= {"accuracy": 0.5}
-        return fields
+    def add(header: Any) -> Any:
+        if "metrics" in (fields := header.get("fields", {})):
+            header["fields"] = {**fields, "metrics": fields["metrics"] | {"accuracy": 0.5}}
+        return header
 
-    def replace(fields: Any) -> Any:
-        if "metrics" in fields:
-            fields["metrics"] = {"loss": 1.0, "site/a/loss": 9.0, "gain": 7.0}
-        return fields
+    def replace(header: Any) -> Any:
+        if "metrics" in (fields := header.get("fields", {})):
+            metrics = {"loss": 1.0, "site/a/loss": 9.0, "gain": 7.0}
+            header["fields"] = {**fields, "metrics": metrics}
+        return header
 
-    lines = {name: lambda exchange: Claims(exchange, add) for name in "abc"}
-    lines["d"] = lambda exchange: Claims(exchange, replace)
+    lines = {name: lambda exchange: Changed(exchange, add) for name in "abc"}
+    lines["d"] = lambda exchange: Changed(exchange, replace)
     run(small(rounds=2), four_sites("fedavg", 2), tmp_path, lines=lines)
     (line,) = select(read_metrics(tmp_path / "coordinator"), "evaluation")
     assert line["accuracy"] == pytest.approx(0.5) and "gain" not in line

@@ -10,10 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from fedpax.sites.transport.calls import (
-    DisconnectedError,
-    connect,
-)
+from fedpax.sites.transport.calls import DisconnectedError, connect
 from fedpax.sites.transport.message import Message
 
 SERVER = """

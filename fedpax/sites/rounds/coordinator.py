@@ -357,7 +357,7 @@ class Coordinator:
                     check_repeatable(divided, request.stage, number)
                     names = ", ".join(sorted(left))
                     self._progress.note(
-                        f"round {number}: {names} left between stages; begins again without"
+                        f"round {number}: {names} left between stages; begins again without them"
                     )
                     self._left |= left
                     return None

@@ -49,8 +49,8 @@ def shuffled_index(index: ArrayLike, size: ArrayLike, key: ArrayLike) -> NDArray
     schedule, width = runs.schedule, 1 << int(runs.half.max(initial=0))
     if len(runs.half) * width <= len(value):  # short sequences: few inputs of the hash function
         halves = np.arange(width, dtype=np.uint64)
-        # Holds sizes: at most width**2.
-        narrow = np.uint16 if width < 2**8 else np.uint32 if width < 2**16 else np.uint64
+        # Holds sizes: at most width**2. NumPy adds uint64 and `run`, an int64, as floats.
+        narrow = np.uint16 if width < 2**8 else np.uint32 if width < 2**16 else np.int64
         hashes = [_mix(keys[:, None] ^ halves).ravel() for keys in schedule]
         schedule = [(hashed & np.uint64(width - 1)).astype(narrow) for hashed in hashes]
         value, sizes = value.astype(narrow), sizes.astype(narrow)

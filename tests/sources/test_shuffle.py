@@ -108,3 +108,12 @@ def test_sizes_of_one_key_and_of_many_kinds_give_permutations(rng: np.random.Gen
             alone = shuffled_index(np.arange(size), size, key)
             np.testing.assert_array_equal(together[of == number], alone)
             np.testing.assert_array_equal(np.sort(alone), np.arange(size))
+
+
+@pytest.mark.parametrize("size", [2**30, 2**30 + 1, 2**31])
+def test_many_elements_of_a_long_sequence_are_those_of_a_few_at_a_time(size: int) -> None:
+    index = np.random.default_rng(size).integers(0, size, 2**16)
+    few = [shuffled_index(part, size, hash_key(3)) for part in np.split(index, 2)]
+    np.testing.assert_array_equal(
+        shuffled_index(index, size, hash_key(3)), np.concatenate(few), strict=True
+    )

@@ -54,7 +54,7 @@ TOLD = [
     (["1,234.5", "7.5"], {}, r"'x' has numbers with thousands separators.*'1,234.5'"),
     (["1,5", "7.5"], {}, r"'x' has numbers with .* both points and commas, such as '1,5'"),
     (["1.5", "7"], OPTIONS, r"'x' has the value '1.5'.*Leave decimal_point=',' out if"),
-    (["1,5"], {"types": {"x": "float64"}}, r"invalid value '1,5'. Set decimal_point=','"),
+    (["1,5"], {"types": {"x": "float64"}}, r"'x'.*invalid value '1,5'. Set decimal_point=','"),
     (["1"], {"decimal_point": ";"}, r"decimal_point is ';', expected '.' or ','. Set ','"),
 ]
 
@@ -80,6 +80,14 @@ def test_other_texts_are_texts(tmp_path: Path, values: list[str]) -> None:
     path = write(tmp_path / "a.csv", [[f'"{value}"', "1"] for value in values])
     assert load(path, delimiter=";").table.column("x").to_pylist() == values
     assert prepare(path, tmp_path / "out", delimiter=";").source.column("x").tolist() == values
+
+
+def test_texts_of_later_blocks_are_texts(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(csv_files, "_BLOCK", 1 << 10)
+    values = ["7"] * 300 + ["1,5", "low"] * 150
+    path = write(tmp_path / "a.csv", [[value, "1"] for value in values])
+    for read in (load, lambda path, **given: prepare(path, tmp_path / "out", **given).source):
+        assert list(read(path, delimiter=";").column("x")) == values
 
 
 @pytest.mark.parametrize("first", ["", "7", "1,5"])

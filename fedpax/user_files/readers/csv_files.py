@@ -20,7 +20,7 @@ def read_csv(file: DataFile, options: ReadOptions) -> pa.Table:
     try:
         table = _read(file, options, use_threads=True)
     except pa.ArrowInvalid as error:
-        check_stated_number(error, options)
+        check_stated_number(error, _column_of(error, file, options), options)
         _check_header(file, options)
         table = _read(file, options, use_threads=False)  # the message of one thread names the row
     _check_schema(file, options, table.schema)
@@ -33,8 +33,8 @@ def stream_csv(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
     try:
         yield from _blocks(file, options, use_threads=True)
     except pa.ArrowInvalid as error:
-        check_stated_number(error, options)
         column = _column_of(error, file, options)
+        check_stated_number(error, column, options)
         if column is None:
             _check_header(file, options)
             for _ in _blocks(file, options, use_threads=False):  # the message names the row
@@ -134,5 +134,6 @@ def _column_of(error: Exception, file: DataFile, options: ReadOptions) -> str | 
     if match is None:
         return None
     with file.open() as opened:
-        reader = csv.open_csv(opened, **_options(file, options, options.types, use_threads=True))
+        # Without stated types, to which the first block may not convert.
+        reader = csv.open_csv(opened, **_options(file, options, {}, use_threads=True))
         return str(reader.schema.names[int(match[1])])

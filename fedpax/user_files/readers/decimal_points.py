@@ -31,11 +31,14 @@ def check_decimal_points(table: pa.Table, options: ReadOptions) -> None:
                 _check_values(name, values, options.decimal_point or ".")
 
 
-def check_stated_number(error: Exception, options: ReadOptions) -> None:
-    """Raise an error if pyarrow could not convert a number with a decimal comma."""
+def check_stated_number(error: Exception, column: str | None, options: ReadOptions) -> None:
+    """Raise an error for a decimal comma in a column whose type is stated."""
     value = re.search(r"invalid value '(-?\d*,\d+)'", str(error))
-    if value and options.decimal_point != ",":
-        raise ArgumentError(f"{' '.join(str(error).split())}. Set decimal_point=','") from error
+    if value and column in options.types and options.decimal_point != ",":
+        raise ArgumentError(
+            f"its column {column!r} has numbers with decimal commas: "
+            f"{' '.join(str(error).split())}. Set decimal_point=','"
+        ) from error
 
 
 def _check_values(name: str, values: pa.Array, point: str) -> None:

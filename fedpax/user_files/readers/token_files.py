@@ -82,12 +82,18 @@ def _flat_tokens(path: Path, index: str, options: ReadOptions) -> NDArray[Any]:
     data_type = options.types.get(TOKENS)
     if magic in _LLM_C:
         offset, dtype = _LLM_C_HEAD, np.dtype(_LLM_C[magic])
-        if size != offset + count * dtype.itemsize:
-            raise ArgumentError(f"it has {size} bytes, but its header says {count} tokens")
+        if size != (expected := offset + count * dtype.itemsize):
+            raise ArgumentError(
+                f"it has {size} bytes, but its header says {count} tokens, expected {expected} "
+                "bytes. Copy it again"
+            )
     elif data_type is not None and pa.types.is_integer(data_type):
         offset, dtype = 0, np.dtype(data_type.to_pandas_dtype())
         if size % dtype.itemsize:
-            raise ArgumentError(f"it has {size} bytes, which are no tokens of {dtype}")
+            raise ArgumentError(
+                f"it has {size} bytes, which are no tokens of {dtype}, expected a multiple of "
+                f"{dtype.itemsize}. Set another type in types={{'{TOKENS}': ...}}, or copy it again"
+            )
     else:
         raise ArgumentError(
             f"there is no {index} beside it, which names the type of its tokens. For tokens alone, "

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from written_tables import lines
+from user_files.written_tables import lines
 
 from fedpax.data import load, prepare
 from fedpax.user_files.readers import json_files, tar_files

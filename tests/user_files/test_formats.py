@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 from pyarrow import feather, ipc, parquet
-from written_tables import lines
+from user_files.written_tables import lines
 
 from fedpax.data import load, prepare
 from fedpax.user_files import selection

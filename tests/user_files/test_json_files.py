@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from written_tables import lines
+from user_files.written_tables import lines
 
 from fedpax.data import load, prepare
 

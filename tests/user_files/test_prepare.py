@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import csv, parquet
-from written_tables import all_types, assert_equal, write_arrow, write_csv, write_lines
+from user_files.written_tables import all_types, assert_equal, write_arrow, write_csv, write_lines
 
 from fedpax.data import ClientSampler, cohort_rounds, load, prepare
 from fedpax.populations.contiguous_clients import ContiguousClients

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
-from written_tables import assert_equal, write_csv
+from user_files.written_tables import assert_equal, write_csv
 
 from fedpax.data import load, prepare
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import csv, parquet
-from user_files.test_prepare import all_types, assert_equal, write_arrow
+from user_files.written_tables import all_types, assert_equal, write_arrow
 
 from fedpax.data import load, prepare
 from fedpax.user_files.formats import BadRows

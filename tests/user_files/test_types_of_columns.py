@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from user_files.test_prepare import assert_equal, write_arrow
+from user_files.written_tables import assert_equal, write_arrow
 
 from fedpax.data import load, prepare
 from fedpax.data.tables import infer_label

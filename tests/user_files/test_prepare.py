@@ -115,7 +115,7 @@ def test_rounds_of_a_prepared_population_are_those_of_the_files(tmp_path: Path) 
     table = pa.table({"user": rng.integers(0, 20, 400), "x": rng.normal(size=400)})
     path = write_arrow(table, tmp_path / "a.arrow")
     sources = prepare(path, tmp_path / "out", client="user").source, load(path, client="user")
-    sampler, two = (
+    prepared_rounds, file_rounds = (
         cohort_rounds(
             source,
             ContiguousClients(source.client_starts),
@@ -126,7 +126,9 @@ def test_rounds_of_a_prepared_population_are_those_of_the_files(tmp_path: Path) 
         for source in sources
     )
     for _ in range(3):
-        np.testing.assert_array_equal(next(sampler).batches["x"], next(two).batches["x"])
+        np.testing.assert_array_equal(
+            next(prepared_rounds).batches["x"], next(file_rounds).batches["x"]
+        )
 
 
 @settings(max_examples=20, deadline=None)

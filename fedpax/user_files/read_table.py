@@ -72,7 +72,8 @@ def _check_columns(file: DataFile, table: pa.Table, options: ReadOptions) -> pa.
     if missing := [name for name in needed if name not in (*names, *options.optional)]:
         raise ArgumentError(
             f"{file.path} has no column {missing[0]!r}, expected one of "
-            f"{', '.join(map(repr, names))}."
+            f"{', '.join(map(repr, names))}. Name one of these, or give "
+            f"optional_columns=[{missing[0]!r}] if other files have it."
         )
     wanted = [c for c in options.columns if c in names] if options.columns else names
     if has_own_clients(table.schema) and CLIENT not in wanted:

@@ -76,7 +76,7 @@ def _read(selected: Selection, options: LoadOptions) -> tuple[pa.Table, str | No
     tables = [add_path_columns(*pair) for pair in zip(tables, fields, strict=True)]
     schemas = [table.schema for table in tables]
     schema = unify([group[0] for group in groups], schemas, options.optional_columns)
-    check_columns(schema.names, wanted_columns(options), name)
+    check_columns(schema.names, wanted_columns(options, groups), name)
     table = pa.concat_tables([conform(table, schema) for table in tables]).unify_dictionaries()
     if not table.num_rows:
         raise ArgumentError(f"{name} has no examples, expected at least one. Name other files.")

@@ -58,7 +58,8 @@ class Reading:
 
     def _wanted(self) -> dict[str, str | None]:
         options = self._options
-        return wanted_columns(options) | {"client": self.client, "label": options.label}
+        wanted = wanted_columns(options, self.groups)
+        return wanted | {"client": self.client, "label": options.label}
 
     def _group_schema(self, group: Sequence[DataFile], first_part: bool) -> pa.Schema:
         parts = stream_tables(group, self._options_of(group[0]))

@@ -11,7 +11,7 @@ from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.path_patterns import expand_home
 from fedpax.user_files.finding import DataFile, find_files, is_url
 from fedpax.user_files.folders import find_in_folder
-from fedpax.user_files.formats import ReadOptions, is_image
+from fedpax.user_files.formats import ReadOptions, is_image, varies
 from fedpax.user_files.load_options import LoadOptions
 
 HELD_OUT_SPLITS = ("heldout", "test", "validation")
@@ -99,9 +99,13 @@ def check_split(name: str, options: LoadOptions) -> None:
         )
 
 
-def wanted_columns(options: LoadOptions) -> dict[str, str | None]:
-    """Return the columns that the options name, for `check_columns`."""
+def wanted_columns(
+    options: LoadOptions, groups: Sequence[Sequence[DataFile]]
+) -> dict[str, str | None]:
+    """Return the columns of all files that the options name, for `check_columns`."""
     named = {"columns": options.columns, "types": options.types or ()}
+    if options.columns and not any(varies(group[0]) for group in groups):
+        del named["types"]  # can name columns that are left out; each file has been checked
     return {f"{key}[{k}]": c for key, columns in named.items() for k, c in enumerate(columns)}
 
 

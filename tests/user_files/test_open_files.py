@@ -303,6 +303,15 @@ def test_types_replace_what_the_parser_finds(tmp_path: Path) -> None:
     assert source[1] == {"zip": "00124", "x": None}
 
 
+def test_types_can_name_columns_that_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x,y\n1,2\n")
+    read: Any = {"columns": ["x"], "types": {"y": "string"}}
+    assert load(tmp_path / "a.csv", **read)[0] == {"x": 1}
+    assert prepare(tmp_path / "a.csv", tmp_path / "out", **read).source[0] == {"x": 1}
+    with pytest.raises(ValueError, match=r"a.csv has no column 'z', expected one of 'x', 'y'"):
+        load(tmp_path / "a.csv", columns=["x"], types={"z": "string"})
+
+
 @pytest.mark.parametrize("options", [{}, {"columns": ["x", "y"]}, {"label": "y"}])
 def test_optional_columns_that_options_name(tmp_path: Path, options: Any) -> None:
     (tmp_path / "a.csv").write_text("x,y\n1,2\n")

@@ -108,8 +108,11 @@ def test_compare_trains_unfinished_experiments_and_writes_the_files(
     assert "is finished already" in errors
     assert (tmp_path / "regression" / "metrics.jsonl").read_bytes() == before
     assert len(read_metrics(tmp_path / "single_client")) == 1 + 4 + 2
-    rows = [line.split("|")[1].strip() for line in output.splitlines() if line.startswith("|")]
-    assert rows[0] == "experiment" and rows[2:] == ["regression", "single_client"]
+    # The second table has the metrics that the losses of the two experiments return.
+    first, second = output.split("\n\nMetrics:\n")
+    for table in (first, second):
+        names = [row.split("|")[1].strip() for row in table.splitlines() if row.startswith("|")]
+        assert names[0] == "experiment" and names[2:] == ["regression", "single_client"]
     content = json.loads((tmp_path / "comparison.json").read_text())
     assert content[0]["bytes_across_placement"] > 0 == content[1]["bytes_across_placement"]
     assert (tmp_path / "comparison.png").exists()

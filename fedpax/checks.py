@@ -35,12 +35,6 @@ class Range:
         above: a lower limit that the range does not contain. Default None: no limit.
         most: the largest number. Default None: no limit, without infinity.
         below: an upper limit that the range does not contain. Default None: no limit.
-
-    Example:
-        >>> print(Range(above=0, most=1))
-        a number above 0 and at most 1
-        >>> 0.0 in Range(above=0, most=1), float("nan") in Range(least=0)
-        (False, False)
     """
 
     least: float | None = None
@@ -75,10 +69,6 @@ class IntRange(Range):
 
     Attributes:
         even: the integers are even.
-
-    Example:
-        >>> print(IntRange(least=2, most=256), 2.0 in IntRange(least=2))
-        an int from 2 to 256 False
     """
 
     least: int | None = None
@@ -131,14 +121,7 @@ def check_argument(
 def check_argument(
     function: str, argument: str, value: Any, expected: Range, *, remedy: str
 ) -> float:
-    """Return a number in a range as a Python number, or raise an error that ends in `remedy`.
-
-    Example:
-        >>> check_argument("clip_by_norm", "max_norm", -1.0, POSITIVE, remedy="Use 1.0.")
-        Traceback (most recent call last):
-            ...
-        fedpax.errors.ArgumentError: clip_by_norm(): max_norm is -1.0, expected a positive finite...
-    """
+    """Return a number in a range as a Python number, or raise an error that ends in `remedy`."""
     is_integer = isinstance(expected, IntRange)
     is_number = _is_integer(value) if is_integer else _is_number(value)
     if not is_number:
@@ -190,16 +173,6 @@ class CheckedConfig:
 
     Attributes:
         group: the experiment's field that holds the configuration, for messages.
-
-    Example:
-        >>> @dataclasses.dataclass(frozen=True)
-        ... class Outer(CheckedConfig):
-        ...     group = "outer"
-        ...     rate: Positive = 0.7
-        >>> Outer(rate=0.0)
-        Traceback (most recent call last):
-            ...
-        fedpax.errors.ArgumentError: outer.rate=0.0: expected a positive finite number. Set --out...
     """
 
     group: ClassVar[str] = ""

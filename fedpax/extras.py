@@ -80,22 +80,7 @@ def describe_missing(module: str, use: str) -> str:
 
 @contextlib.contextmanager
 def optional(use: str) -> Iterator[None]:
-    """Name the extra to install if an import in the block fails because its package is missing.
-
-    Args:
-        use: what needs the package, the first words of the message.
-
-    Raises:
-        MissingPackageError: an optional package is missing.
-
-    Example:
-        >>> with optional("--model.weights"):
-        ...     raise ModuleNotFoundError(name="safetensors.numpy")
-        Traceback (most recent call last):
-            ...
-        fedpax.errors.MissingPackageError: --model.weights needs the package safetensors, which is
-        not installed. Run: pip install 'fedpax[huggingface]'
-    """
+    """Name the extra to install if an import in the block fails because its package is missing."""
     try:
         yield
     except ModuleNotFoundError as error:

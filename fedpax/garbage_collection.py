@@ -11,14 +11,6 @@ def collect_seldom() -> Iterator[None]:
 
     Imports and tracing allocate many objects that stay. By default they take an eighth of the time
     of a start for collections that find nothing.
-
-    Example:
-        >>> before = gc.get_threshold()
-        >>> with collect_seldom():
-        ...     gc.get_threshold()[0]
-        100000
-        >>> gc.get_threshold() == before
-        True
     """
     before = gc.get_threshold()
     if before[0]:  # 0: the user has turned collections off

@@ -11,10 +11,6 @@ def lazy_names(
     """Make `__getattr__` and `__dir__` of a package.
 
     Type checkers read the names from its `__init__.pyi`, or from imports under `TYPE_CHECKING`.
-
-    Args:
-        package: the package, `__name__`.
-        modules: the module of each public name.
     """
 
     def get(name: str) -> object:

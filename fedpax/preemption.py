@@ -30,13 +30,6 @@ class PreemptionGuard:
 
     Attributes:
         signal: the signal that was received, or None.
-
-    Example:
-        >>> import os
-        >>> with PreemptionGuard() as preemption:
-        ...     os.kill(os.getpid(), signal.SIGTERM)
-        ...     preemption.should_stop(round_number=1)
-        True
     """
 
     def __init__(self) -> None:

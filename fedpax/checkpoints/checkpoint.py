@@ -71,13 +71,6 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     training continues. A checkpoint is written under a temporary name, gets a checksum of each
     file, and is then renamed. A process that is killed at any moment leaves the previous complete
     checkpoint. Checkpoints without checksums are moved aside when this object is made.
-
-    Args:
-        job_log_dir: the run's folder, or one in a bucket (`gs://`).
-        keep: which checkpoints to keep. A number keeps this many, the newest ones.
-        exports: exports the model of some checkpoints. Default None: nothing is exported.
-        before_complete: called in process 0 when a checkpoint's files are written, before it counts
-            as complete; an error it raises keeps the checkpoint incomplete. Default None: nothing.
     """
 
     def __init__(

@@ -70,22 +70,6 @@ class CheckpointDir(AbstractContextManager["CheckpointDir"]):
 
     A former owner that ran in the same run's folder is dead, since that folder has a lock. Then
     there is no wait, and the files in the run's folder are newer than their copies.
-
-    Args:
-        folder: the folder of the checkpoints, a path or a folder in a bucket.
-        job_log_dir: the run's folder, which this process has locked.
-
-    Raises:
-        ConfigurationError: another run uses the folder, or it cannot be read or written.
-
-    Example:
-        >>> import tempfile
-        >>> folder, job_log_dir = (Path(tempfile.mkdtemp()) for _ in range(2))
-        >>> with CheckpointDir(folder, job_log_dir) as checkpoint_dir:
-        ...     checkpoint_dir.check()
-        ...     _ = (job_log_dir / "metrics.jsonl").write_text("{}")
-        >>> (folder / "metrics.jsonl").read_text()
-        '{}'
     """
 
     def __init__(self, folder: Path, job_log_dir: Path) -> None:

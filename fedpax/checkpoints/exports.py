@@ -96,27 +96,6 @@ class Exports(AbstractContextManager["Exports"]):
     checkpoint (`fedpax.checkpoints.orbax_files`).
 
     A failure is printed, and does not stop the run.
-
-    Args:
-        folder: the run's folder, in which models are prepared.
-        run: the folder with the checkpoints and the exports, which can be in a bucket. Default
-            None: `folder`.
-        every: rounds between exports. 0: none.
-        last: the last round of the run, which is exported too.
-        write: `(folder, params) -> None`, writes the server's model, nested dicts of NumPy arrays,
-            to a new folder, and `config.json` there last.
-        enabled: False exports nothing; with several processes only one exports.
-
-    Example:
-        >>> import tempfile
-        >>> import jax.numpy as jnp
-        >>> from fedpax.checkpoints.checkpoint import Checkpoints
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> with Exports(folder, every=2, last=9, write=write_orbax) as exports:
-        ...     with Checkpoints(folder, keep=1, exports=exports) as checkpoints:
-        ...         checkpoints.save(2, {"params": {"w": jnp.arange(3.0)}}, {}, {})
-        >>> [path.name for path in (folder / "exports").iterdir()]
-        ['2']
     """
 
     def __init__(

@@ -108,14 +108,7 @@ def on_one_device(tree: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """A rule that says which checkpoints are kept when a new one is saved.
-
-    Example:
-        >>> Retention(newest=2, scheduled=(4,)).keeps([4, 8, 9, 10, 11])
-        [False, True, False, True, True]
-        >>> Retention(newest=1, every=4).keeps([4, 8, 9, 10, 11])
-        [True, True, False, False, True]
-    """
+    """A rule that says which checkpoints are kept when a new one is saved."""
 
     newest: int  # number of the newest checkpoints that are kept
     every: int = 0  # checkpoints of rounds that are a multiple of it are kept too. Default 0: none.

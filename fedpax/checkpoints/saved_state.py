@@ -187,10 +187,7 @@ def has_saved_shape(
     num_participants: int | None = None,
     num_saved: int | None = None,
 ) -> bool:
-    """Return whether a leaf has the shape that was saved, and not another number of participants.
-
-    Args, Raises: as `saved_struct`.
-    """
+    """Return whether a leaf has its saved shape, and not another number of participants."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         saved = saved[: leaf.ndim]  # random keys are saved as numbers, with one more axis
     if leaf.shape == saved:

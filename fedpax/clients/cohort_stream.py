@@ -54,12 +54,5 @@ class IdentifiedStream(CohortStream, Protocol):
 
 
 def fingerprint(stream: CohortStream) -> dict[str, str]:
-    """Return the fingerprint of a stream's data; empty if the stream does not tell.
-
-    Example:
-        >>> from fedpax.data import token_rounds
-        >>> sizes = dict(islands=1, local_steps=1, batch_size=1, seq_len=4)
-        >>> fingerprint(token_rounds([{"text": "to be"}], **sizes))
-        {'list': '1 documents, sample abc516eafa705137'}
-    """
+    """Return the fingerprint of a stream's data; empty if the stream does not tell."""
     return stream.fingerprint() if isinstance(stream, IdentifiedStream) else {}

@@ -55,17 +55,6 @@ def evaluate_in_batches(
     """Evaluate a model on held-out examples in one job.
 
     Without `by_client`, only sums over clients leave the workers.
-
-    Args:
-        heldout: the held-out clients.
-        params: the model.
-        run_rounds: the engine, such as `fedpax.deploy.beam.run_beam`.
-        open_clients: opens `heldout.clients` in a worker.
-        by_client: measure each client too.
-
-    Returns:
-        The means over all held-out examples, with the prefix `new_clients/` over new clients;
-        and the metrics of each client, or None.
     """
     ids = heldout.clients.client_ids(0)
     groups = np.stack([~heldout.is_new, heldout.is_new], axis=1)[ids].astype(np.float32)

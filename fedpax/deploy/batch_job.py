@@ -25,14 +25,7 @@ def fitting_block_size(clients: Clients) -> int:
 
 
 def check_program(engine: str, divided: Stages, count: int, rounds: int) -> None:
-    """Raise if the server reads data, or nothing is carried from round to round.
-
-    Args:
-        engine: the name of the caller, for messages.
-        divided: the program, whose last argument is the data.
-        count: the number of leaves of its other arguments.
-        rounds: the number of rounds.
-    """
+    """Raise if the server reads data, or nothing is carried from round to round."""
     own = {each.argument for each in divided.owned}
     names = divided.argument_names
     read = {names.index(name) for name in divided.wiring().arguments}
@@ -53,17 +46,7 @@ def check_program(engine: str, divided: Stages, count: int, rounds: int) -> None
 def make_work(
     divided: Stages, leaves: Sequence[Any], clients: Callable[[], Clients]
 ) -> tuple[Work, bytes, dict[int, bytes]]:
-    """Make what the workers of a job need.
-
-    Args:
-        divided: the program, whose last argument is the data.
-        leaves: the leaves of its other arguments.
-        clients: opens the clients.
-
-    Returns:
-        The work; the encoded arguments of the server; and by `PARTICIPANT` or `CLIENT` the states
-        that differ from the first one, as `stack_states` encodes them.
-    """
+    """Make what the workers of a job need."""
     manifest, files = pack_stages(divided, platforms=("cpu", "cuda", "tpu"), portable=False)
     names = divided.argument_names
     by_kind: dict[int, dict[str, np.ndarray]] = {PARTICIPANT: {}, CLIENT: {}}
@@ -102,14 +85,7 @@ def make_work(
 def read_results(
     divided: Stages, leaves: Sequence[Any], results: Sequence[bytes], states: Iterable[bytes]
 ) -> list[Any]:
-    """Return the result of each round; the last result has the states after its round.
-
-    Args:
-        divided: the program.
-        leaves: the leaves of its arguments but the data.
-        results: the results of each round by name, encoded.
-        states: states after the last round, as `stack_states` encodes them.
-    """
+    """Return the result of each round; the last result has the states after its round."""
     positions = {name: i for i, name in enumerate(divided.result_names)}
     leaves_of: list[dict[int, Any]] = [
         {positions[name]: jnp.asarray(x) for name, x in decode_values(content).items()}

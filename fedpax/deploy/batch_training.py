@@ -46,11 +46,7 @@ _WITHOUT = (
 
 
 def open_cohorts(experiment: Experiment) -> Clients:
-    """Open the clients of an experiment; pickled with the experiment for workers.
-
-    Raises:
-        ConfigurationError: the clients of its cohorts cannot be read one by one.
-    """
+    """Open the clients of an experiment; pickled with the experiment for workers."""
     cohorts: Any = experiment.build().cohorts
     if not hasattr(cohorts, "read_clients"):
         raise ConfigurationError(
@@ -81,21 +77,6 @@ def train_in_batches(
 
     A job has the rounds up to the next evaluation or checkpoint. `fedpax.train` can resume the run
     in the same folder, and the other way round.
-
-    Args:
-        experiment: the experiment. Its cohorts come from `fedpax.data.cohort_rounds`.
-        job_log_dir: the run's folder.
-        run_rounds: the engine, such as `fedpax.deploy.beam.run_beam`.
-        exp: the experiment's name on the command line.
-        allow_config_change: paths of fields that may differ from the folder's configuration.
-
-    Returns:
-        The progress.
-
-    Raises:
-        ConfigurationError: the folder holds another configuration, or the engine does not have a
-            setting.
-        NonFiniteError: the loss or the state is not finite.
     """
     training = experiment.training
     default = TrainingConfig(rounds=1, evaluate_every=1, checkpoint_every=1)

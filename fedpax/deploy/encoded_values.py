@@ -16,20 +16,7 @@ _LENGTH = 8
 
 
 def encode_values(values: Mapping[str, Any]) -> bytes:
-    """Encode arrays by name: the length of a JSON header, the header, and the arrays.
-
-    Args:
-        values: arrays of numbers, or of JAX's random keys, by name.
-
-    Returns:
-        The bytes. Equal arrays in the same order have equal bytes.
-
-    Example:
-        >>> values = {"w": jnp.arange(3, dtype=jnp.bfloat16), "key": jax.random.key(1)}
-        >>> decoded = decode_values(encode_values(values))
-        >>> decoded["w"], decoded["key"] == values["key"]
-        (array([0, 1, 2], dtype=bfloat16), Array(True, dtype=bool))
-    """
+    """Encode arrays by name: the length of a JSON header, the header, and the arrays."""
     header, arrays = [], []
     for name, value in values.items():
         dtype: Any = getattr(value, "dtype", None)
@@ -43,17 +30,7 @@ def encode_values(values: Mapping[str, Any]) -> bytes:
 
 
 def decode_values(content: bytes) -> dict[str, Any]:
-    """Decode what `encode_values` has encoded.
-
-    Args:
-        content: the bytes.
-
-    Returns:
-        Read-only NumPy arrays by name; random keys are JAX arrays.
-
-    Raises:
-        ValueError: the bytes are damaged.
-    """
+    """Decode `encode_values`: read-only NumPy arrays by name, and random keys as JAX arrays."""
     start = _LENGTH + int.from_bytes(content[:_LENGTH], "little")
     values: dict[str, Any] = {}
     try:

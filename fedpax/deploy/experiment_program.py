@@ -16,15 +16,7 @@ from fedpax.training.experiment import Experiment, Run
 
 
 def pack_experiment(experiment: Experiment, run: Run) -> str:
-    """Export the round of an experiment as the text of a program (`pack_program`).
-
-    Args:
-        experiment: the experiment.
-        run: what it builds.
-
-    Raises:
-        ArgumentError: its run begins from parameters in a folder, or states no shapes of cohorts.
-    """
+    """Export the round of an experiment as the text of a program (`pack_program`)."""
     if run.frozen is not None or run.initial is not None or run.cohort_shapes is None:
         obstacle = (
             "states no cohort_shapes"
@@ -51,12 +43,7 @@ def pack_experiment(experiment: Experiment, run: Run) -> str:
 
 
 def program_file(experiment: Experiment, folder: Path) -> Path:
-    """Return the file of an experiment's program, which is exported if the folder has none.
-
-    Args:
-        experiment: the experiment.
-        folder: a folder of programs.
-    """
+    """Return the file of an experiment's program, which is exported if the folder has none."""
     content = json.dumps([to_json(experiment), fedpax.__version__, jax.__version__], sort_keys=True)
     path = folder / f"{hashlib.sha256(content.encode()).hexdigest()[:24]}.json"
     if not path.exists():

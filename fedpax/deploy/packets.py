@@ -35,11 +35,7 @@ def send(connection: socket.socket, packet: Packet) -> None:
 
 
 def receive(connection: socket.socket) -> Packet:
-    """Receive a packet from a socket.
-
-    Raises:
-        ConnectionError: the other side closed the socket, or sent something else.
-    """
+    """Receive a packet from a socket."""
     (size,) = struct.unpack("!Q", _read(connection, 8))
     if size > _LARGEST_HEADER:
         raise ConnectionError(f"A header of {size} bytes, expected at most {_LARGEST_HEADER}.")

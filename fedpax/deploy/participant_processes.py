@@ -26,13 +26,7 @@ class ParticipantProcessError(FedpaxError):
 
 
 class ParticipantProcesses(AbstractContextManager["ParticipantProcesses"]):
-    """Processes that participants are dealt to; a context manager.
-
-    Args:
-        stages: the stages.
-        own: for each participant its values by name.
-        processes: number of processes.
-    """
+    """Processes that participants are dealt to; a context manager."""
 
     def __init__(
         self, stages: Stages, own: Mapping[int, Mapping[str, Any]], processes: int

@@ -166,12 +166,7 @@ def pack_program(
 
 
 def read_program(path: str | Path) -> RoundProgram:
-    """Read a file of `pack_program`, after checks of format, date and sha256.
-
-    Raises:
-        ArtifactError: the file is foreign, damaged, of a newer format, or past its last day.
-        PermissionError: this user must not read the file.
-    """
+    """Read a file of `pack_program`, after checks of format, date and sha256."""
     try:
         text = read_file(Path(path), PROGRAM_BYTES).decode()
     except PermissionError:

@@ -241,16 +241,7 @@ def load(folder: str | Path, *, today: datetime.date | None = None) -> Artifact:
 def check_manifest(
     manifest: Any, path: str | Path, today: datetime.date | None = None
 ) -> dict[str, Any]:
-    """Return a manifest after checks of its format, its date and its own sha256.
-
-    Args:
-        manifest: what a JSON file says.
-        path: the file, for the messages.
-        today: the date. Default None: the machine's.
-
-    Raises:
-        ArtifactError: it is foreign, damaged, of a newer format, or past its last day.
-    """
+    """Return a manifest after checks of its format, its date and its own sha256."""
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ArtifactError(
             f"{path} is no manifest of exported stages. Give the folder of "

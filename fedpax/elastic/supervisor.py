@@ -105,16 +105,7 @@ def _wait_for(keeper: ElasticCoordinator, preemption: PreemptionGuard) -> int:
 
 
 class Supervisor:
-    """The supervisor of one training process.
-
-    Args:
-        folder: the run's folder.
-        saved_in: the folder of its checkpoints.
-        arguments: the arguments of `fedpax train`.
-        options: the options of the job.
-        processes: the processes of the job; process 0 runs the keeper.
-        fit: fits the job to the processes that remain.
-    """
+    """The supervisor of one training process."""
 
     def __init__(
         self,

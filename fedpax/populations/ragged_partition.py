@@ -42,11 +42,6 @@ class RaggedPartition(ComputedPartition):
         indices: int64 `[examples]`, the indices of participant 0, then of participant 1, ...
         starts: int64 `[participants + 1]`, the position of each participant's first index, then the
             number of indices.
-
-    Example:
-        >>> partition = RaggedPartition(np.array([4, 0, 2, 3]), np.array([0, 1, 1, 4]))
-        >>> [indices.tolist() for indices in partition], partition.sizes().tolist()
-        ([[4], [], [0, 2, 3]], [1, 0, 3])
     """
 
     def __init__(

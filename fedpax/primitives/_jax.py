@@ -177,18 +177,7 @@ def _first_of_text(function: _LoweredFunction) -> Callable:
 def trace(
     fn: Callable[..., list], *args: Any, **kwargs: Any
 ) -> tuple[ClosedJaxpr, list[jax.Array]]:
-    """Trace a function and hoist the arrays that it closes over.
-
-    Args:
-        fn: takes pytrees of arrays and returns a flat list of arrays. JAX's messages about tracers
-            contain its name and the names of its arguments.
-        *args: pytrees of types, for its positional arguments.
-        **kwargs: pytrees of types, for its keyword arguments.
-
-    Returns:
-        A jaxpr of flat arguments whose first inputs are the hoisted arrays, and these arrays. Only
-        NumPy constants stay inside the jaxpr.
-    """
+    """Trace a function and hoist the arrays that it closes over."""
     closed = jax.make_jaxpr(fn)(*args, **kwargs)
     hoisted = [i for i, c in enumerate(closed.consts) if isinstance(c, jax.Array)]
     if not hoisted:
@@ -235,14 +224,7 @@ def rebind(
     params: dict[str, Any] | None = None,
     line_of: JaxprEqn | None = None,
 ) -> list:
-    """Bind an equation's primitive again, in its context and from a line of source, by default its.
-
-    Args:
-        eqn: the equation.
-        inputs: its operands.
-        params: its parameters. Default None: unchanged.
-        line_of: the equation that has the line. Default None: `eqn`.
-    """
+    """Bind an equation's primitive again, in its context and from the line of `line_of`."""
     line = source_info_util.user_context(
         (line_of or eqn).source_info.traceback, name_stack=source_info_util.current_name_stack()
     )

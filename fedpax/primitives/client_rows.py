@@ -53,16 +53,7 @@ def absent_beyond(client_ids: Any, num_clients: Any) -> jax.Array:
 def read_clients(
     values: Sequence[ClientRows], start: Any, size: int, ring: Ring | None, *, in_loop: bool
 ) -> list[jax.Array]:
-    """Read the states of `size` clients, from place `start` of each device's block of the cohort.
-
-    Args:
-        values: the rows.
-        start: the first client.
-        size: the number of clients.
-        ring: the devices. None: one device has all rows.
-        in_loop: the same iteration of a loop writes the rows after this. JAX has no reverse
-            derivative then.
-    """
+    """Read the states of `size` clients, from place `start` of each device's block."""
     chunks = [Chunk(value, start, size, ring) for value in values]
     if ring is None:
         return [chunk.take(0, 0, apart=in_loop) for chunk in chunks]

@@ -42,12 +42,7 @@ def format_value(value: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Format a number of bytes, or `unknown` if it is not finite.
-
-    Example:
-        >>> format_bytes(153.6e6), format_bytes(0), format_bytes(math.nan)
-        ('153.6 MB', '0 B', 'unknown')
-    """
+    """Format a number of bytes, or `unknown` if it is not finite."""
     if not math.isfinite(count):
         return "unknown"
     prefixes = ("", "k", "M", "G", "T", "P", "E")

@@ -50,12 +50,6 @@ class Evaluations:
 
     It depends on the logged metrics alone, so that a run that resumes comes to the same result.
 
-    Args:
-        lines: the lines of `metrics.jsonl` up to the round from which the run starts.
-        keep_best: `training.keep_best`. None: the loss.
-        stop_after: number of evaluations in a row without improvement after which the run stops;
-            0: it does not.
-
     Attributes:
         metric: the metric.
         best_round: the round of the best evaluation; 0 before the first.

@@ -120,22 +120,7 @@ def part_starts(size: int) -> list[int]:
 
 
 class LineCopy:
-    """The copy of a growing file in another folder, such as one in a bucket.
-
-    Args:
-        source: the file, which grows, and can be shortened before it grows again.
-        target: the copy.
-        record: a file in which the parts of the copy are recorded, for the next process.
-
-    Example:
-        >>> import tempfile
-        >>> here, there = (Path(tempfile.mkdtemp()) for _ in range(2))
-        >>> copy = LineCopy(here / "a", there / "a", here / ".copied")
-        >>> _ = (here / "a").write_bytes(b"123456" * PART_BYTES)
-        >>> copy.update()
-        >>> len(list(there.iterdir())), b"".join(read_chunks(there / "a")) == b"123456" * PART_BYTES
-        (6, True)
-    """
+    """The copy of a growing file in another folder, such as one in a bucket."""
 
     def __init__(self, source: Path, target: Path, record: Path) -> None:
         self._source, self._target, self._record = source, target, record

@@ -101,13 +101,7 @@ def select(lines: Iterable[Mapping[str, Any]], kind: str) -> list[Mapping[str, A
 
 
 def throughput(rounds: Iterable[Mapping[str, Any]]) -> float:
-    """Return the items per second of all rounds together.
-
-    Example:
-        >>> throughput([{"seconds": 1.0, "items_per_second": 9.0},
-        ...             {"seconds": 2.0, "items_per_second": 6.0}])
-        7.0
-    """
+    """Return the items per second of all rounds together."""
     known = [line for line in rounds if line.get("seconds") and line.get("items_per_second")]
     items = sum(line["seconds"] * line["items_per_second"] for line in known)
     return items / sum(line["seconds"] for line in known) if known else math.nan
@@ -119,13 +113,6 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     On entering, a run that resumes after round r drops the lines of later rounds. In the end the
     file equals the file of an uninterrupted run apart from `TIMINGS`. TensorBoard hides the same
     rounds.
-
-    Args:
-        job_log_dir: the run's folder.
-        after: the round of the checkpoint from which the run resumes; 0 for a new run.
-        enabled: False writes nothing; with several processes only one writes.
-        listener: called with each line, and True if an earlier process has written it. Default
-            None: call nothing.
 
     Attributes:
         kept: lines of earlier processes that stay in the file: the lines of the last rounds

@@ -31,12 +31,7 @@ FOLDERS = (CHECKPOINTS, SCALARS, "exports", "kept", "profile", "replies", "synce
 
 
 def is_remote(folder: str | PurePath) -> bool:
-    """Return whether a folder is named by a URL.
-
-    Example:
-        >>> is_remote("gs://my-bucket/runs"), is_remote("runs/gs")
-        (True, False)
-    """
+    """Return whether a folder is named by a URL."""
     return URL.match(str(folder)) is not None
 
 

@@ -21,20 +21,7 @@ class Restored(NamedTuple):
 def restore(
     shares: Mapping[int, bytes], threshold: int, fits: Callable[[bytes], bool]
 ) -> Restored | None:
-    """Restore a secret from any `threshold` shares whose secret fits; None without such shares.
-
-    Args:
-        shares: shares by place, at least `threshold`.
-        threshold: number of shares that restore the secret.
-        fits: whether a secret is the one that was advertised.
-
-    Example:
-        >>> import secrets
-        >>> from fedpax.secure_sums.shamir import split
-        >>> shares = split(b"k" * 32, 2, [1, 2, 3], secrets.token_bytes)
-        >>> restore({**shares, 1: bytes(33)}, 2, lambda secret: secret == b"k" * 32)
-        Restored(secret=b'kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk', wrong=frozenset({1}))
-    """
+    """Restore a secret from any `threshold` shares whose secret fits; None without such shares."""
     for number, chosen in enumerate(_subsets(sorted(shares), threshold)):
         secret = combine({place: shares[place] for place in chosen})
         if secret and fits(secret):

@@ -15,20 +15,7 @@ SECRET_BYTES, SHARE_BYTES = 32, 33
 def split(
     secret: bytes, threshold: int, places: Sequence[int], random: Callable[[int], bytes]
 ) -> dict[int, bytes]:
-    """Return a share of a secret for each place, of which any `threshold` restore the secret.
-
-    Args:
-        secret: 32 bytes.
-        threshold: number of shares that restore the secret; fewer tell nothing about it.
-        places: different integers above 0.
-        random: returns a number of random bytes.
-
-    Example:
-        >>> import secrets
-        >>> shares = split(b"k" * 32, 2, [1, 2, 3], secrets.token_bytes)
-        >>> combine({1: shares[1], 3: shares[3]})
-        b'kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk'
-    """
+    """Return a share of a secret for each place, of which any `threshold` restore the secret."""
     assert len(secret) == SECRET_BYTES and 0 < threshold <= len(set(places)) and min(places) > 0
     # 48 bytes: the remainder is uniform up to 2^-127.
     higher = [int.from_bytes(random(48), "big") % PRIME for _ in range(threshold - 1)]

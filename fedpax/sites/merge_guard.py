@@ -16,13 +16,7 @@ ModelsWithoutEach = Callable[[tuple[str, ...]], Iterable[tuple[str, Params]]]
 
 
 class MergeGuard:
-    """Drops updates by the rules of `fedpax.sites.guards`.
-
-    Args:
-        norm_factor: the limit of a norm in medians of recent norms. Default None: no limit.
-        accept_if: a rule for the metrics of a model. Default None: no rule.
-        evaluate: `params -> metrics` on the coordinator's held-out examples, for `accept_if`.
-    """
+    """Drops updates by the rules of `fedpax.sites.guards`."""
 
     def __init__(
         self,
@@ -46,16 +40,7 @@ class MergeGuard:
         norms: Mapping[str, float] | None = None,
         models_without_each: ModelsWithoutEach | None = None,
     ) -> dict[str, str]:
-        """Return the sites whose updates are not merged, with reasons.
-
-        Args:
-            sites: the names of the sites.
-            model_of: returns the model that some of them make.
-            norms: the norms of their updates. Default None: the norms of the changes of the model
-                that the update of each site alone makes.
-            models_without_each: a faster way to the models without each site. Default None: by
-                `model_of`.
-        """
+        """Return the sites whose updates are not merged, with reasons."""
         dropped: dict[str, str] = {}
         if self._factor is not None:
             if norms is None:

@@ -47,12 +47,7 @@ class Clients(Protocol):
 
 
 class ExampleOwners(NamedTuple):
-    """Clients that have held-out examples of their own.
-
-    Example:
-        >>> ExampleOwners(["a", "b"], np.array([0, 0, 1])).sum(np.array([1.0, 2.0, 5.0])).tolist()
-        [3.0, 5.0]
-    """
+    """Clients that have held-out examples of their own."""
 
     names: Sequence[str]  # the clients' names
     owners: Int[np.ndarray, " examples"]  # the client of each example, an index of `names`
@@ -63,14 +58,7 @@ class ExampleOwners(NamedTuple):
 
 
 class LabelWeights(NamedTuple):
-    """Clients for which shared held-out examples stand, weighted by label.
-
-    Example:
-        >>> weights = np.array([[2.0, 0.0], [0.5, 0.5]])
-        >>> clients = LabelWeights(["a", "b"], np.array([0, 1, 1]), weights)
-        >>> clients.sum(np.array([1.0, 2.0, 4.0])).tolist()
-        [2.0, 3.5]
-    """
+    """Clients for which shared held-out examples stand, weighted by label."""
 
     names: Sequence[str]  # the clients' names
     labels: Int[np.ndarray, " examples"]  # the label of each example

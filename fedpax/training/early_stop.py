@@ -17,14 +17,7 @@ from fedpax.training.training_config import TrainingConfig
 
 
 class EarlyStop:
-    """Decides after evaluations what to save, and when to stop; all processes decide the same.
-
-    Args:
-        training: the settings of the training loop.
-        saved_in: the folder of the run's checkpoints.
-        retention: the rule for the checkpoints, which keeps the best one.
-        exports: the exports of the run, which end with the last model.
-    """
+    """Decides after evaluations what to save, and when to stop; all processes decide the same."""
 
     def __init__(
         self, training: TrainingConfig, saved_in: Path, retention: Retention, exports: Exports

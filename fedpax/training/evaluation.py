@@ -202,14 +202,6 @@ def map_examples(
 ) -> Callable[[Params], Any]:
     """Make a function that applies a model to examples one by one, in batches of one size.
 
-    Args:
-        function: `(params, batch) -> tree of arrays`. It gets batches of one example.
-        examples: arrays `[examples, ...]`, at least one example.
-        batch_size: number of examples that are evaluated at once.
-
-    Returns:
-        A function `params -> tree of NumPy arrays [examples, ...]`.
-
     Example:
         >>> double = map_examples(lambda w, batch: w * batch["x"][0], {"x": np.arange(3.0)})
         >>> double(jnp.float32(2.0)).tolist()

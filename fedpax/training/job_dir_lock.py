@@ -34,17 +34,6 @@ class JobDirLock(AbstractContextManager["JobDirLock"]):
     process leaves no lock behind. Of a job with several processes, process 0 holds the lock.
 
     On exit the lock's file is deleted, and so is the folder if it was created here and is empty.
-
-    Args:
-        folder: the run's folder; created if it is missing.
-
-    Raises:
-        ConfigurationError: another process holds the lock, or the folder cannot be created.
-
-    Example:
-        >>> import tempfile
-        >>> with JobDirLock(Path(tempfile.mkdtemp())):
-        ...     pass  # train
     """
 
     def __init__(self, folder: Path) -> None:

@@ -33,18 +33,6 @@ class RoundLogger:
     The metrics of a round are fetched after the next round was dispatched, so that the devices
     always have work. `flush` fetches them immediately.
 
-    Args:
-        metrics: the writer of lines and scalars.
-        progress: the progress that the user sees.
-        clock: the clock that counts the run's time.
-        history: the losses and spikes of the run.
-        items_per_round: tokens or examples per round.
-        bytes_across_placement: bytes per round, as in `CompiledRound`; logged as the sum over all
-            rounds so far. If it is NaN, a round's metric `uploaded_bytes`, divided by the number of
-            participants, takes its place.
-        stop_on_non_finite: raise when the state is not finite, or a loss that `history` ignores.
-        utilization: what MFU is computed from. Default None: log no MFU.
-
     Attributes:
         waits_for: the round whose metrics `flush` waits for now, or None.
     """

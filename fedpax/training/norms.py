@@ -40,13 +40,7 @@ def report_update_norm(
 
 
 def update_norm(before: Params, after: Params) -> Float[Array, ""]:
-    """Return the Euclidean norm of the change of all parameters, in float32.
-
-    Example:
-        >>> before, after = jnp.zeros((2, 3)), jnp.ones((2, 3))
-        >>> update_norm({"w": before[:, :2], "b": before}, {"w": before[:, 1:], "b": after})
-        Array(2.4494898, dtype=float32)
-    """
+    """Return the Euclidean norm of the change of all parameters, in float32."""
     squares = [
         jnp.sum(jnp.square(new.astype(jnp.float32) - old.astype(jnp.float32)))
         for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
@@ -79,17 +73,6 @@ class FiniteCheck:
 
     A leaf that was finite at the start of the run must stay finite. The model must be finite even
     if it was not: a run can begin from a damaged one.
-
-    Args:
-        state: the state at the start.
-
-    Example:
-        >>> before = {"params": jnp.zeros(2), "least": jnp.inf, "moment": jnp.zeros(2)}
-        >>> check = FiniteCheck(before)
-        >>> print(check.find(before))
-        None
-        >>> check.find(before | {"moment": jnp.array([jnp.nan, 1.0])})
-        "['moment']"
     """
 
     def __init__(self, state: State) -> None:

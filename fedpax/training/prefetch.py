@@ -23,30 +23,6 @@ class Prefetch(AbstractContextManager["Prefetch"]):
     The stream runs ahead of the training. A checkpoint needs the stream's position after the round
     that it saves, so every position is recorded together with its cohort. A context manager: on
     exit the thread stops.
-
-    Args:
-        stream: the stream; from here on only the thread uses it.
-        sharding: the cohort's shardings, a prefix of its structure.
-        num_rounds: the number of rounds to draw at most.
-
-    Example:
-        >>> import numpy as np
-        >>> class Counting:
-        ...     count = 0
-        ...     def __next__(self):
-        ...         self.count += 1
-        ...         return Cohort(np.full(2, self.count))
-        ...     def get_state(self):
-        ...         return {"count": self.count}
-        ...     def set_state(self, state):
-        ...         self.count = state["count"]
-        >>> device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        >>> with Prefetch(Counting(), device, num_rounds=2) as cohorts:
-        ...     for _ in range(2):
-        ...         cohort, state = cohorts.next()
-        ...         print(cohort.batches, state)
-        [1 1] {'count': 1}
-        [2 2] {'count': 2}
     """
 
     def __init__(self, stream: CohortStream, sharding: ShardingTree, num_rounds: int) -> None:

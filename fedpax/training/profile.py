@@ -19,12 +19,6 @@ class Profile(AbstractContextManager["Profile"]):
     The devices finish all earlier rounds before the trace starts, and the traced rounds before it
     ends, so these rounds do not overlap with others. Each round is a step of the trace.
 
-    Args:
-        profile_at: `"ROUND"` or `"ROUND:COUNT"`, see `parse_profile_at`; None: trace nothing.
-        job_log_dir: the run's folder.
-        note: prints a line for the user.
-        done: number of rounds that are completed already. Default 0.
-
     Example:
         >>> import tempfile
         >>> folder, lines = Path(tempfile.mkdtemp()), []

@@ -104,13 +104,6 @@ class Progress(AbstractContextManager["Progress"]):
     throughput and no name, and the round and the losses last. A notebook shows the bar that
     `tqdm.auto` chooses. Where stderr is neither a terminal nor a notebook, a line is printed after
     each evaluation, and otherwise at most one every ten seconds.
-
-    Args:
-        name: the experiment's name.
-        rounds_done: number of rounds that earlier processes have completed.
-        rounds: number of rounds of the whole run.
-        item_unit: the unit of `items_per_second`: "tokens" or "examples".
-        enabled: False prints nothing; with several processes only one prints.
     """
 
     def __init__(

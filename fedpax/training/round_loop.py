@@ -44,16 +44,6 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
     `start` moves state, data and metrics to a checkpoint or to the beginning. Resuming and rolling
     back both call it, so a kill after a roll back does not change the result.
 
-    Args:
-        job: the run to train.
-        run: the run that the experiment has built; its mesh is set.
-        checkpoints: the checkpoints in the folder.
-        progress: the progress that the user sees.
-        clock: the clock that counts the run's time.
-        early_stop: decides after evaluations what to save, and when to stop.
-        tracker: sends the metrics to an experiment tracker.
-        copy: this process's copy of the state, to begin from. Default None: the checkpoint.
-
     Attributes:
         done: number of rounds that are completed or dispatched to the devices.
         evaluation: the newest held-out metrics of this process, or None.

@@ -71,27 +71,9 @@ class SpikeHistory:
     just before: its loss may not be known when the round is dispatched, and every process and every
     repetition of the run must come to the same result.
 
-    Args:
-        lines: the lines of `metrics.jsonl` up to the round from which the run starts.
-        on_spike: what to do: "ignore", "skip" the round's update, or "roll_back".
-        window: number of losses, of the newest rounds whose update was kept. With fewer losses
-            only a round that is not finite is a spike.
-        deviations: robust deviations above the median of the window.
-        limit: number of skipped rounds in a row, or of roll backs to one checkpoint, that are
-            accepted.
-
     Attributes:
         on_spike: as given.
         counts: the numbers so far.
-
-    Example:
-        >>> line = lambda number, loss: {"kind": "training", "round": number, "loss": loss}
-        >>> lines = [line(number, loss) for number, loss in enumerate([2.0, 2.2, 1.8, 2.1, 9.0])]
-        >>> history = SpikeHistory(lines, on_spike="skip", window=4, deviations=6.0, limit=3)
-        >>> history.threshold(4)  # of the losses of rounds 0, 1 and 2: too few
-        inf
-        >>> round(history.threshold(5), 4)  # of rounds 0 to 3
-        2.9396
     """
 
     def __init__(

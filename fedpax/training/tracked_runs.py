@@ -68,12 +68,7 @@ class TrackedRun(Protocol):
 
 
 def metrics_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a line, by the names that they have in TensorBoard.
-
-    Example:
-        >>> metrics_of({"kind": "training", "round": 3, "loss": 0.5, "norm": None, "unit": "x"})
-        {'training/loss': 0.5}
-    """
+    """Return the numbers of a line, by the names that they have in TensorBoard."""
     kind = line["kind"]
     return {
         f"{kind}/{name}": float(value)

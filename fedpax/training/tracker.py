@@ -65,22 +65,9 @@ class Tracker(AbstractContextManager["Tracker"]):
     lines that an earlier one could not send. Lines of rounds that were sent before a kill are not
     sent again.
 
-    Args:
-        tracker: the name of the tracker; None: send nothing.
-        folder: the run's folder.
-        exp: the experiment's name.
-        configuration: the experiment.
-        note: prints a line for the user.
-        checkpoints_of: the folder whose `checkpoints/` are sent too. Default None: send none.
-        enabled: False sends nothing; with several processes only one sends.
-
     Attributes:
         enabled: whether lines are sent.
         finished: whether the run has trained all its rounds; set it before the end.
-
-    Raises:
-        MissingPackageError: the tracker's package is not installed.
-        ConfigurationError: `tracker.json` is damaged.
     """
 
     def __init__(
@@ -124,12 +111,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         return self
 
     def add(self, line: Mapping[str, Any], kept: bool = False) -> None:
-        """Queue a line, unless it has been sent.
-
-        Args:
-            line: a line of `metrics.jsonl`.
-            kept: an earlier process has written the line.
-        """
+        """Queue a line, unless it has been sent."""
         if not self.enabled:
             return
         kind, number = line["kind"], line["round"]

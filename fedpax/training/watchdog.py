@@ -51,21 +51,6 @@ class Watchdog(AbstractContextManager["Watchdog"]):
     and, with the stacks of all threads, to `hang_round_R.txt` in the folder
     (`hang_round_R_process_P.txt` with several processes). The stacks tell a hang of the input from
     one of the devices. They are also printed on stderr.
-
-    Args:
-        clock: the clock of the run.
-        folder: the run's folder.
-        round_number: returns the number of the round that is trained now.
-        hang_after: seconds; None: watch nothing.
-        on_hang: "report" continues to wait, and reports again when twice the time has passed.
-            "exit" ends the process with status 70, without saving.
-
-    Example:
-        >>> import tempfile
-        >>> clock = GoodputClock(Path(tempfile.mkdtemp()))
-        >>> with Watchdog(clock, Path(tempfile.mkdtemp()), lambda: 3, hang_after=60.0) as watchdog:
-        ...     watchdog.limit("step"), watchdog.limit("evaluate")
-        (60.0, 600.0)
     """
 
     def __init__(

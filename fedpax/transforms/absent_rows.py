@@ -34,15 +34,7 @@ from fedpax.transforms.streaming_plan import Atom, StreamingPlan
 
 
 def leave_out_absent(closed: ClosedJaxpr, plan: StreamingPlan) -> tuple[ClosedJaxpr, StreamingPlan]:
-    """Rewrite the server's part of a divided program for participants that do not answer.
-
-    Args:
-        closed: the program, as `ownership.divide` rewrites it.
-        plan: its plan.
-
-    Returns:
-        The program and its plan.
-    """
+    """Rewrite the server's part of a divided program for participants that do not answer."""
     for rewrite in (_Reductions, _ShownRows):
         if any(rewrite.changes(plan, eqn) for eqn in _server_eqns(plan)):
             closed = rewrite(closed, plan).rewrite()

@@ -26,18 +26,6 @@ def draw_noise(
     """Draw the noise of one participant for a call of its function.
 
     The noise stays at the participant, and no call draws the noise of another one.
-
-    Args:
-        described: name, shape and stddev of each value, as the manifest of exported stages lists
-            them under `"noise"`.
-        random: returns a number of random bytes. Default: the operating system's source.
-
-    Returns:
-        The noise by name.
-
-    Example:
-        >>> draw_noise([{"name": "noise 0", "shape": [2], "stddev": 5.0}])["noise 0"].shape
-        (2,)
     """
     return {v["name"]: discrete_gaussian(v["stddev"], v["shape"], random) for v in described}
 
@@ -50,11 +38,6 @@ def discrete_gaussian(
     Each decision compares 64 random bits with a probability in float64: the probability of an
     integer is within a factor of 1e-12 of the exact one, and a difference of 1e-17. Sums of
     participants wrap modulo 2^32, and so does the result.
-
-    Args:
-        stddev: sigma, above 0 and at most 2^40.
-        shape: shape of the result.
-        random: returns a number of random bytes.
     """
     shape = tuple(shape)
     size = math.prod(shape)

@@ -60,15 +60,7 @@ def inline(
     *,
     with_lines: bool = False,
 ) -> ClosedJaxpr:
-    """Inline calls (jit, remat, custom derivatives, programs) with federated or placed values.
-
-    Args:
-        closed: the jaxpr.
-        inside: applied to the jaxprs with maps that stay in an equation, such as a loop.
-        keep: whether a call stays.
-        with_lines: whether operations inside functions of JAX, which have no line of the user's
-            source, get the line of the call.
-    """
+    """Inline calls (jit, remat, custom derivatives, programs) with federated or placed values."""
     if not any(map(_is_call_or_nested, closed.jaxpr.eqns)):
         return closed
     run = functools.partial(_run_inlined, closed, inside, keep, with_lines)

@@ -135,15 +135,7 @@ def divide(
     owned: Set[int],
     noise: Sequence[str] = (),
 ) -> Division:
-    """Divide the values of a program between the server and the participants.
-
-    Args:
-        closed: the jaxpr of the program, as `one_placement` returns it.
-        placement: its placement.
-        signature: its arguments and results.
-        owned: the positions of the arguments that participants own: placed arguments, and stores.
-        noise: names of the last arguments of the jaxpr, the noise that participants draw.
-    """
+    """Divide the values of a program between the server and the participants."""
     jaxpr = closed.jaxpr
     num_arguments = len(jaxpr.invars) - len(noise)
     drawn = jaxpr.invars[num_arguments:]

@@ -50,17 +50,7 @@ def wire(
     arguments: Sequence[str],
     results: Sequence[str],
 ) -> Wiring:
-    """Make a function of each part of the server, with numbers for its values.
-
-    Args:
-        plan: the plan.
-        server: its parts.
-        stages: its stages.
-        constants: the constants of its jaxpr, which the first part returns.
-        arguments: names of the server's arguments, the first ones of the jaxpr.
-        results: names of the server's results, the first ones of the jaxpr. The last part returns
-            them.
-    """
+    """Make a function of each part of the server, with numbers for its values."""
     fixed = dict(zip(plan.jaxpr.constvars, constants, strict=True))
     outputs = server.outputs[: len(results)]
     numbers: dict[Var, int] = {}

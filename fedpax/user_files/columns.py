@@ -14,13 +14,7 @@ from fedpax.errors import ArgumentError
 
 
 def to_numpy(column: Any, *, masked: bool = False) -> NDArray[Any]:
-    """Convert a column to NumPy, without a copy if it is numbers in one piece.
-
-    Returns:
-        Numbers, booleans and dates in their own dtype (dates with a time zone in UTC); texts,
-        bytes, decimals and structures as objects; lists of equal length and tensors as
-        `[examples, ...]`, other lists as objects. A `numpy.ma.MaskedArray` if values are missing.
-    """
+    """Convert a column to NumPy, without a copy if it is numbers in one piece."""
     if isinstance(column, pa.ChunkedArray):
         column = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     if isinstance(column, pa.ChunkedArray):  # texts of more than 2 GB

@@ -16,12 +16,7 @@ _WIDE = 256  # bytes of a row from which one copy is faster than sorting the row
 
 
 class Rows:
-    """Rows to gather, divided by the batch that holds them.
-
-    Args:
-        positions: their numbers in the table.
-        ends: the end of each batch.
-    """
+    """Rows to gather, divided by the batch that holds them."""
 
     def __init__(
         self, positions: Int64[np.ndarray, " n"], ends: Int64[np.ndarray, " batches"]
@@ -72,12 +67,7 @@ def _cuts(batch: NDArray[Any]) -> list[int]:
 
 
 class ColumnGatherer:
-    """A column, whose numbers are viewed in each batch without a copy.
-
-    Args:
-        chunks: the column in each batch.
-        masked: return masked arrays.
-    """
+    """A column, whose numbers are viewed in each batch without a copy."""
 
     def __init__(self, chunks: Sequence[Any], masked: bool) -> None:
         self._chunks = chunks
@@ -123,12 +113,7 @@ class ColumnGatherer:
 def _view_together(
     chunks: Sequence[Any], views: Sequence[NDArray[Any]]
 ) -> tuple[NDArray[Any], Int64[np.ndarray, " batches"]] | None:
-    """View the batches of a memory map as one array, which one call gathers from.
-
-    Returns:
-        The map as numbers of the column's dtype, and the place of each batch there. None: a row has
-        several numbers, or the batches are not in one buffer.
-    """
+    """View the batches of a memory map as one array, which one call gathers from."""
     if len(chunks) == 1 or views[0].ndim > 1:
         return None
     whole = _whole_buffer(chunks[0].buffers()[1])

@@ -14,13 +14,7 @@ from fedpax.user_files.readers.hugging_face import decode_features
 
 
 def memory_table(data: Any, columns: Sequence[str]) -> pa.Table | None:
-    """Return a table that is in memory, or None if `data` is something else, such as paths.
-
-    Args:
-        data: a table or data frame of pandas, Polars, DuckDB or pyarrow (all that exports Arrow
-            streams), a `Dataset` of Hugging Face, or a dict of arrays `[examples, ...]`.
-        columns: the columns to keep. Empty: all but an index of pandas without a name.
-    """
+    """Return a table that is in memory, or None if `data` is something else, such as paths."""
     if isinstance(data, Mapping):
         table = pa.table({name: _to_arrow(name, values) for name, values in data.items()})
     elif hasattr(data, "with_format") and hasattr(data, "features"):  # Hugging Face

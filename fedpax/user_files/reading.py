@@ -70,9 +70,6 @@ class Reading:
         """Yield before `join` the parts of a group with their schemas and the column of clients.
 
         Examples without a client are left out.
-
-        Raises:
-            TypeChangedError: for `set_type`.
         """
         file = self.groups[number][0]
         row = 0

@@ -118,13 +118,7 @@ class Division(NamedTuple):
     def of(
         cls, reading: Reading, surveys: Sequence[GroupSurvey], num_shards: int | None
     ) -> "Division":
-        """Divide the clients of all groups; `reading` gets the schema of all of them.
-
-        Args:
-            reading: the files.
-            surveys: one for each group.
-            num_shards: the most shards. None: shards of about 256 MB.
-        """
+        """Divide the clients of all groups; `reading` gets the schema of all of them."""
         for group, survey in zip(reading.groups, surveys, strict=True):
             reading.types.setdefault(group[0].path, {}).update(survey.types)
         reading.join([survey.schema for survey in surveys])
@@ -197,14 +191,7 @@ def _shards_of(keys: Any, bounds: Any) -> Any:
 def write_shard(
     division: Division, rows: Iterable[bytes], memory: str, parent: str | None
 ) -> Iterator[Path]:
-    """Write rows of `split_rows` as a prepared folder, which is removed at the end unless moved.
-
-    Args:
-        division: how they were split.
-        rows: all rows of a shard, in any order.
-        memory: the memory for sorting.
-        parent: the folder in which the folder is made. None: a temporary folder.
-    """
+    """Write rows of `split_rows` as a prepared folder, which is removed at the end unless moved."""
     scratch = Path(tempfile.mkdtemp(prefix="shard-draft-", dir=parent))
     try:
         keys = [name for name in (division.reading.client, division.order) if name is not None]

@@ -202,9 +202,6 @@ class ClientNames(Sequence[Any]):
     """The names of clients, held by Arrow: a million of them need no Python objects.
 
     Bytes are texts if all of them are UTF-8, as in TFRecords.
-
-    Args:
-        names: a `pyarrow.Array` or `ChunkedArray`.
     """
 
     def __init__(self, names: Any) -> None:

@@ -19,17 +19,6 @@ class ReusedMemory:
     """Memory for arrays of one field; an array's memory is reused once nothing refers to it.
 
     The first write to new memory takes as long as the copy, because the system clears its pages.
-
-    Example:
-        >>> memory = ReusedMemory()
-        >>> array = memory.empty((4, 2), np.float32)
-        >>> view, address = array[1:], array.ctypes.data
-        >>> del array  # the view still refers to the memory
-        >>> memory.empty((4, 2), np.float32).ctypes.data == address
-        False
-        >>> del view
-        >>> memory.empty((4, 2), np.float32).ctypes.data == address
-        True
     """
 
     def __init__(self) -> None:

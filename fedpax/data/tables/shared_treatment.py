@@ -45,13 +45,6 @@ def describe_table(
 
     It tells the treatment of each column, the classes of the label, and for each category the
     values and how many of its clients have each. Of text that is left out it tells no value.
-
-    Args:
-        table: the columns by name.
-        treatments: their treatments at this site.
-        clients: the client of each example, from 0.
-        label: the label at this site.
-        has_stated_classes: whether the classes are stated, so that they need not be told.
     """
     categories: dict[str, dict[str, Any]] = {}
     missing = []
@@ -91,15 +84,6 @@ def agree_on_table(
     A column has the kind that it has at each site that has values of it. Categories are the values
     of at least `min_clients` clients of all sites. An integer label of more than 20 values at all
     sites together is a number to predict.
-
-    Args:
-        descriptions: what `describe_table` returned at each site.
-        max_categories: the largest number of values of a category.
-        min_clients: number of clients that must have a value for it to be a category.
-        task: the task of the label. Default None: by the rule.
-
-    Raises:
-        ValueError: sites differ in the kind of a column or in the task, or a label has one class.
     """
     treatments, categories = [], {}
     for name in dict.fromkeys(c["name"] for d in descriptions for c in d["columns"]):

@@ -20,23 +20,6 @@ def table_properties(description: Mapping[str, Any]) -> dict[str, str]:
 
     A column without values, or that a site lacks, has no property. Text of few and of many values
     is one kind.
-
-    Args:
-        description: what `fedpax.data.tables.shared_treatment.describe_table` returned at the site.
-
-    Returns:
-        The name and the kind of the label, and the kind of each column.
-
-    Raises:
-        ValueError: the description is malformed.
-
-    Example:
-        >>> label = {"name": "y", "task": "classification", "classes": ["a", "b"], "mean": 0.0}
-        >>> label |= {"scale": 1.0, "reason": "text", "stated": False}
-        >>> table_properties(
-        ...     {"columns": [], "categories": {}, "missing": [], "label": label, "number": False}
-        ... )["the label"]
-        'y'
     """
     fields = description["label"]
     _check(isinstance(fields, dict), "label", fields)

@@ -254,11 +254,7 @@ def merge_pairs(
 def label_skew(
     pairs: Int64[np.ndarray, "3 pairs"], sizes: Int64[np.ndarray, " clients"]
 ) -> tuple[float, float, float, float]:
-    """Return what `PartitionStatistics` has of labels, from the pairs that occur.
-
-    Returns:
-        `labels_per_participant`, `label_entropy`, `overall_entropy` and `total_variation`.
-    """
+    """Return what `PartitionStatistics` has of labels, from the pairs that occur."""
     owner, label, amount = pairs
     overall = np.bincount(label, amount) / amount.sum()
     share = amount / sizes[owner]

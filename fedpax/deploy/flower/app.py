@@ -223,17 +223,7 @@ def _secure_sum(network: Any, protocol: str, setting: Any) -> SecureSum:
 
 
 def train(network: Any, program: Any, run: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Run all rounds, and write the server's state after each.
-
-    Args:
-        network: the nodes.
-        program: the program.
-        run: name of the run.
-        settings: the settings of `server_app`.
-
-    Returns:
-        The server's state after the last round, by name.
-    """
+    """Run all rounds, and write the server's state after each."""
     import numpy as np
 
     from fedpax.deploy.flower.app_files import RESULTS

@@ -169,12 +169,7 @@ def write_app(
 
 
 def app_name(name: str) -> str:
-    """Return a name that Flower takes: a letter, then letters, digits and hyphens, at most 32.
-
-    Example:
-        >>> app_name("my_file.py:scaffold_digits")
-        'my-file-py-scaffold-digits'
-    """
+    """Return a name that Flower takes: a letter, then letters, digits and hyphens, at most 32."""
     words = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[-30:].strip("-")
     return words if words[:1].isalpha() else f"a-{words}".rstrip("-")
 

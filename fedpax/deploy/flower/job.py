@@ -46,22 +46,6 @@ def run_flower(
 
     It is for results of a few numbers, such as metrics and analytics: they come back in the log of
     the run, wherever the SuperLink is. The arguments are in the app, which has at most 10 MB.
-
-    Args:
-        program: a function decorated with `fedpax.program`, whose last argument is the data.
-        *args: its other arguments: arrays.
-        clients: opens the clients here, for the types of their data. Participant k is client k.
-        write_data: writes `data.py`, which loads the data of a node, and its files to a folder.
-        name: name of the app.
-        flags: further arguments of `flwr run`, such as the name of a SuperLink.
-        tell: is given each line of Flower's output.
-
-    Returns:
-        A list of one element: the result of the program.
-
-    Raises:
-        MissingPackageError: the command `flwr` is not in this environment.
-        FlowerRunError: the run ended without results.
     """
     beside = Path(sys.executable).with_name("flwr")
     command = str(beside) if beside.exists() else shutil.which("flwr")

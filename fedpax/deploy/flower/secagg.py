@@ -28,11 +28,7 @@ _LOG = logging.getLogger("flwr")
 
 
 def answer(message: Any, context: Any, compute: Callable[[Packet], Packet]) -> Any:
-    """Return a participant's answer to a message of SecAgg+; `compute` makes its vector.
-
-    Raises:
-        RuntimeError: the participant refuses; the words are in the error.
-    """
+    """Return a participant's answer to a message of SecAgg+; `compute` makes its vector."""
     from flwr.app import Message
     from flwr.client.mod.secure_aggregation.secaggplus_mod import secaggplus_mod
     from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
@@ -74,13 +70,7 @@ def answer_unmasked(packet: Packet, compute: Callable[[Packet], Packet]) -> Pack
 
 
 class SecureSum:
-    """The server's side of SecAgg+: sums the terms of a stage.
-
-    Args:
-        grid: Flower's grid.
-        bound: the largest absolute value of a float term.
-        poll_seconds: seconds between two looks for replies.
-    """
+    """The server's side of SecAgg+: sums the terms of a stage."""
 
     least, problem = 2, ""
     most: int | None = None

@@ -24,30 +24,13 @@ class KeptStateError(FedpaxError):
 
 
 class KeptState:
-    """States of one participant in one run of one program, by the round that made them.
-
-    Args:
-        folder: a folder of this participant alone.
-
-    Example:
-        >>> import tempfile
-        >>> import numpy as np
-        >>> kept = KeptState(Path(tempfile.mkdtemp()))
-        >>> kept.write("3.0", {"control": np.float32([1, 2])})
-        >>> kept.read("3.0")["control"].tolist(), kept.read("4.0")
-        ([1.0, 2.0], None)
-    """
+    """States of one participant in one run of one program, by the round that made them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def read(self, key: str) -> dict[str, Any] | None:
-        """Return the values of a round, or None if there are none.
-
-        Raises:
-            KeptStateError: the file cannot be read, or is damaged.
-            PermissionError: this user must not read the file.
-        """
+        """Return the values of a round, or None if there are none."""
         path = self._path(key)
         try:
             content = read_file(path, STATE_BYTES)

@@ -53,15 +53,7 @@ LoadData: TypeAlias = Callable[[Node], Examples | Callable[[int], Cohort]]
 
 
 class NodeProgram:
-    """Answers the packets of a server with a program.
-
-    Args:
-        program: the program.
-        load_data: loads the data of a participant.
-        folder: the folder of kept states.
-        counts_releases: whether `count_release` limits the private sums, as it must on a node
-            with data of its own. Default False: a simulation.
-    """
+    """Answers the packets of a server with a program."""
 
     def __init__(
         self,
@@ -79,12 +71,7 @@ class NodeProgram:
         self._sums = NodeSums(self._least_masked or 0)
 
     def answer(self, packet: Packet, config: Mapping[str, Any]) -> Packet:
-        """Return the answer to a packet: the answer of a stage, or a refusal in words.
-
-        Args:
-            packet: the packet of the server.
-            config: the settings of the node.
-        """
+        """Return the answer to a packet: the answer of a stage, or a refusal in words."""
         values = packet.values
         identity = {"program": self.program.program, "jax": jax.__version__}
         try:
@@ -228,13 +215,7 @@ def _type_alone(error: Exception) -> str:
 
 
 class OneParticipant(Sequence[Any]):
-    """A population of which one participant has examples here.
-
-    Args:
-        number: size of the population.
-        participant: the participant.
-        examples: the indices of its examples.
-    """
+    """A population of which one participant has examples here."""
 
     def __init__(self, number: int, participant: int, examples: NDArray[np.int64]) -> None:
         self._number, self._participant, self._examples = number, participant, examples

@@ -34,11 +34,7 @@ KIND = "sum"
 
 
 class NodeSums:
-    """A node's part in secure sums.
-
-    Args:
-        least: the fewest participants of a sum.
-    """
+    """A node's part in secure sums."""
 
     def __init__(self, least: int) -> None:
         self._least = max(least, LEAST_PARTICIPANTS)
@@ -51,16 +47,7 @@ class NodeSums:
         terms: Sequence[Any] | None = None,
         before_opening: Callable[[], None] = lambda: None,
     ) -> Packet:
-        """Answer a packet of a sum.
-
-        Args:
-            values: the values of the packet.
-            terms: this participant's terms, for the phase of masked terms.
-            before_opening: is called before an answer that opens the sum: it reveals the masks.
-
-        Raises:
-            SecureSumError: the request is not one that the protocol allows.
-        """
+        """Answer a packet of a sum."""
         from fedpax.secure_sums.site_side import SiteSide
 
         session, request = str(values["session"]), json.loads(str(values["request"]))
@@ -89,13 +76,7 @@ class NodeSums:
 
 
 class ServerSums:
-    """The server's part in secure sums.
-
-    Args:
-        network: carries the packets.
-        log: where the reason is told if a sum fails.
-        poll_seconds: seconds between two looks for replies.
-    """
+    """The server's part in secure sums."""
 
     least, problem = LEAST_PARTICIPANTS, ""
     most: int | None = MAX_SITES

@@ -15,14 +15,7 @@ _HEADER = "position"
 
 
 def write_position(path: Path, run: str, program: str, position: Position) -> None:
-    """Write a position, completely or not at all.
-
-    Args:
-        path: the file.
-        run: name of the run, by which participants keep their states.
-        program: the sha256 of the program.
-        position: the position.
-    """
+    """Write a position, completely or not at all."""
     said = {
         "run": run,
         "program": program,
@@ -34,12 +27,7 @@ def write_position(path: Path, run: str, program: str, position: Position) -> No
 
 
 def read_position(path: Path, program: str) -> tuple[str, Position] | None:
-    """Return the run and its position, or None if there is no file.
-
-    Raises:
-        ConfigurationError: the file is damaged, or of another program.
-        PermissionError: this user must not read the file.
-    """
+    """Return the run and its position, or None if there is no file."""
     try:
         values = decode_values(read_file(path, STATE_BYTES))
         header = parse_json(values.pop(_HEADER).tobytes())

@@ -16,17 +16,7 @@ class PrivacySpentError(FedpaxError):
 
 
 def count_release(path: Path, name: str, *, rounds: int, sums: int) -> None:
-    """Count a private sum that a participant helps to open, unless it is counted already.
-
-    Args:
-        path: the file that counts the sums of one program, over all runs.
-        name: the name of the sum.
-        rounds: the number of rounds that are allowed.
-        sums: the number of private sums of a round.
-
-    Raises:
-        PrivacySpentError: there have been as many sums as those rounds have.
-    """
+    """Count a private sum that a participant helps to open, unless it is counted already."""
     try:
         opened = list(filter(None, read_file(path, _BYTES).decode().splitlines()))
     except FileNotFoundError:

@@ -91,11 +91,7 @@ class Roster:
             self._asked.discard(node)
 
     def participants(self) -> dict[int, int]:
-        """Return the node of each participant, in the order of their numbers.
-
-        Raises:
-            ArgumentError: two nodes have the same number, some have none, or one is too large.
-        """
+        """Return the node of each participant, in the order of their numbers."""
         if all(k < 0 for k in self._partitions.values()):
             return self._numbered()
         remedy = (

@@ -51,14 +51,7 @@ class SecureSum(Protocol):
         quorum: int,
         seconds: float | None,
     ) -> tuple[list[int], list[Any]]:
-        """Return the nodes whose terms were summed, and the sums; `[]` and `[]` if too few.
-
-        Args:
-            packets: the packet of each node.
-            terms: name, shape and dtype of each term.
-            quorum: the fewest nodes, whose shares open the sum.
-            seconds: the deadline of each of the four exchanges, or None.
-        """
+        """Return the nodes whose terms were summed, and the sums; `[]` and `[]` if too few."""
         ...
 
 
@@ -97,19 +90,7 @@ class Position(NamedTuple):
 
 
 class RoundServer:
-    """Runs the rounds of a program on nodes.
-
-    Args:
-        network: carries the packets.
-        program: the program.
-        run: name of the run: participants keep their states by it.
-        rules: when a round ends.
-        seed: seed of the initial parameters.
-        log: where progress is told.
-        sleep: waits some seconds.
-        secure: sums the terms of the nodes, so that the server does not see them. Default None: it
-            sees them.
-    """
+    """Runs the rounds of a program on nodes."""
 
     def __init__(
         self,
@@ -156,18 +137,7 @@ class RoundServer:
         return Position(0, self.program.initial_server(self.seed), {})
 
     def advance(self, position: Position) -> tuple[Position, dict[str, Any]]:
-        """Run one round.
-
-        Args:
-            position: the position before the round.
-
-        Returns:
-            The position after it, and the metrics of the round by name, with `participants`.
-
-        Raises:
-            RoundError: fewer participants than the quorum answered, three times; or once, after
-                the round has opened a private sum.
-        """
+        """Run one round."""
         number = position.round
         for attempt in range(_ATTEMPTS):
             key = f"{number}.{attempt}"

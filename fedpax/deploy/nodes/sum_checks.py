@@ -11,14 +11,7 @@ LEAST_PARTICIPANTS = 3
 
 
 def check_program(program: Any, quorum: int, least: int = 2, most: int | None = None) -> None:
-    """Raise an ArgumentError if a program sends anything else than terms of sums.
-
-    Args:
-        program: a `fedpax.deploy.round_program.RoundProgram`.
-        quorum: the fewest participants that must answer.
-        least: the fewest participants of a sum that the protocol opens.
-        most: the most participants of a sum. Default None: no limit.
-    """
+    """Raise an ArgumentError if a program sends anything else than terms of sums."""
     if most is not None and program.size > most:
         raise ArgumentError(
             f"secure=true with {program.size} participants in a round, expected at most {most}: "
@@ -62,13 +55,7 @@ def check_program(program: Any, quorum: int, least: int = 2, most: int | None = 
 
 
 def check_masks(program: Any, quorum: int, *, is_secure: bool) -> None:
-    """Raise an ArgumentError if a program needs masks, and the run would open a sum without them.
-
-    Args:
-        program: a `fedpax.deploy.round_program.RoundProgram`.
-        quorum: the fewest participants that must answer.
-        is_secure: whether terms are masked.
-    """
+    """Raise an ArgumentError if a program needs masks, and the run opens sums without them."""
     least = program.artifact.manifest["least_masked"]
     if least is None:
         return

@@ -16,12 +16,7 @@ _LARGEST_RANGE = 2**30  # Flower rounds to int32
 
 
 def range_of(participants: int) -> int:
-    """Return the number of levels of a term: sums of all participants stay below the modulus.
-
-    Example:
-        >>> range_of(3) == 2**30, range_of(1000) == 2**22
-        (True, True)
-    """
+    """Return the number of levels of a term: sums of all participants stay below the modulus."""
     levels = _LARGEST_RANGE
     while levels * participants >= MODULUS:
         levels //= 2
@@ -29,11 +24,7 @@ def range_of(participants: int) -> int:
 
 
 def to_vector(terms: Sequence[Any], bound: float, levels: int) -> bytes:
-    """Return terms as one vector of float64 within `bound`, in NumPy's format.
-
-    Raises:
-        ArgumentError: a term is beyond the bound, or not finite: clipping would change the sum.
-    """
+    """Return terms as one vector of float64 within `bound`, in NumPy's format."""
     parts = []
     for term in terms:
         values = np.asarray(term).astype(np.float64).ravel()
@@ -57,14 +48,7 @@ def to_vector(terms: Sequence[Any], bound: float, levels: int) -> bytes:
 def from_vector(
     total: Any, terms: Sequence[Mapping[str, Any]], bound: float, levels: int
 ) -> list[Any]:
-    """Return the sums of terms from the sum of vectors of `to_vector`.
-
-    Args:
-        total: the sum, float64.
-        terms: name, shape and dtype of each term.
-        bound: as for `to_vector`.
-        levels: as for `to_vector`.
-    """
+    """Return the sums of terms from the sum of vectors of `to_vector`."""
     sums, start = [], 0
     for term in terms:
         dtype = np.dtype(term["dtype"])

@@ -54,13 +54,7 @@ class Agreement:
         self._calls, self._watch, self._progress, self._stop = calls, watch, progress, stop
 
     def wait_for_sites(self, number: int, least: int, *, ready: bool) -> bool:
-        """Wait until so many sites are there; False at a signal.
-
-        Args:
-            number: number of sites that it waits for.
-            least: number of sites that are enough as soon as one is refused.
-            ready: whether only sites that can take part count.
-        """
+        """Wait until so many sites are there; False at a signal."""
         self._exchange.waits_for = f"{number} sites"
         self._progress.note(f"waiting for {number} sites")
 
@@ -74,12 +68,7 @@ class Agreement:
     # ---- inputs
 
     def agree(self, number: int, least: int) -> bool:
-        """Make the inputs that all sites share, from what they tell; False at a signal.
-
-        Args:
-            number: number of sites that it waits for.
-            least: number of sites that are enough as soon as one is refused.
-        """
+        """Make the inputs that all sites share, from what they tell; False at a signal."""
         while self.wait_for_sites(number, least, ready=False):
             present = self._exchange.begin_agreement()
             if self._refuse(*self._compare(present)):
@@ -142,16 +131,7 @@ class Agreement:
     # ---- batches
 
     def settle_types(self, types: Json | None, number: int, least: int) -> bool:
-        """Decide the types of a batch: as the experiment has them, or as most sites do.
-
-        Args:
-            types: the experiment's own; None if it cannot tell them without data.
-            number: number of sites whose votes count.
-            least: number of sites that are enough as soon as one is refused.
-
-        Returns:
-            False at a signal.
-        """
+        """Decide the types of a batch: as the experiment has them, or as most sites do."""
         if types is not None:
             self._exchange.publish(types=types)
             self._refuse(count_votes(self._batches(), in_words(types)).refused, None)

@@ -24,18 +24,7 @@ def drop_replies(
     replies: Mapping[str, Reply],
     who: Participants,
 ) -> dict[str, str]:
-    """Return the sites whose replies to the last stage are not merged, with reasons.
-
-    Args:
-        guard: the rules.
-        calls: reads the terms of replies, which can be on the disk.
-        program: the program of the round.
-        state: the state before the round.
-        earlier: the merged replies to earlier stages.
-        request: the request of the last stage.
-        replies: the replies to it.
-        who: the clients that take part.
-    """
+    """Return the sites whose replies to the last stage are not merged, with reasons."""
     stages = program.stages
 
     def finish(reply: tuple[Any, Any, list[int]]) -> Params:
@@ -77,16 +66,6 @@ def leave_one_out(
     """Yield each site with the merged terms of the other sites, in the order of the sites.
 
     It reads the terms of n sites n log2(n) times in all, and has log2(n) merged terms at a time.
-
-    Args:
-        sites: names.
-        read: returns the terms of a site.
-        merge: merges the terms of two groups; it is associative.
-        rest: merged terms of further sites. Default: there are none.
-
-    Example:
-        >>> dict(leave_one_out("abc", lambda site: [site], lambda x, y: [x[0] + y[0]]))
-        {'a': ['bc'], 'b': ['ac'], 'c': ['ab']}
     """
     if len(sites) == 1:
         yield sites[0], rest

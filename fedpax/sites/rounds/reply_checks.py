@@ -20,14 +20,7 @@ Each time its clients get new numbers, and the coordinator traces its program ag
 
 
 def check_size(name: str, description: Json, count: int, most: int) -> None:
-    """Raise if a site that joins has a large description, or too many clients.
-
-    Args:
-        name: the site's name.
-        description: what it tells of itself.
-        count: its number of clients.
-        most: number of clients of a site, at most.
-    """
+    """Raise if a site that joins has a large description, or too many clients."""
     if (size := len(json.dumps(description))) > LONGEST_DESCRIPTION:
         raise MalformedError(
             f"site {name!r} has a description of {size:,} bytes, expected at most "

@@ -29,14 +29,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class SecretTerms:
-    """A site's part in the secure sums of its rounds.
-
-    Args:
-        name: the site's name.
-        least_sites: number of sites that a sum must have; terms are sent in such sums alone. 0:
-            the coordinator chooses whether terms are summed securely, of three sites or more.
-        signer: signs the keys of this site, and checks the keys of other sites.
-    """
+    """A site's part in the secure sums of its rounds."""
 
     def __init__(self, name: str, least_sites: int = 0, signer: "Signer | None" = None) -> None:
         self._name, self._least, self._signer = name, least_sites, signer

@@ -64,20 +64,7 @@ class _Program(NamedTuple):
 
 
 class SiteWorker:
-    """Answers the coordinator's tasks.
-
-    Args:
-        experiment: the experiment, with this site's own fields.
-        folder: the site's folder, for what its clients keep.
-        seed: random seed of the run.
-        save: `(round, params, below) -> None`, called with the model that the coordinator sends to
-            be evaluated if the site is to keep it, and with the fine-tuned model. `below` is the
-            model's folder below the site's folder, "" for the coordinator's model.
-        on_metrics: called with the round and the metrics of this site's held-out examples.
-        sums: this site's part in secure sums. Default None: of a site without a name.
-        personal: whether a model of each client's own is evaluated after the last round, and a
-            fine-tuned model of the site is evaluated and saved.
-    """
+    """Answers the coordinator's tasks."""
 
     def __init__(
         self,

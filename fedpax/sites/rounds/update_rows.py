@@ -25,11 +25,6 @@ class UpdateRows:
 
     A file is mapped into memory without a copy, so the memory does not grow with the number of
     clients: the server part reads blocks of columns, and pages that were read are dropped.
-
-    Args:
-        values: the values that the server part reads.
-        size: number of clients in a round, at most.
-        folder: folder of the files, which have no names and end with the process.
     """
 
     def __init__(self, values: Sequence[Value], size: int, folder: Path) -> None:

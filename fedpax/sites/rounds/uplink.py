@@ -28,11 +28,6 @@ class Uplink:
 
     What is lost in one round is part of the next sum, so errors do not add up. The key of the codec
     differs by round and by site.
-
-    Args:
-        up: the codec's name.
-        stage: the stage whose terms are sent.
-        adds: whether the terms are sums. Other terms are not encoded.
     """
 
     def __init__(self, up: str, stage: Stage, adds: bool) -> None:
@@ -67,14 +62,7 @@ class Uplink:
     def encode(
         self, number: int, site: int, arrays: Arrays, unsent: Sequence[Any]
     ) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
-        """Return a reply with encoded sums, and the losses of the sums.
-
-        Args:
-            number: the number of the round.
-            site: the number of the site's first client.
-            arrays: the reply in float32.
-            unsent: the losses of earlier sums of the site.
-        """
+        """Return a reply with encoded sums, and the losses of the sums."""
         sums = [arrays[name] for name in self._terms()]
         words, lost = _encode(self._codec, number, site, sums, [*unsent])
         encoded = {f"{SUM} {i}": np.asarray(x) for i, x in zip(self._types, words, strict=True)}

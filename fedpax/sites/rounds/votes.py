@@ -27,10 +27,6 @@ def count_votes(sites: Mapping[str, Properties], stated: Properties) -> Outcome:
     """Return the sites that differ from what the coordinator states, or from most other sites.
 
     A site without a property differs from none. No site counts more for being the first.
-
-    Example:
-        >>> count_votes({"a": {"x": "text"}, "b": {"x": "text"}, "c": {"x": "date"}}, {}).refused
-        {'c': "x is 'date' at this site, expected 'text', as 2 of 3 sites have it"}
     """
     refused: dict[str, str] = {}
     undecided = None

@@ -42,13 +42,7 @@ NO_GUARDS = GuardRules()
 
 
 class GuardedMerges:
-    """Drops votes of merges. Each fragment has norms of its own.
-
-    Args:
-        rules: the rules.
-        num_fragments: number of fragments.
-        evaluate: `params -> metrics` on the syncer's held-out data, for `accept_if`.
-    """
+    """Drops votes of merges. Each fragment has norms of its own."""
 
     def __init__(
         self,

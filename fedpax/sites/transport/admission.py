@@ -49,20 +49,6 @@ class Admission:
     A site is the name of its certificate. Without certificates it is the name that a message
     claims: then a site can escape under another name. So malformed messages mute and expel only
     sites with a certificate; otherwise, a stranger could expel a site by its name.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> admission = Admission(folder)
-        >>> handler = admission.guard(lambda peer, message: Message({"hello": peer}))
-        >>> handler("site-1", Message({})).header
-        {'hello': 'site-1'}
-        >>> expel(folder, "site-1", "left the consortium")  # here, or by `fedpax sites expel`
-        >>> time.sleep(SECONDS_BETWEEN_LOOKS)
-        >>> handler("site-1", Message({}))
-        Traceback (most recent call last):
-            ...
-        fedpax.sites.transport.calls.RefusedError: site 'site-1' is expelled from this run (left ...
     """
 
     def __init__(

@@ -30,11 +30,7 @@ def read_images(files: Sequence[DataFile], options: ReadOptions) -> pa.Table:
 def decode_images(
     contents: Sequence[bytes | DataFile], names: Sequence[str], options: ReadOptions
 ) -> pa.Array:
-    """Decode images on all cores.
-
-    Returns:
-        Tensors of uint8 `[height, width, channels]`: one channel if all images are gray, else RGB.
-    """
+    """Decode images on all cores."""
 
     def decode(content: bytes | DataFile, name: str) -> UInt8[np.ndarray, "..."]:
         stream = content.open() if isinstance(content, DataFile) else io.BytesIO(content)

@@ -110,6 +110,16 @@ def test_examples_of_page(path: Path) -> None:
     run_page(path)
 
 
+@pytest.mark.slow
+def test_the_table_of_transfers_is_printed_as_its_page_shows_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = (ROOT / "docs" / "cost.md").read_text()
+    shown = page.partition("```text\n")[2].partition("\nFLOPs")[0]
+    exec(BLOCK.findall(page)[0], {})
+    assert capsys.readouterr().out.partition("\nFLOPs")[0] == shown
+
+
 @pytest.mark.parametrize("name", getattr(fedpax, "__all__", ()))
 def test_every_public_name_has_an_example(name: str) -> None:
     assert ">>>" in (getattr(fedpax, name).__doc__ or "")

@@ -35,16 +35,20 @@ from fedpax.sites.rounds.coordinator_program import cohort_types, expected_array
 from fedpax.sites.rounds.coordinator_state import divide
 from fedpax.sites.rounds.round_rules import RoundRules
 from fedpax.sites.rounds.run_coordinator import run_coordinator
+from fedpax.sites.rounds.secret_terms import TASK as SUM
+from fedpax.sites.rounds.secret_terms import SecretTerms
 from fedpax.sites.transport.calls import Connection, DisconnectedError, connect
 from fedpax.sites.transport.message import Message
 from fedpax.training.experiment import Experiment
 from fedpax.training.training_config import TrainingConfig
 
+SECURE_SUMS = "secure sums"
 AGGREGATORS: dict[str, Callable[[], Aggregator]] = {
     "mean": mean,
     "median": coordinate_median,
     "trimmed mean": lambda: trimmed_mean(0.25),
     "krum": lambda: krum(0),
+    SECURE_SUMS: mean,
 }
 
 
@@ -126,7 +130,7 @@ def _coordinate(pipe: Pipe, experiment: Federation, folder: str, sites: int) -> 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     pipe.send((f"127.0.0.1:{port}", identify(experiment, {}, (), {})._asdict()))
-    rules = RoundRules(sites, 600.0)
+    rules = RoundRules(sites, 600.0, secure_sums=experiment.aggregator == SECURE_SUMS)
     run_coordinator(experiment, folder, f"127.0.0.1:{port}", rules=rules, goodbye_seconds=60.0)
     # Not ru_maxrss, which begins with the memory of the process that started this one.
     status = Path("/proc/self/status").read_text("utf-8")
@@ -142,6 +146,7 @@ def _send(
 ) -> None:
     """Answer a coordinator's tasks with one update until the run is finished."""
     incarnation, known, replies = secrets.token_hex(8), False, dict[int, Any]()
+    sums = SecretTerms(name)
 
     def call(kind: str, arrays: Mapping[str, np.ndarray] | None = None, **fields: Any) -> Message:
         header = {"kind": kind, "site": name, "incarnation": incarnation, **fields}
@@ -165,10 +170,14 @@ def _send(
         if task["task"] == "evaluate":
             call("reply", fields={"metrics": {}, "examples": 0}, **place)
             continue
+        if task["task"] == SUM:
+            call("reply", fields=sums.answer(task), **place)
+            continue
         replies = replies or _replies(experiment, task["num_clients"], update)
         while call("offer").header["status"] == "later":
             time.sleep(0.2)
-        call("reply", replies[task["stage"]], fields={"examples": 1}, **place)
+        fields, arrays = sums.send(task, {"examples": 1}, replies[task["stage"]])
+        call("reply", arrays, fields=fields, **place)
 
 
 def _replies(experiment: Federation, clients: int, update: np.ndarray) -> dict[int, Any]:

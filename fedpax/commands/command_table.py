@@ -164,7 +164,7 @@ COMMANDS = {
         """\
   fedpax syncer --exp=NAME --listen=HOST:PORT --job_log_dir=DIR [--certificates=DIR]
                 [--heartbeat_seconds=1] [--free_shard_after=1800] [--islands_per_certificate=1]
-                [--goodbye_seconds=15] [--allow_older_state] [--messages_per_minute=N]
+                [--goodbye_seconds=60] [--allow_older_state] [--messages_per_minute=N]
                 [--bytes_per_minute=N] [--min_sites=2] [--round_seconds=600]
                 [--silent_after=30] [--missed_rounds=3] [--clients_per_site=10000]
                 [--weights=examples|equal|capped:N] [--down=e3m0] [--up=e3m0]

@@ -125,7 +125,7 @@ FLAGS = {
         1,
         least=1,
     ),
-    "goodbye_seconds": Flag("seconds after the end in which islands can learn it", 15.0, least=0),
+    "goodbye_seconds": Flag("seconds after the end in which islands can learn it", 60.0, least=0),
     "messages_per_minute": Flag(
         "the most messages that a site may send in a minute; beyond them it is muted",
         math.inf,

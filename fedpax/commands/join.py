@@ -74,17 +74,11 @@ def _take_part(options: flags.FlagValues, experiment: Any, folder: Path) -> int:
         personal=options.personal,
         **_common(options),
     )
-    took_part = f"this site took part in {result.rounds} rounds"
-    again = "Run the same command again to return."
-    if result.gave_up:
-        print_line(f"Stopped: no syncer answers at {options.syncer}; {took_part}. {again}")
+    has_model = latest_round(folder) is not None
+    print_line(describe_site(result, options.job_log_dir, options.syncer, has_model=has_model))
+    if result.gave_up and not result.finished:
         return GAVE_UP
-    if result.signal is not None:
-        print_line(f"{result.signal.name}: {took_part}. {again}")
-        return 128 + result.signal
-    saved = "no model was received" if latest_round(folder) is None else "the model is saved"
-    print_line(f"Finished: {took_part}; {saved} in {options.job_log_dir}.")
-    return 0
+    return 0 if result.signal is None else 128 + result.signal
 
 
 def _common(options: flags.FlagValues) -> dict[str, Any]:
@@ -92,6 +86,35 @@ def _common(options: flags.FlagValues) -> dict[str, Any]:
     names = ("exp", "name", "certificates", "server_name", "give_up_after")
     arguments: dict[str, Any] = {name: options[name].value for name in names}
     return {**arguments, "allow_config_change": allowed_changes(options)}
+
+
+START_AGAIN = (
+    "Start the syncer, then run the same command again. A syncer whose run is finished tells it "
+    "for --goodbye_seconds when it is started again."
+)
+
+
+def describe_site(result: "JoinResult", folder: str, syncer: str, *, has_model: bool) -> str:
+    """Describe the result of a site with data of its own in words.
+
+    Example:
+        >>> from fedpax.sites.site_process import JoinResult
+        >>> result = JoinResult(7, finished=True, signal=None)
+        >>> describe_site(result, "runs/a", "oslo:7000", has_model=True)
+        'Finished: this site took part in 7 rounds; the model is saved in runs/a.'
+    """
+    saved = f"{'the model is saved' if has_model else 'no model was received'} in {folder}"
+    took_part = f"this site took part in {result.rounds} rounds"
+    if result.gave_up and result.finished:
+        return (
+            f"Finished before: {saved}. No syncer answers at {syncer}; if it has more rounds, "
+            "start it first, then run the same command again."
+        )
+    if result.gave_up:
+        return f"Stopped: no syncer answers at {syncer}; {took_part}. {START_AGAIN}"
+    if result.signal is not None:
+        return f"{result.signal.name}: {took_part}. Run the same command again to return."
+    return f"Finished: {took_part}; {saved}."
 
 
 def describe(result: "JoinResult", folder: str, syncer: str) -> str:
@@ -111,9 +134,5 @@ def describe(result: "JoinResult", folder: str, syncer: str) -> str:
             "start it first, then run the same command again."
         )
     if result.gave_up:
-        return (
-            f"Stopped: no syncer answers at {syncer}; {trained}. Start the syncer, then run the "
-            "same command again. A syncer whose run is finished tells it to its islands for "
-            "--goodbye_seconds when it is started again."
-        )
+        return f"Stopped: no syncer answers at {syncer}; {trained}. {START_AGAIN}"
     return f"Finished: the syncer has done all merges; {trained}."

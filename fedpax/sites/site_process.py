@@ -26,6 +26,9 @@ from fedpax.training.tracker import Tracker, track
 
 SECONDS_BETWEEN_NOTES = 10.0
 
+SECONDS_TO_ASK_AGAIN = 15.0
+"""Seconds for which a site whose run is finished asks whether the syncer has more rounds."""
+
 
 class SyncerResult(NamedTuple):
     """The result of a syncer, of islands or of rounds over sites with data of their own.

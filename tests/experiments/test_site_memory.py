@@ -9,8 +9,9 @@ from fedpax.experiments.benchmarks import site_memory
 pytestmark = pytest.mark.slow
 
 
-def test_the_memory_of_a_coordinator() -> None:
-    arguments = ["--sites=3", "--megabytes=2", "--rounds=1", "--aggregators=median"]
+@pytest.mark.parametrize("aggregator", ["median", "secure sums"])
+def test_the_memory_of_a_coordinator(aggregator: str) -> None:
+    arguments = ["--sites=3", "--megabytes=2", "--rounds=1", f"--aggregators={aggregator}"]
     (row,) = site_memory.main.run(arguments)
-    assert (row.aggregator, row.sites) == ("median", 3)
+    assert (row.aggregator, row.sites) == (aggregator, 3)
     assert 50 < row.megabytes < 5000

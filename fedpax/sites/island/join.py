@@ -31,7 +31,13 @@ from fedpax.sites.island.link import Link
 from fedpax.sites.island.local_model import LocalModel
 from fedpax.sites.island.shared_link import SharedLink
 from fedpax.sites.island.training_rounds import TrainingRounds
-from fedpax.sites.site_process import JoinResult, locked_folder, open_progress, patience
+from fedpax.sites.site_process import (
+    SECONDS_TO_ASK_AGAIN,
+    JoinResult,
+    locked_folder,
+    open_progress,
+    patience,
+)
 from fedpax.sites.site_run import build_parts, parts_of, tokens_per_step
 from fedpax.sites.transport.calls import Connection, connect
 from fedpax.training.experiment import Experiment, Run
@@ -40,7 +46,6 @@ from fedpax.training.progress import Progress, describe_devices
 from fedpax.training.startup_report import check_processes
 from fedpax.training.tracker import track
 
-SECONDS_TO_ASK_AGAIN = 15.0
 PROCESS_ENDED = 75  # EX_TEMPFAIL of sysexits.h: the same command can succeed later
 
 

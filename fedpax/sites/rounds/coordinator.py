@@ -194,7 +194,11 @@ class Coordinator:
                 self._state = self._start(self._program(self.exchange.sites.num_clients))
             return self._state.params
 
-        self._evaluation.say_goodbye(self.done, params, seconds)
+        if missing := self._evaluation.say_goodbye(self.done, params, seconds):
+            self._progress.note(
+                f"sites that have not asked for the last model: {', '.join(missing)}. If they lack "
+                "it, run the same command again, and start them"
+            )
 
     # ---- one round
 
@@ -249,9 +253,12 @@ class Coordinator:
         exchange, began = self.exchange, time.perf_counter()
         exchange.round = number
         ranges, total = exchange.snapshot()
-        ranges = {name: own for name, own in ranges.items() if name not in self._left}
-        if len(ranges) < self._rules.min_sites:  # the round needs such a site too
+        stayed = {name: own for name, own in ranges.items() if name not in self._left}
+        if len(stayed) >= self._rules.min_sites:
+            ranges = stayed
+        else:  # the round needs such a site too
             self._left = set()
+        if len(ranges) < self._rules.min_sites:
             return False
         program = self._program(total)
         if self._state is None:
@@ -357,7 +364,8 @@ class Coordinator:
                     check_repeatable(divided, request.stage, number)
                     names = ", ".join(sorted(left))
                     self._progress.note(
-                        f"round {number}: {names} left between stages; begins again without them"
+                        f"round {number}: {names} left between stages; begins again, without them "
+                        "if --min_sites allows it"
                     )
                     self._left |= left
                     return None

@@ -38,7 +38,7 @@ def run_coordinator(
     allow_config_change: Collection[str] = (),
     rules: RoundRules | None = None,
     heartbeat_seconds: float = 1.0,
-    goodbye_seconds: float = 15.0,
+    goodbye_seconds: float = 60.0,
     limits: SiteLimits = NO_LIMITS,
 ) -> SyncerResult:
     """Run the rounds of an experiment over sites that train on data of their own.
@@ -58,7 +58,7 @@ def run_coordinator(
         rules: when a round ends, and what its clients weigh. Default None: `RoundRules()`.
         heartbeat_seconds: seconds between a site's heartbeats, below `rules.silent_after`. Default
             1.0.
-        goodbye_seconds: seconds after the end in which sites can learn it. Default 15.0.
+        goodbye_seconds: seconds after the end in which sites can learn it. Default 60.0.
         limits: what a site may send. Default: malformed messages alone are limited.
 
     Returns:

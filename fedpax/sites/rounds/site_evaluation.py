@@ -19,6 +19,8 @@ from fedpax.sites.rounds.downlink import whole
 from fedpax.sites.rounds.exchange import Exchange
 from fedpax.sites.rounds.tasks import EVALUATION, SHARED, Task, new_token, numbered
 
+_SECONDS_BETWEEN_ATTEMPTS = 1.0
+
 
 class SiteEvaluation:
     """Sends the model to sites, and writes the metrics that they return."""
@@ -72,31 +74,40 @@ class SiteEvaluation:
             by_site |= {f"{OF_SITE}{name}/{key}": value for key, value in metrics.items()}
         self._log.add_evaluation(number, _weighted_mean(with_loss), by_site)
 
-    def say_goodbye(self, number: int, params: Callable[[], Params], seconds: float) -> None:
-        """Answer sites until each of them knows the end of the run, at most for `seconds`."""
+    def say_goodbye(self, number: int, params: Callable[[], Params], seconds: float) -> list[str]:
+        """Answer sites until each of them knows the end of the run, at most for `seconds`.
+
+        A site that is heard after that is answered too, for as long as a round waits for sites.
+
+        Returns:
+            The sites that this process has not given the model of the last round.
+        """
         deadline = time.monotonic() + seconds
-        with_model, exchange = self._with_model, self._exchange
+        end = deadline + self._round_seconds
+        with_model, exchange, sites = self._with_model, self._exchange, self._exchange.sites
         exchange.publish(finished=True, awaits_model=lambda name: name not in with_model)
+        members = [site for site in sites if not sites.is_expelled(site)]
 
         def lacks_model() -> bool:
             return any(site.name not in with_model for site in exchange.present())
 
-        def all_heard() -> bool:
-            return all(site.heard_end or site.left for site in exchange.sites)
+        def has_ended() -> bool:
+            now = time.monotonic()
+            unaware = [site for site in members if not (site.heard_end or site.left)]
+            if now >= deadline:
+                unaware = [site for site in unaware if sites.is_present(site, now)]
+            return now >= end or not (unaware or lacks_model())
 
-        while not self._stop() and time.monotonic() < deadline:
+        while not self._stop() and not has_ended():
             if lacks_model():  # a site that was absent before
-                left = max(0.1, deadline - time.monotonic())
+                now, before = time.monotonic(), len(with_model)
+                left = max(0.1, (deadline if now < deadline else end) - now)
                 self.evaluate(number, params(), last=True, seconds=left)
-            if (
-                exchange.wait_for(
-                    lambda: all_heard() or lacks_model() or time.monotonic() >= deadline,
-                    self._stop,
-                )
-                and not lacks_model()
-            ):
-                break
+                if len(with_model) == before:
+                    time.sleep(_SECONDS_BETWEEN_ATTEMPTS)
+            exchange.wait_for(lambda: lacks_model() or has_ended(), self._stop)
         self._watch.update(force=True)
+        return [site.name for site in members if site.name not in with_model]
 
 
 def evaluation_of(experiment: Any) -> Callable[[Params], dict[str, float]]:

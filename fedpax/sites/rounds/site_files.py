@@ -21,12 +21,24 @@ class SiteState(NamedTuple):
     params: Params
 
 
-def write_run(folder: Path, experiment: Any, exp: str, run: str | None) -> None:
+class SiteFile(NamedTuple):
+    """The content of `site.json`: the run's name, and whether the site has its last model."""
+
+    run: str | None = None
+    finished: bool = False
+
+
+def write_run(folder: Path, experiment: Any, exp: str, run: SiteFile) -> None:
     """Make a folder a run's, which `fedpax evaluate` and other commands read."""
     folder.mkdir(exist_ok=True)
     write_configuration(folder, experiment, exp)
     experiment.write_inputs(folder)
-    write_atomically(folder / SITE_FILE, json.dumps({"run": run}) + "\n")
+    write_site_file(folder, run)
+
+
+def write_site_file(folder: Path, run: SiteFile) -> None:
+    """Write `site.json`."""
+    write_atomically(folder / SITE_FILE, json.dumps(run._asdict()) + "\n")
 
 
 def save_model(folder: Path, round_number: int, params: Params, experiment: Any) -> None:
@@ -37,15 +49,15 @@ def save_model(folder: Path, round_number: int, params: Params, experiment: Any)
         checkpoints.wait()
 
 
-def read_run(folder: Path) -> str | None:
-    """Return the name of a site's run; None in a new folder."""
+def read_run(folder: Path) -> SiteFile:
+    """Read `site.json` of a site's folder; no run in a new folder."""
     path = folder / SITE_FILE
     if not path.exists():
-        return None
+        return SiteFile()
     try:
-        run = read_json(path)["run"]
-        if not isinstance(run, str):
-            raise ArgumentTypeError(f"run is {run!r}")
+        run = SiteFile(**read_json(path))
+        if not isinstance(run.run, str):
+            raise ArgumentTypeError(f"run is {run.run!r}")
         return run
     except PermissionError:
         raise

@@ -19,7 +19,10 @@ CLIENTS_PER_SITE = 10_000
 """Default number of clients that a site may have at most."""
 
 _COUNTS = ("rounds", "late", "dropped", "sent_bytes", "received_bytes")
-_SAVED = ("name", "first", "count", "counted", "heldout", "releases", "epsilon", "weight", *_COUNTS)
+_SAVED = (
+    *("name", "first", "count", "renumbered", "counted", "heldout", "releases", "epsilon"),
+    *("weight", *_COUNTS),
+)
 
 
 class Site:
@@ -113,6 +116,10 @@ class SiteTable:
         """Tell whether a site is heard."""
         heard = not site.left and now - site.seen <= self._silent_after
         return heard and not self._is_expelled(site.name)
+
+    def is_expelled(self, site: Site) -> bool:
+        """Tell whether a site is expelled."""
+        return self._is_expelled(site.name)
 
     def hears(self, name: str, now: float) -> bool:
         """Tell whether the site of a name is heard."""

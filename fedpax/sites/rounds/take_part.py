@@ -23,10 +23,22 @@ from fedpax.sites.rounds.downlink import WHOLE, Receiver
 from fedpax.sites.rounds.exchange import LARGE
 from fedpax.sites.rounds.run_coordinator import check_supported
 from fedpax.sites.rounds.secret_terms import SecretTerms
-from fedpax.sites.rounds.site_files import read_run, save_model, write_run
+from fedpax.sites.rounds.site_files import (
+    SiteFile,
+    read_run,
+    save_model,
+    write_run,
+    write_site_file,
+)
 from fedpax.sites.rounds.site_worker import SiteWorker, UnknownRoundError
-from fedpax.sites.rounds.tasks import ROUND
-from fedpax.sites.site_process import JoinResult, locked_folder, open_progress, patience
+from fedpax.sites.rounds.tasks import EVALUATION, ROUND
+from fedpax.sites.site_process import (
+    SECONDS_TO_ASK_AGAIN,
+    JoinResult,
+    locked_folder,
+    open_progress,
+    patience,
+)
 from fedpax.sites.transport.calls import (
     MAX_MESSAGE_BYTES,
     Connection,
@@ -80,6 +92,7 @@ def take_part(
         server_name: the name in the coordinator's certificate. Default None: the host of `syncer`.
         allow_config_change: as in `fedpax.training.trainer.train`.
         give_up_after: seconds without an answer of a coordinator after which the site stops.
+            Default 600.0. A site that has the model of the last round waits at most 15 seconds.
         only_sums_of: number of sites, at least 2, that a secure sum must have; the terms of this
             site are sent in such sums alone. Default 0: the coordinator chooses.
         personal: whether a model of each client's own is evaluated after the last round: the one
@@ -166,7 +179,7 @@ class Site:
             sums=sums or SecretTerms(name),
             personal=personal,
         )
-        self._run = read_run(folder)
+        self._run, self._has_last_model = read_run(folder)
         self._has_inputs = self._opened = False
         self._heartbeat_seconds = 2.0
         content = experiment.shared_content()
@@ -197,8 +210,9 @@ class Site:
                 if self.finished:
                     return
             except DisconnectedError as error:
-                if time.monotonic() - silent_since > self._give_up_after:
-                    self.gave_up = True
+                most = SECONDS_TO_ASK_AGAIN if self._has_last_model else self._give_up_after
+                if time.monotonic() - silent_since > min(most, self._give_up_after):
+                    self.gave_up, self.finished = True, self._has_last_model
                     return
                 note_waiting(error)
                 time.sleep(pause * random.uniform(0.5, 1.0))
@@ -236,6 +250,8 @@ class Site:
                 return False
             case "finished":
                 self.finished = True
+                if self._opened:
+                    self._note_last_model()
             case "inputs":
                 self._set_inputs(header["inputs"])
             case "task":
@@ -257,7 +273,8 @@ class Site:
         if self._opened:
             return
         self._opened = True
-        write_run(self._folder, self._experiment, self._exp, self._run)
+        self._has_last_model = False
+        write_run(self._folder, self._experiment, self._exp, SiteFile(self._run))
         metrics = MetricsWriter(self._folder, after=2**31)
         self._writer = self._metrics.enter_context(metrics)
 
@@ -270,6 +287,8 @@ class Site:
             fields, arrays = self._worker.work(task.header, received)
         except UnknownRoundError:
             fields, arrays = {"fault": "this process began after the round"}, {}
+        if task.header["task"] == EVALUATION and task.header["save"]:
+            self._note_last_model()
         place = {"token": task.header["token"], "stage": task.header["stage"]}
         try:
             answer = self._reply(arrays, **place, fields=fields)
@@ -317,6 +336,11 @@ class Site:
 
     # ---- files
 
+    def _note_last_model(self) -> None:
+        """Write that this site has the model of the last round, and what is made of it."""
+        self._has_last_model = True
+        write_site_file(self._folder, SiteFile(self._run, finished=True))
+
     def _note_metrics(self, round_number: int, metrics: dict[str, float]) -> None:
         self._writer.write("evaluation", round_number, metrics)
         self._progress.show_evaluation(round_number, metrics)
@@ -326,5 +350,5 @@ class Site:
         if latest_round(folder) == round_number:  # the coordinator asks again
             return
         if below:
-            write_run(folder, self._experiment, self._exp, self._run)
+            write_run(folder, self._experiment, self._exp, SiteFile(self._run))
         save_model(folder, round_number, params, self._experiment)

@@ -57,7 +57,7 @@ def run_syncer(
     heartbeat_seconds: float = 1.0,
     free_shard_after: float = FREE_SHARD_AFTER,
     islands_per_certificate: int = 1,
-    goodbye_seconds: float = 15.0,
+    goodbye_seconds: float = 60.0,
     allow_older_state: bool = False,
     limits: SiteLimits = NO_LIMITS,
     guards: GuardRules = NO_GUARDS,
@@ -86,7 +86,7 @@ def run_syncer(
         free_shard_after: seconds without a message of an island after which another island can
             take its shard. Default 1800.0.
         islands_per_certificate: the most islands of one certificate. Default 1.
-        goodbye_seconds: seconds after the end in which islands can learn it. Default 15.0.
+        goodbye_seconds: seconds after the end in which islands can learn it. Default 60.0.
         allow_older_state: whether the run may continue from a saved state that is older than the
             newest merge in `merges.jsonl`, such as a restored copy. Default False.
         limits: what each site may send. Default: no limit of messages and bytes; a site that sends

@@ -5,7 +5,7 @@ import ipaddress
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes
 
 from fedpax.errors import ArgumentError
 from fedpax.files import read_file
@@ -105,6 +106,7 @@ def record_issued(folder: Path, certificates: dict[str, x509.Certificate], by: s
                 "name": name,
                 "by": by,
                 "serial": f"{certificate.serial_number:x}",
+                "key": fingerprint(certificate.public_key()),
                 "expires": certificate.not_valid_after_utc.isoformat(),
             }
         )
@@ -117,8 +119,31 @@ def record_issued(folder: Path, certificates: dict[str, x509.Certificate], by: s
         os.fsync(file.fileno())
 
 
-def issued_names(folder: Path) -> dict[str, str]:
-    """Return the names with certificates, and how they got them: by "names" or by "request"."""
+def fingerprint(public: CertificatePublicKeyTypes) -> str:
+    """Return the fingerprint of a public key."""
+    digest = hashes.Hash(hashes.SHA256())
+    digest.update(
+        public.public_bytes(
+            serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+    )
+    return f"SHA256:{digest.finalize().hex()}"
+
+
+class Issued(NamedTuple):
+    """The certificates of an authority.
+
+    Attributes:
+        names: the names, and how they got a certificate: by "names" or by "request".
+        keys: the names by the fingerprints of their keys, as far as the list has them.
+    """
+
+    names: Mapping[str, str]
+    keys: Mapping[str, str]
+
+
+def read_issued(folder: Path) -> Issued:
+    """Return the certificates of the authority in a folder."""
     # An authority of an earlier version has no list; its certificates are made beside it.
     beside = {
         path.parent.name: "names" for path in folder.resolve().parent.glob("*/certificate.pem")
@@ -126,10 +151,12 @@ def issued_names(folder: Path) -> dict[str, str]:
     beside.pop(folder.resolve().name, None)
     path = folder / ISSUED_FILE
     try:
-        lines = read_file(path).decode().splitlines()
-        return beside | {str(entry["name"]): str(entry["by"]) for entry in map(json.loads, lines)}
+        entries = [json.loads(line) for line in read_file(path).decode().splitlines()]
+        names = beside | {str(entry["name"]): str(entry["by"]) for entry in entries}
+        keys = {str(entry["key"]): str(entry["name"]) for entry in entries if "key" in entry}
+        return Issued(names, keys)
     except FileNotFoundError:
-        return beside
+        return Issued(beside, {})
     except (ValueError, KeyError, TypeError):
         raise ArgumentError(
             f"{path} is damaged, expected a line of JSON with `name` and `by` for each "

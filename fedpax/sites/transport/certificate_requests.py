@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedpax.errors import ArgumentError
@@ -17,8 +17,9 @@ from fedpax.files import read_file
 from fedpax.sites.transport.authority import (
     check_days,
     check_name,
-    issued_names,
+    fingerprint,
     read_authority,
+    read_issued,
     record_issued,
 )
 from fedpax.sites.transport.certificate_files import (
@@ -80,7 +81,7 @@ def make_request(out: Path | str, name: str) -> str:
     with new_folder(Path(out)) as temporary:
         request = builder.sign(key, hashes.SHA256())
         write_files(temporary, {KEY_FILE: key, REQUEST_FILE: request})
-    return _fingerprint(key.public_key())
+    return fingerprint(key.public_key())
 
 
 def sign_request(
@@ -113,8 +114,8 @@ def sign_request(
         FileNotFoundError: there is no authority in the folder `authority`.
         OSError: the request cannot be read.
         ValueError: the request is malformed, is not signed by its key, has another type of key,
-            asks for the rights of an authority or for other names, or its name is malformed or
-            given; or another argument is out of range.
+            asks for the rights of an authority or for other names, its name is malformed or given,
+            or its key belongs to another name; or another argument is out of range.
 
     Example:
         >>> import tempfile
@@ -136,13 +137,20 @@ def sign_request(
     name, public = _check_request(Path(request))
     authority = Path(authority)
     issuer = read_authority(authority)
-    _check_is_free(name, issued_names(authority).get(name), replace)
+    issued, key = read_issued(authority), fingerprint(public)
+    _check_is_free(name, issued.names.get(name), replace)
+    if (former := issued.keys.get(key, name)) != name:
+        raise ArgumentError(
+            f"--sign={request}: the key of {name!r} belongs to the site {former!r}, expected a "
+            "key of one site: an expelled site could return under another name. Compare the "
+            "fingerprint by telephone, and let the site make a new request in an empty folder."
+        )
     certificate = issuer.issue(name, public, days, only_connects=True)
     with new_folder(Path(out)) as temporary:
         # The list comes first: a certificate that is not in it could be given twice.
         record_issued(authority, {name: certificate}, "request")
         write_files(temporary, {AUTHORITY_FILE: issuer.certificate, CERTIFICATE_FILE: certificate})
-    return SignedRequest(name, _fingerprint(public), certificate.not_valid_after_utc)
+    return SignedRequest(name, key, certificate.not_valid_after_utc)
 
 
 def _check_request(path: Path) -> tuple[str, ec.EllipticCurvePublicKey]:
@@ -193,13 +201,3 @@ def _check_is_free(name: str, given_by: str | None, replace: bool) -> None:
             "site asks again, such as after its certificate has expired, pass --replace; else let "
             "the site choose another name."
         )
-
-
-def _fingerprint(public: ec.EllipticCurvePublicKey) -> str:
-    digest = hashes.Hash(hashes.SHA256())
-    digest.update(
-        public.public_bytes(
-            serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-        )
-    )
-    return f"SHA256:{digest.finalize().hex()}"

@@ -101,6 +101,21 @@ def test_a_given_name_is_given_again_only_by_option(folder: Path, tmp_path: Path
     assert sorted(os.listdir(tmp_path / "signed")) == ["authority.pem", "certificate.pem"]
 
 
+def test_a_key_has_one_name(folder: Path, tmp_path: Path) -> None:
+    authority = folder / "authority" / "authority"
+    key = serialization.load_pem_private_key((folder / "me" / "key.pem").read_bytes(), None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    for name in ("hospital-1", "hospital-7"):
+        subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+        request = x509.CertificateSigningRequestBuilder().subject_name(subject)
+        signed = request.sign(key, hashes.SHA256())
+        (tmp_path / f"{name}.pem").write_bytes(signed.public_bytes(serialization.Encoding.PEM))
+    with pytest.raises(ValueError, match=r"of 'hospital-7' belongs to the site 'hospital-1', exp"):
+        sign_request(tmp_path / "hospital-7.pem", authority, tmp_path / "signed", replace=True)
+    assert not (tmp_path / "signed").exists()
+    sign_request(tmp_path / "hospital-1.pem", authority, tmp_path / "signed", replace=True)
+
+
 @pytest.mark.parametrize("listed", [True, False])
 def test_the_names_of_the_coordinator_are_never_given(tmp_path: Path, listed: bool) -> None:
     make_certificates(tmp_path / "a", ["syncer.example.org"])

@@ -17,7 +17,7 @@ from fedpax.data.tables.values import is_missing
 from fedpax.errors import ArgumentError
 from fedpax.user_files.load_options import parse_types
 
-_BLOCK_BYTES = 1 << 26
+_BLOCK_BYTES = 1 << 23
 
 
 class PreparedFiles(Protocol):

@@ -47,11 +47,11 @@ class CohortConfig(CheckedConfig):
         population: Partition,
         sampler: ClientSampler,
         preprocess: Preprocess,
-        **sizes: int,
+        **layout: Any,
     ) -> CohortRounds:
-        """Make the rounds of the sampled clients, for a number of devices and a chunk size."""
+        """Make the rounds of the sampled clients; `layout` are arguments of `cohort_rounds`."""
         names = ("batch_size", "local_epochs", "max_steps", "seed")
-        settings: dict[str, Any] = {name: getattr(self, name) for name in names} | sizes
+        settings: dict[str, Any] = {name: getattr(self, name) for name in names} | layout
         return cohort_rounds(examples, population, sampler, preprocess=preprocess, **settings)
 
 

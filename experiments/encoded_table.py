@@ -51,14 +51,12 @@ def encode_examples(
 ) -> tuple[Mapping[str, NDArray[Any]] | EncodedTable, NDArray[Any]]:
     """Return the features and labels of all examples, and the labels."""
     count, width = len(table.owners), len(features.names)
-    is_class = label.task == "classification"
-    labels = np.empty(count, np.int32 if is_class else np.float32)
-    in_memory = 4 * count * width <= IN_MEMORY
-    encoded = np.empty((count if in_memory else 0, width), np.float32)
-    for columns, rows in table.blocks(np.ones(count, np.bool_)):
-        labels[rows] = label.encode(columns[label.name])
-        if in_memory:
+    dtype = np.int32 if label.task == "classification" else np.float32
+    if 4 * count * width <= IN_MEMORY:
+        labels, encoded = np.empty(count, dtype), np.empty((count, width), np.float32)
+        for columns, rows in table.blocks(np.ones(count, np.bool_)):
+            labels[rows] = label.encode(columns[label.name])
             encoded[rows] = features(columns)
-    if in_memory:
         return {"features": encoded, "label": labels}, labels
+    labels = np.asarray(label.encode(table.columns[label.name]), dtype)
     return EncodedTable(table.columns, features, labels), labels

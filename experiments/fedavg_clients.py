@@ -21,6 +21,7 @@ from fedpax.data import (
     Source,
     load,
 )
+from fedpax.data.rounds.client_stream import PadTo
 from fedpax.data.rounds.preprocess import Arrays, Preprocess
 from fedpax.deploy.batch_evaluation import HeldoutClients
 from fedpax.errors import ArgumentError
@@ -76,6 +77,7 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
     aggregator: AggregatorConfig = aggregator("mean")
     mesh: MeshConfig = dataclasses.field(default_factory=lambda: MeshConfig(clients=-1))
     own_fields: ClassVar[tuple[str, ...]] = ("heldout_batch_size",)
+    pad_to: ClassVar[PadTo] = "population"
 
     def __post_init__(self) -> None:
         """Check the ranges, the method's server optimizer, and the aggregator's cohorts."""
@@ -183,10 +185,11 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
         *,
         num_devices: int = 1,
         chunk_size: int = 1,
+        pad_to: PadTo = "population",
     ) -> CohortRounds:
         """Make the rounds of the sampled clients, which are dealt to devices in chunks."""
-        sizes = {"num_devices": num_devices, "chunk_size": chunk_size}
-        return self.cohort.rounds(examples, population, sampler, preprocess, **sizes)
+        layout = {"num_devices": num_devices, "chunk_size": chunk_size, "pad_to": pad_to}
+        return self.cohort.rounds(examples, population, sampler, preprocess, **layout)
 
     def make_rounds_of_all(
         self, examples: Examples | Arrays, population: Partition
@@ -287,6 +290,7 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
             preprocess,
             num_devices=num_devices,
             chunk_size=cohort.chunk_size,
+            pad_to=self.pad_to,
         )
         read_heldout = self.open_heldout(preprocess)
         model = self.make_model()

@@ -91,9 +91,11 @@ def trajectory_of(
         num_bytes, full_flops = math.nan, math.nan
     fractions = [1.0] * max(rounds)
     if has_steps:
+        steps = jax.tree.leaves(cohort.batches)[0].shape[1]
         later = (next(run.cohorts) for _ in range(max(rounds) - 1))
         fractions = [
-            _valid_fraction(round_cohort) for round_cohort in itertools.chain([cohort], later)
+            _valid_fraction(round_cohort, steps)
+            for round_cohort in itertools.chain([cohort], later)
         ]
     flops = full_flops * np.cumsum(fractions)
     return MetricTrajectory(
@@ -104,9 +106,8 @@ def trajectory_of(
     )
 
 
-def _valid_fraction(cohort: Cohort) -> float:
-    """Return the fraction of the steps of a cohort that are valid."""
-    steps = jax.tree.leaves(cohort.batches)[0].shape[1]
+def _valid_fraction(cohort: Cohort, steps: int) -> float:
+    """Return the steps of a cohort that are valid, divided by `steps` for each participant."""
     return float(np.mean(np.asarray(cohort.num_steps)) / steps)
 
 

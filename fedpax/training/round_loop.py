@@ -1,5 +1,6 @@
 """The loop of rounds from a checkpoint on, which rolls back to one where a loss spikes."""
 
+import functools
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -10,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fedpax.algorithm import Params, State
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.checkpoints.run_position import gather_stream_state, restore_stream
+from fedpax.clients.cohort import Cohort
 from fedpax.elastic.host_copies import HostCopy
 from fedpax.elastic.membership import CopiesOfRounds
 from fedpax.preemption import PreemptionGuard
@@ -17,12 +19,8 @@ from fedpax.processes.gather import gather_json
 from fedpax.run_files.configuration import to_json, write_configuration
 from fedpax.run_files.goodput import GoodputClock, line_values
 from fedpax.run_files.metrics import MetricsWriter
-from fedpax.training.compiled_round import (
-    CompiledRound,
-    check_same_types,
-    compile_round,
-    init_state,
-)
+from fedpax.training.compiled_lengths import CompiledLengths
+from fedpax.training.compiled_round import CompiledRound, compile_round, init_state
 from fedpax.training.due_rounds import is_due, last_due_before
 from fedpax.training.early_stop import EarlyStop
 from fedpax.training.experiment import Run
@@ -76,7 +74,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         self._current = self._first + 1
         self._dispatched = self._first  # unlike `done`, it never decreases
         self.evaluation: dict[str, float] | None = None
-        self._compiled: CompiledRound | None = None
+        self._rounds: CompiledLengths | None = None
         self._frozen: tuple[Any, ...] = ()
         # Taken before any cohort is drawn: the position of round 0, for a roll back to it.
         rolls_back = self._training.on_spike == "roll_back" or copy is not None
@@ -104,7 +102,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         self._open_data()
         # Before the compilation, which takes long: these folders can be missing or damaged.
         initial = None if self.done or self._run.initial is None else self._run.initial.load()
-        if self._compiled is None:
+        if self._rounds is None:
             self._compile()
         state = self._restore(self._compiled_round, initial)
         if state is None:
@@ -150,15 +148,26 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         )
         self._frozen = () if run.frozen is None else (run.frozen.load(),)
         self._progress.note("compiling")
-        self._first_cohort = jax.tree.map(jax.typeof, cohort)
-        self._compiled = compile_round(
-            run, cohort, skip_spikes=self._skips, update_norm=self._training.update_norm
-        )
+        norm = self._training.update_norm
+        compile = functools.partial(compile_round, run, skip_spikes=self._skips, update_norm=norm)
+        self._rounds = CompiledLengths(run.cohorts, cohort, compile)
 
     @property
     def _compiled_round(self) -> CompiledRound:
-        assert self._compiled is not None
-        return self._compiled
+        assert self._rounds is not None
+        return self._rounds.first
+
+    def _round_of(self, number: int, cohort: Cohort) -> CompiledRound:
+        """Return the compiled round of a cohort, which can be the first of its length."""
+        assert self._rounds is not None
+        if not self._rounds.is_new(cohort):
+            return self._rounds.of(number, cohort)
+        self._logger.flush()
+        self._clock.enter("compile")
+        compiled = self._rounds.of(number, cohort)
+        self._clock.enter("step")
+        self._logger.restart_clock()
+        return compiled
 
     def _restore(self, compiled: CompiledRound, initial: Params | None) -> State | None:
         """Restore or make the state of round `done`; None if copies lack a part of it."""
@@ -231,8 +240,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
 
     @property
     def _numbers(self) -> list[int] | None:
-        membership = self._options.membership
-        return None if membership is None else membership.participants
+        return getattr(self._options.membership, "participants", None)
 
     def train(self, preemption: PreemptionGuard) -> None:
         """Train until the last round or a signal, and save; roll back at spikes if configured."""
@@ -253,7 +261,6 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
 
     def _train_rounds(self, preemption: PreemptionGuard, profile: Profile) -> None:
         training, logger, clock = self._training, self._logger, self._clock
-        compiled = self._compiled_round
         logger.restart_clock()
         while not self._is_finished and not preemption.should_stop(self._dispatched):
             number = self._current = self.done + 1
@@ -264,7 +271,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
             waited = clock.enter("step")
             if busy:
                 clock.move(waited, "input", "step")
-            check_same_types(number, cohort, self._first_cohort)
+            compiled = self._round_of(number, cohort)
             threshold = (self._spike_threshold(number),) if self._skips else ()
             with jax.profiler.StepTraceAnnotation("round", step_num=number):
                 self._state, values = compiled.round(self._state, *threshold, cohort, *self._frozen)

@@ -13,7 +13,7 @@ from fedpax.sources.shuffle import hash_key
 from fedpax.user_files.columns import to_numpy
 from fedpax.user_files.load_options import LoadOptions
 
-_BLOCK = 1 << 18  # examples that are hashed at once
+_BLOCK = 1 << 16  # examples that are hashed at once: a column of them stays in the cache
 
 
 def held_out(table: pa.Table, fraction: float) -> Bool[np.ndarray, " examples"]:
@@ -72,6 +72,9 @@ def check_any(name: str, table: pa.Table, options: LoadOptions) -> None:
 
 
 def _hash_column(column: Any) -> UInt64[np.ndarray, " examples"]:
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return np.concatenate([np.zeros(0, np.uint64), *map(_hash_texts, column.chunks)])
     values = to_numpy(column)
     mask = np.ma.getmaskarray(values).reshape(len(values), -1).any(axis=1)
     data = np.ma.getdata(values)
@@ -96,6 +99,18 @@ def _hash_column(column: Any) -> UInt64[np.ndarray, " examples"]:
     else:
         keys = data.astype(np.int64).view(np.uint64)
     return np.where(mask, np.uint64(_hash_bytes(b"missing")), keys)
+
+
+def _hash_texts(column: Any) -> UInt64[np.ndarray, " examples"]:
+    """Hash each distinct text once."""
+    if not pa.types.is_dictionary(column.type):
+        column = column.dictionary_encode()
+    texts = column.dictionary.cast(pa.large_binary()).to_pylist()
+    keys = [_hash_bytes(b"missing" if text is None else text) for text in texts]
+    keys.append(_hash_bytes(b"missing"))
+    codes = column.indices.fill_null(len(texts)).to_numpy()
+    of_rows: UInt64[np.ndarray, " examples"] = np.array(keys, np.uint64)[codes]
+    return of_rows
 
 
 def _content(value: Any) -> bytes:

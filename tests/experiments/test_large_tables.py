@@ -4,16 +4,22 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from fedpax.checkpoints import load_params
 from fedpax.data import ClientSampler, cohort_rounds, prepare
 from fedpax.experiments import client_files, encoded_table
+from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.encoded_table import EncodedTable
 from fedpax.experiments.fedavg_table import FedAvgTable, fedavg_table
 from fedpax.experiments.table_data import TableConfig
+from fedpax.run_files.metrics import read_metrics, select
+from fedpax.training.trainer import train
+from fedpax.training.training_config import TrainingConfig
 
 
 def make_table(rng: np.random.Generator, size: int, clients: int = 30) -> pa.Table:
@@ -101,3 +107,31 @@ def test_a_client_that_exceeds_a_block_counts_once(
         made = make_experiment(str(tmp_path / "p"), "y", category_clients=2, heldout_fraction=0.1)
         names.append(made.prepared.features.names)
     assert names[0] == names[1] == ("x", "kind=p", "kind is another")
+
+
+def test_clients_a_thousand_times_larger_train_as_in_rounds_of_equal_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    owner = np.repeat([f"é{k}" for k in range(41)], [2000, *rng.integers(2, 9, 40)])
+    x = rng.normal(size=(len(owner), 2))
+    y = (x.sum(axis=1) + rng.normal(size=len(owner)) > 0).astype(np.int32)
+    columns = {"user": owner, "x0": x[:, 0], "x1": x[:, 1], "y": y}
+    parquet.write_table(pa.table(columns), tmp_path / "all.parquet")
+    made = make_experiment(str(tmp_path / "all.parquet"), "y", client="user")
+    made = dataclasses.replace(
+        made,
+        cohort=CohortConfig(size=6, batch_size=2),
+        training=TrainingConfig(rounds=12, evaluate_every=12, checkpoint_every=12),
+    )
+    lengths = {next(cohorts).batches["mask"].shape[1] for cohorts in [made.build().cohorts] * 12}
+    assert len(lengths) > 1 and max(lengths) > 500 > 20 > min(lengths)
+    train(made, tmp_path / "short")
+    monkeypatch.setattr(FedAvgTable, "pad_to", "population")
+    train(made, tmp_path / "whole")
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        load_params(tmp_path / "short"),
+        load_params(tmp_path / "whole"),
+    )
+    assert len(select(read_metrics(tmp_path / "short"), "training")) == 12

@@ -64,6 +64,19 @@ def test_flops_are_those_of_valid_steps_and_bytes_those_of_models() -> None:
     assert partial.flops[1] / full.flops[0] == pytest.approx((6 + 9 + 11) / 12)
 
 
+def test_rounds_of_several_lengths_have_the_flops_of_their_steps() -> None:
+    lines, run = [{"round": 3, "accuracy": 0.1}], make_run(True)
+
+    def cohort(number: int) -> Cohort:  # as with `pad_to="round"`
+        steps = np.minimum(np.arange(3) + 1 + number, 4)
+        return Cohort(np.ones((3, (4, 6, 5)[number], 2, 5), np.float32), num_steps=steps)
+
+    with jax.set_mesh(run.mesh):
+        expected = trajectory_of(run, lines, "accuracy").flops
+        of_lengths = run._replace(cohorts=FunctionRounds(cohort))
+        assert trajectory_of(of_lengths, lines, "accuracy").flops == pytest.approx(expected)
+
+
 def test_a_target_is_reached_from_below_or_for_a_loss_from_above() -> None:
     trajectory = MetricTrajectory(
         [0.9, math.nan, 0.4, 0.6], [2, 4, 6, 8], [1, 2, 3, 4], [10, 20, 30, 40]

@@ -52,6 +52,15 @@ def aligned_empty(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
     return ReusedMemory().empty(shape, dtype)
 
 
+def aligned_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+    """Return zeros that JAX need not copy; pages that nothing writes take no memory."""
+    dtype = np.dtype(dtype)
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    memory = np.zeros(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
 def take_aligned(
     values: NDArray[Any], indices: NDArray[np.int64], memory: ReusedMemory
 ) -> NDArray[Any]:

@@ -6,7 +6,7 @@ the examples of the cohort are read, so a population can be larger than memory.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from fedpax.clients.cohort import MASK, Cohort
 from fedpax.clients.store_rows import home_devices
+from fedpax.data.rounds.aligned_arrays import aligned_zeros
 from fedpax.data.rounds.preprocess import Arrays, Preprocess, apply_preprocess, combine_masks
 from fedpax.data.rounds.scheduling import balanced_order
 from fedpax.data.rounds.stream import arrays_fingerprint, check_state, evenly_spaced
@@ -29,6 +30,13 @@ Read = Callable[[NDArray[np.int64]], dict[str, NDArray[Any]]]
 """A function that reads the examples of given indices, arrays `[examples, ...]`."""
 
 
+PadTo: TypeAlias = Literal["population", "round"]
+"""Whose largest client determines the axis of steps of a round."""
+
+_SHORTER = 4
+"""The next shorter axis of steps has this part of the steps."""
+
+
 class _Located(NamedTuple):
     """Where the examples of sampled clients are."""
 
@@ -42,6 +50,8 @@ class CohortRounds:
 
     Attributes:
         max_steps: the largest number of steps of a client in a round: the batches' second axis.
+        pad_to: "population", or "round": a round can have a shorter second axis; see
+            `cohort_rounds`.
         items_per_round: the average number of examples that a cohort trains on in a round, local
             epochs included; estimated from at most 1,000 clients.
         num_clients: the size of the population: `client_ids` are below it.
@@ -71,8 +81,10 @@ class CohortRounds:
         *,
         num_devices: int,
         chunk_size: int,
+        pad_to: PadTo = "population",
     ) -> None:
         self.max_steps = max_steps
+        self.pad_to = pad_to
         self.items_per_round = items_per_round
         self.num_clients = sampler.num_clients
         self.settings = settings
@@ -102,7 +114,11 @@ class CohortRounds:
 
     def __next__(self) -> Cohort:
         """Return the cohort of the next round, in new arrays."""
-        cohort = self._read_rows(self._round, *self._order(self._round))
+        client_ids, located = self._order(self._round)
+        length = self.max_steps
+        if self.pad_to == "round":
+            length = _round_length(length, int(self._num_steps(located.sizes).max(initial=0)))
+        cohort = self._read_rows(self._round, client_ids, located, length)
         self._round += 1
         return cohort
 
@@ -131,7 +147,7 @@ class CohortRounds:
         sizes[present] = rows_of_present.sizes
         place = np.cumsum(ids >= 0) - 1
         located = _Located(sizes, lambda row, k: rows_of_present.indices(place[row], k))
-        return self._read_rows(round_number, ids, located)
+        return self._read_rows(round_number, ids, located, self.max_steps)
 
     def _locate(self, client_ids: NDArray[np.int64]) -> _Located:
         return _locate_examples(self._population, client_ids, int(self.settings["num_examples"]))
@@ -155,7 +171,7 @@ class CohortRounds:
         return client_ids[order], in_order
 
     def _read_rows(
-        self, round_number: int, client_ids: NDArray[np.int64], located: _Located
+        self, round_number: int, client_ids: NDArray[np.int64], located: _Located, length: int
     ) -> Cohort:
         batch_size, seed = int(self.settings["batch_size"]), int(self.settings["seed"])
         sizes = located.sizes
@@ -176,18 +192,28 @@ class CohortRounds:
         offset = shuffled_index(place, sizes[row], keys)
         chosen = located.indices(row, offset)
 
-        shape = (len(client_ids), self.max_steps, batch_size)
-        at = row * (self.max_steps * batch_size) + slot
-        mask = np.zeros(math.prod(shape), np.bool_)
+        # If most steps are padding, only the others are read.
+        padded = (len(client_ids), length)
+        steps = np.flatnonzero(np.arange(length) < num_steps[:, None])
+        if reads_all := 2 * len(steps) >= math.prod(padded) or not len(steps):
+            steps = np.arange(math.prod(padded))
+            at = row * (length * batch_size) + slot
+        else:
+            at = (np.cumsum(row_slots) - row_slots)[row] + slot
+        mask = np.zeros(len(steps) * batch_size, np.bool_)
         mask[at] = True
         # Padding repeats an example that is read anyway, the same one in any order of clients.
         indices = np.full(mask.shape, chosen.min() if len(chosen) else 0)
         indices[at] = chosen
         fields = apply_preprocess(self._preprocess, self._read(indices), indices.size)
-        batches = {
-            name: values.reshape(*shape, *values.shape[1:]) for name, values in fields.items()
-        }
-        batches[MASK] = combine_masks(mask.reshape(shape), batches.get(MASK))
+        fields[MASK] = combine_masks(mask, fields.get(MASK))
+        batches: dict[str, NDArray[Any]] = {}
+        for name, values in fields.items():
+            read = values.reshape(len(steps), batch_size, *values.shape[1:])
+            if not reads_all:
+                read, values = aligned_zeros((math.prod(padded), *read.shape[1:]), read.dtype), read
+                read[steps] = values
+            batches[name] = read.reshape(*padded, *read.shape[1:])
         self._check_shapes(batches)
         return Cohort(
             batches,
@@ -216,8 +242,8 @@ class CohortRounds:
 
     def _check_shapes(self, batches: Arrays) -> None:
         """Check that a round has the fields, shapes and dtypes of every other round."""
-        expected = {name: (x.shape[1:], x.dtype) for name, x in self.shapes.batches.items()}
-        actual = {name: (x.shape[1:], x.dtype) for name, x in batches.items()}
+        expected = {name: (x.shape[2:], x.dtype) for name, x in self.shapes.batches.items()}
+        actual = {name: (x.shape[2:], x.dtype) for name, x in batches.items()}
         for name in sorted(expected.keys() | actual.keys()):
             if expected.get(name) != actual.get(name):
                 raise ArgumentError(
@@ -236,6 +262,14 @@ class CohortRounds:
         # With equal `num_devices` and `chunk_size` the rounds are bitwise equal. Otherwise they
         # have the same clients with the same batches, in an order for this number of devices.
         self._round = int(check_state(state, self.settings, "round"))
+
+
+def _round_length(max_steps: int, longest: int) -> int:
+    """Return the shortest axis of `max_steps`, / 4, / 16, ... steps with room for a client."""
+    length = max_steps
+    while (shorter := -(-length // _SHORTER)) < length and shorter >= longest:
+        length = shorter
+    return length
 
 
 def _locate_examples(

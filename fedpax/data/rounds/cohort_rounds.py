@@ -1,13 +1,13 @@
 """cohort_rounds: an endless stream of sampled clients, each with its own number of examples."""
 
 import zlib
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedpax.data.rounds.aligned_arrays import ReusedMemory, take_aligned
-from fedpax.data.rounds.client_stream import CohortRounds, Read, client_steps
+from fedpax.data.rounds.client_stream import CohortRounds, PadTo, Read, client_steps
 from fedpax.data.rounds.documents import read as read_records
 from fedpax.data.rounds.preprocess import (
     Arrays,
@@ -44,6 +44,7 @@ def cohort_rounds(
     num_devices: int = 1,
     chunk_size: int = 1,
     preprocess: Preprocess = preprocess_images,
+    pad_to: PadTo = "population",
 ) -> CohortRounds:
     """Make an endless stream of rounds, each with sampled clients of a population.
 
@@ -75,17 +76,23 @@ def cohort_rounds(
             examples differ in shape is given as an array `[examples]` of objects: pad it, and
             return a field `mask`, 0 at padding. Masks from `preprocess` are set to 0 where a batch
             has no example.
+        pad_to: with "population", the batches of each round have `max_steps` steps. With "round",
+            a round whose longest client takes at most a 4th, 16th, ... of them has this part of
+            `max_steps`: clients can then be a thousand times larger than others. `jax.jit`
+            compiles a round once for each number of steps.
 
     Returns:
         An iterator over `fedpax.Cohort` with all of its fields: `batches` is a dict of arrays
-        `[clients, steps, batch_size, ...]` with a `mask`, bool `[clients, steps, batch_size]`
+        `[clients, steps, batch_size, ...]`, 0 in steps that a client does not take if these are
+        most of the round, with a `mask`, bool `[clients, steps, batch_size]`
         unless `preprocess` returns its own; `num_examples` and `num_steps` are int32 `[clients]`;
         `client_ids` is int32 `[clients]`, -1 where fewer clients were available or sampled.
 
     Raises:
         ValueError: a size is below 1 or does not fit the memory or the other sizes; there are no
             examples; population and sampler have different numbers of clients; a client of a list
-            has an index that is out of range; or `chunk_size` is not an integer.
+            has an index that is out of range; `chunk_size` is not an integer; or `pad_to` is
+            another text.
         KeyError: the examples have no `image` or `label`, and `preprocess` is the default.
         TypeError: `preprocess` returns a field that is not an array of numbers, `sampler` is not a
             `ClientSampler`, or `examples` or `population` is something else, such as a generator.
@@ -102,27 +109,30 @@ def cohort_rounds(
         ([2, 1], [2, 1], [3, 1])
     """
     check_sizes(1, batch_size=batch_size, local_epochs=local_epochs)
+    if max_steps is not None:
+        check_sizes(1, max_steps=max_steps)
+    if pad_to not in get_args(PadTo):
+        raise ArgumentError(
+            f"pad_to is {pad_to!r}, expected 'population' or 'round'. 'round' makes rounds without "
+            "the largest clients short."
+        )
     _check_devices(num_devices, chunk_size)
     _check_clients(population, sampler, num_devices)
     read, num_examples, name = _open(examples)
     if is_list := isinstance(population, list | tuple | np.ndarray | RaggedPartition):
         population = check_parts(population, num_examples, "client")
+    sizes = None
+    if isinstance(population, RaggedPartition | ContiguousClients | DirichletClients):
+        sizes = population.sizes()
+    elif max_steps is None:
+        sizes = np.fromiter(map(len, population), np.int64)
     if max_steps is None:
-        if isinstance(population, RaggedPartition | ContiguousClients | DirichletClients):
-            largest = int(population.sizes().max())
-        else:
-            largest = max(map(len, population))
-        max_steps = int(client_steps([largest], batch_size, local_epochs, None)[0])
+        assert sizes is not None
+        max_steps = int(client_steps([sizes.max()], batch_size, local_epochs, None)[0])
         if not max_steps:
             raise ArgumentError("No client of the population has an example.")
     example = apply_preprocess(preprocess, read(np.zeros(1, np.int64)), 1)
-    check_sizes(
-        sum(values.nbytes for values in example.values()),
-        2,
-        cohort_size=sampler.cohort_size,
-        max_steps=max_steps,
-        batch_size=batch_size,
-    )
+    _check_memory(example, sizes, sampler.cohort_size, max_steps, batch_size, local_epochs)
     some = [population[k] for k in evenly_spaced(len(population))]
     seen = np.minimum([local_epochs * len(part) for part in some], max_steps * batch_size)
     settings: dict[str, int | str] = {
@@ -147,6 +157,7 @@ def cohort_rounds(
         settings,
         num_devices=num_devices,
         chunk_size=chunk_size,
+        pad_to=pad_to,
     )
 
 
@@ -157,6 +168,44 @@ def _check_devices(num_devices: int, chunk_size: int) -> None:
             "depends on it: give the same integer here and to the algorithm."
         )
     check_sizes(1, num_devices=num_devices, chunk_size=chunk_size)
+
+
+def _check_memory(
+    example: Arrays,
+    sizes: NDArray[np.int64] | None,
+    cohort_size: int,
+    max_steps: int,
+    batch_size: int,
+    local_epochs: int,
+) -> None:
+    """Check that a round, and the next one, fit the memory of this machine."""
+    num_bytes = sum(values.nbytes for values in example.values())
+    share = 1.0  # of a round of the largest clients that takes memory: see `aligned_zeros`
+    if sizes is not None:
+        steps = client_steps(sizes, batch_size, local_epochs, max_steps)
+        largest = steps if len(steps) <= cohort_size else np.partition(steps, -cohort_size)
+        share = min(1.0, 2 * int(largest[-cohort_size:].sum()) / (cohort_size * max_steps))
+
+    def remedy(memory: int) -> str:
+        fitting = memory // (2 * num_bytes * cohort_size * batch_size)
+        if sizes is None or not fitting:
+            return "reduce one of these sizes."
+        rest = np.maximum(sizes - fitting * batch_size, 0)
+        return (
+            f"the largest client has {sizes.max():,} examples. Reduce the cohort, or pass "
+            f"max_steps={fitting} (--cohort.max_steps={fitting}): {np.count_nonzero(rest):,} of "
+            f"{len(sizes):,} clients then leave out {rest.sum():,} of {sizes.sum():,} examples in "
+            "a round."
+        )
+
+    check_sizes(
+        num_bytes,
+        max(1.0, 2 * share),
+        remedy=remedy,
+        cohort_size=cohort_size,
+        max_steps=max_steps,
+        batch_size=batch_size,
+    )
 
 
 def _check_clients(population: Partition, sampler: ClientSampler, num_devices: int) -> None:

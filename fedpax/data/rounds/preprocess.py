@@ -67,9 +67,9 @@ def apply_preprocess(
 
 
 def combine_masks(
-    is_example: Bool[np.ndarray, "clients steps batch"],
-    mask: Num[np.ndarray, "clients steps batch *shape"] | None,
-) -> Num[np.ndarray, "clients steps batch *shape"]:
+    is_example: Bool[np.ndarray, " examples"],
+    mask: Num[np.ndarray, "examples ..."] | None,
+) -> Num[np.ndarray, "examples ..."]:
     """Set the mask from `preprocess`, if there is one, to 0 where a batch has no example."""
     if mask is None:
         return is_example

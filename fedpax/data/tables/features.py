@@ -282,7 +282,7 @@ def numeric_values(
     """Return the numbers and dates of a table; NaN where one is missing or a column absent."""
     absent = [None] * num_examples
     values = [bounded_numbers(t, arrow_column(table.get(t.name, absent))) for t in numeric]
-    return np.stack(values, axis=1) if values else np.zeros((num_examples, 0))
+    return np.stack(values).T if values else np.zeros((num_examples, 0))  # contiguous columns
 
 
 def assemble_features(

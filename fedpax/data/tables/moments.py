@@ -122,11 +122,9 @@ def moments_of_blocks(
         except StopIteration as end:
             moments: Moments = end.value
             return moments
-        sums: Averages | None = None
+        sums = _no_sums(len(counts), num_columns)
         for values, clients in blocks():
-            own = _client_sums(scaling.apply(values), clients, len(counts))
-            sums = own if sums is None else Averages(*map(np.add, sums, own))
-        assert sums is not None
+            _add_sums(sums, scaling.apply(values), clients)
         averages = _divide(sums, counts)
         aggregate = jax.jit(averages_program(len(counts), aggregator, scaling.factor))
         combined = aggregate(averages, np.float32(counts))
@@ -186,22 +184,38 @@ def client_averages(
     counts: Int[np.ndarray, " clients"],
 ) -> Averages:
     """Average the values of each client over its examples, which is the work of that client."""
-    return _divide(_client_sums(values, clients, len(counts)), counts)
+    sums = _no_sums(len(counts), values.shape[1])
+    _add_sums(sums, values, clients)
+    return _divide(sums, counts)
 
 
-def _client_sums(
+def _no_sums(num_clients: int, num_columns: int) -> Averages:
+    """Return what `client_averages` divides by the number of examples, before any example."""
+    return Averages(*(np.zeros((num_clients, num_columns), order="F") for _ in Averages._fields))
+
+
+def _add_sums(
+    sums: Averages,
     values: Float64[np.ndarray, "examples columns"],
     clients: Int[np.ndarray, " examples"],
-    num_clients: int,
-) -> Averages:
-    """Return what `client_averages` divides by the number of examples."""
-    missing = np.isnan(values)
-    filled = np.where(missing, 0, values)
-
-    def sums(terms: Float64[np.ndarray, "examples columns"]) -> NDArray[np.float64]:
-        return np.stack([np.bincount(clients, column, num_clients) for column in terms.T], axis=1)
-
-    return Averages(sums((~missing).astype(np.float64)), sums(filled), sums(filled**2))
+) -> None:
+    """Add the values of some examples to the sums of their clients, and to no other row."""
+    if not len(clients):
+        return
+    if (clients[1:] < clients[:-1]).any():
+        order = np.argsort(clients, kind="stable")
+        values, clients = values[order], clients[order]
+    starts = np.flatnonzero(np.diff(clients, prepend=-1))
+    rows, lengths = clients[starts], np.diff(starts, append=len(clients))
+    for k, column in enumerate(values.T):
+        missing = np.isnan(column)
+        present: NDArray[Any] = lengths
+        if missing.any():
+            column = np.where(missing, 0, column)
+            present = np.add.reduceat((~missing).astype(np.float64), starts)
+        terms = present, np.add.reduceat(column, starts), np.add.reduceat(column**2, starts)
+        for total, term in zip(sums, terms, strict=True):
+            total[rows, k] += term
 
 
 def _divide(sums: Averages, counts: Int[np.ndarray, " clients"]) -> Averages:

@@ -250,7 +250,7 @@ def test_the_same_examples_are_held_out_in_every_version() -> None:
     texts = pa.table({"x": [None if k == 3 else f"å{k % 999}" for k in range(10_000)]})
     expected = held_out(texts, 0.1)
     assert int(expected.sum()) == 981
-    for kind in (pa.large_string(), pa.string_view(), pa.dictionary(pa.int16(), pa.string())):
+    for kind in (pa.large_string(), pa.dictionary(pa.int16(), pa.string())):
         chunks = pa.chunked_array([texts["x"].slice(0, 7), texts["x"].slice(7)]).cast(kind)
         np.testing.assert_array_equal(held_out(pa.table({"x": chunks}), 0.1), expected)
     content = texts["x"].fill_null("missing").cast(pa.binary())

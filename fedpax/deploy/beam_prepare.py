@@ -88,48 +88,6 @@ def prepare_beam(
     prepared folder of consecutive clients. `fedpax.data.load` opens it, or one of its shards. A
     file is read by one worker, twice. prepared.json is written last: after an interruption, prepare
     again.
-
-    Args:
-        files: as for `fedpax.data.load`; all workers read them by the same path.
-        out: the folder to write: a new folder that this process and all workers reach by the same
-            path, or a URL in a bucket, from which it must be copied to be opened.
-        client: as for `fedpax.data.load`, and so are the arguments up to `heldout_by`.
-        label: the column with the label.
-        split: the split.
-        columns: the columns to read.
-        types: types of columns.
-        delimiter: the character between columns of CSV.
-        decimal_point: `","` for numbers such as 1,5 in CSV.
-        image_size: the height and width of images.
-        optional_columns: columns that some of the files lack.
-        heldout_fraction: the share of the examples that is held out.
-        heldout_by: what is hashed to hold out a share.
-        on_bad_row: as for `fedpax.data.prepare`.
-        memory: the memory for sorting a shard, such as `"4GB"`; beyond it a worker sorts on its
-            disk. Default None: 1 GiB.
-        num_shards: the most shards. Default None: shards of about 256 MB.
-        flags: flags of the pipelines, as for `run_beam`. Default: Beam's FnApiRunner in this
-            process, which holds all examples in memory.
-
-    Returns:
-        The numbers of examples, clients and shards, and of skipped rows by file.
-
-    Raises:
-        ValueError: as for `fedpax.data.prepare`.
-        MissingPackageError: the package apache-beam is missing.
-
-    Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> from fedpax.data import load
-        >>> from fedpax.deploy.beam_prepare import prepare_beam
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> _ = (folder / "a.csv").write_text("user,x\nbo,1\nann,2\nbo,3\n")
-        >>> prepared = prepare_beam(  # doctest: +SKIP
-        ...     folder / "a.csv", folder / "out", client="user", num_shards=2
-        ... )
-        >>> prepared.num_clients, load(folder / "out").column("x")  # doctest: +SKIP
-        (2, array([2, 1, 3]))
     """
     options = LoadOptions.of(locals())
     pipeline_options("prepare_beam", flags)

@@ -36,18 +36,7 @@ class ChatTemplate:
 
 
 def find_chat_template(path: str | Path) -> ChatTemplate | None:
-    """Return the chat template in a model's folder, or beside a tokenizer's file.
-
-    Args:
-        path: the folder, or a file in it, such as its tokenizer.json.
-
-    Returns:
-        The template of chat_template.jinja, else of tokenizer_config.json; None if there is none.
-
-    Raises:
-        ImportError: Jinja is not installed.
-        ValueError: the template or the file is damaged.
-    """
+    """Return the chat template in a model's folder, or beside a tokenizer's file."""
     folder = expand_home(str(path))
     folder = folder if folder.is_dir() else folder.parent
     config = folder / CONFIG_FILE

@@ -62,35 +62,6 @@ def make_certificates(
     makes certificates: keep it off the sites. `issued.jsonl` beside it names the certificates. All
     files have mode 0600 and all folders mode 0700. Keys are elliptic (P-256), signatures ECDSA with
     SHA-256.
-
-    Args:
-        out: the folder to make.
-        names: host names, IP addresses or, for sites that only connect, any names of letters,
-            digits, hyphens and dots. The syncer's name is the host by which islands reach it.
-        days: days until the certificates expire, at the latest with the authority. Default 365. A
-            new authority expires after 3650 days.
-        authority: the folder of an existing authority, to add sites. Default None: make a new one.
-
-    Returns:
-        The time at which each certificate expires, UTC, by name. A new authority has the name
-        `"authority"`.
-
-    Raises:
-        FileExistsError: `out` exists.
-        FileNotFoundError: there is no authority in the folder `authority`.
-        ValueError: there are no names, or a name is malformed or given twice, `days` is out of
-            range, or `authority` holds no usable authority.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp()) / "certificates"
-        >>> expires = make_certificates(folder, ["syncer.example.org", "site-1"])
-        >>> sorted(expires)
-        ['authority', 'site-1', 'syncer.example.org']
-        >>> sorted(path.name for path in (folder / "site-1").iterdir())
-        ['authority.pem', 'certificate.pem', 'key.pem']
-        >>> read_certificates(folder / "site-1").name
-        'site-1'
     """
     out = Path(out)
     check_names(names)

@@ -202,7 +202,7 @@ def open_files(data: FilesConfig, one_client: str | None = None) -> OpenFiles:
     splits = ["train", data.heldout_split] if has_split else [None]
     # One name alone can be the folder of a prepared data set.
     files = data.files[0] if len(data.files) == 1 else data.files
-    sources: list[Any] = [load(files, split, **data.load_arguments()) for split in splits]
+    sources = [_load(data, files, split) for split in splits]
     client = sources[0].client
     if client is None and one_client is None:
         raise ArgumentError(
@@ -218,7 +218,8 @@ def open_files(data: FilesConfig, one_client: str | None = None) -> OpenFiles:
         if data.missing_label == "error":
             raise ArgumentError(missing_label_message(data.label, skipped))
         rows = np.flatnonzero(~skipped)
-    names, owners = _clients(source.table.column(client), rows)
+    in_order = data.partition is not None  # the examples need not be sorted by client
+    names, owners = _clients(source.table.column(client), rows, in_order=in_order)
     # Sorted by client again: the held-out split followed the training split.
     if (owners[1:] < owners[:-1]).any():
         order = np.argsort(owners, kind="stable")
@@ -242,6 +243,19 @@ def open_files(data: FilesConfig, one_client: str | None = None) -> OpenFiles:
     )
 
 
+def _load(data: FilesConfig, files: Any, split: str | None) -> Any:
+    """Open a split; a prepared folder stays in its own order, whatever a partition makes of it."""
+    from fedpax.user_files.load_options import LoadOptions
+    from fedpax.user_files.partitioned import partition_prepared
+    from fedpax.user_files.prepared import prepared_folder
+
+    arguments = data.load_arguments()
+    if data.partition is not None and isinstance(files, str):
+        if (folder := prepared_folder(files, split)) is not None:
+            return partition_prepared(folder, LoadOptions.of(arguments))
+    return load(files, split, **arguments)
+
+
 def _join(
     sources: Sequence[Any], client: str | None, one_client: str | None
 ) -> tuple[Any, Bool[np.ndarray, " examples"]]:
@@ -262,10 +276,11 @@ def _join(
 
 
 def _clients(
-    column: Any, rows: Int[np.ndarray, " examples"] | None
+    column: Any, rows: Int[np.ndarray, " examples"] | None, *, in_order: bool
 ) -> tuple[list[str], Int[np.ndarray, " examples"]]:
     """Return the names of the clients of some rows, and the client of each of these rows."""
     import pyarrow as pa
+    import pyarrow.compute as pc
 
     from fedpax.user_files.table_source import ClientNames
 
@@ -275,6 +290,9 @@ def _clients(
     codes = np.concatenate([chunk.indices.to_numpy() for chunk in encoded.chunks])
     codes = codes if rows is None else codes[rows]
     all_names = encoded.chunk(0).dictionary
+    if in_order:
+        by_name = pc.array_sort_indices(all_names)
+        all_names, codes = all_names.take(by_name), np.argsort(by_name.to_numpy())[codes]
     has_rows = np.bincount(codes, minlength=len(all_names)) > 0
     names = ClientNames(all_names.filter(pa.array(has_rows)))
     return [str(name) for name in names], (np.cumsum(has_rows) - 1)[codes]

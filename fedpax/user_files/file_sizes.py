@@ -41,6 +41,19 @@ def check_memory(name: str, groups: Sequence[Sequence[DataFile]]) -> None:
         )
 
 
+def check_copy(name: str, num_bytes: int) -> None:
+    """Raise an error if a copy of a memory-mapped table would exceed the available memory."""
+    available = _available_bytes()
+    if available is not None and num_bytes > available:
+        raise ArgumentError(
+            f"To sort {name} by the clients of a partition takes {num_bytes / 1e9:.1f} GB of "
+            f"memory, and {available / 1e9:.1f} GB are available. Read some columns with columns=, "
+            "train with fedavg_table, which does not sort, or leave partition out and pass "
+            "the indices of fedpax.data.partition_dirichlet(source.column(label), n) to "
+            "cohort_rounds."
+        )
+
+
 def _available_bytes() -> int | None:
     """Return the memory that Linux can give, or None on other systems."""
     with contextlib.suppress(OSError, ValueError):

@@ -10,12 +10,12 @@ import pyarrow.compute as pc
 
 from fedpax.errors import ArgumentError
 from fedpax.user_files.columns import check_client_numbers, check_client_type
-from fedpax.user_files.file_sizes import check_memory
+from fedpax.user_files.file_sizes import check_copy, check_memory
 from fedpax.user_files.finding import CLIENT
 from fedpax.user_files.held_out import check_any, part_of_split
 from fedpax.user_files.load_options import LoadOptions
 from fedpax.user_files.memory_table import memory_table
-from fedpax.user_files.partitioned import add_partition
+from fedpax.user_files.partitioned import add_partition, partition_prepared
 from fedpax.user_files.path_columns import add_path_columns, path_fields
 from fedpax.user_files.prepared import open_prepared, prepared_folder
 from fedpax.user_files.read_table import read_table
@@ -43,11 +43,6 @@ def open_files(files: Any, options: LoadOptions) -> TableSource:
 
 def _open_prepared(folder: Path, options: LoadOptions) -> TableSource:
     client = options.client
-    if options.partition is not None:
-        raise ArgumentError(
-            f"partition={options.partition!r} makes clients, but {folder} is a prepared folder. "
-            "Leave partition out, or name the files."
-        )
     source = open_prepared(folder, options.label)
     check_columns(source.fields, {"client": client, "label": options.label}, str(folder))
     if client not in (None, source.client):
@@ -61,6 +56,10 @@ def _open_prepared(folder: Path, options: LoadOptions) -> TableSource:
             "0. Prepare each split in a folder of its own: `fedpax prepare FILES --out=data/train "
             "--split=train --heldout_fraction=0.1`, and the same for heldout."
         )
+    if options.partition is not None:
+        made = partition_prepared(folder, options)
+        check_copy(str(folder), made.table.nbytes)
+        return sort_by_client(made.name, folder, made.table, made.client, made.label)
     return source.select(options.columns) if options.columns else source
 
 

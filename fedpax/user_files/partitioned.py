@@ -1,10 +1,12 @@
-"""add_partition: clients made by a partition, for files that have none."""
+"""Clients made by a partition, for files that have none or whose clients it replaces."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from fedpax.errors import ArgumentError
@@ -14,6 +16,8 @@ from fedpax.populations.quantity_skew import partition_by_quantity
 from fedpax.user_files.columns import to_numpy
 from fedpax.user_files.finding import CLIENT
 from fedpax.user_files.load_options import LoadOptions
+from fedpax.user_files.prepared import open_prepared
+from fedpax.user_files.table_source import TableSource
 
 _CLIENTS = 100
 _FORMS = "iid:CLIENTS, dirichlet:ALPHA:CLIENTS, shards:SHARDS:CLIENTS and quantity:ALPHA:CLIENTS"
@@ -68,10 +72,33 @@ def add_partition(table: pa.Table, options: LoadOptions) -> pa.Table:
         )
     labels = np.zeros(table.num_rows, np.int64)
     if kind.by_label:
-        column = to_numpy(table.column(label))
-        texts = np.where(np.ma.getmaskarray(column), "missing", np.ma.getdata(column).astype(str))
-        labels = np.unique(texts, return_inverse=True)[1].astype(np.int64)
+        labels = _numbered(table.column(label))
     owner = np.empty(table.num_rows, np.int64)
     for number, indices in enumerate(kind.divide(labels, num_clients, parameter)):
         owner[indices] = number
     return table.append_column(CLIENT, pa.array(owner))
+
+
+def partition_prepared(folder: Path, options: LoadOptions) -> TableSource:
+    """Open a prepared folder in its own order, with the clients of a partition as a column.
+
+    The examples stay memory-mapped. The partition replaces the clients that `prepare` named by
+    files; a client that the files have remains a column.
+    """
+    source = open_prepared(folder, options.label)
+    table = source.table.drop_columns([CLIENT]) if source.client == CLIENT else source.table
+    table = add_partition(table, options._replace(label=source.label))
+    made = TableSource(str(folder), folder, table, client=CLIENT, label=source.label)
+    return made.select(options.columns) if options.columns else made
+
+
+def _numbered(column: pa.ChunkedArray) -> NDArray[np.int64]:
+    """Return a number for each label, in the order of the labels' texts."""
+    encoded = column.dictionary_encode().unify_dictionaries()
+    distinct = encoded.chunk(0).dictionary if encoded.num_chunks else pa.array([], column.type)
+    values = np.ma.getdata(to_numpy(distinct)).astype(str)
+    texts, number = np.unique(np.append(values, "missing"), return_inverse=True)
+    del texts
+    codes = [pc.fill_null(chunk.indices, len(values)).to_numpy() for chunk in encoded.chunks]
+    numbered: NDArray[np.int64] = number[np.concatenate([np.zeros(0, np.int64), *codes])]
+    return numbered

@@ -13,7 +13,7 @@ from hospital_tables import make, read_by_hand, write_hospitals
 
 from fedpax.algorithms import fedavg
 from fedpax.commands.parts.options import configure
-from fedpax.data import ClientSampler, cohort_rounds, load
+from fedpax.data import ClientSampler, cohort_rounds, load, prepare
 from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
 from fedpax.experiments.client_files import open_files
 from fedpax.experiments.client_methods import method
@@ -273,6 +273,21 @@ def test_a_partition_makes_the_clients(folder: Path) -> None:
     split = dataclasses.replace(data, files=(f"{folder}/{{split}}.csv",))
     with pytest.raises(ValueError, match=r"data.partition='dirichlet:0.5:7' divides the examples"):
         open_files(split)
+
+
+def test_a_partition_of_a_prepared_folder_is_an_index(folder: Path, tmp_path: Path) -> None:
+    prepare(folder / "*.csv", tmp_path / "prepared")
+    flags = [f"--data.files={tmp_path}/prepared", "--data.label=outcome"]
+    experiment = configure("fedavg_table", [*flags, "--data.partition=dirichlet:0.5:7"])
+    expected = load(tmp_path / "prepared", label="outcome", partition="dirichlet:0.5:7")
+    opened = experiment.opened
+    np.testing.assert_array_equal(np.bincount(opened.owners), np.diff(expected.client_starts))
+    assert opened.columns._source.table.drop_columns(["client"]) == load(
+        tmp_path / "prepared"
+    ).table.drop_columns(["client"])
+    ages = opened.columns.read(np.arange(len(opened.owners)))["age"]
+    assert ages.to_pylist() == expected.table["age"].to_pylist()
+    assert len(experiment.training_parts) == 7
 
 
 def test_a_private_run_tells_what_is_not_private(folder: Path) -> None:

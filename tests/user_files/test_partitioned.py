@@ -14,7 +14,9 @@ from fedpax.data import (
     partition_by_shards,
     partition_dirichlet,
     partition_iid,
+    prepare,
 )
+from fedpax.user_files import file_sizes, partitioned
 
 
 @pytest.fixture
@@ -44,6 +46,45 @@ def test_clients_are_those_of_the_function(folder: Path) -> None:
         np.testing.assert_array_equal(source.column("row"), np.concatenate(parts))
     memory = load({"x": np.arange(20)}, partition="iid:4")
     np.testing.assert_array_equal(memory.column("x"), np.concatenate(partition_iid(20, 4)))
+
+
+def test_clients_of_a_prepared_folder_are_those_of_the_function(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = np.random.default_rng(1).choice([0.5, np.nan, 2.0, -7.0], 120)
+    table = pa.table({"who": ["b", "a", "c"] * 40, "y": labels, "row": np.arange(120)})
+    parquet.write_table(table, folder / "all.parquet")
+    prepare(folder / "all.parquet", tmp_path / "by_column", client="who")
+    prepare([folder / f"{k}.parquet" for k in range(3)], tmp_path / "by_file")
+
+    plain = load(tmp_path / "by_column")
+    texts = [str(y) for y in plain.column("y")]
+    source = load(tmp_path / "by_column", label="y", partition="dirichlet:0.3:6")
+    parts = partition_dirichlet(np.unique(texts, return_inverse=True)[1], 6, alpha=0.3)
+    rows = plain.column("row")[np.concatenate(parts)]
+    np.testing.assert_array_equal(source.column("row"), rows)
+    assert source.fields == ("who", "y", "row", "client")
+    np.testing.assert_array_equal(np.diff(source.client_starts), [len(part) for part in parts])
+    few = load(tmp_path / "by_column", columns=["row"], partition="dirichlet:0.3:6", label="y")
+    assert few.fields == ("row", "client", "y")
+
+    source = load(tmp_path / "by_file", partition="quantity:0.5:9")
+    assert source.fields == ("kind", "row", "client") and len(source) == 300
+    np.testing.assert_array_equal(source.client_names, np.arange(9))
+
+    monkeypatch.setattr(file_sizes, "_available_bytes", lambda: 1000)
+    with pytest.raises(ValueError, match=r"sort .*by_column by the clients .* takes 0.0 GB .*"):
+        load(tmp_path / "by_column", partition="iid:5")
+
+
+def test_labels_are_numbered_by_their_texts() -> None:
+    for values in ([3, None, 10, 3], ["ö", "missing", None, "a"], [True, None, False], [None], []):
+        column = pa.chunked_array(
+            [pa.array(values[:2]), pa.array(values[2:])], pa.array(values).type
+        )
+        texts = ["missing" if value is None else str(value) for value in values]
+        expected = np.unique([*texts, "missing"], return_inverse=True)[1][:-1]
+        np.testing.assert_array_equal(partitioned._numbered(column), expected)
 
 
 def test_both_sides_of_a_held_out_split_have_the_same_clients(folder: Path) -> None:

@@ -39,9 +39,10 @@ def balanced_order(
         chunk_size: the number of clients that a device runs at once.
         homes: integers `[clients]`, the device that has a client's row of a `ClientStore`
             (`fedpax.clients.home_devices`); negative: any device. Clients then go to these devices.
-            Clients that do not fit there go to other devices, and are the last in these devices'
-            blocks. If the last device would finish more than 2% later than without `homes`, the
-            order is as without `homes`. Default None: rows do not matter.
+            Clients that do not fit there go to the next devices with room. They are the last in
+            these devices' blocks, those from the farthest home at the end. If the last device would
+            finish more than 2% later than without `homes`, the order is as without `homes`. Default
+            None: rows do not matter.
 
     Returns:
         int64 `[clients]`: `order[k]` is the client at position k. Device d has the positions from
@@ -91,6 +92,15 @@ def _homes_first(
             own = own[np.linspace(0, len(own) - 1, per_device).round().astype(int)]
         device[own] = d
     room = per_device - np.bincount(device[device >= 0], minlength=num_devices)
+    # Rows are sent from each device to the next, around the ring: clients go to the next one with
+    # room, and the client that has passed most devices comes first.
+    left = ranked[(device[ranked] < 0) & (homes[ranked] >= 0)]
+    waiting = np.empty(0, np.int64)
+    for d in range(2 * num_devices):
+        waiting = np.concatenate([waiting, left[homes[left] == d]])
+        d %= num_devices
+        device[waiting[: room[d]]] = d
+        waiting, room[d] = waiting[room[d] :], max(room[d] - len(waiting), 0)
     device[ranked[device[ranked] < 0]] = np.repeat(np.arange(num_devices), room)
 
     # The devices with the most and the least work exchange two clients, until they are close.
@@ -109,8 +119,9 @@ def _homes_first(
         device[large[best]], device[small[place[best]]] = least, most
         loads[most] -= moved[best]
         loads[least] += moved[best]
-    # Devices exchange rows together, in the last chunks.
-    return np.lexsort((-work, (homes >= 0) & (homes != device), device))
+    # Devices exchange rows together, in the last chunks, and those that are sent far together.
+    distance = np.where(homes >= 0, (device - homes) % num_devices, 0)
+    return np.lexsort((-work, distance, device))
 
 
 def _longest_first(

@@ -1,3 +1,4 @@
+import itertools
 import re
 
 import numpy as np
@@ -83,6 +84,19 @@ def test_few_clients_leave_their_homes_and_they_are_the_last_of_a_device(kind, d
         without.append((homes[balanced_order(steps, devices)] != device).mean())
     assert np.mean(away) < {"equal": 0.08, "log-normal": 0.16}[kind]
     assert np.mean(without) > 0.45
+
+
+@given(st.lists(st.integers(-1, 2), min_size=6, max_size=6))
+def test_rows_pass_the_fewest_devices_to_clients_away_from_home(homes):
+    """Devices send rows to the next device; clients with a home of -1 have no row to be sent."""
+
+    def distances(order):
+        return [(k // 2 - homes[c]) % 3 if homes[c] >= 0 else 0 for k, c in enumerate(order)]
+
+    order = balanced_order(np.ones(6), 3, homes=homes)
+    passed = distances(order)
+    assert sum(passed) == min(sum(distances(o)) for o in itertools.permutations(range(6)))
+    assert all(near <= far for near, far in zip(passed[::2], passed[1::2], strict=True))
 
 
 @given(rounds())

@@ -115,9 +115,11 @@ class TextDataConfig(CheckedConfig):
 
     def load(self, dataset: str, split: str, field: str | None = None) -> Source:
         """Open a split of a data set by name, or of files."""
-        if not is_files(dataset):
-            return load(dataset, split, data_dir=self.data_dir)
         types = parse_types("--data.types", self.types)
+        if not is_files(dataset):
+            # Types are for files, which can be in a mixture or among the held-out sets.
+            alone = not (getattr(self, "mixture", ()) or self.heldout_sets)
+            return load(dataset, split, data_dir=self.data_dir, types=types if alone else None)
         if not self.heldout_fraction:
             return load(dataset, split, types=types)
         return load(

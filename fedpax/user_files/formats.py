@@ -116,6 +116,7 @@ class ReadOptions(NamedTuple):
     bad_rows: BadRows | None = None
     optional: tuple[str, ...] = ()  # columns that some files lack
     decimal_point: str | None = None  # of numbers in CSV. None: a point.
+    client: str | None = None  # the column that names clients
 
 
 Reader = Callable[[Any, ReadOptions], Any]

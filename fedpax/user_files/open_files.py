@@ -77,6 +77,10 @@ def _read(selected: Selection, options: LoadOptions) -> tuple[pa.Table, str | No
     schema = unify([group[0] for group in groups], schemas, options.optional_columns)
     check_columns(schema.names, wanted_columns(options, groups), name)
     table = pa.concat_tables([conform(table, schema) for table in tables]).unify_dictionaries()
+    if options.client is not None and options.client in schema.names:
+        for group, part in zip(groups, tables, strict=True):
+            if options.client in part.column_names:
+                _check_no_client_misses(group[0].path, part, options.client)
     if not table.num_rows:
         raise ArgumentError(f"{name} has no examples, expected at least one. Name other files.")
     return table, in_path if options.partition is None else options.client
@@ -105,15 +109,8 @@ def sort_by_client(
     """
     if client is None:
         return TableSource(name, folder, table, label=label)
+    _check_no_client_misses(name, table, client)
     column = table.column(client)
-    missing = np.asarray(pc.is_null(column, nan_is_null=True))
-    if missing.any():
-        row = int(np.argmax(missing))
-        raise ArgumentError(
-            f"The column {client!r} of {name} has no value in {missing.sum()} examples, such "
-            f"as example {row}, expected the client of each example. Fill the values in, or leave "
-            "these rows out."
-        )
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     check_client_type(column.type, client, name)
@@ -138,6 +135,17 @@ def sort_by_client(
         client_names=ClientNames(names.take(by_name)),
         label=label,
     )
+
+
+def _check_no_client_misses(name: str, table: pa.Table, client: str) -> None:
+    """Raise an error for an example without a client."""
+    missing = np.asarray(pc.is_null(table.column(client), nan_is_null=True))
+    if missing.any():
+        raise ArgumentError(
+            f"The column {client!r} of {name} has no value in {missing.sum()} examples, such as "
+            f"example {int(np.argmax(missing))}, counted from 0, expected the client of each "
+            "example. Fill the values in, or leave these rows out."
+        )
 
 
 def _wide_texts(table: pa.Table) -> pa.Table:

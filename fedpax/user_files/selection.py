@@ -60,6 +60,7 @@ def select_files(
         options.image_size,
         optional=tuple(options.optional_columns),
         decimal_point=options.decimal_point,
+        client=options.client,
     )
     return Selection(name, _group(data_files), read_options, names_split)
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pyarrow import parquet
 
 from fedpax.commands.parts.options import configure
+from fedpax.experiments.language_model import TextDataConfig
 from fedpax.experiments.parts.heldout import parse_heldout_sets
 from fedpax.experiments.parts.mixtures import parse_mixture
 from fedpax.experiments.pretrain import Pretraining, pretrain_text
@@ -175,6 +176,8 @@ def test_tokens_alone_of_a_stated_type(corpora: Path, tmp_path: Path) -> None:
         next(experiment(corpora, **named).build().cohorts)
     with pytest.raises(ValueError, match=r"data.types has 'uint16', expected COLUMN=TYPE"):
         experiment(corpora, types=("uint16",))
+    with pytest.raises(ValueError, match=r"types=.* is for files, but 'stdlib_text' is the name"):
+        TextDataConfig(types=("tokens=uint16",)).load("stdlib_text", "train")
     with pytest.raises(ValueError, match=r"data.types names 'x' 2 times, expected once"):
         experiment(corpora, types=("x=uint16", "x=int32"))
 

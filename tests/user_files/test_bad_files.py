@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fedpax.data import load, prepare
+from fedpax.user_files.readers import csv_files
 
 
 @pytest.mark.parametrize(
@@ -33,6 +35,21 @@ from fedpax.data import load, prepare
             {"a.csv": "c,x\n,2\nb,1\n"},
             {"client": "c"},
             r"'c' .*has no value in 1 examples.*example 0",
+        ),
+        (
+            {"a.csv": "c,x\na,2\nb,1\n", "b.csv": "c,x\na,2\n,1\nb,1\n"},
+            {"client": "c"},
+            r"'c' of .*/b.csv has no value in 1 examples, such as example 1, counted from 0",
+        ),
+        (
+            {"a.csv": "c,x\n7,2\n 007,1\n"},
+            {"client": "c"},
+            r"'c' of clients has the value '007', .*as the number 7. Set types=\{'c': 'string",
+        ),
+        (
+            {"a.csv": "c;x\na;2,5\nb;1.234,5\n"},
+            {"delimiter": ";", "decimal_point": ",", "types": {"x": "float64"}},
+            r"a.csv .*'x' has numbers with thousands separators, such as '1.234,5'. Write them",
         ),
         (
             {"a.csv": "x,y\n1,2\n", "b.csv": "x\n1\n"},
@@ -109,3 +126,26 @@ def test_other_encodings_are_told(tmp_path: Path, encoding: str) -> None:
             read(tmp_path / "a.csv")
     (tmp_path / "b.csv").write_bytes(b"name,x\nZoe,1\n")
     assert load(tmp_path / "b.csv")[0]["name"] == "Zoe"
+
+
+def test_clients_with_leading_zeros_are_told_or_kept_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    numbers = rng.integers(1, 400, 2000)
+    padded = [f"{n:0{rng.integers(1, 4)}}" if k > 1900 else str(n) for k, n in enumerate(numbers)]
+    lines = [f"{c},{k}" for k, c in enumerate(padded)]
+    (tmp_path / "a.csv").write_text("\n".join(["c,x,", *lines]).replace("c,x,", "c,x") + "\n")
+    monkeypatch.setattr(csv_files, "_BLOCK", 1024)  # the zeros come late
+    for read in (load, prepare):
+        out = () if read is load else (tmp_path / "out",)
+        with pytest.raises(ValueError, match=r"'c' of clients has the value '0\d+', which is read"):
+            read(tmp_path / "a.csv", *out, client="c")
+    for kind, values in (("string", padded), ("int64", numbers)):
+        source = load(tmp_path / "a.csv", client="c", types={"c": kind})
+        again = prepare(tmp_path / "a.csv", tmp_path / kind, client="c", types={"c": kind}).source
+        assert list(source.client_names) == list(again.client_names) == sorted(set(values))
+    skipping = {"client": "c", "types": {"x": "int64"}, "on_bad_row": "skip"}
+    (tmp_path / "b.csv").write_text("c,x\n1,2\n3\n4,5\n")
+    prepared = prepare(tmp_path / "b.csv", tmp_path / "b", **skipping)
+    assert list(prepared.skipped.values()) == [1]

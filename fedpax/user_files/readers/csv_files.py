@@ -5,11 +5,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyarrow import csv
 
 from fedpax.errors import ArgumentError
 from fedpax.user_files.finding import DataFile
-from fedpax.user_files.formats import ReadOptions, TypeChangedError
+from fedpax.user_files.formats import BadRows, ReadOptions, TypeChangedError
 from fedpax.user_files.readers.decimal_points import check_decimal_points, check_stated_number
 
 _BLOCK = 1 << 24
@@ -25,6 +26,7 @@ def read_csv(file: DataFile, options: ReadOptions) -> pa.Table:
         table = _read(file, options, use_threads=False)  # the message of one thread names the row
     _check_schema(file, options, table.schema)
     check_decimal_points(table, options)
+    _check_clients(file, options, table.schema)
     return table
 
 
@@ -55,6 +57,7 @@ def _blocks(file: DataFile, options: ReadOptions, *, use_threads: bool) -> Itera
             if number == 0:  # it has decided the types
                 check_decimal_points(table, options)
             yield table
+        _check_clients(file, options, reader.schema)
 
 
 def _read(
@@ -111,6 +114,28 @@ def _check_schema(file: DataFile, options: ReadOptions, schema: pa.Schema) -> No
     for field in schema:
         if pa.types.is_binary(field.type) and field.name not in options.types:
             raise ArgumentError(f"its column {field.name!r} {_recode('LATIN1', file)}")
+
+
+def _check_clients(file: DataFile, options: ReadOptions, schema: pa.Schema) -> None:
+    """Raise an error for clients such as 007, which as a number would be the client 7."""
+    client = options.client
+    if client is None or client not in schema.names or client in options.types:
+        return
+    if not pa.types.is_integer(schema.field(client).type):
+        return
+    as_text = options._replace(bad_rows=options.bad_rows and BadRows())  # counted already
+    given = _options(file, as_text, {client: pa.string()}, use_threads=True, columns=[client])
+    with file.open() as opened:
+        for batch in csv.open_csv(opened, **given):
+            texts = batch.column(0)
+            is_padded = pc.fill_null(pc.match_substring_regex(texts, r"^\s*[+-]?0\d"), False)
+            if padded := texts.filter(is_padded)[:1].to_pylist():
+                raise ArgumentError(
+                    f"its column {client!r} of clients has the value {padded[0].strip()!r}, which "
+                    f"is read as the number {int(padded[0])}. Set types={{{client!r}: 'string'}} "
+                    f"(--types {client}=string) to keep such clients apart, or "
+                    f"types={{{client!r}: 'int64'}} for numbers"
+                )
 
 
 def _check_delimiter(delimiter: str, name: str) -> None:

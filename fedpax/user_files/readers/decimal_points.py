@@ -32,7 +32,14 @@ def check_decimal_points(table: pa.Table, options: ReadOptions) -> None:
 
 
 def check_stated_number(error: Exception, column: str | None, options: ReadOptions) -> None:
-    """Raise an error for a decimal comma in a column whose type is stated."""
+    """Raise an error for a decimal comma or separated thousands where the type is stated."""
+    grouped = re.search(rf"invalid value '([+-]?(?:{_GROUPED}))'", str(error))
+    if grouped and column in options.types:
+        raise ArgumentError(
+            f"its column {column!r} has numbers with thousands separators, such as {grouped[1]!r}. "
+            "Write them in the file with one decimal point and without separators, or set "
+            f"types={{{column!r}: 'string'}} to keep texts"
+        ) from error
     value = re.search(r"invalid value '(-?\d*,\d+)'", str(error))
     if value and column in options.types and options.decimal_point != ",":
         raise ArgumentError(

@@ -36,7 +36,7 @@ def test_the_commands_of_the_page_run_and_adapters_lower_the_loss(
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     commands = [line for line in "".join(blocks).splitlines() if NOT_RUN not in line]
-    assert len(commands) == 6
+    assert len(commands) == 7
     for command in commands:
         program, *arguments = shlex.split(command)
         exp = next((word.partition("=")[2] for word in arguments if "--exp=" in word), "")

@@ -307,6 +307,7 @@ class FedAvgFiles(ClientExperiment):
         run = super().build()._replace(notes=(*self.opened.notes, *self.prepared.notes))
         if not own_models(self.method):
             return run
+        self.make_rounds_of_all(*self.read_clients())  # raises now if they exceed the memory
         own_by_client = functools.cache(self.evaluate_own_by_client)
         run = run._replace(evaluate_own_models=lambda state: own_by_client()(state))
         if not self.method.has_shared_model:

@@ -13,6 +13,7 @@ from pyarrow import parquet
 from fedpax.checkpoints import load_params
 from fedpax.data import ClientSampler, cohort_rounds, prepare
 from fedpax.experiments import client_files, encoded_table
+from fedpax.experiments.client_methods import method
 from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.encoded_table import EncodedTable
 from fedpax.experiments.fedavg_table import FedAvgTable, fedavg_table
@@ -135,3 +136,10 @@ def test_clients_a_thousand_times_larger_train_as_in_rounds_of_equal_length(
         load_params(tmp_path / "whole"),
     )
     assert len(select(read_metrics(tmp_path / "short"), "training")) == 12
+
+    # 2 fields, a mask and 800 steps of 2 examples: 6 clients fit, but not the own models of 40
+    sizes = {"SC_PHYS_PAGES": 1, "SC_PAGE_SIZE": 20 * 800 * 2 * 12}
+    monkeypatch.setattr("os.sysconf", sizes.__getitem__)
+    made.build()
+    with pytest.raises(ValueError, match=r"cohort_size=40 x .*\(--cohort.max_steps=\d+\)"):
+        dataclasses.replace(made, method=method("ditto")).build()

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from fedpax.errors import ConfigurationError
+from fedpax.sites.rounds.attendance import LATE
 from fedpax.sites.rounds.contract import Json, Question
 from fedpax.sites.rounds.coordinator_files import SiteWatch, write_federation
 from fedpax.sites.rounds.exchange import Exchange
 from fedpax.sites.rounds.site_table import Site
 from fedpax.sites.rounds.stage_calls import Participants, StageCalls, without_faults
-from fedpax.sites.rounds.tasks import new_token
+from fedpax.sites.rounds.tasks import ROUND, new_token
 from fedpax.sites.rounds.votes import Properties, count_votes
 from fedpax.training.progress import Progress
 
@@ -106,9 +107,18 @@ class Agreement:
         except StopIteration as end:
             inputs: Json = end.value
             return inputs
-        self._refuse(self._exchange.faults, None)
+        faults = dict(self._exchange.faults)
+        for name in self._awaited_again(faults):
+            self._progress.note(f"site {name} is asked again: {faults.pop(name)}")
+        self._refuse(faults, None)
         self._progress.note("a site left while the inputs were agreed on; begins again")
         return None
+
+    def _awaited_again(self, faults: Mapping[str, str]) -> list[str]:
+        """Return the sites that did not answer in time, and have not missed several deadlines."""
+        sites, now = self._exchange.sites, time.monotonic()
+        late = [sites.get(name) for name, fault in sorted(faults.items()) if fault == LATE]
+        return [s.name for s in late if s is not None and sites.is_awaited(s, ROUND, now)]
 
     def _ask(self, question: Question, present: Sequence[Site]) -> Any:
         everyone = {s.name: list(range(s.first, s.first + s.count)) for s in present}

@@ -8,6 +8,9 @@ from fedpax.sites.rounds.tasks import Task
 MOST_MISSED = 3
 """Default number of missed deadlines after which a site is not waited for."""
 
+LATE = "it did not answer in time"
+"""The fault of a site that misses the deadline of a task."""
+
 
 class Attendance:
     """The deadlines that a site has missed, by the kind of the task.

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fedpax.sites.identity import Identity, find_difference
+from fedpax.sites.rounds.attendance import LATE
 from fedpax.sites.rounds.contract import Json
 from fedpax.sites.rounds.downlink import WHOLE
 from fedpax.sites.rounds.framed_messages import write_message
@@ -365,7 +366,7 @@ class Exchange:
                     if whole >= quorum and (not waiting or now >= deadline):
                         return dict(sorted(self._replies.items()))
                     if not waiting or now >= deadline:
-                        self.faults = {name: "it did not answer in time" for name in waiting}
+                        self.faults = dict.fromkeys(waiting, LATE)
                         return None
                     self._changed.wait(0.2)
                 return None

@@ -35,7 +35,7 @@ class CheckedHeader:
         """Return an integer that is not below `least`."""
         value = self._header.get(name)
         if type(value) is not int or not least <= value < 2**53:
-            raise self._error(name, f"an integer of at least {least}")
+            raise self._error(name, f"an integer of at least {least} and below 2^53")
         return value
 
     def optional_count(self, name: str) -> int | None:

@@ -18,7 +18,10 @@ from fedpax.data.tables.shared_treatment import agree_on_table
 from fedpax.data.tables.site_properties import table_properties
 from fedpax.errors import FedpaxError
 from fedpax.run_files.metrics import read_metrics, select
+from fedpax.sites.rounds.attendance import LATE
+from fedpax.sites.rounds.exchange import Exchange
 from fedpax.sites.rounds.round_rules import RoundRules
+from fedpax.sites.rounds.tasks import Task
 from fedpax.sites.rounds.votes import count_votes
 from fedpax.sites.transport.message import Message
 
@@ -223,3 +226,28 @@ def test_bounds_that_differ_in_a_late_digit_differ() -> None:
         collected.append(table_properties(messages))
     assert collected[0]["the column 'age'"] == "number(0..1234567):mean"
     assert collected[1]["the column 'age'"] == "number(0..1234568):mean"
+
+
+@pytest.mark.parametrize("misses", [2, 3])
+def test_a_site_that_is_late_with_a_question_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, misses: int
+) -> None:
+    write_hospitals(tmp_path / "data", SIZES)
+    sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", rounds=1) for s in SIZES}
+    ask, missed = Exchange.ask, list[str]()
+
+    def late(self: Exchange, task: Task, *more: Any) -> Any:
+        if task.header["task"] != "question" or len(missed) == misses:
+            return ask(self, task, *more)
+        missed.append(task.token)
+        site = self.sites.get("b")
+        assert site is not None
+        site.attendance.miss(task, 1.0, deadline=0.0, most=3)
+        self.faults = {"b": LATE}
+        return None
+
+    monkeypatch.setattr(Exchange, "ask", late)
+    outcome = federate(tmp_path, sites, experiment(rounds=1), "b")
+    (line,) = select(read_metrics(tmp_path / "runs" / "coordinator"), "training")
+    assert len(missed) == misses and line["sites"] == (3 if misses == 2 else 2)
+    assert ("b" in outcome.refused) == (misses == 3)

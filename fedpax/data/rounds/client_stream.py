@@ -242,14 +242,15 @@ class CohortRounds:
 
     def _check_shapes(self, batches: Arrays) -> None:
         """Check that a round has the fields, shapes and dtypes of every other round."""
-        expected = {name: (x.shape[2:], x.dtype) for name, x in self.shapes.batches.items()}
-        actual = {name: (x.shape[2:], x.dtype) for name, x in batches.items()}
+        size = batches[MASK].shape[1:3]
+        expected = {n: ((*size, *x.shape[3:]), x.dtype) for n, x in self.shapes.batches.items()}
+        actual = {name: (x.shape[1:], x.dtype) for name, x in batches.items()}
         for name in sorted(expected.keys() | actual.keys()):
             if expected.get(name) != actual.get(name):
                 raise ArgumentError(
                     f"preprocess returned the field {name!r} with another shape or dtype than for "
                     f"the first example: {actual.get(name)}, expected {expected.get(name)} for "
-                    f"{' x '.join(map(str, self.shapes.batches[MASK].shape[1:3]))} examples. Pad "
+                    f"{' x '.join(map(str, size))} examples. Pad "
                     "or resize the field, so that all rounds are equal."
                 )
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from fedpax.experiments.benchmarks import method_rounds, timing
+from fedpax.experiments.benchmarks import method_rounds, scaffold_round, timing
 from fedpax.experiments.benchmarks.workloads import WORKLOADS, Workload
 from fedpax.models.classifiers import MLPConfig, mlp
 
@@ -36,6 +36,18 @@ def test_the_chosen_methods_are_timed_beside_fedavg(tiny):
     rows = method_rounds.main.run([*sizes, "--methods=SCAFFOLD II"])
     assert [row.method for row in rows] == ["FedAvg", "SCAFFOLD II"]
     assert rows[1].seconds[0] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_hand_written_round_of_scaffold_has_the_states_of_fedpax(tiny, devices):
+    """The benchmark raises if they differ."""
+    sizes = ["--model=tiny", "--clients=8", "--population=50", f"--devices={devices}"]
+    rows = scaffold_round.main.run([*sizes, "--repetitions=1"])
+    by_name = {row.name: row for row in rows}
+    assert by_name["SCAFFOLD by hand"].to_hand == by_name["FedAvg by hand"].ratio == 1
+    own = by_name["SCAFFOLD"]
+    assert own.ratio == timing.paired_ratio(own.seconds, by_name["FedAvg by hand"].seconds)
 
 
 def test_an_unknown_method_is_refused(capsys):

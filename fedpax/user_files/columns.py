@@ -227,6 +227,16 @@ def check_client_numbers(column: Any, client: str, name: str) -> None:
         )
 
 
+def join_zeros(table: pa.Table, client: str) -> pa.Table:
+    """Replace -0.0 by 0.0, the same number, in a column of clients."""
+    column = table.column(client)
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    if kind not in (pa.float32(), pa.float64()):
+        return table
+    place, zero = table.column_names.index(client), pa.scalar(0.0, kind)
+    return table.set_column(place, client, pc.add(column.cast(kind), zero))
+
+
 def _object_array(values: Sequence[Any]) -> NDArray[Any]:
     objects = np.empty(len(values), object)
     objects[:] = values

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedpax.errors import ArgumentError
-from fedpax.user_files.columns import check_client_numbers, check_client_type
+from fedpax.user_files.columns import check_client_numbers, check_client_type, join_zeros
 from fedpax.user_files.file_sizes import check_copy, check_memory
 from fedpax.user_files.finding import CLIENT
 from fedpax.user_files.held_out import check_any, part_of_split
@@ -110,6 +110,7 @@ def sort_by_client(
     if client is None:
         return TableSource(name, folder, table, label=label)
     _check_no_client_misses(name, table, client)
+    table = join_zeros(table, client)
     column = table.column(client)
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)

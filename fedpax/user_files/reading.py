@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fedpax.errors import ArgumentError
-from fedpax.user_files.columns import check_client_numbers, check_client_type
+from fedpax.user_files.columns import check_client_numbers, check_client_type, join_zeros
 from fedpax.user_files.finding import CLIENT, DataFile
 from fedpax.user_files.formats import BadRows, ReadOptions, TypeChangedError, varies
 from fedpax.user_files.held_out import part_of_split
@@ -149,6 +149,7 @@ class Reading:
         """Leave out the examples without a client, or raise an error."""
         column = table.column(client)
         check_client_numbers(column, client, file.path)
+        table = join_zeros(table, client)
         missing = np.asarray(pc.is_null(column, nan_is_null=True))
         if not missing.any():
             return table

@@ -377,3 +377,19 @@ def test_clients_beyond_int64_stay_different(tmp_path: Path, name: str) -> None:
                 read(tmp_path / name, client="user")
     source = load(tmp_path / name, client="user", types={"user": "uint64"})
     assert source.client_names == clients
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_clients_of_both_zeros_are_one(tmp_path: Path, dtype: Any) -> None:
+    numbers = np.random.default_rng(0).choice(np.array([0.0, -0.0, -1.5, 2.0], dtype), 60)
+    parquet.write_table(pa.table({"c": numbers, "x": np.arange(60)}), tmp_path / "a.parquet")
+    expected = np.argsort(numbers, kind="stable")
+    for source in (
+        load(tmp_path / "a.parquet", client="c"),
+        prepare(tmp_path / "a.parquet", tmp_path / "out", client="c").source,
+        load({"c": numbers, "x": np.arange(60)}, client="c"),
+        load(pa.table({"c": pa.array(numbers).dictionary_encode(), "x": range(60)}), client="c"),
+    ):
+        assert [*source.client_names] == [-1.5, 0.0, 2.0]
+        np.testing.assert_array_equal(source.column("x"), expected)
+        assert not np.signbit(source.column("c")[source.column("c") == 0]).any()

@@ -1,8 +1,10 @@
 """The settings of cohorts and of the server, which experiments with clients share."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, Literal
 
+import numpy as np
 import optax
 
 from fedpax.algorithms import server_adagrad, server_adam, server_yogi
@@ -40,6 +42,17 @@ class CohortConfig(CheckedConfig):
     chunk_size: Count = 1
     sampling_probability: Probability | None = None
     seed: CountOrZero = 0
+
+    def note_left_out(self, sizes: Iterable[int]) -> list[str]:
+        """Tell how many examples `max_steps` leaves out, for clients with numbers of examples."""
+        if self.max_steps is None:
+            return []
+        counts = np.array([*sizes])
+        rest = np.maximum(counts - self.max_steps * self.batch_size, 0)
+        return [
+            f"cohort.max_steps={self.max_steps}: {np.count_nonzero(rest):,} of {len(counts):,} "
+            f"clients leave out {rest.sum():,} of {counts.sum():,} examples in a round"
+        ]
 
     def rounds(
         self,

@@ -304,7 +304,9 @@ class FedAvgFiles(ClientExperiment):
             fitting._sharing_files(self, "prepared")
             size = f"cohort.size={self.cohort.size}: a round has all {fitting.cohort.size} clients"
             return run._replace(notes=(*run.notes, size))
-        run = super().build()._replace(notes=(*self.opened.notes, *self.prepared.notes))
+        limit = self.cohort.note_left_out(map(len, self.training_parts.values()))
+        notes = (*self.opened.notes, *self.prepared.notes, *limit)
+        run = super().build()._replace(notes=notes)
         if not own_models(self.method):
             return run
         self.make_rounds_of_all(*self.read_clients())  # raises now if they exceed the memory

@@ -137,6 +137,12 @@ def test_clients_a_thousand_times_larger_train_as_in_rounds_of_equal_length(
     )
     assert len(select(read_metrics(tmp_path / "short"), "training")) == 12
 
+    limited = dataclasses.replace(made, cohort=CohortConfig(size=6, batch_size=2, max_steps=100))
+    count = [len(part) for part in made.training_parts.values()]
+    note = f"1 of 40 clients leave out {count[0] - 200:,} of {sum(count):,} examples in a round"
+    assert f"cohort.max_steps=100: {note}" in limited.build().notes
+    assert not [note for note in made.build().notes if "max_steps" in note]
+
     # 2 fields, a mask and 800 steps of 2 examples: 6 clients fit, but not the own models of 40
     sizes = {"SC_PHYS_PAGES": 1, "SC_PAGE_SIZE": 20 * 800 * 2 * 12}
     monkeypatch.setattr("os.sysconf", sizes.__getitem__)

@@ -119,7 +119,9 @@ class TextDataConfig(CheckedConfig):
         if not is_files(dataset):
             # Types are for files, which can be in a mixture or among the held-out sets.
             alone = not (getattr(self, "mixture", ()) or self.heldout_sets)
-            return load(dataset, split, data_dir=self.data_dir, types=types if alone else None)
+            if types and alone:
+                return load(dataset, split, types=types)  # raises
+            return load(dataset, split, data_dir=self.data_dir)
         if not self.heldout_fraction:
             return load(dataset, split, types=types)
         return load(

@@ -43,9 +43,10 @@ class Recorder(UnreliableNetwork):
         self.recorded: dict[socket.socket, bytearray] = {}
         super().__init__(server_port)
 
-    def _forward(self, source: socket.socket, sink: socket.socket, pair: tuple) -> None:
-        if source is pair[1]:
-            return super()._forward(source, sink, pair)
+    def _forward(self, pair: tuple[socket.socket, socket.socket], is_sent: bool) -> None:
+        if not is_sent:
+            return super()._forward(pair, is_sent)
+        source, sink = pair
         kept = self.recorded.setdefault(source, bytearray())
         with contextlib.suppress(OSError):
             while block := source.recv(1 << 18):

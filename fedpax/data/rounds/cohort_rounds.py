@@ -201,7 +201,7 @@ def _check_memory(
     check_sizes(
         num_bytes,
         max(1.0, 2 * share),
-        remedy=remedy,
+        remedy,
         cohort_size=cohort_size,
         max_steps=max_steps,
         batch_size=batch_size,

@@ -125,14 +125,13 @@ class LazyStream:
 def check_sizes(
     bytes_per_item: int,
     rounds: float = 1,
-    /,
-    *,
     remedy: Callable[[int], str] = lambda memory: "reduce one of these sizes.",
+    /,
     **sizes: int,
 ) -> None:
     """Check that a round's sizes are positive, and that it fits the memory of this machine."""
     # A round has `prod(sizes)` items of `bytes_per_item`; so many rounds are in memory at once.
-    total = rounds * bytes_per_item
+    total: float = rounds * bytes_per_item
     check_integers(**sizes)
     for name, size in sizes.items():
         if size < 1:
@@ -146,7 +145,7 @@ def check_sizes(
         raise ArgumentError(
             f"One round of {product} takes {total / rounds / 2**30:.1f} GiB"
             f"{', and the next one is read meanwhile' if rounds > 1 else ''}, but this machine has "
-            f"{memory / 2**30:.1f} GiB of memory: {remedy(memory)}"
+            f"{memory / 2**30:.1f} GiB of memory: {remedy(int(memory))}"
         )
 
 

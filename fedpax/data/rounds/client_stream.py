@@ -36,6 +36,10 @@ PadTo: TypeAlias = Literal["population", "round"]
 _SHORTER = 4
 """The next shorter axis of steps has this part of the steps."""
 
+MOSTLY_PADDING = 8
+"""If less than this part of a round's steps is valid, padding is not read but left in new memory,
+which the system clears. With less padding, it costs less to repeat an example in used memory."""
+
 
 class _Located(NamedTuple):
     """Where the examples of sampled clients are."""
@@ -192,10 +196,10 @@ class CohortRounds:
         offset = shuffled_index(place, sizes[row], keys)
         chosen = located.indices(row, offset)
 
-        # If most steps are padding, only the others are read.
+        # If nearly all steps are padding, only the others are read.
         padded = (len(client_ids), length)
         steps = np.flatnonzero(np.arange(length) < num_steps[:, None])
-        if reads_all := 2 * len(steps) >= math.prod(padded) or not len(steps):
+        if reads_all := MOSTLY_PADDING * len(steps) >= math.prod(padded) or not len(steps):
             steps = np.arange(math.prod(padded))
             at = row * (length * batch_size) + slot
         else:

@@ -7,7 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpax.data.rounds.aligned_arrays import ReusedMemory, take_aligned
-from fedpax.data.rounds.client_stream import CohortRounds, PadTo, Read, client_steps
+from fedpax.data.rounds.client_stream import (
+    MOSTLY_PADDING,
+    CohortRounds,
+    PadTo,
+    Read,
+    client_steps,
+)
 from fedpax.data.rounds.documents import read as read_records
 from fedpax.data.rounds.preprocess import (
     Arrays,
@@ -84,7 +90,7 @@ def cohort_rounds(
     Returns:
         An iterator over `fedpax.Cohort` with all of its fields: `batches` is a dict of arrays
         `[clients, steps, batch_size, ...]`, 0 in steps that a client does not take if these are
-        most of the round, with a `mask`, bool `[clients, steps, batch_size]`
+        more than 7/8 of the round, with a `mask`, bool `[clients, steps, batch_size]`
         unless `preprocess` returns its own; `num_examples` and `num_steps` are int32 `[clients]`;
         `client_ids` is int32 `[clients]`, -1 where fewer clients were available or sampled.
 
@@ -184,7 +190,8 @@ def _check_memory(
     if sizes is not None:
         steps = client_steps(sizes, batch_size, local_epochs, max_steps)
         largest = steps if len(steps) <= cohort_size else np.partition(steps, -cohort_size)
-        share = min(1.0, 2 * int(largest[-cohort_size:].sum()) / (cohort_size * max_steps))
+        valid = int(largest[-cohort_size:].sum()) / (cohort_size * max_steps)
+        share = min(1.0, MOSTLY_PADDING * valid)
 
     def remedy(memory: int) -> str:
         fitting = memory // (2 * num_bytes * cohort_size * batch_size)

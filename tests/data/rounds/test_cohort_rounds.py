@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import settings as settings_of_examples
 from hypothesis import strategies as st
 
+from fedpax.data.rounds.client_stream import MOSTLY_PADDING
 from fedpax.data.rounds.cohort_rounds import cohort_rounds
 from fedpax.data.rounds.scheduling import idle_fraction
 from fedpax.populations.client_sampler import MOST_ARRIVALS, ClientSampler
@@ -421,7 +422,7 @@ def test_rounds_without_the_largest_clients_are_short(seed, local_epochs, max_st
         is_step = np.arange(most) < b.num_steps[:, None]
         for name, values in a.batches.items():
             np.testing.assert_array_equal(values[is_step[:, :length]], b.batches[name][is_step])
-            if 2 * is_step.sum() < is_step.size:
+            if MOSTLY_PADDING * is_step.sum() < is_step.size:
                 assert is_step.any() and not b.batches[name][~is_step].any()
 
 

@@ -101,6 +101,11 @@ class MethodConfig(Settings):
         return "server_optimizer" in inspect.signature(self.function).parameters
 
     @property
+    def has_aggregator(self) -> bool:
+        """Tell whether the method takes the experiment's aggregator."""
+        return "aggregator" in inspect.signature(self.function).parameters
+
+    @property
     def has_shared_model(self) -> bool:
         """Tell whether the algorithm's state has one model, without clusters."""
         return not hasattr(self, "num_clusters")

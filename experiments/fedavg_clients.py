@@ -80,12 +80,19 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
     pad_to: ClassVar[PadTo] = "population"
 
     def __post_init__(self) -> None:
-        """Check the ranges, the method's server optimizer, and the aggregator's cohorts."""
+        """Check the ranges, what the method takes, and the aggregator's cohorts."""
         super().__post_init__()
         if not self.method.has_server_optimizer and self.server != ServerConfig():
             raise ArgumentError(
                 f"server={self.server} has no effect: {type(self.method).__name__} takes no server "
                 "optimizer. Leave the fields of --server at their defaults."
+            )
+        if not self.method.has_aggregator and self.aggregator != aggregator("mean"):
+            name = self.method.function.__name__
+            raise ArgumentError(
+                f"aggregator={self.aggregator} has no effect: {name}() has no argument aggregator, "
+                "and combines the updates of clients itself. Add the argument to the function, or "
+                "leave --aggregator at its default."
             )
         self.aggregator.check_cohort(self.cohort.size)
         if (

@@ -9,15 +9,16 @@ import numpy as np
 import optax
 import pytest
 
-from fedpax import Cohort
-from fedpax.algorithms import fedprox
+from fedpax import Cohort, FederatedAlgorithm
+from fedpax.algorithms import fedavg, fedprox
 from fedpax.experiments.catalog import (
     UnknownExperimentError,
     expand_groups,
     find_experiment,
     find_group,
 )
-from fedpax.experiments.client_methods import ClientTraining, FedProx
+from fedpax.experiments.client_aggregators import aggregator
+from fedpax.experiments.client_methods import ClientTraining, FedProx, method
 from fedpax.experiments.cohort_settings import ServerConfig
 from fedpax.experiments.fedavg_synthetic import fedavg_leaf_synthetic, fedavg_synthetic
 from fedpax.experiments.fedbuff_images import fedbuff_digits
@@ -88,15 +89,15 @@ def test_clients_adapt_the_shared_model_on_their_own_batches() -> None:
 
 def test_clients_keep_their_own_models() -> None:
     on = training()
-    for method in (Ditto(lam=0.5), APFL(mixing=0.25)):
-        algorithm = method.make(loss_fn, on)
+    for keeps in (Ditto(lam=0.5), APFL(mixing=0.25)):
+        algorithm = keeps.make(loss_fn, on)
         state, _ = algorithm.round(algorithm.init(jnp.zeros(5)), COHORT)
-        models = method.personal_models(loss_fn, 0.1, state, COHORT)
+        models = keeps.personal_models(loss_fn, 0.1, state, COHORT)
         assert len(np.unique(models, axis=0)) == 3
         order = np.array([2, 0, 1])
         moved = COHORT._replace(client_ids=COHORT.client_ids[order])
         np.testing.assert_array_equal(
-            method.personal_models(loss_fn, 0.1, state, moved), models[order]
+            keeps.personal_models(loss_fn, 0.1, state, moved), models[order]
         )
 
 
@@ -167,6 +168,17 @@ def test_a_server_optimizer_without_effect_is_refused() -> None:
         dataclasses.replace(fedavg_synthetic(), method=Reptile(), server=server)
     with pytest.raises(ValueError, match="trained by FedBuff"):
         dataclasses.replace(fedbuff_digits(), method=FedProx())
+
+
+def test_an_aggregator_that_a_method_does_not_take_is_refused() -> None:
+    def own(loss_fn, *, cohort_size: int, client_optimizer) -> FederatedAlgorithm:
+        """Combine updates without an aggregator."""
+        return fedavg(loss_fn, cohort_size=cohort_size, client_optimizer=client_optimizer)
+
+    experiment = dataclasses.replace(fedavg_synthetic(), method=method(own))
+    for name in ("private_mean", "krum", "coordinate_median"):
+        with pytest.raises(ValueError, match=r"no effect: own\(\) has no argument aggregator"):
+            dataclasses.replace(experiment, aggregator=aggregator(name))
 
 
 def test_groups_expand_to_experiments_that_are_found_by_name() -> None:

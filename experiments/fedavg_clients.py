@@ -78,6 +78,7 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
     mesh: MeshConfig = dataclasses.field(default_factory=lambda: MeshConfig(clients=-1))
     own_fields: ClassVar[tuple[str, ...]] = ("heldout_batch_size",)
     pad_to: ClassVar[PadTo] = "population"
+    takes_clusters: ClassVar[bool] = False  # methods with several models, such as hypcluster
 
     def __post_init__(self) -> None:
         """Check the ranges, what the method takes, and the aggregator's cohorts."""
@@ -86,6 +87,12 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
             raise ArgumentError(
                 f"server={self.server} has no effect: {type(self.method).__name__} takes no server "
                 "optimizer. Leave the fields of --server at their defaults."
+            )
+        if not (self.method.has_shared_model or self.takes_clusters):
+            raise ArgumentError(
+                f"method={self.method.function.__name__} has a model for each cluster, and this "
+                "experiment evaluates one model. Train fedavg_table, fedavg_images or an "
+                "experiment of the group personal_digits, or choose another --method."
             )
         if not self.method.has_aggregator and self.aggregator != aggregator("mean"):
             name = self.method.function.__name__

@@ -65,6 +65,7 @@ class FedAvgFiles(ClientExperiment):
     data: FilesConfig
     l2_factor: NonNegative = 0.0
     field: ClassVar[str]
+    takes_clusters = True
     pad_to = "round"  # clients of users' files differ by any factor
     own_fields = (
         *ClientExperiment.own_fields,

@@ -36,6 +36,8 @@ class PersonalImages(FedAvgImages):
     has no single shared model: all of them measure the clients' models.
     """
 
+    takes_clusters = True
+
     def build(self) -> Run:
         """Make the run, with a model for each cluster if the method has clusters."""
         evaluate = functools.cache(self.evaluate_clients)

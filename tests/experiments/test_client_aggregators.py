@@ -84,9 +84,11 @@ def test_a_round_with_each_aggregator_is_another_one_than_with_the_mean(name: st
 
 
 @pytest.mark.parametrize("name", {**METHODS, **PERSONAL_METHODS})
-def test_each_method_takes_an_aggregator(name: str) -> None:
+def test_each_method_takes_an_aggregator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = {**METHODS, **PERSONAL_METHODS}[name]
-    experiment = dataclasses.replace(fedavg_synthetic(), **fields)
+    experiment = fedavg_synthetic()
+    monkeypatch.setattr(type(experiment), "takes_clusters", True)
+    experiment = dataclasses.replace(experiment, **fields)
     algorithm, state = method_of(experiment, PrivateMean())
     _, metrics = jax.eval_shape(algorithm.round, state, COHORT)
     assert "noise_stddev" in metrics

@@ -35,7 +35,7 @@ BARS = {"fedavg_digits": {COLD: 13.0, WARM: 5.1}, "diloco_text": {COLD: 18.9, WA
 
 
 class Taken(NamedTuple):
-    """What a process took."""
+    """The resources that a process took."""
 
     seconds: float
     cpu_seconds: float

@@ -1,4 +1,4 @@
-"""What gradients in hyperparameters and weights cost: memory flat in the clients, few FLOPs."""
+"""The cost of gradients in hyperparameters and weights: memory flat in the clients, few FLOPs."""
 
 import functools
 

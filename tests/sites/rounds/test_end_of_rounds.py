@@ -59,7 +59,8 @@ def test_a_site_whose_coordinator_ends_before_it_hears_the_end(
 
     began = time.monotonic()
     outcome = run(small(rounds=2), SITES, tmp_path, lines={"a": Deaf})
-    assert outcome.lines["a"].ended and has_last_model(tmp_path / "a")  # type: ignore[attr-defined]
+    line = outcome.lines["a"]
+    assert isinstance(line, Deaf) and line.ended and has_last_model(tmp_path / "a")
     assert time.monotonic() - began < 60
 
 

@@ -5,6 +5,7 @@ Read from the source, so that imports inside functions and under TYPE_CHECKING c
 
 import ast
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -355,3 +356,15 @@ def test_the_page_of_the_house_names_each_room() -> None:
     rooms = [path.parent.name for path in (ROOT / "fedpax").glob("*/__init__.py")]
     missing = [room for room in rooms if f"`{room}/`" not in page]
     assert len(rooms) > 20 and not missing
+
+
+def test_the_top_level_has_no_other_files() -> None:
+    command = ["git", "-C", str(ROOT), "ls-files"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if listed.returncode or not listed.stdout:
+        pytest.skip("the sources are not a git checkout")
+    tops = {path.split("/")[0] for path in listed.stdout.splitlines()}
+    folders = {"fedpax", "algorithms", "experiments", "tests", "docs"}
+    files = {"README.md", "LICENSE", "MANIFEST.in", "Makefile", "pyproject.toml"}
+    files |= {"constraints.txt", "constraints-beam.txt"}
+    assert {name for name in tops if not name.startswith(".")} == folders | files

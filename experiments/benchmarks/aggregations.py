@@ -16,7 +16,6 @@ import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,15 +33,15 @@ NUM_ITERATIONS = 8  # of the geometric median
 NUM_BYZANTINE = 3  # with fewer, Bulyan's last selections are ties, which Flower breaks otherwise
 
 
-def _sort(updates: chex.ArrayTree) -> chex.ArrayTree:
+def _sort(updates: Any) -> Any:
     """Sort the clients' values of each coordinate, and return the smallest ones."""
     return reduce_coordinates(lambda x: sort_rows(x)[0], updates)
 
 
-def _means(updates: chex.ArrayTree) -> chex.ArrayTree:
+def _means(updates: Any) -> Any:
     """Compute the geometric median's weighted means, one after another."""
 
-    def iterate(_: jax.Array, mean: chex.ArrayTree) -> chex.ArrayTree:
+    def iterate(_: jax.Array, mean: Any) -> Any:
         entry = jax.tree.leaves(mean)[0].ravel()[0]  # the weights depend on the last mean
         weights = fedpax.federated_map(lambda u: 1 + entry**2, jax.tree.leaves(updates)[0])
         return fedpax.federated_mean(updates, weights)
@@ -98,45 +97,37 @@ class Aggregations(Timed):
         return timing.on_devices(1, self.measure_here)
 
     def measure_here(self) -> Iterator[Row]:
-        clients, random = self.clients, np.random.default_rng(0)
-        peers, chosen = flower_functions(), self.aggregators or list(aggregations())
-        calls: dict[str, Callable[[], Any]] = {}
-        with jax.set_mesh(fedpax.make_mesh(clients=-1)):
-            params = jax.eval_shape(WORKLOADS[self.model]().model.init, jax.random.key(0))
-            updates = jax.tree.map(
-                lambda p: random.standard_normal((clients, *p.shape), dtype=np.float32), params
-            )
-            results = [([x[i] for x in jax.tree.leaves(updates)], 1) for i in range(clients)]
-            placed = jax.tree.map(jnp.asarray, updates)
-            for name in chosen:
-                aggregator, bound = aggregations()[name]
-                ours = _compiled(functools.partial(_aggregate, aggregator), clients, placed)
-                calls |= {name: ours, f"bound of {name}": _compiled(bound, clients, placed)}
+        random, peers = np.random.default_rng(0), flower_functions()
+        program = fedpax.program(clients=self.clients, chunk_size=1)
+        types = jax.eval_shape(WORKLOADS[self.model]().model.init, jax.random.key(0))
+        shapes = [(self.clients, *leaf.shape) for leaf in jax.tree.leaves(types)]
+        updates = [random.standard_normal(shape, dtype=np.float32) for shape in shapes]
+        results = [([x[i] for x in updates], 1) for i in range(self.clients)]
+        for name in self.aggregators or aggregations():
+            aggregator, bound = aggregations()[name]
+
+            def aggregate(updates: Any, aggregator: Aggregator = aggregator) -> Any:
+                return aggregator.aggregate(aggregator.init(None), updates, None)[0]
+
+            calls: dict[str, Callable[[], Any]] = {}
+            with jax.set_mesh(fedpax.make_mesh(clients=-1)):
+                placed = jax.tree.map(jnp.asarray, updates)
+                calls["fedpax"] = timing.compile_for(program(aggregate), placed).call
+                calls["bound"] = timing.compile_for(program(bound), placed).call
                 if name in peers:
-                    theirs = calls[f"Flower's {name}"] = functools.partial(peers[name], results)
-                    for own, other in zip(jax.tree.leaves(ours()), theirs(), strict=True):
+                    calls["flower"] = functools.partial(peers[name], results)
+                    for own, other in zip(calls["fedpax"](), calls["flower"](), strict=True):
                         np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-5)
-            seconds = self.time(calls)
-        for name in chosen:
-            took, bound_took = seconds[name], seconds[f"bound of {name}"]
-            flower = seconds.get(f"Flower's {name}")
+                seconds = self.time(calls)
+            flower = seconds.get("flower")
             yield Row(
                 aggregator=name,
-                seconds=took,
-                bound_seconds=bound_took,
-                bound_ratio=timing.paired_ratio(took, bound_took),
+                seconds=seconds["fedpax"],
+                bound_seconds=seconds["bound"],
+                bound_ratio=timing.paired_ratio(seconds["fedpax"], seconds["bound"]),
                 flower_seconds=flower,
-                flower_ratio=None if flower is None else timing.paired_ratio(flower, took),
+                flower_ratio=flower and timing.paired_ratio(flower, seconds["fedpax"]),
             )
-
-
-def _compiled(fn: Callable[[Any], Any], clients: int, updates: chex.ArrayTree) -> Callable[[], Any]:
-    program = fedpax.program(clients=clients, chunk_size=1)(fn)
-    return functools.partial(timing.compile_for(program, updates).call, updates)
-
-
-def _aggregate(aggregator: Aggregator, updates: chex.ArrayTree) -> chex.ArrayTree:
-    return aggregator.aggregate(aggregator.init(None), updates, None)[0]
 
 
 main = command(Aggregations)

@@ -9,31 +9,26 @@ buffers of a program lie in memory, by several percent. `temporaries` shows the 
 means, which need all updates at once.
 """
 
-import functools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import chex
 import jax
 import optax
-from jaxtyping import Array, Float
 
 import fedpax
 from fedpax import Cohort
 from fedpax import aggregators as of
 from fedpax.aggregators import Aggregator, chain, codecs, mean
-from fedpax.algorithm import Params
 from fedpax.algorithms import fedavg
 from fedpax.experiments.benchmarks import harness, timing
 from fedpax.experiments.benchmarks.harness import Row, Timed, command, option
 from fedpax.experiments.benchmarks.workloads import LEARNING_RATE, WORKLOADS
-from fedpax.parallel.mesh import make_mesh
 
 
 def aggregators(clients: int) -> dict[str, Aggregator]:
     """Return the aggregators by name; those that need more clients are left out."""
-    neighbors = min(4, (clients - 1) // 2 * 2) or None  # an even number; None for two clients
+    neighbors: Any = {"num_neighbors": min(4, (clients - 1) // 2 * 2) or None}  # an even number
     private: dict[str, Any] = {"max_norm": 1.0, "noise_multiplier": 1.0, "seed": 0}
     compressed = {
         "uniform(4)": codecs.uniform(4),
@@ -50,12 +45,8 @@ def aggregators(clients: int) -> dict[str, Aggregator]:
         "clip_by_norm": chain(of.clip_by_norm(1.0), mean()),
         "adaptive_clip": chain(of.adaptive_clip(initial_norm=1.0), mean()),
         "private_mean": of.private_mean(**private),
-        "secure_mean, 4 neighbours": of.secure_mean(
-            max_value=1.0, bits=16, seed=0, num_neighbors=neighbors
-        ),
-        "private_secure_mean, 4 neighbours": of.private_secure_mean(
-            **private, num_neighbors=neighbors
-        ),
+        "secure_mean, 4 neighbours": of.secure_mean(max_value=1.0, bits=16, seed=0, **neighbors),
+        "private_secure_mean, 4 neighbours": of.private_secure_mean(**private, **neighbors),
         "quantized_mean(4)": of.quantized_mean(4),
         **{name: of.compressed_mean(codec) for name, codec in compressed.items()},
         "geometric_median": of.geometric_median(),
@@ -75,7 +66,7 @@ class AggregatorRounds(Timed):
     repetitions: int = option(7, "timed calls of each round")
     aggregators: list[str] | None = harness.some(";")
     columns = (
-        "aggregator {aggregator:32} | temporaries {temporary_bytes:bytes} | round, s {seconds:.3f} "
+        "aggregator {name:32} | temporaries {temporary_bytes:bytes} | round, s {seconds:.3f} "
         "| round / mean's {ratio:.2f} | added {added:+.1%}"
     )
 
@@ -88,8 +79,8 @@ class AggregatorRounds(Timed):
         return timing.on_devices(self.devices, self.measure_here)
 
     def measure_here(self) -> Iterator[Row]:
-        workload, mesh = WORKLOADS[self.model](), make_mesh(clients=-1)
-        rounds, untrained, temporaries = {}, {}, {}
+        workload, mesh = WORKLOADS[self.model](), fedpax.make_mesh(clients=-1)
+        rounds, untrained = {}, {}
         with jax.set_mesh(mesh):
             params, batches, num_examples = workload.random_arguments(self.clients, mesh)
             cohort = Cohort(batches, num_examples)
@@ -104,46 +95,31 @@ class AggregatorRounds(Timed):
                     chunk_size=self.chunk_size,
                 )
                 state = algorithm.init(params)
-                compiled = timing.compile_for(algorithm.round, state, cohort)
-                rounds[name] = functools.partial(compiled.call, state, cohort)
-                temporaries[name] = compiled.temporary_bytes
-                untrained[name] = _untrained_round(
-                    aggregator, self.chunk_size, params, num_examples
-                )
-            seconds, alone = self.time(rounds), self.time(untrained)
-        for name, took in seconds.items():
-            pairs = zip(alone[name], alone["mean"], seconds["mean"], strict=True)
-            yield Row(
-                aggregator=name,
-                temporary_bytes=temporaries[name],
-                seconds=took,
-                ratio=timing.paired_ratio(took, seconds["mean"]),
-                untrained_seconds=alone[name],
-                added=statistics.median((own - least) / whole for own, least, whole in pairs),
-            )
+                rounds[name] = timing.compile_for(algorithm.round, state, cohort)
+                untrained[name] = self._untrained_round(aggregator, params, num_examples)
+            rows, alone = self.compare(rounds, "mean"), self.compare(untrained, "mean")
+        for row, own in zip(rows, alone, strict=True):
+            pairs = zip(own.seconds, alone[0].seconds, rows[0].seconds, strict=True)
+            added = statistics.median((ours - least) / whole for ours, least, whole in pairs)
+            yield Row(**vars(row), untrained_seconds=own.seconds, added=added)
 
+    def _untrained_round(
+        self, aggregator: Aggregator, params: Any, num_examples: jax.Array
+    ) -> timing.Compiled:
+        """Compile a round in which an update is the parameters times the number of examples."""
+        program = fedpax.program(clients=self.clients, chunk_size=self.chunk_size)
 
-def _untrained_round(
-    aggregator: Aggregator, chunk_size: int, params: Params, num_examples: Float[Array, " clients"]
-) -> Callable[[], Any]:
-    """Compile a round in which a client's update is the parameters times its number of examples."""
-    program = fedpax.program(clients=len(num_examples))
+        def run(params: Any, state: Any, num_examples: jax.Array) -> Any:
+            def scale(params: Any, factor: jax.Array) -> Any:
+                # The barrier keeps the update an array, as a trained one is.
+                return jax.lax.optimization_barrier(jax.tree.map(lambda p: p * factor, params))
 
-    @program
-    def run(
-        params: Params, state: chex.ArrayTree, num_examples: Float[Array, " clients"]
-    ) -> tuple[Params, chex.ArrayTree]:
-        def scale(params: Params, factor: Float[Array, ""]) -> Params:
-            # The barrier keeps the update an array, as a trained one is.
-            return jax.lax.optimization_barrier(jax.tree.map(lambda p: p * factor, params))
+            at_clients = fedpax.federated_broadcast(params)
+            updates = fedpax.federated_map(scale, at_clients, num_examples)
+            return aggregator.aggregate(state, updates, num_examples)[:2]
 
-        at_clients = fedpax.federated_broadcast(params)
-        updates = fedpax.federated_map(scale, at_clients, num_examples, chunk_size=chunk_size)
-        return aggregator.aggregate(state, updates, num_examples)[:2]
-
-    state = jax.jit(program(aggregator.init))(params)
-    compiled = timing.compile_for(run, params, state, num_examples)
-    return functools.partial(compiled.call, params, state, num_examples)
+        state = jax.jit(program(aggregator.init))(params)
+        return timing.compile_for(program(run), params, state, num_examples)
 
 
 main = command(AggregatorRounds)

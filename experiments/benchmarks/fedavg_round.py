@@ -40,14 +40,17 @@ LocalTrain: TypeAlias = Callable[[Params, chex.ArrayTree], Params]
 Round: TypeAlias = Callable[[Params, chex.ArrayTree, jax.Array], Params]
 
 
-def fedpax_round(local_train: LocalTrain, clients: int, chunk_size: ChunkSize) -> Round:
-    """Make the round with fedpax; a device runs `chunk_size` clients at once."""
+def fedpax_round(
+    local_train: LocalTrain, clients: int, chunk_size: ChunkSize, rate: Any = 1.0
+) -> Round:
+    """Make the round with fedpax, with the server's learning rate."""
 
     @fedpax.program(clients=clients, chunk_size=chunk_size)
     def fedavg_round(params: Params, batches: chex.ArrayTree, num_examples: NumExamples) -> Params:
         at_clients = fedpax.federated_broadcast(params)
         update = fedpax.federated_map(local_train, at_clients, batches)
-        return _add(params, fedpax.federated_mean(update, weights=num_examples))
+        mean = fedpax.federated_mean(update, weights=num_examples)
+        return jax.tree.map(lambda p, m: p + rate * m, params, mean)
 
     return fedavg_round
 
@@ -116,20 +119,12 @@ def check_equal(results: dict[str, Any]) -> None:
     """Raise an AssertionError if a result differs from the first by more than rounding."""
     (first, expected), *rest = results.items()
     for name, result in rest:
-        close = functools.partial(
-            np.testing.assert_allclose, rtol=1e-3, atol=1e-4, err_msg=f"{name} differs from {first}"
-        )
-        jax.tree.map(close, result, expected)
-
-
-def _chunk_sizes(text: str) -> list[ChunkSize]:
-    return harness.several(
-        text, harness.chunk_size, '"auto" or integers of at least 1', example="auto,8"
-    )
+        close: Any = {"rtol": 1e-3, "atol": 1e-4, "err_msg": f"{name} differs from {first}"}
+        jax.tree.map(functools.partial(np.testing.assert_allclose, **close), result, expected)
 
 
 class FedAvgRound(Sizes, Timed):
-    chunk_size: list[ChunkSize] = option("auto,1", "values to run fedpax with", _chunk_sizes)
+    chunk_size: list[ChunkSize] = option("auto,1", "values to run fedpax with", harness.chunk_sizes)
     baselines: list[str] = option(
         ",".join(BASELINES), "implementations to compare fedpax with", harness.names
     )
@@ -157,7 +152,7 @@ class FedAvgRound(Sizes, Timed):
         with jax.set_mesh(mesh):
             types = workload.argument_types(clients, mesh)
             compiled = {name: timing.compile_for(fn, *types) for name, fn in rounds.items()}
-            calls, arguments = {name: c.call for name, c in compiled.items()}, tuple[Any, ...]()
+            calls, arguments = {name: c.program for name, c in compiled.items()}, tuple[Any, ...]()
             if self.repetitions:
                 arguments = workload.random_arguments(clients, mesh)
                 check_equal({name: call(*arguments) for name, call in calls.items()})
@@ -179,9 +174,7 @@ class FedAvgRound(Sizes, Timed):
         rows = [Row(**row) for content in contents for row in content] + rows
         kinds = {(row.model, row.devices) for row in rows}
         if len(kinds) != 1:
-            raise ValueError(
-                f"rows of {len(kinds)} pairs of a model and a number of devices, not 1"
-            )
+            raise ValueError(f"rows of {len(kinds)} pairs of a model and a number of devices")
         scales = {"xscale": "log", "yscale": "log", "xlabel": "clients"}
         titles = {"s": "time of a round", "B": "temporary memory of a round"}
         axes = harness.panels(*({"title": t, **scales} for t in titles.values()), size=(9, 3.4))

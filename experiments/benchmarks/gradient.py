@@ -9,17 +9,14 @@ two clients per device are compared with plain JAX.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 import fedpax
-from fedpax.algorithm import Params
 from fedpax.experiments.benchmarks import harness, timing
-from fedpax.experiments.benchmarks.fedavg_round import check_equal, vmap_round
+from fedpax.experiments.benchmarks.fedavg_round import check_equal, fedpax_round, vmap_round
 from fedpax.experiments.benchmarks.harness import Row, Timed, command, option
 from fedpax.experiments.benchmarks.workloads import (
     LEARNING_RATE,
@@ -30,27 +27,19 @@ from fedpax.experiments.benchmarks.workloads import (
 )
 from fedpax.primitives.placement import ChunkSize
 
-Rates: TypeAlias = dict[str, jax.Array]  # scalars, "server" and "client"
-DifferentiableRound: TypeAlias = Callable[[Rates, Params, chex.ArrayTree, jax.Array], Params]
+DifferentiableRound = Callable[[Any, Any, Any, jax.Array], Any]  # (rates, params, data, weights)
 
 
-def make_round(
-    workload: Workload, clients: int, chunk_size: ChunkSize, unroll: int
-) -> DifferentiableRound:
-    """Make the round as a fedpax program, with `unroll` local steps per iteration of a loop."""
+def make_round(workload: Workload, chunk_size: ChunkSize, unroll: int) -> DifferentiableRound:
+    """Make the round with fedpax, with `unroll` local steps per iteration of a loop."""
 
-    @fedpax.program(clients=clients, chunk_size=chunk_size)
-    def fedavg_round(
-        rates: Rates, params: Params, batches: chex.ArrayTree, num_examples: jax.Array
-    ) -> Params:
+    def fedavg_round(rates: Any, params: Any, batches: Any, num_examples: jax.Array) -> Any:
         @jax.checkpoint
-        def local_train(params: Params, rate: jax.Array, batches: chex.ArrayTree) -> Params:
-            return workload.local_train(params, batches, rate, unroll)
+        def local_train(params: Any, batches: Any) -> Any:
+            return workload.local_train(params, batches, rates["client"], unroll)
 
-        at_clients = fedpax.federated_broadcast((params, rates["client"]))
-        change = fedpax.federated_map(local_train, *at_clients, batches)
-        mean = fedpax.federated_mean(change, weights=num_examples)
-        return jax.tree.map(lambda p, m: p + rates["server"] * m, params, mean)
+        average = fedpax_round(local_train, len(num_examples), chunk_size, rates["server"])
+        return average(params, batches, num_examples)
 
     return fedavg_round
 
@@ -58,10 +47,8 @@ def make_round(
 def make_plain_round(workload: Workload) -> DifferentiableRound:
     """Make the same round in plain JAX, which stores the residuals of all clients."""
 
-    def fedavg_round(
-        rates: Rates, params: Params, batches: chex.ArrayTree, num_examples: jax.Array
-    ) -> Params:
-        def local_train(params: Params, batches: chex.ArrayTree) -> Params:
+    def fedavg_round(rates: Any, params: Any, batches: Any, num_examples: jax.Array) -> Any:
+        def local_train(params: Any, batches: Any) -> Any:
             return workload.local_train(params, batches, rates["client"])
 
         moved = vmap_round(local_train, len(num_examples))(params, batches, num_examples)
@@ -73,9 +60,7 @@ def make_plain_round(workload: Workload) -> DifferentiableRound:
 def loss_after(workload: Workload, fedavg_round: DifferentiableRound) -> Callable[..., jax.Array]:
     """Make the loss of the model after a round, on the first batch of the first client."""
 
-    def loss(
-        rates: Rates, params: Params, batches: chex.ArrayTree, num_examples: jax.Array
-    ) -> Float[Array, ""]:
+    def loss(rates: Any, params: Any, batches: Any, num_examples: jax.Array) -> jax.Array:
         params = fedavg_round(rates, params, batches, num_examples)
         return workload.loss_fn(params, jax.tree.map(lambda leaf: leaf[0, 0], batches))[0]
 
@@ -97,34 +82,29 @@ class Gradient(Sizes, Timed):
         workload = WORKLOADS[self.model]()
         mesh = fedpax.make_mesh(devices=jax.devices()[:devices], clients=devices)
         rates = {"server": jnp.float32(1.0), "client": jnp.float32(LEARNING_RATE)}
-        fedavg_round = make_round(workload, clients, self.chunk_size, self.unroll)
-        functions = {
-            "round": fedavg_round,
-            "gradient": jax.value_and_grad(loss_after(workload, fedavg_round)),
-        }
+        fedavg_round = make_round(workload, self.chunk_size, self.unroll)
+        gradient = jax.value_and_grad(loss_after(workload, fedavg_round))
         with jax.set_mesh(mesh):
             types, arguments = workload.argument_types(clients, mesh), tuple[Any, ...]()
-            compiled = {k: timing.compile_for(fn, rates, *types) for k, fn in functions.items()}
+            compiled = {
+                name: timing.compile_for(fn, rates, *types)
+                for name, fn in (("round", fedavg_round), ("gradient", gradient))
+            }
             if self.repetitions:
-                few = 2 * devices
-                rounds = {
-                    "plain JAX": make_plain_round(workload),
-                    "fedpax": make_round(workload, few, self.chunk_size, self.unroll),
-                }
-                arguments = (rates, *workload.random_arguments(few, mesh))
-                gradients = {
-                    k: jax.value_and_grad(loss_after(workload, f)) for k, f in rounds.items()
-                }
-                check_equal({name: jax.jit(fn)(*arguments) for name, fn in gradients.items()})
+                plain = jax.value_and_grad(loss_after(workload, make_plain_round(workload)))
+                few = workload.random_arguments(2 * devices, mesh)
+                functions = {"plain JAX": plain, "fedpax": gradient}
+                check_equal({name: jax.jit(fn)(rates, *few) for name, fn in functions.items()})
                 arguments = (rates, *workload.random_arguments(clients, mesh))
-            seconds = self.time({name: c.call for name, c in compiled.items()}, *arguments)
-        row = Row(
-            device=jax.devices()[0].device_kind,
-            ratio=timing.paired_ratio(seconds["gradient"], seconds["round"]),
-            **{f"{name}_temporary_bytes": c.temporary_bytes for name, c in compiled.items()},
-            **{f"{name}_seconds": taken for name, taken in seconds.items()},
-        )
-        return [row]
+            seconds = self.time({name: c.program for name, c in compiled.items()}, *arguments)
+        return [
+            Row(
+                device=jax.devices()[0].device_kind,
+                ratio=timing.paired_ratio(seconds["gradient"], seconds["round"]),
+                **{f"{name}_temporary_bytes": c.temporary_bytes for name, c in compiled.items()},
+                **{f"{name}_seconds": taken for name, taken in seconds.items()},
+            )
+        ]
 
 
 main = command(Gradient)

@@ -115,6 +115,23 @@ class Timed(Benchmark):
         """Time interleaved calls of functions."""
         return timing.interleaved(calls, arguments, self.repetitions, self.clock)
 
+    def compare(
+        self, rounds: Mapping[str, timing.Compiled], to: str | Mapping[str, str]
+    ) -> list[Row]:
+        """Time rounds; return a row for each, with the ratio to a baseline's time."""
+        seconds = self.time({name: compiled.call for name, compiled in rounds.items()})
+        baselines = dict.fromkeys(rounds, to) if isinstance(to, str) else to
+        return [
+            Row(
+                name=name,
+                temporary_bytes=compiled.temporary_bytes,
+                seconds=seconds[name],
+                baseline=baselines[name],
+                ratio=timing.paired_ratio(seconds[name], seconds[baselines[name]]),
+            )
+            for name, compiled in rounds.items()
+        ]
+
 
 class Command(NamedTuple):
     """The command line of a benchmark."""
@@ -297,6 +314,11 @@ def number(text: str) -> float:
 def chunk_size(text: str) -> int | Literal["auto"]:
     """Parse "auto" or an integer of at least 1, or raise a ValueError."""
     return "auto" if text == "auto" else integer(text)
+
+
+def chunk_sizes(text: str) -> list[int | Literal["auto"]]:
+    """Parse chunk sizes, separated by commas."""
+    return several(text, chunk_size, '"auto" or integers of at least 1', "auto,8")
 
 
 def several(text: str, parse: Callable[[str], _Value], expected: str, example: str) -> list[_Value]:

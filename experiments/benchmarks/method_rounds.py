@@ -30,6 +30,7 @@ from fedpax.parallel.mesh import make_mesh
 
 FORWARD = 1 / 3
 NUM_CLUSTERS = 2
+MUON = "DiLoCo with Muon"
 MOMENTUM: Any = {"momentum": 0.9}
 META: Any = {"adaptation_learning_rate": LEARNING_RATE}
 # The cost in gradients, the function and its settings.
@@ -52,41 +53,23 @@ CLIENTS: dict[str, tuple[float, str, dict[str, Any]]] = {
     "Per-FedAvg": (2, "per_fedavg", META),
     "Reptile": (1, "reptile", {"meta_learning_rate": 0.5}),
 }
-ISLANDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "DiLoCo": ("diloco", {}),
-    "data parallelism": ("data_parallel", {}),
-    "Streaming DiLoCo": ("streaming_diloco", {"fragments": 1, "delay": 1}),
-    "Eager DiLoCo": ("eager_diloco", {}),
-    "async DiLoCo": ("async_diloco", {}),
-    "SparseLoCo": ("sparseloco", {}),
-    "NoLoCo": ("noloco", {}),
-    "EASGD": ("easgd", {}),
-    "PAPA": ("papa", {}),
-    "PAPA-all": ("papa_all", {}),
-    "PAPA-2": ("papa_2", {}),
-    "Branch-Train-Merge": ("branch_train_merge", {}),
+ISLANDS: dict[str, tuple[float, str, dict[str, Any]]] = {
+    "DiLoCo": (1, "diloco", {}),
+    "data parallelism": (1, "data_parallel", {}),
+    "Streaming DiLoCo": (1, "streaming_diloco", {"fragments": 1, "delay": 1}),
+    "Eager DiLoCo": (1, "eager_diloco", {}),
+    "async DiLoCo": (1, "async_diloco", {}),
+    "SparseLoCo": (1, "sparseloco", {}),
+    "NoLoCo": (1, "noloco", {}),
+    "EASGD": (1, "easgd", {}),
+    "PAPA": (1, "papa", {}),
+    "PAPA-all": (1, "papa_all", {}),
+    "PAPA-2": (1, "papa_2", {}),
+    "Branch-Train-Merge": (1, "branch_train_merge", {}),
     # Muon's Newton-Schulz steps are part of MuLoCo's baseline.
-    "DiLoCo with Muon": ("diloco", {"inner_optimizer": optax.contrib.muon(LEARNING_RATE)}),
-    "MuLoCo": ("muloco", {"learning_rate": LEARNING_RATE}),
+    MUON: (1, "diloco", {"inner_optimizer": optax.contrib.muon(LEARNING_RATE)}),
+    "MuLoCo": (1, "muloco", {"learning_rate": LEARNING_RATE}),
 }
-BASELINES = {"MuLoCo": "DiLoCo with Muon"}
-
-
-def client_method(
-    loss_fn: Any, clients: int, population: int, function: str, settings: Any
-) -> FederatedAlgorithm:
-    """Make a method of `CLIENTS`."""
-    rates = algorithms.FedAcRates(LEARNING_RATE, 2 * LEARNING_RATE, 2.0, 3.0)
-    sgd = optax.sgd(LEARNING_RATE, settings.get("momentum"))
-    common = {"num_clients": population, "client_optimizer": sgd, "rates": rates, **settings}
-    return method(function, loss_fn, cohort_size=clients, **common)
-
-
-def island_method(loss_fn: Any, islands: int, function: str, settings: Any) -> FederatedAlgorithm:
-    """Make a method of `ISLANDS`."""
-    adamw = optax.adamw(LEARNING_RATE)
-    common = {"inner_optimizer": adamw, "optimizer": adamw, **settings}
-    return method(function, loss_fn, islands=islands, **common)
 
 
 class MethodRounds(Timed):
@@ -98,74 +81,58 @@ class MethodRounds(Timed):
     chunk_size: int = option(1, "participants that a device runs at once")
     methods: list[str] | None = harness.some(",")
     columns = (
-        "method {method:18} | temporaries {temporary_bytes:13,} | median s {seconds:.4f} "
+        "method {name:18} | temporaries {temporary_bytes:13,} | median s {seconds:.4f} "
         "| ratio {ratio:.2f} | passes {passes:.2f} | ratio / passes {ratio_to_passes:.2f} "
         "| baseline {baseline:16}"
     )
 
     def __post_init__(self) -> None:
-        harness.check_names("methods", self.methods, CLIENTS if self.islands is None else ISLANDS)
+        harness.check_names("methods", self.methods, self._table)
+
+    @property
+    def _table(self) -> dict[str, tuple[float, str, dict[str, Any]]]:
+        return CLIENTS if self.islands is None else ISLANDS
 
     def measure(self) -> Any:
         return timing.on_devices(self.devices, self.measure_here)
 
-    def comparisons(self, loss_fn: Any) -> dict[str, tuple[str, float, FederatedAlgorithm]]:
-        """Return each method's baseline, its cost in the baseline's gradients, and the method."""
-        if self.islands is None:
-            sizes = self.clients, self.population or self.clients
-            return {
-                name: ("FedAvg", cost, client_method(loss_fn, *sizes, function, settings))
-                for name, (cost, function, settings) in CLIENTS.items()
-            }
-        return {
-            name: (
-                BASELINES.get(name, "DiLoCo"),
-                1,
-                island_method(loss_fn, self.islands, *function),
-            )
-            for name, function in ISLANDS.items()
-        }
+    def _method(self, loss_fn: Any, name: str) -> FederatedAlgorithm:
+        _, function, settings = self._table[name]
+        rates = algorithms.FedAcRates(LEARNING_RATE, 2 * LEARNING_RATE, 2.0, 3.0)
+        sgd = optax.sgd(LEARNING_RATE, settings.get("momentum"))
+        optimizer = sgd if self.islands is None else optax.adamw(LEARNING_RATE)
+        common = {f"{kind}optimizer": optimizer for kind in ("client_", "inner_", "")}
+        common |= {"num_clients": self.population or self.clients, "islands": self.islands}
+        common |= {"cohort_size": self.clients, "rates": rates}
+        return method(function, loss_fn, **common | settings)
 
     def measure_here(self) -> Iterator[Row]:
         workload, participants = WORKLOADS[self.model](), self.islands or self.clients
         placement = "clients" if self.islands is None else "islands"
         with jax.set_mesh(mesh := make_mesh(clients=-1)):
             params, batches, num_examples = workload.random_arguments(participants, mesh)
-        table = self.comparisons(workload.loss_fn)
-        if self.methods is not None:
-            used = {*self.methods, *(table[name][0] for name in self.methods)}
-            used |= {table[name][0] for name in used}
-            table = {name: table[name] for name in table if name in used}
-        calls, temporaries = {}, {}
-        sizes: Any = {placement: -1}
+        baselines = dict.fromkeys(self._table, next(iter(self._table))) | {"MuLoCo": MUON}
+        used = {*(self.methods or self._table)}
+        for _ in range(2):  # a baseline has a baseline too
+            used |= {baselines[name] for name in used}
+        rounds, sizes = {}, dict[str, Any]({placement: -1})
         with jax.set_mesh(make_mesh(**sizes)):
             batches, num_examples = jax.device_put((batches, num_examples), P(placement))
             cohort = Cohort(batches)
             if placement == "clients":
                 client_ids = sample(participants, self.population or participants, self.devices)
                 cohort = Cohort(batches, num_examples, client_ids=client_ids)
-            for name, (_, _, algorithm) in table.items():
-                start = params
+            for name in (name for name in self._table if name in used):
+                start, algorithm = params, self._method(workload.loss_fn, name)
                 if name == "HypCluster":
                     start = jax.tree.map(lambda p: jnp.stack([p * s for s in (1, 0.9)]), params)
-                state = algorithm.init(start)
                 step: Any = algorithm.round
                 step = step.with_options(chunk_size=self.chunk_size)
-                compiled = timing.compile_for(step, state, cohort, donate_argnums=0)
-                calls[name] = timing.repeated(compiled.call, state, cohort)
-                temporaries[name] = compiled.temporary_bytes
-            seconds = self.time(calls)
-        for name, (baseline, passes, _) in table.items():
-            ratio = timing.paired_ratio(seconds[name], seconds[baseline])
-            yield Row(
-                method=name,
-                baseline=baseline,
-                passes=passes,
-                temporary_bytes=temporaries[name],
-                seconds=seconds[name],
-                ratio=ratio,
-                ratio_to_passes=None if ratio is None else ratio / passes,
-            )
+                rounds[name] = timing.compile_for(step, algorithm.init(start), cohort, repeats=True)
+            rows = self.compare(rounds, baselines)
+        for row in rows:
+            passes, ratio = self._table[row.name][0], row.ratio
+            yield Row(**vars(row), passes=passes, ratio_to_passes=ratio and ratio / passes)
 
 
 def sample(clients: int, population: int, devices: int) -> jax.Array:

@@ -132,10 +132,8 @@ def make_call(
     """Compile a method; return a function that runs one more round and returns the parameters."""
     clients = len(num_examples)
     if name == "fedavg":
-        arguments = params, batches, num_examples
         fedavg = fedpax_round(workload.local_train, clients, "auto")
-        call = timing.compile_for(fedavg, *arguments).call
-        return lambda: call(*arguments)
+        return timing.compile_for(fedavg, params, batches, num_examples).call
     private = {"aggregator": private_mean(max_norm=MAX_NORM, noise_multiplier=NOISE, seed=0)}
     algorithm = method(
         "fedavg" if name == "private" else name,
@@ -149,8 +147,7 @@ def make_call(
     )
     cohort = fedpax.Cohort(batches, num_examples, client_ids=jnp.arange(clients))
     state = algorithm.init(params)
-    step = timing.compile_for(algorithm.round, state, cohort, donate_argnums=0).call
-    run = timing.repeated(step, state, cohort)
+    run = timing.compile_for(algorithm.round, state, cohort, repeats=True).call
     return lambda: run()[0].params
 
 

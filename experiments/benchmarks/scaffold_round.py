@@ -142,24 +142,14 @@ class ScaffoldRound(Sizes, Timed):
                 "SCAFFOLD, all at home": (method.round, state, cohort),
                 "SCAFFOLD": (method.round, state, moving),
             }
-            calls, temporaries = {}, {}
-            for name, (step, start, *arguments) in rounds.items():
-                compiled = timing.compile_for(step, start, *arguments, donate_argnums=0)
-                calls[name] = timing.repeated(compiled.call, start, *arguments)
-                temporaries[name] = compiled.temporary_bytes
-            seconds = self.time(calls)
-        return [
-            Row(
-                name=name,
-                temporary_bytes=temporaries[name],
-                seconds=own,
-                ratio=timing.paired_ratio(own, seconds[FEDAVG]),
-                to_hand=(to_hand := timing.paired_ratio(own, seconds[base])),
-                met=to_hand is None or to_hand <= MOST,
-            )
-            for name, own in seconds.items()
-            for base in [SCAFFOLD if "SCAFFOLD" in name else FEDAVG]
-        ]
+            compiled = {k: timing.compile_for(*fn, repeats=True) for k, fn in rounds.items()}
+            rows = self.compare(compiled, FEDAVG)
+        seconds = {row.name: row.seconds for row in rows}
+        for row in rows:
+            base = SCAFFOLD if "SCAFFOLD" in row.name else FEDAVG
+            row.to_hand = timing.paired_ratio(row.seconds, seconds[base])
+            row.met = row.to_hand is None or row.to_hand <= MOST
+        return rows
 
 
 main = command(ScaffoldRound)

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import multiprocessing
 import random
+import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,22 +20,26 @@ Seconds: TypeAlias = dict[str, list[float]]
 
 
 class Compiled(NamedTuple):
-    """A compiled function."""
+    """A compiled function, and a call of it with the arguments that it was compiled for."""
 
-    call: Callable[..., Any]
+    program: Any
+    call: Callable[[], Any]
     compile_seconds: float
     temporary_bytes: int
 
 
-def compile_for(
-    fn: Callable[..., Any], *arguments: Any, donate_argnums: int | Sequence[int] = ()
-) -> Compiled:
-    """Compile a function for arguments of the given shapes."""
+def compile_for(fn: Callable[..., Any], *arguments: Any, repeats: bool = False) -> Compiled:
+    """Compile a function for arguments or their types.
+
+    With `repeats`, a round `(state, ...) -> (state, metrics)` takes over the memory of its state,
+    and each call continues from the last one's state.
+    """
     start = time.perf_counter()
-    compiled = jax.jit(fn, donate_argnums=donate_argnums).lower(*arguments).compile()
+    jitted = jax.jit(fn, donate_argnums=0 if repeats else ())
+    program: Any = jitted.lower(*arguments).compile()
     seconds = time.perf_counter() - start
-    memory: Any = compiled.memory_analysis()
-    return Compiled(compiled, seconds, memory.temp_size_in_bytes)
+    call = repeated(program, *arguments) if repeats else functools.partial(program, *arguments)
+    return Compiled(program, call, seconds, program.memory_analysis().temp_size_in_bytes)
 
 
 def interleaved(
@@ -80,6 +85,12 @@ def repeated(step: Callable[..., Any], state: Any, *arguments: Any) -> Callable[
         return last[0], metrics
 
     return run
+
+
+def children_cpu_seconds() -> float:
+    """Return the CPU seconds of the processes that this one has started and that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def on_devices(

@@ -22,7 +22,7 @@ def test_every_aggregator_has_a_row_that_is_paired_with_the_mean(chosen, monkeyp
     arguments += [] if chosen is None else [f"--aggregators={';'.join(chosen)}"]
     rows = aggregator_rounds.main.run(arguments)
     names = chosen or [name for name in aggregator_rounds.aggregators(8) if name != "mean"]
-    assert [row.aggregator for row in rows] == ["mean", *names]
+    assert [row.name for row in rows] == ["mean", *names]
     assert rows[0].ratio == 1
     printed = capsys.readouterr().out
     for row in rows:
@@ -34,7 +34,7 @@ def test_every_aggregator_has_a_row_that_is_paired_with_the_mean(chosen, monkeyp
             )
         ]
         assert row.added == statistics.median(added)
-        assert f"| {row.aggregator} " in printed
+        assert f"| {row.name} " in printed
         assert f"| {row.added:+.1%} |".replace(" ", "") in printed.replace(" ", "")
 
 

@@ -98,7 +98,7 @@ def test_the_gradient_of_a_round_equals_plain_jax():
         moved = vmap_round(train, 4)(params, batches, num_examples)
         return jax.tree.map(lambda p, m: p + rates["server"] * (m - p), params, moved)
 
-    streamed = gradient.make_round(TINY, 4, chunk_size=1, unroll=2)
+    streamed = gradient.make_round(TINY, chunk_size=1, unroll=2)
     ours, expected = (
         jax.jit(jax.value_and_grad(gradient.loss_after(TINY, fn)))(rates, *arguments)
         for fn in (streamed, plain)

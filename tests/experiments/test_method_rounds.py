@@ -22,10 +22,10 @@ def test_every_method_has_a_row_that_is_paired_with_fedavg(tiny, capsys, tmp_pat
     arguments = ["--model=tiny", "--clients=8", f"--json={tmp_path / 'rows.json'}"]
     rows = method_rounds.main.run([*arguments, "--repetitions=2"])
     table = capsys.readouterr().out.splitlines()
-    by_name = {row.method: row for row in rows}
+    by_name = {row.name: row for row in rows}
     assert len(table) == 2 + len(rows) == 2 + len(by_name)
     for line, row in zip(table[2:], rows, strict=True):
-        assert line.startswith(f"| {row.method}")
+        assert line.startswith(f"| {row.name}")
         assert row.ratio == timing.paired_ratio(row.seconds, by_name["FedAvg"].seconds)
     assert by_name["FedAvg"].ratio == 1 and by_name["Mime"].passes == 3
 
@@ -34,7 +34,7 @@ def test_every_method_has_a_row_that_is_paired_with_fedavg(tiny, capsys, tmp_pat
 def test_the_chosen_methods_are_timed_beside_fedavg(tiny):
     sizes = ["--model=tiny", "--clients=8", "--repetitions=1", "--clock=cpu"]
     rows = method_rounds.main.run([*sizes, "--methods=SCAFFOLD II"])
-    assert [row.method for row in rows] == ["FedAvg", "SCAFFOLD II"]
+    assert [row.name for row in rows] == ["FedAvg", "SCAFFOLD II"]
     assert rows[1].seconds[0] > 0
 
 

@@ -42,7 +42,7 @@ from fedpax.experiments.populations import PopulationConfig
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.parallel.axes import shardings
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.sites.rounds.contract import ClientRange, CoordinatorRun, SiteRun
+from fedpax.sites.contract import ClientRange, CoordinatorRun, SiteRun
 from fedpax.sources.examples import Examples
 from fedpax.training.evaluation import Batch, evaluator
 from fedpax.training.experiment import Experiment, Run, Shardings
@@ -218,7 +218,7 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
         del sampler
         return rounds
 
-    # ---- rounds over sites with data of their own (`fedpax.sites.rounds.contract`)
+    # ---- rounds over sites with data of their own (`fedpax.sites.contract`)
 
     def describe_site(self) -> dict[str, Any]:
         """Return what a site tells the coordinator of its data: its number of clients."""

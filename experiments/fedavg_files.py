@@ -41,7 +41,7 @@ from fedpax.models.losses import (
 )
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.parallel.mesh_rule import ShardedSize
-from fedpax.sites.rounds.contract import ClientRange, SiteRun
+from fedpax.sites.contract import ClientRange, SiteRun
 from fedpax.training.client_metrics import (
     ClientMetrics,
     ExampleOwners,
@@ -147,7 +147,7 @@ class FedAvgFiles(ClientExperiment):
         other.__dict__.update({n: self.__dict__[n] for n in names if n in self.__dict__})
         return other
 
-    # ---- rounds over sites with data of their own (`fedpax.sites.rounds.contract`)
+    # ---- rounds over sites with data of their own (`fedpax.sites.contract`)
 
     def describe_site(self) -> dict[str, Any]:
         """Return the number of the site's clients, and what it tells of its columns."""

@@ -24,7 +24,7 @@ from fedpax.experiments.parts.saved_inputs import saved_content
 from fedpax.models.classifiers import CNNConfig, cnn
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.models.resnet import ResNetConfig, resnet
-from fedpax.sites.rounds.contract import Question
+from fedpax.sites.contract import Question
 from fedpax.training.training_config import TrainingConfig
 
 MOST_PIXELS = 1 << 14

@@ -34,7 +34,7 @@ from fedpax.experiments.table_data import (
 )
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.nnx_functional import FunctionalModel
-from fedpax.sites.rounds.contract import ClientRange, Question
+from fedpax.sites.contract import ClientRange, Question
 from fedpax.training.training_config import TrainingConfig
 
 

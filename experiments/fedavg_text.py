@@ -42,17 +42,17 @@ from fedpax.experiments.parts.weights import hash_weights
 from fedpax.models import presets
 from fedpax.models.lora import LoRAConfig
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.sites.rounds.contract import (
+from fedpax.sites.contract import (
     SITE_FILE,
     ClientRange,
     CoordinatorRun,
     Question,
     SiteRun,
 )
-from fedpax.sites.rounds.coordinator_files import FEDERATION
-from fedpax.sites.transport.checked_header import CheckedHeader
+from fedpax.sites.coordinator_files import FEDERATION
 from fedpax.training.experiment import Run
 from fedpax.training.training_config import TrainingConfig
+from fedpax.transport.checked_header import CheckedHeader
 from fedpax.user_files.formats import is_files
 
 MOST_STEPS = 1 << 20
@@ -84,7 +84,7 @@ class FedAvgText(OverSites, ClientText):
         "data.types",
     )
 
-    # ---- rounds over sites with documents of their own (`fedpax.sites.rounds.contract`)
+    # ---- rounds over sites with documents of their own (`fedpax.sites.contract`)
 
     def shared_content(self) -> dict[str, str]:
         """Return hashes of the tokenizer, and of the weights that every site adapts."""

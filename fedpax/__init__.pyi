@@ -11,6 +11,7 @@ from fedpax import elastic as elastic
 from fedpax import experiments as experiments
 from fedpax import hlo as hlo
 from fedpax import inspect as inspect
+from fedpax import islands as islands
 from fedpax import models as models
 from fedpax import ops as ops
 from fedpax import parallel as parallel
@@ -27,6 +28,7 @@ from fedpax import sources as sources
 from fedpax import text as text
 from fedpax import training as training
 from fedpax import transforms as transforms
+from fedpax import transport as transport
 from fedpax import user_files as user_files
 from fedpax.algorithm import FederatedAlgorithm as FederatedAlgorithm
 from fedpax.clients.cohort import Cohort as Cohort

@@ -127,8 +127,8 @@ class AlgorithmParts(NamedTuple):
     """A multi-island method in parts: the inner steps of one island, and the merge at a syncer.
 
     `FederatedAlgorithm` runs all islands as one program. Islands with runtimes of their own
-    (`fedpax.sites`) need the parts: each island takes the same inner steps on its own devices, and
-    a syncer merges one fragment of the model after another.
+    (`fedpax.islands`) need the parts: each island takes the same inner steps on its own devices,
+    and a syncer merges one fragment of the model after another.
 
     A round has P merges, one per fragment. After every `steps_per_sync` inner steps, an island
     sends the fragment that is merged next. When `quorum` islands have sent it, the syncer waits at

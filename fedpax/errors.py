@@ -4,6 +4,7 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "ConfigurationError",
+    "DamagedStateError",
     "FedpaxError",
     "MissingPackageError",
     "UsageError",
@@ -52,6 +53,10 @@ class MissingPackageError(FedpaxError, ImportError):
 
 class ConfigurationError(FedpaxError):
     """A configuration that cannot be written, read or resumed; the message names the remedy."""
+
+
+class DamagedStateError(FedpaxError, OSError):
+    """A saved state that is damaged, missing or old; the message names the remedy."""
 
 
 class UsageError(FedpaxError):

@@ -1,6 +1,7 @@
 """Deprecated names warn where they are used, and are removed after one minor version."""
 
 import ast
+import importlib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,25 @@ def test_the_warning_is_at_the_users_line() -> None:
     (warning,) = caught
     assert warning.category is DeprecationWarning and warning.filename == __file__
     assert "old(3)" in Path(__file__).read_text().splitlines()[warning.lineno - 1]
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "new"),
+    [
+        ("fedpax.sites", "join", "fedpax.islands"),
+        ("fedpax.sites", "run_syncer", "fedpax.islands"),
+        ("fedpax.sites.signed_keys", "CertificateSigner", "fedpax.transport"),
+    ],
+)
+def test_a_moved_name_is_at_its_old_path_with_a_warning(package: str, name: str, new: str) -> None:
+    pytest.importorskip("grpc")
+    old = importlib.import_module(package)
+    with pytest.deprecated_call(match=rf"{package}\.{name} is .* Use {new}\.{name}\.") as caught:
+        value = getattr(old, name)
+    assert value is getattr(importlib.import_module(new), name)
+    assert [warning.filename for warning in caught] == [__file__]
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):
+        old.nothing  # noqa: B018
 
 
 def test_fedpax_itself_uses_no_deprecated_name() -> None:

@@ -15,7 +15,7 @@ from fedpax.errors import (
     MissingPackageError,
 )
 from fedpax.main import main
-from fedpax.sites.transport.calls import DisconnectedError
+from fedpax.transport.calls import DisconnectedError
 
 ROOT = Path(__file__).parent.parent
 # Errors of fedpax are subclasses of these, so that callers who catch these catch them too.

@@ -35,6 +35,7 @@ HEIGHT = {
     "algorithm": 6,
     "fedpax": 7,
     "sources": 8,
+    "transport": 8,
     "text": 9,
     "populations": 9,
     "user_files": 10,
@@ -50,10 +51,11 @@ HEIGHT = {
     "reports": 15,
     "sites": 16,
     "deploy": 16,
-    "experiments": 17,
-    "commands": 18,
-    "main": 19,
-    "__main__": 20,
+    "islands": 17,
+    "experiments": 18,
+    "commands": 19,
+    "main": 20,
+    "__main__": 21,
 }
 # What these layers may import besides the standard library and fedpax.
 LIBRARIES = {
@@ -63,6 +65,7 @@ LIBRARIES = {
     "aggregators": {"jax", "jaxtyping", "chex", "optax", "dp_accounting"},
     "algorithm": {"jax", "jaxtyping", "optax", "typing_extensions"},
     "algorithms": {"jax", "jaxtyping", "chex", "optax"},
+    "transport": {"numpy", "ml_dtypes", "grpc", "cryptography"},
 }
 # What algorithms may import of fedpax: the layers below that concern a method, and the contract.
 ALGORITHMS_SEE = (
@@ -77,8 +80,11 @@ ALGORITHMS_SEE = (
     "fedpax.Cohort",
     "fedpax.algorithm",
 )
-# The public name of fedpax that is of a layer above, imported on first use.
-FROM_ABOVE = "fedpax.commands.train_in_python:train"
+# Public names that are of a layer above, imported on first use.
+FROM_ABOVE = {
+    ("fedpax", "fedpax.commands.train_in_python:train"),
+    ("fedpax.sites", "fedpax.islands"),  # deprecated names
+}
 # The one module that may touch what JAX does not promise to keep.
 UNSTABLE, KEEPER = ("jax.extend", "jax.interpreters", "jaxlib"), "fedpax.primitives._jax"
 # Attributes of equations and primitives of the same kind.
@@ -147,7 +153,7 @@ def complaint(module: str, name: str) -> str | None:
         return None if library in allowed else f"{layer} may not import this library"
     if layer == "algorithms" and name != "fedpax" and not name.startswith(ALGORITHMS_SEE):
         return "algorithms see primitives, aggregators, clients, optax and the contract alone"
-    if (module, name) == ("fedpax", FROM_ABOVE):
+    if (module, name) in FROM_ABOVE:
         return None
     imported = layer_of(name)
     if layer != imported and HEIGHT[layer] <= HEIGHT[imported]:

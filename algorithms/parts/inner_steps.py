@@ -39,7 +39,7 @@ OuterGradient: TypeAlias = Callable[
 def make_inner_steps(loss_fn: LossFn, inner_optimizer: optax.GradientTransformation) -> InnerSteps:
     """Make the function that takes an island's inner steps, one per batch."""
     # The methods of the DiLoCo family map it over their islands. An island with a runtime of its
-    # own (`fedpax.sites`) compiles it without a map. Both take the same steps.
+    # own (`fedpax.islands`) compiles it without a map. Both take the same steps.
 
     def inner_steps(
         params: Params, inner_state: optax.OptState, batches: chex.ArrayTree, num_steps: NumSteps

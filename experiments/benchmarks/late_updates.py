@@ -26,16 +26,16 @@ from fedpax.experiments.benchmarks.chaos import CHECKPOINT_ROUNDS, paced_text
 from fedpax.experiments.benchmarks.chaos_sites import SYNCER, Failure, draw_failures
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
 from fedpax.experiments.benchmarks.workloads import changed
+from fedpax.islands.island.island import Island
+from fedpax.islands.island.link import Link
+from fedpax.islands.island.local_model import LocalModel
+from fedpax.islands.method_parts import parts_of, tokens_per_step
+from fedpax.islands.syncer.outer_model import OuterModel
+from fedpax.islands.syncer.syncer import Syncer
+from fedpax.islands.syncer.updates import MergeReport
 from fedpax.sites.identity import Identity
-from fedpax.sites.island.island import Island
-from fedpax.sites.island.link import Link
-from fedpax.sites.island.local_model import LocalModel
-from fedpax.sites.site_run import parts_of, tokens_per_step
-from fedpax.sites.syncer.outer_model import OuterModel
-from fedpax.sites.syncer.syncer import Syncer
-from fedpax.sites.syncer.updates import MergeReport
-from fedpax.sites.transport.calls import DisconnectedError
-from fedpax.sites.transport.message import Message
+from fedpax.transport.calls import DisconnectedError
+from fedpax.transport.message import Message
 
 ROUND_SECONDS, TICK_SECONDS, HEARTBEAT_SECONDS, RESTART_SECONDS = 1.0, 0.05, 1.0, 6.0
 IDENTITY = Identity("", {}, {})

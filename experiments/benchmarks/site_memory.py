@@ -29,18 +29,18 @@ from fedpax.algorithms import fedavg
 from fedpax.experiments.benchmarks import harness
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
 from fedpax.experiments.benchmarks.site_transport import in_process
+from fedpax.sites.contract import CoordinatorRun
+from fedpax.sites.coordinator_program import cohort_types, expected_arrays
+from fedpax.sites.coordinator_state import divide
 from fedpax.sites.identity import identify
-from fedpax.sites.rounds.contract import CoordinatorRun
-from fedpax.sites.rounds.coordinator_program import cohort_types, expected_arrays
-from fedpax.sites.rounds.coordinator_state import divide
-from fedpax.sites.rounds.round_rules import RoundRules
-from fedpax.sites.rounds.run_coordinator import run_coordinator
-from fedpax.sites.rounds.secret_terms import TASK as SUM
-from fedpax.sites.rounds.secret_terms import SecretTerms
-from fedpax.sites.transport.calls import Connection, DisconnectedError, connect
-from fedpax.sites.transport.message import Message
+from fedpax.sites.round_rules import RoundRules
+from fedpax.sites.run_coordinator import run_coordinator
+from fedpax.sites.secret_terms import TASK as SUM
+from fedpax.sites.secret_terms import SecretTerms
 from fedpax.training.experiment import Experiment
 from fedpax.training.training_config import TrainingConfig
+from fedpax.transport.calls import Connection, DisconnectedError, connect
+from fedpax.transport.message import Message
 
 SECURE_SUMS = "secure sums"
 AGGREGATORS: dict[str, Callable[[], Aggregator]] = {

@@ -27,17 +27,17 @@ from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, optio
 from fedpax.experiments.benchmarks.site_transport import in_process
 from fedpax.experiments.benchmarks.workloads import changed
 from fedpax.experiments.decoupled_diloco_text import DecoupledDiLoCoText, decoupled_diloco_text
+from fedpax.islands.island.island import Island
+from fedpax.islands.island.link import Link
+from fedpax.islands.island.local_model import LocalModel
+from fedpax.islands.method_parts import build_parts
+from fedpax.islands.syncer.outer_model import OuterModel
+from fedpax.islands.syncer.syncer import Syncer
+from fedpax.islands.syncer.syncer_store import SyncerStore
 from fedpax.parallel.mesh import SINGLE_DEVICE
 from fedpax.sites.identity import identify
-from fedpax.sites.island.island import Island
-from fedpax.sites.island.link import Link
-from fedpax.sites.island.local_model import LocalModel
-from fedpax.sites.site_run import build_parts
-from fedpax.sites.syncer.outer_model import OuterModel
-from fedpax.sites.syncer.syncer import Syncer
-from fedpax.sites.syncer.syncer_store import SyncerStore
-from fedpax.sites.transport.calls import connect, serve
-from fedpax.sites.transport.certificates import make_certificates
+from fedpax.transport.calls import connect, serve
+from fedpax.transport.certificates import make_certificates
 
 SETTLE_SECONDS = 0.5
 

@@ -24,9 +24,9 @@ import numpy as np
 
 from fedpax.experiments.benchmarks import harness
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
-from fedpax.sites.transport.calls import Connection, connect, serve
-from fedpax.sites.transport.certificates import make_certificates
-from fedpax.sites.transport.message import Message
+from fedpax.transport.calls import Connection, connect, serve
+from fedpax.transport.certificates import make_certificates
+from fedpax.transport.message import Message
 
 MB = 1_000_000
 

@@ -12,7 +12,7 @@ from fedpax.clients.cohort import Cohort
 from fedpax.clients.cohort_stream import CohortStream
 from fedpax.data import ClientSampler, CohortRounds, Partition
 from fedpax.populations.ragged_partition import ComputedPartition
-from fedpax.sites.rounds.contract import ClientRange, Question
+from fedpax.sites.contract import ClientRange, Question
 
 
 class OverSites:

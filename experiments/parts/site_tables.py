@@ -48,7 +48,7 @@ from fedpax.experiments.table_data import (
     table_label,
     table_treatments,
 )
-from fedpax.sites.rounds.contract import ClientRange, Question
+from fedpax.sites.contract import ClientRange, Question
 from fedpax.transforms.stages import Stages
 
 Json = Mapping[str, Any]

@@ -18,7 +18,7 @@ from fedpax.commands.parts.processes import leave_on_failure, provide_processes
 from fedpax.console import print_line
 from fedpax.processes.job_processes import JobProcessesError
 from fedpax.run_files.paths import latest_round
-from fedpax.sites.rounds.contract import SiteExperiment
+from fedpax.sites.contract import SiteExperiment
 
 GAVE_UP = 75  # EX_TEMPFAIL of sysexits.h: the same command can succeed later
 
@@ -42,7 +42,7 @@ def join(arguments: Sequence[str]) -> int:
             options,
             dataclasses.replace(experiment, mesh=dataclasses.replace(experiment.mesh, islands=1)),
         )
-        from fedpax.sites.island.join import join as join_syncer
+        from fedpax.islands.island.join import join as join_syncer
 
         try:
             result = join_syncer(
@@ -64,7 +64,7 @@ def join(arguments: Sequence[str]) -> int:
 
 def _take_part(options: flags.FlagValues, experiment: Any, folder: Path) -> int:
     """Train on this site's own data, and print the result."""
-    from fedpax.sites.rounds.take_part import take_part
+    from fedpax.sites.take_part import take_part
 
     result = take_part(
         experiment,

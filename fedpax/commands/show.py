@@ -13,13 +13,13 @@ from fedpax.commands.parts.options import (
 from fedpax.commands.parts.saved_run import existing_folder
 from fedpax.console import print_error, print_line
 from fedpax.errors import UsageError
+from fedpax.islands.syncer.island_table import format_islands, read_islands
 from fedpax.path_patterns import split_list
 from fedpax.reports.metric_table import check_metrics, format_metrics
 from fedpax.reports.run_report import format_goodput, format_reports, holds_run, report_run
 from fedpax.run_files.metrics import select
 from fedpax.run_files.paths import is_remote, resolve_job_log_dir
-from fedpax.sites.rounds.site_table import format_sites, read_sites
-from fedpax.sites.syncer.island_table import format_islands, read_islands
+from fedpax.sites.site_table import format_sites, read_sites
 from fedpax.training.job_dir_lock import is_in_use
 
 

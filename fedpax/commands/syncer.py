@@ -27,9 +27,9 @@ def syncer(arguments: Sequence[str]) -> int:
     # The outer model is in the host's memory: leave accelerators to other programs.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from fedpax.commands.parts.compilation_cache import enable_compilation_cache
-    from fedpax.sites.syncer.guarded_merge import GuardRules
-    from fedpax.sites.syncer.run_syncer import run_syncer
-    from fedpax.sites.transport.admission import SiteLimits
+    from fedpax.islands.syncer.guarded_merge import GuardRules
+    from fedpax.islands.syncer.run_syncer import run_syncer
+    from fedpax.transport.admission import SiteLimits
 
     enable_compilation_cache()
     names = ("exp", "certificates", "heartbeat_seconds", "goodbye_seconds")
@@ -38,8 +38,8 @@ def syncer(arguments: Sequence[str]) -> int:
         "limits": SiteLimits(options.messages_per_minute, options.bytes_per_minute),
     }
     if has_rounds_over_sites(experiment):
-        from fedpax.sites.rounds.round_rules import RoundRules
-        from fedpax.sites.rounds.run_coordinator import run_coordinator
+        from fedpax.sites.round_rules import RoundRules
+        from fedpax.sites.run_coordinator import run_coordinator
 
         rules: dict[str, Any] = {name: options[name].value for name in RoundRules._fields}
         result = run_coordinator(
@@ -65,7 +65,7 @@ def syncer(arguments: Sequence[str]) -> int:
 
 def has_rounds_over_sites(experiment: Experiment) -> bool:
     """Tell whether an experiment runs in synchronous rounds over sites with data of their own."""
-    from fedpax.sites.rounds.contract import SiteExperiment
+    from fedpax.sites.contract import SiteExperiment
 
     return isinstance(experiment, SiteExperiment)
 

@@ -1,16 +1,22 @@
-"""Islands with runtimes of their own, which a syncer merges.
+"""Synchronous rounds over sites that train on data of their own.
 
-- `syncer`: the process that holds the outer model (`run_syncer`).
-- `island`: the processes that train (`join`).
+- `contract`: what an experiment offers to run over sites.
+- `run_coordinator`: the process that holds the model and asks the sites (`fedpax syncer`).
+- `take_part`: the process of a site (`fedpax join`).
 - `guards`: the updates that a merge drops (`drop_large`, `drop_harmful`).
-- `transport`: the messages between them, and certificates.
 
-Beside them: the format of a fragment, the identity of a run, and the files that the processes of
-both sides open (`site_process`).
+`fedpax.stages` divides a round into parts: a site runs the clients' part for each of its
+clients, merges their terms, and sends the merged terms alone. A site of one client sends encoded
+words instead if they are fewer bytes.
+
+`fedpax.islands` shares the guards, the identity of a run, and the files that the processes of both
+sides open (`site_process`).
 """
 
+import importlib
 from typing import TYPE_CHECKING
 
+from fedpax.deprecation import warn_deprecated
 from fedpax.lazy_names import lazy_names
 
 if TYPE_CHECKING:
@@ -19,10 +25,8 @@ if TYPE_CHECKING:
     from fedpax.sites.guards import drop_harmful as drop_harmful
     from fedpax.sites.guards import drop_large as drop_large
     from fedpax.sites.guards import parse_accept_if as parse_accept_if
-    from fedpax.sites.island.join import join as join
     from fedpax.sites.site_process import JoinResult as JoinResult
     from fedpax.sites.site_process import SyncerResult as SyncerResult
-    from fedpax.sites.syncer.run_syncer import run_syncer as run_syncer
 
 _MODULES = {
     "AcceptIf": "fedpax.sites.guards",
@@ -31,10 +35,17 @@ _MODULES = {
     "SyncerResult": "fedpax.sites.site_process",
     "drop_harmful": "fedpax.sites.guards",
     "drop_large": "fedpax.sites.guards",
-    "join": "fedpax.sites.island.join",
     "parse_accept_if": "fedpax.sites.guards",
-    "run_syncer": "fedpax.sites.syncer.run_syncer",
 }
 __all__ = list(_MODULES)
-# Its packages need the extra `sites`.
-__getattr__, __dir__ = lazy_names(__name__, _MODULES)
+# Its modules need the extra `sites`.
+_get, __dir__ = lazy_names(__name__, _MODULES)
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name on first use, also the names that are in `fedpax.islands` now."""
+    if name in ("join", "run_syncer"):
+        new = f"fedpax.islands.{name}"
+        warn_deprecated(f"fedpax.sites.{name}", new, removed_in="0.3.0")
+        return getattr(importlib.import_module("fedpax.islands"), name)
+    return _get(name)

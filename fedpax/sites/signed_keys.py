@@ -1,78 +1,13 @@
-"""Signatures of the public keys of sites, by the keys of their certificates."""
+"""The former module of `fedpax.transport.CertificateSigner`."""
 
-import base64
-from collections.abc import Mapping
-from typing import Any
-
-from cryptography import x509
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-
-from fedpax.secure_sums.errors import SecureSumError
-from fedpax.sites.transport.authority import now
-from fedpax.sites.transport.certificates import Certificates
-
-__all__ = ["CertificateSigner"]
-
-_MAX_TEXT = 10_000
-_ALGORITHM = ec.ECDSA(hashes.SHA256())
+from fedpax.deprecation import warn_deprecated
 
 
-class CertificateSigner:
-    """Signs with a site's certificate, and believes the certificates of its authority.
+def __getattr__(name: str) -> object:
+    if name != "CertificateSigner":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    old, new = f"fedpax.sites.signed_keys.{name}", f"fedpax.transport.{name}"
+    warn_deprecated(old, new, removed_in="0.3.0")
+    from fedpax.transport import CertificateSigner
 
-    So a coordinator that does not have the authority's key cannot pose as a site.
-
-    Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> from fedpax.sites.transport.certificates import make_certificates, read_certificates
-        >>> folder = Path(tempfile.mkdtemp()) / "certificates"
-        >>> _ = make_certificates(folder, ["site-1", "site-2"])
-        >>> one, two = (CertificateSigner(read_certificates(folder / f"site-{i}")) for i in (1, 2))
-        >>> proof = one.sign(b"my key")
-        >>> two.check("site-1", b"my key", proof)
-        >>> two.check("site-2", b"my key", proof)
-        Traceback (most recent call last):
-            ...
-        fedpax.secure_sums.errors.SecureSumError: the keys of site 'site-2' are not signed ...
-    """
-
-    def __init__(self, certificates: Certificates) -> None:
-        key = serialization.load_pem_private_key(certificates.key, None)
-        assert isinstance(key, ec.EllipticCurvePrivateKey)
-        self._key = key
-        self._authority = x509.load_pem_x509_certificate(certificates.authority)
-        self._certificate = certificates.certificate.decode()
-
-    def sign(self, content: bytes) -> dict[str, str]:
-        """Return the certificate and the signature of the content."""
-        signature = base64.b64encode(self._key.sign(content, _ALGORITHM)).decode()
-        return {"certificate": self._certificate, "signature": signature}
-
-    def check(self, site: str, content: bytes, proof: Mapping[str, Any]) -> None:
-        """Raise a `SecureSumError` if the proof is not by the site."""
-        try:
-            match proof:
-                case {"certificate": str() as pem, "signature": str() as text} if (
-                    len(pem) + len(text) <= _MAX_TEXT
-                ):
-                    certificate = x509.load_pem_x509_certificate(pem.encode())
-                    certificate.verify_directly_issued_by(self._authority)
-                    names = certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
-                    public = certificate.public_key()
-                    if (
-                        [name.value for name in names] == [site]
-                        and certificate.not_valid_before_utc <= now()
-                        and now() < certificate.not_valid_after_utc
-                        and isinstance(public, ec.EllipticCurvePublicKey)
-                    ):
-                        public.verify(base64.b64decode(text), content, _ALGORITHM)
-                        return
-        except (ValueError, TypeError, InvalidSignature):
-            pass
-        raise SecureSumError(
-            f"the keys of site {site!r} are not signed by a certificate of this name and of this "
-            "site's authority"
-        )
+    return CertificateSigner

@@ -14,15 +14,14 @@ from fedpax.preemption import PreemptionGuard
 from fedpax.run_files.configuration import write_configuration
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.run_files.paths import CHECKPOINTS, refuse_checkpoint_dir, resolve_job_log_dir
-from fedpax.sites.island.link import WaitingError
-from fedpax.sites.transport.admission import Admission
-from fedpax.sites.transport.calls import DisconnectedError, Handler, serve
 from fedpax.training.experiment import Experiment
 from fedpax.training.job_dir_lock import JobDirLock
 from fedpax.training.process_agreement import check_agreement
 from fedpax.training.progress import Progress
 from fedpax.training.resume_checks import check_configuration
 from fedpax.training.tracker import Tracker, track
+from fedpax.transport.admission import Admission
+from fedpax.transport.calls import DisconnectedError, Handler, WaitingError, serve
 
 SECONDS_BETWEEN_NOTES = 10.0
 

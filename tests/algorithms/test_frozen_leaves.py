@@ -22,7 +22,7 @@ from fedpax.aggregators import (
 from fedpax.algorithms import diloco, eager_diloco, fedavg, streaming_diloco
 from fedpax.algorithms.parts.decoupled_parts import decoupled_diloco_parts
 from fedpax.algorithms.parts.frozen_leaves import frozen_leaves
-from fedpax.sites.syncer.outer_model import Contribution, OuterModel
+from fedpax.islands.syncer.outer_model import Contribution, OuterModel
 
 N = 4
 PARAMS = {"body": jnp.array([0.5, -1.0, 2.0]), "head": jnp.zeros(3)}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from small_runs import Command
 
-from fedpax.sites.transport.certificates import read_certificates
+from fedpax.transport.certificates import read_certificates
 
 
 def test_certificates_are_made_and_their_expiry_is_stated(command: Command, tmp_path: Path) -> None:

@@ -210,8 +210,8 @@ from fedpax.deploy.nodes.kept_state import KeptState
 from fedpax.deploy.nodes.positions import read_position
 from fedpax.deploy.round_program import read_program
 from fedpax.models.huggingface import load_config
-from fedpax.sites.rounds.coordinator_files import read_federation
-from fedpax.sites.rounds.site_files import read_run
+from fedpax.sites.coordinator_files import read_federation
+from fedpax.sites.site_files import read_run
 from fedpax.text.end_of_document import named_end
 folder = Path(sys.argv[1])
 readers = (

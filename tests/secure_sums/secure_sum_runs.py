@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fedpax.secure_sums import CoordinatorSide, SiteSide
-from fedpax.sites.transport.message import Message, decode, encode
+from fedpax.transport.message import Message, decode, encode
 
 NAMES = ("a", "b", "c", "d", "e")
 PHASES = ("keys", "share", "mask", "reveal")

@@ -13,8 +13,8 @@ from fedpax.secure_sums import CoordinatorSide, Message, SecureSumError, SiteSid
 from fedpax.secure_sums.keys import public_key
 from fedpax.secure_sums.roster import commit, read_roster, to_bytes, to_text
 from fedpax.secure_sums.shamir import SHARE_BYTES, combine
-from fedpax.sites.signed_keys import CertificateSigner
-from fedpax.sites.transport.certificates import make_certificates, read_certificates
+from fedpax.transport.certificates import make_certificates, read_certificates
+from fedpax.transport.signed_keys import CertificateSigner
 
 VALUES = {name: random_values(i) for i, name in enumerate(NAMES)}
 

@@ -14,8 +14,8 @@ from fedpax.secure_sums import CoordinatorSide, Message, SecureSumError, SiteSid
 from fedpax.secure_sums.restoring import restore
 from fedpax.secure_sums.roster import to_text
 from fedpax.secure_sums.shamir import SHARE_BYTES, split
-from fedpax.sites.signed_keys import CertificateSigner
-from fedpax.sites.transport.certificates import make_certificates, read_certificates
+from fedpax.transport.certificates import make_certificates, read_certificates
+from fedpax.transport.signed_keys import CertificateSigner
 
 VALUES = {name: random_values(i) for i, name in enumerate(NAMES)}
 

@@ -25,8 +25,8 @@ import fedpax
 from fedpax.aggregators import secure_mean
 from fedpax.aggregators.fixed_point import FixedPoint
 from fedpax.secure_sums import CoordinatorSide, Message, SecureSumError, SiteSide, masks
-from fedpax.sites.signed_keys import CertificateSigner
-from fedpax.sites.transport.certificates import make_certificates, read_certificates
+from fedpax.transport.certificates import make_certificates, read_certificates
+from fedpax.transport.signed_keys import CertificateSigner
 
 VALUES = {name: random_values(i) for i, name in enumerate(NAMES)}
 SUBSETS = [set(s) for r in range(6) for s in itertools.combinations(NAMES, r)]

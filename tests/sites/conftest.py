@@ -1,4 +1,4 @@
-"""Makes the modules of this folder importable below it, and collects the notes of coordinators."""
+"""Collects the notes of coordinators."""
 
 import pytest
 

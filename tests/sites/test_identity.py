@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from fedpax.experiments.decoupled_diloco_text import decoupled_diloco_text
+from fedpax.islands.island.link import Link
 from fedpax.sites.identity import WIRE_FORMAT, find_difference, find_other_format, identify
-from fedpax.sites.island.link import Link
-from fedpax.sites.transport.calls import RefusedError
-from fedpax.sites.transport.message import Message
+from fedpax.transport.calls import RefusedError
+from fedpax.transport.message import Message
 
 PARAMS = {"w": np.zeros((2, 3), np.float32)}
 

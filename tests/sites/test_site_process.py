@@ -12,9 +12,8 @@ pytest.importorskip("grpc")
 from fedpax.errors import ConfigurationError
 from fedpax.experiments.catalog import find_experiment
 from fedpax.sites import site_process
-from fedpax.sites.island.link import WaitingError
 from fedpax.sites.site_process import ServerFiles, locked_folder, patience
-from fedpax.sites.transport.calls import DisconnectedError
+from fedpax.transport.calls import DisconnectedError, WaitingError
 
 
 def test_waiting_is_noted_at_most_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,12 @@ from small_regression import single_client
 from fedpax.elastic.host_copies import HostCopies
 from fedpax.errors import ConfigurationError
 from fedpax.files import open_unlinked
+from fedpax.islands.syncer.journal import Journal
+from fedpax.islands.syncer.merge_log import append_merge
 from fedpax.main import main
 from fedpax.pictures import save_picture
 from fedpax.run_files.metrics import read_metrics
 from fedpax.run_files.paths import FOLDERS
-from fedpax.sites.syncer.journal import Journal
-from fedpax.sites.syncer.merge_log import append_merge
 from fedpax.training.job_dir_lock import JobDirLock, is_in_use
 from fedpax.training.trainer import train
 

@@ -1,0 +1,24 @@
+"""Islands of DiLoCo with runtimes of their own, which a syncer merges.
+
+- `syncer`: the process that holds the outer model (`run_syncer`).
+- `island`: the processes that train (`join`).
+
+Beside them: the parts of the method that both run, the format of a fragment, and the identity of
+the data. `fedpax.algorithms.diloco` has its islands in one program.
+"""
+
+from typing import TYPE_CHECKING
+
+from fedpax.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from fedpax.islands.island.join import join as join
+    from fedpax.islands.syncer.run_syncer import run_syncer as run_syncer
+
+_MODULES = {
+    "join": "fedpax.islands.island.join",
+    "run_syncer": "fedpax.islands.syncer.run_syncer",
+}
+__all__ = list(_MODULES)
+# Its packages need the extra `sites`.
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -1,0 +1,329 @@
+"""The processes of an island: join a syncer and train until the syncer has finished."""
+
+import contextlib
+import dataclasses
+import math
+import os
+import secrets
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from fedpax.algorithm import Params
+from fedpax.checkpoints.checkpoint import Checkpoints
+from fedpax.console import print_error
+from fedpax.islands.data_identity import shorten
+from fedpax.islands.fragment_format import largest_message
+from fedpax.islands.island.island import Island
+from fedpax.islands.island.island_data import ShardPrefetch
+from fedpax.islands.island.island_file import Member, read_member, write_member
+from fedpax.islands.island.island_log import IslandLog
+from fedpax.islands.island.link import Link
+from fedpax.islands.island.local_model import LocalModel
+from fedpax.islands.island.shared_link import SharedLink
+from fedpax.islands.island.training_rounds import TrainingRounds
+from fedpax.islands.method_parts import build_parts, parts_of, tokens_per_step
+from fedpax.preemption import PreemptionGuard
+from fedpax.processes.control_channel import ControlChannel
+from fedpax.run_files.configuration import write_configuration
+from fedpax.run_files.metrics import MetricsWriter
+from fedpax.run_files.paths import latest_round
+from fedpax.sites.identity import identify
+from fedpax.sites.site_process import (
+    SECONDS_TO_ASK_AGAIN,
+    JoinResult,
+    locked_folder,
+    open_progress,
+    patience,
+)
+from fedpax.training.experiment import Experiment, Run
+from fedpax.training.process_agreement import check_same_data
+from fedpax.training.progress import Progress, describe_devices
+from fedpax.training.startup_report import check_processes
+from fedpax.training.tracker import track
+from fedpax.transport.calls import Connection, connect
+
+PROCESS_ENDED = 75  # EX_TEMPFAIL of sysexits.h: the same command can succeed later
+
+
+def join(
+    experiment: Experiment,
+    job_log_dir: str | Path,
+    syncer: str,
+    *,
+    exp: str = "",
+    name: str | None = None,
+    shard: int | None = None,
+    certificates: str | Path | None = None,
+    server_name: str | None = None,
+    allow_config_change: Collection[str] = (),
+    give_up_after: float = 600.0,
+    heartbeat_timeout: float = 100.0,
+) -> JoinResult:
+    """Train one island of an experiment, which a syncer merges with others.
+
+    The island trains on its own devices and on its own shard of the data. It takes the same inner
+    steps as `fedpax train`. Threads send updates and receive fragments during the steps. If the
+    syncer does not answer, the island trains on for `max_steps_ahead` steps, and then waits. If it
+    has not answered for `give_up_after` seconds, the island saves its state and stops.
+
+    The number of rounds is the syncer's: `training.rounds` of the experiment has no effect. If the
+    run of this folder is finished, the island asks the syncer whether it has more rounds now.
+
+    If `jax.distributed` is initialized, its processes form one island: all of them must call this
+    function, with a folder that all of them see. Only process 0 connects to the syncer. If one of
+    them ends or is silent, the other processes print this and exit with status 75.
+
+    The folder gets `config.json`, `metrics.jsonl`, `tensorboard/`, `checkpoints/` (model, inner
+    optimizer, position in the data, unsent progress) and `island.json`. An island that is killed
+    returns with its shard, with the inner optimizer and the position in the data of its last
+    checkpoint, and with the newest outer model. It loses the steps since its last checkpoint or
+    update.
+
+    Args:
+        experiment: the experiment. Its mesh is the mesh of this island; `islands` is set to 1.
+        job_log_dir: this island's folder.
+        syncer: the syncer's `HOST:PORT`.
+        exp: the experiment's name on the command line, recorded in `config.json`.
+        name: the island's name. Default None: the name of its folder.
+        shard: the shard of the data. Default None: the syncer chooses one.
+        certificates: the folder of this site's certificate. Default None: no encryption.
+        server_name: the name in the syncer's certificate. Default None: the host of `syncer`.
+        allow_config_change: as in `fedpax.training.trainer.train`.
+        give_up_after: seconds without an answer of a syncer after which an island that waits for it
+            stops. Default 600.0. In a folder whose run is finished, at most 15 seconds.
+        heartbeat_timeout: the limit of `jax.distributed` for a silent process. After 40% of it, the
+            other processes of the island exit with status 75. Default 100.0, as in JAX.
+
+    Returns:
+        The number of rounds of this island, and the reason for which the call stopped.
+
+    Raises:
+        ConfigurationError: the folder holds another configuration, or another process uses it; or
+            the method cannot be divided into parts.
+        RefusedError: the syncer refuses this island, for example because it has another
+            experiment or other data.
+        NonFiniteError: the loss is not finite, and `training.stop_on_non_finite` is True.
+        OSError: the certificates cannot be read.
+        ValueError: the address is malformed, or certificates are missing or cannot be used.
+    """
+    with (
+        locked_folder(experiment, job_log_dir, "join", exp, allow_config_change) as folder,
+        ControlChannel(_exit_after(folder), 0.4 * heartbeat_timeout) as channel,
+    ):
+        member = Member(**channel.broadcast(read_member(folder)._asdict()))
+        if member.finished:
+            give_up_after = min(give_up_after, SECONDS_TO_ASK_AGAIN)
+        header = {
+            "island": name or folder.name,
+            "incarnation": secrets.token_hex(8),
+            "folder": member.folder,
+            "run": member.run,
+            "shard": shard,
+        }
+        header = channel.broadcast(header)
+        with contextlib.ExitStack() as stack:
+            connection = None
+            if channel.is_first:
+                connection = connect(syncer, certificates=certificates, server_name=server_name)
+                stack.callback(connection.close)
+            return _join(
+                experiment, folder, connection, channel, header, exp, syncer, give_up_after
+            )
+
+
+def _join(
+    experiment: Experiment,
+    folder: Path,
+    connection: Connection | None,
+    channel: ControlChannel,
+    header: dict[str, Any],
+    exp: str,
+    syncer: str,
+    give_up_after: float,
+) -> JoinResult:
+    started, first, is_first = time.perf_counter(), latest_round(folder) or 0, channel.is_first
+    run = _build(experiment, exp)
+    check_processes(island_of(experiment), run)
+    params = jax.eval_shape(run.init, jax.random.key(0))
+    header["identity"] = identify(experiment, params)._asdict()
+    header["data"] = shorten(check_same_data(run.cohorts))
+    preemption = PreemptionGuard()
+    with (
+        jax.set_mesh(run.mesh),
+        track(experiment, folder, exp, enabled=is_first) as tracker,
+        Checkpoints(folder, keep=experiment.training.keep_checkpoints) as checkpoints,
+        MetricsWriter(folder, after=first, enabled=is_first, listener=tracker.add) as metrics,
+        open_progress(
+            experiment, exp, first, header["island"], item_unit=run.item_unit, enabled=is_first
+        ) as progress,
+        contextlib.ExitStack() as stack,
+    ):
+        model = LocalModel(run)
+        position: Any = checkpoints.restore_position().stream if first else {}
+        link = None
+        if connection is not None:
+            link = _make_link(folder, connection, header, model, position.get("ledger"))
+        exchange = SharedLink(link, channel, preemption)
+        stack.callback(exchange.close)
+        reply = exchange.join(patience(progress), give_up_after)
+        if reply is None:
+            stopped = preemption.signal
+            finished = stopped is None and read_member(folder).finished
+            return JoinResult(first, finished, stopped, gave_up=stopped is None)
+        if reply.shard is not None:
+            progress.note(f"joined {syncer} with shard {reply.shard} of {parts_of(run).islands}")
+        header["run"] = reply.run
+        if is_first:  # before the threads start, which can record the end
+            write_member(folder, Member(header["folder"], reply.run, reply.finished))
+        if reply.finished:
+            return JoinResult(first, True, None)
+        exchange.start()  # already now, because data and compilation take long
+        if reply.rounds != experiment.training.rounds:
+            progress.note(f"the run has {reply.rounds} rounds at the syncer")
+            progress.set_rounds(reply.rounds)
+            experiment = _with_rounds(experiment, reply.rounds)
+            run = _build(experiment, exp)
+            model = LocalModel(run)
+        island = _make_island(run, model, exchange, reply.shard, header["incarnation"], progress)
+        if first:
+            progress.note(f"resuming after its round {first}")
+            state = checkpoints.restore_state(model.shapes, parts_of(run).islands)
+            island.restore(state, position["ledger"], reply.received)
+        if is_first:
+            write_configuration(folder, experiment, exp)
+        log = _make_log(experiment, run, params, metrics, progress, exchange, started, folder)
+        frozen = () if run.frozen is None else (run.frozen.load(),)
+        rounds = TrainingRounds(
+            experiment,
+            parts_of(run),
+            island,
+            exchange,
+            checkpoints=checkpoints,
+            metrics=metrics,
+            progress=progress,
+            log=log,
+            done=first,
+            give_up_after=give_up_after,
+        )
+        with _open_data(experiment, exp, run, island.shard, position) as data, preemption:
+            rounds.train(data, *frozen)
+        checkpoints.wait()
+        tracker.finished = finished = island.status.finished
+        gave_up = rounds.gave_up and not island.must_stop()
+    return JoinResult(rounds.done, finished, None if finished else preemption.signal, gave_up)
+
+
+def _build(experiment: Experiment, exp: str) -> Run:
+    return build_parts(experiment, island_of(experiment).mesh, exp)
+
+
+def _with_rounds(experiment: Experiment, rounds: int) -> Experiment:
+    training = dataclasses.replace(experiment.training, rounds=rounds)
+    return dataclasses.replace(experiment, training=training)
+
+
+def _make_link(
+    folder: Path,
+    connection: Connection,
+    header: dict[str, Any],
+    model: LocalModel,
+    ledger: dict[str, Any] | None,
+) -> Link:
+    """Make the link of process 0, which knows the versions of a saved ledger."""
+    connection.max_message_bytes = largest_message(model.formats)
+    versions, epoch = [-1] * len(model.formats), None
+    if ledger is not None:
+        versions = [fragment["version"] for fragment in ledger["fragments"]]
+        epoch = ledger.get("epoch")
+
+    def record_end() -> None:
+        # Before the syncer is told, and exits: an island that is killed then would wait for it in
+        # vain. The answer to the first `join` is recorded later, with its run.
+        if header["run"] is not None:
+            write_member(folder, Member(header["folder"], header["run"], finished=True))
+
+    return Link(connection.call, header, model.formats, versions, record_end, epoch)
+
+
+def _make_island(
+    run: Run,
+    model: LocalModel,
+    exchange: SharedLink,
+    shard: int | None,
+    process: str,
+    progress: Progress,
+) -> Island:
+    assert shard is not None  # unless the run is finished
+    return Island(
+        parts_of(run),
+        model,
+        exchange,
+        shard=shard,
+        process=process,
+        tokens_per_step=tokens_per_step(run, parts_of(run), len(model.formats)),
+        on_discard=lambda steps: progress.note(
+            f"the syncer has restored an older state: discards {steps} unsent steps, and takes "
+            "its model"
+        ),
+    )
+
+
+def _make_log(
+    experiment: Experiment,
+    run: Run,
+    params: Params,
+    metrics: MetricsWriter,
+    progress: Progress,
+    exchange: SharedLink,
+    started: float,
+    folder: Path,
+) -> IslandLog:
+    size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    progress.note(f"{size:,} parameters on {describe_devices(run.mesh)}; folder {folder}")
+    log = IslandLog(
+        metrics,
+        progress,
+        transferred_bytes=lambda: exchange.transferred_bytes,
+        started=started,
+        items_per_round=run.items_per_round // parts_of(run).islands,
+        stop_on_non_finite=experiment.training.stop_on_non_finite,
+    )
+    log.write_sizes(size, run.item_unit)
+    return log
+
+
+def _open_data(
+    experiment: Experiment, exp: str, run: Run, shard: int, position: dict[str, Any]
+) -> ShardPrefetch:
+    """Open the data of a shard, at the saved position if the island returns with its shard."""
+    return ShardPrefetch(
+        run.cohorts,
+        lambda: _build(experiment, exp).cohorts,
+        run.resolved_shardings.cohort,
+        shard,
+        position["stream"] if position.get("shard") == shard else None,
+    )
+
+
+def island_of(experiment: Experiment) -> Experiment:
+    """Return the experiment on the mesh of one island: stated sizes of its other axes are kept."""
+    return dataclasses.replace(experiment, mesh=dataclasses.replace(experiment.mesh, islands=1))
+
+
+def _exit_after(folder: Path) -> Callable[[str], None]:
+    """Return a function that ends this process, because another one of the island has ended."""
+
+    def end(reason: str) -> None:
+        kept = latest_round(folder)
+        print_error(
+            f"fedpax: {reason}, and without it the island cannot train. Read its log, then start "
+            "all processes of the island again: it returns with "
+            f"{f'the state after its round {kept}' if kept else 'the newest outer model'}."
+        )
+        os._exit(PROCESS_ENDED)  # the main thread may wait for the devices forever
+
+    return end

@@ -1,0 +1,165 @@
+"""The outer model of a syncer: its parameters and optimizer, merged fragment by fragment."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from fedpax.aggregators import random_stream
+from fedpax.aggregators.privacy_accountant import several_releases
+from fedpax.algorithm import AlgorithmParts, Params
+from fedpax.algorithms.parts.frozen_leaves import keep_leaves, without_leaves
+from fedpax.algorithms.parts.optimizer_step import optimizer_step
+from fedpax.errors import ConfigurationError
+from fedpax.islands.fragment_format import FragmentFormat
+from fedpax.primitives.stage_traces import trace_for_stages
+from fedpax.training.logging import NonFiniteError
+from fedpax.transforms.marks import least_masked
+from fedpax.transforms.program import program
+
+
+class FragmentState(NamedTuple):
+    """The state of one fragment. Arrays are replaced, never written to."""
+
+    params: Params  # the outer parameters of the fragment, float32 in the host's memory
+    outer_optimizer_state: optax.OptState  # the state of the outer optimizer for these parameters
+    aggregator_state: chex.ArrayTree  # the state of the aggregator for these parameters
+    version: int  # number of merges of the fragment
+
+
+class Contribution(NamedTuple):
+    """The contribution of one island to a merge."""
+
+    shard: int
+    gradient: Params  # the outer gradient of a fragment
+    weight: float
+
+
+class OuterModel:
+    """The outer parameters in float32, divided into fragments that are merged one at a time."""
+
+    def __init__(self, parts: AlgorithmParts, params: Params) -> None:
+        self._parts = parts
+        self._split = parts.make_fragments(params)
+        self._like = params
+        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+        taken = [fragment.take(params) for fragment in self._split]
+        self.formats = [FragmentFormat(parts, part) for part in taken]
+        self.decode = [jax.jit(form.decode) for form in self.formats]
+        frozen = [getattr(fragment, "frozen", ()) for fragment in self._split]
+        merges = {flags: jax.jit(self._make_merge(flags)) for flags in set(frozen)}
+        starts = {flags: jax.jit(self._make_init(flags)) for flags in set(frozen)}
+        self._merges = [merges[flags] for flags in frozen]
+        self.fragments = [
+            self._on_host(part, *starts[flags](part), version=0)
+            for part, flags in zip(taken, frozen, strict=True)
+        ]
+
+        for p, flags in enumerate(frozen):
+            self._check_is_not_masked(p, flags)
+
+    def _check_is_not_masked(self, p: int, frozen: Sequence[bool]) -> None:
+        """Raise if the aggregator's terms must be masked: the syncer sees each update."""
+        islands, state = self._parts.islands, self.fragments[p][:3]
+        stacked = jax.tree.map(lambda x: np.zeros((islands, *x.shape), x.dtype), state[0])
+        weights = np.zeros(islands, np.float32)
+        with trace_for_stages():  # which keeps the marks of masked terms
+            traced = jax.make_jaxpr(self._make_merge(frozen))(*state, stacked, weights)
+        if least_masked(traced.jaxpr) is not None:
+            raise ConfigurationError(
+                "the aggregator is secure_mean or private_secure_mean, whose terms must be masked, "
+                "and the syncer of Decoupled DiLoCo sees each island's update, expected another "
+                "aggregator, such as private_mean, whose noise the syncer adds. Or train in rounds "
+                "over sites, with --secure_sums."
+            )
+
+    def params(self, fragments: Sequence[FragmentState] | None = None) -> Params:
+        """Return the whole model in the initial dtypes, by default of the current states."""
+        whole = self._like
+        states = self.fragments if fragments is None else fragments
+        for fragment, state in zip(self._split, states, strict=True):
+            part = jax.tree.map(
+                lambda x, like: jnp.asarray(x, like.dtype), state.params, fragment.take(whole)
+            )
+            whole = fragment.put(whole, part)
+        return whole
+
+    def merge(
+        self, p: int, contributions: Sequence[Contribution]
+    ) -> tuple[FragmentState, Mapping[str, float]]:
+        """Merge outer gradients into fragment p; return its new state and the metrics."""
+        # The model does not change until `put`.
+        state = self.fragments[p]
+        rows: list[Any] = [None] * self._parts.islands
+        weights = np.zeros(self._parts.islands, np.float32)
+        for shard, gradient, weight in contributions:
+            rows[shard], weights[shard] = gradient, weight
+        zeros = jax.tree.map(np.zeros_like, state.params)
+        stacked = jax.tree.map(
+            lambda *leaves: np.stack(leaves), *[zeros if row is None else row for row in rows]
+        )
+        # Noise of its own for each fragment, as in decoupled_diloco.
+        with random_stream(p), several_releases(len(self._split)):
+            *new, metrics = self._merges[p](*state[:3], stacked, weights)
+        values = {name: float(value) for name, value in metrics.items()}
+        return self._on_host(*new, version=state.version + 1), values
+
+    def put(self, p: int, state: FragmentState) -> None:
+        """Replace the state of a fragment."""
+        self.fragments[p] = state
+
+    def _make_merge(self, frozen: Sequence[bool]) -> Any:
+        parts = self._parts
+        aggregator = without_leaves(parts.aggregator, frozen)
+
+        @program(islands=parts.islands)
+        def merge(
+            x: Params,
+            outer_state: optax.OptState,
+            aggregator_state: chex.ArrayTree,
+            gradients: Params,
+            weights: jax.Array,
+        ) -> tuple[Params, optax.OptState, chex.ArrayTree, dict[str, jax.Array]]:
+            delta, aggregator_state, metrics = aggregator.aggregate(
+                aggregator_state, gradients, weights
+            )
+            stepped, outer_state = optimizer_step(parts.outer_optimizer, delta, outer_state, x)
+            x = keep_leaves(frozen, stepped, x)
+            return x, outer_state, aggregator_state, metrics
+
+        return merge
+
+    def _make_init(self, frozen: Sequence[bool]) -> Any:
+        parts = self._parts
+        aggregator = without_leaves(parts.aggregator, frozen)
+
+        @program(islands=parts.islands)
+        def init(part: Params) -> tuple[optax.OptState, chex.ArrayTree]:
+            return parts.outer_optimizer.init(part), aggregator.init(part)
+
+        return init
+
+    @staticmethod
+    def _on_host(*state: Any, version: int) -> FragmentState:
+        # Copies, because an array of JAX on the CPU can share the memory of its NumPy view.
+        params, outer_state, aggregator_state = jax.tree.map(lambda x: np.array(x), state)
+        return FragmentState(params, outer_state, aggregator_state, version)
+
+    def newer_than(self, versions: Sequence[int]) -> list[int]:
+        """Return the fragments that are newer than some versions, those merged first in front."""
+        newer = [p for p, state in enumerate(self.fragments) if state.version > versions[p]]
+        return sorted(newer, key=lambda p: (self.fragments[p].version, p))
+
+
+def check_finite(state: FragmentState, p: int, merge: int) -> None:
+    """Raise a NonFiniteError if a merge of fragment p made a parameter NaN or infinite."""
+    if not all(np.all(np.isfinite(x)) for x in jax.tree.leaves(state.params)):
+        raise NonFiniteError(
+            f"merge {merge} made a parameter of fragment {p} NaN or infinite, expected finite "
+            "values. The state before it is saved. Use a smaller outer learning rate, or a robust "
+            "aggregator."
+        )

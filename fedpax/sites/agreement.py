@@ -1,0 +1,205 @@
+"""Before the first round: the inputs that all sites share, and the sites that do not fit."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedpax.errors import ConfigurationError
+from fedpax.sites.attendance import LATE
+from fedpax.sites.contract import Json, Question
+from fedpax.sites.coordinator_files import SiteWatch, write_federation
+from fedpax.sites.exchange import Exchange
+from fedpax.sites.site_table import Site
+from fedpax.sites.stage_calls import Participants, StageCalls, without_faults
+from fedpax.sites.tasks import ROUND, new_token
+from fedpax.sites.votes import Properties, count_votes
+from fedpax.training.progress import Progress
+
+_MALFORMED = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What reading a description raises if it has another form."""
+
+
+_SECONDS_TO_TELL = 2.0
+"""Seconds in which sites can hear why a run ends."""
+
+
+class Agreement:
+    """What the coordinator and the sites agree on.
+
+    A site whose description is malformed, or differs from what the coordinator states or most sites
+    have, is refused with the reason, and the others go on.
+    """
+
+    def __init__(
+        self,
+        experiment: Any,
+        folder: Path,
+        exchange: Exchange,
+        calls: StageCalls,
+        watch: SiteWatch,
+        progress: Progress,
+        stop: Callable[[], bool],
+        *,
+        tie_seconds: float,
+    ) -> None:
+        self._tie_seconds = tie_seconds
+        self._experiment, self._folder, self._exchange = experiment, folder, exchange
+        self._calls, self._watch, self._progress, self._stop = calls, watch, progress, stop
+
+    def wait_for_sites(self, number: int, least: int, *, ready: bool) -> bool:
+        """Wait until so many sites are there; False at a signal."""
+        self._exchange.waits_for = f"{number} sites"
+        self._progress.note(f"waiting for {number} sites")
+
+        def enough() -> bool:
+            self._watch.update()
+            needed = least if self._exchange.has_refused else number
+            return len(self._exchange.present(ready=ready)) >= needed
+
+        return self._exchange.wait_for(enough, self._stop)
+
+    # ---- inputs
+
+    def agree(self, number: int, least: int) -> bool:
+        """Make the inputs that all sites share, from what they tell; False at a signal."""
+        while self.wait_for_sites(number, least, ready=False):
+            present = self._exchange.begin_agreement()
+            if self._refuse(*self._compare(present)):
+                continue
+            inputs = self._run(present)
+            if inputs is None:
+                continue
+            write_federation(self._folder, self._exchange.run, inputs, self._exchange.sites)
+            self._exchange.publish(inputs=inputs)
+            return True
+        return False
+
+    def _compare(self, present: Sequence[Site]) -> tuple[dict[str, str], str | None]:
+        """Return the sites whose descriptions do not fit, and what is undecided."""
+        properties: dict[str, Properties] = {}
+        malformed: dict[str, str] = {}
+        for site in present:
+            try:
+                properties[site.name] = self._experiment.shared_properties(site.description)
+            except _MALFORMED as error:
+                malformed[site.name] = f"its description is malformed: {str(error)[:300]}"
+        differing, undecided = count_votes(properties, self._experiment.stated_properties())
+        return {**malformed, **differing}, undecided
+
+    def _run(self, present: Sequence[Site]) -> Json | None:
+        """Return the inputs; None if a site left or was refused."""
+        agreement = self._experiment.agree([site.description for site in present])
+        self._progress.note(f"{len(present)} sites agree on their inputs")
+        answer: Any = None
+        try:
+            while True:
+                answer = self._ask(agreement.send(answer), present)
+                if answer is None:
+                    break
+        except StopIteration as end:
+            inputs: Json = end.value
+            return inputs
+        faults = dict(self._exchange.faults)
+        for name in self._awaited_again(faults):
+            self._progress.note(f"site {name} is asked again: {faults.pop(name)}")
+        self._refuse(faults, None)
+        self._progress.note("a site left while the inputs were agreed on; begins again")
+        return None
+
+    def _awaited_again(self, faults: Mapping[str, str]) -> list[str]:
+        """Return the sites that did not answer in time, and have not missed several deadlines."""
+        sites, now = self._exchange.sites, time.monotonic()
+        late = [sites.get(name) for name, fault in sorted(faults.items()) if fault == LATE]
+        return [s.name for s in late if s is not None and sites.is_awaited(s, ROUND, now)]
+
+    def _ask(self, question: Question, present: Sequence[Site]) -> Any:
+        everyone = {s.name: list(range(s.first, s.first + s.count)) for s in present}
+        total = question.stages.placement.size
+        who = Participants(everyone, everyone, {n: own[0] for n, own in everyone.items()}, total)
+        server, token = question.stages.run(*question.args), new_token()
+        reply: Any = None
+        while True:
+            try:
+                request: Any = server.send(reply)
+            except StopIteration as end:
+                return end.value
+            header: dict[str, Any] = {"task": "question", "settings": question.settings}
+            header["num_clients"] = total
+            replies = self._calls.ask(question.stages, request, token, header, who, len(present))
+            if replies is None or len(without_faults(replies)) < len(present):
+                return None
+            reply = self._calls.merge(question.stages, request, replies, who)
+
+    # ---- batches
+
+    def settle_types(self, types: Json | None, number: int, least: int) -> bool:
+        """Decide the types of a batch: as the experiment has them, or as most sites do."""
+        if types is not None:
+            self._exchange.publish(types=types)
+            self._refuse(count_votes(self._batches(), in_words(types)).refused, None)
+        while self._exchange.types is None:
+            if not self.wait_for_sites(number, least, ready=True):
+                return False
+            votes = self._batches()
+            if self._refuse(*count_votes(votes, {})) or len(votes) < least:
+                continue
+            first = next(iter(votes))
+            if (site := self._exchange.sites.get(first)) is not None:
+                self._exchange.publish(types=site.types)
+        return True
+
+    def _batches(self) -> dict[str, Properties]:
+        return {site.name: in_words(site.types) for site in self._exchange.present()}
+
+    # ---- refusals
+
+    def _refuse(self, reasons: Mapping[str, str], undecided: str | None) -> bool:
+        """Refuse sites, or wait for a change; True if the sites must be compared again."""
+        for name, reason in sorted(reasons.items()):
+            self._progress.note(f"site {name} is refused: {reason}")
+        self._exchange.refuse(reasons)
+        self._watch.update(force=bool(reasons))
+        if undecided is not None and not reasons:
+            self._wait_for_others(
+                f"{undecided}: as many sites have one as the other. State it at the syncer and at "
+                "each site, or mend the data of one"
+            )
+        return bool(reasons) or undecided is not None
+
+    def _wait_for_others(self, reason: str) -> None:
+        """Wait until other sites are there, or sites that were started again; raise in the end."""
+        seconds = self._tie_seconds
+        self._progress.note(f"waiting {seconds:g} s for other sites: {reason}")
+        self._exchange.waits_for = "sites that agree"
+
+        def who() -> set[tuple[str, str]]:
+            return {(s.name, s.incarnation) for s in self._exchange.present(ready=False)}
+
+        before, deadline = who(), time.monotonic() + seconds
+        self._exchange.wait_for(lambda: who() != before or time.monotonic() >= deadline, self._stop)
+        if self._stop() or who() != before:
+            return
+        self._exchange.refuse({name: reason for name, _ in before})
+        end = time.monotonic() + _SECONDS_TO_TELL
+        self._exchange.wait_for(lambda: time.monotonic() >= end, self._stop)
+        raise ConfigurationError(
+            f"after {seconds:g} s sites still differ, expected sites that agree: {reason}. Then "
+            "run the same command again."
+        )
+
+
+def in_words(types: Json) -> dict[str, str]:
+    """Describe the fields of a batch, `{name: [dtype, shape]}`."""
+    words = {
+        f"the field {name!r} of a batch": f"{kind[0]}{list(kind[1])}"
+        for name, kind in types.items()
+    }
+    return {"the fields of a batch": ", ".join(sorted(types)), **words}

@@ -1,0 +1,126 @@
+"""The program of a coordinator's rounds, and the types of its messages."""
+
+from collections.abc import Generator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedpax.clients.cohort import Cohort
+from fedpax.errors import ConfigurationError
+from fedpax.sites.contract import CoordinatorRun, Json
+from fedpax.sites.coordinator_state import CoordinatorState, unpack
+from fedpax.sites.random_keys import is_key
+from fedpax.sites.tasks import SHOWN, TERM, WORD
+from fedpax.transforms.client_stages import Stage
+from fedpax.transforms.coded_terms import CodedStage
+from fedpax.transforms.stages import Request, Stages
+
+
+class CoordinatorProgram(NamedTuple):
+    """The rounds of a number of clients."""
+
+    run: CoordinatorRun
+    stages: Stages
+    state: Any  # types
+    cohort: Cohort  # types
+
+    def serve(self, state: CoordinatorState | None) -> Generator[Request, Any, Any]:
+        """Run the server's part of a round."""
+        assert state is not None
+        frozen = () if self.run.frozen is None else (self.run.frozen,)
+        return self.stages.run(unpack(self.state, state), self.cohort, *frozen)
+
+
+def batch_types(batches: Mapping[str, Any]) -> Json:
+    """Return the dtype and the shape of each field of a batch, as sites tell them."""
+    return {
+        name: [str(np.dtype(x.dtype)), list(np.shape(x))] for name, x in sorted(batches.items())
+    }
+
+
+def cohort_types(types: Json | None, cohort_size: int) -> Cohort:
+    """Return the types of a cohort of one step from a batch's, as `batch_types` describes them."""
+    assert types is not None
+    fields = {
+        name: jax.ShapeDtypeStruct((cohort_size, 1, *shape), np.dtype(dtype))
+        for name, (dtype, shape) in types.items()
+    }
+    per_client: Any = jax.ShapeDtypeStruct((cohort_size,), np.int32)
+    return Cohort(fields, per_client, per_client, per_client)
+
+
+def expected_arrays(stage: Stage) -> dict[str, tuple[tuple[int | None, ...], np.dtype]]:
+    """Return the shape and dtype of each array of a site's reply to a stage."""
+    terms = {f"{TERM} {i}": (v.shape, np.dtype(v.dtype)) for i, v in enumerate(stage.terms)}
+    shown = {
+        f"{SHOWN} {i}": ((None, *v.shape), np.dtype(v.dtype)) for i, v in enumerate(stage.shown)
+    }
+    return {**terms, **shown}
+
+
+def coded_arrays(coded: CodedStage | None) -> dict[str, tuple[tuple[int | None, ...], np.dtype]]:
+    """Return the shape and dtype of each array of a reply of encoded words."""
+    values = () if coded is None else coded.values
+    return {f"{WORD} {i}": (v.shape, np.dtype(v.dtype)) for i, v in enumerate(values)}
+
+
+def check_masks(divided: Stages, has_secure_sums: bool) -> None:
+    """Raise if the terms of a program must be masked, and are not."""
+    if divided.least_masked is not None and not has_secure_sums:
+        raise ConfigurationError(
+            "the aggregator is secure_mean or private_secure_mean, whose terms must be masked, "
+            "expected secure sums. Start the syncer with --secure_sums."
+        )
+
+
+MOST_EXAMPLES = 2.0**31 - 1
+"""No client has more: its number is an int32."""
+
+WEIGHT, MEAN = "sum of weight", "mean of "
+"""Names of terms: the sum of weights, and the sums that are divided by it."""
+
+
+def weight_limits(stage: Stage, weights: str) -> dict[str, float]:
+    """Return the weight that a client may have at most, by the name of the term that sums it."""
+    rule, _, most = weights.partition(":")
+    limit = {"equal": 1.0, "capped": float(most or 0)}.get(rule, MOST_EXAMPLES)
+    return {f"{TERM} {i}": limit for i, v in enumerate(stage.terms) if v.name == WEIGHT}
+
+
+def weighted_terms(stage: Stage) -> list[str]:
+    """Return the names of the terms that are divided by the weight."""
+    return [f"{TERM} {i}" for i, v in enumerate(stage.terms) if v.name.startswith(MEAN)]
+
+
+def check_repeatable(divided: Stages, stage: int, number: int) -> None:
+    """Raise if a round that ends before a stage has opened a private sum."""
+    if any(divided[earlier].noise for earlier in range(stage)):
+        raise ConfigurationError(
+            f"round {number}: a site left after a private sum of an earlier stage was opened. The "
+            "same round again would spend its epsilon twice, which the metric does not count. To "
+            "accept it, run the same command again to resume."
+        )
+
+
+def check_program(divided: Stages, is_guarded: bool) -> None:
+    """Raise if the rounds of a program cannot run over sites with these rules."""
+    if is_guarded and len(divided) > 1:
+        raise ConfigurationError(
+            f"norm_factor and accept_if look at the last of {len(divided)} stages of this round, "
+            "which does not tell what a site changes, expected a round of one stage. Leave "
+            "--norm_factor and --accept_if out, or choose another aggregator."
+        )
+    for stage in divided:
+        for value in (*stage.terms, *stage.shown):
+            if is_key(value.dtype):
+                raise ConfigurationError(
+                    f"a site would send random keys ({value.name}), expected numbers alone. Choose "
+                    "another aggregator, such as --aggregator=mean."
+                )
+
+
+def no_reply(stage: Stage) -> tuple[Any, Any, list[int]]:
+    """Return the reply of a stage that no client takes part in."""
+    return (), [jnp.zeros((0, *v.shape), v.dtype) for v in stage.shown], []

@@ -1,0 +1,180 @@
+"""The process of a coordinator: asks the sites for each round, and saves the model after it."""
+
+import copy
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedpax.errors import ArgumentError, ConfigurationError
+from fedpax.run_files.paths import latest_round
+from fedpax.sites.contract import SiteExperiment
+from fedpax.sites.coordinator import Coordinator
+from fedpax.sites.coordinator_files import (
+    FEDERATION,
+    read_federation,
+    write_federation,
+)
+from fedpax.sites.exchange import Exchange
+from fedpax.sites.identity import identify
+from fedpax.sites.round_rules import RoundRules
+from fedpax.sites.site_process import SyncerResult, locked_folder, serving
+from fedpax.sites.site_table import SiteTable
+from fedpax.sites.tasks import new_token
+from fedpax.training.experiment import Experiment
+from fedpax.transport.admission import NO_LIMITS, Admission, SiteLimits
+from fedpax.transport.own_certificates import signer_of
+
+CALLS_OF_A_SITE = 8
+"""Calls of a site at a time: it has two, and the calls of a process that was killed may remain."""
+
+
+def run_coordinator(
+    experiment: Experiment,
+    job_log_dir: str | Path,
+    listen: str,
+    *,
+    exp: str = "",
+    certificates: str | Path | None = None,
+    allow_config_change: Collection[str] = (),
+    rules: RoundRules | None = None,
+    heartbeat_seconds: float = 1.0,
+    goodbye_seconds: float = 60.0,
+    limits: SiteLimits = NO_LIMITS,
+) -> SyncerResult:
+    """Run the rounds of an experiment over sites that train on data of their own.
+
+    The coordinator needs no accelerator, and no data except for `rules.accept_if`. The first round
+    begins when `rules.min_sites` sites have joined and agree on their inputs. The model is saved
+    after each round, before a site receives it, so a coordinator that is killed resumes after its
+    last round. The folder gets what `fedpax train` writes, and `federation.json` and `sites.json`.
+
+    Args:
+        experiment: the experiment, a `fedpax.sites.contract.SiteExperiment`.
+        job_log_dir: the run's folder.
+        listen: `HOST:PORT`; without certificates a loopback address.
+        exp: the experiment's name on the command line, recorded in `config.json`.
+        certificates: the folder of this site's certificate. Default None: no encryption.
+        allow_config_change: as in `fedpax.training.trainer.train`.
+        rules: when a round ends, and what its clients weigh. Default None: `RoundRules()`.
+        heartbeat_seconds: seconds between a site's heartbeats, below `rules.silent_after`. Default
+            1.0.
+        goodbye_seconds: seconds after the end in which sites can learn it. Default 60.0.
+        limits: what a site may send. Default: malformed messages alone are limited.
+
+    Returns:
+        The number of completed rounds, and the signal that stopped the call.
+
+    Raises:
+        ConfigurationError: the folder holds another configuration, or another process uses it.
+        NonFiniteError: a round made a parameter NaN or infinite.
+        OSError: the state cannot be saved, or the address is in use.
+        ValueError: the address is malformed, certificates cannot be used, or the method cannot be
+            divided into stages.
+    """
+    rules = RoundRules() if rules is None else rules
+    rules.check()
+    _check_heartbeat(heartbeat_seconds, rules.silent_after)
+    assert isinstance(experiment, SiteExperiment)
+    check_supported(experiment)
+    if rules.accept_if:
+        copy.copy(experiment).describe_site()  # its data can be read
+    with locked_folder(experiment, job_log_dir, "syncer", exp, allow_config_change) as folder:
+        done, rounds = latest_round(folder) or 0, experiment.training.rounds
+        admission = Admission(folder, limits)
+        report = admission.report if certificates else None  # a stranger can claim any name
+        sites = SiteTable(rules.silent_after, admission.is_expelled, rules.missed_rounds)
+        exchange = _open_exchange(
+            experiment, folder, rules, sites, _read_saved(folder, done), report, heartbeat_seconds
+        )
+        # Sites that join keep the run's name, also if this process ends before they agree.
+        write_federation(folder, exchange.run, exchange.inputs, exchange.sites)
+        with serving(
+            experiment,
+            folder,
+            exp,
+            exchange.handle,
+            listen,
+            admission,
+            done=done,
+            certificates=certificates,
+            max_message_bytes=lambda: exchange.max_message_bytes,
+            max_calls_per_site=CALLS_OF_A_SITE,
+        ) as files:
+            coordinator = Coordinator(
+                experiment,
+                folder,
+                exchange,
+                rules,
+                checkpoints=files.checkpoints,
+                metrics=files.metrics,
+                progress=files.progress,
+                stop=lambda: files.preemption.signal is not None,
+                done=done,
+                signer=signer_of(certificates) if rules.secure_sums else None,
+            )
+            coordinator.run()
+            if coordinator.done >= rounds:
+                coordinator.say_goodbye(goodbye_seconds)
+            return files.result(coordinator.done, coordinator.done >= rounds)
+
+
+def _open_exchange(
+    experiment: Any,
+    folder: Path,
+    rules: RoundRules,
+    sites: SiteTable,
+    saved: Mapping[str, Any] | None,
+    report: Callable[[str, str], None] | None,
+    heartbeat_seconds: float,
+) -> Exchange:
+    """Make the exchange of a new run or of a saved one."""
+    exchange = Exchange(
+        identify(experiment, {}, experiment.own_fields, experiment.shared_content()),
+        sites,
+        rounds=experiment.training.rounds,
+        run=new_token() if saved is None else saved["run"],
+        on_fault=report or (lambda name, reason: None),
+        heartbeat_seconds=heartbeat_seconds,
+        down=rules.down,
+        folder=folder / "replies",
+        clients_per_site=rules.clients_per_site,
+    )
+    if saved is not None:
+        sites.restore(saved["sites"])
+        exchange.inputs = saved["inputs"]
+    return exchange
+
+
+def _check_heartbeat(seconds: float, silent_after: float) -> None:
+    if seconds >= silent_after:
+        raise ArgumentError(
+            f"heartbeat_seconds={seconds} and silent_after={silent_after}: a site would be silent "
+            "between two heartbeats, expected fewer seconds. Set for example "
+            f"--heartbeat_seconds={silent_after / 4:g}."
+        )
+
+
+def _read_saved(folder: Path, done: int) -> dict[str, Any] | None:
+    """Return the saved run and sites of a folder; None in a new one."""
+    saved = read_federation(folder)
+    if done and saved is None:
+        raise ConfigurationError(
+            f"{folder} has checkpoints, but no {FEDERATION}, expected the run of a syncer. Give "
+            "another --job_log_dir, or restore the file from a copy."
+        )
+    return saved
+
+
+def check_supported(experiment: Experiment) -> None:
+    """Raise where a setting of the training has no effect over sites."""
+    training = experiment.training
+    for name, value, neutral in (
+        ("begin_from", training.begin_from, None),
+        ("keep_best", training.keep_best, None),
+        ("stop_after", training.stop_after, 0),
+    ):
+        if value not in (neutral, None, ""):
+            raise ConfigurationError(
+                f"training.{name}={value}: it has no effect on rounds over sites, expected "
+                f"{neutral}. Leave --training.{name} out."
+            )

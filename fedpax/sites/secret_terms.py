@@ -1,0 +1,205 @@
+"""Terms of sites as secure sums: the coordinator learns the sum over sites, and not a site's terms.
+
+Terms are sent as words (`fedpax.secure_sums.exact_words`), whose sums are exact.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedpax.errors import ArgumentError
+from fedpax.secure_sums.exact_words import WORDS, NotSummableError, from_words, to_words
+from fedpax.secure_sums.message import Message
+from fedpax.sites.contract import Json
+from fedpax.sites.downlink import whole
+from fedpax.sites.exchange import Exchange
+from fedpax.sites.tasks import TERM, Reply, Task, in_order, numbered
+from fedpax.transforms.client_stages import Stage
+from fedpax.transport.calls import RefusedError
+
+if TYPE_CHECKING:
+    from fedpax.secure_sums import SiteSide
+    from fedpax.secure_sums.roster import Signer
+
+TASK = "secure_sum"
+"""The task of the phases of a secure sum in which no values are sent."""
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class SecretTerms:
+    """A site's part in the secure sums of its rounds."""
+
+    def __init__(self, name: str, least_sites: int = 0, signer: "Signer | None" = None) -> None:
+        self._name, self._least, self._signer = name, least_sites, signer
+        self._session, self._values = "", dict[str, np.ndarray]()
+        self._side: SiteSide | None = None
+
+    def answer(self, header: Json) -> Json:
+        """Answer a phase in which no values are sent."""
+        from fedpax.secure_sums import SecureSumError, SiteSide
+
+        request = header["request"]
+        if request is None and header["session"] != self._session:
+            self._session, self._values = header["session"], {}
+            self._side = SiteSide(
+                self._name,
+                self._session,
+                lambda: self._values,
+                least_sites=self._least or 3,
+                signer=self._signer,
+            )
+        if not self.knows(header["session"]):
+            return {"fault": "this process began after the sum"}
+        assert self._side is not None
+        try:
+            answer = self._side.answer(None if request is None else Message(request))
+        except SecureSumError as error:
+            return {"fault": str(error)}
+        return {"answer": dict(answer.header)}
+
+    def knows(self, session: str) -> bool:
+        """Whether a sum began in this process."""
+        return self._side is not None and session == self._session
+
+    def send(self, header: Json, fields: Json, arrays: Arrays) -> tuple[Json, Arrays]:
+        """Return the fields and the arrays of a reply: under masks, if the task asks for a sum."""
+        from fedpax.secure_sums import SecureSumError
+
+        if "request" not in header:
+            if self._least:
+                raise RefusedError(
+                    "the syncer asks for the terms of this site, expected a secure sum: this site "
+                    f"has --only_sums_of={self._least}. Start `fedpax syncer` with --secure_sums."
+                )
+            return fields, arrays
+        if not self.knows(header["session"]):
+            return {"fault": "this process began after the sum"}, {}
+        assert self._side is not None
+        try:
+            terms = in_order(TERM, arrays)
+            self._values = numbered(TERM, [to_words(x) for x in terms])
+            answer = self._side.answer(Message(header["request"]))
+        except (SecureSumError, NotSummableError) as error:
+            return {"fault": str(error)}, {}
+        return {**fields, "answer": dict(answer.header)}, answer.arrays
+
+
+def check_is_sum(stage: Stage, adds: bool) -> None:
+    """Raise if a stage sends anything else than sums."""
+    if stage.shown or not adds:
+        what = f"{stage.shown[0].name} of each client" if stage.shown else "a maximum or a minimum"
+        raise ArgumentError(
+            f"secure_sums: the method sends {what}, expected sums and means alone. Use another "
+            "aggregator or method, or leave --secure_sums out."
+        )
+    for value in stage.terms:
+        if np.dtype(value.dtype).kind == "c":
+            raise ArgumentError(
+                f"secure_sums: {value.name} is {value.dtype}, expected real numbers. Keep the real "
+                "and the imaginary part as two parameters, or leave --secure_sums out."
+            )
+
+
+def ask_for_sums(
+    exchange: Exchange,
+    task: Task,
+    stage: Stage,
+    quorum: int,
+    seconds: float,
+    stop: Callable[[], bool],
+    *,
+    threshold: int | None,
+    clients: Mapping[str, int],
+    least_clients: int,
+    report: Callable[[str, str], None],
+    signer: "Signer | None" = None,
+) -> dict[str, Reply] | None:
+    """Ask sites as `Exchange.ask` does, for the sum of their terms alone.
+
+    The first of the replies has the sum, in the terms' dtypes, and the others have no arrays. It
+    raises a `SecureSumError` if too few sites are left, if their shares do not fit, or if the sites
+    that are left have fewer than `least_clients` of the clients that take part. A site whose answer
+    is malformed, or whose keys `signer` does not find signed by it, is left out. `report` is called
+    with its name and the reason, and with the names of sites whose shares do not fit.
+    """
+    from fedpax.secure_sums import CoordinatorSide, SecureSumError
+
+    session = f"{exchange.run} {task.token} {task.header['stage']}"
+    shapes = {f"{TERM} {i}": (*v.shape, WORDS) for i, v in enumerate(stage.terms)}
+    side = CoordinatorSide(
+        session, list(task.own), threshold=threshold, shapes=shapes, signer=signer
+    )
+    requests: dict[str, Message | None] = dict.fromkeys(task.own)
+    fields: dict[str, Any] = {}
+    faults: dict[str, Reply] = {}
+    while not side.done:
+        phase = side.phase
+        if (count := sum(clients[name] for name in requests)) < least_clients:
+            raise SecureSumError(
+                f"{count} clients are left, expected at least min_participants={least_clients}: "
+                "with fewer, the noise is too small, and the sum is not opened"
+            )
+        asked = _phase_task(task, session, phase, requests, shapes)
+        replies = exchange.ask(asked, max(quorum, _needed(requests)), seconds, stop)
+        if replies is None:
+            return None
+        for name, reply in replies.items():
+            header = reply.header.get("answer")
+            try:
+                if isinstance(header, dict):
+                    side.receive(name, Message(header, reply.arrays))
+            except SecureSumError as error:
+                reply = Reply({"fault": str(error)}, {})
+                report(name, str(error))
+            if "fault" in reply.header:
+                faults[name] = reply
+            elif phase == "mask":
+                fields[name] = {k: v for k, v in reply.header.items() if k != "answer"}
+        try:
+            requests = dict(side.advance())
+        finally:
+            for name, reason in side.suspects.items():
+                report(name, reason)
+    total = {
+        name: from_words(side.total[name], np.dtype(value.dtype))
+        for name, value in zip(shapes, stage.terms, strict=True)
+    }
+    first, *others = side.present
+    sent = {first: Reply(fields[first], total)} | {n: Reply(fields[n], {}) for n in others}
+    return sent | {name: reply for name, reply in faults.items() if name not in sent}
+
+
+def _needed(sites: Collection[str]) -> int:
+    """Return the number of answers before a deadline ends a phase: more than half."""
+    return len(sites) // 2 + 1
+
+
+def _phase_task(
+    task: Task,
+    session: str,
+    phase: str,
+    requests: Mapping[str, Message | None],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Task:
+    """Return the task of a phase: the values are sent as the answer to the task itself."""
+
+    def extra(request: Message | None) -> dict[str, Any]:
+        return {"session": session, "request": None if request is None else dict(request.header)}
+
+    if phase == "mask":
+        own = {
+            name: ({**task.own[name][0], **extra(request)}, task.own[name][1])
+            for name, request in requests.items()
+        }
+        words = {name: (shape, np.dtype(np.uint32)) for name, shape in shapes.items()}
+        return task._replace(own=own, expected=words, weights={}, weighted=())
+    none: dict[str, np.ndarray] = {}
+    return Task(
+        f"{task.token} {phase}",
+        {"task": TASK, "stage": task.header["stage"], "last_stage": task.header["last_stage"]},
+        whole(none),
+        {name: (extra(request), none) for name, request in requests.items()},
+        {},
+    )

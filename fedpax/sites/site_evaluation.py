@@ -1,0 +1,141 @@
+"""Evaluation by site: each site measures the model on its own held-out examples."""
+
+import copy
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedpax.algorithm import Params
+from fedpax.errors import ArgumentError
+from fedpax.reports.metric_table import OF_SITE
+from fedpax.run_files.quantiles import with_quantiles
+from fedpax.sites.contract import ClientRange
+from fedpax.sites.coordinator_files import RoundMetrics, SiteWatch
+from fedpax.sites.downlink import whole
+from fedpax.sites.exchange import Exchange
+from fedpax.sites.tasks import EVALUATION, SHARED, Task, new_token, numbered
+
+_SECONDS_BETWEEN_ATTEMPTS = 1.0
+
+
+class SiteEvaluation:
+    """Sends the model to sites, and writes the metrics that they return."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        log: RoundMetrics,
+        watch: SiteWatch,
+        round_seconds: float,
+        stop: Callable[[], bool],
+    ) -> None:
+        self._exchange, self._log, self._watch = exchange, log, watch
+        self._round_seconds, self._stop = round_seconds, stop
+        self._with_model: set[str] = set()  # sites that have the model of the last round
+
+    def evaluate(
+        self, number: int, params: Params, *, last: bool, seconds: float | None = None
+    ) -> None:
+        """Ask the sites for the metrics of the model after a round."""
+        present = [s for s in self._exchange.present() if s.name not in self._with_model]
+        if not present:
+            return
+        arrays = numbered(SHARED, jax.tree.leaves(params))
+        header = {"task": EVALUATION, "stage": 0, "last_stage": 0, "save": last}
+        task = Task(
+            new_token(),
+            header,
+            whole(arrays),
+            {s.name: ({"counted": s.counted}, {}) for s in present},
+            {},
+        )
+        seconds = self._round_seconds if seconds is None else seconds
+        replies = self._exchange.ask(task, 1, seconds, self._stop)
+        found: dict[str, tuple[int, dict[str, float]]] = {}
+        for name, reply in (replies or {}).items():
+            metrics, count = reply.header.get("metrics"), reply.header.get("examples", 0)
+            if isinstance(metrics, dict) and count > 0:
+                found[name] = count, {k: float(v) for k, v in metrics.items() if v is not None}
+            if last and "fault" not in reply.header:
+                self._with_model.add(name)
+        # A site whose loss is not finite has none.
+        with_loss = [each for each in found.values() if "loss" in each[1]]
+        if not with_loss:
+            return
+        by_site: dict[str, float] = {}
+        for name, (_, metrics) in found.items():
+            site = self._exchange.sites.get(name)
+            assert site is not None
+            site.heldout = metrics
+            by_site |= {f"{OF_SITE}{name}/{key}": value for key, value in metrics.items()}
+        self._log.add_evaluation(number, _weighted_mean(with_loss), by_site)
+
+    def say_goodbye(self, number: int, params: Callable[[], Params], seconds: float) -> list[str]:
+        """Answer sites until each of them knows the end of the run, at most for `seconds`.
+
+        A site that is heard after that is answered too, for as long as a round waits for sites.
+
+        Returns:
+            The sites that this process has not given the model of the last round.
+        """
+        deadline = time.monotonic() + seconds
+        end = deadline + self._round_seconds
+        with_model, exchange, sites = self._with_model, self._exchange, self._exchange.sites
+        exchange.publish(finished=True, awaits_model=lambda name: name not in with_model)
+        members = [site for site in sites if not sites.is_expelled(site)]
+
+        def lacks_model() -> bool:
+            return any(site.name not in with_model for site in exchange.present())
+
+        def has_ended() -> bool:
+            now = time.monotonic()
+            unaware = [site for site in members if not (site.heard_end or site.left)]
+            if now >= deadline:
+                unaware = [site for site in unaware if sites.is_present(site, now)]
+            return now >= end or not (unaware or lacks_model())
+
+        while not self._stop() and not has_ended():
+            if lacks_model():  # a site that was absent before
+                now, before = time.monotonic(), len(with_model)
+                left = max(0.1, (deadline if now < deadline else end) - now)
+                self.evaluate(number, params(), last=True, seconds=left)
+                if len(with_model) == before:
+                    time.sleep(_SECONDS_BETWEEN_ATTEMPTS)
+            exchange.wait_for(lambda: lacks_model() or has_ended(), self._stop)
+        self._watch.update(force=True)
+        return [site.name for site in members if site.name not in with_model]
+
+
+def evaluation_of(experiment: Any) -> Callable[[Params], dict[str, float]]:
+    """Return the metrics of a model on the held-out examples of the coordinator's own data."""
+    experiment = copy.copy(experiment)  # as one of the sites; the coordinator's own stays
+    number = int(experiment.describe_site()["clients"])
+    run = experiment.at_site(ClientRange(0, number, number))
+    if run.evaluate is None:
+        raise ArgumentError(
+            "accept_if needs held-out examples, and the coordinator's data have none. Give `fedpax "
+            "syncer` data of its own with held-out examples, or leave --accept_if out."
+        )
+
+    def evaluate(params: Params) -> dict[str, float]:
+        found = with_quantiles(run.evaluate(params))
+        return {name: float(np.asarray(value)) for name, value in found.items()}
+
+    return evaluate
+
+
+def _weighted_mean(found: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+    """Return the means of the metrics that most sites have, weighted by numbers of examples."""
+    # A minority can neither hide a metric nor add one.
+    owners = Counter(name for _, metrics in found for name in metrics)
+    means: dict[str, float] = {}
+    for name in sorted(name for name, number in owners.items() if 2 * number > len(found)):
+        known = [(count, metrics[name]) for count, metrics in found if name in metrics]
+        total = sum(count for count, _ in known)
+        # Divide first: count * value can be infinite.
+        means[name] = sum(count / total * value for count, value in known)
+    return means

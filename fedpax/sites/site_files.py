@@ -1,0 +1,68 @@
+"""The files of a site: a run's configuration and inputs, its name, and models."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from fedpax.algorithm import Params
+from fedpax.checkpoints.checkpoint import Checkpoints
+from fedpax.errors import ArgumentTypeError, ConfigurationError
+from fedpax.files import read_json
+from fedpax.run_files.configuration import to_json, write_configuration
+from fedpax.run_files.paths import write_atomically
+from fedpax.sites.contract import SITE_FILE
+
+
+class SiteState(NamedTuple):
+    """The content of a site's checkpoint: the model of the last round."""
+
+    params: Params
+
+
+class SiteFile(NamedTuple):
+    """The content of `site.json`: the run's name, and whether the site has its last model."""
+
+    run: str | None = None
+    finished: bool = False
+
+
+def write_run(folder: Path, experiment: Any, exp: str, run: SiteFile) -> None:
+    """Make a folder a run's, which `fedpax evaluate` and other commands read."""
+    folder.mkdir(exist_ok=True)
+    write_configuration(folder, experiment, exp)
+    experiment.write_inputs(folder)
+    write_site_file(folder, run)
+
+
+def write_site_file(folder: Path, run: SiteFile) -> None:
+    """Write `site.json`."""
+    write_atomically(folder / SITE_FILE, json.dumps(run._asdict()) + "\n")
+
+
+def save_model(folder: Path, round_number: int, params: Params, experiment: Any) -> None:
+    """Save the model of a round."""
+    with Checkpoints(folder, keep=experiment.training.keep_checkpoints) as checkpoints:
+        state = SiteState(jax.device_get(params))
+        checkpoints.save(round_number, state, {}, to_json(experiment))
+        checkpoints.wait()
+
+
+def read_run(folder: Path) -> SiteFile:
+    """Read `site.json` of a site's folder; no run in a new folder."""
+    path = folder / SITE_FILE
+    if not path.exists():
+        return SiteFile()
+    try:
+        run = SiteFile(**read_json(path))
+        if not isinstance(run.run, str):
+            raise ArgumentTypeError(f"run is {run.run!r}")
+        return run
+    except PermissionError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigurationError(
+            f"{path} cannot be read ({type(error).__name__}: {error}), expected the file that "
+            "`fedpax join` writes. Restore it from a copy, or give an empty --job_log_dir."
+        ) from error

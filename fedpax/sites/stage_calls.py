@@ -1,0 +1,316 @@
+"""One stage of a program over sites: what is asked of them, and the merge of their replies."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from fedpax.errors import FedpaxError
+from fedpax.sites.contract import Json
+from fedpax.sites.coordinator_program import (
+    check_masks,
+    coded_arrays,
+    expected_arrays,
+    weight_limits,
+    weighted_terms,
+)
+from fedpax.sites.downlink import WHOLE, Downlink, whole
+from fedpax.sites.exchange import Exchange
+from fedpax.sites.random_keys import to_numbers
+from fedpax.sites.reply_checks import claimed_weight, find_wrong_weight, is_finite
+from fedpax.sites.round_rules import RoundRules
+from fedpax.sites.secret_terms import ask_for_sums, check_is_sum
+from fedpax.sites.tasks import (
+    ROUND,
+    ROW,
+    SHARED,
+    SHOWN,
+    TERM,
+    WORD,
+    Reply,
+    Task,
+    in_order,
+    new_token,
+    numbered,
+)
+from fedpax.sites.update_rows import UpdateRows
+from fedpax.sites.uplink import SUM, Uplink
+from fedpax.transforms.stages import Request, Stages
+
+if TYPE_CHECKING:
+    from fedpax.secure_sums.roster import Signer
+
+
+MOST_SHARE = 0.5
+"""Part of the weight beyond which a site of three and more is told."""
+
+
+class Participants(NamedTuple):
+    """The clients that take part in a stage, by site.
+
+    Attributes:
+        clients: their numbers among the clients of all sites.
+        slots: their places in the program.
+        firsts: the number of each site's first client.
+        total: number of clients of all sites, also of those that take no part.
+    """
+
+    clients: Mapping[str, Sequence[int]]
+    slots: Mapping[str, Sequence[int]]
+    firsts: Mapping[str, int]
+    total: int
+
+    @property
+    def cohort_size(self) -> int:
+        """The number of clients."""
+        return sum(map(len, self.clients.values()))
+
+    def of(self, sites: Mapping[str, Any]) -> "Participants":
+        """Return the participants of some sites."""
+        return Participants(
+            {name: x for name, x in self.clients.items() if name in sites},
+            {name: x for name, x in self.slots.items() if name in sites},
+            {name: x for name, x in self.firsts.items() if name in sites},
+            self.total,
+        )
+
+
+class StageCalls:
+    """Asks sites for the stages of programs."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        rules: RoundRules,
+        folder: Path,
+        note: Callable[[str], None],
+        stop: Callable[[], bool],
+        signer: "Signer | None" = None,
+    ) -> None:
+        self._signer = signer
+        self._exchange, self._rules, self._note, self._stop = exchange, rules, note, stop
+        self._folder = folder  # of large updates
+        self._downlink = Downlink(rules.down, new_token())
+        self._told: set[str] = set()  # sites that send floats, although the aggregator encodes
+        self._outweighing: set[str] = set()  # sites that were told to weigh more than all others
+
+    def ask(
+        self,
+        divided: Stages,
+        request: Request,
+        token: str,
+        header: Json,
+        who: Participants,
+        quorum: int,
+    ) -> dict[str, Reply] | None:
+        """Ask for a stage, as `Exchange.ask` does."""
+        rows = [to_numbers(x) for x in request.rows]
+        coded = None if self._rules.secure_sums else divided.coded(request.stage)
+        shared = numbered(SHARED, request.shared)
+        is_round, stage, rules = header["task"] == ROUND, divided[request.stage], self._rules
+        is_model = is_round and request.stage == 0
+        packet = self._downlink.pack(shared) if is_model else whole(shared)
+        own = {}
+        for name, chosen in who.clients.items():
+            site = self._exchange.sites.get(name)
+            assert site is not None
+            slots = who.slots[name]
+            fields: dict[str, Any] = {"clients": list(chosen), "slots": list(slots)}
+            fields |= {"counted": site.counted, "first_client": who.firsts[name]}
+            # The words of one of several clients would show its update, and not their sum.
+            fields |= {"coded": True} if coded is not None and site.count == 1 else {}
+            own[name] = fields, numbered(ROW, [x[np.array(slots)] for x in rows])
+            if coded is not None and site.count > 1 and rules.up == WHOLE:
+                self._tell_float32(name)
+        uplink, expected = self._uplink(divided, request.stage), expected_arrays(stage)
+        if is_round and uplink.is_active:
+            header, expected = {**header, "up": rules.up}, uplink.types(expected)
+        task = Task(
+            token,
+            {**header, "stage": request.stage, "last_stage": last_asked(divided)},
+            packet,
+            own,
+            expected,
+            weight_limits(stage, rules.weights) if is_round else {},
+            weighted_terms(stage) if is_round else (),
+            coded_arrays(coded),
+        )
+        check_masks(divided, rules.secure_sums)
+        if rules.secure_sums:
+            replies = self._ask_for_sum(divided, request.stage, task, who, quorum)
+        else:
+            replies = self._exchange.ask(task, quorum, rules.round_seconds, self._stop)
+            replies = self._check_words(task, divided, request, replies or {}, who) or replies
+        if task.weights and replies is not None and not rules.secure_sums:
+            self._note_weights(without_faults(replies))
+        if task.header["stage"] == task.header["last_stage"]:
+            for name in without_faults(replies or {}):
+                if (site := self._exchange.sites.get(name)) is not None:
+                    site.releases += 1
+        return replies
+
+    def _ask_for_sum(
+        self, divided: Stages, number: int, task: Task, who: Participants, quorum: int
+    ) -> dict[str, Reply] | None:
+        rules, stage = self._rules, divided[number]
+        check_is_sum(stage, divided.adds(number))
+        try:
+            return ask_for_sums(
+                self._exchange,
+                task,
+                stage,
+                quorum,
+                rules.round_seconds,
+                self._stop,
+                threshold=rules.secure_threshold,
+                clients={name: len(chosen) for name, chosen in who.clients.items()},
+                least_clients=divided.least_masked or 0,
+                report=self._report,
+                signer=self._signer,
+            )
+        except FedpaxError as error:
+            self._note(f"no secure sum: {error}")
+            return None
+
+    def _report(self, name: str, reason: str) -> None:
+        self._note(f"site {name} does not keep to the protocol: {reason}")
+        self._exchange.report(name, reason)
+
+    def _note_weights(self, replies: Mapping[str, Reply]) -> None:
+        """Note what sites claim to weigh, and tell which one of several outweighs all others."""
+        sites = self._exchange.sites
+        for site in sites:
+            reply = replies.get(site.name)
+            site.weight = None if reply is None else reply.header["weight"]
+        shares = sites.shares()
+        for name, share in shares.items():
+            if share > MOST_SHARE and len(shares) > 2 and name not in self._outweighing:
+                self._outweighing.add(name)
+                self._note(
+                    f"site {name} claims {share:.1%} of the weight of all sites: the model is "
+                    "mostly its own. --weights=capped:N limits what a client weighs"
+                )
+
+    def _tell_float32(self, name: str) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            self._note(
+                f"site {name} has several clients: it sends their sum as float32. "
+                "--up=e3m0 sends sums in 4 bits a number"
+            )
+
+    def _uplink(self, divided: Stages, number: int) -> Uplink:
+        return Uplink(self._rules.up, divided[number], divided.adds(number))
+
+    def _check_words(
+        self,
+        task: Task,
+        divided: Stages,
+        request: Request,
+        replies: Mapping[str, Reply],
+        who: Participants,
+    ) -> dict[str, Reply]:
+        """Replace replies whose words have values or weights that do not count."""
+        checked = dict(replies)
+        for name, reply in without_faults(replies).items():
+            if not task.is_encoded(task.own[name][0]):
+                continue
+            terms = numbered(TERM, self.terms_of(divided, request, name, reply.arrays, who))
+            fault = find_wrong_weight(task, len(who.clients[name]), terms)
+            if not all(map(is_finite, terms.values())):
+                fault = "its words stand for NaN or infinity, expected finite values"
+            if fault is None:
+                header = {**reply.header, "weight": claimed_weight(task, terms)}
+                checked[name] = Reply(header, reply.content)
+            else:
+                checked[name] = Reply({"fault": fault}, {})
+                self._exchange.report(name, fault)
+        return checked
+
+    def terms_of(
+        self,
+        divided: Stages,
+        request: Request,
+        name: str,
+        arrays: Mapping[str, np.ndarray],
+        who: Participants,
+    ) -> Sequence[Any]:
+        """Return the terms of a site's reply, also if they are encoded."""
+        if words := in_order(WORD, arrays):  # of one client
+            (slot,), coded = who.slots[name], divided.coded(request.stage)
+            assert coded is not None
+            return coded.terms(slot, request.shared, [x[slot] for x in request.rows], words)
+        if any(name.startswith(f"{SUM} ") for name in arrays):
+            uplink = self._uplink(divided, request.stage)
+            arrays = uplink.decode(self._exchange.round, who.firsts[name], arrays)
+        return in_order(TERM, arrays)
+
+    def compute(
+        self,
+        divided: Stages,
+        request: Request,
+        earlier: Sequence[tuple[Any, Any, list[int]]],
+        slots: Mapping[str, Sequence[int]],
+    ) -> tuple[Any, Any, list[int]] | None:
+        """Return the terms of a stage from the values that sites showed in earlier stages.
+
+        What a site showed cannot be replaced by another value later: the sum of the updates that
+        Krum selects is computed here. None: the stage reads other values of the sites.
+        """
+        if not is_computable(divided, request.stage):
+            return None
+        known: dict[str, tuple[Any, list[int]]] = {}
+        for number, (_, shown, answered) in enumerate(earlier):
+            known |= {n: (shown[i], answered) for n, i in divided.seen(number).items()}
+        client, merge = divided.client(request.stage), divided.merge(request.stage)
+        places = {n: {slot: k for k, slot in enumerate(own)} for n, (_, own) in known.items()}
+        participants = [slot for chosen in slots.values() for slot in chosen]
+        merged: Any = None
+        for slot in participants:
+            values = {n: known[n][0][places[n][slot]] for n in known}
+            terms, _, _ = client(slot, request.shared, [x[slot] for x in request.rows], values)
+            merged = terms if merged is None else merge(merged, terms)
+        return merged, [], participants
+
+    def merge(
+        self, divided: Stages, request: Request, replies: Mapping[str, Reply], who: Participants
+    ) -> tuple[Any, Any, list[int]]:
+        """Merge the terms of sites, in the order of their names."""
+        merge = divided.merge(request.stage)
+        merged: Any = ()
+        values = divided[request.stage].shown
+        with UpdateRows(values, divided.placement.size, self._folder) as shown:
+            for name, reply in without_faults(replies).items():
+                arrays = reply.arrays
+                terms = self.terms_of(divided, request, name, arrays, who)
+                if terms:  # the first reply has all of a secure sum
+                    merged = merge(merged, terms) if merged else terms
+                shown.add(who.slots[name], in_order(SHOWN, arrays))
+            return (tuple(jnp.asarray(x) for x in merged), *shown.finish())
+
+
+def is_computable(divided: Stages, number: int) -> bool:
+    """Return whether a stage reads of sites what they showed in earlier stages alone."""
+    shown = {name for earlier in range(number) for name in divided.seen(earlier)}
+    stage = divided[number]
+    return (
+        bool(shown)
+        and not (stage.shown or stage.noise)
+        and {value.name for value in stage.own} <= shown
+    )
+
+
+def last_asked(divided: Stages) -> int:
+    """Return the last stage that sites run: a computed one only if they keep its results."""
+    return max(
+        number
+        for number, stage in enumerate(divided)
+        if stage.kept or not is_computable(divided, number)
+    )
+
+
+def without_faults(replies: Mapping[str, Reply]) -> dict[str, Reply]:
+    """Return the replies that count."""
+    return {name: reply for name, reply in replies.items() if "fault" not in reply.header}

@@ -1,0 +1,354 @@
+"""The process of a site: asks the coordinator for work until the run is finished."""
+
+import contextlib
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedpax.algorithm import Params
+from fedpax.errors import ArgumentError
+from fedpax.preemption import PreemptionGuard
+from fedpax.run_files.metrics import MetricsWriter
+from fedpax.run_files.paths import latest_round
+from fedpax.sites.contract import SiteExperiment
+from fedpax.sites.downlink import WHOLE, Receiver
+from fedpax.sites.exchange import LARGE
+from fedpax.sites.identity import identify
+from fedpax.sites.run_coordinator import check_supported
+from fedpax.sites.secret_terms import SecretTerms
+from fedpax.sites.site_files import (
+    SiteFile,
+    read_run,
+    save_model,
+    write_run,
+    write_site_file,
+)
+from fedpax.sites.site_process import (
+    SECONDS_TO_ASK_AGAIN,
+    JoinResult,
+    locked_folder,
+    open_progress,
+    patience,
+)
+from fedpax.sites.site_worker import SiteWorker, UnknownRoundError
+from fedpax.sites.tasks import EVALUATION, ROUND
+from fedpax.training.experiment import Experiment
+from fedpax.training.progress import Progress
+from fedpax.transport.calls import (
+    MAX_MESSAGE_BYTES,
+    Connection,
+    DisconnectedError,
+    RefusedError,
+    connect,
+)
+from fedpax.transport.checked_header import CheckedHeader
+from fedpax.transport.message import Message
+from fedpax.transport.own_certificates import certified_name, signer_of
+
+MOST_MODELS = 8
+"""The largest message that a site receives, in models: SCAFFOLD's has two, optimizers a few."""
+
+CALL_SECONDS, TRANSFER_SECONDS = 30.0, 600.0
+
+
+def take_part(
+    experiment: Experiment,
+    job_log_dir: str | Path,
+    syncer: str,
+    *,
+    exp: str = "",
+    name: str | None = None,
+    certificates: str | Path | None = None,
+    server_name: str | None = None,
+    allow_config_change: Collection[str] = (),
+    give_up_after: float = 600.0,
+    only_sums_of: int = 0,
+    personal: bool = False,
+) -> JoinResult:
+    """Train on this site's data in the rounds that a coordinator asks for.
+
+    The data stay here. The site sends the merged terms of its clients (sums and weights), numbers
+    of clients and examples, the metrics of its held-out examples, and what
+    `SiteExperiment.describe_site` tells. A site that is killed returns with its clients' states of
+    the last round that counted.
+
+    The folder gets `config.json`, `site.json`, `metrics.jsonl` with the metrics of this site's
+    held-out examples, `kept/` with its clients' states, and in the end `checkpoints/` with the
+    model.
+
+    Args:
+        experiment: the experiment, with the files of this site.
+        job_log_dir: this site's folder.
+        syncer: the coordinator's `HOST:PORT`.
+        exp: the experiment's name on the command line, recorded in `config.json`.
+        name: the site's name. Default None: the name in its certificate, or of its folder.
+        certificates: the folder of this site's certificate. Default None: no encryption.
+        server_name: the name in the coordinator's certificate. Default None: the host of `syncer`.
+        allow_config_change: as in `fedpax.training.trainer.train`.
+        give_up_after: seconds without an answer of a coordinator after which the site stops.
+            Default 600.0. A site that has the model of the last round waits at most 15 seconds.
+        only_sums_of: number of sites, at least 2, that a secure sum must have; the terms of this
+            site are sent in such sums alone. Default 0: the coordinator chooses.
+        personal: whether a model of each client's own is evaluated after the last round: the one
+            that the method keeps (Ditto), else the model after the client's local steps of one more
+            round. The site reports the means of its metrics, as for the shared model. The folder
+            `fine_tuned/` gets the model after one more round of the site's clients alone. Default
+            False.
+
+    Returns:
+        The number of rounds of this process, and the reason for which the call stopped.
+
+    Raises:
+        ConfigurationError: the folder holds another configuration, or another process uses it.
+        RefusedError: the coordinator refuses this site, for example because it has another model.
+        OSError: the certificates cannot be read.
+        ValueError: the address is malformed, or certificates are missing or cannot be used.
+    """
+    if only_sums_of and only_sums_of < 2:
+        raise ArgumentError(
+            f"only_sums_of={only_sums_of}, expected at least 2: a sum of one site is its value. "
+            "Set for example --only_sums_of=3."
+        )
+    check_supported(experiment)
+    assert isinstance(experiment, SiteExperiment)
+    with locked_folder(experiment, job_log_dir, "join", exp, allow_config_change) as folder:
+        site_name = name or certified_name(certificates) or folder.name
+        with (
+            connect(syncer, certificates=certificates, server_name=server_name) as connection,
+            open_progress(experiment, exp, 0) as progress,
+            PreemptionGuard() as preemption,
+        ):
+            site = Site(
+                experiment,
+                folder,
+                connection,
+                progress,
+                name=site_name,
+                exp=exp,
+                stop=lambda: preemption.signal is not None,
+                give_up_after=give_up_after,
+                sums=SecretTerms(site_name, only_sums_of, signer_of(certificates)),
+                personal=personal,
+            )
+            if only_sums_of == 2:
+                progress.note(
+                    "--only_sums_of=2: from a sum of two sites, each learns the terms of the other"
+                )
+            with contextlib.closing(site):
+                site.run()
+        stopped = None if site.finished else preemption.signal
+        return JoinResult(site.rounds, site.finished, stopped, gave_up=site.gave_up)
+
+
+class Site:
+    """The conversation of a site with its coordinator."""
+
+    def __init__(
+        self,
+        experiment: Any,
+        folder: Path,
+        connection: Connection,
+        progress: Progress,
+        *,
+        name: str,
+        exp: str,
+        stop: Callable[[], bool],
+        give_up_after: float,
+        sums: SecretTerms | None = None,
+        personal: bool = False,
+    ) -> None:
+        self._experiment, self._folder, self._exp = experiment, folder, exp
+        self._connection, self._progress, self._stop = connection, progress, stop
+        self._give_up_after, self._name = give_up_after, name
+        self._incarnation = secrets.token_hex(8)
+        self._closed = threading.Event()
+        self._metrics = contextlib.ExitStack()
+        self.rounds, self.finished, self.gave_up = 0, False, False
+        self._worker = SiteWorker(
+            experiment,
+            folder,
+            seed=experiment.training.seed,
+            save=self._save,
+            on_metrics=self._note_metrics,
+            sums=sums or SecretTerms(name),
+            personal=personal,
+        )
+        self._run, self._has_last_model = read_run(folder)
+        self._has_inputs = self._opened = False
+        self._heartbeat_seconds = 2.0
+        content = experiment.shared_content()
+        self._identity = identify(experiment, {}, experiment.own_fields, content)._asdict()
+        self._receiver = Receiver(WHOLE)
+
+    def close(self) -> None:
+        """Tell the coordinator that this site leaves, and close the files."""
+        self._closed.set()
+        self._metrics.close()
+        with contextlib.suppress(DisconnectedError, RefusedError):
+            self._call("leave", timeout=2.0)
+
+    def run(self) -> None:
+        """Work until the run is finished, a signal asks to stop, or no coordinator answers."""
+        joined, silent_since, pause = False, time.monotonic(), 0.1
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        note_waiting = patience(self._progress)
+        while not self._stop():
+            try:
+                if not joined:
+                    joined = self._join()
+                    if not joined:
+                        time.sleep(1.0)
+                        continue
+                joined = self._step()
+                silent_since, pause = time.monotonic(), 0.1
+                if self.finished:
+                    return
+            except DisconnectedError as error:
+                most = SECONDS_TO_ASK_AGAIN if self._has_last_model else self._give_up_after
+                if time.monotonic() - silent_since > min(most, self._give_up_after):
+                    self.gave_up, self.finished = True, self._has_last_model
+                    return
+                note_waiting(error)
+                time.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(2 * pause, 2.0)
+
+    # ---- messages
+
+    def _join(self) -> bool:
+        answer = self._call(
+            "join",
+            identity=self._identity,
+            run=self._run,
+            description=self._experiment.describe_site(),
+        )
+        if answer.header["status"] == "wait":
+            self._progress.note(f"waiting: {answer.header['reason']}")
+            return False
+        seconds = CheckedHeader(answer.header).number("heartbeat_seconds")
+        self._heartbeat_seconds = min(max(seconds, 0.05), 60.0)
+        self._receiver = Receiver(answer.header["down"])
+        self._has_inputs = False
+        if self._run is None:
+            self._run = answer.header["run"]
+        self._progress.note(f"joined {self._connection.address} as {self._name}")
+        self._progress.set_rounds(CheckedHeader(answer.header).count("rounds"))
+        return True
+
+    def _step(self) -> bool:
+        """Ask for work and do it; False if the site must join again."""
+        have, known = self._receiver.have, self._has_inputs
+        answer = self._call("work", timeout=TRANSFER_SECONDS, inputs=known, have=have)
+        header = answer.header
+        match header["status"]:
+            case "join":
+                return False
+            case "finished":
+                self.finished = True
+                if self._opened:
+                    self._note_last_model()
+            case "inputs":
+                self._set_inputs(header["inputs"])
+            case "task":
+                self._work(answer)
+        return True
+
+    def _set_inputs(self, inputs: Mapping[str, Any]) -> None:
+        types = self._worker.set_inputs(inputs)
+        self._connection.max_message_bytes = max(
+            MAX_MESSAGE_BYTES, MOST_MODELS * self._worker.model_bytes
+        )
+        self._experiment = self._experiment.with_inputs(inputs)
+        if self._call("ready", types=types).header["status"] != "join":
+            self._has_inputs = True
+            self._open()
+
+    def _open(self) -> None:
+        """Write the folder, once the coordinator has taken this site."""
+        if self._opened:
+            return
+        self._opened = True
+        self._has_last_model = False
+        write_run(self._folder, self._experiment, self._exp, SiteFile(self._run))
+        metrics = MetricsWriter(self._folder, after=2**31)
+        self._writer = self._metrics.enter_context(metrics)
+
+    def _work(self, task: Message) -> None:
+        began = time.perf_counter()
+        received = self._receiver.unpack(task.header, task.arrays)
+        if received is None:
+            return  # and ask for the whole arrays
+        try:
+            fields, arrays = self._worker.work(task.header, received)
+        except UnknownRoundError:
+            fields, arrays = {"fault": "this process began after the round"}, {}
+        if task.header["task"] == EVALUATION and task.header["save"]:
+            self._note_last_model()
+        place = {"token": task.header["token"], "stage": task.header["stage"]}
+        try:
+            answer = self._reply(arrays, **place, fields=fields)
+        except DisconnectedError:  # once more: the coordinator may have it, and ask no more
+            answer = self._reply(arrays, **place, fields=fields)
+        if "fault" in fields:
+            self._progress.note(f"no reply: {fields['fault']}")
+        elif answer.header["status"] == "dropped":
+            self._progress.note(f"the syncer does not count the reply: {answer.header['reason']}")
+        elif answer.header["status"] == "late":
+            self._progress.note("the reply came too late for its round")
+        elif task.header["task"] == ROUND and answer.header["status"] != "join":
+            self.rounds += 1
+            seconds, examples = time.perf_counter() - began, fields["examples"]
+            number, rate = task.header["round"], examples / seconds
+            if task.header["stage"] == task.header["last_stage"]:
+                clients = len(task.header["clients"])
+                values = {"clients": clients, "examples": examples, "seconds": seconds}
+                self._writer.write("training", number, {**values, "items_per_second": rate})
+            self._progress.show_round(number, None, rate)
+
+    def _reply(self, arrays: Mapping[str, np.ndarray], **fields: Any) -> Message:
+        """Send a reply; a large one when the coordinator has room for it."""
+        if sum(x.nbytes for x in arrays.values()) >= LARGE:
+            while (answer := self._call("offer")).header["status"] == "later" and not self._stop():
+                time.sleep(random.uniform(0.1, 0.5))
+            if answer.header["status"] == "join":  # another coordinator, which asks anew
+                return answer
+        return self._call("reply", arrays, TRANSFER_SECONDS, **fields)
+
+    def _call(
+        self,
+        kind: str,
+        arrays: Mapping[str, np.ndarray] | None = None,
+        timeout: float = CALL_SECONDS,
+        **fields: Any,
+    ) -> Message:
+        header = {"kind": kind, "site": self._name, "incarnation": self._incarnation, **fields}
+        return self._connection.call(Message(header, arrays or {}), timeout)
+
+    def _beat(self) -> None:
+        while not self._closed.wait(self._heartbeat_seconds):
+            with contextlib.suppress(DisconnectedError, RefusedError):
+                self._call("heartbeat", timeout=5.0)
+
+    # ---- files
+
+    def _note_last_model(self) -> None:
+        """Write that this site has the model of the last round, and what is made of it."""
+        self._has_last_model = True
+        write_site_file(self._folder, SiteFile(self._run, finished=True))
+
+    def _note_metrics(self, round_number: int, metrics: dict[str, float]) -> None:
+        self._writer.write("evaluation", round_number, metrics)
+        self._progress.show_evaluation(round_number, metrics)
+
+    def _save(self, round_number: int, params: Params, below: str) -> None:
+        folder = self._folder / below
+        if latest_round(folder) == round_number:  # the coordinator asks again
+            return
+        if below:
+            write_run(folder, self._experiment, self._exp, SiteFile(self._run))
+        save_model(folder, round_number, params, self._experiment)

@@ -1,0 +1,197 @@
+"""Admission of sites: expelled ones are refused, and what each site sends is bounded."""
+
+import dataclasses
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from fedpax.errors import ConfigurationError
+from fedpax.transport.calls import BusyError, Handler, MalformedError, RefusedError
+from fedpax.transport.expulsions import FILE, MAX_TEXT, expel, read_expulsions
+from fedpax.transport.message import Message
+
+SECONDS_BETWEEN_LOOKS = 0.5
+_BURST = 60.0  # seconds of the limits that a site may use at once
+_REMEMBERED = 3600.0  # seconds in which malformed messages add up
+_MOST_SITES = 1 << 14  # without certificates, anyone can invent names
+_logger = logging.getLogger(__name__)
+
+
+class SiteLimits(NamedTuple):
+    """What a site may send; beyond it the site is muted, and in the end expelled.
+
+    Attributes:
+        messages_per_minute: messages, 60 seconds' worth of them at once. Default inf.
+        bytes_per_minute: bytes of arrays, 60 seconds' worth of them at once. Default inf.
+        mute_after: malformed messages in an hour after which each further one mutes the site.
+        mute_seconds: seconds for which a malformed message mutes.
+        expel_after: malformed messages in an hour after which the site is expelled.
+    """
+
+    messages_per_minute: float = math.inf
+    bytes_per_minute: float = math.inf
+    mute_after: int = 3
+    mute_seconds: float = 60.0
+    expel_after: int = 10
+
+
+NO_LIMITS = SiteLimits()
+"""Of messages and bytes; malformed messages are limited in any case."""
+
+
+class Admission:
+    """Decides whether a message of a site is handled.
+
+    A site is the name of its certificate. Without certificates it is the name that a message
+    claims: then a site can escape under another name. So malformed messages mute and expel only
+    sites with a certificate; otherwise, a stranger could expel a site by its name.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        limits: SiteLimits = NO_LIMITS,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder, self._limits, self._clock = folder, limits, clock
+        self._lock = threading.Lock()
+        self._sites: dict[str, _Site] = {}
+        self._expelled = read_expulsions(folder)
+        self._file, self._next_look = self._identify_file(), clock() + SECONDS_BETWEEN_LOOKS
+
+    def guard(self, handler: Handler) -> Handler:
+        """Return a handler that answers only the messages of sites that may send them."""
+
+        def guarded(peer: str, message: Message) -> Message:
+            site = site_of(peer, message)
+            self.check(site)
+            self._count(site, sum(array.nbytes for array in message.arrays.values()))
+            try:
+                answer = handler(peer, message)
+            except MalformedError as error:
+                if peer:  # a stranger can claim the name of any site
+                    self.report(site, str(error))
+                raise
+            self.check_not_expelled(site)  # the answer of a long call can hold a new model
+            return answer
+
+        return guarded
+
+    def check(self, site: str) -> None:
+        """Raise the reason for which no message of a site is handled now, if there is one."""
+        self.check_not_expelled(site)
+        with self._lock:
+            known = self._sites.get(site)
+            if known is None:
+                return
+            now = self._clock()
+            if (seconds := known.muted_until - now) > 0:
+                reason = f"{len(known.malformed)} malformed messages in the last hour"
+            elif (seconds := known.messages_until - now - _BURST) > 0:
+                reason = f"more than {self._limits.messages_per_minute:g} messages a minute"
+            elif (seconds := known.bytes_until - now - _BURST) > 0:
+                reason = f"more than {self._limits.bytes_per_minute:g} bytes a minute"
+            else:
+                return
+        raise BusyError(
+            f"site {site!r} is muted for {math.ceil(seconds)} s: it has sent {reason}. Wait, and "
+            "send less."
+        )
+
+    def check_not_expelled(self, site: str) -> None:
+        """Raise a `RefusedError` if a site is expelled, as the file tells."""
+        with self._lock:
+            if (now := self._clock()) >= self._next_look:
+                self._next_look = now + SECONDS_BETWEEN_LOOKS
+                self._look()
+            expulsion = self._expelled.get(site)
+        if expulsion is not None:
+            raise RefusedError(
+                f"site {site!r} is expelled from this run ({expulsion.reason}). Ask the "
+                f"coordinator, who can admit it again by `fedpax sites admit {site}`."
+            )
+
+    def is_expelled(self, site: str) -> bool:
+        """Return whether a site is expelled."""
+        try:
+            self.check_not_expelled(site)
+        except RefusedError:
+            return True
+        return False
+
+    def report(self, site: str, reason: str) -> None:
+        """Count a malformed message of a site: the site is muted, and expelled by rule."""
+        if not site:
+            return
+        limits, now = self._limits, self._clock()
+        with self._lock:
+            known = self._site(site)
+            recent = [then for then in known.malformed if now - then < _REMEMBERED]
+            known.malformed = [*recent, now]
+            count = len(known.malformed)
+            if count > limits.mute_after:
+                known.muted_until = now + limits.mute_seconds
+        if count > limits.expel_after:
+            reason = "".join(char if char.isprintable() else "?" for char in reason)
+            words = f"{count} malformed messages in an hour, the last one: {reason}"[:MAX_TEXT]
+            _logger.warning("site %r is expelled: %s", site, words)
+            expel(self._folder, site, words, by="rule")
+            with self._lock:
+                self._look()
+
+    def _count(self, site: str, size: int) -> None:
+        limits, now = self._limits, self._clock()
+        if not site or min(limits.messages_per_minute, limits.bytes_per_minute) == math.inf:
+            return
+        with self._lock:
+            known = self._site(site)
+            # The times at which the messages and bytes so far are paid off.
+            messages, size_seconds = 60 / limits.messages_per_minute, 60 / limits.bytes_per_minute
+            known.messages_until = max(known.messages_until, now) + messages
+            known.bytes_until = max(known.bytes_until, now) + size * size_seconds
+
+    def _site(self, site: str) -> "_Site":
+        if site not in self._sites and len(self._sites) >= _MOST_SITES:
+            del self._sites[next(iter(self._sites))]
+        return self._sites.setdefault(site, _Site())
+
+    def _look(self) -> None:
+        """Read the file again if it has changed."""
+        identity = self._identify_file()
+        if identity == self._file:
+            return
+        try:
+            self._expelled = read_expulsions(self._folder)
+            self._file = identity
+        except (OSError, ConfigurationError) as error:
+            _logger.warning("expelled sites stay as they were: %s", error)
+
+    def _identify_file(self) -> tuple[int, int, int] | None:
+        try:
+            status = (self._folder / FILE).stat()
+        except OSError:
+            return None
+        return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+@dataclasses.dataclass
+class _Site:
+    """What a site has sent."""
+
+    messages_until: float = -math.inf
+    bytes_until: float = -math.inf
+    muted_until: float = -math.inf
+    malformed: list[float] = dataclasses.field(default_factory=list)  # times in the last hour
+
+
+def site_of(peer: str, message: Message) -> str:
+    """Return the site that a message is from: of its certificate, or without one as it claims."""
+    if peer:
+        return peer
+    name = message.header.get("island", message.header.get("site"))
+    return name if isinstance(name, str) and 0 < len(name) <= MAX_TEXT else ""

@@ -1,0 +1,254 @@
+"""The authority of a federation: its key issues certificates, and its folder names all of them."""
+
+import datetime
+import ipaddress
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes
+
+from fedpax.errors import ArgumentError
+from fedpax.files import read_file
+from fedpax.transport.certificate_files import (
+    CERTIFICATE_FILE,
+    KEY_FILE,
+    check_mode,
+    read_pem,
+)
+
+AUTHORITY = "authority"
+"""The folder of the authority, beside the folders of the names."""
+
+ISSUED_FILE = "issued.jsonl"
+"""The file of the authority with a line for each certificate."""
+
+AUTHORITY_DAYS = 3650
+_CLOCK_DIFFERENCE = datetime.timedelta(hours=1)  # of the sites, at most
+_HOST_NAME = re.compile(r"(?!-)[a-z0-9-]{1,63}(?<!-)(\.(?!-)[a-z0-9-]{1,63}(?<!-))*")
+
+
+class Authority(NamedTuple):
+    """An authority that can issue certificates."""
+
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+    def issue(
+        self, name: str, public: ec.EllipticCurvePublicKey, days: int, *, only_connects: bool
+    ) -> x509.Certificate:
+        """Return a certificate of a name; one that only connects cannot pose as a server."""
+        address = _address(name)
+        alternative = x509.DNSName(name) if address is None else x509.IPAddress(address)
+        usages = [x509.ExtendedKeyUsageOID.CLIENT_AUTH]
+        if not only_connects:
+            usages.append(x509.ExtendedKeyUsageOID.SERVER_AUTH)
+        issuer, expires = self.certificate, now() + datetime.timedelta(days=days)
+        expires = min(expires, issuer.not_valid_after_utc)
+        builder = (
+            _builder(_subject(name), issuer.subject, public, self.key.public_key(), expires)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_key_usage(signs_certificates=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+            .add_extension(x509.SubjectAlternativeName([alternative]), critical=False)
+        )
+        return builder.sign(self.key, hashes.SHA256())
+
+
+def make_authority() -> Authority:
+    """Make an authority with a key of its own."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    public = key.public_key()
+    # A random part: each authority has its own name, so that errors can tell them apart.
+    name = _subject(f"fedpax authority {os.urandom(6).hex()}")
+    expires = now() + datetime.timedelta(days=AUTHORITY_DAYS)
+    builder = (
+        _builder(name, name, public, public, expires)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_key_usage(signs_certificates=True), critical=True)
+    )
+    return Authority(builder.sign(key, hashes.SHA256()), key)
+
+
+def read_authority(folder: Path) -> Authority:
+    """Read an authority, and check that it can issue certificates."""
+    if (folder / KEY_FILE).exists():
+        check_mode(folder / KEY_FILE)
+    try:
+        certificate = x509.load_pem_x509_certificate(read_pem(folder / CERTIFICATE_FILE))
+        key = serialization.load_pem_private_key(read_pem(folder / KEY_FILE), None)
+        certificate.verify_directly_issued_by(certificate)
+        usable = key.public_key() == certificate.public_key()
+        usable &= certificate.not_valid_after_utc > now()
+    except (ValueError, TypeError, InvalidSignature):
+        usable = False
+    if not usable or not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ArgumentError(
+            f"authority={str(folder)!r} holds no authority that can sign, or an expired one, "
+            "expected the folder `authority` that `fedpax certificates` made. Pass this folder, or "
+            "make a new authority and new certificates for all sites."
+        )
+    return Authority(certificate, key)
+
+
+def record_issued(folder: Path, certificates: dict[str, x509.Certificate], by: str) -> None:
+    """Append certificates to the authority's list: `by` is "names" or "request"."""
+    lines = [
+        json.dumps(
+            {
+                "name": name,
+                "by": by,
+                "serial": f"{certificate.serial_number:x}",
+                "key": fingerprint(certificate.public_key()),
+                "expires": certificate.not_valid_after_utc.isoformat(),
+            }
+        )
+        for name, certificate in certificates.items()
+    ]
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
+    with open(os.open(folder / ISSUED_FILE, flags, 0o600), "ab") as file:
+        file.write("".join(f"{line}\n" for line in lines).encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def fingerprint(public: CertificatePublicKeyTypes) -> str:
+    """Return the fingerprint of a public key."""
+    digest = hashes.Hash(hashes.SHA256())
+    digest.update(
+        public.public_bytes(
+            serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+    )
+    return f"SHA256:{digest.finalize().hex()}"
+
+
+class Issued(NamedTuple):
+    """The certificates of an authority.
+
+    Attributes:
+        names: the names, and how they got a certificate: by "names" or by "request".
+        keys: the names by the fingerprints of their keys, as far as the list has them.
+    """
+
+    names: Mapping[str, str]
+    keys: Mapping[str, str]
+
+
+def read_issued(folder: Path) -> Issued:
+    """Return the certificates of the authority in a folder."""
+    # An authority of an earlier version has no list; its certificates are made beside it.
+    beside = {
+        path.parent.name: "names" for path in folder.resolve().parent.glob("*/certificate.pem")
+    }
+    beside.pop(folder.resolve().name, None)
+    path = folder / ISSUED_FILE
+    try:
+        entries = [json.loads(line) for line in read_file(path).decode().splitlines()]
+        names = beside | {str(entry["name"]): str(entry["by"]) for entry in entries}
+        keys = {str(entry["key"]): str(entry["name"]) for entry in entries if "key" in entry}
+        return Issued(names, keys)
+    except FileNotFoundError:
+        return Issued(beside, {})
+    except (ValueError, KeyError, TypeError):
+        raise ArgumentError(
+            f"{path} is damaged, expected a line of JSON with `name` and `by` for each "
+            "certificate. Restore the file from a copy, or remove the damaged line."
+        ) from None
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Check names of certificates."""
+    if not names:
+        raise ArgumentError(
+            "there are no names, expected the syncer's host name and a name for each site. Set for "
+            "example --names=syncer.example.org,site-1,site-2."
+        )
+    for index, name in enumerate(names):
+        check_name(f"names[{index}]", name)
+    if len(set(names)) < len(names):
+        raise ArgumentError(
+            f"names={','.join(names)} has a name twice, expected one per site: a name tells a site "
+            "from the others. Remove the duplicate."
+        )
+
+
+def check_name(argument: str, name: str) -> None:
+    """Check the name of a certificate: a host name or an address, without wildcards."""
+    if len(name) > 64 or not (_HOST_NAME.fullmatch(name) or _address(name)):
+        raise ArgumentError(
+            f"{argument}={name!r} is not a name, expected at most 64 lower-case letters, "
+            "digits, hyphens and dots, such as site-1 or syncer.example.org, or an IP address."
+        )
+    if name == AUTHORITY:
+        raise ArgumentError(
+            f"{argument}={name!r} is the name of the authority's folder. Choose another."
+        )
+
+
+def check_days(days: int) -> None:
+    """Check the days until certificates expire."""
+    if type(days) is not int or not 1 <= days <= AUTHORITY_DAYS:
+        raise ArgumentError(
+            f"days={days!r} is out of range, expected a whole number from 1 to {AUTHORITY_DAYS}. "
+            "Choose for example days=365."
+        )
+
+
+def now() -> datetime.datetime:
+    """Return the time, UTC."""
+    return datetime.datetime.now(datetime.UTC).replace(microsecond=0)
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None
+
+
+def _builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    public: ec.EllipticCurvePublicKey,
+    issuer_public: ec.EllipticCurvePublicKey,
+    expires: datetime.datetime,
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(public)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now() - _CLOCK_DIFFERENCE)
+        .not_valid_after(expires)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_public), critical=False
+        )
+    )
+
+
+def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _subject(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])

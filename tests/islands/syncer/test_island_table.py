@@ -1,0 +1,70 @@
+"""The table of islands: written by a syncer, shown by `fedpax show`."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from fedpax.commands.show import show
+from fedpax.errors import ConfigurationError
+from fedpax.islands.syncer.island_table import FILE, IslandWatch, format_islands, read_islands
+from fedpax.islands.syncer.members import IslandReport
+from fedpax.run_files.metrics import MetricsWriter
+from fedpax.training.job_dir_lock import JobDirLock
+from fedpax.training.progress import Progress
+
+PARIS = IslandReport("paris", "training", 0, 640, 2.5, 39, 1, 0, 0.2)
+OSLO = IslandReport("oslo", "silent", 1, 12, None, 0, 0, 2, math.inf)
+
+
+def test_show_prints_the_islands_of_a_syncer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with MetricsWriter(tmp_path) as metrics:
+        metrics.write("training", 1, {"loss": 2.5})
+    assert read_islands(tmp_path) == []
+    with Progress("x", rounds_done=0, rounds=1) as progress:
+        watch = IslandWatch(tmp_path, progress)
+        watch.update([PARIS, OSLO])
+        watch.update([PARIS._replace(state="stalled"), OSLO])
+    assert "island paris (shard 0): training" in (noted := capsys.readouterr().err)
+    assert "island paris (shard 0): stalled" in noted and noted.count("oslo") == 1
+    assert read_islands(tmp_path) == [PARIS, OSLO]
+    with JobDirLock(tmp_path):  # as a syncer that runs
+        assert show([f"--job_log_dir={tmp_path}"]) == 0
+    printed = capsys.readouterr().out
+    assert "when it stopped" not in printed
+    assert "| paris  | training |     0 |   640 | 2.5000 |" in printed
+    assert "| oslo   |   silent |     1 |    12 |      - |" in printed
+    assert show([f"--job_log_dir={tmp_path}"]) == 0
+    assert f"Islands of the syncer in {tmp_path}, when it stopped:" in capsys.readouterr().out
+
+
+def test_an_island_without_a_shard_has_a_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waiting = PARIS._replace(shard=None, state="waiting")
+    with Progress("x", rounds_done=0, rounds=1) as progress:
+        IslandWatch(tmp_path, progress).update([waiting])
+    assert "island paris (no shard): waiting" in capsys.readouterr().err
+    assert read_islands(tmp_path) == [waiting]
+    assert "| paris  | waiting |     - |" in format_islands([waiting, OSLO])
+
+
+@pytest.mark.parametrize("content", ["", "[1]", json.dumps([{"name": "paris"}])])
+def test_a_damaged_table_is_no_error(tmp_path: Path, content: str) -> None:
+    (tmp_path / FILE).write_text(content)
+    assert read_islands(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", [FILE, f".{FILE}.draft"])
+def test_a_folder_in_the_place_of_the_table_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with Progress("x", rounds_done=0, rounds=1) as progress:
+        watch = IslandWatch(tmp_path, progress)
+        with pytest.raises(ConfigurationError, match=rf"/{name} is a folder, .* Remove the folder"):
+            watch.update([PARIS])
+        (tmp_path / name).rmdir()
+        watch.update([PARIS], force=True)
+    assert read_islands(tmp_path) == [PARIS]

@@ -1,0 +1,253 @@
+"""A site that does not fit is refused by name with what differs, and the others go on."""
+
+import copy
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedpax.data.tables.shared_treatment import agree_on_table
+from fedpax.data.tables.site_properties import table_properties
+from fedpax.errors import FedpaxError
+from fedpax.run_files.metrics import read_metrics, select
+from fedpax.sites.attendance import LATE
+from fedpax.sites.exchange import Exchange
+from fedpax.sites.round_rules import RoundRules
+from fedpax.sites.tasks import Task
+from fedpax.sites.votes import count_votes
+from fedpax.transport.message import Message
+from sites.federation import Changed, Line, run, write_hospitals
+from sites.small_experiment import small
+from sites.test_equals_training import experiment, train_together
+
+SIZES = {"a": (40, 25), "b": (33,), "c": (21, 50)}
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from("abcdef"), st.dictionaries(st.sampled_from("xyz"), st.sampled_from("123"))
+    ),
+    st.dictionaries(st.sampled_from("xyz"), st.sampled_from("123")),
+)
+@settings(deadline=None)
+def test_votes(sites: dict[str, dict[str, str]], stated: dict[str, str]) -> None:
+    refused, undecided = count_votes(sites, stated)
+    left = [result for name, result in sites.items() if name not in refused]
+    for result in left:  # who is left has what is stated, and equals all others if it is decided
+        assert all(result[name] == stated[name] for name in result.keys() & stated.keys())
+    for name in "xyz":
+        values = {result[name] for result in left if name in result}
+        assert len(values) <= 1 or undecided is not None
+    for name in refused:
+        others = [v for n, v in sites.items() if n != name]
+        assert others or any(k in stated for k in sites[name])
+    backwards = dict(reversed(list(sites.items())))
+    assert count_votes(backwards, stated).refused.keys() == refused.keys()  # no site is first
+
+
+def federate(folder: Path, sites: dict[str, Any], coordinator: Any, bad: str, **options: Any):
+    return run(
+        coordinator,
+        sites,
+        folder / "runs",
+        rules=RoundRules(2, 60.0),
+        first_round_needs=3,
+        may_be_refused=[bad],
+        **options,
+    )
+
+
+def test_a_site_with_another_kind_of_column_is_refused(tmp_path: Path) -> None:
+    write_hospitals(tmp_path / "data", SIZES)
+    sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv") for s in SIZES}
+    for path in (tmp_path / "data" / "a").iterdir():  # the first site
+        head, *rows = path.read_text().splitlines()
+        path.write_text("\n".join([head, *(row.replace(",", " years,", 1) for row in rows)]) + "\n")
+    outcome = federate(tmp_path, sites, experiment(), "a")
+    assert (
+        "site 'a': the column 'age' is 'text' at this site, expected 'number:mean'"
+        in (outcome.refused["a"])
+    )
+    whole = experiment(*(f"{tmp_path}/data/{s}/*.csv" for s in "bc"))
+    for leaf, other in zip(outcome.params, train_together(whole, 3), strict=True):
+        assert np.abs(other).max() > 0.01
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
+
+
+def test_a_malformed_description_ends_no_run(tmp_path: Path) -> None:
+    def change(header: dict[str, Any]) -> dict[str, Any]:
+        if header["kind"] == "join":
+            header["description"] = {"clients": 1, "label": 3}
+        return header
+
+    write_hospitals(tmp_path / "data", SIZES)
+    sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", rounds=1) for s in SIZES}
+    lines = {"a": lambda exchange: Changed(exchange, change)}
+    outcome = federate(tmp_path, sites, experiment(rounds=1), "a", lines=lines)
+    assert "its description is malformed" in outcome.refused["a"]
+    (line,) = select(read_metrics(tmp_path / "runs" / "coordinator"), "training")
+    assert line["sites"] == 2
+
+
+class FirstWithOtherTypes(Line):
+    """A line of a site that is ready first, with another batch."""
+
+    def call(self, message: Message, timeout: float) -> Message:
+        if message.header["kind"] == "ready":
+            types = {"features": ["float32", [3, 2]], "x": ["float32", [4, 9]]}
+            message = message._replace(header={**message.header, "types": types})
+        return super().call(message, timeout)
+
+
+class LastWithOtherTypes(FirstWithOtherTypes):
+    """A line of a site that is ready when the coordinator has published the batch."""
+
+    def call(self, message: Message, timeout: float) -> Message:
+        while message.header["kind"] == "ready" and self._exchange.types is None:
+            time.sleep(0.01)
+        return super().call(message, timeout)
+
+
+@pytest.mark.parametrize(
+    ("has_contract", "line_of_a"),
+    [(False, FirstWithOtherTypes), (True, FirstWithOtherTypes), (True, LastWithOtherTypes)],
+)
+def test_a_site_cannot_choose_the_batches_of_others(
+    tmp_path: Path, has_contract: bool, line_of_a: type[Line]
+) -> None:
+    if has_contract:
+        write_hospitals(tmp_path / "data", SIZES)
+        sites: dict[str, Any] = {
+            s: experiment(f"{tmp_path}/data/{s}/*.csv", rounds=1) for s in SIZES
+        }
+        coordinator: Any = experiment(rounds=1)
+    else:
+        sites = {s: small(rounds=1, data_seed=seed) for seed, s in enumerate(SIZES)}
+        coordinator = small(rounds=1)
+    outcome = federate(tmp_path, sites, coordinator, "a", lines={"a": line_of_a})
+    assert "batch" in outcome.refused["a"]
+    assert "x" not in outcome.coordinator.exchange.types or not has_contract
+    (line,) = select(read_metrics(tmp_path / "runs" / "coordinator"), "training")
+    assert line["sites"] == 2
+
+
+def description() -> dict[str, Any]:
+    column = {"name": "age", "kind": "number", "missing": "mean", "values": None}
+    column |= {"bounds": None, "reason": "number"}
+    sex = {**column, "name": "sex", "kind": "category", "missing": "category", "reason": "category"}
+    label = {"name": "y", "task": "classification", "classes": ["0", "1"], "mean": 0.0}
+    label |= {"scale": 1.0, "reason": "integers", "stated": False}
+    return {
+        "clients": 2,
+        "columns": [column, sex],
+        "categories": {"sex": {"values": {"f": 2, "m": 1}}},
+        "missing": ["age"],
+        "label": label,
+        "number": True,
+    }
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    keys = value if isinstance(value, dict) else range(len(value) if isinstance(value, list) else 0)
+    return [path, *(p for key in keys for p in places(value[key], (*path, key)))]
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.text(max_size=3) | st.floats(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)
+
+
+@given(st.sampled_from(places(description())[1:]), JUNK)
+@settings(deadline=None, max_examples=150)
+def test_what_passes_the_checks_can_be_agreed_on(place: tuple[Any, ...], junk: Any) -> None:
+    changed = copy.deepcopy(description())
+    inner = changed
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = junk
+    changed = json.loads(json.dumps(changed))
+    honest = description()
+    assert table_properties(honest)["the label"] == "y"
+    try:
+        result = table_properties(changed)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return  # refused
+    if count_votes({"a": table_properties(honest), "b": result}, {}) == ({}, None):
+        try:
+            agree_on_table([honest, changed])
+            agree_on_table([changed, honest])
+        except FedpaxError as error:
+            assert "at different sites" not in str(error)
+
+
+HALF = "\ud800"  # of a surrogate pair: JSON has it, a file in UTF-8 has not
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("columns", 0, "name"), HALF),
+        (("columns", 0, "reason"), HALF),
+        (("columns", 1, "values"), ["f|m"]),
+        (("columns", 0, "values"), ["f", "m"]),
+        (("columns", 1, "bounds"), [0, 1]),
+        (("categories", "sex", "values"), {HALF: 3}),
+        (("label", "classes"), ["0", HALF]),
+        (("label", "reason"), HALF),
+        (("label", "mean"), "x"),
+        (("label", "scale"), 1e400),
+    ],
+    ids=str,
+)
+def test_what_no_site_can_have_is_malformed(place: tuple[Any, ...], value: Any) -> None:
+    """Each of these ended the coordinator's run, when the sites agreed or when it wrote a file."""
+    changed = description()
+    changed["number"] = False
+    inner: Any = changed
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    with pytest.raises(ValueError, match="expected the form of `fedpax join`"):
+        table_properties(changed)
+
+
+def test_bounds_that_differ_in_a_late_digit_differ() -> None:
+    collected = []
+    for most in (1234567, 1234568):
+        messages = description()
+        messages["columns"][0] |= {"bounds": [0, most], "reason": "stated"}
+        collected.append(table_properties(messages))
+    assert collected[0]["the column 'age'"] == "number(0..1234567):mean"
+    assert collected[1]["the column 'age'"] == "number(0..1234568):mean"
+
+
+@pytest.mark.parametrize("misses", [2, 3])
+def test_a_site_that_is_late_with_a_question_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, misses: int
+) -> None:
+    write_hospitals(tmp_path / "data", SIZES)
+    sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", rounds=1) for s in SIZES}
+    ask, missed = Exchange.ask, list[str]()
+
+    def late(self: Exchange, task: Task, *more: Any) -> Any:
+        if task.header["task"] != "question" or len(missed) == misses:
+            return ask(self, task, *more)
+        missed.append(task.token)
+        site = self.sites.get("b")
+        assert site is not None
+        site.attendance.miss(task, 1.0, deadline=0.0, most=3)
+        self.faults = {"b": LATE}
+        return None
+
+    monkeypatch.setattr(Exchange, "ask", late)
+    outcome = federate(tmp_path, sites, experiment(rounds=1), "b")
+    (line,) = select(read_metrics(tmp_path / "runs" / "coordinator"), "training")
+    assert len(missed) == misses and line["sites"] == (3 if misses == 2 else 2)
+    assert ("b" in outcome.refused) == (misses == 3)

@@ -1,0 +1,91 @@
+"""Rounds over sites equal `fedpax train` on the same files."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedpax.experiments.client_methods import method
+from fedpax.experiments.cohort_settings import CohortConfig
+from fedpax.experiments.fedavg_image_files import FedAvgImageFiles, fedavg_images
+from fedpax.experiments.fedavg_table import FedAvgTable
+from fedpax.experiments.table_data import TableConfig
+from fedpax.training.training_config import TrainingConfig
+from sites.federation import run, write_hospitals
+
+SIZES = {"a": (40, 25), "b": (33,), "c": (21, 50)}
+
+
+def experiment(*files: str, rounds: int = 3, columns=(), **fields) -> FedAvgTable:
+    return FedAvgTable(
+        data=TableConfig(files=files, label="outcome", columns=columns),
+        cohort=CohortConfig(size=10, batch_size=8),
+        client_learning_rate=0.1,
+        training=TrainingConfig(rounds=rounds, evaluate_every=rounds, checkpoint_every=0),
+        **fields,
+    )
+
+
+def train_together(whole: FedAvgTable, rounds: int) -> list[np.ndarray]:
+    built = whole.build()
+    state = jax.jit(built.algorithm.init)(built.init(jax.random.key(0)))
+    step = jax.jit(built.algorithm.round)
+    for _ in range(rounds):
+        state, _ = step(state, next(built.cohorts))
+    return jax.device_get(jax.tree.leaves(state.params))
+
+
+@pytest.mark.parametrize("name", ["fedavg", pytest.param("scaffold", marks=pytest.mark.slow)])
+def test_equals_training_on_all_files(tmp_path: Path, name: str) -> None:
+    write_hospitals(tmp_path / "data", SIZES)
+    fields = {"method": method(name)}
+    sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", **fields) for s in SIZES}
+    outcome = run(experiment(**fields), sites, tmp_path / "runs")
+    whole = experiment(f"{tmp_path}/data/*/*.csv", **fields)
+    for leaf, other in zip(outcome.params, train_together(whole, 3), strict=True):
+        assert np.abs(other).max() > 0.01
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
+
+
+def test_a_site_with_one_file_for_each_split(tmp_path: Path) -> None:
+    write_hospitals(tmp_path / "data", {"a": (40, 12)})
+    for name, split in (("h1", "train"), ("h2", "test")):
+        (tmp_path / "data" / "a" / f"{name}.csv").rename(tmp_path / f"{split}.csv")
+    site = experiment(f"{tmp_path}/{{split}}.csv")
+    assert site.describe_site()["clients"] == 1
+    assert (site.opened.training.sum(), site.opened.heldout.sum()) == (40, 12)
+
+
+@pytest.mark.slow
+def test_equals_training_on_all_images(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    # Clients are in the order of their names, here that of the sites too: it decides their batches.
+    for ward, count in {"a/north": 9, "a/south": 6, "b/west": 12}.items():
+        for number in range(count):
+            label = "ill" if number % 3 else "well"
+            (tmp_path / "data" / ward / label).mkdir(parents=True, exist_ok=True)
+            pixels = random.normal(90 + 60 * (label == "ill"), 40, (8, 8)).clip(0, 255)
+            path = tmp_path / "data" / ward / label / f"{number}.png"
+            Image.fromarray(pixels.astype(np.uint8)).save(path)
+
+    def make(*files: str) -> FedAvgImageFiles:
+        base = fedavg_images()
+        return dataclasses.replace(
+            base,
+            data=dataclasses.replace(base.data, files=files),
+            filters=(4, 4),
+            hidden_dim=8,
+            cohort=CohortConfig(size=10, batch_size=4),
+            training=TrainingConfig(rounds=2, evaluate_every=2, checkpoint_every=0),
+        )
+
+    sites = {s: make(f"{tmp_path}/data/{s}/{{client}}/{{label}}/*.png") for s in "ab"}
+    outcome = run(make(), sites, tmp_path / "runs")
+    whole = make(f"{tmp_path}/data/*/{{client}}/{{label}}/*.png")
+    wanted = train_together(whole, 2)
+    for leaf, other in zip(outcome.params, wanted, strict=True):
+        assert np.abs(other).max() > 1e-3
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)

@@ -1,0 +1,60 @@
+"""Models of each client's own over sites equal the models of training on all files."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from fedpax.checkpoints.saved_state import load_state
+from fedpax.experiments.client_methods import method
+from fedpax.experiments.cohort_settings import CohortConfig
+from fedpax.experiments.fedavg_table import FedAvgTable
+from fedpax.run_files.metrics import read_metrics, select
+from fedpax.sites.site_files import SiteState
+from fedpax.sites.site_table import format_sites, read_sites
+from sites.federation import run, write_hospitals
+from sites.test_equals_training import SIZES, experiment
+
+
+@pytest.mark.parametrize("name", ["ditto", pytest.param("fedavg", marks=pytest.mark.slow)])
+def test_equal_to_training_on_all_files(tmp_path: Path, name: str) -> None:
+    write_hospitals(tmp_path / "data", SIZES)
+    # A step takes all examples of a client: their order depends on the client's number.
+    cohort = CohortConfig(size=10, batch_size=64, local_epochs=3)
+
+    def make(*files: str) -> FedAvgTable:
+        return dataclasses.replace(experiment(*files, method=method(name)), cohort=cohort)
+
+    sites = {s: make(f"{tmp_path}/data/{s}/*.csv") for s in SIZES}
+    outcome = run(make(), sites, tmp_path / "runs", personal=True)
+    folder = tmp_path / "runs" / "coordinator"
+    last = select(read_metrics(folder), "evaluation")[-1]
+
+    whole = make(f"{tmp_path}/data/*/*.csv")
+    whole = whole.sized(len(whole.training_parts))
+    built = whole.build()
+    state = jax.jit(built.algorithm.init)(built.init(jax.random.key(0)))
+    step = jax.jit(built.algorithm.round)
+    for _ in range(3):
+        state, _ = step(state, next(built.cohorts))
+    expected = whole.evaluate_own_models(fine_tune=True)(state)
+    assert abs(expected["loss"] - last["loss"]) > 1e-3  # of the shared model
+    for metric, value in expected.items():
+        np.testing.assert_allclose(last[f"personal_{metric}"], value, rtol=0, atol=1e-5)
+    # A fine-tuned model of a site is a round of its clients alone from the shared model.
+    saved = load_state(tmp_path / "runs/a/fine_tuned", 3, SiteState(outcome.coordinator.params))
+    alone = dataclasses.replace(make(f"{tmp_path}/data/a/*.csv"), method=method("fedavg"))
+    alone = alone.with_inputs(outcome.coordinator.exchange.inputs).sized(2).build()
+    state = alone.algorithm.init(outcome.coordinator.params)
+    state, _ = alone.algorithm.round(state, next(alone.cohorts))
+    for leaf, other, shared in zip(
+        *map(jax.tree.leaves, (saved.params, state.params)), outcome.params, strict=True
+    ):
+        assert np.abs(leaf - shared).max() > 1e-4
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-5)
+    rows = read_sites(folder)
+    assert all("fine_tuned_loss" in row.heldout for row in rows)
+    assert {"personal_loss", "loss"} <= rows[0].heldout.keys()
+    assert "held-out personal_loss" in format_sites(rows)

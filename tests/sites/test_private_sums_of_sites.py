@@ -1,0 +1,80 @@
+"""Private means over sites: noise of the clients, and no sum of fewer than min_participants."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedpax.aggregators import PrivacyAccountant
+from fedpax.errors import FedpaxError
+from fedpax.experiments.client_aggregators import aggregator
+from fedpax.run_files.metrics import read_metrics, select
+from fedpax.sites.round_rules import RoundRules
+from fedpax.sites.site_worker import SiteWorker, UnknownRoundError
+from sites.federation import run, write_hospitals
+from sites.test_equals_training import SIZES, experiment
+
+SITES = {**SIZES, "d": (30,)}  # six clients
+NOISE = 1e-3
+RANGES = ("age=number(0..120)", "dose=number(0..1)")
+
+
+def federate(folder: Path, where: str, rounds: int, seconds: float = 60.0, **settings: Any) -> Any:
+    settings = {"max_norm": 10.0, "noise_multiplier": NOISE, **settings}
+    fields = {
+        "aggregator": aggregator("private_secure_mean", **settings),
+        "rounds": rounds,
+        "columns": RANGES,
+    }
+    if not (folder / "data").exists():
+        write_hospitals(folder / "data", SITES)
+    sites = {s: experiment(f"{folder}/data/{s}/*.csv", **fields) for s in SITES}
+    rules = RoundRules(3, seconds, secure_sums=True)
+    outcome = run(experiment(**fields), sites, folder / where, rules=rules, first_round_needs=4)
+    return outcome, select(read_metrics(folder / where / "coordinator"), "training")
+
+
+def test_clients_draw_new_noise_and_epsilon_is_logged(tmp_path: Path) -> None:
+    first, metrics = federate(tmp_path, "first", 1)
+    second, _ = federate(tmp_path, "second", 1)
+    difference = [a - b for a, b in zip(first.params, second.params, strict=True)]
+    largest = max(np.abs(x).max() for x in difference)
+    # The noise of a coordinate of the mean, and of the mean of the statistics.
+    assert 0 < largest < 30 * NOISE * 10.0 / 6
+    stated = PrivacyAccountant(NOISE, 1e-6).epsilon(1)
+    assert metrics[-1]["epsilon"] == pytest.approx(stated, rel=1e-5)
+    assert metrics[-1]["num_present"] == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("least", "counted"), [(4, 4), (5, 6)])
+def test_a_sum_of_too_few_clients_is_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int, counted: int
+) -> None:
+    """Site c, with two clients, drops out in round 2: the round begins again if 4 are too few."""
+    work, silent = SiteWorker.work, set[str]()
+
+    def once_silent(worker: SiteWorker, header: Any, arrays: Any) -> Any:
+        is_mask = (header.get("request") or {}).get("phase") == "mask"
+        if is_mask and header["round"] == 2 and "/c/" in worker._experiment.data.files[0]:
+            if header["token"] in silent or not silent:
+                silent.add(header["token"])
+                raise UnknownRoundError
+        return work(worker, header, arrays)
+
+    monkeypatch.setattr(SiteWorker, "work", once_silent)
+    _, metrics = federate(tmp_path, "runs", 2, 15.0, min_participants=least)
+    assert silent and metrics[-1]["num_present"] == counted
+
+
+def test_without_secure_sums_the_coordinator_refuses(tmp_path: Path) -> None:
+    write_hospitals(tmp_path / "data", SIZES)
+    fields = {
+        "aggregator": aggregator("secure_mean", max_value=100.0),
+        "rounds": 1,
+        "columns": RANGES,
+    }
+    sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", **fields) for s in SIZES}
+    with pytest.raises(FedpaxError, match="Start the syncer with --secure_sums"):
+        run(experiment(**fields), sites, tmp_path / "runs", rules=RoundRules(3, 60.0))

@@ -1,0 +1,78 @@
+"""A site that forges proofs or shares in secure sums: others train on, and it is named."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedpax.secure_sums import Message, SiteSide
+from fedpax.secure_sums.shamir import SHARE_BYTES
+from fedpax.sites.round_rules import RoundRules
+from fedpax.sites.site_table import read_sites
+from fedpax.transport.admission import Admission, SiteLimits
+from fedpax.transport.certificates import make_certificates, read_certificates
+from fedpax.transport.signed_keys import CertificateSigner
+from sites.federation import run
+from sites.small_experiment import assert_made_by, small
+
+NAMES = "abcd"
+RULES = RoundRules(3, 60.0, secure_sums=True)
+
+
+def test_a_site_that_forges_proofs_is_left_out_and_expelled(
+    tmp_path: Path, notes: list[str]
+) -> None:
+    rounds = 3
+    make_certificates(tmp_path / "own", ["coordinator", *NAMES])
+    make_certificates(tmp_path / "other", [*NAMES])
+
+    def signer(folder: str, name: str) -> CertificateSigner:
+        return CertificateSigner(read_certificates(tmp_path / folder / name))
+
+    signers = {name: signer("own", name) for name in ("coordinator", *NAMES)}
+    signers["d"] = signer("other", "d")
+    sites = {name: small(rounds=rounds, data_seed=i) for i, name in enumerate(NAMES)}
+    admission = Admission(tmp_path, SiteLimits(mute_after=1, expel_after=2))
+    outcome = run(
+        small(rounds=rounds),
+        sites,
+        tmp_path,
+        rules=RULES,
+        first_round_needs=4,
+        signers=signers,
+        on_fault=admission.report,
+    )
+    rows = {site.name: (site.rounds, site.dropped) for site in read_sites(tmp_path / "coordinator")}
+    assert rows == {"a": (3, 0), "b": (3, 0), "c": (3, 0), "d": (0, 3)}
+    assert_made_by(outcome.params, sites, rounds, "abc")
+    messages = [text for text in notes if text.startswith("site d does not keep to the protocol")]
+    assert len(messages) == 3 and "the keys of site 'd' are not signed" in messages[0]
+    assert admission.is_expelled("d") and not any(map(admission.is_expelled, "abc"))
+
+
+def test_false_shares_of_one_site_stop_no_round(
+    tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = SiteSide.answer
+
+    def lie(side: SiteSide, request: Any) -> Message:
+        honest = answer(side, request)
+        if side.name == "b" and request is not None and request.header["phase"] == "reveal":
+            shares = dict.fromkeys(honest.header["own"], "A" * (SHARE_BYTES * 4 // 3))
+            return Message({**honest.header, "own": shares})
+        return honest
+
+    monkeypatch.setattr(SiteSide, "answer", lie)
+    faults: list[tuple[str, str]] = []
+    sites = {name: small(rounds=2, data_seed=i) for i, name in enumerate(NAMES)}
+    outcome = run(
+        small(rounds=2),
+        sites,
+        tmp_path,
+        rules=RULES,
+        first_round_needs=4,
+        on_fault=lambda *fault: faults.append(fault),
+    )
+    assert_made_by(outcome.params, sites, 2, NAMES)
+    assert [name for name, _ in faults] == ["b", "b"]
+    assert any(text.startswith("site b does not keep to the protocol: 4 shares") for text in notes)

@@ -1,0 +1,12 @@
+"""The fields of a header, which are checked when they are read."""
+
+import pytest
+
+from fedpax.transport.calls import RefusedError
+from fedpax.transport.checked_header import CheckedHeader
+
+
+def test_a_field_that_is_missing_is_refused():
+    assert CheckedHeader({"kind": "push", "sequence": 4}).count("sequence") == 4
+    with pytest.raises(RefusedError, match=r"'sequence' is None, expected an integer of at least"):
+        CheckedHeader({"kind": "push"}).count("sequence")

@@ -35,7 +35,6 @@ from fedpax.planning.site_bandwidth import (
     compute_utilization,
     required_bandwidth,
 )
-from fedpax.reports.table import markdown_table
 
 GRID = tuple(np.logspace(-1, 3, 50) * 1e9)
 """The bandwidths of the paper's table: 50 from 0.1 to 1,000 Gbit/s, a factor of 1.207 apart."""
@@ -60,15 +59,11 @@ PUBLISHED: dict[str, dict[str, tuple[float, float]]] = {
 
 def exchange(method: str, num_layers: int) -> SiteExchange:
     """Return what a method of the table exchanges."""
-    streaming = SiteExchange(period=100, fragments=num_layers // 3)
-    overlap = dataclasses.replace(streaming, overlap_steps=1)
-    return {
-        "data parallel": SiteExchange(),
-        "DiLoCo": SiteExchange(period=100),
-        "streaming": streaming,
-        "+ overlap": overlap,
-        "+ 4 bits": dataclasses.replace(overlap, bits=4),
-    }[method]
+    fields: dict[str, dict[str, Any]] = {"data parallel": {}, "DiLoCo": {"period": 100}}
+    fields["streaming"] = fields["DiLoCo"] | {"fragments": num_layers // 3}
+    fields["+ overlap"] = fields["streaming"] | {"overlap_steps": 1}
+    fields["+ 4 bits"] = fields["+ overlap"] | {"bits": 4}
+    return SiteExchange(**fields[method])
 
 
 def bits_per_parameter(method: str, plan: Mapping[str, Any]) -> float:
@@ -113,6 +108,7 @@ def cells(params: float = 0.83, bits: Mapping[str, float] | None = None) -> Iter
                 method=method,
                 model=name,
                 utilization=utilization,
+                case=f"{name}, {utilization:.0%}",
                 computed=computed,
                 published=paper,
                 steps=round(float(np.log(computed / paper) / ratio)),
@@ -140,17 +136,12 @@ class Bandwidth(Benchmark):
 
     def summary(self, rows: list[Row]) -> str:
         """Format computed and published bandwidths, and how far they are from each other."""
-        head = ["Gbit/s, computed (published)"]
-        head += [f"{model}, {utilization:.0%}" for model in MODELS for utilization in UTILIZATIONS]
-        lines = [
-            [method, *(f"{r.computed:.1f} ({r.published:g})" for r in rows if r.method == method)]
-            for method in PUBLISHED
-        ]
+        cell, head = "{computed:.1f} ({published:g})", "Gbit/s, computed (published)"
         distances = [abs(row.steps) for row in rows]
         return (
-            f"{markdown_table(head, lines)}\nOf {len(rows)} bandwidths, {distances.count(0)} equal "
-            "the published ones on the grid, and the largest distance is "
-            f"{max(distances)} of its steps."
+            f"{harness.pivot(rows, 'method', 'case', cell, head)}\nOf {len(rows)} bandwidths, "
+            f"{distances.count(0)} equal the published ones on the grid, and the largest distance "
+            f"is {max(distances)} of its steps."
         )
 
     def draw(self, rows: list[Row]) -> Figure:

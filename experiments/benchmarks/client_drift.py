@@ -21,7 +21,6 @@ from matplotlib.figure import Figure
 from fedpax import Cohort
 from fedpax.experiments.benchmarks import harness, workloads
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
-from fedpax.reports.table import markdown_table
 
 
 class Quadratics(NamedTuple):
@@ -112,10 +111,14 @@ class ClientDrift(Benchmark):
         shown = sorted({r for r in (1, 10, 20, 40, self.rounds) if r <= self.rounds})
         parts = []
         for steps in self.local_steps:
-            chosen = [row for row in rows if row.local_steps == steps]
-            cells = [[str(r), *(f"{row.distances[r - 1]:.1e}" for row in chosen)] for r in shown]
+            cells = [
+                Row(method=row.method, round=r, distance=row.distances[r - 1])
+                for r in shown
+                for row in rows
+                if row.local_steps == steps
+            ]
             parts += [f"\n{steps} local steps:\n"] if len(self.local_steps) > 1 else []
-            parts.append(markdown_table(["round", *(row.method for row in chosen)], cells))
+            parts.append(harness.pivot(cells, "round", "method", "{distance:.1e}", "round"))
         return "\n".join(parts)
 
     def draw(self, rows: list[Row]) -> Figure:

@@ -17,29 +17,159 @@ import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from matplotlib.figure import Figure
 
+from fedpax.console import print_error
 from fedpax.experiments.benchmarks import harness
-from fedpax.experiments.benchmarks.diloco_runs import (
-    BITS,
-    DILOCO,
-    Result,
-    Setting,
-    common_start,
-    measure,
-)
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
+from fedpax.experiments.benchmarks.workloads import changed
+from fedpax.experiments.diloco_text import data_parallel_text, diloco_text
+from fedpax.experiments.streaming_diloco_text import streaming_diloco_text
+from fedpax.experiments.text import TextExperiment
 from fedpax.parallel import simulate_devices
+from fedpax.parallel.mesh import MeshConfig
+from fedpax.reports.comparison import RunSummary, summarize_run
 from fedpax.reports.table import format_bytes, markdown_table
+from fedpax.training.trainer import train
 
+DILOCO = diloco_text()
+BITS: dict[str, int | None] = {"float32": None, "4 bits": 16, "2 bits": 4, "1 bit": 2}
+"""Formats of an outer gradient, as `outer.num_levels` of `diloco_text`."""
+
+OTHER_SEED = 1000
+"""Added to the seed of the data after a common start."""
+
+TABLES = ("methods", "local_steps", "islands", "bits")
 TUNED = ["method", "local_steps", "learning_rate", "weight_decay", "outer_momentum"]
 """The columns of the table of settings that were tried."""
 
 COLUMNS = {"methods": ["method", "local_steps", "bits", *TUNED[2:]], "local_steps": TUNED[1:]}
-TABLES = ("methods", "local_steps", "islands", "bits")
+
+
+class Setting(NamedTuple):
+    """A run."""
+
+    method: str
+    local_steps: int
+    islands: int
+    bits: str
+    rows: int
+    seed: int = 0
+    learning_rate: float = DILOCO.optimizer.learning_rate
+    outer_momentum: float = DILOCO.outer.momentum
+    weight_decay: float = DILOCO.optimizer.weight_decay
+    common_start: float = 0.0
+
+    @property
+    def has_outer_optimizer(self) -> bool:
+        """Whether the method has an outer optimizer."""
+        return self.method != "data parallelism"
+
+    @property
+    def tuned(self) -> tuple[str, int]:
+        """What runs with the same tuned settings have in common."""
+        return self.method, self.local_steps
+
+    @property
+    def folder(self) -> str:
+        """The name of the run's folder."""
+        return "-".join(str(value).replace(" ", "_") for value in self)
+
+    def _base(self) -> Any:
+        momentum, levels = self.outer_momentum, BITS[self.bits]
+        if self.method == "data parallelism":
+            return data_parallel_text()
+        if self.method == "DiLoCo":
+            return changed(DILOCO, outer={"momentum": momentum, "num_levels": levels})
+        streamed = streaming_diloco_text()
+        most = self.local_steps // streamed.streaming.fragments - 1
+        delay = max(min(streamed.streaming.delay, most), 0)
+        return changed(streamed, streaming={"momentum": momentum, "delay": delay})
+
+    def experiment(self, num_tokens: int) -> TextExperiment:
+        """Make the experiment, without the common start."""
+        base, rows = self._base(), self.rows
+        if rows < 1 or rows % self.islands:
+            raise ValueError(
+                f"{self.islands} islands do not divide the global batch of {rows} rows. Choose a "
+                f"multiple of {self.islands}."
+            )
+        rounds = num_tokens // (self.local_steps * rows * base.data.seq_len)
+        if not rounds:
+            raise ValueError(
+                f"{num_tokens:,} tokens fill no round of {self.local_steps} steps of {rows} rows "
+                f"of {base.data.seq_len} tokens. Pass more --tokens."
+            )
+        # All devices of the demo: an island has several where there are few islands.
+        on_axis = min(self.islands, base.islands)
+        sizes = {"local_steps": self.local_steps, "batch_size": rows // self.islands}
+        made: TextExperiment = changed(
+            base,
+            islands=self.islands,
+            mesh=MeshConfig(islands=on_axis, fsdp=base.islands // on_axis),
+            data={**sizes, "seed": self.seed},
+            optimizer={"learning_rate": self.learning_rate, "weight_decay": self.weight_decay},
+            training={"rounds": rounds, "seed": self.seed}
+            | dict.fromkeys(("evaluate_every", "checkpoint_every"), 0),
+        )
+        return made
+
+
+class Result(NamedTuple):
+    """A finished run."""
+
+    setting: Setting
+    loss: float
+    bytes_sent: float
+
+
+def measure(setting: Setting, num_tokens: int, out: Path) -> Result:
+    """Train a run, or read it if it is finished."""
+    out = out / f"{num_tokens}"
+    experiment, sent = setting.experiment(num_tokens), 0.0
+    if setting.common_start:
+        start = common_start(setting, num_tokens)
+        folder = out / f"start-{_start_of(setting).folder}"  # one for all methods
+        sent = _train(start, folder).bytes_across_placement
+        rest = experiment.training.rounds - start.training.rounds
+        # Not the rows of the common start again.
+        seed = experiment.data.seed + OTHER_SEED
+        training = {"rounds": rest, "begin_from": str(folder)}
+        experiment = changed(experiment, training=training, data={"seed": seed})
+    run = _train(experiment, out / setting.folder)
+    return Result(setting, run.loss, sent + run.bytes_across_placement)
+
+
+def common_start(setting: Setting, num_tokens: int) -> TextExperiment:
+    """Make the experiment that trains all islands together before a run."""
+    whole = _start_of(setting).experiment(num_tokens)
+    rounds = round(setting.common_start * whole.training.rounds)
+    if not 0 < rounds < whole.training.rounds:
+        raise ValueError(
+            f"a common start of {setting.common_start} takes {rounds} of {whole.training.rounds} "
+            "rounds, expected some of them and not all. Pass a fraction between 0 and 1, or more "
+            "--tokens."
+        )
+    schedule = {"schedule": "constant"}
+    start: TextExperiment = changed(whole, training={"rounds": rounds}, optimizer=schedule)
+    return start
+
+
+def _start_of(setting: Setting) -> Setting:
+    """Return the setting of a run's common start, equal for all methods."""
+    momentum = Setting._field_defaults["outer_momentum"]
+    return setting._replace(method="data parallelism", bits="float32", outer_momentum=momentum)
+
+
+def _train(experiment: TextExperiment, folder: Path) -> RunSummary:
+    stopped = train(experiment, folder).signal
+    if stopped is not None:
+        print_error(f"{stopped.name}: saved. Run the same command again to continue.")
+        raise SystemExit(128 + stopped)
+    return summarize_run(folder.name, folder)
 
 
 def settings(
@@ -62,18 +192,13 @@ def settings(
     }
 
 
-def _tuned_with(setting: Setting) -> tuple[str, int]:
-    """Return what the runs that share their tuned settings have in common."""
-    return setting.method, setting.local_steps
-
-
 def best_results(results: Sequence[Result]) -> dict[tuple[str, int], Result]:
     """Return the result with the lowest loss for each method and number of local steps."""
     by_loss = sorted(results, key=lambda result: result.loss, reverse=True)
-    return {_tuned_with(result.setting): result for result in by_loss}
+    return {result.setting.tuned: result for result in by_loss}
 
 
-def table(results: Sequence[Result], changed: Sequence[str], baseline: float) -> str:
+def table(results: Sequence[Result], columns: Sequence[str], baseline: float) -> str:
     """Format runs as a Markdown table, and average those that differ by their seeds alone."""
     groups: dict[Setting, list[Result]] = {}
     for result in results:
@@ -82,13 +207,13 @@ def table(results: Sequence[Result], changed: Sequence[str], baseline: float) ->
     for setting, runs in groups.items():
         losses = [run.loss for run in runs]
         spread = f" ± {(max(losses) - min(losses)) / 2:.4f}" if len(losses) > 1 else ""
-        cells = {name: str(getattr(setting, name)) for name in changed}
+        cells = {name: str(getattr(setting, name)) for name in columns}
         if not setting.has_outer_optimizer and "outer_momentum" in cells:
             cells["outer_momentum"] = ""
         mean = fmean(losses)
         figures = f"{mean:.4f}{spread}", f"{mean / baseline - 1:+.2%}"
         rows.append([*cells.values(), *figures, format_bytes(runs[0].bytes_sent)])
-    head = [*(name.replace("_", " ") for name in changed), "loss", "over DP", "sent"]
+    head = [*(name.replace("_", " ") for name in columns), "loss", "over DP", "sent"]
     return markdown_table(head, rows)
 
 
@@ -136,7 +261,7 @@ class DiLoCoLaws(Benchmark):
     def __post_init__(self) -> None:
         harness.check_at_least(1, seeds=self.seeds)
         harness.check_names("tables", self.tables, TABLES)
-        for setting in (*self.tuning(), *self.planned()):
+        for setting in (*self.tuning(), *itertools.chain(*self.runs().values())):
             setting.experiment(self.tokens)
             if setting.common_start:
                 common_start(setting, self.tokens)
@@ -152,13 +277,11 @@ class DiLoCoLaws(Benchmark):
             for name in dict.fromkeys(["methods", *self.tables])
         }
 
-    def planned(self) -> list[Setting]:
-        """Return the runs of all tables."""
-        return [setting for group in self.runs().values() for setting in group]
-
     def tuning(self) -> list[Setting]:
         """Return the runs from which the best rates, decays and momenta follow."""
-        untuned = {_tuned_with(setting): setting for setting in reversed(self.planned())}
+        untuned = {
+            setting.tuned: setting for setting in [*itertools.chain(*self.runs().values())][::-1]
+        }
         tried: list[Setting] = []
         for run in reversed(untuned.values()):
             momenta = self.outer_momenta if run.has_outer_optimizer else [run.outer_momentum]
@@ -172,7 +295,7 @@ class DiLoCoLaws(Benchmark):
         simulate_devices(DILOCO.islands)
         jax.config.update("jax_platforms", "cpu")
         tuning = self.tuning()
-        best = {_tuned_with(setting): setting for setting in tuning}
+        best = {setting.tuned: setting for setting in tuning}
         if len(tuning) > len(best):
             tried = [measure(setting, self.tokens, self.out) for setting in tuning]
             best = {tuned: result.setting for tuned, result in best_results(tried).items()}
@@ -181,7 +304,7 @@ class DiLoCoLaws(Benchmark):
         for name, group in self.runs().items():
             results = []
             for setting in group:
-                winner = best[_tuned_with(setting)]
+                winner = best[setting.tuned]
                 tuned = setting._replace(**{name: getattr(winner, name) for name in TUNED[2:]})
                 results.append(measure(tuned, self.tokens, self.out))
             if name == "methods":

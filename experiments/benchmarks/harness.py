@@ -224,6 +224,14 @@ def _table_lines(columns: str, row: Row, *, has_head: bool) -> str:
     return "\n".join(lines if has_head else lines[2:])
 
 
+def pivot(rows: Sequence[Row], line: str, column: str, cell: str, head: str) -> str:
+    """Format rows as a Markdown table, with a line and a column for each value of two fields."""
+    lines, columns = (dict.fromkeys(getattr(row, name) for row in rows) for name in (line, column))
+    cells = {(getattr(r, line), getattr(r, column)): cell.format_map(vars(r)) for r in rows}
+    table = [[str(value), *(cells[value, other] for other in columns)] for value in lines]
+    return markdown_table([head, *map(str, columns)], table)
+
+
 def _write(path: Path | None, rows: Sequence[Row], settings: Mapping[str, Any]) -> None:
     """Write or print measurements as JSON, with settings, versions of packages and the machine."""
     content = {

@@ -27,7 +27,6 @@ from fedpax.experiments.benchmarks import harness
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
 from fedpax.populations.label_skew import partition_dirichlet
 from fedpax.populations.partition import partition_iid
-from fedpax.reports.table import markdown_table
 from fedpax.sites.guards import NO_NORMS, drop_harmful, drop_large, parse_accept_if
 
 HELD_OUT, HIDDEN, BATCH, STEPS, RATE = 200, 64, 32, 20, 0.1
@@ -214,13 +213,9 @@ class SiteTrust(Benchmark):
             )
 
     def summary(self, rows: list[Row]) -> str:
-        """Format the accuracies by attack and guard as a Markdown table."""
-        guards = list(dict.fromkeys(row.guard for row in rows))
-        lines = []
-        for attack in dict.fromkeys(row.attack for row in rows):
-            accuracies = {row.guard: row.accuracy for row in rows if row.attack == attack}
-            lines.append([attack, *(f"{accuracies[guard]:.1%}" for guard in guards)])
-        return "\n" + markdown_table(["the site that cheats", *guards], lines)
+        """Format the accuracies by attack and guard."""
+        cell = "{accuracy:.1%}"
+        return "\n" + harness.pivot(rows, "attack", "guard", cell, "the site that cheats")
 
 
 main = command(SiteTrust)

@@ -15,16 +15,15 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from fedpax.algorithm import LossFn, Metrics, Params
+from fedpax.algorithm import LossFn
 from fedpax.algorithms import data_parallel
 from fedpax.data import token_round_shapes
 from fedpax.experiments.benchmarks import timing
@@ -38,9 +37,6 @@ from fedpax.parallel.mesh import MeshConfig
 from fedpax.planning import find_topology
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.shardings import state_shardings
-
-Batches: TypeAlias = chex.ArrayTree
-HandState: TypeAlias = tuple[Params, optax.OptState]
 
 
 class Step(NamedTuple):
@@ -60,17 +56,17 @@ class Structure(NamedTuple):
 
 def hand_written_round(
     loss_fn: LossFn, optimizer: optax.GradientTransformation
-) -> Callable[[HandState, Batches], tuple[HandState, Metrics]]:
+) -> Callable[[Any, Any], Any]:
     """Make a round of training steps in plain JAX."""
 
-    def step(state: HandState, batch: Batches) -> tuple[HandState, Metrics]:
+    def step(state: Any, batch: Any) -> Any:
         params, optimizer_state = state
         (loss, aux), gradient = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
         updates, optimizer_state = optimizer.update(gradient, optimizer_state, params)
         params = optax.apply_updates(params, updates)
         return (params, optimizer_state), {**(aux or {}), "loss": loss}
 
-    def hand_round(state: HandState, batches: Batches) -> tuple[HandState, Metrics]:
+    def hand_round(state: Any, batches: Any) -> Any:
         state, metrics = jax.lax.scan(step, state, batches)
         return state, jax.tree.map(jnp.mean, metrics)
 
@@ -84,44 +80,36 @@ def compile_both(
     model, loss_fn = transformer(config), transformer_loss(config)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     island = data_parallel(loss_fn, islands=1, optimizer=optimizer)
-    replicated = NamedSharding(mesh, P())
+    rows = partition_spec(("batch", "sequence"), mesh, shape=(batch_size, seq_len))
+    shapes = token_round_shapes(
+        islands=1, local_steps=steps, batch_size=batch_size, seq_len=seq_len
+    )
+
+    def batches(axes: int) -> Any:
+        """Return the batches' types with the last of the axes islands and steps."""
+        sharding = NamedSharding(mesh, P(*[None] * axes, *rows))
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[2 - axes :], x.dtype, sharding=sharding), shapes
+        )
+
+    def compiled(fn: Callable[..., Any], state: Any, sharding: Any, batches: Any) -> Step:
+        results = sharding, NamedSharding(mesh, P())
+        step = jax.jit(fn, donate_argnums=0, out_shardings=results)
+        return Step(step.lower(state, batches).compile(), (state, batches))
+
     # The mesh's devices may not be present: nothing may run on them.
     key = jax.eval_shape(lambda: jax.random.key(0))
     with use_abstract_mesh(mesh.abstract_mesh):
         params = jax.eval_shape(model.init, key)
         state = jax.eval_shape(island.init, params)
-        state_sharding: Any = state_shardings(
-            state,
-            params,
-            shardings(model.logical_axes, params, mesh),
-            mesh,
-            placement="islands",
-            num_participants=1,
+        of_params = shardings(model.logical_axes, params, mesh)
+        sharding: Any = state_shardings(
+            state, params, of_params, mesh, placement="islands", num_participants=1
         )
-        state = with_shardings(state, state_sharding)
-        rows = partition_spec(("batch", "sequence"), mesh, shape=(batch_size, seq_len))
-        shapes = token_round_shapes(
-            islands=1, local_steps=steps, batch_size=batch_size, seq_len=seq_len
-        )
-
-        def batches(axes: int) -> Any:
-            """Return the batches' types with the last of the axes islands and steps."""
-
-            def like(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-                sharding = NamedSharding(mesh, P(*[None] * axes, *rows))
-                return jax.ShapeDtypeStruct(x.shape[2 - axes :], x.dtype, sharding=sharding)
-
-            return jax.tree.map(like, shapes)
-
-        def compiled(fn: Callable[..., Any], state: Any, sharding: Any, batches: Any) -> Step:
-            step = jax.jit(fn, donate_argnums=0, out_shardings=(sharding, replicated))
-            return Step(step.lower(state, batches).compile(), (state, batches))
-
-        hand = hand_written_round(loss_fn, optimizer)
-        hand_batches = batches(1).batches
+        state, hand = with_shardings(state, sharding), hand_written_round(loss_fn, optimizer)
         return {
-            "island": compiled(island.round, state, state_sharding, batches(2)),
-            "hand": compiled(hand, tuple(state), tuple(state_sharding), hand_batches),
+            "island": compiled(island.round, state, sharding, batches(2)),
+            "hand": compiled(hand, tuple(state), tuple(sharding), batches(1).batches),
         }
 
 
@@ -167,24 +155,21 @@ class TrainingStep(Timed):
 
     def measure(self) -> list[Row]:
         devices, subgroups = math.prod(self.mesh.values()), len(self.mesh) > 1
-        return [timing.on_devices(devices, self.compare, subgroups=subgroups)]
+        return [timing.on_devices(devices, self.compare_steps, subgroups=subgroups)]
 
-    def compare(self) -> Row:
+    def compare_steps(self) -> Row:
         """Compile both programs, compare them, and time interleaved calls."""
         devices = find_topology(self.topology).devices if self.topology else jax.devices()
         mesh = MeshConfig(**self.mesh).make(devices)
-        model = getattr(presets, self.model)()
         sizes = {"batch_size": self.batch_size, "seq_len": self.seq_len, "steps": self.steps}
-        both = compile_both(model, mesh, **sizes)
+        both = compile_both(getattr(presets, self.model)(), mesh, **sizes)
         island, hand = (structure(both[name], mesh) for name in ("island", "hand"))
         seconds: timing.Seconds = {name: [] for name in both}
         if self.repetitions and not self.topology:
             with jax.set_mesh(mesh):
-                calls = {}
-                for name, step in both.items():
-                    state, batches = values_of(step.types)
-                    calls[name] = timing.repeated(step.compiled, state, batches)
-                seconds = self.time(calls)
+                seconds = self.time(
+                    {k: timing.repeated(s.compiled, *values_of(s.types)) for k, s in both.items()}
+                )
         return Row(
             model=self.model,
             device=devices[0].device_kind,
@@ -201,18 +186,17 @@ class TrainingStep(Timed):
     def summary(self, rows: list[Row]) -> str:
         (row,) = rows
         more = row.temporary_bytes[0] / max(row.temporary_bytes[1], 1) - 1
-        lines = [
-            f"{row.model} on {row.devices} {row.device}: {row.collectives} collectives, "
-            f"{'the same as' if row.met else 'DIFFERENT from'} the hand-written step's",
-            "argument bytes per device: {:,}, hand-written {:,}".format(*row.argument_bytes),
-            "temporary bytes per device: {:,}, hand-written {:,}".format(*row.temporary_bytes)
-            + f" ({more:+.3%})",
-        ]
-        if row.ratio is not None:
-            medians = map(statistics.median, (row.island_seconds, row.hand_seconds))
-            lines.append("seconds per call: {:.4f}, hand-written {:.4f}".format(*medians))
-            lines.append(f"paired ratio: {row.ratio:.3f}")
-        return "\n".join(lines)
+        same = "the same as" if row.met else "DIFFERENT from"
+        text = (
+            f"{row.model} on {row.devices} {row.device}: {row.collectives} collectives, {same} the "
+            "hand-written step's\nargument bytes per device: {:,}, hand-written {:,}\n"
+            "temporary bytes per device: {:,}, hand-written {:,} ({:+.3%})"
+        ).format(*row.argument_bytes, *row.temporary_bytes, more)
+        if row.ratio is None:
+            return text
+        medians = statistics.median(row.island_seconds), statistics.median(row.hand_seconds)
+        times = "\nseconds per call: {:.4f}, hand-written {:.4f}\npaired ratio: {:.3f}"
+        return text + times.format(*medians, row.ratio)
 
 
 main = command(TrainingStep)

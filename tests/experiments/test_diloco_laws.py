@@ -9,8 +9,16 @@ from pathlib import Path
 import jax
 import pytest
 
-from fedpax.experiments.benchmarks.diloco_laws import best_results, draw, settings, table
-from fedpax.experiments.benchmarks.diloco_runs import Result, Setting, common_start, measure
+from fedpax.experiments.benchmarks.diloco_laws import (
+    Result,
+    Setting,
+    best_results,
+    common_start,
+    draw,
+    measure,
+    settings,
+    table,
+)
 from fedpax.experiments.diloco_text import DataParallelText, DiLoCoText
 from fedpax.experiments.streaming_diloco_text import StreamingDiLoCoText
 from fedpax.parallel.mesh import default_devices

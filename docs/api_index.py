@@ -3,6 +3,7 @@
 The pages are made when the site is built.
 """
 
+import ast
 import functools
 import importlib
 import inspect
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docutils import SphinxDirective
 
 from fedpax.reports.table import markdown_table
@@ -75,14 +77,36 @@ def page(package: str) -> str:
     return f"# {package}\n\n```{{eval-rst}}\n.. automodule:: {package}\n{members}\n```\n"
 
 
+def constant_doc(module: str, name: str) -> str:
+    """Return the text behind the assignment of a name that a module defines or imports."""
+    lines = ModuleAnalyzer.for_module(module).find_attr_docs().get(("", name))
+    if lines is not None:
+        return "\n".join(lines)
+    file = Path(inspect.getfile(importlib.import_module(module)))
+    stub = file.with_suffix(".pyi")  # of a package whose names load when they are used
+    tree = ast.parse((stub if stub.exists() else file).read_text(encoding="utf-8"))
+    (origin,) = {
+        node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and name in {alias.name for alias in node.names}
+    }
+    return constant_doc(str(origin), name)
+
+
+def summary(package: str, name: str, value: object) -> str:
+    """Return the first line of what is written on a public name."""
+    described = inspect.isroutine(value) or inspect.isclass(value)
+    text = inspect.getdoc(value) or "" if described else constant_doc(package, name)
+    return text.partition("\n")[0]
+
+
 def table() -> str:
     """Write the index of all names, sorted."""
     lines = []
     for package, name, value in sorted(public_names(), key=lambda e: (e[1].lower(), e[0])):
-        described = inspect.isroutine(value) or inspect.isclass(value)
-        summary = (inspect.getdoc(value) or "").partition("\n")[0] if described else ""
-        summary = summary.replace("|", r"\|").replace("*", r"\*").replace("<", r"\<")
-        lines.append([f"{{py:obj}}`{name} <{package}.{name}>`", f"`{package}`", summary])
+        text = summary(package, name, value)
+        text = text.replace("|", r"\|").replace("*", r"\*").replace("<", r"\<")
+        lines.append([f"{{py:obj}}`{name} <{package}.{name}>`", f"`{package}`", text])
     return markdown_table(["name", "import it from", ""], lines)
 
 

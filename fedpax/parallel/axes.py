@@ -24,9 +24,6 @@ ShardingTree: TypeAlias = NamedSharding | Iterable["ShardingTree"] | Mapping[Any
 
 Rules: TypeAlias = Mapping[str, str | tuple[str, ...] | None]
 
-# Parameters: fsdp shards the embed axis, tensor the inner axes, expert the experts of a mixture,
-# stage the layers. Activations: data, fsdp, expert and stage shard the batch (stage only outside
-# of a pipeline), sequence the tokens. None: replicated.
 RULES: Rules = MappingProxyType(
     {
         "batch": ("data", "fsdp", "expert", "stage"),
@@ -43,6 +40,12 @@ RULES: Rules = MappingProxyType(
         "norm": None,
     }
 )
+"""The mesh axes of each logical axis.
+
+Parameters: fsdp shards the embed axis, tensor the inner axes, expert the experts of a mixture,
+stage the layers. Activations: data, fsdp, expert and stage shard the batch (stage only outside
+of a pipeline), sequence the tokens. None: replicated.
+"""
 
 
 def partition_spec(

@@ -197,6 +197,7 @@ CHIPS: dict[str, Chip] = {
         ),
     )
 }
+"""The specifications of chips, by name."""
 
 
 def chip_of(device_kind: str) -> Chip | None:

@@ -30,6 +30,7 @@ from fedpax.primitives.placement import (
 )
 
 federated_broadcast_p = Primitive("federated_broadcast")
+"""The primitive of `federated_broadcast`."""
 
 
 @overload

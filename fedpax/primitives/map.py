@@ -33,6 +33,7 @@ from fedpax.primitives.placement import (
 from fedpax.primitives.signatures import function_name, named_like
 
 federated_map_p = Primitive("federated_map")
+"""The primitive of `federated_map`."""
 federated_map_p.multiple_results = True
 
 

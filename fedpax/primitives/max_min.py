@@ -25,7 +25,10 @@ from fedpax.primitives.reduction import Reduction, append_axes, define_reduction
 from fedpax.primitives.sum import federated_sum_p
 
 federated_max_p = Primitive("federated_max")
+"""The primitive of `federated_max`."""
+
 federated_min_p = Primitive("federated_min")
+"""The primitive of `federated_min`."""
 
 
 @overload

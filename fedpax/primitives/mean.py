@@ -35,6 +35,7 @@ from fedpax.primitives.reduction import (
 from fedpax.primitives.sum import federated_sum_p
 
 federated_mean_p = Primitive("federated_mean")
+"""The primitive of `federated_mean`."""
 
 participant_count_p = Primitive("participant_count")
 """float32: the number of participants, a constant unless some of them can be absent."""

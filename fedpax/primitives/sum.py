@@ -15,6 +15,7 @@ from fedpax.primitives.placement import ArrayTree, Tree
 from fedpax.primitives.reduction import Reduction, define_reduction, reduce_tree
 
 federated_sum_p = Primitive("federated_sum")
+"""The primitive of `federated_sum`."""
 
 
 @overload

@@ -17,6 +17,7 @@ from fedpax.ops.ring_attention import ring_attention
 from fedpax.ops.splash_attention import splash_attention, splash_supports
 
 Implementation: TypeAlias = Literal["auto", "einsum", "xla", "cudnn", "splash"]
+"""The names of the implementations of attention; "auto" chooses one by the device."""
 
 QUERY_BLOCK = 512
 """Block of queries of the implementation "einsum", for longer sequences that it divides."""

@@ -15,7 +15,8 @@ from fedpax.data import load
 from fedpax.data.tables.labels import Label, missing_label_message
 from fedpax.data.tables.values import is_missing
 from fedpax.errors import ArgumentError
-from fedpax.user_files.load_options import parse_types
+from fedpax.extras import optional
+from fedpax.user_files.load_options import LoadOptions, parse_types
 
 _BLOCK_BYTES = 1 << 23
 
@@ -245,14 +246,13 @@ def open_files(data: FilesConfig, one_client: str | None = None) -> OpenFiles:
 
 def _load(data: FilesConfig, files: Any, split: str | None) -> Any:
     """Open a split; a prepared folder stays in its own order, whatever a partition makes of it."""
-    from fedpax.user_files.load_options import LoadOptions
-    from fedpax.user_files.partitioned import partition_prepared
-    from fedpax.user_files.prepared import prepared_folder
+    with optional(f"Reading {files!r}"):
+        from fedpax.user_files.open_files import open_in_order
+        from fedpax.user_files.prepared import prepared_folder
 
     arguments = data.load_arguments()
-    if data.partition is not None and isinstance(files, str):
-        if (folder := prepared_folder(files, split)) is not None:
-            return partition_prepared(folder, LoadOptions.of(arguments))
+    if isinstance(files, str) and (folder := prepared_folder(files, split)) is not None:
+        return open_in_order(folder, LoadOptions.of(arguments))
     return load(files, split, **arguments)
 
 

@@ -1,6 +1,7 @@
 """CompiledLengths: the compiled round for each length of a cohort's axis of steps."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import jax
 
@@ -30,12 +31,13 @@ class CompiledLengths:
         self.first = compile(first)
         self._by_length = {self._length(first): self.first}
 
-    def is_new(self, cohort: Cohort) -> bool:
-        """Return whether the round is not compiled for the length of a cohort."""
-        return self._length(cohort) not in self._by_length
+    def of(
+        self, number: int, cohort: Cohort, compiling: Callable[[], AbstractContextManager[None]]
+    ) -> CompiledRound:
+        """Return the round for a cohort, whose other types are checked.
 
-    def of(self, number: int, cohort: Cohort) -> CompiledRound:
-        """Return the round for a cohort, compiled if its length is new; check all other types."""
+        A new length is compiled in the context of `compiling`.
+        """
         expected, length = self._first, self._length(cohort)
         if self._has_lengths:
             batches = jax.tree.map(
@@ -44,7 +46,8 @@ class CompiledLengths:
             expected = expected._replace(batches=batches)
         check_same_types(number, cohort, expected)
         if length not in self._by_length:
-            self._by_length[length] = self._compile(cohort)
+            with compiling():
+                self._by_length[length] = self._compile(cohort)
         return self._by_length[length]
 
     def _length(self, cohort: Cohort) -> int:

@@ -1,7 +1,8 @@
 """The loop of rounds from a checkpoint on, which rolls back to one where a loss spikes."""
 
 import functools
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import jax
@@ -160,14 +161,16 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
     def _round_of(self, number: int, cohort: Cohort) -> CompiledRound:
         """Return the compiled round of a cohort, which can be the first of its length."""
         assert self._rounds is not None
-        if not self._rounds.is_new(cohort):
-            return self._rounds.of(number, cohort)
+        return self._rounds.of(number, cohort, self._compiling)
+
+    @contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """Count the time of a block as compilation, and not as a step."""
         self._logger.flush()
         self._clock.enter("compile")
-        compiled = self._rounds.of(number, cohort)
+        yield
         self._clock.enter("step")
         self._logger.restart_clock()
-        return compiled
 
     def _restore(self, compiled: CompiledRound, initial: Params | None) -> State | None:
         """Restore or make the state of round `done`; None if copies lack a part of it."""

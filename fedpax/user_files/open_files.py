@@ -29,7 +29,11 @@ def open_files(files: Any, options: LoadOptions) -> TableSource:
     if isinstance(files, list | tuple) and len(files) == 1:
         files = files[0]
     if isinstance(files, str | os.PathLike) and (folder := prepared_folder(files, options.split)):
-        return _open_prepared(folder, options)
+        source = open_in_order(folder, options)
+        if options.partition is None:
+            return source
+        check_copy(source.name, source.table.nbytes)
+        return sort_by_client(source.name, folder, source.table, source.client, source.label)
     if (table := memory_table(files, options.columns)) is not None:
         check_split("the table", options)
         return _make_source("the table", Path(), table, options, options.client)
@@ -41,7 +45,8 @@ def open_files(files: Any, options: LoadOptions) -> TableSource:
     return _make_source(selected.name, folder, table, options, client)
 
 
-def _open_prepared(folder: Path, options: LoadOptions) -> TableSource:
+def open_in_order(folder: Path, options: LoadOptions) -> TableSource:
+    """Open a prepared folder in its own order, memory-mapped; a partition adds its clients."""
     client = options.client
     source = open_prepared(folder, options.label)
     check_columns(source.fields, {"client": client, "label": options.label}, str(folder))
@@ -57,9 +62,7 @@ def _open_prepared(folder: Path, options: LoadOptions) -> TableSource:
             "--split=train --heldout_fraction=0.1`, and the same for heldout."
         )
     if options.partition is not None:
-        made = partition_prepared(folder, options)
-        check_copy(str(folder), made.table.nbytes)
-        return sort_by_client(made.name, folder, made.table, made.client, made.label)
+        source = partition_prepared(source, options)
     return source.select(options.columns) if options.columns else source
 
 

@@ -1,7 +1,6 @@
 """Clients made by a partition, for files that have none or whose clients it replaces."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +15,6 @@ from fedpax.populations.quantity_skew import partition_by_quantity
 from fedpax.user_files.columns import to_numpy
 from fedpax.user_files.finding import CLIENT
 from fedpax.user_files.load_options import LoadOptions
-from fedpax.user_files.prepared import open_prepared
 from fedpax.user_files.table_source import TableSource
 
 _CLIENTS = 100
@@ -79,17 +77,15 @@ def add_partition(table: pa.Table, options: LoadOptions) -> pa.Table:
     return table.append_column(CLIENT, pa.array(owner))
 
 
-def partition_prepared(folder: Path, options: LoadOptions) -> TableSource:
-    """Open a prepared folder in its own order, with the clients of a partition as a column.
+def partition_prepared(source: TableSource, options: LoadOptions) -> TableSource:
+    """Add the clients of a partition to a prepared folder's source, as a column.
 
-    The examples stay memory-mapped. The partition replaces the clients that `prepare` named by
+    The examples keep their order. The partition replaces the clients that `prepare` named by
     files; a client that the files have remains a column.
     """
-    source = open_prepared(folder, options.label)
     table = source.table.drop_columns([CLIENT]) if source.client == CLIENT else source.table
     table = add_partition(table, options._replace(label=source.label))
-    made = TableSource(str(folder), folder, table, client=CLIENT, label=source.label)
-    return made.select(options.columns) if options.columns else made
+    return TableSource(source.name, source.folder, table, client=CLIENT, label=source.label)
 
 
 def _numbered(column: pa.ChunkedArray) -> NDArray[np.int64]:

@@ -9,9 +9,9 @@ Needs the extras `beam` and `files`.
 """
 
 import functools
-import resource
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import optax
 
 from fedpax.algorithms import fedavg
 from fedpax.data import ClientSampler, CohortRounds, cohort_rounds, load, partition_natural, prepare
+from fedpax.experiments.benchmarks import timing
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.losses import classification_loss
@@ -57,12 +58,6 @@ def write_clients(folder: Path, num_clients: int) -> None:
     prepare(str(folder / "table.parquet"), folder / "prepared", client="client")
 
 
-def cpu_seconds() -> float:
-    """Return the CPU seconds of this process and of those that it has started."""
-    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
-
-
 class BeamRounds(Benchmark):
     few: int = option(20, "clients of the small round")
     many: int = option(2020, "clients of the large round")
@@ -84,9 +79,10 @@ class BeamRounds(Benchmark):
                 )
                 state = method.init(jax.jit(model.init)(jax.random.key(0)))
                 opened = functools.partial(open_rounds, f"{temporary}/prepared", size)
-                before = cpu_seconds()
+                before = time.process_time() + timing.children_cpu_seconds()
                 run_beam(method.round, state, clients=opened, flags=self.beam_flags.split())
-                yield Row(clients=size, seconds=cpu_seconds() - before)
+                after = time.process_time() + timing.children_cpu_seconds()
+                yield Row(clients=size, seconds=after - before)
 
     def summary(self, rows: list[Row]) -> str:
         few, many = (

@@ -10,7 +10,6 @@ process from its start depends less on other programs of the machine.
 """
 
 import contextlib
-import functools
 import os
 import signal
 import socket
@@ -26,14 +25,8 @@ from fedpax.experiments.benchmarks import timing
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
 from fedpax.run_files.metrics import read_metrics, select
 
-EVENTS = (
-    "start",
-    "killed training process",
-    "stopped training process",
-    "killed host",
-    "returned host",
-)
-CHECKPOINT_EVERY = 10_000
+KILLED, STOPPED = "killed training process", "stopped training process"
+EVENTS = ("start", KILLED, STOPPED, "killed host", "returned host")
 LONGEST = 600.0
 
 
@@ -41,44 +34,49 @@ class Job(contextlib.AbstractContextManager["Job"]):
     """An elastic job of FedAvg on digits on this machine; a context manager that ends it."""
 
     def __init__(self, folder: Path, processes: int, heartbeat: int) -> None:
-        self._folder, self._count, self._heartbeat = folder / "run", processes, heartbeat
+        self._folder, self._log = folder / "run", (folder / "errors").open("wb")
         with socket.create_server(("localhost", 0)) as free:
-            self._address = f"localhost:{free.getsockname()[1]}"
-        self._log = (folder / "errors").open("wb")
-        self._supervisors = [self._launch(number) for number in range(processes)]
-
-    def _launch(self, number: int) -> subprocess.Popen[bytes]:
+            address = f"localhost:{free.getsockname()[1]}"
         settings = {
             "exp": "fedavg_digits",
             "job_log_dir": self._folder,
-            "cohort.size": 2 * self._count * max(self._count - 1, 1),
-            "population.num_clients": 4 * self._count**2,
+            "cohort.size": 2 * processes * max(processes - 1, 1),
+            "population.num_clients": 4 * processes**2,
             "training.rounds": 1_000_000,
-            "training.checkpoint_every": CHECKPOINT_EVERY,
+            "training.checkpoint_every": 10_000,
             "training.evaluate_every": 0,
-            "heartbeat_timeout": self._heartbeat,
+            "heartbeat_timeout": heartbeat,
         }
-        variables = {
+        self._flags = [f"--{name}={value}" for name, value in settings.items()]
+        self._environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": "1",
-            "JAX_COORDINATOR_ADDRESS": self._address,
-            "JAX_NUM_PROCESSES": str(self._count),
-            "JAX_PROCESS_ID": str(number),
+            "JAX_COORDINATOR_ADDRESS": address,
+            "JAX_NUM_PROCESSES": str(processes),
         }
-        flags = [f"--{name}={value}" for name, value in settings.items()]
+        self._supervisors = [self._launch(number) for number in range(processes)]
+
+    def _launch(self, number: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-m", "fedpax", "train", "--elastic", *flags],
-            env=os.environ | variables,
+            [sys.executable, "-m", "fedpax", "train", "--elastic", *self._flags],
+            env=self._environment | {"JAX_PROCESS_ID": str(number)},
             stdout=subprocess.DEVNULL,
             stderr=self._log,
         )
+
+    def __exit__(self, *error: object) -> None:
+        for number, supervisor in enumerate(self._supervisors):
+            supervisor.kill()
+            supervisor.wait()
+            remove_copies(memory_folder(None, self._folder, number))
+        self._log.close()
 
     def wait_for_message(self, text: str, times: int) -> float:
         """Wait until the keeper has printed a text several times; return the time."""
         return self._wait(lambda: self._messages().count(text) >= times)
 
     def useful_round(self) -> float:
-        """Wait for a useful round; return the time."""
+        """Wait for a round whose number was not trained before; return the time."""
         most = self._last_round()
         return self._wait(lambda: self._last_round() > most)
 
@@ -100,41 +98,30 @@ class Job(contextlib.AbstractContextManager["Job"]):
             time.sleep(0.02)
         return time.monotonic()
 
-    def _training_process(self, number: int) -> int:
-        process = self._supervisors[number].pid
+    def _training_process(self, supervisor: subprocess.Popen[bytes]) -> int:
+        process = supervisor.pid
         return int(Path(f"/proc/{process}/task/{process}/children").read_bytes())
 
     def cpu_seconds(self) -> float:
         """Return the largest CPU time of a training process until now, in seconds."""
-        ticks = []
-        for number, supervisor in enumerate(self._supervisors):
+        ticks = [0]
+        for supervisor in self._supervisors:
             if supervisor.poll() is None:
-                path = Path(f"/proc/{self._training_process(number)}/stat")
-                stat = path.read_text(encoding="utf-8")
-                user, system = stat.rpartition(")")[2].split()[11:13]
-                ticks.append(int(user) + int(system))
+                stat = Path(f"/proc/{self._training_process(supervisor)}/stat").read_bytes()
+                ticks.append(sum(map(int, stat.rpartition(b")")[2].split()[11:13])))
         return max(ticks) / os.sysconf("SC_CLK_TCK")
 
-    def signal_training_process(self, which: signal.Signals) -> None:
-        """Send a signal to the training process of the last host, the child of its supervisor."""
-        os.kill(self._training_process(-1), which)
-
-    def kill_host(self) -> None:
-        """Kill the last supervisor, and with it its training process."""
-        self._supervisors[-1].kill()
-        self._supervisors[-1].wait()
-
-    def return_host(self) -> None:
-        """Start the last supervisor again."""
-        self._supervisors[-1] = self._launch(self._count - 1)
-
-    def __exit__(self, *error: object) -> None:
-        for supervisor in self._supervisors:
-            supervisor.kill()
-            supervisor.wait()
-        for number in range(self._count):
-            remove_copies(memory_folder(None, self._folder, number))
-        self._log.close()
+    def act(self, event: str) -> None:
+        """Let an event happen to the last host."""
+        last = self._supervisors[-1]
+        if event in (KILLED, STOPPED):
+            sent = signal.SIGKILL if event == KILLED else signal.SIGSTOP
+            os.kill(self._training_process(last), sent)
+        elif event == "killed host":
+            last.kill()  # and with it its training process
+            last.wait()
+        else:
+            self._supervisors[-1] = self._launch(len(self._supervisors) - 1)
 
 
 class ElasticRestarts(Benchmark):
@@ -153,11 +140,10 @@ class ElasticRestarts(Benchmark):
 
     def measure(self) -> Iterator[Row]:
         jobs = [self.measure_job() for _ in range(self.repetitions)]
+        starts = [job["start"][1] for job in jobs]
         for name in EVENTS:
-            decided, seconds, cpu = (
-                list(taken) for taken in zip(*(j[name] for j in jobs), strict=True)
-            )
-            ratio = timing.paired_ratio(seconds, [job["start"][1] for job in jobs])
+            decided, seconds, cpu = map(list, zip(*(job[name] for job in jobs), strict=True))
+            ratio = timing.paired_ratio(seconds, starts)
             yield Row(name=name, decided=decided, seconds=seconds, cpu=cpu, ratio=ratio)
 
     def measure_job(self) -> dict[str, tuple[float, float, float]]:
@@ -166,16 +152,10 @@ class ElasticRestarts(Benchmark):
             began = time.monotonic()
             with Job(Path(folder), self.processes, self.heartbeat) as job:
                 seconds = {EVENTS[0]: (0.0, job.useful_round() - began, job.cpu_seconds())}
-                actions: tuple[Callable[[], None], ...] = (
-                    functools.partial(job.signal_training_process, signal.SIGKILL),
-                    functools.partial(job.signal_training_process, signal.SIGSTOP),
-                    job.kill_host,
-                    job.return_host,
-                )
-                for times, (name, act) in enumerate(zip(EVENTS[1:], actions, strict=True), start=1):
+                for times, name in enumerate(EVENTS[1:], start=1):
                     time.sleep(self.pause)
                     began = time.monotonic()
-                    act()
+                    job.act(name)
                     joined = job.wait_for_message("has joined", 1) if name == EVENTS[-1] else None
                     started = job.wait_for_message("processes train", times)
                     ended = job.useful_round()

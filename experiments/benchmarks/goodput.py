@@ -53,18 +53,13 @@ def simulate(cluster: Cluster, days: float, seed: int) -> list[Row]:
     }
     # Only the published rate has published rows.
     known = PUBLISHED if cluster.years_to_failure == 1 else {}
-    published = {method: known.get((cluster.num_chips, method)) for method in results}
-    return [
-        Row(
-            chips=cluster.num_chips,
-            method=method,
-            goodput=result.goodput,
-            uptime=result.uptime,
-            published=paper,
-            points=None if paper is None else 100 * (result.goodput - paper),
-        )
-        for (method, result), paper in zip(results.items(), published.values(), strict=True)
-    ]
+    chips, rows = cluster.num_chips, []
+    for method, result in results.items():
+        paper = known.get((chips, method))
+        points = paper and 100 * (result.goodput - paper)
+        kept: Any = {"goodput": result.goodput, "uptime": result.uptime}
+        rows.append(Row(chips=chips, method=method, published=paper, points=points, **kept))
+    return rows
 
 
 class Table(Benchmark):

@@ -88,6 +88,10 @@ class Benchmark(abc.ABC):
     def __init_subclass__(cls) -> None:
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
+    def order(self, row: Row) -> Any:
+        """Return a key: benchmarks that define this method print the sorted rows at the end."""
+        raise NotImplementedError
+
     @abc.abstractmethod
     def measure(self) -> Iterable[Row]:
         """Yield the rows, which are printed at once. Names with an underscore are not written."""
@@ -146,10 +150,15 @@ class Command(NamedTuple):
         """Run the benchmark; return the rows."""
         benchmark, json_file, picture = self._parse(argv)
         rows: list[Row] = []
+        columns = benchmark.columns
         for row in benchmark.measure():
-            if benchmark.columns:
-                print(_table_lines(benchmark.columns, row, has_head=not rows), flush=True)
             rows.append(row)
+            if columns and not self._overrides("order"):
+                lines = _table(columns, [row]).splitlines()[0 if len(rows) == 1 else 2 :]
+                print(*lines, sep="\n", flush=True)
+        if self._overrides("order"):
+            rows.sort(key=benchmark.order)
+            print(_table(columns, rows))
         if benchmark.bar or self._overrides("summary"):
             print(benchmark.summary(rows))
         if picture:
@@ -218,10 +227,8 @@ def cells_of(columns: str, row: Row) -> list[str]:
     return [_CellFormatter().vformat(form, (), vars(row)) for form in _split(columns).values()]
 
 
-def _table_lines(columns: str, row: Row, *, has_head: bool) -> str:
-    """Format a row of a Markdown table, below its head if it is the first one."""
-    lines = markdown_table(list(_split(columns)), [cells_of(columns, row)]).splitlines()
-    return "\n".join(lines if has_head else lines[2:])
+def _table(columns: str, rows: Sequence[Row]) -> str:
+    return markdown_table(list(_split(columns)), [cells_of(columns, row) for row in rows])
 
 
 def pivot(rows: Sequence[Row], line: str, column: str, cell: str, head: str) -> str:

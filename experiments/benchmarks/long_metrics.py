@@ -8,7 +8,6 @@ counted from the sizes of the parts that each checkpoint writes.
 
 import itertools
 import random
-import resource
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from fedpax.experiments.benchmarks import timing
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, integers, option
 from fedpax.run_files.goodput import BUCKETS
 from fedpax.run_files.long_line_files import part_starts
@@ -61,12 +61,9 @@ def resume(folder: Path, rounds: int) -> float:
 def show(folder: Path) -> tuple[float, float]:
     """Return the CPU seconds and the peak of the memory in MB of `fedpax show` with a picture."""
     words = ["show", f"--job_log_dir={folder}", f"--picture={folder / 'run.png'}"]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-c", SHOW, *words]
+    before, command = timing.children_cpu_seconds(), [sys.executable, "-c", SHOW, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return seconds, int(done.stdout.split()[-1]) / 1e3
+    return timing.children_cpu_seconds() - before, int(done.stdout.split()[-1]) / 1e3
 
 
 def copied(size: int, checkpoints: int) -> float:

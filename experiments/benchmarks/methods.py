@@ -23,7 +23,6 @@ from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, optio
 from fedpax.experiments.benchmarks.workloads import changed
 from fedpax.experiments.catalog import find_group
 from fedpax.experiments.listing import GROUPS
-from fedpax.reports.table import format_bytes, markdown_table
 from fedpax.reports.target import (
     MetricTrajectory,
     Target,
@@ -44,6 +43,15 @@ class Methods(Benchmark):
     target: str | None = option(None, "METRIC=VALUE; default: the group's")
     methods: list[str] | None = harness.some(",")
 
+    @property
+    def columns(self) -> str:  # type: ignore[override]
+        goal = self.goal()
+        return (
+            "method {method} | client rate {learning_rate:g} "
+            f"| rounds to {goal.metric} {goal.value:g} {{reached}} | bytes {{num_bytes:bytes}} "
+            f"| client FLOPs {{flops:.3g}} | best {goal.metric} {{best:.3f}}"
+        )
+
     def __post_init__(self) -> None:
         if self.rounds is not None:
             harness.check_at_least(1, rounds=self.rounds)
@@ -63,7 +71,7 @@ class Methods(Benchmark):
                 variant = changed(experiment, client_learning_rate=rate)
                 tried.append(self.train(name, variant))
                 print(f"{name}, rate {rate:g}: rounds {tried[-1].rounds}", flush=True)
-            yield min(tried, key=speed)
+            yield min(tried, key=self.order)
 
     def train(self, name: str, experiment: Any) -> Row:
         """Train a method with each seed."""
@@ -75,37 +83,27 @@ class Methods(Benchmark):
             run.cohorts.set_state(beginning)
             trajectories.append(trajectory_of(run, evaluations, target.metric))
         costs = [cost_to_target(trajectory, target) for trajectory in trajectories]
-        rounds = [cost.rounds for cost in costs]
+        # Infinite if most seeds do not reach the target.
+        rounds, num_bytes, flops = (
+            [np.inf if not n or np.isnan(n) else n for n in values]
+            for values in zip(*((c.rounds, c.num_bytes, c.flops) for c in costs), strict=True)
+        )
+        median = statistics.median(rounds)
+        reached = np.isfinite(median)
         return Row(
             method=name,
             learning_rate=experiment.client_learning_rate,
-            rounds=rounds,
-            num_bytes=[cost.num_bytes for cost in costs],
-            flops=[cost.flops for cost in costs],
+            rounds=[cost.rounds for cost in costs],
+            reached=_with_range(rounds) if reached else "not reached",
+            num_bytes=num_bytes if reached else None,
+            flops=flops if reached else None,
             best=[cost.best for cost in costs],
             trajectories=[trajectory._asdict() for trajectory in trajectories],
-            # Infinite if most seeds do not reach the target.
-            median_rounds=statistics.median(np.inf if n is None else n for n in rounds),
+            median_rounds=median,
         )
 
-    def summary(self, rows: list[Row]) -> str:
-        """Format the medians over seeds, the fastest method first, with the range of the rounds."""
-        target = self.goal()
-        goal = f"rounds to {target.metric} {target.value:g}"
-        head = ["method", "client rate", goal, "bytes", "client FLOPs", f"best {target.metric}"]
-        cells = []
-        for row in sorted(rows, key=speed):
-            reached = np.isfinite(row.median_rounds)
-            costs = [format_bytes(_median(row.num_bytes)), f"{_median(row.flops):.3g}"]
-            cells.append(
-                [
-                    row.method,
-                    f"{row.learning_rate:g}",
-                    *([_with_range(row.rounds), *costs] if reached else ["not reached", "-", "-"]),
-                    f"{statistics.median(row.best):.3f}",
-                ]
-            )
-        return markdown_table(head, cells)
+    def order(self, row: Row) -> tuple[float, float]:
+        return row.median_rounds, -statistics.median(row.best)
 
     def draw(self, rows: list[Row]) -> Figure:
         """Draw the metric of the first seed over rounds, bytes and FLOPs."""
@@ -138,20 +136,10 @@ def _states(run: Any, step: Any, seed: int) -> Iterator[Any]:
         yield state
 
 
-def speed(row: Row) -> tuple[float, float]:
-    """Return the key that sorts rows, the fastest method first."""
-    return row.median_rounds, -statistics.median(row.best)
-
-
-def _median(values: Sequence[float]) -> float:
-    return statistics.median(np.inf if np.isnan(value) else value for value in values)
-
-
-def _with_range(rounds: Sequence[int | None]) -> str:
-    known = [np.inf if number is None else number for number in rounds]
-    ends = [f"{end:.0f}" if np.isfinite(end) else "never" for end in (min(known), max(known))]
-    middle = f"{statistics.median(known):.0f}"
-    return middle if len(known) == 1 else f"{middle} ({ends[0]} to {ends[1]})"
+def _with_range(rounds: Sequence[float]) -> str:
+    middle = f"{statistics.median(rounds):.0f}"
+    ends = (f"{n:.0f}" if np.isfinite(n) else "never" for n in (min(rounds), max(rounds)))
+    return middle if len(rounds) == 1 else f"{middle} ({' to '.join(ends)})"
 
 
 main = command(Methods)

@@ -22,7 +22,6 @@ from fedpax.experiments.benchmarks.workloads import changed
 from fedpax.experiments.catalog import find_group
 from fedpax.experiments.client_methods import MethodConfig, method
 from fedpax.experiments.personal_images import PersonalImages
-from fedpax.reports.table import markdown_table
 
 BASELINES: Mapping[str, MethodConfig] = {
     "fedavg": method("fedavg"),
@@ -70,13 +69,15 @@ def make_row(
     method: str, setting: str, rate: float, personal: list[float], shared: list[float]
 ) -> Row:
     """Make a row of the accuracies for each seed."""
+    score = statistics.median(personal)
     return Row(
         method=method,
-        setting=setting,
+        setting=setting or "-",
         learning_rate=rate,
         personal=personal,
         shared=shared,
-        score=statistics.median(personal),
+        score=score,
+        accuracy=f"{score:.3f} ({min(personal):.3f} to {max(personal):.3f})",
     )
 
 
@@ -85,6 +86,10 @@ class PersonalMethods(Benchmark):
     seeds: list[int] = option("0", "seeds, such as 0,1,2", harness.seeds)
     rounds: int | None = option(None, "rounds to train; default: the experiment's", harness.integer)
     methods: list[str] | None = harness.some(",")
+    columns = (
+        "method {method} | setting {setting} | client rate {learning_rate:g} "
+        "| accuracy of the clients' models {accuracy} | shared model {shared:.3f}"
+    )
 
     def __post_init__(self) -> None:
         harness.check_names("methods", self.methods, experiments())
@@ -101,22 +106,10 @@ class PersonalMethods(Benchmark):
                 tried.append(train_method(name, setting, with_rate, self.seeds, rounds))
                 label = ", ".join(filter(None, (name, setting, f"rate {rate:g}")))
                 print(f"{label}: {tried[-1].score:.3f}", flush=True)
-            yield max(tried, key=lambda row: row.score)
+            yield min(tried, key=self.order)
 
-    def summary(self, rows: list[Row]) -> str:
-        """Format the medians over seeds, with the least and the largest, as a Markdown table."""
-        head = ["method", "setting", "client rate", "accuracy of the clients' models"]
-        cells = [
-            [
-                row.method,
-                row.setting or "-",
-                f"{row.learning_rate:g}",
-                f"{row.score:.3f} ({min(row.personal):.3f} to {max(row.personal):.3f})",
-                f"{statistics.median(row.shared):.3f}" if row.shared else "-",
-            ]
-            for row in sorted(rows, key=lambda row: -row.score)
-        ]
-        return markdown_table([*head, "shared model"], cells)
+    def order(self, row: Row) -> float:
+        return -float(row.score)
 
 
 main = command(PersonalMethods)

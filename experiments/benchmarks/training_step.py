@@ -12,7 +12,6 @@ extra `tpu`.
 """
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -151,6 +150,12 @@ class TrainingStep(Timed):
     batch_size: int = option(8, "rows in a step")
     seq_len: int = option(128, "tokens in a row")
     steps: int = option(1, "steps in a call")
+    columns = (
+        "model {model} | device {device} | devices {devices} | collectives {collectives} "
+        "| argument bytes of a device {bytes[0]:,} | by hand {hand_bytes[0]:,} "
+        "| temporaries {bytes[1]:,} | of those by hand {hand_bytes[1]:,} "
+        "| s per call {island_seconds:.4f} | s by hand {hand_seconds:.4f} | ratio {ratio:.3f}"
+    )
     bar = "the same collectives"
 
     def measure(self) -> list[Row]:
@@ -176,27 +181,12 @@ class TrainingStep(Timed):
             devices=len(devices),
             collectives=island.collectives.total(),
             met=island.collectives == hand.collectives,
-            argument_bytes=(island.argument_bytes, hand.argument_bytes),
-            temporary_bytes=(island.temporary_bytes, hand.temporary_bytes),
+            bytes=island[1:],
+            hand_bytes=hand[1:],
             island_seconds=seconds["island"],
             hand_seconds=seconds["hand"],
             ratio=timing.paired_ratio(seconds["island"], seconds["hand"]),
         )
-
-    def summary(self, rows: list[Row]) -> str:
-        (row,) = rows
-        more = row.temporary_bytes[0] / max(row.temporary_bytes[1], 1) - 1
-        same = "the same as" if row.met else "DIFFERENT from"
-        text = (
-            f"{row.model} on {row.devices} {row.device}: {row.collectives} collectives, {same} the "
-            "hand-written step's\nargument bytes per device: {:,}, hand-written {:,}\n"
-            "temporary bytes per device: {:,}, hand-written {:,} ({:+.3%})"
-        ).format(*row.argument_bytes, *row.temporary_bytes, more)
-        if row.ratio is None:
-            return text
-        medians = statistics.median(row.island_seconds), statistics.median(row.hand_seconds)
-        times = "\nseconds per call: {:.4f}, hand-written {:.4f}\npaired ratio: {:.3f}"
-        return text + times.format(*medians, row.ratio)
 
 
 main = command(TrainingStep)

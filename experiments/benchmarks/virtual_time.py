@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Float64
 from matplotlib.figure import Figure
 
 from fedpax import Cohort, algorithms, simulation
@@ -74,22 +73,21 @@ class VirtualTime(Benchmark):
         def curve(
             method: str,
             algorithm: FederatedAlgorithm,
-            client_ids: Any,
-            staleness: Any,
-            seconds: Float64[np.ndarray, " rounds"],
+            ids: Any,
+            seconds: Any,
+            staleness: Any = None,
         ) -> Row:
             """Run a method as one program."""
 
             def one_round(state: Any, now: tuple[Any, Any]) -> tuple[Any, Any]:
-                ids, schedule = now
-                batches = jax.tree.map(lambda leaf: leaf[ids], data)
-                state, _ = algorithm.round(state, Cohort(batches, schedule=schedule))
+                batches = jax.tree.map(lambda leaf: leaf[now[0]], data)
+                state, _ = algorithm.round(state, Cohort(batches, schedule=now[1]))
                 return state, loss_fn(state.params, heldout)[0]
 
-            now = client_ids, None if staleness is None else Arrivals(staleness)
+            now = ids, None if staleness is None else Arrivals(staleness)
             run = jax.jit(lambda state, now: jax.lax.scan(one_round, state, now))
             losses = np.asarray(run(algorithm.init(params), now)[1])
-            sent = megabytes * client_ids.shape[1] * np.arange(1, len(seconds) + 1)
+            sent = megabytes * ids.shape[1] * np.arange(1, len(seconds) + 1)
             reached = next(iter(np.flatnonzero(losses <= self.target).tolist()), None)
             return Row(
                 method=method,
@@ -99,31 +97,27 @@ class VirtualTime(Benchmark):
                 updates=len(losses),
                 last_loss=float(losses[-1]),
                 mean_staleness=0.0 if staleness is None else float(staleness.mean()),
-                reached=reached,
                 seconds_to_target=None if reached is None else float(seconds[reached]),
                 megabytes_to_target=None if reached is None else float(sent[reached]),
             )
 
-        local, curves = {"client_optimizer": optax.sgd(0.1)}, []
+        local, curves = optax.sgd(0.1), []
         for method, buffer in (("FedBuff", self.buffer), ("FedAsync", 1)):
             order = self._arrivals(trace, buffer)
-            most = order.max_staleness
+            common: Any = {"client_optimizer": local, "max_staleness": order.max_staleness}
             algorithm: FederatedAlgorithm = (
-                algorithms.fedbuff(loss_fn, buffer_size=buffer, max_staleness=most, **local)
+                algorithms.fedbuff(loss_fn, buffer_size=buffer, **common)
                 if method == "FedBuff"
-                else algorithms.fedasync(loss_fn, max_staleness=most, mixing=0.4, **local)
+                else algorithms.fedasync(loss_fn, mixing=0.4, **common)
             )
             seconds = order.seconds[:, -1]
-            curves.append(curve(method, algorithm, order.client_ids, order.staleness, seconds))
+            curves.append(curve(method, algorithm, order.client_ids, seconds, order.staleness))
         num_rounds = max(len(curves[0].loss) * self.buffer // self.busy, 1)
-        ids, seconds = self._synchronous_rounds(trace, num_rounds)
-        algorithm = algorithms.fedavg(loss_fn, cohort_size=self.busy, **local)
-        yield curve("FedAvg", algorithm, ids, None, seconds)
+        algorithm = algorithms.fedavg(loss_fn, cohort_size=self.busy, client_optimizer=local)
+        yield curve("FedAvg", algorithm, *self._synchronous_rounds(trace, num_rounds))
         yield from curves
 
-    def _synchronous_rounds(
-        self, trace: simulation.Trace, num_rounds: int
-    ) -> tuple[np.ndarray, Float64[np.ndarray, " rounds"]]:
+    def _synchronous_rounds(self, trace: simulation.Trace, num_rounds: int) -> tuple[Any, Any]:
         """Draw FedAvg's cohorts of clients that are up, and when each round ends.
 
         Failures within a round are left out, in favor of FedAvg: only who is down at its begin is
@@ -131,32 +125,24 @@ class VirtualTime(Benchmark):
         """
         generator = np.random.default_rng(self.seed)
         needed = trace.seconds_to_receive + STEPS * trace.seconds_per_step + trace.seconds_to_send
-        cohorts, ends, now = [], [], 0.0
+        cohorts, ends = [], [0.0]
         for _ in range(num_rounds):
-            up = np.flatnonzero(trace.is_up(now))
-            cohort = generator.choice(up, self.busy, replace=False)
-            now += needed[cohort].max()
-            cohorts.append(cohort)
-            ends.append(now)
-        return np.array(cohorts, np.int32), np.array(ends)
+            up = np.flatnonzero(trace.is_up(ends[-1]))
+            cohorts.append(generator.choice(up, self.busy, replace=False))
+            ends.append(ends[-1] + needed[cohorts[-1]].max())
+        return np.array(cohorts, np.int32), np.array(ends[1:])
 
-    def _arrivals(self, trace: simulation.Trace, buffer: int, rounds: int = 64) -> Any:
+    def _arrivals(self, trace: simulation.Trace, buffer: int) -> Any:
         """Return the order of the server updates in the virtual time of a run."""
-
-        def order(rounds: int) -> Any:
-            return simulation.buffered_arrivals(
-                trace,
-                num_rounds=rounds,
-                concurrency=self.busy,
-                buffer_size=buffer,
-                num_steps=STEPS,
-                seed=self.seed,
-            )
-
-        within = int(np.sum(order(rounds).seconds[:, -1] < self.seconds))
-        if within == rounds:
-            return self._arrivals(trace, buffer, 2 * rounds)
-        return order(max(within, 1))
+        sizes: Any = {"concurrency": self.busy, "buffer_size": buffer, "num_steps": STEPS}
+        rounds = within = 64
+        while within == rounds:
+            rounds *= 2
+            order = simulation.buffered_arrivals(trace, num_rounds=rounds, seed=self.seed, **sizes)
+            within = int(np.sum(order.seconds[:, -1] < self.seconds))
+        return simulation.buffered_arrivals(
+            trace, num_rounds=max(within, 1), seed=self.seed, **sizes
+        )
 
     def draw(self, rows: list[Row]) -> Figure:
         """Draw held-out loss over virtual seconds and over megabytes."""

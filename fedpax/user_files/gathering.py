@@ -10,6 +10,7 @@ import pyarrow as pa
 from jaxtyping import Int64
 from numpy.typing import NDArray
 
+from fedpax.sources.aligned_arrays import ReusedMemory
 from fedpax.user_files.columns import is_number, to_numpy
 
 _WIDE = 256  # bytes of a row from which one copy is faster than sorting the rows by batch
@@ -26,14 +27,16 @@ class Rows:
             self._batch, self.within = np.zeros(len(positions), np.int64), positions
             return
         self._batch = np.searchsorted(ends, positions, side="right")
-        if len(ends) < 2**16:
-            self._batch = self._batch.astype(np.uint16)  # sorted faster
         starts = np.concatenate([[0], ends[:-1]])
-        self.within = positions - starts[self._batch]
+        self.within = positions - starts.take(self._batch)
 
-    def add_to_within(self, starts: Int64[np.ndarray, " batches"]) -> Int64[np.ndarray, " n"]:
-        """Return the number of each row in its batch, plus a number of the batch."""
-        return self.within + starts[self._batch]
+    def places(
+        self, starts: Int64[np.ndarray, " batches"], size: int = 1
+    ) -> Int64[np.ndarray, " n"]:
+        """Return where rows of a size begin, of batches that begin at given places."""
+        places = starts.take(self._batch)
+        places += self.within if size == 1 else size * self.within
+        return places
 
     @functools.cached_property
     def runs(self) -> list[tuple[int, slice]]:
@@ -44,7 +47,9 @@ class Rows:
     @functools.cached_property
     def order(self) -> Int64[np.ndarray, " n"]:
         """The places of the rows, sorted by batch."""
-        return np.argsort(self._batch, kind="stable")
+        # uint16 is sorted in linear time.
+        batch = self._batch if self._batch.max(initial=0) >= 2**16 else self._batch.astype("u2")
+        return np.argsort(batch, kind="stable")
 
     @functools.cached_property
     def back(self) -> Int64[np.ndarray, " n"]:
@@ -76,29 +81,28 @@ class ColumnGatherer:
         data_type = chunks[0].type
         if isinstance(data_type, pa.FixedShapeTensorType):
             data_type = data_type.value_type
-        self._flat: tuple[NDArray[Any], Int64[np.ndarray, " batches"]] | None = None
+        self._mapped: _MappedRows | None = None
         if not masked and is_number(data_type):
             self._views = [to_numpy(chunk) for chunk in chunks]
-            self._flat = _view_together(chunks, self._views)
+            self._mapped = _view_together(chunks, self._views)
 
-    def gather(self, rows: Rows) -> NDArray[Any]:
-        """Return the values of rows, in a new array."""
+    def gather(self, rows: Rows, memory: ReusedMemory) -> NDArray[Any]:
+        """Return the values of rows, in memory that nothing refers to."""
         if self._views is None:
             return self._gather_arrow(rows)
-        if self._flat is not None:
-            values, starts = self._flat
-            return np.take(values, rows.add_to_within(starts), mode="clip")
         shape = self._views[0].shape[1:]
-        values = np.empty((rows.count, *shape), self._views[0].dtype)
+        if self._mapped is not None:
+            return self._mapped.gather(rows, memory).reshape(rows.count, *shape)
+        values = memory.empty((rows.count, *shape), self._views[0].dtype)
         if values.itemsize * int(np.prod(shape)) >= _WIDE:
             for batch, run in rows.runs:
-                np.take(self._views[batch], rows.within[run], 0, values[run], "clip")
+                self._views[batch].take(rows.within[run], 0, values[run], "clip")
         elif len(rows.by_batch) == 1:
-            return self._views[rows.by_batch[0][0]][rows.within]
+            self._views[rows.by_batch[0][0]].take(rows.within, 0, values, "clip")
         else:
             in_order = np.empty_like(values)
             for batch, part, within in rows.by_batch:
-                np.take(self._views[batch], within, 0, in_order[part], "clip")
+                self._views[batch].take(within, 0, in_order[part], "clip")
             values[rows.order] = in_order
         return values
 
@@ -110,19 +114,39 @@ class ColumnGatherer:
         return to_numpy(together, masked=self._masked)[rows.back]
 
 
-def _view_together(
-    chunks: Sequence[Any], views: Sequence[NDArray[Any]]
-) -> tuple[NDArray[Any], Int64[np.ndarray, " batches"]] | None:
+def _view_together(chunks: Sequence[Any], views: Sequence[NDArray[Any]]) -> "_MappedRows | None":
     """View the batches of a memory map as one array, which one call gathers from."""
-    if len(chunks) == 1 or views[0].ndim > 1:
+    if len(chunks) == 1:
         return None
-    whole = _whole_buffer(chunks[0].buffers()[1])
-    offsets = np.array([view.ctypes.data for view in views]) - whole.address
-    size = views[0].itemsize
-    ends = offsets + [view.nbytes for view in views]
-    if (offsets % size).any() or offsets.min() < 0 or ends.max() > whole.size:
+    storage = [getattr(chunk, "storage", chunk) for chunk in chunks]
+    whole = _whole_buffer(storage[0].buffers()[-1])
+    starts = np.array([view.ctypes.data for view in views]) - whole.address
+    if starts.min() < 0 or (starts + [view.nbytes for view in views]).max() > whole.size:
         return None
-    return np.frombuffer(whole, views[0].dtype, whole.size // size), offsets // size
+    return _MappedRows(whole, views[0], starts)
+
+
+class _MappedRows:
+    """The rows of a column whose batches are in one buffer, between other columns."""
+
+    def __init__(
+        self, whole: Any, like: NDArray[Any], starts: Int64[np.ndarray, " batches"]
+    ) -> None:
+        self._dtype, self._starts, size = like.dtype, starts, like.nbytes // len(like)
+        self._size, unit = size, 1
+        if like.ndim == 1 and not (starts % size).any():
+            unit, self._starts = size, starts // size
+        self._contiguous = unit == size
+        kind = like.dtype if self._contiguous else f"V{size}"
+        count = (whole.size - size) // unit + 1
+        self._values: NDArray[Any] = np.ndarray((count,), kind, whole, strides=(unit,))
+
+    def gather(self, rows: Rows, memory: ReusedMemory) -> NDArray[Any]:
+        if not self._contiguous:  # `take` would copy all of them first
+            taken: NDArray[Any] = self._values[rows.places(self._starts, self._size)]
+            return taken.view(self._dtype)
+        values = memory.empty((rows.count,), self._dtype)
+        return self._values.take(rows.places(self._starts), 0, values, "clip")
 
 
 def _whole_buffer(buffer: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import contextlib
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from jaxtyping import Int64
 from numpy.typing import ArrayLike, NDArray
 
 from fedpax.errors import ArgumentError, ArgumentTypeError
+from fedpax.sources.aligned_arrays import ReusedMemory
 from fedpax.sources.client_starts import Starts
 from fedpax.sources.source import Source
 from fedpax.user_files.columns import to_numpy
@@ -98,8 +100,17 @@ class TableSource(Source):
             IndexError: an index is out of range.
             TypeError: the indices are no integers, such as a mask.
         """
-        rows = Rows(self._check(indices), self._ends)
-        return _Taken(self.fields, lambda field: self._gatherer(field).gather(rows))
+        return self.reader()(indices)
+
+    def reader(self) -> Callable[[ArrayLike], Mapping[str, NDArray[Any]]]:
+        """Return a function like `take`, whose arrays are in the memory of arrays not in use."""
+        memory: defaultdict[str, ReusedMemory] = defaultdict(ReusedMemory)
+
+        def take(indices: ArrayLike) -> Mapping[str, NDArray[Any]]:
+            rows = Rows(self._check(indices), self._ends)
+            return _Taken(self.fields, lambda name: self._gatherer(name).gather(rows, memory[name]))
+
+        return take
 
     def take_table(self, indices: ArrayLike) -> pa.Table:
         """Return some examples as an Arrow table, whose columns are in one piece.
@@ -158,12 +169,15 @@ class TableSource(Source):
                 "a mask: np.flatnonzero(mask)."
             )
         positions = given.astype(np.int64)
-        outside = positions[(positions < -len(self)) | (positions >= len(self))]
-        if outside.size:
+        lowest, highest = positions.min(initial=0), positions.max(initial=-1)
+        if lowest < -len(self) or highest >= len(self):
+            outside = highest if highest >= len(self) else lowest
             raise IndexError(
-                f"Index {outside[0]} is out of range: {self.name} has {len(self)} examples."
+                f"Index {outside} is out of range: {self.name} has {len(self)} examples."
             )
-        return np.where(positions < 0, positions + len(self), positions)
+        return (
+            np.where(positions < 0, positions + len(self), positions) if lowest < 0 else positions
+        )
 
     def _gatherer(self, field: str) -> ColumnGatherer:
         if field not in self._gatherers:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 
 from fedpax.data import partition_iid
-from fedpax.sources.shuffle import hash_key, shuffled_index
+from fedpax.sources.shuffle import hash_key, shuffled_in, shuffled_index
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
@@ -108,6 +108,26 @@ def test_sizes_of_one_key_and_of_many_kinds_give_permutations(rng: np.random.Gen
             alone = shuffled_index(np.arange(size), size, key)
             np.testing.assert_array_equal(together[of == number], alone)
             np.testing.assert_array_equal(np.sort(alone), np.arange(size))
+
+
+@pytest.mark.parametrize("largest", [4, 16, 64, 65, 256, 257, 5000])
+@pytest.mark.parametrize("most", [None, 3])
+def test_elements_of_sequences_are_those_of_their_sizes_and_keys(
+    largest: int, most: int | None
+) -> None:
+    rng = np.random.default_rng(largest)
+    sizes = np.append(rng.integers(0, largest + 1, 30), [largest, 0])
+    keys = rng.integers(0, 2**64, 32, np.uint64)
+    counts = np.minimum(sizes, most or largest)
+    order = rng.permutation(counts.sum())
+    sequence = np.repeat(np.arange(32), counts)[order]
+    index = np.concatenate([np.arange(count) for count in counts])[order]
+    shuffled = shuffled_in(sequence, index, sizes, keys)
+    expected = shuffled_index(index, sizes[sequence], keys[sequence])
+    np.testing.assert_array_equal(shuffled, expected, strict=True)
+    some = zip(index[:50], sequence[:50], strict=True)
+    alone = [shuffled_index(i, sizes[s], keys[s]) for i, s in some]
+    np.testing.assert_array_equal(shuffled[:50], alone)
 
 
 @pytest.mark.parametrize("size", [2**30, 2**30 + 1, 2**31])

@@ -341,6 +341,8 @@ def test_rows_of_many_batches_are_gathered_at_once(
         "x": rng.normal(size=300).astype(np.float32),
         "y": rng.normal(size=300),
         "image": rng.integers(0, 9, (300, 2, 2)).astype(np.uint8),
+        "photo": rng.integers(0, 256, (300, 17, 19)).astype(np.uint8),
+        "signal": rng.normal(size=(300, 71)).astype(np.float32),
     }
     np.savez(tmp_path / "a.npz", **columns)
     source = prepare(tmp_path / "a.npz", tmp_path / "out", client="user").source

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from fedpax.clients.cohort import MASK, Cohort
 from fedpax.clients.store_rows import home_devices
-from fedpax.data.rounds.aligned_arrays import aligned_zeros
 from fedpax.data.rounds.preprocess import Arrays, Preprocess, apply_preprocess, combine_masks
 from fedpax.data.rounds.scheduling import balanced_order
 from fedpax.data.rounds.stream import arrays_fingerprint, check_state, evenly_spaced
@@ -24,7 +23,8 @@ from fedpax.populations.contiguous_clients import ContiguousClients
 from fedpax.populations.partition import Partition, check_indices
 from fedpax.populations.ragged_partition import RaggedPartition
 from fedpax.primitives.casts import checked_cast
-from fedpax.sources.shuffle import hash_key, shuffled_index
+from fedpax.sources.aligned_arrays import aligned_zeros
+from fedpax.sources.shuffle import hash_key, shuffled_in
 
 Read = Callable[[NDArray[np.int64]], dict[str, NDArray[Any]]]
 """A function that reads the examples of given indices, arrays `[examples, ...]`."""
@@ -177,7 +177,9 @@ class CohortRounds:
     def _read_rows(
         self, round_number: int, client_ids: NDArray[np.int64], located: _Located, length: int
     ) -> Cohort:
-        batch_size, seed = int(self.settings["batch_size"]), int(self.settings["seed"])
+        batch_size, local_epochs, seed = (
+            int(self.settings[name]) for name in ("batch_size", "local_epochs", "seed")
+        )
         sizes = located.sizes
         num_steps = self._num_steps(sizes)
 
@@ -185,15 +187,18 @@ class CohortRounds:
         epoch_slots = -(-sizes // batch_size) * batch_size  # the last batch may not be full
         row_slots = num_steps * batch_size
         row = np.repeat(np.arange(len(client_ids)), row_slots)
-        slot = np.arange(len(row)) - (np.cumsum(row_slots) - row_slots)[row]
-        epoch, place = np.divmod(slot, epoch_slots[row])
+        slot = np.arange(len(row)) - np.repeat(np.cumsum(row_slots) - row_slots, row_slots)
+        num_epochs, sequence, place = 1, row, slot  # a sequence: an epoch of a client
+        if local_epochs > 1:
+            epoch, place = np.divmod(slot, epoch_slots[row])
+            num_epochs = int(epoch.max(initial=0)) + 1
+            sequence = num_epochs * row + epoch
         is_example = place < sizes[row]
         if not is_example.all():
-            row, slot, epoch, place = (x[is_example] for x in (row, slot, epoch, place))
+            row, slot, sequence, place = (x[is_example] for x in (row, slot, sequence, place))
         # The keys do not depend on the row: a client has the same batches on any number of devices.
-        epochs = np.arange(epoch.max(initial=0) + 1)
-        keys = hash_key(seed, round_number, client_ids[:, None], epochs)[row, epoch]
-        offset = shuffled_index(place, sizes[row], keys)
+        keys = hash_key(seed, round_number, client_ids[:, None], np.arange(num_epochs))
+        offset = shuffled_in(sequence, place, np.repeat(sizes, num_epochs), keys.ravel())
         chosen = located.indices(row, offset)
 
         # If nearly all steps are padding, only the others are read.

@@ -6,7 +6,6 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpax.data.rounds.aligned_arrays import ReusedMemory, take_aligned
 from fedpax.data.rounds.client_stream import (
     MOSTLY_PADDING,
     CohortRounds,
@@ -34,6 +33,7 @@ from fedpax.populations.contiguous_clients import ContiguousClients
 from fedpax.populations.partition import Partition, check_parts, check_sized, partition_checksum
 from fedpax.populations.ragged_partition import RaggedPartition
 from fedpax.populations.synthetic_clients import DirichletClients
+from fedpax.sources.aligned_arrays import ReusedMemory, take_aligned
 from fedpax.sources.examples import Columns, Examples, as_examples, column_array, stack_values
 from fedpax.sources.source import Source
 
@@ -269,8 +269,8 @@ def _open(examples: Examples | Arrays) -> tuple[Read, int, str]:
     if not len(examples):
         raise ArgumentError("The source has no examples: load another split.")
 
-    if isinstance(examples, Source) and hasattr(examples, "take"):  # from files: columns at once
-        return examples.take, len(examples), source_name(examples)
+    if isinstance(examples, Source) and hasattr(examples, "reader"):  # from files: columns at once
+        return examples.reader(), len(examples), source_name(examples)
 
     def read_stacked(indices: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         unique, position = np.unique(indices, return_inverse=True)

@@ -7,11 +7,11 @@ import numpy as np
 from jaxtyping import Float32, Int32, Int64, Num
 from numpy.typing import NDArray
 
-from fedpax.data.rounds.aligned_arrays import aligned_empty
 from fedpax.data.rounds.documents import read
 from fedpax.data.rounds.stream import check_sizes, source_name
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import checked_cast, host_array
+from fedpax.sources.aligned_arrays import aligned_empty
 from fedpax.sources.examples import Columns, Examples, as_examples, get_field
 
 Arrays = dict[str, NDArray[Any]]

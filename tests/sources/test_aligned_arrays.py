@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from fedpax.data import ClientSampler, cohort_rounds
-from fedpax.data.rounds import aligned_arrays
-from fedpax.data.rounds.aligned_arrays import ALIGNMENT, ReusedMemory, take_aligned
+from fedpax.data import ClientSampler, cohort_rounds, load
 from fedpax.data.rounds.preprocess import preprocess_images
+from fedpax.sources import aligned_arrays
+from fedpax.sources.aligned_arrays import ALIGNMENT, ReusedMemory, take_aligned
 
 
 @pytest.mark.parametrize("dtype", ["u1", "f4", "f8", "?", "i8", "O", "U5"])
@@ -59,9 +59,10 @@ def test_idle_memory_is_bounded():
         assert [idle.nbytes for idle in memory._idle] == [4 * size + ALIGNMENT] * 2
 
 
-def test_a_stream_writes_its_memory_again():
+@pytest.mark.parametrize("open_examples", [dict, load])
+def test_a_stream_writes_its_memory_again(open_examples):
     rng = np.random.default_rng(3)
-    examples = {"x": rng.normal(size=(60, 5)), "label": rng.integers(0, 10, 60)}
+    examples = open_examples({"x": rng.normal(size=(60, 5)), "label": rng.integers(0, 10, 60)})
     clients = np.array_split(rng.permutation(60), 6)
 
     def stream():

@@ -78,8 +78,10 @@ def _read(selected: Selection, options: LoadOptions) -> tuple[pa.Table, str | No
     tables = [add_path_columns(*pair) for pair in zip(tables, fields, strict=True)]
     schemas = [table.schema for table in tables]
     schema = unify([group[0] for group in groups], schemas, options.optional_columns)
-    check_columns(schema.names, wanted_columns(options, groups), name)
-    table = pa.concat_tables([conform(table, schema) for table in tables]).unify_dictionaries()
+    check_columns(schema.names, wanted_columns(options), name)
+    kept = [name for name in schema.names if name not in selected.unwanted]
+    tables = [conform(table, schema).select(kept) for table in tables]
+    table = pa.concat_tables(tables).unify_dictionaries()
     if options.client is not None and options.client in schema.names:
         for group, part in zip(groups, tables, strict=True):
             if options.client in part.column_names:

@@ -41,6 +41,7 @@ class Reading:
         self._name = selected.name
         self._options = options._replace(heldout_fraction=0.0) if selected.names_split else options
         self._read_options = selected.options
+        self._unwanted = dict.fromkeys(selected.unwanted, False)  # whether a part has it
         self.bad_rows = bad_rows
         self.types: dict[str, dict[str, pa.DataType]] = {}
         self.fields: list[Fields] = []
@@ -48,21 +49,24 @@ class Reading:
     def read_schema(self, *, first_part: bool) -> None:
         """Read the schema from the first part of each file, or from all parts."""
         self.join([self._group_schema(group, first_part) for group in self.groups])
-        wanted = {*self._wanted().values()} - {None, *self.schema.names}
+        wanted = {*self._wanted().values()} - {None, *self._names()}
         if first_part and wanted and any(varies(group[0]) for group in self.groups):
             self.read_schema(first_part=False)
 
     def check_columns(self) -> None:
         """Check that the files have the columns that the options name."""
-        check_columns(self.schema.names, self._wanted(), self._name)
+        check_columns(self._names(), self._wanted(), self._name)
+
+    def _names(self) -> list[str]:
+        return [*self.schema.names, *(name for name, is_seen in self._unwanted.items() if is_seen)]
 
     def _wanted(self) -> dict[str, str | None]:
         options = self._options
-        wanted = wanted_columns(options, self.groups)
+        wanted = wanted_columns(options)
         return wanted | {"client": self.client, "label": options.label}
 
     def _group_schema(self, group: Sequence[DataFile], first_part: bool) -> pa.Schema:
-        parts = stream_tables(group, self._options_of(group[0]))
+        parts = self._parts(group)
         own = [table.schema for table in ([next(parts)] if first_part else parts)]
         return unify_parts(group[0], own)
 
@@ -73,7 +77,7 @@ class Reading:
         """
         file = self.groups[number][0]
         row = 0
-        for part in stream_tables(self.groups[number], self._options_of(file)):
+        for part in self._parts(self.groups[number]):
             client = self.client or (CLIENT if has_own_clients(part.schema) else None)
             table = _decode(part)
             if client is not None and client in table.column_names:
@@ -137,7 +141,7 @@ class Reading:
         """Yield the parts of a group: the examples of the split that have a client."""
         group, fields = self.groups[number], self.fields[number]
         row = 0
-        for part in stream_tables(group, self._options_of(group[0])):
+        for part in self._parts(group):
             table = _decode(add_path_columns(part, fields))
             if not fits(table.schema, self.schema):
                 raise TypeChangedError(group[0].path, "", None)
@@ -167,6 +171,12 @@ class Reading:
             for k in range(len(example)):
                 self.bad_rows.skip(file.path, str(example.slice(k, 1).to_pylist()[0]))
         return table.filter(pa.array(~missing))
+
+    def _parts(self, group: Sequence[DataFile]) -> Iterator[pa.Table]:
+        for part in stream_tables(group, self._options_of(group[0])):
+            unwanted = [name for name in self._unwanted if name in part.column_names]
+            self._unwanted |= dict.fromkeys(unwanted, True)
+            yield part.drop_columns(unwanted)
 
     def _options_of(self, file: DataFile) -> ReadOptions:
         types = {**self._read_options.types, **self.types.get(file.path, {})}

@@ -11,7 +11,7 @@ from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.path_patterns import expand_home
 from fedpax.user_files.finding import DataFile, find_files, is_url
 from fedpax.user_files.folders import find_in_folder
-from fedpax.user_files.formats import ReadOptions, is_image, varies
+from fedpax.user_files.formats import ReadOptions, is_image
 from fedpax.user_files.load_options import LoadOptions
 
 HELD_OUT_SPLITS = ("heldout", "test", "validation")
@@ -28,6 +28,7 @@ class Selection(NamedTuple):
     groups: list[list[DataFile]]
     options: ReadOptions  # how they are read
     names_split: bool  # paths or folders name the split, so no share of the examples is held out
+    unwanted: list[str]  # columns that are read to check `types`, and that `columns` leaves out
 
 
 def select_files(
@@ -53,16 +54,19 @@ def select_files(
     check_split(name, options._replace(split="train") if names_split else options)
     in_path = {field for file in data_files for field in file.fields}
     kept = [c for c in (options.client, options.label) if c is not None and c not in in_path]
+    types = _arrow_types(options.types)
+    columns = [*options.columns, *kept] if options.columns else []
+    unwanted = [c for c in types if c not in (*columns, *in_path)] if columns else []
     read_options = ReadOptions(
-        tuple(dict.fromkeys([*options.columns, *kept])) if options.columns else (),
-        _arrow_types(options.types),
+        tuple(dict.fromkeys([*columns, *unwanted])),
+        types,
         options.delimiter,
         options.image_size,
         optional=tuple(options.optional_columns),
         decimal_point=options.decimal_point,
         client=options.client,
     )
-    return Selection(name, _group(data_files), read_options, names_split)
+    return Selection(name, _group(data_files), read_options, names_split, unwanted)
 
 
 def _expected(files: object) -> str:
@@ -100,13 +104,9 @@ def check_split(name: str, options: LoadOptions) -> None:
         )
 
 
-def wanted_columns(
-    options: LoadOptions, groups: Sequence[Sequence[DataFile]]
-) -> dict[str, str | None]:
+def wanted_columns(options: LoadOptions) -> dict[str, str | None]:
     """Return the columns of all files that the options name, for `check_columns`."""
     named = {"columns": options.columns, "types": options.types or ()}
-    if options.columns and not any(varies(group[0]) for group in groups):
-        del named["types"]  # can name columns that are left out; each file has been checked
     return {f"{key}[{k}]": c for key, columns in named.items() for k, c in enumerate(columns)}
 
 

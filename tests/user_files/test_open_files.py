@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pyarrow import csv, parquet
+from pyarrow import csv, feather, parquet
 
 from fedpax.data import ClientSampler, cohort_rounds, load, partition_natural, prepare
 from fedpax.populations.contiguous_clients import ContiguousClients
@@ -311,13 +311,34 @@ def test_types_replace_what_the_parser_finds(tmp_path: Path) -> None:
     assert source[1] == {"zip": "00124", "x": None}
 
 
-def test_types_can_name_columns_that_are_left_out(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("x,y\n1,2\n")
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "json", "parquet", "arrow", "npz"])
+def test_types_can_name_columns_that_are_left_out(tmp_path: Path, suffix: str) -> None:
+    file, columns = tmp_path / f"a.{suffix}", {"x": [1, 3], "y": [2, 4]}
+    rows = zip(columns["x"], columns["y"], strict=True)
+    lines = [json.dumps({"x": x, "y": y}) for x, y in rows]
+    if suffix == "parquet":
+        parquet.write_table(pa.table(columns), file)
+    elif suffix == "arrow":
+        feather.write_feather(pa.table(columns), str(file))
+    elif suffix == "npz":
+        np.savez(file, **columns)
+    else:
+        texts = {"csv": "x,y\n1,2\n3,4\n", "jsonl": "\n".join(lines)}
+        file.write_text(texts.get(suffix, f"[{','.join(lines)}]"))
     read: Any = {"columns": ["x"], "types": {"y": "string"}}
-    assert load(tmp_path / "a.csv", **read)[0] == {"x": 1}
-    assert prepare(tmp_path / "a.csv", tmp_path / "out", **read).source[0] == {"x": 1}
-    with pytest.raises(ValueError, match=r"a.csv has no column 'z', expected one of 'x', 'y'"):
-        load(tmp_path / "a.csv", columns=["x"], types={"z": "string"})
+    for source in (load(file, **read), prepare(file, tmp_path / "out", **read).source):
+        assert source.fields == ("x",) and source[1] == {"x": 3}
+    for run in (load, lambda *given, **read: prepare(*given, tmp_path / "wrong", **read)):
+        with pytest.raises(ValueError, match=r"'z'.* no column|has no column 'z'"):
+            run(file, columns=["x"], types={"z": "string"})
+
+
+def test_types_of_columns_that_are_left_out_and_that_only_late_lines_have(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"x": 1}\n{"x": 3, "y": 4}\n')
+    (tmp_path / "b.jsonl").write_text('{"x": 5, "y": "late"}\n')
+    read: Any = {"columns": ["x"], "types": {"y": "string"}}
+    source = load([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], **read)
+    assert source.fields == ("x", "client") and source.column("x").tolist() == [1, 3, 5]
 
 
 @pytest.mark.parametrize("options", [{}, {"columns": ["x", "y"]}, {"label": "y"}])

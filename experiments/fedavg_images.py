@@ -43,7 +43,7 @@ from fedpax.models.losses import classification_loss, l2_regularized
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.models.resnet import ResNetConfig, resnet
 from fedpax.sources.examples import Examples
-from fedpax.training.client_metrics import Clients, LabelWeights, classification_by_client
+from fedpax.training.client_metrics import EvaluatedClients, LabelWeights, classification_by_client
 from fedpax.training.evaluation import Batch, map_examples
 from fedpax.training.experiment import Run
 from fedpax.training.training_config import TrainingConfig
@@ -132,7 +132,7 @@ class FedAvgImages(FedAvgExperiment):
         batches = self.read_heldout(heldout, self.make_preprocess())
         examples = jax.tree.map(lambda *leaves: np.concatenate(leaves)[: len(heldout)], *batches)
         labels = examples["label"]
-        clients: Clients
+        clients: EvaluatedClients
         if isinstance(self.population, NaturalPopulation):
             check_has_fields(heldout, self.population.field)
             clients = owners_by_field(heldout, self.population.field)

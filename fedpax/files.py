@@ -4,16 +4,17 @@ A run's folder can come from others. So a file is read only if it is a regular f
 size, and a file is never written through a link, which could lead to a file of the user.
 """
 
+import contextlib
 import errno
 import json
 import os
 import shlex
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, TextIO
 
-from fedpax.errors import ArgumentError, FedpaxError
+from fedpax.errors import ArgumentError, ConfigurationError, FedpaxError
 
 JSON_BYTES = 1 << 28
 """The largest JSON file that is read: the index of the largest model has a tenth of it."""
@@ -139,6 +140,20 @@ def _items(value: Any) -> list[Any]:
 def read_json(path: PurePath, max_bytes: int = JSON_BYTES) -> Any:
     """Read a JSON file as `read_file` and `parse_json` do."""
     return parse_json(read_file(path, max_bytes))
+
+
+@contextlib.contextmanager
+def explain_damage(
+    path: PurePath, expectation: str, error: type[Exception] = ConfigurationError
+) -> Iterator[None]:
+    """Raise an error with its remedy for a file of fedpax that the block cannot read or parse."""
+    try:
+        yield
+    except PermissionError:
+        raise  # no damage
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as damage:
+        name = type(damage).__name__
+        raise error(f"{path} cannot be read ({name}: {damage}), {expectation}") from damage
 
 
 def open_unlinked(path: Path, flags: int, *, other_names: bool = False) -> int:

@@ -10,14 +10,14 @@ import pytest
 
 from fedpax.checkpoints import load_params
 from fedpax.training import tracked_runs, tracker
-from fedpax.training.tracked_runs import Description, Entry, Outcome
+from fedpax.training.tracked_runs import Description, Outcome, TrackedLine
 
 
 class Server:
     """A tracker in memory: it fails at the calls with these numbers, or does not answer."""
 
     def __init__(self, failures: Sequence[int] = (), seconds: float = 0.0) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[TrackedLine] = []
         self.runs: list[str] = []
         self.outcomes: list[Outcome] = []
         self.checkpoints: list[int] = []
@@ -35,7 +35,7 @@ class Server:
         if next(self._calls) in self._failures:
             raise ConnectionError("no route to host")
 
-    def log(self, entries: Sequence[Entry]) -> None:
+    def log(self, entries: Sequence[TrackedLine]) -> None:
         self._answer()
         self.entries += entries
 

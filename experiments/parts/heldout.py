@@ -27,8 +27,8 @@ class HeldoutSet(NamedTuple):
     split: str | None  # the split. None: as in the run's own data.
 
 
-class HeldoutRows(Protocol):
-    """HeldoutRows to evaluate on, as `fedpax.data.rounds.heldout_tokens.HeldoutRows` has them."""
+class EvaluationRows(Protocol):
+    """Rows to evaluate on, as `fedpax.data.rounds.heldout_tokens.HeldoutRows` has them."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -47,8 +47,8 @@ class HeldoutRows(Protocol):
 class HeldoutSets(NamedTuple):
     """The rows to evaluate on."""
 
-    main: HeldoutRows  # the rows of the run's own held-out split
-    others: Mapping[str, HeldoutRows]  # the rows of further data sets by name
+    main: EvaluationRows  # the rows of the run's own held-out split
+    others: Mapping[str, EvaluationRows]  # the rows of further data sets by name
 
 
 _FORM = re.compile(
@@ -90,7 +90,7 @@ def heldout_evaluator(
     # tokens in nats. Perplexities of models with different tokenizers are not comparable. A process
     # reads only the rows of its own devices.
 
-    def make(rows: HeldoutRows) -> Callable[[Params], dict[str, float]]:
+    def make(rows: EvaluationRows) -> Callable[[Params], dict[str, float]]:
         return placed_evaluator(
             loss_fn,
             *place_rows(rows, batch_size, num_participants, sharding),
@@ -111,7 +111,7 @@ def heldout_evaluator(
 
 
 def place_rows(
-    rows: HeldoutRows, batch_size: int, num_participants: int, sharding: NamedSharding | None
+    rows: EvaluationRows, batch_size: int, num_participants: int, sharding: NamedSharding | None
 ) -> tuple[Any, Float[np.ndarray, "participants steps"]]:
     """Read the rows of this process's devices, as arrays over all participants."""
     # Returns arrays `[participants, steps, batch, ...]`, which are

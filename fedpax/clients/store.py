@@ -31,7 +31,7 @@ from fedpax.primitives.argument_checks import check_tree_not_deleted
 from fedpax.primitives.casts import checked_tree, conversion, device_array
 from fedpax.primitives.client_rows import (
     ClientRows,
-    Ring,
+    RowRing,
     absent_beyond,
     read_clients,
     write_clients,
@@ -164,7 +164,7 @@ def _read_clients(placement: str) -> Any:
 
         def on_device(rows: list[Any], client_ids: jax.Array) -> list[jax.Array]:
             values = [ClientRows(leaf, client_ids) for leaf in rows]
-            ring = None if axis is None else Ring(axis, num_devices)
+            ring = None if axis is None else RowRing(axis, num_devices)
             return read_clients(values, 0, len(client_ids) // num_devices, ring, in_loop=False)
 
         if axis is not None:
@@ -186,7 +186,7 @@ def _write_clients(placement: str) -> Any:
 
         def on_device(rows: list[Any], client_ids: jax.Array, states: Any) -> list[jax.Array]:
             values = [ClientRows(leaf, client_ids) for leaf in rows]
-            ring = None if axis is None else Ring(axis, num_devices)
+            ring = None if axis is None else RowRing(axis, num_devices)
             return write_clients(values, 0, states, ring, in_loop=False)
 
         if axis is not None:

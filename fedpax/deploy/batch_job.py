@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedpax.deploy.artifacts import pack_stages
-from fedpax.deploy.batch_work import CLIENT, PARTICIPANT, Clients, Work
+from fedpax.deploy.batch_work import CLIENT, PARTICIPANT, BatchWork, Clients
 from fedpax.deploy.encoded_values import decode_values, encode_values
 from fedpax.errors import ArgumentError
 from fedpax.transforms.stages import Stages
@@ -45,7 +45,7 @@ def check_program(engine: str, divided: Stages, count: int, rounds: int) -> None
 
 def make_work(
     divided: Stages, leaves: Sequence[Any], clients: Callable[[], Clients]
-) -> tuple[Work, bytes, dict[int, bytes]]:
+) -> tuple[BatchWork, bytes, dict[int, bytes]]:
     """Make what the workers of a job need."""
     manifest, files = pack_stages(divided, platforms=("cpu", "cuda", "tpu"), portable=False)
     names = divided.argument_names
@@ -61,7 +61,7 @@ def make_work(
         if differ and len(other := np.flatnonzero(np.any(differ, axis=0))):
             others = {name: x[other] for name, x in states.items()}
             rows[kind] = encode_values({"": other, **others})
-    work = Work(
+    work = BatchWork(
         job=f"fedpax-{uuid.uuid4().hex}",
         manifest=manifest,
         files=files,

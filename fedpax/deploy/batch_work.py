@@ -84,7 +84,7 @@ class EachClient(NamedTuple):
         return jax.tree.map(lambda *rows: np.stack(rows), *map(self.function, client_ids.tolist()))
 
 
-class Work(NamedTuple):
+class BatchWork(NamedTuple):
     """What each process of a job needs, to be pickled.
 
     Attributes:
@@ -292,7 +292,7 @@ _OPEN: dict[str, tuple[Artifact, Clients]] = {}
 _LOCK = threading.Lock()
 
 
-def _opened(work: Work) -> tuple[Artifact, Clients]:
+def _opened(work: BatchWork) -> tuple[Artifact, Clients]:
     """Return the functions and the clients of a job, opened once in a process."""
     with _LOCK:
         if work.job not in _OPEN:

@@ -18,8 +18,8 @@ from fedpax.deploy.batch_job import check_program, fitting_block_size, make_work
 from fedpax.deploy.batch_work import (
     CLIENT,
     PARTICIPANT,
+    BatchWork,
     Clients,
-    Work,
     check_clients,
     split_states,
     stack_states,
@@ -164,7 +164,13 @@ class _Job:
     """Builds the pipeline of a job."""
 
     def __init__(
-        self, pipeline: Any, work: Work, where: str, rounds: range, size: int, differing: set[int]
+        self,
+        pipeline: Any,
+        work: BatchWork,
+        where: str,
+        rounds: range,
+        size: int,
+        differing: set[int],
     ) -> None:
         self.pipeline, self.work, self.where = pipeline, work, where
         self.rounds, self.size, self.differing = rounds, size, differing
@@ -272,7 +278,7 @@ _STATES = {kind: f"states {kind}" for kind in (PARTICIPANT, CLIENT)}
 
 
 def _run_clients(
-    work: Work, stage: int, number: int, members: Sequence[Any], request: bytes
+    work: BatchWork, stage: int, number: int, members: Sequence[Any], request: bytes
 ) -> Iterator[tuple[str, Any]]:
     count = beam.metrics.Metrics.counter
     count("fedpax", f"participants of stage {stage}").inc(len(members))

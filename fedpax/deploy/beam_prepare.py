@@ -29,8 +29,8 @@ from fedpax.user_files.preparing import check_arguments, draft_folder, new_folde
 from fedpax.user_files.reading import Reading
 from fedpax.user_files.selection import select_files
 from fedpax.user_files.sharding import (
-    Division,
     GroupSurvey,
+    ShardPlan,
     decode_table,
     encode_table,
     split_rows,
@@ -103,15 +103,15 @@ def prepare_beam(
     with _place(out) as place:
         survey = beam.Map(functools.partial(_survey, reading))
         surveys = place.run(flags, len(groups), lambda numbers: numbers | "survey" >> survey)
-        division = Division.of(reading, [*map(GroupSurvey.decode, surveys)], num_shards)
-        work = _Work(division, memory or "1GiB", place)
+        plan = ShardPlan.of(reading, [*map(GroupSurvey.decode, surveys)], num_shards)
+        work = _Work(plan, memory or "1GiB", place)
         counts = [json.loads(content) for content in place.run(flags, len(groups), work.build)]
         shards = [item for item in counts if "shard" in item]
         if not shards:
             raise ArgumentError(
                 f"{selected.name} has no examples, expected at least one. Name others."
             )
-        about = {**division.about, "num_examples": sum(shard["num_examples"] for shard in shards)}
+        about = {**plan.about, "num_examples": sum(shard["num_examples"] for shard in shards)}
         if reading.client is not None:
             about["num_clients"] = sum(shard["num_clients"] for shard in shards)
         about["shards"] = [shard["shard"] for shard in shards]
@@ -211,7 +211,7 @@ def _open(path: str, mode: str) -> Any:
 class _Work(NamedTuple):
     """The second pipeline."""
 
-    division: Division
+    plan: ShardPlan
     memory: str
     place: _Place
 
@@ -222,11 +222,11 @@ class _Work(NamedTuple):
         return (read["told"], shards) | beam.Flatten()
 
     def _read(self, number: int) -> Iterator[Any]:
-        reading = self.division.reading.copy()
-        division = self.division._replace(reading=reading)
+        reading = self.plan.reading.copy()
+        plan = self.plan._replace(reading=reading)
         error = None
         try:
-            for shard, rows in split_rows(division, number):
+            for shard, rows in split_rows(plan, number):
                 yield beam.pvalue.TaggedOutput("rows", (shard, rows))
         except (ArgumentError, OSError) as raised:
             error = str(raised)
@@ -235,12 +235,12 @@ class _Work(NamedTuple):
         yield beam.pvalue.TaggedOutput("told", (number, error, json.dumps(skipped).encode()))
 
     def _write(self, shard: tuple[int, Any]) -> Any:
-        return _attempt(len(self.division.reading.groups) + shard[0], lambda: self._shard(*shard))
+        return _attempt(len(self.plan.reading.groups) + shard[0], lambda: self._shard(*shard))
 
     def _shard(self, number: int, rows: Any) -> bytes:
         name = f"shard-{number:05d}"
         parent = None if self.place.out is None else self.place.messages
-        with write_shard(self.division, rows, self.memory, parent) as folder:
+        with write_shard(self.plan, rows, self.memory, parent) as folder:
             about = json.loads((folder / PREPARED).read_text(encoding="utf-8"))
             self.place.publish(folder, name)
         return json.dumps({**about, "shard": name}).encode()

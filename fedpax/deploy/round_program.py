@@ -15,7 +15,7 @@ from fedpax.algorithm import FederatedAlgorithm, Params
 from fedpax.deploy.artifacts import pack_stages
 from fedpax.deploy.runtime import Artifact, ArtifactError, check_content, check_manifest
 from fedpax.errors import ArgumentError
-from fedpax.files import parse_json, read_file
+from fedpax.files import explain_damage, parse_json, read_file
 from fedpax.transforms.stages import stages
 
 FORMAT, VERSION = "fedpax round program", 1
@@ -167,15 +167,9 @@ def pack_program(
 
 def read_program(path: str | Path) -> RoundProgram:
     """Read a file of `pack_program`, after checks of format, date and sha256."""
-    try:
+    expectation = "expected a program that `fedpax export --flower` wrote. Export again."
+    with explain_damage(Path(path), expectation, ArtifactError):
         text = read_file(Path(path), PROGRAM_BYTES).decode()
-    except PermissionError:
-        raise
-    except (OSError, ValueError) as error:
-        raise ArtifactError(
-            f"{path} cannot be read ({type(error).__name__}: {error}), expected a program that "
-            "`fedpax export --flower` wrote. Export again."
-        ) from error
     return parse_program(text, path)
 
 

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float
 
 from fedpax.errors import ArgumentError
 from fedpax.parallel.axes import entry_axes, partition_spec
-from fedpax.parallel.pipeline_schedule import Schedule, Task
+from fedpax.parallel.pipeline_schedule import Schedule, StageTask
 
 LayerFn: TypeAlias = Callable[
     [jax.Array, chex.ArrayTree, chex.ArrayTree], tuple[jax.Array, chex.ArrayTree]
@@ -228,7 +228,7 @@ def _own_layers(
     unroll: int,
     own_params: chex.ArrayTree,
     side_inputs: chex.ArrayTree,
-) -> Callable[[jax.Array, Task], tuple[jax.Array, chex.ArrayTree]]:
+) -> Callable[[jax.Array, StageTask], tuple[jax.Array, chex.ArrayTree]]:
     """Return the function that applies a block of the device's layers to a microbatch."""
 
     # Slices that depend on the tick are taken in here, so that `remat` does not store them.
@@ -248,7 +248,7 @@ def _own_layers(
     elif remat is not None:
         apply_layer = remat(apply_layer)
 
-    def run_layers(x: jax.Array, task: Task) -> tuple[jax.Array, chex.ArrayTree]:
+    def run_layers(x: jax.Array, task: StageTask) -> tuple[jax.Array, chex.ArrayTree]:
         x, per_layer = jax.lax.scan(
             lambda x, params: apply_layer(x, params, task.repeat, task.microbatch, side_inputs),
             x,

@@ -9,7 +9,7 @@ import jax
 from fedpax.errors import ArgumentError
 
 
-class Task(NamedTuple):
+class StageTask(NamedTuple):
     """The task of a stage in a tick, as integers or arrays of integers."""
 
     useful: bool | jax.Array  # whether the stage has a task. If not, its result is discarded
@@ -48,10 +48,10 @@ class Schedule:
         """Number of microbatches that a stage stores before and after the pipeline."""
         return self.num_microbatches // self.num_stages
 
-    def task(self, tick: int | jax.Array, stage: int | jax.Array) -> Task:
+    def task(self, tick: int | jax.Array, stage: int | jax.Array) -> StageTask:
         """Return the task of a stage in a tick; both can be arrays."""
         started = tick - stage
         lap, index = started // self.num_stages, started % self.num_stages
         group, repeat = lap // self.num_repeats, lap % self.num_repeats
         useful = (started >= 0) & (started < self.num_repeats * self.num_microbatches)
-        return Task(useful, repeat, (group * self.num_stages + index) % self.num_microbatches)
+        return StageTask(useful, repeat, (group * self.num_stages + index) % self.num_microbatches)

@@ -32,7 +32,7 @@ class ClientRows(NamedTuple):
     client_ids: Any
 
 
-class Ring(NamedTuple):
+class RowRing(NamedTuple):
     """The devices that share the rows and the cohort in equal blocks, inside a `shard_map`."""
 
     axis: str
@@ -51,7 +51,7 @@ def absent_beyond(client_ids: Any, num_clients: Any) -> jax.Array:
 
 
 def read_clients(
-    values: Sequence[ClientRows], start: Any, size: int, ring: Ring | None, *, in_loop: bool
+    values: Sequence[ClientRows], start: Any, size: int, ring: RowRing | None, *, in_loop: bool
 ) -> list[jax.Array]:
     """Read the states of `size` clients, from place `start` of each device's block."""
     chunks = [Chunk(value, start, size, ring) for value in values]
@@ -81,7 +81,7 @@ def write_clients(
     values: Sequence[ClientRows],
     start: Any,
     states: Sequence[jax.Array],
-    ring: Ring | None,
+    ring: RowRing | None,
     *,
     in_loop: bool,
 ) -> list[jax.Array]:
@@ -111,7 +111,7 @@ def write_clients(
 class Chunk:
     """The clients at the same places of all devices' blocks of the cohort."""
 
-    def __init__(self, value: ClientRows, start: Any, size: int, ring: Ring | None):
+    def __init__(self, value: ClientRows, start: Any, size: int, ring: RowRing | None):
         self.rows = value.rows
         self.devices = 1 if ring is None else ring.devices
         self.device = 0 if ring is None else jax.lax.axis_index(ring.axis)
@@ -141,12 +141,12 @@ class Chunk:
         return index, (ids >= 0) & (index >= 0) & (index < len(self.rows))
 
 
-def _hops(chunks: Sequence[Chunk], ring: Ring, in_loop: bool) -> Any:
+def _hops(chunks: Sequence[Chunk], ring: RowRing, in_loop: bool) -> Any:
     # Reverse derivatives need a length that is static: the whole ring.
     return count_hops(chunks, ring) if in_loop else ring.devices - 1
 
 
-def count_hops(chunks: Sequence[Chunk], ring: Ring) -> jax.Array:
+def count_hops(chunks: Sequence[Chunk], ring: RowRing) -> jax.Array:
     """Return how many devices the chunks' rows pass, the same number on all devices."""
     hops = jnp.int32(0)
     for chunk in chunks:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from fedpax.primitives.client_rows import ClientRows, Ring, read_clients, write_clients
+from fedpax.primitives.client_rows import ClientRows, RowRing, read_clients, write_clients
 from fedpax.primitives.layout import unplaced_aval
 from fedpax.primitives.lazy_slice import LazySlice, aval_of_value
 from fedpax.primitives.monoids import Monoid, apply_by_monoid, reduce_terms
@@ -35,7 +35,7 @@ class DeviceLoop(NamedTuple):
     max_auto_chunk: int  # largest chunk that "auto" may choose on an accelerator; 1 without "auto"
     # stacked output -> the placed value, a `ClientRows`, into whose rows it is written
     in_place: Mapping[int, int] = MappingProxyType({})
-    ring: Ring | None = None  # the devices that share the rows of clients, if there are several
+    ring: RowRing | None = None  # the devices that share the rows of clients, if there are several
 
     def run(self, placed: Sequence[Placed], chunk_size: ChunkSize) -> list[jax.Array]:
         """Run all participants and return the stacked outputs, then the totals."""

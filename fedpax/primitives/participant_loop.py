@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from fedpax.primitives._jax import ClosedJaxpr, eliminate_dead_code, evaluate
-from fedpax.primitives.client_rows import ClientRows, Ring
+from fedpax.primitives.client_rows import ClientRows, RowRing
 from fedpax.primitives.device_loop import DeviceLoop
 from fedpax.primitives.jaxpr_analysis import depends_on
 from fedpax.primitives.layout import (
@@ -88,7 +88,7 @@ def run_participants(
     if local == 1:
         placed = [False] * (1 + len(server_values)) + [True] * len(slices_of)
         device_jaxpr = keep_unit_axis(jaxpr, placed, num_stacked)
-    ring = None if axis is None else Ring(axis, devices)
+    ring = None if axis is None else RowRing(axis, devices)
     loop = DeviceLoop(
         functools.partial(evaluate, device_jaxpr),
         jaxpr.out_avals,

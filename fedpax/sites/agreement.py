@@ -7,13 +7,13 @@ from typing import Any
 
 from fedpax.errors import ConfigurationError
 from fedpax.sites.attendance import LATE
+from fedpax.sites.common_properties import Properties, count_votes
 from fedpax.sites.contract import Json, Question
 from fedpax.sites.coordinator_files import SiteWatch, write_federation
 from fedpax.sites.exchange import Exchange
-from fedpax.sites.site_table import Site
+from fedpax.sites.site_table import SiteRecord
 from fedpax.sites.stage_calls import Participants, StageCalls, without_faults
 from fedpax.sites.tasks import ROUND, new_token
-from fedpax.sites.votes import Properties, count_votes
 from fedpax.training.progress import Progress
 
 _MALFORMED = (
@@ -82,7 +82,7 @@ class Agreement:
             return True
         return False
 
-    def _compare(self, present: Sequence[Site]) -> tuple[dict[str, str], str | None]:
+    def _compare(self, present: Sequence[SiteRecord]) -> tuple[dict[str, str], str | None]:
         """Return the sites whose descriptions do not fit, and what is undecided."""
         properties: dict[str, Properties] = {}
         malformed: dict[str, str] = {}
@@ -94,7 +94,7 @@ class Agreement:
         differing, undecided = count_votes(properties, self._experiment.stated_properties())
         return {**malformed, **differing}, undecided
 
-    def _run(self, present: Sequence[Site]) -> Json | None:
+    def _run(self, present: Sequence[SiteRecord]) -> Json | None:
         """Return the inputs; None if a site left or was refused."""
         agreement = self._experiment.agree([site.description for site in present])
         self._progress.note(f"{len(present)} sites agree on their inputs")
@@ -120,7 +120,7 @@ class Agreement:
         late = [sites.get(name) for name, fault in sorted(faults.items()) if fault == LATE]
         return [s.name for s in late if s is not None and sites.is_awaited(s, ROUND, now)]
 
-    def _ask(self, question: Question, present: Sequence[Site]) -> Any:
+    def _ask(self, question: Question, present: Sequence[SiteRecord]) -> Any:
         everyone = {s.name: list(range(s.first, s.first + s.count)) for s in present}
         total = question.stages.placement.size
         who = Participants(everyone, everyone, {n: own[0] for n, own in everyone.items()}, total)

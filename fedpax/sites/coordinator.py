@@ -43,7 +43,7 @@ from fedpax.sites.stage_calls import (
     StageCalls,
     without_faults,
 )
-from fedpax.sites.tasks import ROUND, Reply, new_token
+from fedpax.sites.tasks import ROUND, SiteReply, new_token
 from fedpax.sites.uplink import check_up
 from fedpax.training.due_rounds import is_due
 from fedpax.training.logging import NonFiniteError
@@ -72,7 +72,7 @@ class _Outcome(NamedTuple):
 
     result: tuple[Any, Any]  # of the program: state and metrics
     token: str
-    answered: Mapping[str, Reply]  # of the last stage that sites were asked for
+    answered: Mapping[str, SiteReply]  # of the last stage that sites were asked for
     dropped: int  # number of sites whose replies a guard dropped
 
 
@@ -321,7 +321,7 @@ class Coordinator:
         header: dict[str, Any] = {"task": ROUND, "weights": self._rules.weights}
         header |= {"num_clients": who.total, "cohort_size": who.cohort_size}
         server, reply, earlier = program.serve(self._state), None, list[Any]()
-        answered: dict[str, Reply] = {}
+        answered: dict[str, SiteReply] = {}
         dropped: dict[str, str] = {}
         while True:
             try:
@@ -356,7 +356,7 @@ class Coordinator:
                         site = self.exchange.sites.get(name)
                         assert site is not None
                         site.dropped += 1
-                    replies |= {name: Reply({"fault": why}, {}) for name, why in dropped.items()}
+                    replies |= {n: SiteReply({"fault": why}, {}) for n, why in dropped.items()}
                     answered = without_faults(replies)
                 self._note_faults(number, replies)
                 if request.stage and (left := who.clients.keys() - answered.keys()):
@@ -373,7 +373,7 @@ class Coordinator:
             reply = computed or self._calls.merge(divided, request, answered, who)
             earlier.append(reply)
 
-    def _note_faults(self, number: int, replies: Mapping[str, Reply]) -> None:
+    def _note_faults(self, number: int, replies: Mapping[str, SiteReply]) -> None:
         for name, reply in replies.items():
             if fault := reply.header.get("fault"):
                 self._progress.note(f"round {number}: the reply of {name} is not counted: {fault}")

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fedpax.errors import ConfigurationError
-from fedpax.files import read_json
+from fedpax.files import explain_damage, read_json
 from fedpax.run_files.metrics import MetricsWriter, select
 from fedpax.run_files.paths import write_atomically
 from fedpax.run_files.quantiles import with_quantiles
@@ -27,17 +26,11 @@ def read_federation(folder: Path) -> dict[str, Any] | None:
     path = folder / FEDERATION
     if not path.exists():
         return None
-    try:
+    expectation = "expected the file that `fedpax syncer` writes. Restore it from a copy."
+    with explain_damage(path, expectation):
         content: dict[str, Any] = read_json(path)
         _ = content["run"], content["inputs"], content["sites"]
-        return content
-    except PermissionError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigurationError(
-            f"{path} cannot be read ({type(error).__name__}: {error}), expected the file that "
-            "`fedpax syncer` writes. Restore it from a copy."
-        ) from error
+    return content
 
 
 def write_federation(folder: Path, run: str, inputs: Json | None, sites: SiteTable) -> None:

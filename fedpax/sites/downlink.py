@@ -26,7 +26,7 @@ CODED = "coded"
 Arrays = Mapping[str, np.ndarray]
 
 
-class Packet(NamedTuple):
+class DownlinkArrays(NamedTuple):
     """Arrays for all sites, whole or as differences.
 
     Attributes:
@@ -53,9 +53,9 @@ class Packet(NamedTuple):
         return {**fields, "base": self.base}, self.coded
 
 
-def whole(arrays: Arrays) -> Packet:
+def whole(arrays: Arrays) -> DownlinkArrays:
     """Return a packet of arrays that are not compressed."""
-    return Packet(arrays, None, "", "", 0)
+    return DownlinkArrays(arrays, None, "", "", 0)
 
 
 class Downlink:
@@ -68,7 +68,7 @@ class Downlink:
         self._codec, self._epoch, self._version = make_codec(codec), epoch, 0
         self._reference: dict[str, jax.Array] = {}
 
-    def pack(self, arrays: Arrays) -> Packet:
+    def pack(self, arrays: Arrays) -> DownlinkArrays:
         """Return the packet of the next round."""
         base, names = self._place, _coded_names(arrays, self._codec)
         self._version += 1
@@ -86,7 +86,7 @@ class Downlink:
             for name, word in zip(names, words, strict=True):
                 coded[f"{CODED} {name}"] = np.asarray(word)
         known = {name: np.asarray(x) for name, x in self._reference.items()}
-        return Packet({**arrays, **known}, coded, base, self._place, checksum(known))
+        return DownlinkArrays({**arrays, **known}, coded, base, self._place, checksum(known))
 
     @property
     def _place(self) -> str:

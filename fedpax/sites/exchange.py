@@ -23,8 +23,8 @@ from fedpax.sites.reply_checks import (
     find_fault,
     shorten_types,
 )
-from fedpax.sites.site_table import CLIENTS_PER_SITE, Site, SiteTable
-from fedpax.sites.tasks import Reply, Task, largest_message
+from fedpax.sites.site_table import CLIENTS_PER_SITE, SiteRecord, SiteTable
+from fedpax.sites.tasks import SiteReply, Task, largest_message
 from fedpax.transport.calls import RefusedError
 from fedpax.transport.checked_header import CheckedHeader
 from fedpax.transport.message import Message
@@ -69,7 +69,7 @@ class Exchange:
         self._down = down
         self._changed = threading.Condition()
         self._task: Task | None = None
-        self._replies: dict[str, Reply] = {}
+        self._replies: dict[str, SiteReply] = {}
         self.inputs: Json | None = None  # what all sites share, once they agree
         self.types: Json | None = None  # of a batch
         self.round, self.finished, self.waits_for = 0, False, "sites"
@@ -120,7 +120,7 @@ class Exchange:
                 "site, then start it again."
             )
 
-    def _site(self, name: str, request: CheckedHeader) -> Site | None:
+    def _site(self, name: str, request: CheckedHeader) -> SiteRecord | None:
         """Return the site that sends a message; None if it must join first."""
         site = self.sites.get(name)
         if site is None or site.incarnation != request.text("incarnation"):
@@ -168,13 +168,13 @@ class Exchange:
             raise RefusedError("the run is finished, and this site was not part of it.")
         site = self.sites.add(name, count)
         if self._task is not None and is_renumbered and name in self._task.own:
-            self._replies[name] = Reply({"fault": "it has joined with other clients"}, {})
+            self._replies[name] = SiteReply({"fault": "it has joined with other clients"}, {})
         site.incarnation, site.description, site.ready = incarnation, description, False
         site.seen, site.left = now, False
         self._changed.notify_all()
         return self._answer(site, status="ok", run=self.run, down=self._down)
 
-    def _ready(self, site: Site, request: CheckedHeader, arrays: Any) -> Message:
+    def _ready(self, site: SiteRecord, request: CheckedHeader, arrays: Any) -> Message:
         types = request.mapping("types")
         check_types(types)
         if self.types is not None and types != self.types:
@@ -188,7 +188,7 @@ class Exchange:
         site.types, site.ready = types, True
         return self._answer(site, status="ok")
 
-    def _work(self, site: Site, request: CheckedHeader, arrays: Any) -> Message:
+    def _work(self, site: SiteRecord, request: CheckedHeader, arrays: Any) -> Message:
         deadline, had_inputs = time.monotonic() + LONGEST_WAIT, request.flag("inputs")
         while True:
             if self.inputs is not None and not had_inputs:
@@ -211,7 +211,7 @@ class Exchange:
             self._check_is_not_refused(site.name, site.incarnation)
             site.seen = time.monotonic()
 
-    def _offer(self, site: Site, request: CheckedHeader, arrays: Any) -> Message:
+    def _offer(self, site: SiteRecord, request: CheckedHeader, arrays: Any) -> Message:
         """Tell a site whether to send a large reply now: few at a time are in memory."""
         now = time.monotonic()
         self._uploads = {
@@ -270,29 +270,29 @@ class Exchange:
 
     def _keep(
         self, name: str, task: Task, fields: Json, arrays: Mapping[str, np.ndarray]
-    ) -> tuple[Reply, str | None]:
+    ) -> tuple[SiteReply, str | None]:
         """Return a reply, on the disk if it is large, and why it does not count."""
         if fields.get("fault") is not None:  # the site itself tells why it has no reply
-            return Reply({"fault": CheckedHeader(fields).text("fault")}, {}), None
+            return SiteReply({"fault": CheckedHeader(fields).text("fault")}, {}), None
         if reason := find_fault(task, task.own[name][0], arrays):
-            return Reply({"fault": reason}, {}), reason
+            return SiteReply({"fault": reason}, {}), reason
         is_encoded = task.is_encoded(task.own[name][0])
         fields = {**fields, "weight": None if is_encoded else claimed_weight(task, arrays)}
         if self._folder is None or sum(x.nbytes for x in arrays.values()) < LARGE:
-            return Reply(fields, arrays), None
+            return SiteReply(fields, arrays), None
         self._folder.mkdir(exist_ok=True)
         path = self._folder / f"{secrets.token_hex(8)}.reply"
         write_message(path, Message({}, arrays), sync=False)
-        return Reply(fields, path), None
+        return SiteReply(fields, path), None
 
-    def _note(self, site: Site, request: CheckedHeader, arrays: Any) -> Message:
+    def _note(self, site: SiteRecord, request: CheckedHeader, arrays: Any) -> Message:
         return self._answer(site, status="ok")
 
-    def _leave(self, site: Site, request: CheckedHeader, arrays: Any) -> Message:
+    def _leave(self, site: SiteRecord, request: CheckedHeader, arrays: Any) -> Message:
         site.left, site.heard_end = True, site.heard_end or self.finished
         return self._answer(site, status="ok")
 
-    def _answer(self, site: Site, **fields: Any) -> Message:
+    def _answer(self, site: SiteRecord, **fields: Any) -> Message:
         clients = self.sites.clients(site)
         return Message(
             {
@@ -306,7 +306,7 @@ class Exchange:
 
     # ---- the coordinator
 
-    def begin_agreement(self) -> list[Site]:
+    def begin_agreement(self) -> list[SiteRecord]:
         """Give numbers to the clients of the sites that are heard, and return these sites."""
         with self._changed:
             present = self.present(ready=False)
@@ -333,7 +333,7 @@ class Exchange:
         """Whether a site was refused."""
         return bool(self._refused)
 
-    def present(self, *, ready: bool = True) -> list[Site]:
+    def present(self, *, ready: bool = True) -> list[SiteRecord]:
         """Return the sites that are heard, and by default only those that can take part."""
         with self._changed:
             now = time.monotonic()
@@ -342,7 +342,7 @@ class Exchange:
 
     def ask(
         self, task: Task, quorum: int, seconds: float, stop: Callable[[], bool]
-    ) -> dict[str, Reply] | None:
+    ) -> dict[str, SiteReply] | None:
         """Ask sites, and return the replies by name, sorted.
 
         It returns when each site that is asked has answered, is silent or is overdue, or, after

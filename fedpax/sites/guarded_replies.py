@@ -8,7 +8,7 @@ from fedpax.sites.coordinator_program import CoordinatorProgram
 from fedpax.sites.coordinator_state import CoordinatorState
 from fedpax.sites.merge_guard import MergeGuard
 from fedpax.sites.stage_calls import Participants, StageCalls
-from fedpax.sites.tasks import Reply
+from fedpax.sites.tasks import SiteReply
 from fedpax.transforms.stages import Request
 
 Terms = Sequence[Any]
@@ -21,7 +21,7 @@ def drop_replies(
     state: CoordinatorState,
     earlier: Sequence[Any],
     request: Request,
-    replies: Mapping[str, Reply],
+    replies: Mapping[str, SiteReply],
     who: Participants,
 ) -> dict[str, str]:
     """Return the sites whose replies to the last stage are not merged, with reasons."""

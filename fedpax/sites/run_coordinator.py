@@ -22,7 +22,7 @@ from fedpax.sites.site_table import SiteTable
 from fedpax.sites.tasks import new_token
 from fedpax.training.experiment import Experiment
 from fedpax.transport.admission import NO_LIMITS, Admission, SiteLimits
-from fedpax.transport.own_certificates import signer_of
+from fedpax.transport.optional_packages import signer_of
 
 CALLS_OF_A_SITE = 8
 """Calls of a site at a time: it has two, and the calls of a process that was killed may remain."""

@@ -14,7 +14,7 @@ from fedpax.secure_sums.message import Message
 from fedpax.sites.contract import Json
 from fedpax.sites.downlink import whole
 from fedpax.sites.exchange import Exchange
-from fedpax.sites.tasks import TERM, Reply, Task, in_order, numbered
+from fedpax.sites.tasks import TERM, SiteReply, Task, in_order, numbered
 from fedpax.transforms.client_stages import Stage
 from fedpax.transport.calls import RefusedError
 
@@ -115,7 +115,7 @@ def ask_for_sums(
     least_clients: int,
     report: Callable[[str, str], None],
     signer: "Signer | None" = None,
-) -> dict[str, Reply] | None:
+) -> dict[str, SiteReply] | None:
     """Ask sites as `Exchange.ask` does, for the sum of their terms alone.
 
     The first of the replies has the sum, in the terms' dtypes, and the others have no arrays. It
@@ -133,7 +133,7 @@ def ask_for_sums(
     )
     requests: dict[str, Message | None] = dict.fromkeys(task.own)
     fields: dict[str, Any] = {}
-    faults: dict[str, Reply] = {}
+    faults: dict[str, SiteReply] = {}
     while not side.done:
         phase = side.phase
         if (count := sum(clients[name] for name in requests)) < least_clients:
@@ -151,7 +151,7 @@ def ask_for_sums(
                 if isinstance(header, dict):
                     side.receive(name, Message(header, reply.arrays))
             except SecureSumError as error:
-                reply = Reply({"fault": str(error)}, {})
+                reply = SiteReply({"fault": str(error)}, {})
                 report(name, str(error))
             if "fault" in reply.header:
                 faults[name] = reply
@@ -167,7 +167,7 @@ def ask_for_sums(
         for name, value in zip(shapes, stage.terms, strict=True)
     }
     first, *others = side.present
-    sent = {first: Reply(fields[first], total)} | {n: Reply(fields[n], {}) for n in others}
+    sent = {first: SiteReply(fields[first], total)} | {n: SiteReply(fields[n], {}) for n in others}
     return sent | {name: reply for name, reply in faults.items() if name not in sent}
 
 

@@ -8,8 +8,8 @@ import jax
 
 from fedpax.algorithm import Params
 from fedpax.checkpoints.checkpoint import Checkpoints
-from fedpax.errors import ArgumentTypeError, ConfigurationError
-from fedpax.files import read_json
+from fedpax.errors import ArgumentTypeError
+from fedpax.files import explain_damage, read_json
 from fedpax.run_files.configuration import to_json, write_configuration
 from fedpax.run_files.paths import write_atomically
 from fedpax.sites.contract import SITE_FILE
@@ -54,15 +54,12 @@ def read_run(folder: Path) -> SiteFile:
     path = folder / SITE_FILE
     if not path.exists():
         return SiteFile()
-    try:
+    expectation = (
+        "expected the file that `fedpax join` writes. Restore it from a copy, or give an empty "
+        "--job_log_dir."
+    )
+    with explain_damage(path, expectation):
         run = SiteFile(**read_json(path))
         if not isinstance(run.run, str):
             raise ArgumentTypeError(f"run is {run.run!r}")
-        return run
-    except PermissionError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigurationError(
-            f"{path} cannot be read ({type(error).__name__}: {error}), expected the file that "
-            "`fedpax join` writes. Restore it from a copy, or give an empty --job_log_dir."
-        ) from error
+    return run

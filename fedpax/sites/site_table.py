@@ -25,7 +25,7 @@ _SAVED = (
 )
 
 
-class Site:
+class SiteRecord:
     """A site that has joined a run."""
 
     def __init__(self, name: str, first: int, count: int) -> None:
@@ -81,43 +81,43 @@ class SiteTable:
     ) -> None:
         self._most_missed = most_missed
         self._is_expelled = is_expelled
-        self._sites: dict[str, Site] = {}
+        self._sites: dict[str, SiteRecord] = {}
         self._silent_after = silent_after
         self.num_clients = 0  # of all sites, also of those that left
 
-    def __iter__(self) -> Iterator[Site]:
+    def __iter__(self) -> Iterator[SiteRecord]:
         return iter([self._sites[name] for name in sorted(self._sites)])
 
-    def get(self, name: str) -> Site | None:
+    def get(self, name: str) -> SiteRecord | None:
         """Return a site, or None if there is none of this name."""
         return self._sites.get(name)
 
-    def add(self, name: str, count: int) -> Site:
+    def add(self, name: str, count: int) -> SiteRecord:
         """Return the site of a name; one with another number of clients gets new numbers."""
-        site = self._sites.setdefault(name, Site(name, self.num_clients, 0))
+        site = self._sites.setdefault(name, SiteRecord(name, self.num_clients, 0))
         if site.count != count:
             site.renumbered += site.count > 0
             site.first, site.count = self.num_clients, count
             self.num_clients += count
         return site
 
-    def keep(self, sites: Sequence[Site]) -> None:
+    def keep(self, sites: Sequence[SiteRecord]) -> None:
         """Forget other sites, and number clients by the names of sites, not by their arrival."""
         self._sites, self.num_clients = {site.name: site for site in sites}, 0
         for site in self:
             site.first, site.renumbered = self.num_clients, 0
             self.num_clients += site.count
 
-    def clients(self, site: Site) -> ClientRange:
+    def clients(self, site: SiteRecord) -> ClientRange:
         """Return the clients of a site."""
         return ClientRange(site.first, site.count, self.num_clients)
 
-    def is_present(self, site: Site, now: float) -> bool:
+    def is_present(self, site: SiteRecord, now: float) -> bool:
         """Tell whether a site is heard."""
         heard = not site.left and now - site.seen <= self._silent_after
         return heard and not self._is_expelled(site.name)
 
-    def is_expelled(self, site: Site) -> bool:
+    def is_expelled(self, site: SiteRecord) -> bool:
         """Tell whether a site is expelled."""
         return self._is_expelled(site.name)
 
@@ -126,7 +126,7 @@ class SiteTable:
         site = self._sites.get(name)
         return site is not None and self.is_present(site, now)
 
-    def is_awaited(self, site: Site, kind: str, now: float) -> bool:
+    def is_awaited(self, site: SiteRecord, kind: str, now: float) -> bool:
         """Tell whether a task of a kind waits for a site until its deadline."""
         is_overdue = site.attendance.missed[kind] >= self._most_missed
         return self.is_present(site, now) and not is_overdue
@@ -181,7 +181,7 @@ class SiteTable:
             for site in self
         ]
 
-    def _state(self, site: Site, now: float) -> str:
+    def _state(self, site: SiteRecord, now: float) -> str:
         if self._is_expelled(site.name):
             return "expelled"
         if site.heard_end:
@@ -201,7 +201,7 @@ class SiteTable:
     def restore(self, saved: list[Mapping[str, Any]]) -> None:
         """Take over the sites of an earlier process of the coordinator."""
         for fields in saved:
-            site = Site(fields["name"], fields["first"], fields["count"])
+            site = SiteRecord(fields["name"], fields["first"], fields["count"])
             for name in _SAVED[3:]:
                 setattr(site, name, fields.get(name, getattr(site, name)))
             self._sites[site.name] = site

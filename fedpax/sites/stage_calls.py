@@ -29,7 +29,7 @@ from fedpax.sites.tasks import (
     SHOWN,
     TERM,
     WORD,
-    Reply,
+    SiteReply,
     Task,
     in_order,
     new_token,
@@ -104,7 +104,7 @@ class StageCalls:
         header: Json,
         who: Participants,
         quorum: int,
-    ) -> dict[str, Reply] | None:
+    ) -> dict[str, SiteReply] | None:
         """Ask for a stage, as `Exchange.ask` does."""
         rows = [to_numbers(x) for x in request.rows]
         coded = None if self._rules.secure_sums else divided.coded(request.stage)
@@ -153,7 +153,7 @@ class StageCalls:
 
     def _ask_for_sum(
         self, divided: Stages, number: int, task: Task, who: Participants, quorum: int
-    ) -> dict[str, Reply] | None:
+    ) -> dict[str, SiteReply] | None:
         rules, stage = self._rules, divided[number]
         check_is_sum(stage, divided.adds(number))
         try:
@@ -178,7 +178,7 @@ class StageCalls:
         self._note(f"site {name} does not keep to the protocol: {reason}")
         self._exchange.report(name, reason)
 
-    def _note_weights(self, replies: Mapping[str, Reply]) -> None:
+    def _note_weights(self, replies: Mapping[str, SiteReply]) -> None:
         """Note what sites claim to weigh, and tell which one of several outweighs all others."""
         sites = self._exchange.sites
         for site in sites:
@@ -209,9 +209,9 @@ class StageCalls:
         task: Task,
         divided: Stages,
         request: Request,
-        replies: Mapping[str, Reply],
+        replies: Mapping[str, SiteReply],
         who: Participants,
-    ) -> dict[str, Reply]:
+    ) -> dict[str, SiteReply]:
         """Replace replies whose words have values or weights that do not count."""
         checked = dict(replies)
         for name, reply in without_faults(replies).items():
@@ -223,9 +223,9 @@ class StageCalls:
                 fault = "its words stand for NaN or infinity, expected finite values"
             if fault is None:
                 header = {**reply.header, "weight": claimed_weight(task, terms)}
-                checked[name] = Reply(header, reply.content)
+                checked[name] = SiteReply(header, reply.content)
             else:
-                checked[name] = Reply({"fault": fault}, {})
+                checked[name] = SiteReply({"fault": fault}, {})
                 self._exchange.report(name, fault)
         return checked
 
@@ -275,7 +275,7 @@ class StageCalls:
         return merged, [], participants
 
     def merge(
-        self, divided: Stages, request: Request, replies: Mapping[str, Reply], who: Participants
+        self, divided: Stages, request: Request, replies: Mapping[str, SiteReply], who: Participants
     ) -> tuple[Any, Any, list[int]]:
         """Merge the terms of sites, in the order of their names."""
         merge = divided.merge(request.stage)
@@ -311,6 +311,6 @@ def last_asked(divided: Stages) -> int:
     )
 
 
-def without_faults(replies: Mapping[str, Reply]) -> dict[str, Reply]:
+def without_faults(replies: Mapping[str, SiteReply]) -> dict[str, SiteReply]:
     """Return the replies that count."""
     return {name: reply for name, reply in replies.items() if "fault" not in reply.header}

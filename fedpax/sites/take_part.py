@@ -49,7 +49,7 @@ from fedpax.transport.calls import (
 )
 from fedpax.transport.checked_header import CheckedHeader
 from fedpax.transport.message import Message
-from fedpax.transport.own_certificates import certified_name, signer_of
+from fedpax.transport.optional_packages import certified_name, signer_of
 
 MOST_MODELS = 8
 """The largest message that a site receives, in models: SCAFFOLD's has two, optimizers a few."""

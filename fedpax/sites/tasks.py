@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedpax.sites.downlink import Packet
+from fedpax.sites.downlink import DownlinkArrays
 from fedpax.sites.framed_messages import read_message
 from fedpax.sites.random_keys import to_numbers
 
@@ -39,7 +39,7 @@ class Task(NamedTuple):
 
     token: str
     header: Mapping[str, Any]
-    packet: Packet
+    packet: DownlinkArrays
     own: Mapping[str, tuple[Mapping[str, Any], Mapping[str, np.ndarray]]]
     expected: Mapping[str, ArrayTypes]
     weights: Mapping[str, float] = {}
@@ -56,7 +56,7 @@ class Task(NamedTuple):
         return bool(own.get("coded")) or "up" in self.header
 
 
-class Reply(NamedTuple):
+class SiteReply(NamedTuple):
     """The answer of a site to a task."""
 
     header: Mapping[str, Any]

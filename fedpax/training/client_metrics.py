@@ -33,7 +33,7 @@ class ClientMetrics(NamedTuple):
     metrics: Mapping[str, Float64[np.ndarray, " clients"]]
 
 
-class Clients(Protocol):
+class EvaluatedClients(Protocol):
     """The clients of held-out examples."""
 
     @property
@@ -74,7 +74,7 @@ class LabelWeights(NamedTuple):
 def classification_by_client(
     logits: Float[np.ndarray, "examples classes"],
     labels: Int[np.ndarray, " examples"],
-    clients: Clients,
+    clients: EvaluatedClients,
 ) -> ClientMetrics:
     """Measure a classifier on the examples of each client.
 
@@ -116,7 +116,7 @@ def classification_by_client(
 def regression_by_client(
     predictions: Float[np.ndarray, " examples"],
     labels: Float[np.ndarray, " examples"],
-    clients: Clients,
+    clients: EvaluatedClients,
 ) -> ClientMetrics:
     """Measure predicted numbers on the examples of each client.
 

@@ -30,7 +30,7 @@ MLFLOW_PARAMS = 100
 MLFLOW_LONGEST = 6000
 
 
-class Entry(NamedTuple):
+class TrackedLine(NamedTuple):
     """A line of `metrics.jsonl` to send."""
 
     number: int  # its place among all lines that were sent, from 0
@@ -57,7 +57,7 @@ class TrackedRun(Protocol):
     id: str  # its name for the tracker, with which a later process continues it
     place: str  # where to look at it, such as an address
 
-    def log(self, entries: Sequence[Entry]) -> None:
+    def log(self, entries: Sequence[TrackedLine]) -> None:
         """Send lines."""
 
     def log_checkpoint(self, folder: Path, round_number: int) -> None:
@@ -116,7 +116,7 @@ class WandbRun:
         self._run.define_metric("round", hidden=True)
         self._run.define_metric("*", step_metric="round")
 
-    def log(self, entries: Sequence[Entry]) -> None:
+    def log(self, entries: Sequence[TrackedLine]) -> None:
         """Send lines. Steps count them: W&B takes no smaller step than the last one."""
         for entry in entries:
             values = {"round": entry.line["round"], **metrics_of(entry.line)}
@@ -185,7 +185,7 @@ class MlflowRun:
         is_page = address.startswith("http")
         self.place = f"{address.rstrip('/')}/{path}" if is_page else f"run {self.id} in {address}"
 
-    def log(self, entries: Sequence[Entry]) -> None:
+    def log(self, entries: Sequence[TrackedLine]) -> None:
         """Send lines, at the time at which they were written."""
         metrics = [
             self._metric(_mlflow_name(name), value, int(entry.seconds * 1000), entry.line["round"])
@@ -240,7 +240,7 @@ class TrackioRun:
             )
         self.place = f"trackio show --project {project}"
 
-    def log(self, entries: Sequence[Entry]) -> None:
+    def log(self, entries: Sequence[TrackedLine]) -> None:
         """Send lines."""
         for entry in entries:
             self._run.log(metrics_of(entry.line), step=entry.line["round"])

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import jax
 
 from fedpax.console import print_error
-from fedpax.errors import ArgumentError, ConfigurationError
+from fedpax.errors import ArgumentError
 from fedpax.extras import check_installed
-from fedpax.files import UnusableFileError, read_json
+from fedpax.files import explain_damage, read_json
 from fedpax.run_files.configuration import to_json
 from fedpax.run_files.paths import (
     CHECKPOINTS,
@@ -30,7 +30,7 @@ from fedpax.run_files.paths import (
     write_atomically,
 )
 from fedpax.training.experiment import Experiment
-from fedpax.training.tracked_runs import SERVICES, Description, Entry, Outcome, TrackedRun
+from fedpax.training.tracked_runs import SERVICES, Description, Outcome, TrackedLine, TrackedRun
 
 if sys.platform != "win32":
     import resource
@@ -47,7 +47,7 @@ MOST_LINES = 20_000
 BATCH = 500
 
 
-class Position(NamedTuple):
+class TrackedPosition(NamedTuple):
     """What a tracker has of a run."""
 
     id: str | None = None  # the tracked run; None: there is none yet
@@ -189,7 +189,7 @@ class Tracker(AbstractContextManager["Tracker"]):
             seconds, line = lines[-1]
             lines.append((seconds, {"kind": "system", "round": line["round"], **figures}))
         position, first = self._position, self._position.lines
-        run.log([Entry(first + i, *line) for i, line in enumerate(lines)])
+        run.log([TrackedLine(first + i, *line) for i, line in enumerate(lines)])
         for _, line in batch:
             position = position._replace(last=_advance(position.last, line))
             if line["kind"] == "spike":  # later checkpoints are deleted, and saved anew
@@ -227,7 +227,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         if not self._has_ended:
             self._note(text)
 
-    def _save(self, position: Position) -> None:
+    def _save(self, position: TrackedPosition) -> None:
         self._position = position
         write_position(self._folder, self._name, position)
 
@@ -299,30 +299,28 @@ class SystemFigures:
         return figures
 
 
-def read_position(folder: Path, tracker: str) -> Position:
+def read_position(folder: Path, tracker: str) -> TrackedPosition:
     """Read what a tracker has of a run, from `tracker.json`."""
     path = folder / TRACKER
-    try:
+    if not path.exists():
+        return TrackedPosition()
+    expectation = (
+        "expected the id of the run's metrics at a tracker, as fedpax writes it. Restore it from a "
+        "copy, or delete it to begin a new run at the tracker."
+    )
+    with explain_damage(path, expectation):
         entry = read_json(path).get(tracker)
         if entry is None:
-            return Position()
-        position = Position(**entry)
+            return TrackedPosition()
+        position = TrackedPosition(**entry)
         numbers = [position.lines, position.checkpoint, *position.last.values()]
         whole = all(type(number) is int and number >= 0 for number in numbers)
         if not whole or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", position.id or ""):
             raise ArgumentError("its values are not those that fedpax writes")
         return position
-    except FileNotFoundError:
-        return Position()
-    except (UnusableFileError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigurationError(
-            f"{path} cannot be read ({type(error).__name__}: {error}), expected the id of the "
-            "run's metrics at a tracker, as fedpax writes it. Restore it from a copy, or delete it "
-            "to begin a new run at the tracker."
-        ) from error
 
 
-def write_position(folder: Path, tracker: str, position: Position) -> None:
+def write_position(folder: Path, tracker: str, position: TrackedPosition) -> None:
     """Write to `tracker.json` which part of a run a tracker has."""
     try:
         entries = dict(read_json(folder / TRACKER))

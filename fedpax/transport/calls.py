@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from fedpax.errors import FedpaxError
 from fedpax.transport.address import check_address
 from fedpax.transport.call_pool import CallPool, CallsBySite
-from fedpax.transport.extras import import_grpc, read_certificates
 from fedpax.transport.handshake import find_refusal
 from fedpax.transport.limited_log import LimitedLog, escape
 from fedpax.transport.message import (
@@ -22,6 +21,7 @@ from fedpax.transport.message import (
     decode,
     encode,
 )
+from fedpax.transport.optional_packages import import_grpc, read_certificates
 
 if TYPE_CHECKING:
     import grpc

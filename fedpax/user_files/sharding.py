@@ -1,7 +1,7 @@
 """Preparing files as shards: the work of a job on many machines, without the engine that runs it.
 
 1. `survey_group` reads a group of files: its schema, and a sample of the clients.
-2. `Division.of` joins the schemas, and divides the clients into ranges with equal numbers of rows.
+2. `ShardPlan.of` joins the schemas, and divides the clients into ranges with equal numbers of rows.
 3. `split_rows` reads a group again, and sends each row to the shard of its client.
 4. `write_shard` sorts a shard into a prepared folder; the shards in order have the order that
    `fedpax.data.prepare` has.
@@ -71,7 +71,7 @@ class GroupSurvey(NamedTuple):
 
 
 def survey_group(reading: Reading, number: int) -> GroupSurvey:
-    """Read a group of files before `Division.of`: all of it, so that every damaged row is met."""
+    """Read a group of files before `ShardPlan.of`: all of it, so that every damaged row is met."""
     reading = reading.copy()
     names: dict[str, None] = {}  # in the order of the first parts
     while True:
@@ -106,7 +106,7 @@ def _survey(reading: Reading, number: int, names: dict[str, None]) -> GroupSurve
     return GroupSurvey(schema, reading.types.get(file.path, {}), rows, nbytes, sample, stands_for)
 
 
-class Division(NamedTuple):
+class ShardPlan(NamedTuple):
     """How rows are divided into shards, and the order of rows."""
 
     reading: Reading
@@ -117,7 +117,7 @@ class Division(NamedTuple):
     @classmethod
     def of(
         cls, reading: Reading, surveys: Sequence[GroupSurvey], num_shards: int | None
-    ) -> "Division":
+    ) -> "ShardPlan":
         """Divide the clients of all groups; `reading` gets the schema of all of them."""
         for group, survey in zip(reading.groups, surveys, strict=True):
             reading.types.setdefault(group[0].path, {}).update(survey.types)
@@ -163,15 +163,15 @@ def _sample(
     return pa.concat_arrays([array.cast(data_type) for array in keys]), np.concatenate(weights)
 
 
-def split_rows(division: Division, number: int) -> Iterator[tuple[int, bytes]]:
+def split_rows(plan: ShardPlan, number: int) -> Iterator[tuple[int, bytes]]:
     """Yield shards and rows of a group that they have."""
-    reading = division.reading
+    reading = plan.reading
     start = number * _GROUP_ROWS
     for table in reading.group_tables(number):
         order = start + np.arange(table.num_rows)
         start += table.num_rows
-        table = table.append_column(division.order, pa.array(order))
-        shard = _shards_of(table.column(reading.client or division.order), division.bounds)
+        table = table.append_column(plan.order, pa.array(order))
+        shard = _shards_of(table.column(reading.client or plan.order), plan.bounds)
         in_order = table.take(pa.array(np.argsort(shard, kind="stable")))
         ends = np.cumsum(np.bincount(shard))
         for k, end in enumerate(ends):
@@ -189,19 +189,19 @@ def _shards_of(keys: Any, bounds: Any) -> Any:
 
 @contextlib.contextmanager
 def write_shard(
-    division: Division, rows: Iterable[bytes], memory: str, parent: str | None
+    plan: ShardPlan, rows: Iterable[bytes], memory: str, parent: str | None
 ) -> Iterator[Path]:
     """Write rows of `split_rows` as a prepared folder, which is removed at the end unless moved."""
     scratch = Path(tempfile.mkdtemp(prefix="shard-draft-", dir=parent))
     try:
-        keys = [name for name in (division.reading.client, division.order) if name is not None]
+        keys = [name for name in (plan.reading.client, plan.order) if name is not None]
         tables: Iterator[pa.Table] = map(decode_table, rows)
-        tables = sort_tables(tables, division.schema, keys, scratch / "spill", memory)
+        tables = sort_tables(tables, plan.schema, keys, scratch / "spill", memory)
         folder = scratch / "folder"
         folder.mkdir()
-        schema = division.reading.schema
+        schema = plan.reading.schema
         tables = (table.select(schema.names) for table in tables)
-        write_prepared(folder, tables, schema, division.about)
+        write_prepared(folder, tables, schema, plan.about)
         yield folder
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

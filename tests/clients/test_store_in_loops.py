@@ -18,7 +18,7 @@ from fedpax import Cohort
 from fedpax.algorithms import ditto, feddyn, scaffold
 from fedpax.clients import ClientStore, gather_clients, scatter_clients
 from fedpax.hlo.collectives import collectives, operand_bytes_along
-from fedpax.primitives.client_rows import Chunk, ClientRows, Ring, count_hops
+from fedpax.primitives.client_rows import Chunk, ClientRows, RowRing, count_hops
 
 COHORT, NUM_CLIENTS = 7, 20
 IDS = np.int32([3, -1, 19, 0, 25, 8, 4])  # one is absent, and one is beyond the population
@@ -229,7 +229,7 @@ def test_rows_move_no_further_than_to_the_farthest_client(data):
 @functools.cache
 def hops(devices):
     def on_device(ids, start):
-        ring = Ring("clients", devices)
+        ring = RowRing("clients", devices)
         chunk = Chunk(ClientRows(jnp.zeros((6, 2)), ids), start, 1, ring)
         return count_hops([chunk], ring)[None]
 

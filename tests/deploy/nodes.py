@@ -13,7 +13,7 @@ from fedpax.aggregators import private_secure_mean
 from fedpax.algorithms import fedavg, scaffold
 from fedpax.data import ClientSampler, cohort_rounds
 from fedpax.deploy.nodes.node import NodeProgram
-from fedpax.deploy.nodes.roster import Reply
+from fedpax.deploy.nodes.node_roster import NodeReply
 from fedpax.deploy.round_program import Settings, pack_program
 
 N = int(os.environ.get("FEDPAX_TEST_NODES", "3"))
@@ -160,7 +160,7 @@ class LocalNetwork:
             config = {**self.config, "partition-id": self.partitions[node]}
             answer = self.programs[node].answer(packet, config)
             if fate != "after":
-                self.replies[message] = Reply(message, answer)
+                self.replies[message] = NodeReply(message, answer)
         return sent
 
     def pull(self, messages):

@@ -14,7 +14,7 @@ import fedpax
 from fedpax.deploy.encoded_values import encode_values
 from fedpax.deploy.flower.secagg import answer_unmasked
 from fedpax.deploy.nodes.answer_checks import problem_of
-from fedpax.deploy.nodes.roster import Reply
+from fedpax.deploy.nodes.node_roster import NodeReply
 from fedpax.deploy.nodes.round_server import RoundError, RoundServer
 from fedpax.deploy.nodes.sum_checks import check_program
 from fedpax.deploy.nodes.vectors import from_vector, range_of, to_vector
@@ -161,7 +161,7 @@ def test_the_maximum_of_nothing_is_no_problem(value, is_told):
     program = exported(largest, nodes.normal(4, 3))
     program.program = program.artifact.program
     arrays = [encode_values({"0": np.float32([1, value, 2])}), encode_values({})]
-    reply = Reply("message", Packet({"program": program.program}, arrays))
+    reply = NodeReply("message", Packet({"program": program.program}, arrays))
     assert ("NaN or infinity in max of sin" in problem_of(reply, program, 0)) is is_told
 
 

@@ -16,10 +16,10 @@ from fedpax.data.tables.site_properties import table_properties
 from fedpax.errors import FedpaxError
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.sites.attendance import LATE
+from fedpax.sites.common_properties import count_votes
 from fedpax.sites.exchange import Exchange
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.tasks import Task
-from fedpax.sites.votes import count_votes
 from fedpax.transport.message import Message
 from sites.federation import Changed, Line, run, write_hospitals
 from sites.small_experiment import small

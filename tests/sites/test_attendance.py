@@ -12,7 +12,7 @@ from fedpax.errors import ConfigurationError
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.sites.downlink import whole
 from fedpax.sites.round_rules import RoundRules
-from fedpax.sites.site_table import Site, SiteTable
+from fedpax.sites.site_table import SiteRecord, SiteTable
 from fedpax.sites.tasks import EVALUATION, ROUND, Task
 from fedpax.transport.message import Message
 from sites.federation import Line, run
@@ -121,7 +121,7 @@ def test_the_rule(events: list[str], most: int) -> None:
 
 
 def test_an_answer_after_its_deadline_takes_nothing_back() -> None:
-    site = Site("s", 0, 1)
+    site = SiteRecord("s", 0, 1)
     task = Task("t", {"task": "round", "stage": 0}, whole({}), {}, {})
     site.attendance.miss(task, 1.0, deadline=1.0, most=3)
     site.attendance.miss(task._replace(token="u"), 1.0, deadline=5.0, most=3)

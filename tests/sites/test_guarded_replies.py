@@ -8,7 +8,7 @@ import pytest
 
 from fedpax.sites.guarded_replies import leave_one_out
 from fedpax.sites.round_rules import RoundRules
-from fedpax.sites.tasks import Reply
+from fedpax.sites.tasks import SiteReply
 from sites.federation import run, write_hospitals
 from sites.test_equals_training import experiment
 
@@ -42,14 +42,14 @@ def test_accept_if_reads_each_reply_few_times(
     sizes = {name: (40,) for name in "abcdefgh"}
     write_hospitals(tmp_path / "data", {**sizes, "own": (200,)})
     reads = 0
-    honest = Reply.arrays.fget
+    honest = SiteReply.arrays.fget
 
-    def count(reply: Reply) -> object:
+    def count(reply: SiteReply) -> object:
         nonlocal reads
         reads += 1
         return honest(reply)
 
-    monkeypatch.setattr(Reply, "arrays", property(count))
+    monkeypatch.setattr(SiteReply, "arrays", property(count))
     sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", rounds=1) for s in sizes}
     coordinator = experiment(f"{tmp_path}/data/own/*.csv", rounds=1)
     rules = RoundRules(8, 60.0, accept_if="loss+5")

@@ -184,9 +184,10 @@ def test_a_damaged_position_is_an_error(tmp_path: Path, text: str) -> None:
 
 def test_positions_of_other_trackers_are_kept(tmp_path: Path) -> None:
     for name, lines in (("wandb", 3), ("mlflow", 5)):
-        tracker.write_position(tmp_path, name, tracker.Position("a-1", lines, {"training": 2}))
+        position = tracker.TrackedPosition("a-1", lines, {"training": 2})
+        tracker.write_position(tmp_path, name, position)
     assert tracker.read_position(tmp_path, "wandb").lines == 3
-    assert tracker.read_position(tmp_path, "trackio") == tracker.Position()
+    assert tracker.read_position(tmp_path, "trackio") == tracker.TrackedPosition()
 
 
 def test_a_missing_package_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

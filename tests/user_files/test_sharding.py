@@ -20,8 +20,8 @@ from fedpax.user_files.readers import csv_files, json_files
 from fedpax.user_files.reading import Reading
 from fedpax.user_files.selection import select_files
 from fedpax.user_files.sharding import (
-    Division,
     GroupSurvey,
+    ShardPlan,
     split_rows,
     survey_group,
     write_shard,
@@ -36,19 +36,19 @@ def prepare_shards(
     reading = Reading(selected, LoadOptions(**given), BadRows() if skip else None)
     groups = range(len(selected.groups))
     surveys = [GroupSurvey.decode(survey_group(reading, n).encode()) for n in groups]
-    division = Division.of(reading, surveys, num_shards)
+    plan = ShardPlan.of(reading, surveys, num_shards)
     rows: dict[int, list[bytes]] = {}
     for number in reversed(groups):
-        for shard, content in split_rows(division, number):
+        for shard, content in split_rows(plan, number):
             rows.setdefault(shard, []).insert(0, content)
     out.mkdir()
     sizes, names = [], []
     for shard in sorted(rows):
         names.append(f"shard-{shard:05d}")
-        with write_shard(division, rows[shard], "300MB", str(out)) as folder:
+        with write_shard(plan, rows[shard], "300MB", str(out)) as folder:
             sizes.append(json.loads((folder / "prepared.json").read_text())["num_examples"])
             folder.rename(out / names[-1])
-    about = {**division.about, "num_examples": sum(sizes), "shards": names}
+    about = {**plan.about, "num_examples": sum(sizes), "shards": names}
     (out / "prepared.json").write_text(encode_about(about))
     return sizes
 

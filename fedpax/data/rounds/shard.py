@@ -22,7 +22,7 @@ _CHUNK = 256  # documents whose order is computed at once
 _MOST_AHEAD = 128  # documents that are read and tokenized at once
 
 
-class Position(NamedTuple):
+class ShardPosition(NamedTuple):
     """A shard's position: the next row of a window, and the pair at which the window starts."""
 
     document: int = 0  # the window's first document; numbers continue over epochs
@@ -73,7 +73,7 @@ class _Window(NamedTuple):
 
     rows: TokenPairs
     order: Int64[np.ndarray, " rows"]
-    end: Position
+    end: ShardPosition
 
 
 class Shard:
@@ -105,15 +105,15 @@ class Shard:
         self._mean_tokens = float(window_tokens)  # of a document, so the first read is of one
         self._ahead = 0  # documents before this number were read
         self._window: _Window | None = None
-        self._position = Position()
+        self._position = ShardPosition()
 
     @property
-    def position(self) -> Position:
+    def position(self) -> ShardPosition:
         """The position of the next row."""
         return self._position
 
     @position.setter
-    def position(self, position: Position) -> None:
+    def position(self, position: ShardPosition) -> None:
         self._position = position
         self._window = None
 
@@ -156,7 +156,7 @@ class Shard:
         ends = np.cumsum([len(tokens) + 1 for tokens in documents])
         finished = int(np.searchsorted(ends, stop, side="right"))  # documents read to their end
         next_offset = stop - int(ends[finished - 1]) if finished else stop
-        end = Position(document + finished, next_offset, 0)
+        end = ShardPosition(document + finished, next_offset, 0)
         self._forget_before(end.document)
         order = shuffled_index(np.arange(count), count, hash_key(self._key, document, offset))
         return _Window(rows, order, end)

@@ -17,7 +17,7 @@ from fedpax.clients.cohort import MASK, Cohort
 from fedpax.data.rounds.documents import Field
 from fedpax.data.rounds.local_rows import LocalRows, RowMask
 from fedpax.data.rounds.mixture import Mixture, apportion
-from fedpax.data.rounds.shard import DocumentOrder, Position, Shard
+from fedpax.data.rounds.shard import DocumentOrder, Shard, ShardPosition
 from fedpax.data.rounds.stream import check_state, source_name, texts_fingerprint
 from fedpax.errors import ArgumentError
 from fedpax.populations.partition import Indices
@@ -148,7 +148,7 @@ class TokenRounds:
         for (number, shard), opened in self._shards.items():
             saved = positions.get(self._data_sets[number].name)
             if saved is not None and saved[shard] is not None:
-                opened.position = Position(*map(int, saved[shard]))
+                opened.position = ShardPosition(*map(int, saved[shard]))
 
     def _own_shards(self, number: int) -> list[int]:
         """Return the shards of a data set that rows of this process come from, in any round."""

@@ -25,7 +25,7 @@ from fedpax.errors import ArgumentError, MissingPackageError
 
 if TYPE_CHECKING:
     from fedpax.deploy.nodes.node import LoadData, NodeProgram
-    from fedpax.deploy.nodes.roster import Reply
+    from fedpax.deploy.nodes.node_roster import NodeReply
     from fedpax.deploy.nodes.round_server import SecureSum
     from fedpax.training.experiment import Experiment
 
@@ -192,18 +192,18 @@ class FlowerNetwork:
         sent = self.grid.push_messages(messages)
         return {message: node for message, node in zip(sent, packets, strict=False) if message}
 
-    def pull(self, messages: Iterable[str]) -> list[Reply]:
+    def pull(self, messages: Iterable[str]) -> list[NodeReply]:
         """Return the replies that are there, matched by the message that they answer."""
-        from fedpax.deploy.nodes.roster import Reply
+        from fedpax.deploy.nodes.node_roster import NodeReply
 
         replies = []
         for message in self.grid.pull_messages(list(messages)):
             answered = message.metadata.reply_to_message_id
             if message.has_error():
                 error = f"{message.error.reason} (Flower's error {message.error.code})"
-                replies.append(Reply(answered, None, error))
+                replies.append(NodeReply(answered, None, error))
             else:
-                replies.append(Reply(answered, read_record(message.content)))
+                replies.append(NodeReply(answered, read_record(message.content)))
         return replies
 
 
@@ -215,7 +215,7 @@ def _secure_sum(network: Any, protocol: str, setting: Any) -> SecureSum:
     if protocol == FEDPAX:
         return ServerSums(network, _LOG, POLL_SECONDS)
     if protocol == SECAGG:
-        return secagg.SecureSum(network.grid, setting("secure-bound", 64.0), POLL_SECONDS)
+        return secagg.SecAggSum(network.grid, setting("secure-bound", 64.0), POLL_SECONDS)
     raise ArgumentError(
         f"secure-protocol={protocol!r}, expected {FEDPAX!r} or {SECAGG!r}. Leave it out for "
         f"{FEDPAX!r}."

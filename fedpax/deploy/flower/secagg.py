@@ -69,7 +69,7 @@ def answer_unmasked(packet: Packet, compute: Callable[[Packet], Packet]) -> Pack
     return compute(packet)
 
 
-class SecureSum:
+class SecAggSum:
     """The server's side of SecAgg+: sums the terms of a stage."""
 
     least, problem = 2, ""
@@ -162,7 +162,7 @@ class _KeepMean:
 class _Matching:
     """A grid that polls often, ends at the deadline, and matches replies by their message."""
 
-    def __init__(self, grid: Any, poll_seconds: float, sums: SecureSum) -> None:
+    def __init__(self, grid: Any, poll_seconds: float, sums: SecAggSum) -> None:
         self._grid, self._poll_seconds, self._sums = grid, poll_seconds, sums
 
     def send_and_receive(self, messages: Sequence[Any], *, timeout: float | None) -> list[Any]:

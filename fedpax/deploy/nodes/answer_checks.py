@@ -3,12 +3,12 @@
 import numpy as np
 
 from fedpax.deploy.encoded_values import decode_values
-from fedpax.deploy.nodes.roster import Reply
+from fedpax.deploy.nodes.node_roster import NodeReply
 from fedpax.deploy.packets import one_line
 from fedpax.deploy.round_program import RoundProgram
 
 
-def problem_of(reply: Reply, program: RoundProgram, stage: int) -> str:
+def problem_of(reply: NodeReply, program: RoundProgram, stage: int) -> str:
     """Say why an answer cannot be counted, or return an empty string."""
     if reply.packet is None:
         return one_line(reply.error)

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedpax.deploy.encoded_values import decode_values, encode_values
 from fedpax.errors import ArgumentError, FedpaxError
-from fedpax.files import create_draft, read_file
+from fedpax.files import create_draft, explain_damage, read_file
 
 STATE_BYTES = 1 << 36
 """The largest state that is read."""
@@ -32,21 +32,18 @@ class KeptState:
     def read(self, key: str) -> dict[str, Any] | None:
         """Return the values of a round, or None if there are none."""
         path = self._path(key)
-        try:
+        if not path.exists():
+            return None
+        expectation = (
+            "expected the state that this participant kept. Restore the file from a copy, or start "
+            "a new run."
+        )
+        with explain_damage(path, expectation, KeptStateError):
             content = read_file(path, STATE_BYTES)
             digest, encoded = content[:_DIGEST], content[_DIGEST:]
             if hashlib.sha256(encoded).digest() != digest:
                 raise ArgumentError("it does not match its sha256")
             return decode_values(encoded)
-        except FileNotFoundError:
-            return None
-        except PermissionError:
-            raise
-        except (OSError, ValueError) as error:
-            raise KeptStateError(
-                f"{path} cannot be read ({error}), expected the state that this participant kept. "
-                "Restore the file from a copy, or start a new run."
-            ) from error
 
     def write(self, key: str, values: Mapping[str, Any]) -> None:
         """Write the values of a round, completely or not at all."""

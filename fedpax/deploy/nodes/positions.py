@@ -7,14 +7,14 @@ import numpy as np
 
 from fedpax.deploy.encoded_values import decode_values, encode_values
 from fedpax.deploy.nodes.kept_state import STATE_BYTES
-from fedpax.deploy.nodes.round_server import Position
+from fedpax.deploy.nodes.round_server import RunPosition
 from fedpax.errors import ConfigurationError
-from fedpax.files import parse_json, read_file, replace_file
+from fedpax.files import explain_damage, parse_json, read_file, replace_file
 
 _HEADER = "position"
 
 
-def write_position(path: Path, run: str, program: str, position: Position) -> None:
+def write_position(path: Path, run: str, program: str, position: RunPosition) -> None:
     """Write a position, completely or not at all."""
     said = {
         "run": run,
@@ -26,26 +26,23 @@ def write_position(path: Path, run: str, program: str, position: Position) -> No
     replace_file(path, encode_values({_HEADER: header, **position.state}))
 
 
-def read_position(path: Path, program: str) -> tuple[str, Position] | None:
+def read_position(path: Path, program: str) -> tuple[str, RunPosition] | None:
     """Return the run and its position, or None if there is no file."""
-    try:
+    if not path.exists():
+        return None
+    expectation = (
+        "expected the position of a run. Restore it from a copy, or start a new run with another "
+        "folder: --run-config 'out=\"/new/folder\"'."
+    )
+    with explain_damage(path, expectation):
         values = decode_values(read_file(path, STATE_BYTES))
         header = parse_json(values.pop(_HEADER).tobytes())
         counted = {int(k): str(key) for k, key in header["counted"].items()}
         run, saved, number = str(header["run"]), str(header["program"]), int(header["round"])
-    except FileNotFoundError:
-        return None
-    except PermissionError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigurationError(
-            f"{path} cannot be read ({error}), expected the position of a run. Restore it from a "
-            "copy, or start a new run with another folder: --run-config 'out=\"/new/folder\"'."
-        ) from error
     if saved != program:
         raise ConfigurationError(
             f"{path} is of program {saved[:12]}, and this app has {program[:12]}, expected the "
             "same. Run the app that wrote it, or start a new run with another folder: --run-config "
             "'out=\"/new/folder\"'."
         )
-    return run, Position(number, values, counted)
+    return run, RunPosition(number, values, counted)

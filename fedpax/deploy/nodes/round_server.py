@@ -13,7 +13,7 @@ import numpy as np
 
 from fedpax.deploy.encoded_values import decode_values, encode_values
 from fedpax.deploy.nodes.answer_checks import problem_of
-from fedpax.deploy.nodes.roster import Network, Roster
+from fedpax.deploy.nodes.node_roster import Network, NodeRoster
 from fedpax.deploy.packets import Packet
 from fedpax.deploy.round_program import RoundProgram
 from fedpax.errors import ArgumentError, FedpaxError
@@ -75,7 +75,7 @@ class Rules(NamedTuple):
 _WAIT_FOR_ALL = Rules()
 
 
-class Position(NamedTuple):
+class RunPosition(NamedTuple):
     """Where a run is: what continues it on another server.
 
     Attributes:
@@ -114,7 +114,7 @@ class RoundServer:
         self._log = log or logging.getLogger("fedpax")
         self._sleep, self._secure = sleep, secure
         self._last_problem = ""
-        self.roster = Roster(network, program, self._log)
+        self.roster = NodeRoster(network, program, self._log)
         size = program.size
         for name, value in (("quorum", rules.quorum), ("enough", rules.enough)):
             if not 0 <= value <= size:
@@ -132,11 +132,11 @@ class RoundServer:
         """The fewest participants that must answer."""
         return self.rules.quorum or self.rules.enough or self.program.size
 
-    def begin(self) -> Position:
+    def begin(self) -> RunPosition:
         """Return the position of a new run."""
-        return Position(0, self.program.initial_server(self.seed), {})
+        return RunPosition(0, self.program.initial_server(self.seed), {})
 
-    def advance(self, position: Position) -> tuple[Position, dict[str, Any]]:
+    def advance(self, position: RunPosition) -> tuple[RunPosition, dict[str, Any]]:
         """Run one round."""
         number = position.round
         for attempt in range(_ATTEMPTS):
@@ -155,7 +155,7 @@ class RoundServer:
                 }
                 new = {**position.counted, **dict.fromkeys(counted, key)}
                 metrics["participants"] = len(counted)
-                return Position(number + 1, state, new), metrics
+                return RunPosition(number + 1, state, new), metrics
             self._log.warning(
                 "Round %d: %d of %d participants answered, expected at least %d. %s",
                 number,
@@ -218,7 +218,7 @@ class RoundServer:
         return {k: connected[k] for k in numbers}
 
     def _attempt(
-        self, position: Position, key: str, asked: Mapping[int, int]
+        self, position: RunPosition, key: str, asked: Mapping[int, int]
     ) -> tuple[list[int], dict[str, Any] | None]:
         """Return the participants that were counted, and the results if they are a quorum."""
         artifact = self.program.artifact

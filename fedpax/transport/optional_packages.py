@@ -1,4 +1,4 @@
-"""The packages of the extra `sites`, which are imported where they are needed."""
+"""Functions that import the packages of the extra `sites` where they are called."""
 
 import importlib
 import os
@@ -9,6 +9,7 @@ from fedpax.extras import optional
 
 if TYPE_CHECKING:
     from fedpax.transport.certificates import Certificates
+    from fedpax.transport.signed_keys import CertificateSigner
 
 
 def import_grpc() -> Any:
@@ -24,3 +25,18 @@ def read_certificates(folder: Path | str) -> "Certificates":
         from fedpax.transport.certificates import read_certificates
 
     return read_certificates(folder)
+
+
+def certified_name(folder: str | Path | None) -> str | None:
+    """Return the name in a site's certificate, or None without certificates."""
+    return None if folder is None else read_certificates(folder).name
+
+
+def signer_of(folder: str | Path | None) -> "CertificateSigner | None":
+    """Return the signer of a site's keys, or None without certificates."""
+    if folder is None:
+        return None
+    certificates = read_certificates(folder)
+    from fedpax.transport.signed_keys import CertificateSigner
+
+    return CertificateSigner(certificates)

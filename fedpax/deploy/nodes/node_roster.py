@@ -11,7 +11,7 @@ from fedpax.deploy.round_program import RoundProgram
 from fedpax.errors import ArgumentError
 
 
-class Reply(NamedTuple):
+class NodeReply(NamedTuple):
     """What came back for a message.
 
     Attributes:
@@ -36,12 +36,12 @@ class Network(Protocol):
         """Send a packet to each node; return the node of each message that was sent."""
         ...
 
-    def pull(self, messages: Iterable[str]) -> Iterable[Reply]:
+    def pull(self, messages: Iterable[str]) -> Iterable[NodeReply]:
         """Return the replies that are there."""
         ...
 
 
-class Roster:
+class NodeRoster:
     """The participants that are connected, each with a node that runs the same program."""
 
     def __init__(self, network: Network, program: RoundProgram, log: logging.Logger) -> None:
@@ -78,7 +78,7 @@ class Roster:
         """Whether a connected node has not answered its greeting."""
         return bool(self._greetings)
 
-    def refuse(self, node: int, reply: Reply) -> None:
+    def refuse(self, node: int, reply: NodeReply) -> None:
         """Note why a node takes no part."""
         words = one_line(reply.error if reply.packet is None else reply.packet.values["refusal"])
         self._refusals[node] = words

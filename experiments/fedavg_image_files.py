@@ -147,7 +147,7 @@ class FedAvgImageFiles(FedAvgFiles):
         )
         return {"label": label.to_json(), "image_shape": list(self.image_shape)}
 
-    def shared_properties(self, description: Mapping[str, Any]) -> Mapping[str, str]:
+    def shared_properties(self, description: Mapping[str, Any]) -> Mapping[str, str | None]:
         """Return the label, and the shape of images."""
         size = tuple(description["image_shape"])
         whole = len(size) == 3 and all(type(n) is int and 0 < n <= MOST_PIXELS for n in size)

@@ -15,7 +15,6 @@ import numpy as np
 from fedpax.checks import COUNT
 from fedpax.data.rounds.preprocess import Arrays
 from fedpax.data.tables import TableFeatures
-from fedpax.data.tables.site_properties import table_properties
 from fedpax.errors import ArgumentError
 from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_files import FedAvgFiles
@@ -24,6 +23,7 @@ from fedpax.experiments.parts.site_tables import (
     agree_on_features,
     answer_on_features,
     describe_site_table,
+    shared_table_properties,
     stated_properties,
 )
 from fedpax.experiments.table_data import (
@@ -87,9 +87,9 @@ class FedAvgTable(FedAvgFiles):
         """Return what a site tells of its columns."""
         return describe_site_table(self.data, self.opened)
 
-    def shared_properties(self, description: Mapping[str, Any]) -> Mapping[str, str]:
+    def shared_properties(self, description: Mapping[str, Any]) -> Mapping[str, str | None]:
         """Return the kinds of the label and of the columns of a site."""
-        return table_properties(description)
+        return shared_table_properties(description)
 
     def stated_properties(self) -> Mapping[str, str]:
         """Return the kinds that the configuration states."""

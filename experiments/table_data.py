@@ -160,8 +160,14 @@ def table_label(data: TableConfig, table: OpenFiles, *, min_classes: int = 2) ->
 def table_treatments(data: TableConfig, table: OpenFiles) -> tuple[Treatment, ...]:
     """Return the treatments of all columns but the label and the client."""
     inputs = {n: c for n, c in table.columns.items() if n not in (data.label, table.client)}
+    inputs |= {name: [None] for name in absent_columns(data, table)}
     stated = [text for text in data.columns if parse_treatment(text).name != data.label]
     return infer_treatments(inputs, stated, max_categories=data.max_categories)
+
+
+def absent_columns(data: TableConfig, table: OpenFiles) -> list[str]:
+    """Return the optional columns that no file has; all of their values are missing."""
+    return [name for name in data.optional_columns if name not in table.columns]
 
 
 def apply_saved_table(

@@ -22,7 +22,7 @@ class OverSites:
         """Return hashes of the files that must be equal at all sites, by default none."""
         return {}
 
-    def shared_properties(self, description: Mapping[str, Any]) -> Mapping[str, str]:
+    def shared_properties(self, description: Mapping[str, Any]) -> Mapping[str, str | None]:
         """Return what must be equal at all sites, by default nothing beside the identity."""
         del description
         return {}

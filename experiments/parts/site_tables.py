@@ -34,6 +34,7 @@ from fedpax.data.tables.site_properties import (
     NUMBERS,
     column_property,
     describe_kind,
+    table_properties,
 )
 from fedpax.data.tables.treatments import Treatment, parse_treatment
 from fedpax.errors import ArgumentError
@@ -42,12 +43,14 @@ from fedpax.experiments.client_files import OpenFiles
 from fedpax.experiments.parts.saved_inputs import saved_content
 from fedpax.experiments.table_data import (
     TableConfig,
+    absent_columns,
     number_label,
     stated_label,
     statistics_aggregator,
     table_label,
     table_treatments,
 )
+from fedpax.sites.common_properties import Needed
 from fedpax.sites.contract import ClientRange, Question
 from fedpax.transforms.stages import Stages
 
@@ -61,6 +64,7 @@ def describe_site_table(data: TableConfig, table: OpenFiles) -> dict[str, Any]:
     stated = stated_label(data)
     has_classes = stated is not None and stated.values is not None
     training, owners = _training_examples(table, table.columns)
+    training |= {name: [None] * len(owners) for name in absent_columns(data, table)}
     return describe_table(training, treatments, owners, label, has_classes)
 
 
@@ -71,6 +75,26 @@ def _training_examples(
     chosen = table.training
     _, owners = np.unique(table.owners[chosen], return_inverse=True)
     return {name: table.columns[name].filter(chosen) for name in names}, owners
+
+
+def shared_table_properties(description: Json) -> dict[str, str | None]:
+    """Return what a table must share with those of other sites, and the columns they need too."""
+    properties: dict[str, str | None] = {**table_properties(description)}
+    for column in description["columns"]:
+        name = column_property(column["name"])
+        if column["kind"] == "left_out" and column["reason"] != "no values":
+            continue
+        kind = properties.pop(name, None)  # None: without a value it is of any kind
+        properties[_needed(column["name"])] = kind
+    return properties
+
+
+def _needed(column: str) -> Needed:
+    return Needed(
+        column_property(column),
+        f"add it, or start a site that lacks it with --data.optional_columns {column!r}: its "
+        "values are then missing there",
+    )
 
 
 def stated_properties(data: TableConfig) -> dict[str, str]:

@@ -1,11 +1,27 @@
 """What sites must have in common: by the coordinator's own contract, or as most sites have it."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-Properties = Mapping[str, str]
-"""Properties of a site that must be equal at all sites, in words, by name."""
+Properties = Mapping[str, str | None]
+"""Properties of a site that must be equal at all sites, in words, by name; None differs from none.
+"""
+
+ABSENT = "absent"
+
+
+class Needed(str):
+    """The name of a property that no site lacks, and how a site can do without it."""
+
+    remedy: str
+
+    def __new__(cls, name: str, remedy: str) -> "Needed":
+        """Make a name."""
+        self = super().__new__(cls, name)
+        self.remedy = remedy
+        return self
+
 
 _MOST_WORDS = 200
 
@@ -26,15 +42,20 @@ class Outcome(NamedTuple):
 def count_votes(sites: Mapping[str, Properties], stated: Properties) -> Outcome:
     """Return the sites that differ from what the coordinator states, or from most other sites.
 
-    A site without a property differs from none. No site counts more for being the first.
+    A site without a property differs from none, unless the property is needed. No site counts more
+    for being the first.
     """
     refused: dict[str, str] = {}
     undecided = None
     while True:
         left = {name: vote for name, vote in sites.items() if name not in refused}
         undecided, before = None, len(refused)
-        for property_name in dict.fromkeys(p for vote in left.values() for p in vote):
-            having = {n: vote[property_name] for n, vote in left.items() if property_name in vote}
+        names = [p for vote in left.values() for p in vote]
+        needed = [p for p in names if isinstance(p, Needed)]
+        for property_name in dict.fromkeys([*needed, *names]):
+            having = _values(property_name, left)
+            if not having:
+                continue
             if property_name in stated:
                 expected, whose = stated[property_name], "as the syncer states it"
             else:
@@ -49,14 +70,27 @@ def count_votes(sites: Mapping[str, Properties], stated: Properties) -> Outcome:
                     refused[name] = (
                         f"{property_name} is {_shorten(value)} at this site, expected "
                         f"{_shorten(expected)}, {whose}"
-                    )
+                    ) + _remedy(property_name, {value, expected})
         if len(refused) == before:
             return Outcome(refused, undecided)
 
 
+def _values(property_name: str, sites: Mapping[str, Properties]) -> dict[str, str]:
+    """Return the value of a property at each site that has one, or needs one."""
+    lacking = ABSENT if isinstance(property_name, Needed) else None
+    values = {name: vote.get(property_name, lacking) for name, vote in sites.items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def _describe_tie(property_name: str, having: Mapping[str, str]) -> str:
     shown = ", ".join(f"{_shorten(value)} at {name}" for name, value in list(having.items())[:5])
-    return f"{property_name} is {shown}"
+    return f"{property_name} is {shown}" + _remedy(property_name, having.values())
+
+
+def _remedy(property_name: str, values: Collection[str]) -> str:
+    if ABSENT in values and isinstance(property_name, Needed):
+        return f" ({property_name.remedy})"
+    return ""
 
 
 def _shorten(value: str) -> str:

@@ -133,7 +133,7 @@ class SiteExperiment(Protocol):
         """
         ...
 
-    def shared_properties(self, description: Json) -> Mapping[str, str]:
+    def shared_properties(self, description: Json) -> Mapping[str, str | None]:
         """Return what must be equal at all sites, in words by name; raise if it is malformed."""
         ...
 

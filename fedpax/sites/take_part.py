@@ -169,7 +169,8 @@ class Site:
         self._incarnation = secrets.token_hex(8)
         self._closed = threading.Event()
         self._metrics = contextlib.ExitStack()
-        self.rounds, self.finished, self.gave_up = 0, False, False
+        self.finished, self.gave_up = False, False
+        self._answered: set[int] = set()  # rounds; a restarted coordinator repeats some
         self._worker = SiteWorker(
             experiment,
             folder,
@@ -185,6 +186,11 @@ class Site:
         content = experiment.shared_content()
         self._identity = identify(experiment, {}, experiment.own_fields, content)._asdict()
         self._receiver = Receiver(WHOLE)
+
+    @property
+    def rounds(self) -> int:
+        """The number of rounds in which this process took part."""
+        return len(self._answered)
 
     def close(self) -> None:
         """Tell the coordinator that this site leaves, and close the files."""
@@ -301,10 +307,10 @@ class Site:
         elif answer.header["status"] == "late":
             self._progress.note("the reply came too late for its round")
         elif task.header["task"] == ROUND and answer.header["status"] != "join":
-            self.rounds += 1
             seconds, examples = time.perf_counter() - began, fields["examples"]
             number, rate = task.header["round"], examples / seconds
             if task.header["stage"] == task.header["last_stage"]:
+                self._answered.add(number)
                 clients = len(task.header["clients"])
                 values = {"clients": clients, "examples": examples, "seconds": seconds}
                 self._writer.write("training", number, {**values, "items_per_second": rate})

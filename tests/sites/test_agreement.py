@@ -1,6 +1,7 @@
 """A site that does not fit is refused by name with what differs, and the others go on."""
 
 import copy
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from fedpax.data.tables.site_properties import table_properties
 from fedpax.errors import FedpaxError
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.sites.attendance import LATE
-from fedpax.sites.common_properties import count_votes
+from fedpax.sites.common_properties import Needed, count_votes
 from fedpax.sites.exchange import Exchange
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.tasks import Task
@@ -251,3 +252,50 @@ def test_a_site_that_is_late_with_a_question_is_asked_again(
     (line,) = select(read_metrics(tmp_path / "runs" / "coordinator"), "training")
     assert len(missed) == misses and line["sites"] == (3 if misses == 2 else 2)
     assert ("b" in outcome.refused) == (misses == 3)
+
+
+@pytest.mark.parametrize("optional", [False, True])
+def test_a_site_that_lacks_a_column(tmp_path: Path, optional: bool) -> None:
+    write_hospitals(tmp_path / "data", SIZES)
+    columns = ("age=number(0..120)",) if optional else ()  # no site fails to find what is stated
+    sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", rounds=1, columns=columns) for s in SIZES}
+    for path in (tmp_path / "data" / "b").iterdir():
+        rows = [row.split(",") for row in path.read_text().splitlines()]
+        place = rows[0].index("age")
+        path.write_text("\n".join(",".join(r[:place] + r[place + 1 :]) for r in rows) + "\n")
+    if optional:
+        data = dataclasses.replace(sites["b"].data, optional_columns=("age",))
+        sites["b"] = dataclasses.replace(sites["b"], data=data)
+    outcome = federate(tmp_path, sites, experiment(rounds=1, columns=columns), "b")
+    (line,) = select(read_metrics(tmp_path / "runs" / "coordinator"), "training")
+    if optional:
+        assert not outcome.refused and line["sites"] == 3
+        return
+    assert line["sites"] == 2
+    assert (
+        "the column 'age' is 'absent' at this site, expected 'number:mean', as 2 of 3 sites have "
+        "it (add it, or start a site that lacks it with --data.optional_columns 'age': its values "
+        "are then missing there)"
+    ) in outcome.refused["b"]
+
+
+@given(st.dictionaries(st.sampled_from("abcdef"), st.sampled_from(["1", None, "lacks"])))
+def test_votes_on_what_no_site_may_lack(values: dict[str, str | None]) -> None:
+    name = Needed("the column 'age'", "add it")
+    sites = {s: {} if v == "lacks" else {name: v} for s, v in values.items()}
+    refused, undecided = count_votes(sites, {})
+    having, lacking = [sum(v == x for v in values.values()) for x in ("1", "lacks")]
+    loser = None if not having or having == lacking else "1" if having < lacking else "lacks"
+    assert refused.keys() == {s for s, v in values.items() if v == loser and loser}
+    assert (undecided is not None) == (0 < having == lacking)
+    assert all("(add it)" in text for text in [*refused.values(), undecided or "(add it)"])
+
+
+def test_text_that_is_no_feature_can_be_at_one_site_alone(tmp_path: Path) -> None:
+    write_hospitals(tmp_path / "data", SIZES)
+    (path,) = (tmp_path / "data" / "b").iterdir()
+    head, *rows = path.read_text().splitlines()
+    noted = [f"{row},note {k}" for k, row in enumerate(rows)]
+    path.write_text("\n".join([f"{head},notes", *noted]) + "\n")
+    sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", rounds=1) for s in SIZES}
+    assert not federate(tmp_path, sites, experiment(rounds=1), "b").refused

@@ -11,6 +11,7 @@ from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.sites.coordinator import Coordinator
 from fedpax.sites.coordinator_files import read_federation
 from fedpax.sites.run_coordinator import run_coordinator
+from fedpax.sites.take_part import Site
 from sites.federation import run
 from sites.small_experiment import small, train_together
 
@@ -35,6 +36,32 @@ def test_a_round_whose_state_is_not_saved_does_not_count(
     wanted = train_together(sites, 3, lambda _: list(sites)).params
     for leaf, other in zip(outcome.params, jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "krum"])  # of one stage, and of two
+def test_a_site_counts_a_round_that_is_repeated_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    run_stages, close = Coordinator._run_stages, Site.close
+    rounds, repeated = list[int](), list[int]()
+
+    def lose(self: Coordinator, program: Any, number: int, who: Any) -> Any:
+        outcome = run_stages(self, program, number, who)
+        if number == 2 and not repeated:  # as of a coordinator that is killed before it saves
+            repeated.append(number)
+            return None
+        return outcome
+
+    def note(self: Site) -> None:
+        rounds.append(self.rounds)
+        close(self)
+
+    monkeypatch.setattr(Coordinator, "_run_stages", lose)
+    monkeypatch.setattr(Site, "close", note)
+    names = "abc" if method == "krum" else "ab"
+    sites = {s: small(method, 3, clients=2, data_seed=k) for k, s in enumerate(names)}
+    run(small(method, 3), sites, tmp_path)
+    assert repeated == [2] and rounds == [3] * len(names)
 
 
 def test_a_run_keeps_its_name_before_the_sites_agree(

@@ -231,8 +231,9 @@ def fit_blocks(
     values_of = {t.name: CategoryValues(t) for t in used if t.kind == "category"}
     missing = set()
     for table, clients in blocks():
+        absent = [None] * len(clients)
         for treatment in used:
-            column = arrow_column(table[treatment.name])
+            column = arrow_column(table.get(treatment.name, absent))
             if checked_missing(treatment, column).any():
                 missing.add(treatment.name)
             if treatment.kind == "category":

@@ -122,30 +122,22 @@ def restarted_data_parallelism(
 
 
 def mean_data_parallelism(
-    mean_seconds: float,
-    islands: int,
-    seconds: float,
-    restart_seconds: float,
-    checkpoint_seconds: float,
-    *,
-    schedules: int = 200,
+    mean_seconds: float, islands: int, seconds: float, restart: float, checkpoint: float
 ) -> float:
-    """Compute the mean of `restarted_data_parallelism` over schedules of one failure rate.
+    """Compute the mean of `restarted_data_parallelism` over 200 schedules of one failure rate.
 
     One schedule of some minutes differs by several percent from another one of the same rate.
     """
     kept = []
-    for seed in range(schedules):
+    for seed in range(200):
         down_until: dict[int, float] = {}
         happened = []
         for failure in draw_failures(seed, islands, seconds, mean_seconds):
             if failure.time >= down_until.get(failure.island, 0.0):  # the rule of `play`
                 happened.append(failure)
-                restart = restart_seconds if failure.kind in ("kill", "kill syncer") else 0.0
-                down_until[failure.island] = failure.time + failure.seconds + restart
-        kept.append(
-            restarted_data_parallelism(happened, seconds, restart_seconds, checkpoint_seconds)
-        )
+                end = failure.time + failure.seconds
+                down_until[failure.island] = end + restart * failure.kind.startswith("kill")
+        kept.append(restarted_data_parallelism(happened, seconds, restart, checkpoint))
     return statistics.mean(kept)
 
 
@@ -162,21 +154,18 @@ def draw_outcomes(quiet: Outcome, chaotic: Outcome) -> Figure:
     """Draw the failures, and the inner steps in merges over time with and without them."""
     figure = Figure(figsize=(9, 6), layout="constrained", dpi=120)
     above, below = figure.subplots(2, sharex=True, height_ratios=[1, 1.6])
-    colors: dict[str, Any] = dict(zip(get_args(Kind), ("C3", "C1", "C0", "C9", "C4"), strict=True))
+    bars = [(f.kind, f.island, f.time, f.seconds, 1.0) for f in chaotic.failures]
+    seconds = {(f.island, f.time): f.seconds for f in chaotic.failures}
+    for process, killed, until in chaotic.restarts:
+        begin = killed + seconds[process, killed]
+        bars.append(("until its first round or merge", process, begin, until, 0.3))
+    colors = dict(zip(get_args(Kind), ("C3", "C1", "C0", "C9", "C4"), strict=True))
     named: set[str] = set()
-
-    def bar(name: str, process: int, left: float, seconds: float, **style: Any) -> None:
+    for name, process, begin, length, alpha in bars:
+        style: Any = {"color": colors.get(name, "C3"), "alpha": alpha}
         label = None if name in named else name
-        above.barh(process, seconds, left=left, label=label, **style)
+        above.barh(process, length, left=begin, label=label, **style)
         named.add(name)
-
-    for failure in chaotic.failures:
-        kind, color = failure.kind, colors[failure.kind]
-        bar(kind, failure.island, failure.time, failure.seconds, color=color)
-    for process, killed, seconds in chaotic.restarts:
-        ended = next(f for f in chaotic.failures if (f.island, f.time) == (process, killed)).seconds
-        name = "until its first round or merge"
-        bar(name, process, killed + ended, seconds, color="C3", alpha=0.3)
     islands = range(len(chaotic.statuses) - 1)
     above.set_yticks([SYNCER, *islands], ["syncer", *(f"island {island}" for island in islands)])
     if named:
@@ -190,24 +179,22 @@ def draw_outcomes(quiet: Outcome, chaotic: Outcome) -> Figure:
 
 
 def compare(
-    seed: int,
-    outcomes: tuple[Outcome, Outcome],
-    losses: tuple[float, float],
-    checkpoint_seconds: float,
-    mean_seconds: float,
+    benchmark: "Chaos", outcomes: tuple[Outcome, Outcome], losses: tuple[float, float]
 ) -> Row:
     """Compare a run with failures with an undisturbed one, which is the first of each pair."""
     quiet, chaotic = outcomes
     restarts = [r.seconds for r in chaotic.restarts if r.process != SYNCER]
     restart = statistics.median(restarts) if restarts else 0.0
-    rates = chaotic.seconds, restart, checkpoint_seconds
+    rates = chaotic.seconds, restart, CHECKPOINT_ROUNDS * benchmark.round_seconds
     return Row(
-        seed=seed,
         failures=dict(Counter(failure.kind for failure in chaotic.failures)),
+        count=len(chaotic.failures),
         seconds=chaotic.seconds,
         useful=chaotic.steps_per_second / quiet.steps_per_second,
         data_parallel=restarted_data_parallelism(chaotic.failures, *rates),
-        mean_data_parallel=mean_data_parallelism(mean_seconds, len(chaotic.statuses) - 1, *rates),
+        mean_data_parallel=mean_data_parallelism(
+            benchmark.mean_seconds, len(chaotic.statuses) - 1, *rates
+        ),
         restart_seconds=restart,
         repeated=chaotic.repeated,
         lost_updates=sum(chaotic.lost_updates.values()),
@@ -226,6 +213,15 @@ class Chaos(Benchmark):
     limit_seconds: float = option(1800.0, "for each run")
     folder: str | None = option(None, "a new folder for runs and logs; default: temporary")
 
+    columns = (
+        "failures {count} | seconds {seconds:.0f} | useful time of the islands {useful:.1%} "
+        "| of restarted data parallelism {data_parallel:.1%} "
+        "| on average at this rate {mean_data_parallel:.1%} "
+        "| restart of an island, s {restart_seconds:.1f} | updates applied twice {repeated} "
+        "| lost of islands never killed {lost_updates} | held-out loss {loss:.4f} "
+        "| undisturbed {quiet_loss:.4f} | kinds {failures}"
+    )
+
     def measure(self) -> Iterator[Row]:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the processes too
         fields = [
@@ -236,33 +232,14 @@ class Chaos(Benchmark):
         islands, limit = self.islands, self.limit_seconds
         # Until the end of the run, whenever that is.
         failures = draw_failures(self.seed, islands, limit, self.mean_seconds)
-        results = []
+        outcomes, losses = [], []
         with contextlib.ExitStack() as stack:
             folder = Path(self.folder or stack.enter_context(tempfile.TemporaryDirectory()))
             for name, schedule in (("quiet", []), ("chaotic", failures)):
                 with Sites(folder / name, islands, fields, local_steps=LOCAL_STEPS) as sites:
-                    outcome = play(sites, schedule, limit)
-                    results.append((outcome, heldout_loss(sites)))
-        (quiet, quiet_loss), (chaotic, loss) = results
-        checkpoints = CHECKPOINT_ROUNDS * self.round_seconds
-        outcomes, losses = (quiet, chaotic), (quiet_loss, loss)
-        yield compare(self.seed, outcomes, losses, checkpoints, self.mean_seconds)
-
-    def summary(self, rows: list[Row]) -> str:
-        (row,) = rows
-        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(row.failures.items()))
-        return "\n".join(
-            [
-                f"failures: {sum(row.failures.values())} in {row.seconds:.0f} s ({kinds})",
-                f"useful time of the islands: {row.useful:.1%}",
-                f"restarted data parallelism: {row.data_parallel:.1%} after these failures, "
-                f"{row.mean_data_parallel:.1%} on average at this rate (computed)",
-                f"restart of an island until its first round: {row.restart_seconds:.1f} s (median)",
-                f"updates applied twice: {row.repeated}",
-                f"updates lost of islands that were never killed: {row.lost_updates}",
-                f"held-out loss: {row.loss:.4f}, undisturbed {row.quiet_loss:.4f}",
-            ]
-        )
+                    outcomes.append(play(sites, schedule, limit))
+                    losses.append(heldout_loss(sites))
+        yield compare(self, (outcomes[0], outcomes[1]), (losses[0], losses[1]))
 
     def draw(self, rows: list[Row]) -> Figure:
         return draw_outcomes(*vars(rows[0])["_outcomes"])

@@ -56,28 +56,18 @@ class Restart(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The result of a run of processes.
+    """The result of a run of processes."""
 
-    Attributes:
-        seconds: from the moment at which all islands train until the syncer exits.
-        merges: for each merge in that time, its second and the inner steps in it.
-        repeated: updates that were part of more than one merge.
-        lost_updates: for each island that was never killed, its updates that are in no merge, and
-            were not dropped for being stale, though later ones are in one.
-        last_steps: for each of these islands, its inner steps in no merge of some fragment.
-        restarts: the processes that were started again and have trained or merged since.
-        statuses: exit statuses of the syncer and the islands.
-        failures: the failures that happened.
-    """
-
-    seconds: float
-    merges: list[tuple[float, float]]
-    repeated: int
+    seconds: float  # from the moment at which all islands train until the syncer exits
+    merges: list[tuple[float, float]]  # of each merge in that time, its second and inner steps
+    repeated: int  # updates that were part of more than one merge
+    # For each island that was never killed: its updates that are in no merge, and were not dropped
+    # for being stale, though later ones are in one; and its inner steps in no merge of a fragment.
     lost_updates: dict[int, int]
     last_steps: dict[int, int]
-    restarts: list[Restart]
-    statuses: list[int]
-    failures: list[Failure]
+    restarts: list[Restart]  # of processes that have trained or merged since
+    statuses: list[int]  # exit statuses of the syncer and the islands
+    failures: list[Failure]  # the failures that happened
 
     @property
     def steps_per_second(self) -> float:
@@ -208,14 +198,14 @@ def play(sites: Sites, failures: Sequence[Failure], limit_seconds: float) -> Out
         for end, failure in [entry for entry in agenda if entry[0] <= now]:
             agenda.remove((end, failure))
             busy.discard(failure.island)
-            _end(sites, failure)
+            _set(sites, failure, begins=False)
             if failure.kind in ("kill", "kill syncer"):
                 starting[failure.island] = failure.time, now, sites.progress(failure.island)
         while waiting and waiting[0].time <= now:
             failure = waiting.pop(0)
             down = failure.island in busy or failure.island in starting
             if not down and sites.status(failure.island) is None:
-                _begin(sites, failure)
+                _set(sites, failure, begins=True)
                 busy.add(failure.island)
                 happened.append(failure)
                 agenda.append((now + failure.seconds, failure))
@@ -228,7 +218,7 @@ def play(sites: Sites, failures: Sequence[Failure], limit_seconds: float) -> Out
         time.sleep(0.2)
     seconds = time.monotonic() - begin
     for _, failure in agenda:
-        _end(sites, failure)
+        _set(sites, failure, begins=False)
     _wait(sites, deadline, lambda: all(sites.status(island) is not None for island in islands))
     return _summarize(sites, date, seconds, happened, restarts)
 
@@ -248,27 +238,21 @@ def _check(sites: Sites, deadline: float, except_for: Collection[int] = ()) -> N
             raise RuntimeError(f"{name} ended with status {status}: see the logs in {sites.folder}")
 
 
-def _begin(sites: Sites, failure: Failure) -> None:
+def _set(sites: Sites, failure: Failure, begins: bool) -> None:
+    """Begin or end a failure."""
+    process = failure.island
     match failure.kind:
         case "kill" | "kill syncer":
-            sites.kill(failure.island)
+            (sites.kill if begins else sites.start)(process)
         case "stop":
-            sites.signal(failure.island, signal.SIGSTOP)
+            sites.signal(process, signal.SIGSTOP if begins else signal.SIGCONT)
+        case _ if not begins:
+            sites.networks[process].restore()
         case "cut":
-            sites.networks[failure.island].cut()
+            sites.networks[process].cut()
         case "throttle":
-            network = sites.networks[failure.island]
+            network = sites.networks[process]
             network.bytes_per_second, network.delay = 2e5, 0.02
-
-
-def _end(sites: Sites, failure: Failure) -> None:
-    match failure.kind:
-        case "kill" | "kill syncer":
-            sites.start(failure.island)
-        case "stop":
-            sites.signal(failure.island, signal.SIGCONT)
-        case "cut" | "throttle":
-            sites.networks[failure.island].restore()
 
 
 def _summarize(

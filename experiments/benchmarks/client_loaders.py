@@ -3,9 +3,9 @@
     python -m fedpax.experiments.benchmarks.client_loaders --clients=1000
 
 Every library reads the same clients in new arrays, shuffled within a client, in one batch each, as
-uint8 images of 28 x 28. CPU times of interleaved calls are compared with the time to copy these
-arrays. A library that is not installed is left out: use an environment with `fedjax` and `pfl`
-(both without their pinned dependencies) and `datasets`.
+uint8 images of 28 x 28; fedpax also as float32. CPU times of interleaved calls are compared with
+the time to copy these arrays. A library that is not installed is left out: use an environment with
+`fedjax` and `pfl` (both without their pinned dependencies) and `datasets`.
 """
 
 import functools
@@ -25,18 +25,20 @@ Images = NDArray[np.uint8]
 Chosen = NDArray[np.int64]
 
 
-def fedpax_reader(images: Images, cohort: int) -> Callable[[Chosen], Any]:
+def fedpax_reader(images: Images, cohort: int, dtype: Any = np.uint8) -> Callable[[Chosen], Any]:
     """Return a function that reads a round of fedpax, which samples the clients itself."""
     clients, count = images.shape[:2]
-    flat = images.reshape(-1, *images.shape[2:])
-    columns = {"client": np.repeat(np.arange(clients), count), "image": flat}
+    columns = {
+        "client": np.repeat(np.arange(clients), count),
+        "image": images.reshape(-1, *images.shape[2:]),
+    }
     source: Any = load(columns, client="client")
     rounds = cohort_rounds(
         source,
         ContiguousClients(source.client_starts),
         ClientSampler(clients, cohort),
         batch_size=count,
-        preprocess=lambda fields: {"image": fields["image"]},
+        preprocess=lambda fields: {"image": fields["image"].astype(dtype, copy=False)},
     )
     return lambda chosen: next(rounds).batches["image"]
 
@@ -84,8 +86,10 @@ def datasets_reader(images: Images, cohort: int) -> Callable[[Chosen], Any]:
     ]
 
 
+FLOATS = "fedpax, as float32"
 READERS = {
     "fedpax": fedpax_reader,
+    FLOATS: functools.partial(fedpax_reader, dtype=np.float32),
     "FedJAX": fedjax_reader,
     "pfl": pfl_reader,
     "Hugging Face datasets": datasets_reader,
@@ -108,21 +112,23 @@ class ClientLoaders(Benchmark):
                 readers[name] = make(images, self.clients)
             except ImportError as error:
                 yield Row(name=name, seconds=[], ratio=None, note=f"not installed: {error}")
-        seconds: dict[str, list[float]] = {name: [] for name in ("copy", *readers)}
+        seconds: timing.Seconds = {}
         for repetition in range(self.repetitions + 1):
             chosen = random.choice(len(images), self.clients, replace=False)
-            sent = images[chosen]
-            jobs: dict[str, Callable[[], Any]] = {"copy": sent.copy}
+            sent = {dtype: images[chosen].astype(dtype) for dtype in (np.uint8, np.float32)}
+            jobs: dict[Any, Any] = {dtype: array.copy for dtype, array in sent.items()}
             jobs |= {name: functools.partial(read, chosen) for name, read in readers.items()}
             if repetition == 0:  # compiled and cached; checked, and not counted
                 for name in readers:
-                    assert sum(np.asarray(part).size for part in jobs[name]()) == sent.size, name
+                    size = sum(np.asarray(part).size for part in jobs[name]())
+                    assert size == sent[np.uint8].size, name
                 continue
-            for name, (taken,) in timing.interleaved(jobs, (), 1, "cpu", warmups=0).items():
-                seconds[name].append(taken)
+            for name, taken in timing.interleaved(jobs, (), 1, "cpu", warmups=0).items():
+                seconds.setdefault(name, []).extend(taken)
         for name in readers:
-            ratio = timing.paired_ratio(seconds[name], seconds["copy"])
-            note = f"{sent.nbytes / 1e6:.0f} MB"
+            copied: Any = np.float32 if name == FLOATS else np.uint8
+            ratio = timing.paired_ratio(seconds[name], seconds[copied])
+            note = f"{sent[copied].nbytes / 1e6:.0f} MB"
             yield Row(name=name, seconds=seconds[name], ratio=ratio, note=note)
 
 

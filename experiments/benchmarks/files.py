@@ -4,8 +4,7 @@
 
 prepares a Parquet file of clients with `--examples` small rows each, beside DuckDB's own sort of it
 to Parquet; opens the prepared folder, and makes a stream of rounds over it; reads and trains rounds
-of 1,000 of its clients, beside rounds of 1,000 clients in all; and reads rounds of 1,000 clients of
-29 images of 28 x 28, beside a copy of what is sent. Times are CPU time.
+of 1,000 of its clients, beside rounds of 1,000 clients in all. Times are CPU time.
 """
 
 import functools
@@ -27,12 +26,6 @@ from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.losses import classification_loss
 from fedpax.populations.contiguous_clients import ContiguousClients
 
-IMAGES = 29  # of a client
-
-
-def _images(dtype: Any, fields: Any) -> dict[str, Any]:
-    return {"image": fields["image"].astype(dtype, copy=False)}
-
 
 def _table_batch(fields: Any) -> dict[str, Any]:
     x = np.stack([fields["x"], fields["y"]], axis=-1).astype(np.float32)
@@ -42,7 +35,7 @@ def _table_batch(fields: Any) -> dict[str, Any]:
 class Files(Benchmark):
     clients: int = option(1_000_000, "clients of the Parquet file")
     examples: int = option(6, "mean number of rows of a client")
-    cohort: int = option(1000, "clients of a round of images")
+    cohort: int = option(1000, "clients of a round")
     repetitions: int = option(5, "measurements of each")
     folder: str | None = option(None, "where to write; default: a temporary folder")
     columns = (
@@ -60,7 +53,6 @@ class Files(Benchmark):
             self._write(folder / "few.parquet", self.cohort)
             prepare(folder / "few.parquet", folder / "few", client="user_id")
             yield from self._rounds_of_many(make_rounds(), self._rounds_of(folder / "few"))
-        yield from self._image_rounds()
 
     def _rounds_of(self, folder: Path) -> Any:
         source: Any = load(folder)
@@ -130,23 +122,6 @@ class Files(Benchmark):
         x, y = rng.normal(size=rows).astype(np.float32), rng.normal(size=rows)
         columns = {"user_id": users, "x": x, "y": y, "label": rng.integers(0, 9, rows)}
         parquet.write_table(pa.table(columns), file)
-
-    def _image_rounds(self) -> Iterator[Row]:
-        clients = 4 * self.cohort
-        pixels = np.random.default_rng(0).integers(0, 256, (clients * IMAGES, 28, 28, 1), np.uint8)
-        owners = np.repeat(np.arange(clients), IMAGES)
-        source: Any = load({"client": owners, "image": pixels}, client="client")
-        for dtype in (np.uint8, np.float32):
-            rounds = cohort_rounds(
-                source,
-                ContiguousClients(source.client_starts),
-                ClientSampler(clients, self.cohort),
-                batch_size=IMAGES,
-                preprocess=functools.partial(_images, dtype),
-            )
-            image = next(rounds).batches["image"]
-            name = f"round as {np.dtype(dtype)}; copy of its {image.nbytes / 1e6:.0f} MB"
-            yield self._pair(name, functools.partial(next, rounds), image.copy)
 
 
 main = command(Files)

@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,15 +29,8 @@ from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, optio
 from fedpax.models import presets
 from fedpax.parallel.chips import CHIPS
 
+MODEL = presets.llama_3_1_8b()
 MEAN_BYTES = 2200  # of a document, as in C4's English split
-
-
-class Need(NamedTuple):
-    """The tokens that one host must prepare, and the assumptions."""
-
-    tokens_per_second: float
-    hosts: int
-    flops_per_token: float
 
 
 class InputRate(Benchmark):
@@ -64,23 +57,26 @@ class InputRate(Benchmark):
     )
 
     @property
-    def need(self) -> Need:
-        """The rate at which the chips of one host take tokens; MaxText reports 7,207 per chip."""
-        flops = presets.llama_3_1_8b().flops_per_token(self.seq_len)
-        rate = self.chips_per_host * CHIPS[self.chip].peak_flops * self.mfu / flops
-        return Need(rate, self.chips // self.chips_per_host, flops)
+    def hosts(self) -> int:
+        """The hosts of the job."""
+        return self.chips // self.chips_per_host
 
     @property
     def rows(self) -> int:
         """The rows of a step of one host."""
-        return max(1, self.batch_size // self.need.hosts)
+        return max(1, self.batch_size // self.hosts)
+
+    @property
+    def need(self) -> float:
+        """The tokens per second that one host's chips take; MaxText reports 7,207 per chip."""
+        peak = self.chips_per_host * CHIPS[self.chip].peak_flops
+        return peak * self.mfu / MODEL.flops_per_token(self.seq_len)
 
     def measure(self) -> Iterator[Row]:
-        need = self.need
         print(
             f"Llama 3.1 8B on {self.chips} {self.chip} at {self.mfu:.1%} MFU, "
-            f"{need.flops_per_token / 1e9:.1f} GFLOPs per token: "
-            f"{need.tokens_per_second:,.0f} tokens/s for each of {need.hosts} hosts"
+            f"{MODEL.flops_per_token(self.seq_len) / 1e9:.1f} GFLOPs per token: "
+            f"{self.need:,.0f} tokens/s for each of {self.hosts} hosts"
         )
         with tempfile.TemporaryDirectory() as folder:
             source = write_documents(Path(folder), self.documents)
@@ -109,7 +105,7 @@ class InputRate(Benchmark):
         every = nanoseconds * (time.process_time() - start)
         read, tokenize = nanoseconds * seconds["read"], nanoseconds * seconds["tokenize"]
         stream = HostRows(self._share(source, tokenizer), self.rows)
-        rate = self.need.tokens_per_second
+        rate = self.need
         return Row(
             tokenizer=tokenizer.name.partition(":")[0],
             vocab_size=tokenizer.vocab_size,
@@ -164,22 +160,20 @@ def _timed(seconds: dict[str, float], stage: str, fn: Callable[[Any], Any]) -> C
     return run
 
 
-class TimedSource:
+class TimedSource(Sequence[Any]):
     """A source whose reads of several documents are timed."""
 
     def __init__(self, source: Source, seconds: dict[str, float]) -> None:
-        self._source = source
-        self.read = _timed(seconds, "read", source.__getitems__)
+        self._source, self.read = source, _timed(seconds, "read", source.__getitems__)
 
     def __len__(self) -> int:
         return len(self._source)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         return self._source[index]
 
-    def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
-        rows: Sequence[Any] = self.read(indices)
-        return rows
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        return self.read(indices)
 
 
 class HostRows:

@@ -15,6 +15,7 @@ import functools
 import heapq
 import itertools
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -79,13 +80,6 @@ class _Process:
     saved: tuple[Any, Any, int] | None
     phase: int
 
-    def save(self) -> None:
-        self.saved = jax.device_get(self.island.state), self.island.ledger.to_json(), self.phase
-
-    def exchange(self) -> None:
-        with contextlib.suppress(DisconnectedError):
-            self.link.exchange()
-
 
 class VirtualSites:
     """A syncer and its islands on a virtual clock."""
@@ -95,13 +89,10 @@ class VirtualSites:
         data: Data,
         setting: Setting,
         failures: Sequence[Failure],
-        *,
         seed: int,
-        latency: float,
-        jitter: float,
+        times: "LateUpdates",
     ) -> None:
-        self._data, self._latency, self._jitter = data, latency, jitter
-        self._random = random.Random(seed)
+        self._data, self._times, self._random = data, times, random.Random(seed)
         self._run = changed(data.experiment, decoupled=setting._asdict()).build()
         self._parts = parts_of(self._run)
         self.model = OuterModel(self._parts, data.params)
@@ -119,13 +110,12 @@ class VirtualSites:
         self._numbers = itertools.count()
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._processes: dict[int, _Process] = {}
-        self._down: dict[int, float] = {}  # process -> until
-        self._cut: dict[int, float] = {}
+        # process -> until
+        self._down, self._cut = defaultdict[int, float](float), defaultdict[int, float](float)
         for shard in range(self._parts.islands):
-            begin = self._random.uniform(0, ROUND_SECONDS)
-            self._at(begin, functools.partial(self._start, shard, None))
+            self._at(self._random.uniform(0, ROUND_SECONDS), self._start, shard, None)
         for failure in failures:
-            self._at(failure.time, functools.partial(self._fail, failure))
+            self._at(failure.time, self._fail, failure)
         self._at(0.0, self._tick)
 
     def play(self) -> float:
@@ -136,21 +126,16 @@ class VirtualSites:
                 act()
             return float(self._run.evaluate(self.model.params())["loss"])
 
-    def _at(self, time: float, act: Callable[[], None]) -> None:
-        heapq.heappush(self._agenda, (time, next(self._numbers), act))
-
-    def _is_down(self, process: int) -> bool:
-        return self._down.get(process, 0.0) > self.now
-
-    def _is_cut(self, shard: int) -> bool:
-        return self._cut.get(shard, 0.0) > self.now
+    def _at(self, time: float, act: Callable[..., None], *arguments: Any) -> None:
+        entry = time, next(self._numbers), functools.partial(act, *arguments)
+        heapq.heappush(self._agenda, entry)
 
     def _tick(self) -> None:
-        if not self._is_down(SYNCER):
+        if self._down[SYNCER] <= self.now:
             self.syncer.advance()
         if round(self.now / TICK_SECONDS) % round(HEARTBEAT_SECONDS / TICK_SECONDS) == 0:
             for shard, process in self._processes.items():
-                if not self._is_down(shard):
+                if self._down[shard] <= self.now:
                     with contextlib.suppress(DisconnectedError):
                         process.link._request("heartbeat", seconds_per_update=ROUND_SECONDS)
         self._at(self.now + TICK_SECONDS, self._tick)
@@ -159,7 +144,7 @@ class VirtualSites:
         """Start a process of an island; try again later if the syncer is down."""
 
         def call(message: Message, timeout: float) -> Message:
-            if self._is_down(SYNCER) or self._is_cut(shard):
+            if max(self._down[SYNCER], self._cut[shard]) > self.now:
                 raise DisconnectedError("no answer")
             return self.syncer.handle("", message)
 
@@ -173,30 +158,29 @@ class VirtualSites:
         try:
             member = link.join()
         except DisconnectedError:
-            self._at(self.now + 0.5, lambda: self._start(shard, saved))
+            self._at(self.now + 0.5, self._start, shard, saved)
             return
-        tokens = tokens_per_step(self._run, self._parts, self._phases)
-        sizes: dict[str, Any] = {"shard": shard, "process": name, "tokens_per_step": tokens}
+        sizes: dict[str, Any] = {"shard": shard, "process": name}
+        sizes["tokens_per_step"] = tokens_per_step(self._run, self._parts, self._phases)
         island = Island(self._parts, self._data.model, link, **sizes)
         if saved is not None:
             island.restore(jax.device_put(saved[0]), saved[1], member.received)
-        phase = 0 if saved is None else saved[2]
-        self._processes[shard] = process = _Process(link, island, saved, phase)
+        process = _Process(link, island, saved, 0 if saved is None else saved[2])
+        self._processes[shard] = process
         self._exchange(shard, process)
-        self._at(self.now, lambda: self._train(shard, process))
+        self._at(self.now, self._train, shard, process)
 
     def _fail(self, failure: Failure) -> None:
         process, end = failure.island, self.now + failure.seconds
-        if self._is_down(process) or self._is_cut(process):
-            return
-        if process != SYNCER and process not in self._processes:
+        is_running = process == SYNCER or process in self._processes
+        if not is_running or max(self._down[process], self._cut[process]) > self.now:
             return
         self.failures += 1
         match failure.kind:
             case "kill":
                 self._down[process] = end + RESTART_SECONDS
                 saved = self._processes.pop(process).saved
-                self._at(end + RESTART_SECONDS, lambda: self._start(process, saved))
+                self._at(end + RESTART_SECONDS, self._start, process, saved)
             case "kill syncer":
                 self._down[SYNCER] = end + RESTART_SECONDS
             case "stop":
@@ -208,29 +192,29 @@ class VirtualSites:
         """Take a phase; the exchange ends later, and the next phase begins when this one ends."""
         if self._processes.get(shard) is not process:
             return  # killed
-        again = functools.partial(self._train, shard, process)
-        if self._is_down(shard):
-            self._at(self._down[shard], again)
-            return
-        island = process.island
-        island.receive()
-        if island.is_ahead or not island.has_model:
-            island.send()
-            self._exchange(shard, process)
-            self._at(self.now + TICK_SECONDS, again)
+        begin, island = max(self.now, self._down[shard]), process.island
+        if begin == self.now:
+            island.receive()
+            if island.is_ahead or not island.has_model:
+                island.send()
+                self._exchange(shard, process)
+                begin = self.now + TICK_SECONDS
+        if begin > self.now:
+            self._at(begin, self._train, shard, process)
             return
         number, phase = divmod(process.phase, self._phases)
         island.train(self._data.batches(number, shard), phase * self._parts.steps_per_sync)
         process.phase += 1
         if process.phase % (CHECKPOINT_ROUNDS * self._phases) == 0:
-            process.save()
-        self._at(self.now + self._latency, lambda: self._exchange(shard, process))
-        seconds = ROUND_SECONDS / self._phases * (1 + self._jitter * self._random.random())
-        self._at(self.now + seconds, again)
+            process.saved = jax.device_get(island.state), island.ledger.to_json(), process.phase
+        self._at(self.now + self._times.latency, self._exchange, shard, process)
+        seconds = ROUND_SECONDS / self._phases * (1 + self._times.jitter * self._random.random())
+        self._at(self.now + seconds, self._train, shard, process)
 
     def _exchange(self, shard: int, process: _Process) -> None:
-        if self._processes.get(shard) is process and not self._is_down(shard):
-            process.exchange()
+        if self._processes.get(shard) is process and self._down[shard] <= self.now:
+            with contextlib.suppress(DisconnectedError):
+                process.link.exchange()
 
 
 class LateUpdates(Benchmark):
@@ -251,13 +235,11 @@ class LateUpdates(Benchmark):
 
     def measure(self) -> Iterator[Row]:
         """Train with each outer optimizer, without and with failures."""
-        data, times = Data(self.rounds), {"latency": self.latency, "jitter": self.jitter}
-        for setting, failing, seed in itertools.product(
-            self.outer, (False, True), range(self.seeds)
-        ):
+        data, seeds = Data(self.rounds), range(self.seeds)
+        for setting, failing, seed in itertools.product(self.outer, (False, True), seeds):
             seconds, islands = 10.0 * self.rounds * failing, data.experiment.islands
             failures = draw_failures(seed, islands, seconds, self.mean_seconds)
-            sites = VirtualSites(data, setting, failures, seed=seed, **times)
+            sites = VirtualSites(data, setting, failures, seed, self)
             loss = sites.play()
             assert np.isfinite(loss)
             yield Row(

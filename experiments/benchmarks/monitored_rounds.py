@@ -64,10 +64,7 @@ class MonitoredRounds(Timed):
             runs = {k: (measured if k == "gradient_norm" else base).build() for k in SETTINGS}
         run = runs["plain"]
         shapes = with_shardings(run.cohort_shapes, run.resolved_shardings.cohort)
-        mesh: Any = jax.set_mesh(run.mesh)
-        if topology:
-            mesh = use_abstract_mesh(run.mesh.abstract_mesh)
-        with mesh:
+        with use_abstract_mesh(run.mesh.abstract_mesh) if topology else jax.set_mesh(run.mesh):
             compiled = {k: compile_round(runs[k], shapes, **more) for k, more in SETTINGS.items()}
             seconds: timing.Seconds = {name: [] for name in SETTINGS}
             if not topology:
@@ -79,15 +76,14 @@ class MonitoredRounds(Timed):
                     calls[name] = timing.repeated(own.round, state, *more, cohort)
                 seconds = self.time(calls)
         memory: Any = {name: own.round.memory_analysis() for name, own in compiled.items()}
-        plain = memory["plain"]
+        plain, state_bytes = memory["plain"].temp_size_in_bytes, memory["plain"].alias_size_in_bytes
         for name in SETTINGS:
             size = memory[name].temp_size_in_bytes
             yield Row(
                 setting=name,
                 temporary_bytes=size,
                 megabytes=size / 1e6,
-                temporaries_over_state=(size - plain.temp_size_in_bytes)
-                / plain.alias_size_in_bytes,
+                temporaries_over_state=(size - plain) / state_bytes,
                 time_ratio=timing.paired_ratio(seconds[name], seconds["plain"]),
             )
 

@@ -1,56 +1,126 @@
-"""Measure the part of a checkpoint's time that training waits for.
+"""Measure the part of a checkpoint's time that training waits for, and what it writes.
 
     python -m fedpax.experiments.benchmarks.saving --megabytes=512
 
 saves a state of random arrays as a run does, and prints for each save the seconds until `save`
 returns, when training continues, and the seconds until the checkpoint is complete with its
 checksums. The last line is the median share of the first in the second.
+
+    python -m fedpax.experiments.benchmarks.saving --clients=100000 --floats=2368
+
+saves the states of clients, in which every number is random. The first checkpoint has the states of
+all clients. Each of the next ones is saved after `--rounds` rounds, in each of which `--cohort`
+clients change their states, and has those that changed since an earlier checkpoint. `CPU s` are
+those of `save` and of the writers; the last row restores the newest checkpoint.
 """
 
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedpax.checkpoints.checkpoint import Checkpoints
+from fedpax.clients import ClientStore, client_store
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
 
 NUM_ARRAYS = 48
 
 
+class State(NamedTuple):
+    params: jax.Array
+    store: ClientStore[jax.Array]
+
+
 class Saving(Benchmark):
     megabytes: int = option(512, "size of the state")
     saves: int = option(5, "number of saves")
+    clients: int = option(0, "save the states of so many clients; 0: save arrays")
+    floats: int = option(2368, "numbers in the state of a client")
+    cohort: int = option(100, "clients that change their states in a round")
+    rounds: int = option(10, "rounds between checkpoints")
     folder: str | None = option(None, "where to save; default: a temporary folder")
-    columns = "training waits, s {blocked:.3f} | complete after, s {complete:.3f}"
+    columns = (
+        "what {what} | MB written {megabytes:,.1f} | training waits, s {blocked:.3f} | "
+        "complete after, s {complete:.3f} | CPU s {cpu:.2f}"
+    )
 
     def measure(self) -> Iterator[Row]:
         """Save a state several times, each time after a step that donates it."""
+        state, step = self._clients() if self.clients else self._arrays()
+        with tempfile.TemporaryDirectory(dir=self.folder) as name:
+            folder = Path(name)
+            with Checkpoints(folder, keep=1) as checkpoints:
+                for number in range(self.saves + 1):
+                    state = jax.block_until_ready(step(state, number))
+                    started, cpu = time.perf_counter(), time.process_time()
+                    checkpoints.save(number, state, {"round": number}, {})
+                    blocked = time.perf_counter() - started
+                    checkpoints.wait()
+                    if number or self.clients:
+                        yield Row(
+                            what=f"save {number}",
+                            megabytes=_size(folder / "checkpoints" / str(number)) / 1e6,
+                            blocked=blocked,
+                            complete=time.perf_counter() - started,
+                            cpu=time.process_time() - cpu,
+                        )
+            if self.clients:
+                yield _restore(folder, state)
+
+    def _arrays(self) -> tuple[Any, Callable[[Any, int], Any]]:
         shape = (self.megabytes * 10**6 // (4 * NUM_ARRAYS),)
         keys = jax.random.split(jax.random.key(0), NUM_ARRAYS)
         state = [jax.random.normal(key, shape) for key in keys]
         step = jax.jit(lambda s: jax.tree.map(lambda x: x + jnp.float32(1), s), donate_argnums=0)
         print(f"{self.megabytes} MB in {NUM_ARRAYS} arrays on {jax.devices()[0].device_kind}")
-        with (
-            tempfile.TemporaryDirectory(dir=self.folder) as folder,
-            Checkpoints(Path(folder), keep=1) as checkpoints,
-        ):
-            for number in range(self.saves + 1):
-                state = jax.block_until_ready(step(state))
-                started = time.perf_counter()
-                checkpoints.save(number, state, {"round": number}, {})
-                blocked = time.perf_counter() - started
-                checkpoints.wait()
-                if number:
-                    yield Row(blocked=blocked, complete=time.perf_counter() - started)
+        return state, lambda state, number: step(state)
+
+    def _clients(self) -> tuple[State, Callable[[State, int], State]]:
+        store = client_store(jnp.zeros(self.floats), self.clients)
+        key, shape = jax.random.key(0), store.rows.shape
+        random = jax.jit(lambda: jax.random.normal(key, shape))()
+        state = State(jnp.zeros(self.floats), ClientStore(random, self.clients))
+        print(f"{self.clients:,} clients of {self.floats:,} floats, {random.nbytes / 1e6:,.0f} MB")
+
+        def step(state: State, client_ids: jax.Array) -> State:
+            rows = state.store.rows.at[client_ids].add(1)
+            return State(state.params + 1, ClientStore(rows, self.clients))
+
+        jitted = jax.jit(step, donate_argnums=0)
+        rng = np.random.default_rng(0)
+
+        def rounds(state: State, number: int) -> State:
+            for _ in range(self.rounds if number else 0):
+                state = jitted(state, rng.choice(self.clients, self.cohort, replace=False))
+            return state
+
+        return state, rounds
 
     def summary(self, rows: list[Row]) -> str:
         share = statistics.median(row.blocked / row.complete for row in rows)
         return f"share that training waits: {share:.3f}"
+
+
+def _size(checkpoint: Path) -> int:
+    return sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+
+
+def _restore(folder: Path, state: Any) -> Row:
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+    started, cpu = time.perf_counter(), time.process_time()
+    with Checkpoints(folder, keep=1) as checkpoints:
+        restored = jax.block_until_ready(checkpoints.restore_state(like))
+    seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), restored, state))
+    return Row(what="restore", megabytes=None, blocked=seconds, complete=seconds, cpu=cpu)
 
 
 main = command(Saving)

@@ -5,8 +5,6 @@ import socket
 import threading
 import time
 
-Pair = tuple[socket.socket, socket.socket]
-
 
 class UnreliableNetwork(contextlib.AbstractContextManager["UnreliableNetwork"]):
     """A proxy from a local port to a server. Set its attributes at any time."""
@@ -18,7 +16,7 @@ class UnreliableNetwork(contextlib.AbstractContextManager["UnreliableNetwork"]):
         self.num_connections = self.sent_bytes = self.received_bytes = 0
         self._server_port = server_port
         self._lock = threading.Lock()
-        self._pairs: set[Pair] = set()
+        self._pairs: set[tuple[socket.socket, socket.socket]] = set()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -46,32 +44,28 @@ class UnreliableNetwork(contextlib.AbstractContextManager["UnreliableNetwork"]):
     def _accept(self) -> None:
         while not self._closed:
             try:
-                client, _ = self._listener.accept()
+                ends = [self._listener.accept()[0]]
             except OSError:
                 return
             self.num_connections += 1
-            with contextlib.ExitStack() as stack:
-                stack.callback(client.close)
-                try:
-                    if self.is_cut:
-                        raise ConnectionError
-                    server = socket.create_connection(("127.0.0.1", self._server_port), 5)
-                    stack.callback(server.close)
-                    server.settimeout(None)
-                    pair = client, server
-                    for end in pair:
-                        # Small buffers: otherwise they hide a slow network for megabytes.
-                        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
-                except OSError:
-                    continue
-                stack.pop_all()
-            self._pairs.add(pair)
-            for is_sent in (True, False):
-                arguments = pair, is_sent
+            try:
+                if self.is_cut:
+                    raise ConnectionError
+                ends.append(socket.create_connection(("127.0.0.1", self._server_port), 5))
+                ends[1].settimeout(None)
+                for end in ends:
+                    # Small buffers: otherwise they hide a slow network for megabytes.
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+            except OSError:
+                _close(*ends)
+                continue
+            client, server = ends
+            self._pairs.add((client, server))
+            for source, sink in ((client, server), (server, client)):
+                arguments = source, sink, source is client
                 threading.Thread(target=self._forward, args=arguments, daemon=True).start()
 
-    def _forward(self, pair: Pair, is_sent: bool) -> None:
-        source, sink = pair if is_sent else pair[::-1]
+    def _forward(self, source: socket.socket, sink: socket.socket, is_sent: bool) -> None:
         with contextlib.suppress(OSError):
             # `cut` may have closed all pairs just before it could know of this one.
             while not self.is_cut:
@@ -88,8 +82,8 @@ class UnreliableNetwork(contextlib.AbstractContextManager["UnreliableNetwork"]):
                 with self._lock:
                     self.sent_bytes += len(block) * is_sent
                     self.received_bytes += len(block) * (not is_sent)
-        _close(*pair)
-        self._pairs.discard(pair)
+        _close(source, sink)
+        self._pairs -= {(source, sink), (sink, source)}
 
 
 def _close(*ends: socket.socket) -> None:

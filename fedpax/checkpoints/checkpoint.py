@@ -22,7 +22,6 @@ from fedpax.checkpoints.orbax_files import (
     QuietFailedSaves,
     Retention,
     atomicity_of,
-    on_one_device,
     open_checkpoints,
     wait_for_writers,
 )
@@ -47,6 +46,7 @@ from fedpax.checkpoints.saved_state import (
     saved_shapes,
     saved_struct,
 )
+from fedpax.checkpoints.state_parts import StateParts
 from fedpax.console import print_error
 from fedpax.errors import FedpaxError
 from fedpax.run_files.paths import (
@@ -93,6 +93,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self._progress: tuple[int, dict[str, Any]] | None = None
         self._before_complete = before_complete
         self._retention = Retention(keep) if isinstance(keep, int) else keep
+        self._parts = StateParts(self._folder, self._retention.parents)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="deleted checkpoints")
         self._removal: Future[None] | None = None
         self._lost: CheckpointWriteError | None = None
@@ -128,7 +129,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                     create_directories_asynchronously=self._exports is None,
                 ),
             ),
-            item_names=("state", "progress", "params"),
+            item_names=("state", "progress", "params", "rows"),
         )
 
     def latest_round(self) -> int | None:
@@ -157,18 +158,12 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             num_participants,
             numbers,
         )
-        items: dict[str, ocp.args.CheckpointArgs] = {
-            "state": ocp.args.StandardSave(on_one_device(state)),
-            "progress": ocp.args.JsonSave(position.to_json()),
-        }
-        if "params" not in getattr(state, "_fields", ("params",)):
-            # A model that the state computes from its fields, such as the islands' mean.
-            items["params"] = ocp.args.StandardSave(on_one_device(state.params))
         self.is_saved()
         if self._exports is not None:
             self._exports.wait_if_due(round_number)
         if self._lost is not None:
             wait_for_writers()  # files of one save must not get among the files of another one
+            self._parts.forget()
         self._saving, self._progress = round_number, None
         with self._losing(), self._writing():
             is_complete = False
@@ -180,6 +175,8 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
                 # A save whose error was in the time of the checkpoint alone still completes it.
                 is_complete = round_number in complete_rounds(self._folder)
             if not is_complete:
+                items = self._parts.to_save(round_number, state)
+                items["progress"] = ocp.args.JsonSave(position.to_json())
                 self._manager.save(round_number, args=ocp.args.Composite(**items), force=True)
             self._removal = self._thread.submit(self._remove_when_saved)
             if self._exports is not None:
@@ -187,6 +184,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
     def delete_after(self, round_number: int) -> int:
         """Return to a checkpoint, delete the newer ones, and return its round; 0 without one."""
+        self._parts.forget()
         rounds = complete_rounds(self._folder)
         before = [number for number in rounds if number <= round_number]
         to = (before or rounds or [0])[-1] if round_number else 0
@@ -215,6 +213,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         draft = self._folder / f"{self._saving}"
         if not is_object_store(self._folder):  # there, a checkpoint is written in place
             (draft,) = self._folder.glob(f"{self._saving}.orbax-checkpoint-tmp*")
+        self._parts.write_parent(draft)
         write_checksums(draft)
 
     def restore_position(self) -> RunPosition:
@@ -252,11 +251,12 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         for path, leaf in wanted.items():
             if stored[path] is not leaf:
                 check_resizable(like, stored[path].shape[0], leaf.shape[0])
-        restore = ocp.args.Composite(
-            state=ocp.args.StandardRestore(ocp.tree.from_flat_dict(stored, target=like))
-        )
+        tree = jax.tree.structure(like)
         with self._reading(step):
-            leaves, tree = jax.tree.flatten(self._manager.restore(step, args=restore).state)
+            target = ocp.tree.from_flat_dict(stored, target=like)
+            leaves = jax.tree.leaves(self._parts.restore(self._manager, step, target))
+        if any(stored[path] is not leaf for path, leaf in wanted.items()):
+            self._parts.forget()
         kept = kept_participants(position.numbers, numbers)
         for i, leaf in enumerate(jax.tree.leaves(like)):  # frees each saved array after its use
             leaves[i] = resize_participants(leaves[i], leaf, rule, kept)

@@ -5,6 +5,7 @@ import glob
 import logging
 import os
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -68,6 +69,22 @@ def open_checkpoints(folder: Path, **settings: Any) -> "ocp.CheckpointManager":
         raise
 
 
+def open_to_read(folder: Path, options: "ocp.CheckpointManagerOptions") -> "ocp.CheckpointManager":
+    """Open a folder, in which a run can remove other checkpoints while Orbax lists them."""
+    handlers = {
+        "state": ocp.PyTreeCheckpointHandler(),
+        "params": ocp.PyTreeCheckpointHandler(),
+        "rows": ocp.PyTreeCheckpointHandler(),
+        "progress": ocp.JsonCheckpointHandler(),
+    }
+    for _ in range(5 if jax.process_count() == 1 else 0):
+        try:
+            return open_checkpoints(folder, options=options, item_handlers=handlers)
+        except FileNotFoundError:
+            time.sleep(0.1)
+    return open_checkpoints(folder, options=options, item_handlers=handlers)
+
+
 def wait_for_writers() -> None:
     """Wait until Orbax writes no files: after its first error, the rest of a save still runs."""
     for thread in threading.enumerate():
@@ -118,6 +135,9 @@ class Retention:
     scheduled: tuple[int, ...] = ()
     # rounds whose checkpoints are kept too; the training changes the set
     best: set[int] = dataclasses.field(default_factory=set, hash=False)
+    # the round of the checkpoint that has the rest of a checkpoint's rows: it is kept as long as
+    # that checkpoint. `fedpax.checkpoints.checkpoint.Checkpoints` changes the dict.
+    parents: dict[int, int] = dataclasses.field(default_factory=dict, hash=False)
 
     def keeps(self, rounds: Sequence[int]) -> list[bool]:
         """Return for each checkpoint whether it is kept."""
@@ -126,6 +146,9 @@ class Retention:
             kept.update(number for number in rounds if number % self.every == 0)
         for period in filter(None, self.scheduled):
             kept.update([number for number in rounds if number % period == 0][-1:])
+        for number in sorted(rounds, reverse=True):
+            if number in kept and number in self.parents:
+                kept.add(self.parents[number])
         return [number in kept for number in rounds]
 
     def should_preserve(

@@ -8,6 +8,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from fedpax.checkpoints.ancestors import Parent
 from fedpax.checkpoints.object_store import COMMITTED, is_object_store, remove_folder
 from fedpax.console import print_error
 from fedpax.errors import FedpaxError
@@ -51,7 +52,25 @@ def write_checksums(folder: Path) -> None:
     write_atomically(folder / CHECKSUMS, json.dumps(content, indent=2) + "\n")
 
 
-def find_damage(folder: Path) -> str | None:
+def find_damage(checkpoint: Path) -> str | None:
+    """Compare the files of a checkpoint, and of the ones that it needs, with their checksums."""
+    damage = _find_own_damage(checkpoint)
+    if damage is not None:
+        return damage
+    try:
+        parent = Parent.read(checkpoint)
+    except ValueError as error:
+        return str(error)
+    if parent is None:
+        return None
+    needed = f"the checkpoint of round {parent.round}, which has other rows of its client stores,"
+    if not has_checksums(checkpoint.with_name(str(parent.round))):
+        return f"{needed} is missing"
+    damage = find_damage(checkpoint.with_name(str(parent.round)))
+    return None if damage is None else f"{needed} is damaged ({damage})"
+
+
+def _find_own_damage(folder: Path) -> str | None:
     """Compare the files of a folder with their checksums."""
     try:
         expected = read_json(folder / CHECKSUMS)

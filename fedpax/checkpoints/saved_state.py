@@ -1,6 +1,5 @@
 """The saved state of a run: compared with an experiment's state, and read in parts."""
 
-import time
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedpax.algorithm import Params
+from fedpax.checkpoints.ancestors import lineage
 from fedpax.checkpoints.lazy_orbax import ocp
-from fedpax.checkpoints.orbax_files import open_checkpoints
+from fedpax.checkpoints.orbax_files import open_to_read
 from fedpax.checkpoints.participant_states import saved_placed_struct
+from fedpax.checkpoints.restored_stores import complete_rows
 from fedpax.checkpoints.saved_rounds import damaged_checkpoint, find_damage
 from fedpax.errors import ArgumentError
 from fedpax.run_files.configuration import flatten, read_configuration_json
@@ -63,7 +64,7 @@ def load_params(
     options = ocp.CheckpointManagerOptions(
         create=False, multiprocessing_options=alone if like is None else every
     )
-    with _open(folder, options) as manager:
+    with open_to_read(folder, options) as manager:
         metadata = manager.item_metadata(round_number)
         in_state = "params" in metadata["state"]
         saved = metadata["state"]["params"] if in_state else metadata["params"]
@@ -102,16 +103,34 @@ def load_field(job_log_dir: str | Path, field: str, round_number: int | None = N
         KeyError: the saved state has no such field.
     """
     folder, round_number = _find(job_log_dir, round_number)
-    with _open(folder, ocp.CheckpointManagerOptions(create=False)) as manager:
+    with open_to_read(folder, ocp.CheckpointManagerOptions(create=False)) as manager:
         saved = manager.item_metadata(round_number)["state"]
         if field not in saved:
             raise KeyError(
                 f"The state of round {round_number} in {folder} has no field {field!r}, expected "
                 f"one of {', '.join(saved)}."
             )
-        item = jax.tree.map(lambda leaf: 0, saved[field])
-        arguments = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), item)
-        return _restore_field(manager, round_number, field, item, arguments)
+        value = _read_field(manager, round_number, field)
+        ancestors = lineage(folder, round_number)
+        parent = ancestors[-1][1]
+        paths = [] if parent is None else [tuple(p) for p in parent.stores if p[0] == field]
+        if paths:
+            whole = _read_field(manager, ancestors[0][0], field)
+        for path in paths:
+            rows = _at(whole, path[1:])["rows"]
+            store = {"rows": complete_rows(folder, ancestors, path, rows)}
+            if len(path) == 1:
+                return store
+            above = _at(value, path[1:-1])
+            above[int(path[-1]) if isinstance(above, list) else path[-1]] = store
+        return value
+
+
+def _at(tree: Any, path: Iterable[str]) -> Any:
+    """Return the node of nested dicts and lists at a path."""
+    for name in path:
+        tree = tree[int(name) if isinstance(tree, list | tuple) else name]
+    return tree
 
 
 def load_state(job_log_dir: str | Path, round_number: int, like: Any) -> Any:
@@ -160,11 +179,20 @@ def among(
 
 def saved_shapes(folder: Path, step: int) -> dict[tuple[str, ...], tuple[int, ...]]:
     """Return the shapes of a checkpoint's leaves by path, without reading the arrays."""
-    handlers = {"state": ocp.StandardCheckpointHandler(), "progress": ocp.JsonCheckpointHandler()}
-    options = ocp.CheckpointManagerOptions(create=False)
-    with open_checkpoints(folder, options=options, item_handlers=handlers) as manager:
-        saved = manager.item_metadata(step)["state"]
-        return {path: tuple(leaf.shape) for path, leaf in ocp.tree.to_flat_dict(saved).items()}
+    with open_to_read(folder, ocp.CheckpointManagerOptions(create=False)) as manager:
+        ancestors = lineage(folder, step)
+        saved = ocp.tree.to_flat_dict(manager.item_metadata(step)["state"])
+        stores = {tuple(path) for _, parent in ancestors if parent for path in parent.stores}
+        if stores:
+            whole = ocp.tree.to_flat_dict(manager.item_metadata(ancestors[0][0])["state"])
+            rows = {name: leaf for name, leaf in whole.items() if _store_of(name, stores)}
+            saved = {**rows, **saved}
+        return {path: tuple(leaf.shape) for path, leaf in saved.items()}
+
+
+def _store_of(path: tuple[str, ...], stores: Collection[tuple[str, ...]]) -> tuple[str, ...] | None:
+    """Return the path of the store that has a leaf, or None."""
+    return next((store for store in stores if path[: len(store)] == store), None)
 
 
 def saved_struct(
@@ -240,6 +268,15 @@ def _find(job_log_dir: str | Path, round_number: int | None) -> tuple[Path, int]
     return folder, round_number
 
 
+def _read_field(manager: "ocp.CheckpointManager", round_number: int, field: str) -> Any:
+    """Read a field of the state as NumPy arrays."""
+    item = jax.tree.map(lambda leaf: 0, manager.item_metadata(round_number)["state"][field])
+    arguments = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), item)
+    if not jax.tree.leaves(item):
+        return item
+    return _restore_field(manager, round_number, field, item, arguments)
+
+
 def _restore_field(
     manager: "ocp.CheckpointManager", round_number: int, field: str, item: Any, arguments: Any
 ) -> Any:
@@ -248,21 +285,6 @@ def _restore_field(
     )
     composite = ocp.args.Composite(state=restore)
     return manager.restore(round_number, args=composite)["state"][field]
-
-
-def _open(folder: Path, options: "ocp.CheckpointManagerOptions") -> "ocp.CheckpointManager":
-    """Open a folder, in which a run can remove other checkpoints while Orbax lists them."""
-    handlers = {
-        "state": ocp.PyTreeCheckpointHandler(),
-        "params": ocp.PyTreeCheckpointHandler(),
-        "progress": ocp.JsonCheckpointHandler(),
-    }
-    for _ in range(5 if jax.process_count() == 1 else 0):
-        try:
-            return open_checkpoints(folder, options=options, item_handlers=handlers)
-        except FileNotFoundError:
-            time.sleep(0.1)
-    return open_checkpoints(folder, options=options, item_handlers=handlers)
 
 
 def _restore_args(

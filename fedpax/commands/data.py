@@ -31,7 +31,7 @@ def data(arguments: Sequence[str]) -> int:
     picture = output_file("picture", options.picture, ".png")
     named = files if len(files) > 1 else files[0]
     if _is_large(named, options.partition, reading):
-        return _survey(named, reading, picture)
+        return _survey(named, LoadOptions(partition=options.partition, **reading), picture)
     source: Any = load(named, partition=options.partition, **reading)
     clients = None if source.client is None else len(source.client_names)
     _print_head(source.name, len(source), clients)
@@ -75,14 +75,14 @@ def _is_large(files: Any, partition: str | None, reading: Mapping[str, Any]) -> 
         return is_large(files, LoadOptions(partition=partition, **reading))
 
 
-def _survey(files: Any, reading: Mapping[str, Any], picture: Path | None) -> int:
+def _survey(files: Any, options: LoadOptions, picture: Path | None) -> int:
     """Print the same tables of files that are read in parts."""
     from fedpax.data.tables.survey import label_skew, merge_pairs, survey_files
 
-    survey = survey_files(files, LoadOptions(**reading), _MOST_LABELS)
+    survey = survey_files(files, options, _MOST_LABELS)
     clients = None if survey.clients is None else len(survey.clients)
     _print_head(survey.name, survey.num_examples, clients)
-    _print_columns(survey.summaries, survey.schema, survey.client, reading["label"])
+    _print_columns(survey.summaries, survey.schema, survey.client, survey.label)
     if survey.clients is None:
         return _without_clients(picture)
     starts = np.concatenate([[0], np.cumsum(survey.sizes)])

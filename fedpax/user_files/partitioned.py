@@ -1,6 +1,6 @@
 """Clients made by a partition, for files that have none or whose clients it replaces."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,8 +41,16 @@ _KINDS = {
 }
 
 
-def add_partition(table: pa.Table, options: LoadOptions) -> pa.Table:
-    """Add the column of clients that a partition makes: the numbers from 0."""
+class _Division(NamedTuple):
+    """A partition with its parameter."""
+
+    kind: _Kind
+    num_clients: int
+    parameter: Any
+
+
+def check_partition(columns: Sequence[str], options: LoadOptions) -> _Division:
+    """Parse the partition, and check that it fits the columns of the files."""
     partition, label = options.partition or "", options.label
     name, *numbers = partition.split(":")
     kind = _KINDS.get(name)
@@ -58,19 +66,25 @@ def add_partition(table: pa.Table, options: LoadOptions) -> pa.Table:
             f"partition={partition!r}, expected one of {_FORMS}. Set for example "
             "partition='dirichlet:0.3:100'."
         ) from None
-    if options.client is not None or CLIENT in table.column_names:
+    if options.client is not None or CLIENT in columns:
         raise ArgumentError(
             f"partition={partition!r} makes clients, but the files have them in the column "
             f"{options.client or CLIENT!r}. Leave partition out, or the column and client=."
         )
-    if kind.by_label and label not in table.column_names:
+    if kind.by_label and label not in columns:
         raise ArgumentError(
             f"partition={partition!r} divides examples by label, but label={label!r} is no column. "
-            f"Set label to one of {', '.join(map(repr, table.column_names))}."
+            f"Set label to one of {', '.join(map(repr, columns))}."
         )
+    return _Division(kind, num_clients, parameter)
+
+
+def add_partition(table: pa.Table, options: LoadOptions) -> pa.Table:
+    """Add the column of clients that a partition makes: the numbers from 0."""
+    kind, num_clients, parameter = check_partition(table.column_names, options)
     labels = np.zeros(table.num_rows, np.int64)
     if kind.by_label:
-        labels = _numbered(table.column(label))
+        labels = _numbered(table.column(options.label))
     owner = np.empty(table.num_rows, np.int64)
     for number, indices in enumerate(kind.divide(labels, num_clients, parameter)):
         owner[indices] = number

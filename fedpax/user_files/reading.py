@@ -94,7 +94,11 @@ class Reading:
 
     def join(self, schemas: Sequence[pa.Schema]) -> None:
         """Set `schema` and `client` from the schemas of the groups, without the paths' columns."""
-        self.fields, self.client = path_fields(self.groups, schemas, self._options.client)
+        client, is_divided = self._options.client, self._options.partition is not None
+        if is_divided:  # a file is not a client
+            client = client or CLIENT
+        self.fields, named = path_fields(self.groups, schemas, client)
+        self.client = self._options.client if is_divided else named
         schemas = [
             _decode(add_path_columns(schema.empty_table(), fields[:1])).schema
             for schema, fields in zip(schemas, self.fields, strict=True)

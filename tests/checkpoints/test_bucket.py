@@ -1,6 +1,7 @@
 """Runs whose checkpoints are in a bucket of a Cloud Storage server that runs on this machine."""
 
 import http.client
+import json
 import os
 import shutil
 import subprocess
@@ -217,6 +218,52 @@ def test_the_last_save_is_tried_again(
     assert errors.count("The checkpoint of round 12 cannot be written") == 1, errors
     assert losses(folder) == losses(plain)
     assert read(server, "params alone")[1] == params_of(plain)
+
+
+def test_a_run_with_parts_of_the_clients_states_resumes_on_another_machine(
+    server: Server, tmp_path: Path
+) -> None:
+    plain = tmp_path / "plain"
+    exp = ("train", "--exp=small_stores:stores")
+    ((status, _, errors),) = finish([start_one([*exp, f"--job_log_dir={plain}"], None)])
+    assert status == 0, errors
+    for rounds in (5, 16):
+        status, _, errors = server.run(
+            *exp,
+            f"--job_log_dir={tmp_path / str(rounds)}",
+            "--training.checkpoint_dir=gs://runs/run",
+            f"--training.rounds={rounds}",
+        )
+        assert status == 0, errors
+    checkpoints = server.folder / ".cloudstorage" / "runs" / "run" / "checkpoints"
+    assert json.loads((checkpoints / "14" / "parent.json").read_text())["round"] == 12
+    assert not (checkpoints / "16" / "parent.json").exists()
+    code = """
+import hashlib, sys
+import jax
+from fedpax.checkpoints import load_field
+from fedpax.checkpoints.saved_rounds import find_damage
+from fedpax.run_files.paths import resolve_folder
+
+folder = sys.argv[1]
+for number in (14, 16):
+    rows = jax.tree.leaves(load_field(folder, "client_controls", number))
+    print([hashlib.sha256(leaf.tobytes()).hexdigest() for leaf in rows])
+(resolve_folder(folder) / "checkpoints" / "12" / "checksums.json").unlink(missing_ok=True)
+print(find_damage(resolve_folder(folder) / "checkpoints" / "14"))
+"""
+    in_bucket, on_disk = (
+        subprocess.run(
+            [sys.executable, "-c", code, str(folder)],
+            env={**os.environ, **server.environment},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.splitlines()
+        for folder in ("gs://runs/run", plain)
+    )
+    assert in_bucket[:2] == on_disk[:2]
+    assert "the checkpoint of round 12, which" in in_bucket[2]
 
 
 def test_a_bucket_that_cannot_be_used_is_refused(server: Server, tmp_path: Path) -> None:

@@ -50,6 +50,11 @@ def _table(rows: int, seed: int = 0) -> pa.Table:
         ["--client=user_id", "--label=user_id"],
         ["--client=user_id", "--columns=x,flag"],
         ["--label=label"],
+        ["--partition=dirichlet:0.5:7", "--label=label"],
+        ["--partition=dirichlet:0.5:7", "--label=x"],
+        ["--partition=shards:2:30", "--label=Label", "--columns=x"],
+        ["--partition=quantity:0.5:7", "--label=text"],
+        ["--partition=iid:5"],
     ],
 )
 @pytest.mark.parametrize("format", ["parquet", "csv"])
@@ -82,6 +87,37 @@ def test_each_of_several_files_is_a_client(
     monkeypatch.setattr(survey, "_LARGE", 0)
     monkeypatch.setattr("fedpax.commands.data.load", None)
     assert command(*arguments) == expected
+
+
+def test_a_partition_joins_the_examples_of_files(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for k in range(3):
+        csv.write_csv(_table(50 + k, k).drop_columns(["list", "took"]), tmp_path / f"{k}.csv")
+    arguments = ("data", f"{tmp_path}/*.csv", "--label=label", "--partition=dirichlet:0.5:9")
+    wrong = [(*arguments[:3], f"--partition={p}") for p in ("half:2", "iid", "iid:0")]
+    wrong += [(*arguments, "--client=user_id"), (*arguments[:2], arguments[3])]
+    expected = [command(*given) for given in (arguments, *wrong)]
+    assert expected[0][0] == 0 and "153 examples of 9 clients" in expected[0][1]
+    monkeypatch.setattr(survey, "_LARGE", 0)
+    monkeypatch.setattr("fedpax.commands.data.load", None)
+    assert [command(*given) for given in (arguments, *wrong)] == expected
+
+
+def test_a_partition_of_a_prepared_folder_sorts_no_copy(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parquet.write_table(_table(3000), tmp_path / "all.parquet")
+    out = str(tmp_path / "out")
+    assert command("prepare", f"{tmp_path}/all.parquet", "--label=label", "--out=" + out)[0] == 0
+    for flags in (["--partition=dirichlet:0.5:7"], ["--partition=iid:5", "--label=Label"]):
+        with monkeypatch.context() as patch:
+            patch.setattr("fedpax.commands.data._is_large", lambda *_: False)
+            expected = command("data", out, *flags)
+        assert expected[0] == 0 and "names the clients" in expected[1]
+        with monkeypatch.context() as patch:
+            patch.setattr("fedpax.user_files.open_files.sort_by_client", None)
+            assert command("data", out, *flags) == expected
 
 
 def test_lists_name_no_client(

@@ -14,6 +14,7 @@ pytest.importorskip("grpc")
 from fedpax import Cohort
 from fedpax.experiments.benchmarks import late_updates, site_step, site_transport
 from fedpax.experiments.benchmarks.chaos import (
+    Chaos,
     PacedStream,
     compare,
     draw_outcomes,
@@ -62,7 +63,7 @@ def outcome(seed: int, rate: float, failing: bool) -> Outcome:
 
 def test_a_run_with_failures_is_compared_with_an_undisturbed_one(tmp_path: Path) -> None:
     quiet, chaotic = outcome(1, 16.0, failing=False), outcome(2, 12.0, failing=True)
-    row = compare(2, (quiet, chaotic), (2.5, 2.6), checkpoint_seconds=3.0, mean_seconds=6.0)
+    row = compare(Chaos(round_seconds=1.5, mean_seconds=6.0), (quiet, chaotic), (2.5, 2.6))
     assert row.useful == pytest.approx(0.75)
     restarts = [r.seconds for r in chaotic.restarts if r.process != SYNCER]
     assert row.restart_seconds == pytest.approx(np.median(restarts))

@@ -12,18 +12,27 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from jaxtyping import Float64, Int64
 
-from fedpax.data.tables.summaries import ColumnSummary, is_counted, value_range
-from fedpax.data.tables.treatments import infer_treatment
-from fedpax.data.tables.values import is_date, is_missing, is_number
+from fedpax.data.tables.summaries import (
+    ColumnSummary,
+    is_counted,
+    summarize_columns,
+    value_range,
+)
+from fedpax.data.tables.treatments import infer_treatment, infer_treatments
+from fedpax.data.tables.values import is_date, is_missing, is_number, is_text
 from fedpax.errors import ArgumentError
 from fedpax.user_files.columns import check_client_type
 from fedpax.user_files.file_sizes import estimate_bytes
+from fedpax.user_files.finding import CLIENT
 from fedpax.user_files.formats import TypeChangedError, find_stream, is_files
 from fedpax.user_files.load_options import LoadOptions
+from fedpax.user_files.open_files import open_in_order
+from fedpax.user_files.partitioned import add_partition, check_partition
 from fedpax.user_files.prepared import prepared_folder
 from fedpax.user_files.reading import Reading
 from fedpax.user_files.selection import select_files
 from fedpax.user_files.sorting import connect, restore, store, stored_schema
+from fedpax.user_files.table_source import TableSource
 
 MEMORY = "1GB"
 """The memory of DuckDB for hash tables; beyond it they are on the disk."""
@@ -38,6 +47,7 @@ class Survey(NamedTuple):
     num_examples: int
     schema: pa.Schema
     summaries: list[ColumnSummary]
+    label: str | None
     client: str | None
     clients: pa.ChunkedArray | None  # names, ascending
     sizes: Int64[np.ndarray, " clients"]
@@ -47,12 +57,12 @@ class Survey(NamedTuple):
 
 
 def is_large(files: Any, options: LoadOptions) -> bool:
-    """Return whether files take much memory, and can be read in parts."""
+    """Return whether files take much memory as a source, and need not be one."""
     names = files if isinstance(files, list) else [files]
-    if options.partition is not None or not all(map(is_files, names)):
+    if not all(map(is_files, names)):
         return False
     if len(names) == 1 and prepared_folder(names[0], options.split):
-        return False
+        return options.partition is not None  # which would sort it in memory
     groups = select_files(files, options).groups
     return estimate_bytes(groups) > _LARGE and all(find_stream(group[0]) for group in groups)
 
@@ -60,10 +70,14 @@ def is_large(files: Any, options: LoadOptions) -> bool:
 def survey_files(files: Any, options: LoadOptions, max_labels: int) -> Survey:
     """Summarize the columns and clients of files that are read in parts: twice if with clients."""
     # A label with more than `max_labels` distinct values is not counted by client.
+    if isinstance(files, str) and (folder := prepared_folder(files, options.split)):
+        return _survey_folder(open_in_order(folder, options), max_labels)
     selected = select_files(files, options)
     reading = Reading(selected, options, None)
     reading.read_schema(first_part=True)
     reading.check_columns()
+    if options.partition is not None:
+        check_partition(reading.schema.names, options)
     counts = _repeat(reading, _count_columns)
     if not counts.num_examples:
         raise ArgumentError(
@@ -72,26 +86,71 @@ def survey_files(files: Any, options: LoadOptions, max_labels: int) -> Survey:
     schema, client, label = reading.schema, reading.client, options.label
     summaries = counts.summaries(schema)
     survey = Survey(
-        selected.name, counts.num_examples, schema, summaries, client, None, np.zeros(0, np.int64),
-        None, None,
+        selected.name, counts.num_examples, schema, summaries, label, client, None,
+        np.zeros(0, np.int64), None, None,
     )  # fmt: skip
-    if client is None:
+    if client is None and options.partition is None:
         return survey
-    check_client_type(schema.field(client).type, client, selected.name)
-    if label is not None:
-        about = summaries[schema.names.index(label)]
-        data_type = schema.field(label).type
-        is_moment = is_date(data_type) and not pa.types.is_time(data_type)
-        is_class = is_counted(data_type) and not pa.types.is_floating(data_type) and not is_moment
-        if not is_class or (about.num_distinct or 0) > max_labels:
-            label = None
+    if client is not None:
+        check_client_type(schema.field(client).type, client, selected.name)
+        label = _class_label(survey, label, max_labels)
     in_path = {name for group in selected.groups for file in group for name in file.fields}
     kept = [name for name in (options.client, label) if name is not None and name not in in_path]
     few = options._replace(columns=kept, label=label)
     reading = Reading(select_files(files, few), few, None)
     reading.read_schema(first_part=True)
+    if client is None:
+        rows = pa.table({"": pa.nulls(survey.num_examples)})
+        if label is not None:
+            rows = _repeat(reading, lambda again: _read_column(again, label))
+        return _with_partition(survey, add_partition(rows, options), label, max_labels)
     keys = [client] if label is None else [client, label]
     return _with_clients(survey, _repeat(reading, lambda again: _count_groups(again, keys)))
+
+
+def _survey_folder(source: TableSource, max_labels: int) -> Survey:
+    """Summarize a prepared folder, which stays memory-mapped, and the clients of a partition."""
+    table = source.table.drop_columns([CLIENT])
+    columns = {name: table.column(name) for name in table.column_names}
+    summaries = summarize_columns(columns, infer_treatments(columns))
+    survey = Survey(
+        source.name, len(source), table.schema, summaries, source.label, None, None,
+        np.zeros(0, np.int64), None, None,
+    )  # fmt: skip
+    return _with_partition(survey, source.table, source.label, max_labels)
+
+
+def _with_partition(survey: Survey, rows: pa.Table, label: str | None, max_labels: int) -> Survey:
+    """Add the clients of a partition, a column of the examples, and their labels."""
+    clients = {CLIENT: rows.column(CLIENT)}
+    survey = survey._replace(
+        schema=survey.schema.append(rows.schema.field(CLIENT)),
+        summaries=[*survey.summaries, *summarize_columns(clients, infer_treatments(clients))],
+        client=CLIENT,
+    )
+    label = _class_label(survey, label, max_labels)
+    keys = [CLIENT] if label is None else [CLIENT, label]
+    groups = rows.select(keys).group_by(keys).aggregate([([], "count_all")])
+    return _with_clients(survey, groups.select([*keys, "count_all"]))
+
+
+def _class_label(survey: Survey, label: str | None, max_labels: int) -> str | None:
+    """Return the label, or None if its values are not classes."""
+    if label is None:
+        return None
+    about = survey.summaries[survey.schema.names.index(label)]
+    data_type = survey.schema.field(label).type
+    is_moment = is_date(data_type) and not pa.types.is_time(data_type)
+    is_class = is_counted(data_type) and not pa.types.is_floating(data_type) and not is_moment
+    return label if is_class and (about.num_distinct or 0) <= max_labels else None
+
+
+def _read_column(reading: Reading, name: str) -> pa.Table:
+    """Read one column of all parts, with the values of texts once."""
+    parts = [table.select([name]) for table in reading.tables()]
+    if is_text(reading.schema.field(name).type):
+        parts = [pa.table({name: part.column(0).dictionary_encode()}) for part in parts]
+    return pa.concat_tables(parts).unify_dictionaries()
 
 
 class _Counts(NamedTuple):
@@ -233,6 +292,8 @@ def _with_clients(survey: Survey, groups: pa.Table) -> Survey:
 
 def _encode(column: pa.ChunkedArray) -> tuple[pa.Array, Int64[np.ndarray, " n"]]:
     """Return the distinct values, ascending with null last, and the place of each value there."""
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
     encoded = column.combine_chunks().dictionary_encode("encode")
     values, places = encoded.dictionary, encoded.indices.to_numpy(zero_copy_only=False)
     order = pc.array_sort_indices(values).to_numpy()

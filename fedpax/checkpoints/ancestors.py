@@ -1,0 +1,59 @@
+"""Checkpoints that hold a part of client stores, and the checkpoints that hold the other rows."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from fedpax.files import read_json
+
+PARENT = "parent.json"
+"""The file of a checkpoint that has only the rows that changed since another checkpoint."""
+
+
+class Parent(NamedTuple):
+    """The checkpoint that a checkpoint's rows of client stores complete."""
+
+    round: int
+    position: int  # number of checkpoints since the one that has all rows, with this one
+    stores: list[list[str]]  # the path of each client store in the state
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> Self | None:
+        """Read the parent of a checkpoint; None if the checkpoint has all rows itself.
+
+        Raises:
+            ValueError: the file is no such record, or names no earlier checkpoint.
+        """
+        try:
+            parent = cls(**read_json(checkpoint / PARENT))
+        except FileNotFoundError:
+            return None
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{PARENT} is no record of a checkpoint: {error}") from error
+        if not isinstance(parent.round, int) or not 0 <= parent.round < int(checkpoint.name):
+            raise ValueError(f"{PARENT} names the round {parent.round}, expected an earlier one")
+        return parent
+
+
+def lineage(folder: Path, step: int) -> list[tuple[int, Parent | None]]:
+    """Return the checkpoints that have the rows of a checkpoint: all rows first, itself last."""
+    found = []
+    next_step: int | None = step
+    while next_step is not None:
+        parent = Parent.read(folder / str(next_step))
+        found.append((next_step, parent))
+        next_step = None if parent is None else parent.round
+    return found[::-1]
+
+
+def read_parents(folder: Path, steps: Iterable[int]) -> dict[int, int]:
+    """Return the parent's round of each checkpoint that has one."""
+    parents = {}
+    for step in steps:
+        try:
+            parent = Parent.read(folder / str(step))
+        except (OSError, ValueError):  # told when the checkpoint is read
+            continue
+        if parent is not None:
+            parents[step] = parent.round
+    return parents

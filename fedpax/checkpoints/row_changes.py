@@ -1,0 +1,184 @@
+"""The rows of client stores that changed since an earlier checkpoint."""
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Int64, UInt64
+
+from fedpax.checkpoints.ancestors import Parent
+from fedpax.clients.row_blocks import RowBlocks, padded_count, row_blocks, take_rows
+from fedpax.clients.row_fingerprints import row_fingerprints
+from fedpax.clients.store import ClientStore
+
+SMALL_STORES = 1 << 24
+"""Bytes of client stores that every checkpoint holds in full."""
+
+LARGEST_PART = 1 / 8
+"""The largest part of a store's rows that a checkpoint holds without the others."""
+
+Path = tuple[str, ...]
+
+
+def is_store(node: Any) -> bool:
+    """Return whether a node of a state is a client store."""
+    return isinstance(node, ClientStore)
+
+
+def stores_of(state: Any) -> dict[Path, ClientStore[Any]]:
+    """Return the client stores of a state by their paths."""
+    nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_store)
+    return {_names(path): node for path, node in nodes if is_store(node)}
+
+
+def _names(path: Any) -> Path:
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+
+def without_stores(state: Any) -> Any:
+    """Replace the client stores of a state by empty dicts."""
+    return jax.tree.map(lambda node: {} if is_store(node) else node, state, is_leaf=is_store)
+
+
+def with_stores(state: Any, like: Any, leaves: Mapping[Path, Any]) -> Any:
+    """Put the leaves of client stores into a state without them."""
+    rest = iter(jax.tree.leaves(state))
+
+    def node_of(path: Any, node: Any) -> Any:
+        if is_store(node):
+            return jax.tree.unflatten(jax.tree.structure(node), leaves[_names(path)])
+        return next(rest)
+
+    return jax.tree_util.tree_map_with_path(node_of, like, is_leaf=is_store)
+
+
+def rows_of_one_checkpoint(state: Any) -> dict[Path, Int64[np.ndarray, " rows"]]:
+    """Return for each row of the client stores the position 0 of the checkpoint that has it."""
+    return {
+        path: np.zeros(jax.tree.leaves(store)[0].shape[0], np.int64)
+        for path, store in stores_of(state).items()
+    }
+
+
+class ChangedRows(NamedTuple):
+    """The rows of a checkpoint that does not hold all of them."""
+
+    parent: Parent
+    stores: dict[str, Any]  # `ids` and `rows` of each store, by its place in `parent.stores`
+
+
+class _StoreRows(NamedTuple):
+    """What is known of the rows of a store."""
+
+    fingerprints: UInt64[np.ndarray, " rows"]  # of the newest checkpoint
+    # the position of the checkpoint that has the newest value of each row
+    newest: Int64[np.ndarray, " rows"]
+
+
+class RowChanges:
+    """The rows that the next checkpoint of a run writes.
+
+    A change is found by the fingerprints of the rows, whatever rule of whatever round wrote them.
+
+    Checkpoints are numbered from 0, which has all rows. The parent of checkpoint n is n without
+    its lowest bit that is 1: the parent of 1, 2, 4 and 8 is 0, and the parent of 7 is 6, whose
+    parent is 4. Checkpoint n has the rows that changed since its parent. So a row is read from
+    one of at most 1 + log2(n) checkpoints, and a change is written at most that often. If the rows
+    to write are more than `LARGEST_PART` of a store, the next checkpoint has all rows, and is
+    checkpoint 0 of new ones.
+    """
+
+    def __init__(self) -> None:
+        self._stores: dict[Path, _StoreRows] = {}
+        self._rounds: dict[int, int] = {}  # of the newest checkpoint and its ancestors, by position
+
+    @property
+    def needed_rounds(self) -> Collection[int]:
+        """The rounds of the checkpoints that the next one can complete."""
+        return self._rounds.values()
+
+    def forget(self) -> None:
+        """Let the next checkpoint have all rows."""
+        self._stores, self._rounds = {}, {}
+
+    def start(
+        self,
+        state: Any,
+        rounds: Mapping[int, int],
+        newest: Mapping[Path, Int64[np.ndarray, " rows"]],
+    ) -> None:
+        """Continue after a restored checkpoint.
+
+        Args:
+            state: the restored state.
+            rounds: the rounds of the checkpoint and its ancestors, by position.
+            newest: for each store, the position of the checkpoint that has each row.
+        """
+        self.forget()
+        if blocks := _blocks(state):
+            self._rounds = dict(rounds)
+            self._stores = {
+                path: _StoreRows(_fingerprints(store, blocks[path]), newest[path])
+                for path, store in stores_of(state).items()
+            }
+
+    def advance(self, round_number: int, state: Any) -> ChangedRows | None:
+        """Return the rows that the checkpoint of a round writes; None: all rows."""
+        stores, blocks = stores_of(state), _blocks(state)
+        if blocks is None:
+            self.forget()
+            return None
+        prints = {path: _fingerprints(store, blocks[path]) for path, store in stores.items()}
+        if self._stores.keys() == prints.keys():
+            position = max(self._rounds) + 1
+            parent = position & (position - 1)
+            newest = {
+                path: np.where(prints[path] == before.fingerprints, before.newest, position)
+                for path, before in self._stores.items()
+            }
+            row_ids = {path: np.flatnonzero(rows > parent) for path, rows in newest.items()}
+            if all(_is_part(ids, blocks[path]) for path, ids in row_ids.items()):
+                record = Parent(self._rounds[parent], position, [list(path) for path in stores])
+                ancestors = {i: r for i, r in self._rounds.items() if i <= parent}
+                self._rounds = {**ancestors, position: round_number}
+                self._stores = {p: _StoreRows(prints[p], newest[p]) for p in stores}
+                taken = {
+                    str(number): _take(store, blocks[path], row_ids[path])
+                    for number, (path, store) in enumerate(stores.items())
+                }
+                return ChangedRows(record, taken)
+        self._rounds = {0: round_number}
+        self._stores = {
+            path: _StoreRows(prints[path], newest)
+            for path, newest in rows_of_one_checkpoint(state).items()
+        }
+        return None
+
+
+def _blocks(state: Any) -> dict[Path, RowBlocks] | None:
+    """Return the layout of each store; None if checkpoints should hold all of their rows."""
+    stores = stores_of(state)
+    if sum(leaf.nbytes for leaf in jax.tree.leaves(stores)) < max(1, SMALL_STORES):
+        return None
+    blocks = {path: row_blocks(jax.tree.leaves(store)) for path, store in stores.items()}
+    known = {path: found for path, found in blocks.items() if found is not None}
+    return known if len(known) == len(stores) else None
+
+
+def _fingerprints(store: ClientStore[Any], blocks: RowBlocks) -> UInt64[np.ndarray, " rows"]:
+    return row_fingerprints(jax.tree.leaves(store), blocks)
+
+
+def _is_part(row_ids: Int64[np.ndarray, " rows"], blocks: RowBlocks) -> bool:
+    """Return whether the rows, as they are written, are a small part of a store."""
+    most = int(np.bincount(row_ids // blocks.block_rows, minlength=1).max())
+    return padded_count(most, blocks.block_rows) <= LARGEST_PART * blocks.block_rows
+
+
+def _take(
+    store: ClientStore[Any], blocks: RowBlocks, row_ids: Int64[np.ndarray, " rows"]
+) -> dict[str, Any]:
+    leaves, tree = jax.tree.flatten(store.rows)
+    ids, rows = take_rows(leaves, blocks, row_ids)
+    return {"ids": ids, "rows": jax.tree.unflatten(tree, rows)}

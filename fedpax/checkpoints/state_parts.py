@@ -1,0 +1,91 @@
+"""The parts of a run's state in a checkpoint: all rows of its client stores, or some of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from fedpax.algorithm import State
+from fedpax.checkpoints.ancestors import PARENT, Parent, lineage, read_parents
+from fedpax.checkpoints.lazy_orbax import ocp
+from fedpax.checkpoints.orbax_files import on_one_device
+from fedpax.checkpoints.restored_stores import restore_stores
+from fedpax.checkpoints.row_changes import (
+    RowChanges,
+    rows_of_one_checkpoint,
+    with_stores,
+    without_stores,
+)
+from fedpax.run_files.paths import complete_rounds, write_atomically
+
+
+class StateParts:
+    """The parts of a run's state in its checkpoints.
+
+    `state` is the state; `params` the model, where the state computes it; `rows` the rows of client
+    stores that changed since the parent, which `parent.json` names. Without `rows`, `state` has the
+    client stores.
+    """
+
+    def __init__(self, folder: Path, parents: dict[int, int]) -> None:
+        self._folder, self._parents = folder, parents
+        self._rows = RowChanges()
+        self._parent: Parent | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Let the next checkpoint have all rows: the newest one is not known to be complete."""
+        self._rows.forget()
+        self._parents.update(read_parents(self._folder, complete_rounds(self._folder)))
+
+    def to_save(self, round_number: int, state: State) -> "dict[str, ocp.args.CheckpointArgs]":
+        """Return what the checkpoint of a round saves."""
+        items: dict[str, ocp.args.CheckpointArgs] = {}
+        if "params" not in getattr(state, "_fields", ("params",)):
+            # A model that the state computes from its fields, such as the islands' mean.
+            items["params"] = ocp.args.StandardSave(on_one_device(state.params))
+        if not self._has_needed_rounds():
+            self._rows.forget()
+        self._parent = None
+        self._parents.pop(round_number, None)
+        if (changed := self._rows.advance(round_number, state)) is not None:
+            self._parent = changed.parent
+            self._parents[round_number] = changed.parent.round
+            items["rows"] = ocp.args.StandardSave(changed.stores)
+            state = without_stores(state)
+        items["state"] = ocp.args.StandardSave(on_one_device(state))
+        return items
+
+    def _has_needed_rounds(self) -> bool:
+        """Return whether the checkpoints are there that the next one can complete."""
+        needed = {*self._rows.needed_rounds}
+        if not needed:
+            return True
+        has_them = needed <= {*complete_rounds(self._folder)}
+        if jax.process_count() > 1:
+            has_them = bool(multihost_utils.broadcast_one_to_all(np.int32(has_them)))
+        return has_them
+
+    def write_parent(self, draft: Path) -> None:
+        """Name the parent of a checkpoint whose other files are written."""
+        if self._parent is not None:
+            write_atomically(draft / PARENT, json.dumps(self._parent._asdict()) + "\n")
+
+    def restore(self, manager: "ocp.CheckpointManager", step: int, like: State) -> Any:
+        """Restore the state of a checkpoint; the next one then writes what has changed."""
+        ancestors = lineage(self._folder, step)
+        is_whole = len(ancestors) == 1
+        restore = ocp.args.Composite(
+            state=ocp.args.StandardRestore(like if is_whole else without_stores(like))
+        )
+        state = manager.restore(step, args=restore).state
+        newest = rows_of_one_checkpoint(like)
+        if not is_whole:
+            leaves, newest = restore_stores(self._folder, ancestors, like)
+            state = with_stores(state, like, leaves)
+        rounds = {0 if parent is None else parent.position: number for number, parent in ancestors}
+        self._rows.start(state, rounds, newest)
+        return state

@@ -1,0 +1,124 @@
+"""Runs whose checkpoints have a part of the clients' states end as a run that is not stopped."""
+
+import dataclasses
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import numpy as np
+import pytest
+from several_processes import HERE, finish, start
+from small_stores import POPULATION, stores
+
+from fedpax.checkpoints import row_changes
+from fedpax.checkpoints.ancestors import lineage
+from fedpax.checkpoints.saved_state import load_field, load_params
+from fedpax.run_files.paths import complete_rounds, latest_round
+from fedpax.training.trainer import train
+
+EXP = "small_stores:stores"
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unbroken")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_changes, "SMALL_STORES", row_changes.SMALL_STORES)  # `build` changes it
+        train(stores(), folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def small_stores_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_changes, "SMALL_STORES", 0)
+
+
+def state_of(folder: Path, number: int = 16) -> Any:
+    return load_params(folder, number), load_field(folder, "client_controls", number)
+
+
+def rounds_with_rows(folder: Path, number: int = 16) -> list[int]:
+    return [step for step, _ in lineage(folder / "checkpoints", number)]
+
+
+def assert_same_bits(one: Path, other: Path) -> None:
+    for number in (14, 16):
+        states = [state_of(folder, number) for folder in (one, other)]
+        bits = [jax.tree.map(lambda x: x.tobytes(), state) for state in states]
+        assert bits[0] == bits[1]
+
+
+def test_the_checkpoints_of_a_run_have_the_rows_of_its_cohorts(unbroken: Path) -> None:
+    # Two checkpoints in a row are kept, and the ones whose rows they need.
+    assert complete_rounds(unbroken / "checkpoints") == [2, 10, 14, 16]
+    assert rounds_with_rows(unbroken) == [2, 10, 14, 16]
+    controls = load_field(unbroken, "client_controls")["rows"]["hidden"]
+    took_part = np.flatnonzero(controls.any(axis=(1, 2)))
+    expected = {
+        int(k) for r in range(16) for k in np.random.default_rng(r).permutation(POPULATION)[:4]
+    }
+    assert {*took_part.tolist()} == expected
+
+
+def test_a_run_in_pieces_ends_as_one_in_one_piece(unbroken: Path, tmp_path: Path) -> None:
+    for rounds in (5, 16):
+        train_until(rounds, tmp_path)
+    assert_same_bits(tmp_path, unbroken)
+    assert rounds_with_rows(tmp_path, 14) == [2, 8, 12, 14]
+    # The eighth checkpoint after that of round 2 would have more than an eighth of the rows.
+    assert rounds_with_rows(tmp_path) == [16]
+
+
+def train_until(rounds: int, folder: Path, clients: int = 4) -> None:
+    whole = stores()
+    training = dataclasses.replace(whole.training, rounds=rounds)
+    mesh = dataclasses.replace(whole.mesh, clients=clients)
+    run = dataclasses.replace(whole, training=training, mesh=mesh)
+    train(run, folder, allow_config_change=["mesh"])
+
+
+@pytest.mark.slow
+def test_a_run_resumes_on_fewer_devices(unbroken: Path, tmp_path: Path) -> None:
+    train_until(9, tmp_path)
+    train_until(16, tmp_path, clients=2)
+    assert len(rounds_with_rows(tmp_path, 14)) > 2
+    chex.assert_trees_all_close(state_of(tmp_path), state_of(unbroken), rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_again_and_again_ends_as_one_that_is_not(
+    unbroken: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "fedpax.main", "train", f"--exp={EXP}"]
+    command += [f"--job_log_dir={tmp_path}"]
+    checkpoints = tmp_path / "checkpoints"
+    kills = 0
+    while kills < 4:
+        process = subprocess.Popen([*command, "--pause=0.05"], cwd=HERE, stderr=subprocess.PIPE)
+        done = latest_round(tmp_path) or 0
+        while process.poll() is None:  # until the checkpoint after the next one is half written
+            drafts = [*checkpoints.glob("*.orbax-checkpoint-tmp*")] if done else []
+            if drafts or (not done and (latest_round(tmp_path) or 0) >= 2):
+                break
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+        _, errors = process.communicate()
+        assert process.returncode == -signal.SIGKILL, errors.decode()
+        kills += 1
+    last = subprocess.run([*command, "--allow_config_change=pause"], cwd=HERE, capture_output=True)
+    assert last.returncode == 0, last.stderr.decode()
+    assert_same_bits(tmp_path, unbroken)
+
+
+@pytest.mark.slow
+def test_two_processes_save_and_resume_as_one(unbroken: Path, tmp_path: Path) -> None:
+    for rounds in (6, 16):
+        ended = finish(start(2, tmp_path, f"--training.rounds={rounds}", exp=EXP))
+        assert [status for status, _, _ in ended] == [0, 0], ended[0][2]
+    assert rounds_with_rows(tmp_path) == rounds_with_rows(unbroken)
+    chex.assert_trees_all_close(state_of(tmp_path), state_of(unbroken), rtol=0, atol=1e-5)

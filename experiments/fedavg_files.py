@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-import chex
 import jax
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from fedpax.algorithm import LossFn, Params
 from fedpax.checks import NonNegative
 from fedpax.clients.cohort import Cohort
-from fedpax.data import Partition
+from fedpax.data import ClientSampler, Partition
 from fedpax.data.rounds.labeled_examples import read_batches
 from fedpax.data.rounds.preprocess import Preprocess
 from fedpax.data.tables import Label
@@ -24,14 +23,14 @@ from fedpax.experiments.client_files import FilesConfig, OpenFiles, PreparedFile
 from fedpax.experiments.fedavg_clients import ClientExperiment
 from fedpax.experiments.parts.client_evaluation import EvaluateClients, measure_clients, with_units
 from fedpax.experiments.parts.heldout_clients import heldout_of_files
+from fedpax.experiments.parts.own_examples import OwnExamples
 from fedpax.experiments.parts.personal_evaluation import (
     ServerState,
     heldout_metrics,
     own_models,
-    pad_cohort,
     with_own_models,
 )
-from fedpax.experiments.parts.personal_models import fine_tuned_model, fine_tuned_models
+from fedpax.experiments.parts.personal_models import fine_tuned_models, sum_fine_tuned
 from fedpax.experiments.parts.saved_inputs import INPUTS, read_saved_inputs, write_saved_inputs
 from fedpax.models.losses import (
     ModelLoss,
@@ -310,7 +309,6 @@ class FedAvgFiles(ClientExperiment):
         run = super().build()._replace(notes=notes)
         if not own_models(self.method):
             return run
-        self.make_rounds_of_all(*self.read_clients())  # raises now if they exceed the memory
         own_by_client = functools.cache(self.evaluate_own_by_client)
         run = run._replace(evaluate_own_models=lambda state: own_by_client()(state))
         if not self.method.has_shared_model:
@@ -318,21 +316,19 @@ class FedAvgFiles(ClientExperiment):
         return with_own_models(run, self.method, functools.cache(self.evaluate_own_models))
 
     @functools.cached_property
-    def _own_examples(self) -> tuple[Cohort, dict[str, chex.Array]]:
-        """A round of all training clients, and the held-out examples of each, in memory."""
+    def _own_examples(self) -> OwnExamples:
+        """A round of all training clients, and the held-out examples of each."""
         examples, population = self.read_clients()
-        every_client = next(self.make_rounds_of_all(examples, population)[0])
-        cohort = pad_cohort(every_client, self.make_mesh().shape.get("clients", 1))
+        sampler = ClientSampler(len(population), 1, self.cohort.seed)
+        rounds = self.make_rounds(examples, population, sampler, self.make_preprocess())
         heldout, none = self.opened.parts(self.opened.heldout), np.zeros(0, np.int64)
-        names = [*self.training_parts, None]  # the last one for absent clients, whose id is -1
-        chosen = [names[k] for k in np.asarray(cohort.client_ids)]
-        return cohort, self._read_padded([heldout.get(name or "", none) for name in chosen])
+        parts = [heldout.get(name, none) for name in self.training_parts]
+        return OwnExamples(rounds, parts, self._read, self.make_mesh().shape.get("clients", 1))
 
     def evaluate_own_models(self, *, fine_tune: bool = False) -> Callable[[Any], dict[str, float]]:
         """Make the evaluation of the clients' own models, each on its held-out examples.
 
-        The training batches of all clients are in memory. Clients that are held out with all their
-        examples have no model of their own.
+        Clients that are held out with all their examples have no model of their own.
 
         Args:
             fine_tune: where the method makes no own models, take the local steps of one more round
@@ -341,7 +337,7 @@ class FedAvgFiles(ClientExperiment):
         Returns:
             `state -> metrics`, means over the held-out examples; `state` is the algorithm's.
         """
-        (cohort, own), model = self._own_examples, self.make_model()
+        model = self.make_model()
         train_loss, loss_fn = self.make_loss(model), self._plain_loss(model)
 
         def models_of(state: Any, cohort: Cohort) -> Params:
@@ -350,28 +346,22 @@ class FedAvgFiles(ClientExperiment):
                 return fine_tuned_models(self.method, train_loss, rate, state, cohort)
             return self.method.personal_models(train_loss, rate, state, cohort)
 
-        evaluate = heldout_metrics(models_of, loss_fn)
-        return lambda state: evaluate(state, cohort, own)
+        return heldout_metrics(models_of, loss_fn, self._own_examples)
 
     def fine_tune(self, params: Params) -> Params:
         """Return the model after the local steps of one more round of all training clients."""
-        cohort, _ = self._own_examples
         train_loss, rate = self.make_loss(self.make_model()), self.client_learning_rate
-        tuned: Params = jax.jit(functools.partial(fine_tuned_model, self.method, train_loss, rate))(
-            ServerState(params), cohort
-        )
-        return tuned
+        add_up = jax.jit(functools.partial(sum_fine_tuned, self.method, train_loss, rate))
+        sums = [add_up(ServerState(params), cohort) for cohort, _ in self._own_examples]
+        total, weight = jax.tree.map(lambda *terms: sum(terms), *sums)
+        return jax.tree.map(lambda x, like: (x / weight).astype(like.dtype), total, params)
 
     def evaluate_own_by_client(self) -> Callable[[Any], ClientMetrics]:
         """Make the evaluation of the clients' own models: `state -> metrics of each client`."""
-        (cohort, own), model = self._own_examples, self.make_model()
+        model = self.make_model()
         train_loss, names = self.make_loss(model), self._client_names
         places = {name: place for place, name in enumerate(self.opened.names)}
-        of_training = np.array([*(places[name] for name in self.training_parts), -1])
-        is_example = own["mask"] > 0
-        owners = np.broadcast_to(
-            of_training[np.asarray(cohort.client_ids)][:, None], is_example.shape
-        )[is_example]
+        of_training = np.array([places[name] for name in self.training_parts])
 
         @jax.jit
         def outputs(state: Any, cohort: Any, inputs: Any) -> jax.Array:
@@ -380,18 +370,15 @@ class FedAvgFiles(ClientExperiment):
             return jax.vmap(model.apply)(models, inputs)
 
         def evaluate(state: Any) -> ClientMetrics:
-            predictions = np.asarray(outputs(state, cohort, own[self.field]))
-            clients = ExampleOwners(names, owners)
-            labels = np.asarray(own["label"])[is_example]
-            return measure_clients(self.prepared.label, predictions[is_example], labels, clients)
+            predictions, labels, owners = [], [], []
+            for cohort, own in self._own_examples:
+                client, example = np.nonzero(own["mask"])
+                output = np.asarray(outputs(state, cohort, own[self.field]))
+                predictions.append(output[client, example])
+                labels.append(np.asarray(own["label"])[client, example])
+                owners.append(of_training[np.asarray(cohort.client_ids)[client]])
+            clients = ExampleOwners(names, np.concatenate(owners))
+            together = np.concatenate(predictions), np.concatenate(labels)
+            return measure_clients(self.prepared.label, *together, clients)
 
         return evaluate
-
-    def _read_padded(self, parts: Sequence[NDArray[np.int64]]) -> dict[str, chex.Array]:
-        """Return the examples of each client, `[clients, most examples, ...]`, with a mask."""
-        most = max(1, *(len(part) for part in parts))
-        rows = np.stack([np.pad(part, (0, most - len(part))) for part in parts])
-        mask = np.arange(most) < np.array([len(part) for part in parts])[:, None]
-        read = self._read(rows.ravel())
-        padded = {name: x.reshape(*rows.shape, *x.shape[1:]) for name, x in read.items()}
-        return {**padded, "mask": mask.astype(np.float32)}

@@ -1,20 +1,22 @@
 """Runs of methods for personal models: models for clusters, and the evaluation of own models."""
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from numpy.typing import NDArray
 
 from fedpax.algorithm import Params
 from fedpax.clients.cohort import Cohort
 from fedpax.experiments.client_methods import MethodConfig
+from fedpax.experiments.parts.own_examples import Part
 from fedpax.experiments.parts.personal_models import MODELS
 from fedpax.models.losses import ModelLoss
 from fedpax.training.experiment import Run
+
+_EXAMPLES = "number of examples"
 
 
 class ServerState(NamedTuple):
@@ -26,23 +28,6 @@ class ServerState(NamedTuple):
 def own_models(method: MethodConfig) -> bool:
     """Return whether a method makes a model for each client."""
     return method.function.__name__ in MODELS
-
-
-def pad_cohort(cohort: Cohort, multiple: int) -> Cohort:
-    """Pad a cohort with absent clients, whose id is -1, to a multiple of a number.
-
-    Example:
-        >>> cohort = Cohort({"x": np.ones((3, 2))}, client_ids=np.arange(3))
-        >>> pad_cohort(cohort, 2).client_ids.tolist()
-        [0, 1, 2, -1]
-    """
-
-    def pad(leaf: Any, value: int = 0) -> NDArray[Any]:
-        absent = -len(leaf) % multiple
-        return np.pad(leaf, [(0, absent), *[(0, 0)] * (np.ndim(leaf) - 1)], constant_values=value)
-
-    padded: Cohort = jax.tree.map(pad, cohort._replace(client_ids=None))
-    return padded._replace(client_ids=pad(np.asarray(cohort.client_ids), -1))
 
 
 def with_own_models(
@@ -71,15 +56,22 @@ def with_own_models(
 
 
 def heldout_metrics(
-    models_of: Callable[[Any, Cohort], Params], loss_fn: ModelLoss
-) -> Callable[[Any, Cohort, Mapping[str, Any]], dict[str, float]]:
-    """Make `(state, cohort, heldout) -> metrics`: means over the held-out examples of clients."""
+    models_of: Callable[[Any, Cohort], Params], loss_fn: ModelLoss, parts: Iterable[Part]
+) -> Callable[[Any], dict[str, float]]:
+    """Make `state -> metrics`: means over the held-out examples of the clients of all parts."""
 
     @jax.jit
-    def evaluate(state: Any, cohort: Cohort, heldout: Any) -> dict[str, jax.Array]:
+    def add_up(state: Any, cohort: Cohort, heldout: Any) -> dict[str, jax.Array]:
         loss, metrics = jax.vmap(loss_fn)(models_of(state, cohort), heldout)
         weights = heldout["mask"].sum(axis=1)
-        by_name = {**metrics, "loss": loss}
-        return {name: jnp.sum(weights * x) / weights.sum() for name, x in by_name.items()}
+        sums = {name: jnp.sum(weights * x) for name, x in {**metrics, "loss": loss}.items()}
+        return {**sums, _EXAMPLES: weights.sum()}
 
-    return lambda *inputs: {name: float(value) for name, value in evaluate(*inputs).items()}
+    def evaluate(state: Any) -> dict[str, float]:
+        totals: Counter[str] = Counter()
+        for part in parts:
+            totals.update({name: float(x) for name, x in add_up(state, *part).items()})
+        num_examples = totals.pop(_EXAMPLES)
+        return {name: total / num_examples for name, total in totals.items()}
+
+    return evaluate

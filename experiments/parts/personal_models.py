@@ -81,13 +81,13 @@ fine_tuned_models: PersonalModels = _reptile
 """Models that take the local steps of one more round from the shared model, for any method."""
 
 
-def fine_tuned_model(
+def sum_fine_tuned(
     settings: Any, loss_fn: LossFn, learning_rate: float, state: Any, cohort: Cohort
-) -> Params:
-    """Average the fine-tuned models of clients by their examples: a round of them alone."""
+) -> tuple[Params, chex.Array]:
+    """Add up the fine-tuned models of clients, weighted by their examples, and the weights."""
     models = fine_tuned_models(settings, loss_fn, learning_rate, state, cohort)
     weights = jnp.float32(cohort.num_examples)
-    return jax.tree.map(lambda x: jnp.average(x, axis=0, weights=weights), models)
+    return jax.tree.map(lambda x: jnp.tensordot(weights, x, 1), models), weights.sum()
 
 
 MODELS: Mapping[str, PersonalModels] = {

@@ -121,7 +121,8 @@ class CohortRounds:
         client_ids, located = self._order(self._round)
         length = self.max_steps
         if self.pad_to == "round":
-            length = _round_length(length, int(self._num_steps(located.sizes).max(initial=0)))
+            longest = int(self._num_steps(located.sizes).max(initial=0))
+            length = min(x for x in shorter_lengths(length) if x >= longest)
         cohort = self._read_rows(self._round, client_ids, located, length)
         self._round += 1
         return cohort
@@ -134,12 +135,24 @@ class CohortRounds:
         """
         return self._order(round_number)[0]
 
-    def read_clients(self, round_number: int, client_ids: NDArray[np.integer]) -> Cohort:
+    def num_steps(self, client_ids: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Return the numbers of steps of clients, int64 `[n]`.
+
+        Args:
+            client_ids: the clients, integers `[n]`.
+        """
+        return self._num_steps(self._locate(np.asarray(client_ids, np.int64)).sizes)
+
+    def read_clients(
+        self, round_number: int, client_ids: NDArray[np.integer], length: int | None = None
+    ) -> Cohort:
         """Read some clients of a round alone: the same batches that the round has.
 
         Args:
             round_number: the round, counted from 0.
             client_ids: the clients, integers `[n]`; -1 is an empty slot.
+            length: the length of the axis of steps, no less than the clients' numbers of steps.
+                Default None: `max_steps`.
 
         Returns:
             A cohort of n clients.
@@ -151,7 +164,7 @@ class CohortRounds:
         sizes[present] = rows_of_present.sizes
         place = np.cumsum(ids >= 0) - 1
         located = _Located(sizes, lambda row, k: rows_of_present.indices(place[row], k))
-        return self._read_rows(round_number, ids, located, self.max_steps)
+        return self._read_rows(round_number, ids, located, length or self.max_steps)
 
     def _locate(self, client_ids: NDArray[np.int64]) -> _Located:
         return _locate_examples(self._population, client_ids, int(self.settings["num_examples"]))
@@ -274,12 +287,17 @@ class CohortRounds:
         self._round = int(check_state(state, self.settings, "round"))
 
 
-def _round_length(max_steps: int, longest: int) -> int:
-    """Return the shortest axis of `max_steps`, / 4, / 16, ... steps with room for a client."""
-    length = max_steps
-    while (shorter := -(-length // _SHORTER)) < length and shorter >= longest:
-        length = shorter
-    return length
+def shorter_lengths(longest: int) -> list[int]:
+    """Return the lengths of padded axes: the longest one, a 4th of it, a 16th, ..., 1.
+
+    Example:
+        >>> shorter_lengths(50)
+        [50, 13, 4, 1]
+    """
+    lengths = [longest]
+    while (shorter := -(-lengths[-1] // _SHORTER)) < lengths[-1]:
+        lengths.append(shorter)
+    return lengths
 
 
 def _locate_examples(

@@ -14,10 +14,10 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
+from fast_compilation import share_compiled_programs, share_lowering_contexts
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 from numpy.typing import NDArray
-from shared_contexts import share_lowering_contexts
 from test_layers import HEIGHT
 
 from fedpax.data import Source, load
@@ -35,9 +35,11 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
 jax.config.update("jax_enable_compilation_cache", False)
 
 # Of the fast tests, lowering would spend a sixth of the time on the dialects of a new MLIR context
-# for each program. `make test-all` lowers as users do.
+# for each program, and tests of sites a third of it on programs that another thread or test has
+# compiled. `make test-all` lowers and compiles as users do.
 if jax.config.values["jax_disable_most_optimizations"]:
     share_lowering_contexts()
+    share_compiled_programs()
 
 # Tracing allocates many small objects. By default they are collected after every 700th.
 gc.set_threshold(100_000, 20)

@@ -90,7 +90,7 @@ UNSTABLE, KEEPER = ("jax.extend", "jax.interpreters", "jaxlib"), "fedpax.primiti
 # Attributes of equations and primitives of the same kind.
 UNSTABLE_ATTRIBUTES = {"ctx", "get_bind_params"}
 # The one module that changes a function of JAX, so that the fast tests take less time.
-FAST_LOWERING = "tests.shared_contexts"
+FAST_COMPILATION = "tests.fast_compilation"
 
 
 def module_name(path: Path) -> str:
@@ -141,7 +141,7 @@ def complaint(module: str, name: str) -> str | None:
         return "a relative import: write fedpax. in full"
     if library in ("algorithms", "experiments"):
         return f"import it as fedpax.{library}"
-    if is_within(name, "jax._src") and module != FAST_LOWERING:
+    if is_within(name, "jax._src") and module != FAST_COMPILATION:
         return "private to JAX"
     if not is_within(module, "fedpax"):
         return None  # tests see every layer

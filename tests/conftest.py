@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 from fast_compilation import share_compiled_programs, share_lowering_contexts
+from first_failure import FirstFailure
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 from numpy.typing import NDArray
@@ -66,6 +67,14 @@ AXIS_TYPES = {
     "explicit": (AxisType.Explicit, AxisType.Explicit),
     "mixed": (AxisType.Explicit, AxisType.Auto),
 }
+
+
+@pytest.hookimpl(trylast=True)  # after pytest has made its reporter
+def pytest_configure(config: pytest.Config) -> None:
+    """Print the first failure at once, where there is a terminal: a worker of xdist has none."""
+    reporter = config.pluginmanager.getplugin("terminalreporter")
+    if reporter is not None:
+        config.pluginmanager.register(FirstFailure(reporter), "first_failure")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -200,7 +200,9 @@ def is_number(kind: pa.DataType) -> bool:
 
 def check_client_type(kind: pa.DataType, client: str, name: str) -> None:
     """Raise an error for a column of clients that has lists or structs."""
-    if pa.types.is_nested(kind) or pa.types.is_float16(kind) or pa.types.is_decimal256(kind):
+    is_tensor = isinstance(kind, pa.BaseExtensionType)
+    is_nested = pa.types.is_nested(kind) or is_tensor
+    if is_nested or pa.types.is_float16(kind) or pa.types.is_decimal256(kind):
         raise ArgumentError(
             f"The column {client!r} of {name} has values of type {kind}, expected texts or "
             "numbers that name a client, which can be sorted. Convert it, such as by "

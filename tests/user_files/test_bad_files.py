@@ -139,7 +139,7 @@ def test_clients_with_leading_zeros_are_told_or_kept_apart(
     monkeypatch.setattr(csv_files, "_BLOCK", 1024)  # the zeros come late
     for read in (load, prepare):
         out = () if read is load else (tmp_path / "out",)
-        with pytest.raises(ValueError, match=r"'c' of clients has the value '0\d+', which is read"):
+        with pytest.raises(ValueError, match=r"'c' of clients has the value '0\d+', read as the"):
             read(tmp_path / "a.csv", *out, client="c")
     for kind, values in (("string", padded), ("int64", numbers)):
         source = load(tmp_path / "a.csv", client="c", types={"c": kind})
@@ -149,3 +149,43 @@ def test_clients_with_leading_zeros_are_told_or_kept_apart(
     (tmp_path / "b.csv").write_text("c,x\n1,2\n3\n4,5\n")
     prepared = prepare(tmp_path / "b.csv", tmp_path / "b", **skipping)
     assert list(prepared.skipped.values()) == [1]
+
+
+@pytest.mark.parametrize(
+    ("clients", "told"),
+    [
+        (["31", "0x1F"], r"the value '0x1F', read as the number 31"),
+        (["1e3", "7", "1000"], r"the values '1e3' and '1000', read as the number 1000"),
+        (["1.1", "1.10", "2.5"], r"the values '1.1' and '1.10', read as the number 1.1"),
+        (["1,1", "1,10"], r"the values '1,1' and '1,10'"),
+        (["1e400", "2e400"], r"the values '1e400' and '2e400', read as the number inf"),
+        (["5", " 5", "6"], None),
+        (["0.5", "-0.5", "0"], None),
+        (["1.0", "2.0", ""], None),
+    ],
+)
+def test_different_clients_are_not_one_number(
+    tmp_path: Path, clients: list[str], told: str | None
+) -> None:
+    rows = [f"{client};{k}" for k, client in enumerate(clients) if client]
+    (tmp_path / "a.csv").write_text("\n".join(["c;x", *rows, *rows]) + "\n")
+    given: Any = {
+        "client": "c",
+        "delimiter": ";",
+        "decimal_point": "," if "1,1" in clients else ".",
+    }
+    for read in (load, lambda file, **given: prepare(file, tmp_path / "out", **given).source):
+        if told is None:
+            assert len(read(tmp_path / "a.csv", **given).client_names) == 2 + ("-0.5" in clients)
+            continue
+        with pytest.raises(ValueError, match=told + r".*types=\{'c': 'string'\}"):
+            read(tmp_path / "a.csv", **given)
+        as_text = load(tmp_path / "a.csv", types={"c": "string"}, **given)
+        assert list(as_text.client_names) == sorted(clients)
+
+
+def test_arrays_name_no_client(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", c=np.zeros((2, 3)), x=np.arange(2))
+    for read in (load, lambda file, **given: prepare(file, tmp_path / "out", **given)):
+        with pytest.raises(ValueError, match=r"column 'c' of .* expected texts or numbers"):
+            read(tmp_path / "a.npz", client="c")

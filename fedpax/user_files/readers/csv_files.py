@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv
@@ -117,25 +118,42 @@ def _check_schema(file: DataFile, options: ReadOptions, schema: pa.Schema) -> No
 
 
 def _check_clients(file: DataFile, options: ReadOptions, schema: pa.Schema) -> None:
-    """Raise an error for clients such as 007, which as a number would be the client 7."""
+    """Raise an error for clients of different texts that are read as one number.
+
+    So is a client such as 007, which as a number would be the client 7, also where it is alone.
+    """
     client = options.client
     if client is None or client not in schema.names or client in options.types:
         return
-    if not pa.types.is_integer(schema.field(client).type):
+    kind = schema.field(client).type
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
         return
     as_text = options._replace(bad_rows=options.bad_rows and BadRows())  # counted already
     given = _options(file, as_text, {client: pa.string()}, use_threads=True, columns=[client])
+    texts = pa.array([], pa.string())
     with file.open() as opened:
         for batch in csv.open_csv(opened, **given):
-            texts = batch.column(0)
-            is_padded = pc.fill_null(pc.match_substring_regex(texts, r"^\s*[+-]?0\d"), False)
-            if padded := texts.filter(is_padded)[:1].to_pylist():
-                raise ArgumentError(
-                    f"its column {client!r} of clients has the value {padded[0].strip()!r}, which "
-                    f"is read as the number {int(padded[0])}. Set types={{{client!r}: 'string'}} "
-                    f"(--types {client}=string) to keep such clients apart, or "
-                    f"types={{{client!r}: 'int64'}} for numbers"
-                )
+            texts = pc.unique(pa.concat_arrays([texts, batch.column(0).drop_null()]))
+    texts = pc.unique(pc.utf8_trim_whitespace(texts))
+    plain = pc.replace_substring(texts, options.decimal_point or ".", ".")
+    numbers = plain.cast(kind).to_numpy(zero_copy_only=False)
+    order = np.argsort(numbers, kind="stable")
+    is_equal = numbers[order[1:]] == numbers[order[:-1]]
+    is_padded = pc.match_substring_regex(texts, r"^[+-]?0[\dxX]").to_numpy(zero_copy_only=False)
+    if is_padded.any():
+        places = [int(np.argmax(is_padded))]
+    elif is_equal.any():
+        first = int(np.argmax(is_equal))
+        places = order[first : first + 2].tolist()
+    else:
+        return
+    values = " and ".join(repr(texts[k].as_py()) for k in places)
+    raise ArgumentError(
+        f"its column {client!r} of clients has the value{'s' * (len(places) - 1)} {values}, read "
+        f"as the number {numbers[places[0]]}. Set types={{{client!r}: 'string'}} (--types "
+        f"{client}=string) to keep such clients apart, or types={{{client!r}: '{kind}'}} for "
+        "numbers"
+    )
 
 
 def _check_delimiter(delimiter: str, name: str) -> None:

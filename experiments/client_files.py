@@ -48,6 +48,11 @@ class PreparedFiles(Protocol):
         """Lines that are printed when a run starts."""
         ...
 
+    @property
+    def cautions(self) -> Sequence[str]:
+        """Lines on values that are filled, which an evaluation prints too."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class FilesConfig(CheckedConfig):

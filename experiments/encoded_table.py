@@ -42,7 +42,7 @@ class EncodedTable(Source):
         features = np.empty((len(rows), len(self._features.names)), np.float32)
         size = self._columns.block_size()
         for k in range(0, len(rows), size):
-            features[k : k + size] = self._features(self._columns.read(rows[k : k + size]))
+            features[k : k + size] = self._features.encode(self._columns.read(rows[k : k + size]))
         return {"features": features, "label": self._labels[rows]}
 
 
@@ -56,7 +56,7 @@ def encode_examples(
         labels, encoded = np.empty(count, dtype), np.empty((count, width), np.float32)
         for columns, rows in table.blocks(np.ones(count, np.bool_)):
             labels[rows] = label.encode(columns[label.name])
-            encoded[rows] = features(columns)
+            encoded[rows] = features.encode(columns)
         return {"features": encoded, "label": labels}, labels
     labels = np.asarray(label.encode(table.columns[label.name]), dtype)
     return EncodedTable(table.columns, features, labels), labels

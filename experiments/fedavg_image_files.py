@@ -60,6 +60,7 @@ class PreparedImages(NamedTuple):
     examples: Mapping[str, NDArray[Any]]
     label: Label
     notes: Sequence[str]  # lines that tell the sizes and the label
+    cautions: Sequence[str] = ()  # no value is filled
 
     @property
     def labels(self) -> NDArray[Any]:

@@ -20,7 +20,7 @@ from fedpax.data.tables import (
     infer_treatments,
     parse_treatment,
 )
-from fedpax.data.tables.features import fit_blocks
+from fedpax.data.tables.features import describe_filled, fit_blocks
 from fedpax.data.tables.labels import Task
 from fedpax.data.tables.treatments import MAX_CATEGORIES
 from fedpax.errors import ArgumentError
@@ -84,6 +84,7 @@ class PreparedTable(NamedTuple):
     features: TableFeatures  # the function from columns to features
     label: Label
     notes: tuple[str, ...]  # lines that tell the treatment of the columns and of the label
+    cautions: tuple[str, ...] = ()  # lines that tell which values are filled
 
     def read(self, rows: NDArray[Any]) -> dict[str, NDArray[Any]]:
         """Return the features and labels of some examples."""
@@ -128,7 +129,7 @@ def prepare_table(
     notes = _describe(treatments, fitted, label)
     if combine.least_deviation:
         notes += _disclosures(data, fitted, label)
-    return PreparedTable(examples, labels, fitted, label, notes)
+    return PreparedTable(examples, labels, fitted, label, notes, _filled(table, fitted))
 
 
 def stated_label(data: TableConfig) -> Treatment | None:
@@ -184,7 +185,13 @@ def apply_saved_table(
                 "then missing."
             )
     examples, labels = encode_examples(table, features, label)
-    return PreparedTable(examples, labels, features, label, _describe([], features, label))
+    notes = _describe([], features, label)
+    return PreparedTable(examples, labels, features, label, notes, _filled(table, features))
+
+
+def _filled(table: OpenFiles, features: TableFeatures) -> tuple[str, ...]:
+    line = describe_filled(features.count_filled(table.columns))
+    return (line,) if line else ()
 
 
 def _describe(

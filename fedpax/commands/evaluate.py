@@ -52,6 +52,8 @@ def evaluate(arguments: Sequence[str]) -> int:
     number = checkpoint_round("evaluate", saved, options.round)
     run = build_run(saved.experiment)
     print_error(f"{saved.exp}: evaluating round {number} on {describe_devices(run.mesh)}")
+    for line in run.cautions:
+        print_error(f"{saved.exp}: {line}")
     if options.by_client and run.evaluate_clients is None and run.evaluate_own_models is None:
         raise UsageError(
             f"--by_client: the held-out data of {saved.exp} have no clients, expected an "

@@ -39,7 +39,7 @@ class Outcome(NamedTuple):
     undecided: str | None
 
 
-def count_votes(sites: Mapping[str, Properties], stated: Properties) -> Outcome:
+def count_votes(sites: Mapping[str, Properties], stated: Mapping[str, str]) -> Outcome:
     """Return the sites that differ from what the coordinator states, or from most other sites.
 
     A site without a property differs from none, unless the property is needed. No site counts more

@@ -89,6 +89,8 @@ class Run(NamedTuple):
         evaluate_own_models: `state -> metrics of each client`, the metrics of the clients' own
             models, from the algorithm's state. Default None: clients have no own models.
         notes: lines on the data that are printed when the run starts.
+        cautions: those of the notes that an evaluation prints too, such as the number of missing
+            values that are filled.
     """
 
     algorithm: FederatedAlgorithm
@@ -111,6 +113,7 @@ class Run(NamedTuple):
     evaluate_clients: Callable[[Params], ClientMetrics] | None = None
     evaluate_own_models: Callable[[Any], ClientMetrics] | None = None
     notes: Sequence[str] = ()
+    cautions: Sequence[str] = ()
 
     @property
     def resolved_shardings(self) -> Shardings:

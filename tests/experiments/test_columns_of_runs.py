@@ -123,3 +123,36 @@ def test_a_run_resumes_with_the_columns_that_it_began_with(folder: Path, tmp_pat
         for name in ("once", "twice")
     }
     assert losses["once"] == losses["twice"]
+
+
+def test_missing_values_that_training_has_not_are_counted(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    random = np.random.default_rng(0)
+
+    def write(path: Path, missing: int) -> None:
+        rows = ["smokes,ward,age,outcome"]
+        for k in range(30):
+            known = [random.choice(["true", "false"]), random.choice(["A", "B"]), k]
+            rows.append(",".join(map(str, [*("   " if k < missing else known)])) + f",{k % 2}")
+        path.mkdir()
+        (path / "Oslo.csv").write_text("\n".join(rows).replace(" ", "") + "\n")
+        (path / "Lund.csv").write_text("\n".join(rows[:1] + rows[8:]) + "\n")
+
+    write(tmp_path / "whole", 0)
+    write(tmp_path / "holed", 3)
+    run = f"--job_log_dir={tmp_path / 'run'}"
+    files, label = f"--data.files={tmp_path}/whole/*.csv", "--data.label=outcome"
+    assert main(["train", "--exp=fedavg_table", files, label, "--training.rounds=1", run]) == 0
+    assert main(["evaluate", run]) == 0
+    assert "missing values" not in capfd.readouterr().err
+    assert main(["evaluate", run, f"--data.files={tmp_path}/holed/*.csv"]) == 0
+    line = (
+        "fedavg_table: missing values, of which training has none: 3 of 'smokes' become false, 3 "
+        "of 'ward' become no category, 3 of 'age' become the mean "
+    )
+    assert line in capfd.readouterr().err
+    columns = json.loads((tmp_path / "run" / "table.json").read_text())["columns"]
+    features = TableFeatures.from_json(columns)
+    features({"smokes": [None, None], "ward": ["A", "B"], "age": [3, None]})
+    assert "2 of 'smokes' become false, 1 of 'age' become the mean" in caplog.text

@@ -6,7 +6,8 @@
 - `infer_label` states what is predicted, a `Label`.
 """
 
-from fedpax.data.tables.features import FittedColumn, TableFeatures, fit_features
+from fedpax.data.tables.features import TableFeatures, fit_features
+from fedpax.data.tables.fitted_column import FittedColumn
 from fedpax.data.tables.labels import Label, infer_label
 from fedpax.data.tables.moments import Moments, federated_moments
 from fedpax.data.tables.summaries import ColumnSummary, summarize_columns

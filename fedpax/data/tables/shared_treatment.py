@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from fedpax.data.tables.categories import CategoryValues, common_values
-from fedpax.data.tables.features import checked_missing
+from fedpax.data.tables.fitted_column import checked_missing
 from fedpax.data.tables.labels import MAX_CLASSES, Label, Task
 from fedpax.data.tables.treatments import MAX_CATEGORIES, Treatment
 from fedpax.data.tables.values import arrow_column, is_number

@@ -73,11 +73,11 @@ class PacedStream:
 class PacedText(DecoupledDiLoCoText):
     """Decoupled DiLoCo on text, at a fixed rate."""
 
-    round_seconds: float = 1.0
+    seconds_per_round: float = 1.0  # `fedpax syncer` has a flag --round_seconds
 
     def build(self) -> Run:
         run = super().build()
-        return run._replace(cohorts=PacedStream(run.cohorts, self.round_seconds))
+        return run._replace(cohorts=PacedStream(run.cohorts, self.seconds_per_round))
 
 
 def paced_text() -> PacedText:
@@ -227,7 +227,7 @@ class Chaos(Benchmark):
         fields = [
             "--exp=fedpax.experiments.benchmarks.chaos:paced_text",
             f"--training.rounds={self.rounds}",
-            f"--round_seconds={self.round_seconds}",
+            f"--seconds_per_round={self.round_seconds}",
         ]
         islands, limit = self.islands, self.limit_seconds
         # Until the end of the run, whenever that is.

@@ -58,7 +58,7 @@ class Data:
     """The experiment with its data: the same for all settings."""
 
     def __init__(self, rounds: int) -> None:
-        self.experiment = changed(paced_text(), round_seconds=0.0, training={"rounds": rounds})
+        self.experiment = changed(paced_text(), seconds_per_round=0.0, training={"rounds": rounds})
         run = self.experiment.build()
         seed = self.experiment.training.seed
         self.params = jax.device_get(jax.jit(run.init)(jax.random.key(seed)))

@@ -30,7 +30,7 @@ from fedpax.experiments.decoupled_diloco_text import DecoupledDiLoCoText, decoup
 from fedpax.islands.island.island import Island
 from fedpax.islands.island.link import Link
 from fedpax.islands.island.local_model import LocalModel
-from fedpax.islands.method_parts import build_parts
+from fedpax.islands.method_parts import build_parts, parts_of
 from fedpax.islands.syncer.outer_model import OuterModel
 from fedpax.islands.syncer.syncer import Syncer
 from fedpax.islands.syncer.syncer_store import SyncerStore
@@ -74,11 +74,10 @@ class SiteStep(Benchmark):
         _use_core(1)
         experiment = self._experiment()
         run = build_parts(experiment, SINGLE_DEVICE)
-        assert run.algorithm.parts is not None
-        params = jax.device_get(jax.jit(run.init)(jax.random.key(0)))
+        parts, params = parts_of(run), jax.device_get(jax.jit(run.init)(jax.random.key(0)))
         syncer = Syncer(
-            run.algorithm.parts,
-            OuterModel(run.algorithm.parts, params),
+            parts,
+            OuterModel(parts, params),
             identify(experiment, params),
             num_merges=10**9,
             store=SyncerStore(folder),
@@ -92,18 +91,15 @@ class SiteStep(Benchmark):
         _use_core(0)
         experiment = self._experiment()
         run = build_parts(experiment, SINGLE_DEVICE)
-        parts = run.algorithm.parts
-        assert parts is not None
-        identity = identify(experiment, jax.eval_shape(run.init, jax.random.key(0)))._asdict()
+        parts, types = parts_of(run), jax.eval_shape(run.init, jax.random.key(0))
         member: dict[str, Any] = {"island": "site", "incarnation": "1", "folder": "1", "run": None}
+        member |= {"shard": 0, "identity": identify(experiment, types)._asdict()}
         with (
             jax.set_mesh(run.mesh),
             connect(address, certificates=folder / "certificates" / "site") as connection,
         ):
             model = LocalModel(run)
-            versions = [-1] * len(model.formats)
-            member |= {"shard": 0, "identity": identity}
-            link = Link(connection.call, member, model.formats, versions)
+            link = Link(connection.call, member, model.formats, [-1] * len(model.formats))
             link.join()
             link.start()
             tokens = float(self.seq_len)
@@ -156,10 +152,13 @@ class SiteStep(Benchmark):
                     merges += link.merges - before[0]
                     megabytes += (link.sent_bytes + link.received_bytes - before[1]) / 1e6
         phases = self.phases * self.pairs
+        times = {
+            block: [1000 * s / steps / self.phases for s in seconds[block]] for block in seconds
+        }
         return Row(
-            alone_milliseconds=[1000 * s / steps / self.phases for s in seconds[alone]],
-            beside_milliseconds=[1000 * s / steps / self.phases for s in seconds[beside]],
-            ratio=timing.paired_ratio(seconds[beside], seconds[alone]),
+            alone_milliseconds=times[alone],
+            beside_milliseconds=times[beside],
+            ratio=timing.paired_ratio(times[beside], times[alone]),
             merges_per_phase=merges / phases,
             megabytes_per_phase=megabytes / phases,
         )

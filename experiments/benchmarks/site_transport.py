@@ -83,18 +83,18 @@ def _rate(connections: list[Connection], tls: bool, megabytes: float, repeats: i
                 times.append(time.perf_counter() - begin)
             return statistics.median(times[1:]), min(times[1:])
 
-    push, best_push = seconds(Message({"kind": "push"}, {"x": x}))
-    pull, best_pull = seconds(Message({"kind": "pull", "size": x.size}))
+    rates: dict[str, float] = {}
+    messages = Message({"kind": "push"}, {"x": x}), Message({"kind": "pull", "size": x.size})
+    for message in messages:
+        kind, (median, least) = message.header["kind"], seconds(message)
+        rates |= {kind: total / median, f"best_{kind}": total / least}
     return Row(
         tls=tls,
         encryption="mutual TLS" if tls else "none",
         islands=len(connections),
         megabytes=megabytes,
-        push=total / push,
-        pull=total / pull,
-        best_push=total / best_push,
-        best_pull=total / best_pull,
         empty_milliseconds=1000 * seconds(Message({"kind": "push"}))[0],
+        **rates,
     )
 
 

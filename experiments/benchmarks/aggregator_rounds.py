@@ -14,16 +14,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import optax
 
 import fedpax
 from fedpax import Cohort
 from fedpax import aggregators as of
 from fedpax.aggregators import Aggregator, chain, codecs, mean
-from fedpax.algorithms import fedavg
 from fedpax.experiments.benchmarks import harness, timing
 from fedpax.experiments.benchmarks.harness import Row, Timed, command, option
-from fedpax.experiments.benchmarks.workloads import LEARNING_RATE, WORKLOADS
+from fedpax.experiments.benchmarks.workloads import WORKLOADS
 
 
 def aggregators(clients: int) -> dict[str, Aggregator]:
@@ -87,13 +85,8 @@ class AggregatorRounds(Timed):
             for name, aggregator in aggregators(self.clients).items():
                 if self.aggregators is not None and name not in ("mean", *self.aggregators):
                     continue
-                algorithm = fedavg(
-                    workload.loss_fn,
-                    cohort_size=self.clients,
-                    client_optimizer=optax.sgd(LEARNING_RATE),
-                    aggregator=aggregator,
-                    chunk_size=self.chunk_size,
-                )
+                settings = {"aggregator": aggregator, "chunk_size": self.chunk_size}
+                algorithm = workload.fedavg(self.clients, **settings)
                 state = algorithm.init(params)
                 rounds[name] = timing.compile_for(algorithm.round, state, cohort)
                 untrained[name] = self._untrained_round(aggregator, params, num_examples)

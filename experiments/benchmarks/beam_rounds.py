@@ -18,14 +18,12 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
-from fedpax.algorithms import fedavg
 from fedpax.data import ClientSampler, CohortRounds, cohort_rounds, load, partition_natural, prepare
 from fedpax.experiments.benchmarks import timing
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
+from fedpax.experiments.benchmarks.workloads import Workload
 from fedpax.models.classifiers import MLPConfig, mlp
-from fedpax.models.losses import classification_loss
 
 FEATURES, CLASSES, EXAMPLES = 64, 10, 20
 
@@ -69,14 +67,11 @@ class BeamRounds(Benchmark):
         from fedpax.deploy.beam import run_beam
 
         model = mlp(MLPConfig(layer_sizes=(FEATURES, 200, CLASSES)))
+        workload = Workload(model, (FEATURES,), CLASSES)
         with tempfile.TemporaryDirectory() as temporary:
             write_clients(Path(temporary), self.many)
             for size in self.repetitions * (self.few, self.many):
-                method = fedavg(
-                    classification_loss(model.apply),
-                    cohort_size=size,
-                    client_optimizer=optax.sgd(0.1),
-                )
+                method = workload.fedavg(size)
                 state = method.init(jax.jit(model.init)(jax.random.key(0)))
                 opened = functools.partial(open_rounds, f"{temporary}/prepared", size)
                 before = time.process_time() + timing.children_cpu_seconds()

@@ -23,11 +23,9 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import fedpax
-from fedpax.algorithms import fedavg
 from fedpax.data import ClientSampler, CohortRounds, cohort_rounds
 from fedpax.data.rounds.preprocess import preprocess_images
 from fedpax.experiments.benchmarks import timing
@@ -92,12 +90,7 @@ def streams(sizes: CohortInput) -> Iterator[tuple[str, CohortRounds]]:
 def round_seconds(cohort: fedpax.Cohort, clock: str = "wall") -> float:
     """Return the seconds of a FedAvg round of an MLP on this CPU."""
     workload = WORKLOADS["mlp"]()
-    algorithm = fedavg(
-        workload.loss_fn,
-        cohort_size=cohort.batches["label"].shape[0],
-        client_optimizer=optax.sgd(0.1),
-        chunk_size=1,
-    )
+    algorithm = workload.fedavg(cohort.batches["label"].shape[0], chunk_size=1)
     image = cohort.batches["image"].reshape(*cohort.batches["mask"].shape, -1)
     cohort = cohort._replace(batches={**cohort.batches, "image": image.astype(np.float32)})
     state = algorithm.init(jax.jit(workload.model.init)(jax.random.key(0)))

@@ -16,20 +16,18 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
-from fedpax.algorithms import fedavg
 from fedpax.data import ClientSampler, cohort_rounds, load, prepare
 from fedpax.experiments.benchmarks import timing
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
+from fedpax.experiments.benchmarks.workloads import Workload
 from fedpax.models.classifiers import MLPConfig, mlp
-from fedpax.models.losses import classification_loss
 from fedpax.populations.contiguous_clients import ContiguousClients
 
 
 def _table_batch(fields: Any) -> dict[str, Any]:
     x = np.stack([fields["x"], fields["y"]], axis=-1).astype(np.float32)
-    return {"x": x, "label": fields["label"].astype(np.int32)}
+    return {"image": x, "label": fields["label"].astype(np.int32)}
 
 
 class Files(Benchmark):
@@ -72,13 +70,9 @@ class Files(Benchmark):
         reads = [functools.partial(next, rounds) for rounds in (many, few)]
         yield self._pair(name, reads[0], reads[1], times=10)
         for sizes in ((2, 9), (2, 64, 64, 9)):
-            model = mlp(MLPConfig(layer_sizes=sizes))
-            algorithm = fedavg(
-                classification_loss(model.apply, field="x"),
-                cohort_size=self.cohort * 99 // 100,
-                client_optimizer=optax.sgd(0.1),
-            )
-            state = jax.jit(algorithm.init)(model.init(jax.random.key(0)))
+            workload = Workload(mlp(MLPConfig(layer_sizes=sizes)), (2,), 9)
+            algorithm = workload.fedavg(self.cohort * 99 // 100)
+            state = jax.jit(algorithm.init)(workload.model.init(jax.random.key(0)))
             train = jax.jit(algorithm.round)
 
             def read_and_train(rounds: Any, train: Any = train, state: Any = state) -> Any:

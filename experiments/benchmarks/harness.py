@@ -292,26 +292,6 @@ def check_at_least(least: int, **options: int) -> None:
             raise ValueError(f"--{name} is {value}, expected at least {least}")
 
 
-def integers(text: str) -> list[int]:
-    """Parse integers of at least 1, separated by commas."""
-    return several(text, integer, "integers of at least 1", "2,8")
-
-
-def numbers(text: str) -> list[float]:
-    """Parse finite numbers of at least 0, separated by commas."""
-    return several(text, number, "numbers of at least 0", "0.1,0.3")
-
-
-def seeds(text: str) -> list[int]:
-    """Parse integers, separated by commas."""
-    return several(text, int, "integers", "0,1,2")
-
-
-def names(text: str) -> list[str]:
-    """Parse names, separated by commas."""
-    return [name for name in text.split(",") if name]
-
-
 def integer(text: str) -> int:
     """Parse an integer of at least 1, or raise a ValueError."""
     if (value := int(text)) < 1:
@@ -331,16 +311,28 @@ def chunk_size(text: str) -> int | Literal["auto"]:
     return "auto" if text == "auto" else integer(text)
 
 
-def chunk_sizes(text: str) -> list[int | Literal["auto"]]:
-    """Parse chunk sizes, separated by commas."""
-    return several(text, chunk_size, '"auto" or integers of at least 1', "auto,8")
+def names(text: str) -> list[str]:
+    """Parse names, separated by commas."""
+    return [name for name in text.split(",") if name]
 
 
-def several(text: str, parse: Callable[[str], _Value], expected: str, example: str) -> list[_Value]:
-    """Parse values separated by commas, or raise an argparse.ArgumentTypeError."""
-    try:
-        return [parse(entry) for entry in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}, expected {expected} separated by commas, such as {example}"
-        ) from None
+def several(
+    parse: Callable[[str], _Value], expected: str, example: str
+) -> Callable[[str], list[_Value]]:
+    """Return a parser of values separated by commas, which raises argparse.ArgumentTypeError."""
+
+    def parse_all(text: str) -> list[_Value]:
+        try:
+            return [parse(entry) for entry in text.split(",")]
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{text!r}, expected {expected} separated by commas, such as {example}"
+            ) from None
+
+    return parse_all
+
+
+integers = several(integer, "integers of at least 1", "2,8")
+numbers = several(number, "numbers of at least 0", "0.1,0.3")
+seeds = several(int, "integers", "0,1,2")
+chunk_sizes = several(chunk_size, '"auto" or integers of at least 1', "auto,8")

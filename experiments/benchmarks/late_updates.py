@@ -221,7 +221,7 @@ class LateUpdates(Benchmark):
     outer: list[Setting] = option(
         "0.9:0.4,0.6:0.7",
         "momentum:learning_rate,...",
-        lambda text: harness.several(text, _setting, "pairs of numbers", "0.9:0.4,0.6:0.7"),
+        harness.several(_setting, "pairs of numbers", "0.9:0.4,0.6:0.7"),
     )
     rounds: int = option(40, "rounds of the run")
     latency: float = option(0.3, "seconds of an exchange")

@@ -19,13 +19,11 @@ from jax.sharding import use_abstract_mesh
 
 from fedpax.experiments.benchmarks import timing
 from fedpax.experiments.benchmarks.harness import Row, Timed, command, option
-from fedpax.experiments.benchmarks.workloads import changed
+from fedpax.experiments.benchmarks.workloads import changed, start_run
 from fedpax.experiments.pretrain import pretrain_c4_1b, pretrain_text
 from fedpax.experiments.text import TextExperiment
 from fedpax.parallel.mesh import default_devices
 from fedpax.planning import find_topology
-from fedpax.training.compiled_round import compile_round, init_state, with_shardings
-from fedpax.training.prefetch import put_on_mesh
 
 EXPERIMENTS: dict[str, Callable[[], TextExperiment]] = {
     "pretrain_text": pretrain_text,
@@ -62,28 +60,23 @@ class MonitoredRounds(Timed):
         measured = changed(base, loss={"gradient_norm": True})
         with default_devices(devices):
             runs = {k: (measured if k == "gradient_norm" else base).build() for k in SETTINGS}
-        run = runs["plain"]
-        shapes = with_shardings(run.cohort_shapes, run.resolved_shardings.cohort)
-        with use_abstract_mesh(run.mesh.abstract_mesh) if topology else jax.set_mesh(run.mesh):
-            compiled = {k: compile_round(runs[k], shapes, **more) for k, more in SETTINGS.items()}
-            seconds: timing.Seconds = {name: [] for name in SETTINGS}
-            if not topology:
-                cohort = put_on_mesh(next(run.cohorts), run.resolved_shardings.cohort)
-                thresholds = {"skip": (jnp.float32(jnp.inf),)}
-                calls = {}
-                for name, own in compiled.items():
-                    state, more = init_state(run, own, seed=0), thresholds.get(name, ())
-                    calls[name] = timing.repeated(own.round, state, *more, cohort)
-                seconds = self.time(calls)
-        memory: Any = {name: own.round.memory_analysis() for name, own in compiled.items()}
-        plain, state_bytes = memory["plain"].temp_size_in_bytes, memory["plain"].alias_size_in_bytes
+        mesh, thresholds = runs["plain"].mesh, {"skip": (jnp.float32(jnp.inf),)}
+        with use_abstract_mesh(mesh.abstract_mesh) if topology else jax.set_mesh(mesh):
+            started = {
+                name: start_run(runs[name], *thresholds.get(name, ()), starts=not topology, **more)
+                for name, more in SETTINGS.items()
+            }
+            calls = {} if topology else {name: own.call for name, own in started.items()}
+            seconds = {name: list[float]() for name in SETTINGS} | self.time(calls)
+        plain = started["plain"].memory
         for name in SETTINGS:
-            size = memory[name].temp_size_in_bytes
+            size = started[name].memory.temp_size_in_bytes
             yield Row(
                 setting=name,
                 temporary_bytes=size,
                 megabytes=size / 1e6,
-                temporaries_over_state=(size - plain) / state_bytes,
+                temporaries_over_state=(size - plain.temp_size_in_bytes)
+                / plain.alias_size_in_bytes,
                 time_ratio=timing.paired_ratio(seconds[name], seconds["plain"]),
             )
 

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 import fedpax
 from fedpax import Cohort
 from fedpax.algorithm import Params
-from fedpax.algorithms import fedavg, scaffold
+from fedpax.algorithms import scaffold
 from fedpax.clients.store_rows import count_rows
 from fedpax.experiments.benchmarks import timing
 from fedpax.experiments.benchmarks.fedavg_round import check_equal, scan_round
@@ -115,10 +115,9 @@ class ScaffoldRound(Sizes, Timed):
     def measure_size(self, devices: int, clients: int) -> list[Row]:
         workload = WORKLOADS[self.model]()
         mesh = fedpax.make_mesh(devices=jax.devices()[:devices], clients=devices)
-        sgd = optax.sgd(LEARNING_RATE)
-        common: Any = {"cohort_size": clients, "client_optimizer": sgd, "chunk_size": 1}
-        plain = fedavg(workload.loss_fn, **common)
-        method = scaffold(workload.loss_fn, num_clients=self.population, **common)
+        sizes: Any = {"cohort_size": clients, "num_clients": self.population, "chunk_size": 1}
+        sgd, plain = optax.sgd(LEARNING_RATE), workload.fedavg(clients, chunk_size=1)
+        method = scaffold(workload.loss_fn, client_optimizer=sgd, **sizes)
         with jax.set_mesh(mesh):
             params, batches, weights = workload.random_arguments(clients, mesh)
             ids = jnp.asarray(clients_at_home(clients, self.population, devices))

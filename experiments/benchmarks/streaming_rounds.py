@@ -9,21 +9,19 @@ DiLoCo keeps its own model from one round to the next, so it may need at most as
 outer state has: the outer model, and the momentum of the outer optimizer.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 from fedpax.experiments.benchmarks import timing
 from fedpax.experiments.benchmarks.harness import Row, Timed, command, option
-from fedpax.experiments.benchmarks.workloads import changed
+from fedpax.experiments.benchmarks.workloads import changed, start_run
 from fedpax.experiments.diloco_text import OuterConfig, diloco_text
 from fedpax.experiments.streaming_diloco_text import StreamingConfig, streaming_diloco_text
 from fedpax.experiments.text import TextExperiment
 from fedpax.models import presets
 from fedpax.parallel.mesh import MeshConfig
-from fedpax.training.compiled_round import compile_round, init_state, with_shardings
-from fedpax.training.experiment import Run
 
 ISLANDS = 2
 
@@ -67,7 +65,12 @@ class StreamingRounds(Timed):
             for name, experiment in zip(("diloco", "streaming"), pair, strict=True):
                 run = experiment.build()
                 with jax.set_mesh(run.mesh):
-                    memory[name], outer, calls[name] = _compile(run, self.repetitions > 0)
+                    started = start_run(run, starts=self.repetitions > 0)
+                calls[name], used, state = started.call, started.memory, started.compiled.state
+                kept = used.output_size_in_bytes - used.alias_size_in_bytes
+                memory[name] = used.argument_size_in_bytes + kept + used.temp_size_in_bytes
+                leaves = jax.tree.leaves((state.params, state.outer_optimizer_state))
+                outer = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
             seconds = self.time(calls)
             yield Row(
                 sent=sent,
@@ -83,22 +86,6 @@ class StreamingRounds(Timed):
 
     def summary(self, rows: list[Row]) -> str:
         return f"outer state: {rows[0].outer_state_bytes:,} bytes a device"
-
-
-def _compile(run: Run, start: bool) -> tuple[int, int, Callable[[], Any]]:
-    """Return the bytes of a round and of its outer state, and a function that runs one more."""
-    shapes = with_shardings(run.cohort_shapes, run.resolved_shardings.cohort)
-    compiled = compile_round(run, shapes)
-    memory: Any = compiled.round.memory_analysis()
-    kept = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    total = memory.argument_size_in_bytes + kept + memory.temp_size_in_bytes
-    outer = compiled.state.params, compiled.state.outer_optimizer_state
-    outer_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(outer))
-    if not start:
-        return total, outer_bytes, lambda: None
-    cohort = jax.device_put(next(run.cohorts), run.resolved_shardings.cohort)
-    state = init_state(run, compiled, seed=0)
-    return total, outer_bytes, timing.repeated(compiled.round, state, cohort)
 
 
 main = command(StreamingRounds)

@@ -11,18 +11,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fedpax
-from fedpax.algorithms import fedavg
 from fedpax.experiments.benchmarks import harness
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
 from fedpax.experiments.benchmarks.workloads import WORKLOADS
 from fedpax.hlo.collectives import collectives
 from fedpax.planning import find_topology
 from fedpax.primitives.placement import ChunkSize
+from fedpax.training.compiled_round import with_shardings
 
 
 class Topologies(Benchmark):
@@ -58,18 +57,11 @@ def compile_for(topology: str, sizes: Topologies) -> Row:
     devices, workload = find_topology(topology).devices, WORKLOADS["mlp"]()
     mesh = fedpax.make_mesh(devices=devices, clients=-1)
     clients = len(devices) * sizes.clients_per_device
-    algorithm = fedavg(
-        workload.loss_fn,
-        cohort_size=clients,
-        client_optimizer=optax.sgd(0.1),
-        chunk_size=sizes.chunk_size,
-    )
+    algorithm = workload.fedavg(clients, chunk_size=sizes.chunk_size)
     types: Any = workload.argument_types(clients, mesh, sizes.local_steps, sizes.batch_size)
     params, *cohort_types = types
-    state = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P())),
-        jax.eval_shape(algorithm.init, params),
-    )
+    state = jax.eval_shape(algorithm.init, params)
+    state = with_shardings(state, jax.tree.map(lambda _: NamedSharding(mesh, P()), state))
     cohort = fedpax.Cohort(*cohort_types)
     with jax.set_mesh(mesh):
         compiled = jax.jit(algorithm.round, donate_argnums=0).lower(state, cohort).compile()

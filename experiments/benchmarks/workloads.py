@@ -11,6 +11,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
@@ -22,6 +23,9 @@ from fedpax.experiments.benchmarks.harness import Benchmark, Row, integers, opti
 from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
 from fedpax.models.losses import classification_loss
 from fedpax.models.nnx_functional import FunctionalModel
+from fedpax.training.compiled_round import CompiledRound, compile_round, init_state, with_shardings
+from fedpax.training.experiment import Run
+from fedpax.training.prefetch import put_on_mesh
 
 LOCAL_STEPS, BATCH_SIZE, LEARNING_RATE = 5, 20, 0.1
 
@@ -37,6 +41,13 @@ class Workload(NamedTuple):
     def loss_fn(self) -> LossFn:
         """The cross-entropy of a batch: `image` `[batch, ...]`, `label` `[batch]`."""
         return classification_loss(self.model.apply)
+
+    def fedavg(self, clients: int, **settings: Any) -> FederatedAlgorithm:
+        """Make FedAvg with plain SGD at the clients."""
+        sgd = optax.sgd(LEARNING_RATE)
+        return algorithms.fedavg(
+            self.loss_fn, cohort_size=clients, client_optimizer=sgd, **settings
+        )
 
     def local_train(
         self,
@@ -98,6 +109,27 @@ def method(function: str, loss_fn: LossFn, **settings: Any) -> FederatedAlgorith
     make: Callable[..., FederatedAlgorithm] = getattr(algorithms, function)
     accepted = inspect.signature(make).parameters
     return make(loss_fn, **{k: value for k, value in settings.items() if k in accepted})
+
+
+class StartedRun(NamedTuple):
+    """A compiled round of an experiment, and a function that runs one more."""
+
+    compiled: CompiledRound
+    memory: Any  # of the compiled program
+    call: Callable[[], Any]
+
+
+def start_run(run: Run, *thresholds: Any, starts: bool = True, **settings: Any) -> StartedRun:
+    """Compile the round of a run, in its mesh, and make its first state and cohort."""
+    shapes = with_shardings(run.cohort_shapes, run.resolved_shardings.cohort)
+    compiled = compile_round(run, shapes, **settings)
+    memory = compiled.round.memory_analysis()
+    if not starts:
+        return StartedRun(compiled, memory, lambda: None)
+    cohort = put_on_mesh(next(run.cohorts), run.resolved_shardings.cohort)
+    state = init_state(run, compiled, seed=0)
+    call = timing.repeated(compiled.round, state, *thresholds, cohort)
+    return StartedRun(compiled, memory, call)
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {

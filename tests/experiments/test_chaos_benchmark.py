@@ -1,6 +1,7 @@
 """Tests of the benchmarks of sites: what failures cost, and the rate of the transport."""
 
 import contextlib
+import dataclasses
 import socket
 import time
 from pathlib import Path
@@ -12,10 +13,12 @@ import pytest
 pytest.importorskip("grpc")
 
 from fedpax import Cohort
+from fedpax.commands.flag_table import FLAGS
 from fedpax.experiments.benchmarks import late_updates, site_step, site_transport
 from fedpax.experiments.benchmarks.chaos import (
     Chaos,
     PacedStream,
+    PacedText,
     compare,
     draw_outcomes,
     restarted_data_parallelism,
@@ -105,6 +108,10 @@ def _receive(server: socket.socket) -> bytes:
         with connection:
             if received := connection.recv(1):
                 return received
+
+
+def test_no_flag_of_a_command_hides_a_field_of_the_experiment() -> None:
+    assert not {field.name for field in dataclasses.fields(PacedText)} & set(FLAGS)
 
 
 def test_a_paced_stream_keeps_its_rate_and_position() -> None:

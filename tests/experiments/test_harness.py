@@ -1,5 +1,6 @@
 """The harness of the benchmarks: options, the table, JSON, pictures and the exit status."""
 
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from fedpax.experiments.benchmarks import harness
+from fedpax.experiments.benchmarks import harness, timing
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, Timed, command, option
 from fedpax.experiments.benchmarks.workloads import Sizes
 
@@ -47,6 +48,11 @@ class Drawing(Plain):
         return harness.figure_of(axes)
 
 
+class Sorted(Plain):
+    def order(self, row: Row) -> int:
+        return -row.size
+
+
 plain, drawing = command(Plain), command(Drawing)
 
 
@@ -62,6 +68,38 @@ def test_rows_are_a_markdown_table_and_json(capsys: pytest.CaptureFixture[str]) 
     assert result["settings"]["sizes"] == [3, 1] and result["settings"]["clock"] == "wall"
     assert [row["seconds"] for row in result["rows"]] == [row.seconds for row in rows]
     assert all("_figure" not in row for row in result["rows"])
+
+
+def test_a_benchmark_with_an_order_prints_its_rows_at_the_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command(Sorted).run(["--sizes=3,10,1"])
+    _, _, *table = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+    assert [line.strip("| ").split()[0] for line in table] == ["10", "3", "1"]
+
+
+def test_a_pivot_has_a_line_and_a_column_for_each_value() -> None:
+    rows = [Row(site=s, guard=g, loss=k) for k, (s, g) in enumerate(["ax", "ay", "bx", "by"])]
+    lines = harness.pivot(rows, "site", "guard", "{loss:.1f}", "sites").splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[0] == ["sites", "x", "y"]
+    assert cells[2:] == [["a", "0.0", "1.0"], ["b", "2.0", "3.0"]]
+
+
+def test_rounds_are_timed_in_turn_and_paired_with_their_baselines() -> None:
+    calls: list[str] = []
+    rounds = {
+        name: timing.Compiled(None, functools.partial(calls.append, name), 0.0, size)
+        for name, size in (("a", 5), ("b", 6), ("c", 7))
+    }
+    rows = Plain(repetitions=2).compare(rounds, {"a": "a", "b": "a", "c": "b"})
+    assert [(row.name, row.baseline, row.temporary_bytes) for row in rows] == [
+        ("a", "a", 5),
+        ("b", "a", 6),
+        ("c", "b", 7),
+    ]
+    assert len(calls) == 3 * 3 and rows[0].ratio == 1  # a warm-up, and two repetitions
+    assert rows[2].ratio == timing.paired_ratio(rows[2].seconds, rows[1].seconds)
 
 
 def test_a_row_that_misses_the_bar_gives_status_1(capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,8 +98,8 @@ class FedAvgImageFiles(FedAvgFiles):
         assert data.label is not None
         if data.image not in columns:
             raise ArgumentError(
-                f"data.image={data.image!r} is no column of {' '.join(data.files)}, expected one "
-                f"of {', '.join(map(repr, columns))}. Set --data.image to the images' column."
+                f"data.image={data.image!r} is not a column of {' '.join(data.files)}, expected "
+                f"one of {', '.join(map(repr, columns))}. Set --data.image to the images' column."
             )
         from fedpax.user_files.columns import to_numpy
 

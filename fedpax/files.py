@@ -41,7 +41,7 @@ _KINDS = {
 
 
 class UnusableFileError(FedpaxError, OSError):
-    """A file that is no regular file, is too large, or is a link; the message says which."""
+    """A file that is not a regular file, is too large, or is a link; the message says which."""
 
 
 def read_file(path: PurePath, max_bytes: int = JSON_BYTES) -> bytes:

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from fedpax.console import print_error
 from fedpax.errors import ConfigurationError, FedpaxError
 from fedpax.files import UnusableFileError, read_file, read_json
+from fedpax.processes.gather import raise_everywhere
 from fedpax.run_files.long_line_files import LineCopy, read_chunks, replace_by
 from fedpax.run_files.paths import (
     CONFIGURATION,
@@ -96,15 +95,7 @@ class CheckpointDir(AbstractContextManager["CheckpointDir"]):
                     "created, replaced and deleted. Check the permissions of this machine's "
                     "account, or set another folder."
                 )
-        if jax.process_count() > 1:
-            refused = multihost_utils.broadcast_one_to_all(np.int32(refusal is not None))
-            if refused and refusal is None:
-                refusal = ConfigurationError(
-                    f"Process 0 cannot use {self._folder}; its message names the reason and the "
-                    "remedy."
-                )
-        if refusal is not None:
-            raise refusal
+        raise_everywhere(refusal, self._folder)
         if jax.process_index() == 0:
             self._thread.start()
         return self

@@ -75,7 +75,7 @@ def _find_own_damage(folder: Path) -> str | None:
     try:
         expected = read_json(folder / CHECKSUMS)
         if not is_remote(folder) and (name := _find_special(folder)):
-            return f"{name} is no regular file"
+            return f"{name} is not a regular file"
         listed = list_files(folder) if is_remote(folder) else None
         for name, (size, crc) in expected.items():
             if name not in listed if listed is not None else not (folder / name).is_file():
@@ -108,7 +108,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _find_special(folder: Path) -> str | None:
-    """Return the path of a file that is no regular one: reading a pipe would not end."""
+    """Return the path of a file that is not a regular one: reading a pipe would not end."""
     for root, _, names in os.walk(folder):
         for path in (Path(root, name) for name in names):
             if path.exists() and not path.is_file():

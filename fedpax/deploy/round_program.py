@@ -181,8 +181,8 @@ def parse_program(text: str, path: str | Path = "program.json") -> RoundProgram:
         raise ArtifactError(f"{path} is damaged: {error}. Export again.") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ArtifactError(
-            f"{path} is no exported program, expected program.json of `fedpax export --flower`. "
-            "Export again."
+            f"{path} is not an exported program, expected program.json of "
+            "`fedpax export --flower`. Export again."
         )
     if content.get("format_version") != VERSION:
         raise ArtifactError(

@@ -244,7 +244,7 @@ def check_manifest(
     """Return a manifest after checks of its format, its date and its own sha256."""
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ArtifactError(
-            f"{path} is no manifest of exported stages. Give the folder of "
+            f"{path} is not a manifest of exported stages. Give the folder of "
             "`fedpax export --stages`."
         )
     if manifest.get("format_version") != VERSION:
@@ -308,7 +308,7 @@ def _read(path: Path, most: int) -> bytes:
     """Read a regular file: reading a pipe or a device would block, or not end."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode) or status.st_size > most:
-        reason = f"it is no regular file of at most {most} bytes"
+        reason = f"it is not a regular file of at most {most} bytes"
         raise OSError(errno.EINVAL, reason, str(path))
     return path.read_bytes()
 

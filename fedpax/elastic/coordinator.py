@@ -355,7 +355,7 @@ class ElasticCoordinator:
             self._round, self._failures = newest, 0
 
     def _count_failure(self) -> int:
-        # A host that is lost is no failure of the program.
+        # A host that is lost is not a failure of the program.
         self._failures += LOST not in self._ended.values()
         return self._failures
 

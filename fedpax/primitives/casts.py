@@ -202,7 +202,7 @@ def _bounds(dtype: Any) -> tuple[int, int]:
 
 def _overflows(array: NDArray[Any], cast: NDArray[Any], info: Any) -> Any:
     """Return where finite numbers have become infinite; False where none can have."""
-    if not array.size or array.dtype.kind != "f":  # the least of complex numbers is no bound
+    if not array.size or array.dtype.kind != "f":  # the least of complex numbers is not a bound
         return np.isfinite(array) & ~np.isfinite(cast)
     least, largest = float(array.min()), float(array.max())  # float16 has no room for the bounds
     if float(info.min) <= least and largest <= float(info.max):  # False for a NaN

@@ -1,11 +1,14 @@
 """Exchange of small values between the processes of a job."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+from fedpax.errors import ConfigurationError
 
 NUM_LENGTH_BYTES = 8
 NUM_FIRST_BYTES = 4096
@@ -30,6 +33,18 @@ def gather_json(value: Any) -> list[Any]:
 def all_agree(value: bool) -> bool:
     """Return whether a value is true in all processes. A collective."""
     return all(gather_json(value)) if jax.process_count() > 1 else value
+
+
+def raise_everywhere(error: ConfigurationError | None, folder: Path) -> None:
+    """Raise an error of process 0 in all processes, of which it alone has used a folder."""
+    if jax.process_count() > 1:
+        failed = multihost_utils.broadcast_one_to_all(np.int32(error is not None))
+        if failed and error is None:
+            error = ConfigurationError(
+                f"Process 0 cannot use {folder}; its message names the reason and the remedy."
+            )
+    if error is not None:
+        raise error
 
 
 def _gather(content: bytes, size: int) -> list[bytes]:

@@ -60,7 +60,7 @@ def find_job_processes(environment: Mapping[str, str] | None = None) -> JobProce
     address, count, process = read.values()
     if not re.fullmatch(r"[^:\s]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}", address):
         raise JobProcessesError(
-            f"JAX_COORDINATOR_ADDRESS={address} is no address, expected HOST:PORT such as "
+            f"JAX_COORDINATOR_ADDRESS={address} is not an address, expected HOST:PORT such as "
             "10.0.0.1:8476 or [fd00::1]:8476. Name the host of process 0 and a free port there."
         )
     if not (count.isdecimal() and process.isdecimal() and int(process) < int(count)):

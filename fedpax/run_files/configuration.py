@@ -65,8 +65,8 @@ def check_is_dataclass(configuration: Any) -> None:
             if "ClassVar" not in str(annotation)
         ]:
             raise ConfigurationError(
-                f"{class_.__module__}:{class_.__qualname__} declares {', '.join(names)} and is no "
-                "dataclass, expected a frozen one: the command line could not set these fields. "
+                f"{class_.__module__}:{class_.__qualname__} declares {', '.join(names)} and is not "
+                "a dataclass, expected a frozen one: the command line could not set these fields. "
                 "Write @dataclasses.dataclass(frozen=True, kw_only=True) above the class."
             )
 

@@ -76,7 +76,7 @@ def resolve_folder(folder: str | Path) -> Path:
     url = str(folder).rstrip("/")
     if not re.fullmatch(r"gs://[a-z0-9][a-z0-9._-]+[a-z0-9]/[^/].*", url):
         raise ConfigurationError(
-            f"{url} is no folder of a bucket that a run can use, expected gs://BUCKET/FOLDER "
+            f"{url} is not a folder of a bucket that a run can use, expected gs://BUCKET/FOLDER "
             "(Google Cloud Storage). Mount a bucket of another store, such as s3://, and give the "
             "mounted folder."
         )

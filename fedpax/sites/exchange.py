@@ -373,8 +373,9 @@ class Exchange:
             finally:
                 self._task = None
                 self.sites.end_task(task, self._replies, time.monotonic(), deadline=deadline)
-                found = {name: reply.header.get("fault") for name, reply in self._replies.items()}
-                self.faults |= {name: str(fault) for name, fault in found.items() if fault}
+                for name, reply in self._replies.items():
+                    if fault := reply.header.get("fault"):
+                        self.faults[name] = str(fault)
 
     def _forget_replies(self) -> None:
         """Remove the files of replies to earlier tasks."""

@@ -75,9 +75,9 @@ class MergeGuard:
 
 
 @jax.jit
-def _distance(one: Params, other: Params) -> jax.Array:
+def _distance(model: Params, other: Params) -> jax.Array:
     squares = [
         jnp.sum(jnp.square(jnp.float32(x) - jnp.float32(y)))
-        for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+        for x, y in zip(jax.tree.leaves(model), jax.tree.leaves(other), strict=True)
     ]
     return jnp.sqrt(sum(squares, jnp.float32(0)))

@@ -52,8 +52,8 @@ def find_fault(task: Task, own: Mapping[str, Any], arrays: Mapping[str, np.ndarr
         wanted = tuple(rows if size is None else size for size in shape)
         array = arrays.get(name)
         if array is None or array.shape != wanted or array.dtype != dtype:
-            found = "nothing" if array is None else f"{array.dtype}{list(array.shape)}"
-            return f"{name} is {found}, expected {dtype}{list(wanted)}"
+            received = "nothing" if array is None else f"{array.dtype}{list(array.shape)}"
+            return f"{name} is {received}, expected {dtype}{list(wanted)}"
         if array.dtype.kind not in "biu" and not is_finite(array):
             return f"{name} has NaN or infinity, expected finite values"
     if extra := arrays.keys() - expected.keys():

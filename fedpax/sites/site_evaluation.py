@@ -122,19 +122,19 @@ def evaluation_of(experiment: Any) -> Callable[[Params], dict[str, float]]:
         )
 
     def evaluate(params: Params) -> dict[str, float]:
-        found = with_quantiles(run.evaluate(params))
-        return {name: float(np.asarray(value)) for name, value in found.items()}
+        metrics = with_quantiles(run.evaluate(params))
+        return {name: float(np.asarray(value)) for name, value in metrics.items()}
 
     return evaluate
 
 
-def _weighted_mean(found: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+def _weighted_mean(by_site: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
     """Return the means of the metrics that most sites have, weighted by numbers of examples."""
     # A minority can neither hide a metric nor add one.
-    owners = Counter(name for _, metrics in found for name in metrics)
+    owners = Counter(name for _, metrics in by_site for name in metrics)
     means: dict[str, float] = {}
-    for name in sorted(name for name, number in owners.items() if 2 * number > len(found)):
-        known = [(count, metrics[name]) for count, metrics in found if name in metrics]
+    for name in sorted(name for name, number in owners.items() if 2 * number > len(by_site)):
+        known = [(count, metrics[name]) for count, metrics in by_site if name in metrics]
         total = sum(count for count, _ in known)
         # Divide first: count * value can be infinite.
         means[name] = sum(count / total * value for count, value in known)

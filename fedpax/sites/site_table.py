@@ -232,8 +232,8 @@ def _is_whole(site: SiteReport) -> bool:
 
 def format_sites(sites: Sequence[SiteReport]) -> str:
     """Format the sites of a coordinator as a Markdown table."""
-    found = {name for site in sites for name in site.heldout}
-    names = sorted(found, key=lambda name: (name != "loss", name))
+    metrics = {name for site in sites for name in site.heldout}
+    names = sorted(metrics, key=lambda name: (name != "loss", name))
     head = ["site", "state", "clients", "rounds", "late", "dropped", "down", "up"]
     private = any(site.epsilon is not None for site in sites)
     weighted = any(site.share is not None for site in sites)

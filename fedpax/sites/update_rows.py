@@ -53,7 +53,7 @@ class UpdateRows:
                 continue
             for place, row in zip(places, np.ascontiguousarray(array), strict=True):
                 file.seek(place * row.nbytes)
-                file.write(row.reshape(-1).view(np.uint8))  # bfloat16 is no buffer
+                file.write(row.reshape(-1).view(np.uint8))  # bfloat16 is not a buffer
 
     def finish(self) -> tuple[list[jax.Array], list[int]]:
         """Return the rows of each value, and the places of their clients.

@@ -85,8 +85,8 @@ def load_chat_template(path: str | Path) -> ChatTemplate:
         template = None
     if template is None:
         raise FileNotFoundError(
-            f"chat_template={str(path)!r} is no file, and no folder with {TEMPLATE_FILE} or an "
-            f"entry chat_template in {CONFIG_FILE}. Pass the path of a Jinja file."
+            f"chat_template={str(path)!r} is neither a file nor a folder with {TEMPLATE_FILE} or "
+            f"an entry chat_template in {CONFIG_FILE}. Pass the path of a Jinja file."
         )
     return template
 

@@ -232,7 +232,7 @@ def _check_placement(placement: str, traced: jax.stages.Traced) -> None:
     names = program_placements(traced.jaxpr.jaxpr)
     if names and placement not in names:
         raise ArgumentError(
-            f"Run.placement={placement!r} is no placement of algorithm.round, expected "
+            f"Run.placement={placement!r} is not a placement of algorithm.round, expected "
             f"{' or '.join(map(repr, sorted(names)))}. Set Run.placement to this name."
         )
 

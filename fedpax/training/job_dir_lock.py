@@ -9,12 +9,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from fedpax.checkpoints.checkpoint_dir import is_owned
 from fedpax.errors import ConfigurationError
 from fedpax.files import open_unlinked
+from fedpax.processes.gather import raise_everywhere
 from fedpax.run_files.paths import (
     check_links,
     is_remote,
@@ -46,14 +45,7 @@ class JobDirLock(AbstractContextManager["JobDirLock"]):
                 self._lock(folder)
             except ConfigurationError as error:
                 refusal = error
-        if jax.process_count() > 1:
-            refused = multihost_utils.broadcast_one_to_all(np.int32(refusal is not None))
-            if refused and refusal is None:
-                refusal = ConfigurationError(
-                    f"Process 0 cannot use {folder}; its message names the reason and the remedy."
-                )
-        if refusal is not None:
-            raise refusal
+        raise_everywhere(refusal, folder)
 
     def _lock(self, folder: Path) -> None:
         try:

@@ -103,8 +103,8 @@ def parse_profile_at(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
     if match is None:
         raise ArgumentError(
-            f"training.profile_at={text!r} is no round, expected ROUND or ROUND:COUNT with numbers "
-            "from 1. Set for example --training.profile_at=50:3 to profile rounds 50, 51 and 52."
+            f"training.profile_at={text!r} is not a round, expected ROUND or ROUND:COUNT with "
+            "numbers from 1. Set for example --training.profile_at=50:3 to profile rounds 50 to 52."
         )
     return int(match[1]), int(match[2] or 1)
 

@@ -52,8 +52,8 @@ def find_by_name(names: Sequence[str], prefixes: Iterable[str], argument: str) -
         if not matches:
             close = difflib.get_close_matches(prefix, names, n=3, cutoff=0.0)
             raise ArgumentError(
-                f"stages(): {argument} names {prefix!r}, which is no argument. The nearest names "
-                f"are {', '.join(map(repr, close))}."
+                f"stages(): {argument} names {prefix!r}, which is not an argument. The nearest "
+                f"names are {', '.join(map(repr, close))}."
             )
         positions |= matches
     return positions

@@ -54,7 +54,7 @@ def part_of_split(
         by = client
     if by != "example" and by not in table.column_names:
         raise ArgumentError(
-            f"heldout_by={by!r} is no column of {name}, expected 'example', 'client' for files "
+            f"heldout_by={by!r} is not a column of {name}, expected 'example', 'client' for files "
             f"with clients, or one of {', '.join(map(repr, table.column_names))}."
         )
     columns = [c for c in table.column_names if c != added] if by == "example" else [by]

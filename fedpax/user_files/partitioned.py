@@ -73,8 +73,8 @@ def check_partition(columns: Sequence[str], options: LoadOptions) -> _Division:
         )
     if kind.by_label and label not in columns:
         raise ArgumentError(
-            f"partition={partition!r} divides examples by label, but label={label!r} is no column. "
-            f"Set label to one of {', '.join(map(repr, columns))}."
+            f"partition={partition!r} divides examples by label, but label={label!r} is not a "
+            f"column. Set label to one of {', '.join(map(repr, columns))}."
         )
     return _Division(kind, num_clients, parameter)
 

@@ -117,8 +117,8 @@ def _arrow_types(types: Mapping[str, str] | None) -> dict[str, pa.DataType]:
             arrow_types[column] = pa.type_for_alias(text)
         except ValueError:
             raise ArgumentError(
-                f"types: {text!r} of column {column!r} is no type of Arrow, expected one such as "
-                "string, int64, float32, bool, date32 or timestamp[s]."
+                f"types: {text!r} of column {column!r} is not a type of Arrow, expected one such "
+                "as string, int64, float32, bool, date32 or timestamp[s]."
             ) from None
     return arrow_types
 

@@ -258,6 +258,6 @@ def check_columns(fields: Sequence[str], wanted: Mapping[str, str | None], name:
     for argument, column in wanted.items():
         if column is not None and column not in fields:
             raise ArgumentError(
-                f"{argument}={column!r} is no column of {name}, expected one of "
+                f"{argument}={column!r} is not a column of {name}, expected one of "
                 f"{', '.join(map(repr, fields))}."
             )

@@ -128,7 +128,7 @@ def test_a_pipe_in_a_checkpoint_is_damage(tmp_path: Path) -> None:
     write_checksums(tmp_path)
     assert find_damage(tmp_path) is None
     pipe(tmp_path / "_METADATA")
-    assert find_damage(tmp_path) == "_METADATA is no regular file"
+    assert find_damage(tmp_path) == "_METADATA is not a regular file"
 
 
 def test_a_file_of_another_size_is_damage_before_it_is_read(tmp_path: Path) -> None:

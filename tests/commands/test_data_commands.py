@@ -90,7 +90,7 @@ def test_prepared_files_are_those_of_load(command: Command, hospitals: Path) -> 
             "got '--clint=x', which it does not have. Did you mean --client",
         ),
         (("data", "no.csv"), "No file matches 'no.csv'"),
-        (("data", "{}/north.csv", "--client=x"), "client='x' is no column of"),
+        (("data", "{}/north.csv", "--client=x"), "client='x' is not a column of"),
         (("data", "{}/north.csv", "--picture=x.png"), "the files have none. Set --client"),
         (("data", "{}/north.csv", "--types=string"), "--types has 'string', expected COLUMN=TYPE"),
         (("data", "{}/north.csv", "--types=a=int8,a=bool"), "--types names 'a' 2 times, expected"),

@@ -115,7 +115,7 @@ def test_missing_clients_and_different_types_are_told(tmp_path):
     (tmp_path / "a.csv").write_text("user,x\nann,1\n,2\n")
     with pytest.raises(ValueError, match=r"a.csv has no client in the column 'user' of example 1"):
         prepare_beam(tmp_path / "a.csv", tmp_path / "out", client="user")
-    with pytest.raises(ValueError, match="client='who' is no column of"):
+    with pytest.raises(ValueError, match="client='who' is not a column of"):
         prepare_beam(tmp_path / "a.csv", tmp_path / "out", client="who")
     for name, values in (("b", [1, 2]), ("c", [[1.0], [2.0]])):
         table = pa.table({"user": ["u", "v"], "x": values})

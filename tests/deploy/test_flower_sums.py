@@ -146,7 +146,7 @@ def total(x):
 @pytest.mark.parametrize(
     ("program", "quorum", "message"),
     [
-        (largest, 4, "max of sin is no sum"),
+        (largest, 4, "max of sin is not a sum"),
         (middle, 4, "the server reads sin of each participant"),
         (total, 2, "quorum=2 of 4, expected more than half"),
     ],

@@ -258,7 +258,7 @@ def test_kept_states_of_other_rounds_are_removed(tmp_path):
 @pytest.mark.parametrize(
     ("change", "remedy"),
     [
-        (lambda c: c.update(format="other"), "is no exported program"),
+        (lambda c: c.update(format="other"), "is not an exported program"),
         (lambda c: c.update(format_version=99), "Update fedpax"),
         (lambda c: c["settings"].update(seed=6), "does not match its sha256"),
         (lambda c: c["files"].update({"client_0.jax": "AAAA"}), "client_0.jax is damaged"),

@@ -76,7 +76,7 @@ def test_images_become_clients_and_are_learned(photos: Path) -> None:
 def test_images_of_several_sizes_and_other_columns_are_told(photos: Path) -> None:
     with pytest.raises(ValueError, match=r"image_size"):
         make(photos, image_size=None).build()
-    with pytest.raises(ValueError, match=r"data\.image='picture' is no column of .*'image'"):
+    with pytest.raises(ValueError, match=r"data\.image='picture' is not a column of .*'image'"):
         make(photos, image="picture").build()
 
 

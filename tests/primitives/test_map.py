@@ -128,7 +128,7 @@ def test_closing_over_tracers_of_transformations_outside_of_the_program():
 
     def loss(w):
         @fedpax.program(clients=N)
-        def program(x):  # w is no argument
+        def program(x):  # w is not an argument
             return federated_sum(federated_map(lambda x: jnp.sum(jnp.sin(w * x)), x))
 
         return program(x)

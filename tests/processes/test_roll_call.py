@@ -266,8 +266,8 @@ def test_explicit_variables_take_precedence() -> None:
     [
         ({"JAX_PROCESS_ID": ""}, r"but not JAX_PROCESS_ID, expected all three. Set"),
         ({"JAX_NUM_PROCESSES": "", "JAX_PROCESS_ID": ""}, "is set, but not JAX_NUM_PROCESSES and"),
-        ({"JAX_COORDINATOR_ADDRESS": "10.0.0.1"}, "is no address, expected HOST:PORT"),
-        ({"JAX_COORDINATOR_ADDRESS": "http://a:80"}, "is no address, expected HOST:PORT"),
+        ({"JAX_COORDINATOR_ADDRESS": "10.0.0.1"}, "is not an address, expected HOST:PORT"),
+        ({"JAX_COORDINATOR_ADDRESS": "http://a:80"}, "is not an address, expected HOST:PORT"),
         ({"JAX_PROCESS_ID": "2"}, "Number the processes from 0"),
         ({"JAX_PROCESS_ID": "-1"}, "Number the processes from 0"),
         ({"JAX_NUM_PROCESSES": "two"}, "0 <= JAX_PROCESS_ID < JAX_NUM_PROCESSES"),

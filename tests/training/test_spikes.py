@@ -133,7 +133,7 @@ def test_roll_backs_leave_out_the_data_up_to_the_spike() -> None:
         ({"hang_after": -1.0}, r"hang_after=-1.0: expected a positive.*Set"),
         ({"spike_window": 1}, r"spike_window=1: expected an int of at least 2. Set"),
         ({"spike_limit": 0}, r"spike_limit=0: expected an int of at least 1. Set"),
-        ({"profile_at": "5:0"}, r"profile_at='5:0' is no round.*profile_at=50:3"),
+        ({"profile_at": "5:0"}, r"profile_at='5:0' is not a round.*profile_at=50:3"),
         ({"on_spike": "roll_back", "checkpoint_every": 0}, r"no checkpoint to return to.*Set"),
     ],
 )

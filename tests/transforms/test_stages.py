@@ -90,7 +90,7 @@ def test_known_values_are_in_no_message():
     np.testing.assert_array_equal(sent, w)
     with pytest.raises(TypeError, match=r"frozen\['a'\] is a type"):
         stages.known(w, X, types)
-    with pytest.raises(ValueError, match="known names 'froze', which is no argument"):
+    with pytest.raises(ValueError, match="known names 'froze', which is not an argument"):
         fedpax.stages(adapted_model, w, X, frozen, known=["froze"])
 
 
@@ -266,7 +266,7 @@ def by_the_server(w, x):
         (
             lambda: fedpax.stages(federated("average"), W, X, WEIGHTS, own=["batches"]),
             ValueError,
-            "own names 'batches', which is no argument. The nearest names are",
+            "own names 'batches', which is not an argument. The nearest names are",
         ),
         (
             lambda: fedpax.stages(three_stages, *three_stage_arguments(), own=["w"]),

@@ -13,8 +13,8 @@ from fedpax.user_files.readers import csv_files
 @pytest.mark.parametrize(
     ("files", "options", "message"),
     [
-        ({"a.csv": "x,y\n1,2\n"}, {"client": "z"}, r"client='z' is no column of .*'x', 'y'"),
-        ({"a.csv": "x,y\n1,2\n"}, {"label": "z"}, r"label='z' is no column of .*'x', 'y'"),
+        ({"a.csv": "x,y\n1,2\n"}, {"client": "z"}, r"client='z' is not a column of .*'x', 'y'"),
+        ({"a.csv": "x,y\n1,2\n"}, {"label": "z"}, r"label='z' is not a column of .*'x', 'y'"),
         (
             {"a.csv": "x,y\n1,2\n"},
             {"columns": ["q"]},
@@ -74,9 +74,9 @@ from fedpax.user_files.readers import csv_files
         (
             {"a.csv": "x\n1\n"},
             {"heldout_by": "client", "heldout_fraction": 0.1, "split": "train"},
-            r"heldout_by='client' is no column of .*or one of 'x'",
+            r"heldout_by='client' is not a column of .*or one of 'x'",
         ),
-        ({"a.csv": "x\n1\n"}, {"types": {"x": "nothing"}}, r"'nothing' of column 'x' is no type"),
+        ({"a.csv": "x\n1\n"}, {"types": {"x": "nothing"}}, r"'nothing' of column 'x' is not a"),
         ({"a.parquet": "PAR1 and no more"}, {}, r"a.parquet cannot be read as parquet"),
         ({"a.xlsx": "x"}, {}, r"suffix '.xlsx', expected one of .csv"),
         ({"a.csv": "version https://git-lfs.github.com/spec/v1\n"}, {}, r"Git LFS pointer"),

@@ -66,9 +66,9 @@ def test_columns_that_only_later_examples_have(
             np.testing.assert_array_equal(np.ma.getmaskarray(y), x <= 20)
             np.testing.assert_array_equal(y.compressed(), 2 * x[x > 20])
     for options in ({"columns": ["x", "z"]}, {"types": {"z": "string"}}):
-        with pytest.raises(ValueError, match=r"\[.\]='z' is no column of .*'x'"):
+        with pytest.raises(ValueError, match=r"\[.\]='z' is not a column of .*'x'"):
             load(tmp_path / name, client="user", **options)
-        with pytest.raises(ValueError, match=r"\[.\]='z' is no column of .*'x'"):
+        with pytest.raises(ValueError, match=r"\[.\]='z' is not a column of .*'x'"):
             prepare(tmp_path / name, tmp_path / "none", client="user", **options)
 
 

@@ -108,7 +108,7 @@ def test_both_sides_of_a_held_out_split_have_the_same_clients(folder: Path) -> N
         ({"partition": "dirichlet:x:3"}, r"partition='dirichlet:x:3', expected one of"),
         ({"partition": "iid:3:4"}, r"partition='iid:3:4', expected one of"),
         ({"partition": "best"}, r"partition='best', expected one of"),
-        ({"partition": "shards:2:10"}, r"label=None is no column. Set label to one of 'kind'"),
+        ({"partition": "shards:2:10"}, r"label=None is not a column. Set label to one of 'kind'"),
         ({"partition": "iid:3", "client": "kind"}, r"the files have them in the column 'kind'"),
         ({"partition": "iid:1000"}, r"300 examples are too few for 1000 participants"),
     ],

@@ -306,7 +306,7 @@ def test_damaged_folders_are_told(tmp_path: Path) -> None:
     path = write_arrow(pa.table({"user": np.arange(1000) % 7}), tmp_path / "a.arrow")
     prepare(path, tmp_path / "out", client="user")
     with pytest.raises(
-        ValueError, match=r"sorted by the client 'user', and client is 'x'|no column"
+        ValueError, match=r"sorted by the client 'user', and client is 'x'|not a column"
     ):
         load(tmp_path / "out", client="x")
     (tmp_path / "in" / "train").parent.mkdir()

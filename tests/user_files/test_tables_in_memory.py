@@ -75,7 +75,7 @@ def test_missing_values_and_what_is_refused() -> None:
         load(pa.table([[1], [2]], ["x", "x"]))
     with pytest.raises(ValueError, match="no examples"):
         load({"x": []})
-    with pytest.raises(ValueError, match=r"client='u' is no column of the table"):
+    with pytest.raises(ValueError, match=r"client='u' is not a column of the table"):
         load({"x": [1]}, client="u")
 
 

@@ -80,7 +80,7 @@ def socket_folder() -> Path:
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise WorkerError(
-            f"{folder} is no private folder of this user, expected owner {os.getuid()} and mode "
+            f"{folder} is not a private folder of this user, expected owner {os.getuid()} and mode "
             "0700. Remove it, or set TMPDIR to a folder of your own."
         )
     return folder

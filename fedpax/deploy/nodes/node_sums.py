@@ -172,5 +172,5 @@ def _read(packet: Packet) -> Message:
     except (KeyError, ValueError, RecursionError) as error:
         raise SecureSumError(f"its answer is malformed ({str(error)[:200]})") from error
     if not isinstance(header, dict):
-        raise SecureSumError("its answer is malformed (it is no dict)")
+        raise SecureSumError("its answer is malformed (it is not a dict)")
     return Message(header, {name: np.asarray(x) for name, x in arrays.items()})

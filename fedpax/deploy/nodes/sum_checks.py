@@ -49,7 +49,7 @@ def check_program(program: Any, quorum: int, least: int = 2, most: int | None = 
         for term, a, b, c in zip(stage["terms"], some, others, merged, strict=True):
             if not np.allclose(np.asarray(c, np.float64), a.astype(np.float64) + b, atol=1e-1):
                 raise ArgumentError(
-                    f"secure=true, but {term['name']} is no sum, expected a program that sends "
+                    f"secure=true, but {term['name']} is not a sum, expected a program that sends "
                     "sums and means alone. Use other reductions, or secure=false."
                 )
 

@@ -58,7 +58,7 @@ def stream_tfrecord(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
 
 
 def _group(record: bytes) -> list[dict[str, Any] | None] | None:
-    """Return the examples of a group, or None if the record is no group."""
+    """Return the examples of a group, or None if the record is not a group."""
     from tensorflow_datasets.proto import tf_example_pb2
 
     sequence = tf_example_pb2.SequenceExample()

@@ -41,6 +41,22 @@ class IslandStream(CohortStream, Protocol):
 
 
 @runtime_checkable
+class PackedStream(CohortStream, Protocol):
+    """A stream whose cohorts have fewer bytes on their way to the devices.
+
+    `unpack(next_packed())` is `next(stream)`.
+    """
+
+    def next_packed(self) -> Cohort:
+        """Return the cohort of the next round as it is sent to the devices."""
+        ...
+
+    def unpack(self, cohort: Cohort) -> Cohort:
+        """Complete a cohort of `next_packed` that is on the devices, with equal shardings."""
+        ...
+
+
+@runtime_checkable
 class IdentifiedStream(CohortStream, Protocol):
     """A stream that can tell whether another process has the same data.
 

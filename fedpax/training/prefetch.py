@@ -8,7 +8,7 @@ import jax
 
 from fedpax.checkpoints.run_position import StreamState
 from fedpax.clients.cohort import Cohort
-from fedpax.clients.cohort_stream import CohortStream
+from fedpax.clients.cohort_stream import CohortStream, PackedStream
 from fedpax.errors import ArgumentError
 from fedpax.parallel.axes import ShardingTree
 from fedpax.parallel.divisibility import check_divisible
@@ -35,13 +35,17 @@ class Prefetch(AbstractContextManager["Prefetch"]):
 
     def peek(self) -> Cohort:
         """Wait for the next round's cohort without drawing it."""
-        return self._result()[0]
+        return self._unpack(self._result()[0])
 
     def next(self) -> tuple[Cohort, StreamState]:
         """Wait for the next round's cohort; return it with the stream's position after it."""
-        drawn = self._result()
+        packed, state = self._result()
         self._submit()
-        return drawn
+        return self._unpack(packed), state
+
+    def _unpack(self, packed: Cohort) -> Cohort:
+        # Not on the thread: the processes of a job must start their programs in one order.
+        return self._stream.unpack(packed) if isinstance(self._stream, PackedStream) else packed
 
     def _result(self) -> tuple[Cohort, StreamState]:
         if self._future is None:
@@ -63,7 +67,9 @@ class Prefetch(AbstractContextManager["Prefetch"]):
 
     def _draw(self) -> tuple[Cohort, StreamState]:
         # A Cohort has checked its arrays itself; an algorithm of one's own can take other trees.
-        cohort = checked_tree(next(self._stream), "cohort")
+        stream = self._stream
+        drawn = stream.next_packed() if isinstance(stream, PackedStream) else next(stream)
+        cohort = checked_tree(drawn, "cohort")
         return put_on_mesh(cohort, self._sharding), self._stream.get_state()
 
     def __exit__(self, *error: object) -> None:

@@ -14,7 +14,15 @@ from numpy.typing import NDArray
 
 from fedpax.clients.cohort import MASK, Cohort
 from fedpax.clients.store_rows import home_devices
-from fedpax.data.rounds.preprocess import Arrays, Preprocess, apply_preprocess, combine_masks
+from fedpax.data.rounds.device_pixels import scale_on_devices
+from fedpax.data.rounds.preprocess import (
+    Arrays,
+    Preprocess,
+    apply_preprocess,
+    combine_masks,
+    pack_images,
+    preprocess_images,
+)
 from fedpax.data.rounds.scheduling import balanced_order
 from fedpax.data.rounds.stream import arrays_fingerprint, check_state, evenly_spaced
 from fedpax.errors import ArgumentError
@@ -118,12 +126,30 @@ class CohortRounds:
 
     def __next__(self) -> Cohort:
         """Return the cohort of the next round, in new arrays."""
+        return self._next(self._preprocess)
+
+    def next_packed(self) -> Cohort:
+        """Return the cohort of the next round, in which images of integers are uint8."""
+        return self._next(pack_images if self._scales_images else self._preprocess)
+
+    def unpack(self, cohort: Cohort) -> Cohort:
+        """Complete a cohort of `next_packed` that is on the devices."""
+        image = cohort.batches["image"] if self._scales_images else None
+        if image is None or image.dtype != np.uint8:
+            return cohort
+        return cohort._replace(batches={**cohort.batches, "image": scale_on_devices(image)})
+
+    @property
+    def _scales_images(self) -> bool:
+        return self._preprocess is preprocess_images
+
+    def _next(self, preprocess: Preprocess) -> Cohort:
         client_ids, located = self._order(self._round)
         length = self.max_steps
         if self.pad_to == "round":
             longest = int(self._num_steps(located.sizes).max(initial=0))
             length = min(x for x in shorter_lengths(length) if x >= longest)
-        cohort = self._read_rows(self._round, client_ids, located, length)
+        cohort = self._read_rows(self._round, client_ids, located, length, preprocess)
         self._round += 1
         return cohort
 
@@ -164,7 +190,8 @@ class CohortRounds:
         sizes[present] = rows_of_present.sizes
         place = np.cumsum(ids >= 0) - 1
         located = _Located(sizes, lambda row, k: rows_of_present.indices(place[row], k))
-        return self._read_rows(round_number, ids, located, length or self.max_steps)
+        steps = length or self.max_steps
+        return self._read_rows(round_number, ids, located, steps, self._preprocess)
 
     def _locate(self, client_ids: NDArray[np.int64]) -> _Located:
         return _locate_examples(self._population, client_ids, int(self.settings["num_examples"]))
@@ -188,7 +215,12 @@ class CohortRounds:
         return client_ids[order], in_order
 
     def _read_rows(
-        self, round_number: int, client_ids: NDArray[np.int64], located: _Located, length: int
+        self,
+        round_number: int,
+        client_ids: NDArray[np.int64],
+        located: _Located,
+        length: int,
+        preprocess: Preprocess,
     ) -> Cohort:
         batch_size, local_epochs, seed = (
             int(self.settings[name]) for name in ("batch_size", "local_epochs", "seed")
@@ -227,7 +259,7 @@ class CohortRounds:
         # Padding repeats an example that is read anyway, the same one in any order of clients.
         indices = np.full(mask.shape, chosen.min() if len(chosen) else 0)
         indices[at] = chosen
-        fields = apply_preprocess(self._preprocess, self._read(indices), indices.size)
+        fields = apply_preprocess(preprocess, self._read(indices), indices.size)
         fields[MASK] = combine_masks(mask, fields.get(MASK))
         batches: dict[str, NDArray[Any]] = {}
         for name, values in fields.items():
@@ -267,6 +299,8 @@ class CohortRounds:
         size = batches[MASK].shape[1:3]
         expected = {n: ((*size, *x.shape[3:]), x.dtype) for n, x in self.shapes.batches.items()}
         actual = {name: (x.shape[1:], x.dtype) for name, x in batches.items()}
+        if self._scales_images and batches["image"].dtype == np.uint8:  # until `unpack`
+            actual["image"] = (actual["image"][0], np.dtype(np.float32))
         for name in sorted(expected.keys() | actual.keys()):
             if expected.get(name) != actual.get(name):
                 raise ArgumentError(

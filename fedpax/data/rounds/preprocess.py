@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Num
 from numpy.typing import NDArray
 
-from fedpax.data.rounds.labeled_examples import checked_labels, scale_pixels
+from fedpax.data.rounds.labeled_examples import checked_labels, checked_pixels, scale_pixels
 from fedpax.data.rounds.stream import qualified_name
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import checked_tree, host_array
@@ -19,6 +19,15 @@ Preprocess = Callable[[Arrays], dict[str, NDArray[Any]]]
 
 def preprocess_images(fields: Arrays) -> dict[str, NDArray[Any]]:
     """Convert images to float32, integers scaled from 255 to 1, and labels to int32."""
+    packed = pack_images(fields)
+    return {**packed, "image": scale_pixels(packed["image"])}
+
+
+def pack_images(fields: Arrays) -> dict[str, NDArray[Any]]:
+    """Do the part of `preprocess_images` that is not left to the devices.
+
+    Images of integers stay uint8, a quarter of the bytes; `scale_on_devices` scales them.
+    """
     if not {"image", "label"} <= fields.keys():
         raise KeyError(
             f"The examples have the fields {', '.join(map(repr, fields))}, expected 'image' and "
@@ -31,7 +40,7 @@ def preprocess_images(fields: Arrays) -> dict[str, NDArray[Any]]:
             f"The images have several shapes, such as {image[0].shape}, expected one: resize them "
             "when the data set is prepared, or give a `preprocess` that does."
         )
-    return {"image": scale_pixels(image), "label": checked_labels(label)}
+    return {"image": checked_pixels(image), "label": checked_labels(label)}
 
 
 def apply_preprocess(

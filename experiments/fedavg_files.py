@@ -40,6 +40,7 @@ from fedpax.models.losses import (
 )
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.parallel.mesh_rule import ShardedSize
+from fedpax.path_patterns import expand_home
 from fedpax.sites.contract import ClientRange, SiteRun
 from fedpax.training.client_metrics import (
     ClientMetrics,
@@ -117,9 +118,11 @@ class FedAvgFiles(ClientExperiment):
         """The files, read when they are first needed."""
         from fedpax.user_files.finding import find_files
 
-        if not self._is_site:
+        if not self._is_site and self.saved_inputs is None:
             return open_files(self.data)
-        # A file of a site is named as one of several is.
+        # One file of a site or of an evaluation is a client, named as one of several is.
+        if len(self.data.files) == 1 and (folder := expand_home(self.data.files[0])).is_dir():
+            return open_files(self.data, folder.name)
         split = "train" if any("{split}" in file for file in self.data.files) else None
         files = find_files(self.data.files, split)
         return open_files(self.data, files[0].name if files else None)

@@ -156,3 +156,18 @@ def test_missing_values_that_training_has_not_are_counted(
     features = TableFeatures.from_json(columns)
     features({"smokes": [None, None], "ward": ["A", "B"], "age": [3, None]})
     assert "2 of 'smokes' become false, 1 of 'age' become the mean" in caplog.text
+
+
+def test_one_file_is_evaluated_as_one_client(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, files = f"--job_log_dir={tmp_path / 'run'}", f"--data.files={folder}/*.csv"
+    train = ["train", "--exp=fedavg_table", files, "--data.label=outcome", "--training.rounds=1"]
+    assert main([*train, run]) == 0
+    prepare([str(folder / "*.csv")], tmp_path / "prepared", label="outcome")
+    for path, clients in ((folder / "Lund.csv", {"Lund"}), (tmp_path / "prepared", None)):
+        report = tmp_path / "report.json"
+        evaluate = ["evaluate", run, f"--data.files={path}", "--by_client", f"--json={report}"]
+        assert main(evaluate) == 0
+        names = {client["client"] for client in json.loads(report.read_text())["clients"]}
+        assert names == clients if clients else {"Oslo", "Lund"} < names

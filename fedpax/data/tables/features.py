@@ -234,11 +234,14 @@ def numeric_bounds(
     if not needed:
         return None
     if unbounded := [t for t in numeric if t.bounds is None]:
-        first = unbounded[0]
+        first, number = unbounded[0], len(unbounded)
+        counted = "1 column of numbers or dates has"
+        if number > 1:
+            counted = f"{number} columns of numbers or dates have"
         raise ArgumentError(
-            f"{len(unbounded)} columns of numbers or dates have no range, such as "
-            f"{first.name!r}, expected a range for each, because this aggregator limits what a "
-            "client sends, or because of --data.standardize=range. Set --data.columns "
+            f"{counted} no range, such as {first.name!r}, expected a range for each, because this "
+            "aggregator limits what a client sends, or because of --data.standardize=range. Set "
+            "--data.columns "
             f"'{first.name}={first.kind}(LOW..HIGH)', or '*=number(LOW..HIGH)' for all, with "
             "ranges that are known without the data."
         )

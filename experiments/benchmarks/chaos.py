@@ -154,12 +154,14 @@ def draw_outcomes(quiet: Outcome, chaotic: Outcome) -> Figure:
     """Draw the failures, and the inner steps in merges over time with and without them."""
     figure = Figure(figsize=(9, 6), layout="constrained", dpi=120)
     above, below = figure.subplots(2, sharex=True, height_ratios=[1, 1.6])
-    bars = [(f.kind, f.island, f.time, f.seconds, 1.0) for f in chaotic.failures]
+    bars: list[tuple[str, int, float, float, float]] = [
+        (f.kind, f.island, f.time, f.seconds, 1.0) for f in chaotic.failures
+    ]
     seconds = {(f.island, f.time): f.seconds for f in chaotic.failures}
     for process, killed, until in chaotic.restarts:
         begin = killed + seconds[process, killed]
         bars.append(("until its first round or merge", process, begin, until, 0.3))
-    colors = dict(zip(get_args(Kind), ("C3", "C1", "C0", "C9", "C4"), strict=True))
+    colors: dict[str, str] = dict(zip(get_args(Kind), ("C3", "C1", "C0", "C9", "C4"), strict=True))
     named: set[str] = set()
     for name, process, begin, length, alpha in bars:
         style: Any = {"color": colors.get(name, "C3"), "alpha": alpha}

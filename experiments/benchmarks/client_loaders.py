@@ -87,7 +87,7 @@ def datasets_reader(images: Images, cohort: int) -> Callable[[Chosen], Any]:
 
 
 FLOATS = "fedpax, as float32"
-READERS = {
+READERS: dict[str, Callable[[Images, int], Callable[[Chosen], Any]]] = {
     "fedpax": fedpax_reader,
     FLOATS: functools.partial(fedpax_reader, dtype=np.float32),
     "FedJAX": fedjax_reader,

@@ -127,8 +127,8 @@ class VirtualSites:
             return float(self._run.evaluate(self.model.params())["loss"])
 
     def _at(self, time: float, act: Callable[..., None], *arguments: Any) -> None:
-        entry = time, next(self._numbers), functools.partial(act, *arguments)
-        heapq.heappush(self._agenda, entry)
+        action: Callable[[], None] = functools.partial(act, *arguments)
+        heapq.heappush(self._agenda, (time, next(self._numbers), action))
 
     def _tick(self) -> None:
         if self._down[SYNCER] <= self.now:

@@ -18,6 +18,7 @@ class Flag(NamedTuple):
     type: Any = None
     least: float | None = None
     most: float | None = None
+    has_commas: bool = False  # several values, separated by commas
 
     def describe(self, name: str) -> str:
         """Return its lines in `fedpax --help`."""
@@ -191,17 +192,21 @@ FLAGS = {
     "name": Flag("the island's name; default: the name of its folder"),
     "shard": Flag("the island's shard of the data, from 0; default: a free one", type=int, least=0),
     "server_name": Flag("the name in the syncer's certificate; default: the host of --syncer"),
-    "names": Flag("the host name of the syncer, and a name for each site, separated by commas"),
+    "names": Flag(
+        "the host name of the syncer, and a name for each site, separated by commas",
+        has_commas=True,
+    ),
     "days": Flag("days until certificates expire", 365),
     "authority": Flag("the folder of an existing authority, which signs"),
     "request": Flag("make a private key and a request for a certificate", False),
     "sign": Flag("the file of the request to sign"),
     "replace": Flag("sign for a name that another request was given", False),
     "reason": Flag("why a site is expelled; it is told", "by the coordinator"),
-    "seeds": Flag("seeds of the compared runs, each as --seed sets it, such as 0,1,2"),
+    "seeds": Flag("seeds of the compared runs, each as --seed sets it, such as 0,1,2", has_commas=True),
     "metric": Flag(
         "the metrics for the second table and the picture, such as accuracy,loss; default: all in "
-        "the table, the loss in the picture"
+        "the table, the loss in the picture",
+        has_commas=True,
     ),
     "seed": Flag(
         "sets all seeds of an experiment, of its model, data and cohorts; a seed that is stated by "
@@ -244,8 +249,11 @@ FLAGS = {
         "shards:SHARDS:CLIENTS or quantity:ALPHA:CLIENTS"
     ),
     "split": Flag("the text for {split} in the path of files"),
-    "columns": Flag("the columns of files to read; default: all"),
-    "types": Flag("types of Arrow for columns of files, such as zip=string"),
+    "columns": Flag("the columns of files to read, separated by commas; default: all", has_commas=True),
+    "types": Flag(
+        "types of Arrow for columns of files, separated by commas, such as zip=string",
+        has_commas=True,
+    ),
     "delimiter": Flag("the character between the columns of CSV"),
     "decimal_point": Flag("a comma for numbers such as 1,5 in CSV"),
     "image_size": Flag("the height and width to which images are resized"),

@@ -46,6 +46,9 @@ Run = Callable[..., tuple[int, str, str]]
             "tensor=1000000 needs 8,000,000 devices, but there are 8 (cpu). Make the mesh smaller",
         ),
         (["compare", f"--exp={REGRESSION},{REGRESSION}", "--job_log_dir=x"], "two experiments"),
+        (["data", "x.csv", "--columns=a", "--columns=b"], "--columns is given 2 times, expected"),
+        (["prepare", "x.csv", "--types", "a=string", "--types=b=int8"], "commas: --types=A,B."),
+        (["compare", "--exp=a,b", "--seeds=1", "--seeds=2"], "--seeds is given 2 times"),
         (["train", "--exp=a,b", "--job_log_dir=x"], "names several experiments, expected one"),
     ],
 )
@@ -134,6 +137,20 @@ def test_a_group_of_fields_in_place_of_a_field_is_named(run: Run, override: str)
     name = override.partition("=")[0]
     assert status == 2 and f"{name} is a " in errors
     assert ", set in the code of the experiment. Set one of its fields, such as --" in errors
+
+
+def test_a_field_of_several_values_is_set_once(run: Run, tmp_path: Path) -> None:
+    train = ["train", "--exp=fedavg_table", f"--job_log_dir={tmp_path}", "--data.label=y"]
+    twice = ["--data.columns", "age=number", "--data.files=x.csv", "--data.columns=zip=left_out"]
+    status, _, errors = run(*train, *twice)
+    assert status == 2
+    assert "--data.columns is given 2 times, expected once. Set all its values at once" in errors
+
+
+def test_the_last_of_two_numbers_counts(run: Run, tmp_path: Path) -> None:
+    train = ["train", f"--exp={REGRESSION}", f"--job_log_dir={tmp_path}"]
+    status, _, output = run(*train, "--training.rounds=0", "--training.rounds=1")
+    assert (status, "round 1" in output) == (0, True)
 
 
 def test_a_chosen_method_is_not_named_as_a_group(run: Run) -> None:

@@ -10,6 +10,7 @@ import operator
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,12 @@ def parse(
         _, *fields = options([f"fedpax {command}", *arguments], known_only=True)
     except flags.Error as error:
         raise UsageError(f"{error}. Run `fedpax --help` to see all flags.") from None
+    lists = [name for name, flag in COMMANDS[command].flags.items() if flag.has_commas]
+    for name in (name for name in lists if options[name].present > 1):
+        raise UsageError(
+            f"--{name} is given {options[name].present} times, expected once. Set all its values "
+            f"at once, separated by commas: --{name}=A,B."
+        )
     if needs_exp and "exp" in options and not options.exp:
         raise UsageError(
             f"`fedpax {command}` has no --exp, expected --exp=NAME. Run `fedpax list` to see the "
@@ -224,9 +231,24 @@ def override(
         if stop.code and (hint := describe_group(experiment, fields)):
             print_error(f"fedpax: {hint}")
         raise
+    _check_lists_given_once(changed, fields)
     resolved = changed.resolve(experiment, parse, job_log_dir)
     check_integer_fields(resolved)
     return resolved
+
+
+def _check_lists_given_once(experiment: Experiment, overrides: Sequence[str]) -> None:
+    """Check that no field of several values is given twice: tyro drops the first ones."""
+    # The last of two numbers or names counts, so that a script can end with "$@".
+    names = Counter(
+        word[2:].partition("=")[0].replace("-", "_") for word in overrides if word[:2] == "--"
+    )
+    for name in (name for name, count in names.items() if count > 1):
+        if isinstance(operator.attrgetter(name)(experiment), tuple):
+            raise UsageError(
+                f"--{name} is given {names[name]} times, expected once. Set all its values at "
+                f"once, separated by spaces: --{name} A B."
+            )
 
 
 def _split_seed(overrides: Sequence[str]) -> tuple[int | None, list[str]]:

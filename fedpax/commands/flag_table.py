@@ -202,7 +202,9 @@ FLAGS = {
     "sign": Flag("the file of the request to sign"),
     "replace": Flag("sign for a name that another request was given", False),
     "reason": Flag("why a site is expelled; it is told", "by the coordinator"),
-    "seeds": Flag("seeds of the compared runs, each as --seed sets it, such as 0,1,2", has_commas=True),
+    "seeds": Flag(
+        "seeds of the compared runs, each as --seed sets it, such as 0,1,2", has_commas=True
+    ),
     "metric": Flag(
         "the metrics for the second table and the picture, such as accuracy,loss; default: all in "
         "the table, the loss in the picture",
@@ -249,7 +251,9 @@ FLAGS = {
         "shards:SHARDS:CLIENTS or quantity:ALPHA:CLIENTS"
     ),
     "split": Flag("the text for {split} in the path of files"),
-    "columns": Flag("the columns of files to read, separated by commas; default: all", has_commas=True),
+    "columns": Flag(
+        "the columns of files to read, separated by commas; default: all", has_commas=True
+    ),
     "types": Flag(
         "types of Arrow for columns of files, separated by commas, such as zip=string",
         has_commas=True,

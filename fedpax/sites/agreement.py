@@ -178,7 +178,7 @@ class Agreement:
         """Wait until other sites are there, or sites that were started again; raise in the end."""
         seconds = self._tie_seconds
         self._progress.note(f"waiting {seconds:g} s for other sites: {reason}")
-        self._exchange.waits_for = "sites that agree"
+        self._exchange.waits_for = f"sites that agree: {reason}"
 
         def who() -> set[tuple[str, str]]:
             return {(s.name, s.incarnation) for s in self._exchange.present(ready=False)}

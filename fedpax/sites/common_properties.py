@@ -31,8 +31,8 @@ class Outcome(NamedTuple):
 
     Attributes:
         refused: for each site that differs, what differs.
-        undecided: a property that is not stated and whose values tie among the sites. None: there
-            is none.
+        undecided: the properties that are not stated and whose values tie among the sites, at most
+            three. None: there is none.
     """
 
     refused: dict[str, str]
@@ -46,10 +46,9 @@ def count_votes(sites: Mapping[str, Properties], stated: Mapping[str, str]) -> O
     for being the first.
     """
     refused: dict[str, str] = {}
-    undecided = None
     while True:
         left = {name: vote for name, vote in sites.items() if name not in refused}
-        undecided, before = None, len(refused)
+        ties, before = [], len(refused)
         names = [p for vote in left.values() for p in vote]
         needed = [p for p in names if isinstance(p, Needed)]
         for property_name in dict.fromkeys([*needed, *names]):
@@ -61,7 +60,7 @@ def count_votes(sites: Mapping[str, Properties], stated: Mapping[str, str]) -> O
             else:
                 first, *others = Counter(having.values()).most_common()
                 if others and others[0][1] == first[1]:
-                    undecided = _describe_tie(property_name, having)
+                    ties.append(_describe_tie(property_name, having))
                     continue
                 expected = first[0]
                 whose = f"as {first[1]} of {len(having)} sites have it"
@@ -72,7 +71,7 @@ def count_votes(sites: Mapping[str, Properties], stated: Mapping[str, str]) -> O
                         f"{_shorten(expected)}, {whose}"
                     ) + _remedy(property_name, {value, expected})
         if len(refused) == before:
-            return Outcome(refused, undecided)
+            return Outcome(refused, "; ".join(ties[:3]) or None)
 
 
 def _values(property_name: str, sites: Mapping[str, Properties]) -> dict[str, str]:

@@ -48,6 +48,7 @@ class SiteWatch:
     def __init__(self, folder: Path, progress: Progress, sites: SiteTable) -> None:
         self._path, self._progress, self._sites = folder / SITES, progress, sites
         self._states: dict[str, str] = {}
+        self._rivals: set[str] = set()  # names of which a second process was told
         self._next_file = 0.0
 
     def update(self, *, force: bool = False) -> None:
@@ -58,6 +59,12 @@ class SiteWatch:
             self._states[report.name] = report.state
             clients = "1 client" if report.clients == 1 else f"{report.clients} clients"
             self._progress.note(f"site {report.name} ({clients}): {report.state}")
+        for name in sorted({site.name for site in self._sites if site.has_rival} - self._rivals):
+            self._rivals.add(name)
+            self._progress.note(
+                f"another process calls itself {name} and waits until the first one leaves. Stop "
+                "it, or give it another --name"
+            )
         now = time.monotonic()
         if not changed and not force and now < self._next_file:
             return

@@ -157,6 +157,7 @@ class Exchange:
             check_renumbered(name, known.renumbered)
         if known is not None and known.incarnation not in ("", incarnation):
             if self.sites.is_present(known, now):
+                known.has_rival = True
                 return Message(
                     {
                         "status": "wait",

@@ -37,6 +37,7 @@ class SiteRecord:
         self.counted: str | None = None  # token of the last round that counted its terms
         self.ready = False  # whether it knows the inputs of all sites
         self.left = self.heard_end = False
+        self.has_rival = False  # whether another process of its name was told to wait
         self.attendance = Attendance()
         self.seen = -math.inf  # when it was last heard
         self.rounds = self.late = self.dropped = 0

@@ -183,6 +183,7 @@ class Site:
         self._run, self._has_last_model = read_run(folder)
         self._has_inputs = self._opened = False
         self._heartbeat_seconds = 2.0
+        self._noted = ""  # the last reason to wait
         content = experiment.shared_content()
         self._identity = identify(experiment, {}, experiment.own_fields, content)._asdict()
         self._receiver = Receiver(WHOLE)
@@ -234,7 +235,7 @@ class Site:
             description=self._experiment.describe_site(),
         )
         if answer.header["status"] == "wait":
-            self._progress.note(f"waiting: {answer.header['reason']}")
+            self._note_once(f"waiting: {answer.header['reason']}")
             return False
         seconds = CheckedHeader(answer.header).number("heartbeat_seconds")
         self._heartbeat_seconds = min(max(seconds, 0.05), 60.0)
@@ -258,11 +259,18 @@ class Site:
                 self.finished = True
                 if self._opened:
                     self._note_last_model()
+            case "wait" if not self._has_inputs:
+                self._note_once(f"waiting for {str(header.get('waits_for'))[:1000]}")
             case "inputs":
                 self._set_inputs(header["inputs"])
             case "task":
                 self._work(answer)
         return True
+
+    def _note_once(self, text: str) -> None:
+        if text != self._noted:
+            self._noted = text
+            self._progress.note(text)
 
     def _set_inputs(self, inputs: Mapping[str, Any]) -> None:
         types = self._worker.set_inputs(inputs)

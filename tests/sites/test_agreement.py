@@ -51,6 +51,11 @@ def test_votes(sites: dict[str, dict[str, str]], stated: dict[str, str]) -> None
     assert count_votes(backwards, stated).refused.keys() == refused.keys()  # no site is first
 
 
+def test_all_ties_are_told_at_once() -> None:
+    sites = {"a": {"x": "1", "y": "2", "z": "3"}, "b": {"x": "2", "y": "2", "z": "4"}}
+    assert count_votes(sites, {}) == ({}, "x is '1' at a, '2' at b; z is '3' at a, '4' at b")
+
+
 def federate(folder: Path, sites: dict[str, Any], coordinator: Any, bad: str, **options: Any):
     return run(
         coordinator,

@@ -155,16 +155,11 @@ class Exchange:
         is_renumbered = known is not None and known.count != count
         if known is not None and is_renumbered:
             check_renumbered(name, known.renumbered)
-        if known is not None and known.incarnation not in ("", incarnation):
-            if self.sites.is_present(known, now):
-                known.has_rival = True
-                return Message(
-                    {
-                        "status": "wait",
-                        "reason": f"another process of site {name!r} is connected. Stop it, or "
-                        "give this site another --name",
-                    }
-                )
+        is_rival = known is not None and known.incarnation not in ("", incarnation)
+        if known is not None and is_rival and self.sites.is_present(known, now):
+            known.has_rival = True
+            reason = f"another process of site {name!r} is connected. Stop it, or give this site "
+            return Message({"status": "wait", "reason": f"{reason}another --name"})
         if self.finished and known is None:
             raise RefusedError("the run is finished, and this site was not part of it.")
         site = self.sites.add(name, count)

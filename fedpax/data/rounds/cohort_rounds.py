@@ -269,8 +269,9 @@ def _open(examples: Examples | Arrays) -> tuple[Read, int, str]:
     if not len(examples):
         raise ArgumentError("The source has no examples: load another split.")
 
-    if isinstance(examples, Source) and hasattr(examples, "reader"):  # from files: columns at once
-        return examples.reader(), len(examples), source_name(examples)
+    if isinstance(examples, Source) and hasattr(examples, "take"):  # from files: columns at once
+        read = examples.reader() if hasattr(examples, "reader") else examples.take
+        return read, len(examples), source_name(examples)
 
     def read_stacked(indices: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         unique, position = np.unique(indices, return_inverse=True)

@@ -121,7 +121,13 @@ def agnostic(
     )
     check_population("agnostic", cohort_size, num_clients)
     mixture = None if initial_mixture is None else _checked_mixture(initial_mixture, num_clients)
-    server = make_server("agnostic", server_optimizer, aggregator, client_optimizer)
+    server = make_server(
+        "agnostic",
+        server_optimizer,
+        aggregator,
+        client_optimizer,
+        sent_exactly="losses and whether they are finite",
+    )
 
     @program(clients=cohort_size)
     def init(params: Params) -> AgnosticState:
@@ -166,7 +172,7 @@ def agnostic(
         ascended = project_to_simplex(mixture + rate * ascent)
         return state._replace(mixture=jnp.where(measured > 0, ascended, mixture)), metrics
 
-    return FederatedAlgorithm(init, agnostic_round)
+    return FederatedAlgorithm(init, agnostic_round, sent_exactly=server.sent_exactly)
 
 
 def project_to_simplex(v: Float[Array, " n"]) -> Float[Array, " n"]:

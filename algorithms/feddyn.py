@@ -117,7 +117,15 @@ def feddyn(
     """
     check_setting("feddyn", "alpha", alpha, NON_NEGATIVE, remedy="Pass 0.0 for fedavg.")
     check_population("feddyn", cohort_size, num_clients)
-    server = make_server("feddyn", server_optimizer, aggregator, client_optimizer)
+    # An aggregator that hides whether any client takes part would hide their number too.
+    hides_number = getattr(aggregator, "acts_when_all_absent", False)
+    server = make_server(
+        "feddyn",
+        server_optimizer,
+        aggregator,
+        client_optimizer,
+        sent_exactly="how many of them take part" if hides_number else None,
+    )
 
     @program(clients=cohort_size)
     def init(params: Params) -> FedDynState:
@@ -166,4 +174,4 @@ def feddyn(
             client_gradients=scatter_clients(state.client_gradients, client_ids, client_gradient),
         ), mean_metrics(metrics, weights, server.aggregator) | reported
 
-    return FederatedAlgorithm(init, feddyn_round)
+    return FederatedAlgorithm(init, feddyn_round, sent_exactly=server.sent_exactly)

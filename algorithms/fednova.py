@@ -83,7 +83,13 @@ def fednova(
         Wang et al., Tackling the Objective Inconsistency Problem in Heterogeneous Federated
         Optimization, arXiv:2007.07481, section 4, equation 9.
     """
-    server = make_server("fednova", server_optimizer, aggregator, client_optimizer)
+    server = make_server(
+        "fednova",
+        server_optimizer,
+        aggregator,
+        client_optimizer,
+        sent_exactly="numbers of local steps",
+    )
     _check_scalar_rule(client_optimizer)
 
     @program(clients=cohort_size)
@@ -116,7 +122,7 @@ def fednova(
         metrics = mean_metrics(metrics, weights, server.aggregator) | reported
         return server.descend(state, scale(length, direction), weights), metrics
 
-    return FederatedAlgorithm(init, fednova_round)
+    return FederatedAlgorithm(init, fednova_round, sent_exactly=server.sent_exactly)
 
 
 def _check_scalar_rule(optimizer: optax.GradientTransformation) -> None:

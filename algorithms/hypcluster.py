@@ -103,7 +103,13 @@ def hypcluster(
         Learning, arXiv:2002.10619, algorithm HypCluster.
     """
     check_argument("hypcluster", "num_clusters", num_clusters, COUNT, remedy="Pass 1 for fedavg.")
-    server = make_server("hypcluster", server_optimizer, aggregator, client_optimizer)
+    server = make_server(
+        "hypcluster",
+        server_optimizer,
+        aggregator,
+        client_optimizer,
+        sent_exactly="which model they choose",
+    )
 
     @program(clients=cohort_size)
     def init(params: Params) -> HypClusterState:
@@ -157,17 +163,15 @@ def hypcluster(
                 )
             return *aggregated, federated_sum(members)
 
-        directions, aggregator_states, reported, total_weights = zip(
-            *map(aggregate, range(num_clusters)), strict=True
-        )
+        results = map(aggregate, range(num_clusters))
+        directions, aggregator_states, reported, total_weights = zip(*results, strict=True)
         before = state.params, state.server_optimizer_state
         after = jax.vmap(step)(_stack(directions), jnp.stack(total_weights), *before)
-        metrics = mean_metrics(metrics, weights, server.aggregator) | jax.tree.map(
-            lambda m: jnp.mean(m, axis=0), _stack(reported)
-        )
+        average = jax.tree.map(lambda m: jnp.mean(m, axis=0), _stack(reported))
+        metrics = mean_metrics(metrics, weights, server.aggregator) | average
         return HypClusterState(*after, aggregator_states), metrics
 
-    return FederatedAlgorithm(init, hypcluster_round)
+    return FederatedAlgorithm(init, hypcluster_round, sent_exactly=server.sent_exactly)
 
 
 def choose_cluster(

@@ -255,7 +255,13 @@ def _mime(
     *,
     is_corrected: bool,
 ) -> FederatedAlgorithm[MimeState]:
-    server = make_server(name, server_optimizer, aggregator, client_optimizer)
+    server = make_server(
+        name,
+        server_optimizer,
+        aggregator,
+        client_optimizer,
+        sent_exactly="gradients at the shared model",
+    )
 
     @program(clients=cohort_size)
     def init(params: Params) -> MimeState:
@@ -290,7 +296,7 @@ def _mime(
         s = unless_all_absent(weights, updated, s, server.aggregator)
         return state._replace(client_optimizer_state=s), metrics
 
-    return FederatedAlgorithm(init, mime_round)
+    return FederatedAlgorithm(init, mime_round, sent_exactly=server.sent_exactly)
 
 
 def _fixed(optimizer: optax.GradientTransformation, state: Any) -> optax.GradientTransformation:

@@ -129,7 +129,13 @@ def scaffold(
             "gradient more."
         )
     check_population("scaffold", cohort_size, num_clients)
-    server = make_server("scaffold", server_optimizer, aggregator, client_optimizer)
+    server = make_server(
+        "scaffold",
+        server_optimizer,
+        aggregator,
+        client_optimizer,
+        sent_exactly="changes of controls",
+    )
 
     @program(clients=cohort_size)
     def init(params: Params) -> ScaffoldState:
@@ -182,7 +188,7 @@ def scaffold(
             client_controls=scatter_clients(state.client_controls, client_ids, new),
         ), metrics
 
-    return FederatedAlgorithm(init, scaffold_round)
+    return FederatedAlgorithm(init, scaffold_round, sent_exactly=server.sent_exactly)
 
 
 def _train(

@@ -186,9 +186,12 @@ def self_tuning(
         moved = optax.apply_updates(log, updates)
         log = {name: jnp.where(tuned[name], moved[name], log[name]) for name in log}
         optimizer_state = select(is_measured, optimizer_state, state.hyper_optimizer_state)
+        metrics.pop("epsilon", None)  # gradients have no noise
         return SelfTuningState(after, log, optimizer_state), metrics | reported
 
-    return FederatedAlgorithm(init, self_tuning_round)
+    return FederatedAlgorithm(
+        init, self_tuning_round, sent_exactly="losses and gradients at the model after the round"
+    )
 
 
 def _evaluate(

@@ -29,7 +29,11 @@ class AggregatorConfig(Settings):
     """An aggregator; the base class of the aggregators."""
 
     group = "aggregator"
-    given: ClassVar[Mapping[str, Any]] = {"seed": 0, "expected_participants": 1e30}
+    given: ClassVar[Mapping[str, Any]] = {
+        "seed": 0,
+        "expected_participants": 1e30,
+        "releases_before": 0,
+    }
 
     @classmethod
     def functions(cls) -> dict[str, Callable[..., Any]]:
@@ -56,12 +60,16 @@ class AggregatorConfig(Settings):
         }
         return defaults.get(function.__name__, {})
 
-    def make(self, seed: int, expected_participants: float) -> Aggregator:
-        """Make the aggregator."""
+    def make(self, seed: int, expected_participants: float, releases_before: int = 0) -> Aggregator:
+        """Make the aggregator; a private one counts releases before the first round too."""
         if self.function.__name__ == "private_mean":
             _check_noise(self, expected_participants)
         aggregator: Aggregator = self.call(
-            {"seed": seed, "expected_participants": expected_participants}
+            {
+                "seed": seed,
+                "expected_participants": expected_participants,
+                "releases_before": releases_before,
+            }
         )
         return aggregator
 
@@ -107,8 +115,9 @@ def aggregator(function: str | Callable[..., Aggregator], **settings: Any) -> Ag
 
     Args:
         function: the name of an aggregator, or a function of one's own that returns an
-            `Aggregator`. It can have the arguments `seed` and `expected_participants`, which the
-            experiment gives. Its other arguments are numbers, texts or choices, or have defaults.
+            `Aggregator`. It can have the arguments `seed`, `expected_participants` and
+            `releases_before`, which the experiment gives. Its other arguments are numbers, texts or
+            choices, or have defaults.
         **settings: values of these other arguments.
 
     Raises:

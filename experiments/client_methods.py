@@ -13,7 +13,7 @@ import jax
 import optax
 
 from fedpax import algorithms
-from fedpax.aggregators import Aggregator
+from fedpax.aggregators import Aggregator, private_mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.algorithms.parts.method_checks import check_setting
 from fedpax.checks import DECAY, POSITIVE
@@ -104,6 +104,13 @@ class MethodConfig(Settings):
     def has_aggregator(self) -> bool:
         """Tell whether the method takes the experiment's aggregator."""
         return "aggregator" in inspect.signature(self.function).parameters
+
+    @property
+    def sent_exactly(self) -> str | None:
+        """What clients send beside updates that changes the model; see `FederatedAlgorithm`."""
+        given = {**self.given, "aggregator": private_mean(max_norm=1, noise_multiplier=1, seed=0)}
+        algorithm: FederatedAlgorithm = self.call(given)
+        return algorithm.sent_exactly
 
     @property
     def has_shared_model(self) -> bool:

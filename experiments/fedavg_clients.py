@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from fedpax.aggregators import PrivacyAccountant
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.checks import Count, Positive
 from fedpax.clients.cohort_stream import CohortStream
@@ -30,6 +29,12 @@ from fedpax.experiments.client_methods import ClientTraining, MethodConfig, meth
 from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig
 from fedpax.experiments.parts.client_evaluation import EvaluateClients, client_name
 from fedpax.experiments.parts.clients_mesh import OnClientsMesh, over_clients
+from fedpax.experiments.parts.private_runs import (
+    accountant_of,
+    check_private,
+    describe_privacy,
+    make_aggregator,
+)
 from fedpax.experiments.parts.site_clients import (
     ChosenClients,
     OverSites,
@@ -46,9 +51,6 @@ from fedpax.sites.contract import ClientRange, CoordinatorRun, SiteRun
 from fedpax.sources.examples import Examples
 from fedpax.training.evaluation import Batch, evaluator
 from fedpax.training.experiment import Experiment, Run, Shardings
-
-DELTA = 1e-6
-"""The probability of differential privacy where the aggregator has none: `private_mean`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,15 +104,7 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
                 "leave --aggregator at its default."
             )
         self.aggregator.check_cohort(self.cohort.size)
-        if (
-            self.cohort.sampling_probability is not None
-            and getattr(self.aggregator, "min_participants", 0) is None
-        ):
-            raise ArgumentError(
-                "aggregator.min_participants=None with cohort.sampling_probability: the result is "
-                "0 unless all --cohort.size clients join a round. Set "
-                "--aggregator.min_participants to a number that nearly all rounds have."
-            )
+        check_private(self)
 
     @abc.abstractmethod
     def make_model(self) -> FunctionalModel:
@@ -178,6 +172,11 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
             sampling_probability=self.cohort.sampling_probability,
         )
 
+    @property
+    def releases_before(self) -> int:
+        """The number of private releases before the first round, which epsilon counts."""
+        return 0
+
     def make_algorithm(self, loss_fn: LossFn, sampler: ClientSampler) -> FederatedAlgorithm:
         """Make the federated algorithm for the clients of a sampler."""
         settings = ClientTraining(
@@ -186,7 +185,7 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
             learning_rate=self.client_learning_rate,
             server_optimizer=self.server.make(),
             chunk_size=self.cohort.chunk_size,
-            aggregator=self.aggregator.make(self.cohort.seed, sampler.expected_participants),
+            aggregator=make_aggregator(self, sampler),
         )
         return self.method.make(loss_fn, settings)
 
@@ -234,15 +233,10 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
             model.init,
             fitting.cohort.size,
             sample_present(sampler),
-            accountant=self._accountant(),
+            accountant=accountant_of(self.aggregator),
             batches=fitting._batch_shapes(),
+            notes=describe_privacy(self),
         )
-
-    def _accountant(self) -> PrivacyAccountant | None:
-        """Return what tells epsilon, an upper bound that ignores sampling."""
-        if not (noise := getattr(self.aggregator, "noise_multiplier", 0)):
-            return None
-        return PrivacyAccountant(noise, getattr(self.aggregator, "delta", DELTA))
 
     def blank_example(self) -> Arrays | None:
         """Return the fields of one example, `[1, ...]`, if they are known without data."""
@@ -340,6 +334,7 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
             placement="clients",
             cohort_shapes=rounds.shapes,
             evaluate_clients=lambda params: evaluate_clients()(params),
+            notes=describe_privacy(self),
         )
 
 

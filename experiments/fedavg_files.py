@@ -308,9 +308,9 @@ class FedAvgFiles(ClientExperiment):
             size = f"cohort.size={self.cohort.size}: a round has all {fitting.cohort.size} clients"
             return run._replace(notes=(*run.notes, size))
         limit = self.cohort.note_left_out(map(len, self.training_parts.values()))
-        prepared = self.prepared
-        notes = (*self.opened.notes, *prepared.notes, *prepared.cautions, *limit)
-        run = super().build()._replace(notes=notes, cautions=prepared.cautions)
+        prepared, run = self.prepared, super().build()
+        notes = (*self.opened.notes, *prepared.notes, *prepared.cautions, *limit, *run.notes)
+        run = run._replace(notes=notes, cautions=prepared.cautions)
         if not own_models(self.method):
             return run
         own_by_client = functools.cache(self.evaluate_own_by_client)

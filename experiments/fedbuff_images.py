@@ -19,6 +19,7 @@ from fedpax.errors import ArgumentError
 from fedpax.experiments.client_methods import method
 from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_images import FedAvgImages
+from fedpax.experiments.parts.private_runs import make_aggregator
 from fedpax.experiments.populations import DirichletPopulation
 from fedpax.experiments.traces import TraceConfig
 from fedpax.models.classifiers import CNNConfig
@@ -140,7 +141,7 @@ class FedBuffImages(FedAvgImages):
             client_optimizer=optax.sgd(self.client_learning_rate),
             server_optimizer=self.server.make(),
             chunk_size=self.cohort.chunk_size,
-            aggregator=self.aggregator.make(self.cohort.seed, sampler.expected_participants),
+            aggregator=make_aggregator(self, sampler),
         )
         # Each client that arrives has received a model and sends an update.
         return with_virtual_seconds(

@@ -213,6 +213,10 @@ class FederatedAlgorithm(NamedTuple, Generic[StateT]):
             step whose batch is padding alone changes neither state nor metrics.
         parts: the method in parts, for islands with runtimes of their own (`fedpax join`). Default
             None: it runs as one program only.
+        sent_exactly: what participants send beside their updates that changes the state, in words,
+            such as "the changes of the controls". It is summed without the noise of a private
+            aggregator, so that the method has no epsilon. Default None: nothing but updates changes
+            the state.
 
     Example:
         Gradient descent on a quadratic is a method with one participant and one local step:
@@ -236,6 +240,7 @@ class FederatedAlgorithm(NamedTuple, Generic[StateT]):
     init: Callable[[Params], StateT]
     round: Callable[[StateT, Cohort], tuple[StateT, Metrics]]
     parts: AlgorithmParts | None = None
+    sent_exactly: str | None = None
 
 
 def loss_and_metrics(loss_fn: LossFn, params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:

@@ -10,6 +10,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from fedpax.aggregators import Aggregator, mean
+from fedpax.aggregators.aggregator import without_epsilon
 from fedpax.algorithm import Metrics, Params
 from fedpax.algorithms.parts.mean_metrics import mean_metrics
 from fedpax.algorithms.parts.participation import takes_part
@@ -129,4 +130,4 @@ def arrivals_aggregator(
             "as compressed_mean(codec) or chain(clip_by_norm(1.0), mean()), or a synchronous "
             "method, such as diloco."
         )
-    return checked
+    return without_epsilon(checked)  # it would be averaged over the combinations of a round

@@ -7,7 +7,7 @@ import optax
 from jaxtyping import Array, Float
 
 from fedpax.aggregators import Aggregator, mean
-from fedpax.aggregators.aggregator import Weights
+from fedpax.aggregators.aggregator import Weights, without_epsilon
 from fedpax.algorithm import Metrics, Params
 from fedpax.algorithms.parts.checked_aggregator import checked_aggregator
 from fedpax.algorithms.parts.frozen_leaves import frozen_leaves, keep_leaves, without_frozen_leaves
@@ -32,6 +32,8 @@ class Server(NamedTuple):
     optimizer: optax.GradientTransformation  # steps along the aggregated pseudo-gradient
     aggregator: Aggregator  # combines the participants' pseudo-gradients x - y_i
     client_optimizer: optax.GradientTransformation | None = None  # what it freezes stays
+    # as in `FederatedAlgorithm`; the aggregator then states no epsilon
+    sent_exactly: str | None = None
 
     def init(self, params: Params) -> tuple[optax.OptState, chex.ArrayTree]:
         """Return the initial `server_optimizer_state` and `aggregator_state`. Inside a program."""
@@ -92,14 +94,18 @@ def make_server(
     optimizer: optax.GradientTransformation | None,
     aggregator: Aggregator | None,
     client_optimizer: optax.GradientTransformation,
+    *,
+    sent_exactly: str | None = None,
 ) -> Server:
     """Check a method's optimizers, and make its server: by default, it takes the weighted mean."""
     check_optimizer(method, "client_optimizer", client_optimizer)
     check_optimizer(method, "server_optimizer", optimizer, optional=True)
+    given = given_aggregator(aggregator, mean(), client_optimizer)
     return Server(
         optax.sgd(1.0) if optimizer is None else optimizer,
-        given_aggregator(aggregator, mean(), client_optimizer),
+        given if sent_exactly is None else without_epsilon(given),
         client_optimizer,
+        sent_exactly,
     )
 
 

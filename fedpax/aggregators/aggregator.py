@@ -41,7 +41,8 @@ class Aggregator(NamedTuple):
         acts_when_all_absent: True if the server must step in a round in which every participant is
             absent too, as along the noise of a private mean, which hides that no client took part.
             Default False: such a round changes neither the model nor the server optimizer's state.
-        accountant: what computes the metric `"epsilon"`, if the aggregator has one. Default None.
+        accountant: what computes the metric `"epsilon"`, if the aggregator has one. A
+            transformation that keeps the guarantee keeps it. Default None.
 
     Example:
         >>> import fedpax
@@ -82,6 +83,20 @@ def mean() -> Aggregator:
         EmptyState()
     """
     return without_state(federated_mean)
+
+
+def without_epsilon(aggregator: Aggregator) -> Aggregator:
+    """Remove the metric and the accountant of epsilon, for use beside sums without noise."""
+    if aggregator.accountant is None:
+        return aggregator
+
+    def aggregate(
+        state: chex.ArrayTree, updates: chex.ArrayTree, weights: Weights
+    ) -> tuple[chex.ArrayTree, chex.ArrayTree, dict[str, jax.Array]]:
+        aggregated, state, metrics = aggregator.aggregate(state, updates, weights)
+        return aggregated, state, {n: x for n, x in metrics.items() if n != "epsilon"}
+
+    return aggregator._replace(aggregate=aggregate, accountant=None)
 
 
 def without_state(

@@ -62,7 +62,7 @@ def chain(*stages: AggregatorTransformation | Aggregator) -> Aggregator:
     for transform in reversed(stages[:-1]):
         aggregator = transform(aggregator)
     combine = stages[-1]
-    return aggregator._replace(needs_all=combine.needs_all, accountant=combine.accountant)
+    return aggregator._replace(needs_all=combine.needs_all)
 
 
 def _describe(stage: object) -> str:

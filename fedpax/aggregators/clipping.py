@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from fedpax.aggregators.aggregator import Aggregator, Weights
+from fedpax.aggregators.aggregator import Aggregator, Weights, without_epsilon
 from fedpax.aggregators.chain import AggregatorTransformation
 from fedpax.aggregators.presence import mean_dtype, present
 from fedpax.aggregators.random_streams import round_key
@@ -111,7 +111,8 @@ def adaptive_clip(
 
     Returns:
         A transformation with state `AdaptiveClipState`. It clips as `clip_by_norm` does and reports
-        the same metrics, and `"max_norm"`, the C of this round.
+        the same metrics, and `"max_norm"`, the C of this round. A private aggregator behind it
+        states no epsilon, which would not count what C tells.
 
     Raises:
         TypeError: an argument is not a number.
@@ -144,6 +145,8 @@ def adaptive_clip(
     seed = check_seed(name, seed)
 
     def transform(inner: Aggregator) -> Aggregator:
+        inner = without_epsilon(inner)
+
         def init(params: chex.ArrayTree) -> AdaptiveClipState:
             return AdaptiveClipState(jnp.float32(initial_norm), jnp.int32(0), inner.init(params))
 

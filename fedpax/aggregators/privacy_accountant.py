@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from fedpax.checks import COUNT_OR_ZERO, Range, check_argument
+
 # Around the order that is best if it is large.
 _FACTORS = [2 ** (k / 20) for k in range(-60, 61)]
 
@@ -30,16 +32,17 @@ def releases_per_round() -> int:
 
 
 class PrivacyAccountant(NamedTuple):
-    """Tells the epsilon that rounds with discrete Gaussian noise have spent.
+    """Tells the epsilon that rounds with Gaussian noise, discrete or not, have spent.
 
-    An aggregator whose noise comes from the participants has one, `aggregator.accountant`, and its
-    metric `"epsilon"` is computed by it: it is the same in `jax.jit(round)` and on every engine.
+    A private aggregator has one, `aggregator.accountant`, and its metric `"epsilon"` is computed by
+    it: it is the same in `jax.jit(round)` and on every engine.
 
     Each round counts as a release to every participant, without amplification by sampling.
 
     Attributes:
         noise_multiplier: z, as in `private_secure_mean`.
         delta: the probability of (epsilon, delta)-differential privacy.
+        releases_before: number of releases before the first round, each with the same noise.
 
     Example:
         >>> accountant = PrivacyAccountant(noise_multiplier=4.0, delta=1e-6)
@@ -53,13 +56,14 @@ class PrivacyAccountant(NamedTuple):
 
     noise_multiplier: float
     delta: float
+    releases_before: int = 0
 
     @overload
     def epsilon(self, num_rounds: int) -> float: ...
     @overload
     def epsilon(self, num_rounds: Int[Array, ""]) -> Float[Array, ""]: ...
     def epsilon(self, num_rounds: int | Int[Array, ""]) -> float | Float[Array, ""]:
-        """Return epsilon after a number of rounds, at least 1.
+        """Return epsilon after a number of rounds, and of releases before them; together 1 or more.
 
         Args:
             num_rounds: an int, or an int32 scalar inside a program.
@@ -67,10 +71,25 @@ class PrivacyAccountant(NamedTuple):
         Returns:
             A float, or a float32 scalar inside a program.
         """
-        rho = num_rounds * (0.5 / self.noise_multiplier**2)
+        rho = (num_rounds + self.releases_before) * (0.5 / self.noise_multiplier**2)
         # Each order a gives a bound: rho a + log(1 - 1 / a) - log(delta a) / (a - 1).
         beyond = jnp.sqrt(-math.log(self.delta) / rho) * jnp.array(_FACTORS)  # a - 1
         order = 1 + beyond
         conversion = jnp.log1p(-1 / order) - (math.log(self.delta) + jnp.log(order)) / beyond
         epsilon = jnp.maximum(jnp.min(rho * order + conversion), 0)
         return epsilon if isinstance(num_rounds, jax.Array) else float(epsilon)
+
+
+def accountant_of(
+    function: str, noise_multiplier: float, delta: float, releases_before: int
+) -> PrivacyAccountant | None:
+    """Check the arguments of an aggregator, and return its accountant; None without noise."""
+    remedy = "Use well below 1 over the population's size, such as 1e-6."
+    delta = check_argument(function, "delta", delta, Range(above=0, below=1), remedy=remedy)
+    remedy = "Use 0 if the clients have sent nothing before the first round."
+    releases_before = check_argument(
+        function, "releases_before", releases_before, COUNT_OR_ZERO, remedy=remedy
+    )
+    if not noise_multiplier:
+        return None
+    return PrivacyAccountant(noise_multiplier, delta, releases_before)

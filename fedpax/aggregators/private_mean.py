@@ -20,6 +20,7 @@ from fedpax.aggregators.clipping import (
 )
 from fedpax.aggregators.gaussian_noise import perturb
 from fedpax.aggregators.presence import mean_dtype, num_participants, present
+from fedpax.aggregators.privacy_accountant import accountant_of, releases_per_round
 from fedpax.aggregators.random_streams import round_key
 from fedpax.checks import NON_NEGATIVE, POSITIVE, check_argument, check_seed
 from fedpax.errors import ArgumentError
@@ -39,6 +40,8 @@ def private_mean(
     max_norm: float,
     noise_multiplier: float,
     seed: int,
+    delta: float = 1e-6,
+    releases_before: int = 0,
     expected_participants: float | None = None,
     quantile: float | None = None,
     learning_rate: float = 0.2,
@@ -63,17 +66,23 @@ def private_mean(
     Both sums together have the privacy of one sum with noise multiplier z. For this, the
     noise of the updates is increased to `z' C` with `z' = (z^-2 - (2 s)^-2)^(-1/2)`.
 
-    The guarantee covers the aggregate and the metrics of this aggregator. It does not cover what a
-    method averages beside the updates, without noise: metrics such as `"loss"`, the controls of
-    `scaffold`, the gradients of `mime`, the losses of `agnostic`, the numbers of steps of
-    `fednova`. Nor does it cover whether any client chose a model of `hypcluster`: a model that no
-    client chose stays unchanged. The noise comes from JAX's pseudo-random generator with a known
-    seed: use it for simulation.
+    The guarantee covers the model and the metrics of this aggregator, not the metrics of clients,
+    such as `"loss"`, which have no noise. Methods that sum more which changes the model have no
+    guarantee, and no metric `"epsilon"`: `scaffold` (controls), `mime` and `mime_lite` (gradients),
+    `self_tuning` (gradients), `agnostic` (losses), `fednova` (numbers of steps), `feddyn` (number
+    of clients) and `hypcluster` (a model that no client chose stays unchanged). Their
+    `FederatedAlgorithm.sent_exactly` names it. The noise comes from JAX's pseudo-random generator
+    with a known seed: use it for simulation.
 
     Args:
         max_norm: C, above 0; with `quantile`, its initial value.
         noise_multiplier: z, at least 0.
         seed: int, seed of the noise. Choose another one for every other source of noise.
+        delta: of the metric `"epsilon"`, between 0 and 1. Use well below 1 over the number of all
+            clients.
+        releases_before: number of means with this noise multiplier that the same clients were part
+            of before the first round, such as the statistics of a table. The metric `"epsilon"`
+            counts them.
         expected_participants: m. Default None: the placement's size, for cohorts of fixed size.
             With Poisson sampling from a population of N, pass `sampling_probability * N`, and
             declare a placement that is large enough for every cohort; empty slots have weight 0.
@@ -87,8 +96,11 @@ def private_mean(
         dtype of the updates, float32 for integers. An update whose norm is infinite or NaN counts
         as 0. The noise is the same on every mesh. Methods give an aggregator only the parameters
         that the client optimizer moves: those under `optax.set_to_zero` get no noise. In a round in
-        which all participants are absent, the noise moves the model. Metrics: `"max_norm"`, C, and
-        `"noise_stddev"`, the standard deviation of each coordinate of the mean.
+        which all participants are absent, the noise moves the model. Metrics: `"max_norm"`, C,
+        `"noise_stddev"`, the standard deviation of each coordinate of the mean, and with noise
+        `"epsilon"`, spent by this round and all rounds before it (`accountant.epsilon`), an upper
+        bound without amplification by sampling. `privacy_spent` computes the smaller epsilon of
+        sampled cohorts.
 
     Raises:
         TypeError: an argument is not a number, or `seed` is not an int.
@@ -126,6 +138,7 @@ def private_mean(
         expected_participants = check_argument(
             name, "expected_participants", expected_participants, POSITIVE, remedy=remedy
         )
+    spent = accountant_of(name, noise_multiplier, delta, releases_before)
     if quantile is not None:
         quantile = check_quantile(name, quantile)
     if count_stddev is not None:
@@ -165,9 +178,13 @@ def private_mean(
         noisy = perturb(round_key(seed, name, state.round), total, multiplier * norm)
         mean = jax.tree.map(lambda t, u: (t / expected).astype(mean_dtype(u)), noisy, updates)
         metrics = {"max_norm": norm, "noise_stddev": multiplier * norm / expected}
+        if spent is not None:
+            metrics["epsilon"] = spent.epsilon((state.round + 1) * releases_per_round())
         return mean, PrivateMeanState(state.round + 1, new_norm), metrics
 
-    return Aggregator(init, aggregate, tolerates_non_finite=True, acts_when_all_absent=True)
+    return Aggregator(
+        init, aggregate, tolerates_non_finite=True, acts_when_all_absent=True, accountant=spent
+    )
 
 
 def split_noise(noise_multiplier: float, count_stddev: float) -> float:

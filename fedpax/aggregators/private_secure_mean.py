@@ -12,7 +12,7 @@ from fedpax.aggregators.aggregator import Aggregator, Weights
 from fedpax.aggregators.clipping import check_norm, clip_update
 from fedpax.aggregators.gaussian_noise import known_sharding
 from fedpax.aggregators.presence import count_all, mean_dtype, num_participants, present
-from fedpax.aggregators.privacy_accountant import PrivacyAccountant, releases_per_round
+from fedpax.aggregators.privacy_accountant import accountant_of, releases_per_round
 from fedpax.aggregators.random_streams import round_key
 from fedpax.aggregators.random_words import (
     hashed_indices,
@@ -21,7 +21,7 @@ from fedpax.aggregators.random_words import (
     rehash,
 )
 from fedpax.aggregators.secure_mean import check_neighbors, engine_sum, secure_sum
-from fedpax.checks import COUNT, POSITIVE, Range, check_argument, check_seed
+from fedpax.checks import COUNT, POSITIVE, check_argument, check_seed
 from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_sum
 from fedpax.primitives.stage_traces import is_for_stages
@@ -45,6 +45,7 @@ def private_secure_mean(
     noise_multiplier: float,
     seed: int,
     delta: float = 1e-6,
+    releases_before: int = 0,
     min_participants: int | None = None,
     num_neighbors: int | None = None,
 ) -> Aggregator:
@@ -80,6 +81,7 @@ def private_secure_mean(
             source of noise.
         delta: of the metric `"epsilon"`, between 0 and 1. Use well below 1 over the number of all
             clients.
+        releases_before: as in `private_mean`.
         min_participants: t, at least 1. Default None: n, so that no participant may drop out.
         num_neighbors: as in `secure_mean`.
 
@@ -89,8 +91,8 @@ def private_secure_mean(
         counts as 0. The result has the dtype of the updates, float32 for integers. Metrics:
         `"noise_stddev"`, the standard deviation of each coordinate of the mean, `"num_present"`,
         and `"epsilon"`, spent by this round and all rounds before it (`accountant.epsilon`). It
-        holds for the mean of the updates, not for what else a method sums, such as metrics and the
-        controls of SCAFFOLD.
+        holds for the model, not for metrics, which have no noise. A method that sums more which
+        changes the model, such as the controls of `scaffold`, has no metric `"epsilon"`.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -118,9 +120,8 @@ def private_secure_mean(
     noise_multiplier = check_argument(
         name, "noise_multiplier", noise_multiplier, POSITIVE, remedy="Use secure_mean() for none."
     )
-    remedy = "Use well below 1 over the population's size, such as 1e-6."
-    delta = check_argument(name, "delta", delta, Range(above=0, below=1), remedy=remedy)
-    accountant = PrivacyAccountant(noise_multiplier, delta)
+    accountant = accountant_of(name, noise_multiplier, delta, releases_before)
+    assert accountant is not None  # there is noise
     num_neighbors = check_neighbors(name, num_neighbors)
     seed = check_seed(name, seed)
     if min_participants is not None:

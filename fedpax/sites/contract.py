@@ -67,6 +67,7 @@ class CoordinatorRun(NamedTuple):
             of. Default None: the method is not private.
         batches: types of a batch, `[batch, ...]` for each field. Default None: what most sites
             have.
+        notes: lines that the coordinator prints when it starts.
     """
 
     algorithm: FederatedAlgorithm
@@ -77,6 +78,7 @@ class CoordinatorRun(NamedTuple):
     frozen: Params | None = None
     batches: Mapping[str, Any] | None = None
     accountant: PrivacyAccountant | None = None
+    notes: Sequence[str] = ()
 
 
 class SiteRun(NamedTuple):

@@ -238,13 +238,14 @@ class Coordinator:
                 | {"item_unit": "examples", "items_per_round": 0}
             )
             self._progress.note(f"{size:,} parameters, {clients} clients; folder {self._folder}")
+            for line in program.run.notes:
+                self._progress.note(line)
             return state
         restored: CoordinatorState = self._checkpoints.restore_state(state)
         position: Any = self._checkpoints.restore_position().stream
         self._guard.restore(position.get("norms", []))
-        counted = position["counted"]
         for site in self.exchange.sites:
-            site.counted = counted.get(site.name)
+            site.counted = position["counted"].get(site.name)
         self._progress.note(f"resuming after round {self.done}")
         return restored
 
@@ -272,13 +273,12 @@ class Coordinator:
         state, metrics = outcome.result
         self._state = pack(program.state, server_leaves(program.stages, state))
         self._check_finite(number)
-        accountant = program.run.accountant
         for site in exchange.sites:
             if site.name in outcome.answered:
                 site.counted, site.rounds = outcome.token, site.rounds + 1
                 site.attendance.take_part(ROUND)
-            if accountant is not None and site.releases:
-                site.epsilon = float(accountant.epsilon(site.releases))
+            if program.run.accountant is not None and site.releases:
+                site.epsilon = float(program.run.accountant.epsilon(site.releases))
         self._log.add(
             number,
             metrics

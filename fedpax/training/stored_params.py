@@ -53,4 +53,4 @@ def with_frozen_argument(
     parts = algorithm.parts
     if parts is not None:
         parts = parts._replace(inner_steps=inner_steps_with_frozen)
-    return FederatedAlgorithm(algorithm.init, frozen_round, parts)
+    return algorithm._replace(round=frozen_round, parts=parts)

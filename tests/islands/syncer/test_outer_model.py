@@ -58,6 +58,7 @@ def test_a_private_mean_adds_the_noise_that_its_epsilon_counts():
         gradient = {k: None if x is None else x + 1e6 for k, x in state.params.items()}
         new, metrics = outer.merge(p, [(0, gradient, 1.0), (1, gradient, 1.0)])
         assert metrics["noise_stddev"] == pytest.approx(noise * max_norm / 2)
+        assert "epsilon" not in metrics  # an island is not part of each merge
         (moved,) = (np.asarray(x) for x in new.params.values() if x is not None)
         assert np.all(np.abs(moved) < max_norm + 6 * metrics["noise_stddev"])
         assert np.all(moved != 0)

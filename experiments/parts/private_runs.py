@@ -1,0 +1,106 @@
+"""What a private run states when it starts: its epsilon, and what has no noise."""
+
+from typing import Protocol
+
+from fedpax.aggregators import Aggregator, PrivacyAccountant
+from fedpax.data import ClientSampler
+from fedpax.errors import ArgumentError
+from fedpax.experiments.client_aggregators import AggregatorConfig
+from fedpax.experiments.client_methods import MethodConfig
+from fedpax.experiments.cohort_settings import CohortConfig
+from fedpax.training.training_config import TrainingConfig
+
+
+class PrivateRun(Protocol):
+    """The fields of an experiment with clients that decide what is private."""
+
+    @property
+    def method(self) -> MethodConfig:
+        """The method."""
+        ...
+
+    @property
+    def aggregator(self) -> AggregatorConfig:
+        """The aggregator."""
+        ...
+
+    @property
+    def cohort(self) -> CohortConfig:
+        """The clients of a round."""
+        ...
+
+    @property
+    def training(self) -> TrainingConfig:
+        """The training loop."""
+        ...
+
+    @property
+    def releases_before(self) -> int:
+        """The number of private releases before the first round."""
+        ...
+
+
+def accountant_of(config: AggregatorConfig) -> PrivacyAccountant | None:
+    """Return the accountant of an aggregator, of its rounds alone; None if it is not private."""
+    accountant: PrivacyAccountant | None = config.call(config.given).accountant
+    return accountant
+
+
+def make_aggregator(experiment: PrivateRun, sampler: ClientSampler) -> Aggregator:
+    """Make the aggregator for the clients of a sampler."""
+    seed, expected = experiment.cohort.seed, sampler.expected_participants
+    return experiment.aggregator.make(seed, expected, experiment.releases_before)
+
+
+def check_private(experiment: PrivateRun) -> None:
+    """Check that a private aggregator fits the method, and the clients of a round."""
+    method, aggregator = experiment.method, experiment.aggregator
+    _check_method(method, aggregator)
+    is_sampled = experiment.cohort.sampling_probability is not None
+    if is_sampled and getattr(aggregator, "min_participants", 0) is None:
+        raise ArgumentError(
+            "aggregator.min_participants=None with cohort.sampling_probability: the result is "
+            "0 unless all --cohort.size clients join a round. Set "
+            "--aggregator.min_participants to a number that nearly all rounds have."
+        )
+
+
+def _check_method(method: MethodConfig, aggregator: AggregatorConfig) -> None:
+    """Check that a private aggregator adds noise to everything that changes the model."""
+    if not method.has_aggregator or accountant_of(aggregator) is None:
+        return
+    if (sent := method.sent_exactly) is None:
+        return
+    name, combine = method.function.__name__, aggregator.function.__name__
+    functions = {n.strip("_"): MethodConfig.of(f) for n, f in MethodConfig.functions().items()}
+    covered = [
+        n for n, made in functions.items() if made().has_aggregator and made().sent_exactly is None
+    ]
+    raise ArgumentError(
+        f"method={name.strip('_')} with aggregator={combine}: clients send {sent} too, which "
+        "change the model and have no noise, so that no epsilon holds. Set --method to one of "
+        f"{', '.join(covered)}, or set another --aggregator, such as secure_mean."
+    )
+
+
+def describe_privacy(experiment: PrivateRun) -> tuple[str, ...]:
+    """Return lines that state epsilon and what has no noise; none if the run is not private."""
+    accountant = accountant_of(experiment.aggregator)
+    if accountant is None:
+        return ()
+    method, rounds = experiment.method, experiment.training.rounds
+    accountant = accountant._replace(releases_before=experiment.releases_before)
+    epsilon = accountant.epsilon(rounds)
+    before = " and the release of statistics before them" if accountant.releases_before else ""
+    lines = [
+        f"private: epsilon {epsilon:.4g} of the model for delta {accountant.delta:g}, after "
+        f"{rounds:,} rounds{before}, without amplification by sampling",
+        "not private: the metrics of clients, such as the loss, and the numbers of clients and "
+        "examples, which have no noise",
+    ]
+    if not method.function.__module__.startswith("fedpax."):
+        lines.append(
+            f"epsilon holds if nothing but updates changes the state of {method.function.__name__}:"
+            " see what clients send in fedpax.stages(...).explain()"
+        )
+    return tuple(lines)

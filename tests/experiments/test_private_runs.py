@@ -1,0 +1,174 @@
+"""What a private run sends without noise: no method with an epsilon lets it change the model."""
+
+import dataclasses
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedpax
+from fedpax import Cohort
+from fedpax.aggregators import PrivacyAccountant, adaptive_clip, chain, private_mean
+from fedpax.algorithms import async_diloco, fedavg, fedbuff
+from fedpax.experiments.client_aggregators import aggregator
+from fedpax.experiments.client_methods import ClientTraining, MethodConfig, method
+from fedpax.experiments.fedavg_synthetic import fedavg_synthetic
+
+N = 4
+COHORT = Cohort(
+    np.random.default_rng(0).normal(size=(N, 2, 2, 5)).astype(np.float32),
+    client_ids=np.arange(N),
+)
+METHODS = [name for name in MethodConfig.functions() if method(name).has_aggregator]
+PRIVATE = ("private_mean", "private_secure_mean")
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def loss_fn(w, batch):
+    return jnp.mean((batch - w) ** 2), {"accuracy": jnp.mean(batch > w)}
+
+
+def algorithm_and_state(name: str, combine: str):
+    config, made = method(name), aggregator(combine).make(3, N)
+    algorithm = config.make(loss_fn, ClientTraining(N, N, 0.1, optax.sgd(1.0), 1, made))
+    init = config.make_init(lambda key: jax.random.normal(key, 5))
+    return algorithm, algorithm.init(init(jax.random.key(0)))
+
+
+def sent_for_the_state(name: str, combine: str) -> Counter[str]:
+    """Return what participants send if only the state is asked for, and no metric."""
+    algorithm, state = algorithm_and_state(name, combine)
+    stages = fedpax.stages(lambda s, c: algorithm.round(s, c)[0], state, COHORT)
+    sent = [v for stage in stages for v in (*stage.terms, *stage.shown)]
+    return Counter(f"{v.name.partition('[')[0]} {v.dtype}" for v in sent)
+
+
+@pytest.mark.parametrize("combine", ["private_mean", slow("private_secure_mean")])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_that_sends_more_than_updates_states_it(name: str, combine: str) -> None:
+    algorithm, state = algorithm_and_state(name, combine)
+    more = sent_for_the_state(name, combine) - sent_for_the_state("fedavg", combine)
+    updates = {
+        f"sum of {word} {kind}" for word in ("bound", "send") for kind in ("float32", "int32")
+    }
+    more = {sent for sent in more if sent not in updates}
+    _, metrics = jax.eval_shape(algorithm.round, state, COHORT)
+    if (name, combine) == ("feddyn", "private_secure_mean"):  # it sums the number itself
+        assert more == {"sum of <lambda> float32"}
+        more = set()
+    assert bool(more) == (algorithm.sent_exactly is not None), more
+    assert ("epsilon" in metrics) == (algorithm.sent_exactly is None)
+
+
+@pytest.mark.parametrize("combine", PRIVATE)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("scaffold", "changes of controls"),
+        ("mime", "gradients at the shared model"),
+        ("self_tuning_fedavg", "losses and gradients"),
+        ("fednova", "numbers of local steps"),
+    ],
+)
+def test_a_run_whose_model_no_epsilon_covers_is_refused(
+    name: str, words: str, combine: str
+) -> None:
+    fields = {"method": method(name), "aggregator": aggregator(combine)}
+    message = f"method={name} with aggregator={combine}: clients send {words}.*Set --method to one"
+    with pytest.raises(ValueError, match=message) as error:
+        dataclasses.replace(fedavg_synthetic(), **fields)
+    listed = re.search(r"to one of (.*?), or set another", str(error.value))
+    assert listed is not None
+    covered = listed[1].split(", ")
+    assert {"fedavg", "fedprox", "ditto"} <= {*covered} and name not in covered
+    for other in covered:
+        dataclasses.replace(fedavg_synthetic(), **fields | {"method": method(other)})
+
+
+def test_a_mean_without_noise_goes_with_each_method() -> None:
+    clipped = aggregator("private_mean", noise_multiplier=0.0)
+    run = dataclasses.replace(fedavg_synthetic(), method=method("scaffold"), aggregator=clipped)
+    assert not [line for line in run.build().notes if "private" in line]
+
+
+def own_method(
+    loss_fn, *, cohort_size, client_optimizer, aggregator=None
+) -> fedpax.FederatedAlgorithm:
+    return fedavg(
+        loss_fn,
+        cohort_size=cohort_size,
+        client_optimizer=client_optimizer,
+        aggregator=aggregator,
+    )
+
+
+@pytest.mark.parametrize("combine", PRIVATE)
+def test_a_private_run_tells_its_epsilon_and_what_has_no_noise(combine: str) -> None:
+    run = dataclasses.replace(
+        fedavg_synthetic(), aggregator=aggregator(combine, noise_multiplier=3.0, delta=1e-4)
+    )
+    rounds = run.training.rounds
+    epsilon = PrivacyAccountant(3.0, 1e-4).epsilon(rounds)
+    notes = run.build().notes
+    start = f"private: epsilon {epsilon:.4g} of the model for delta 0.0001, after {rounds} rounds,"
+    assert notes[0].startswith(start) and len(notes) == 2
+    assert "not private: the metrics of clients, such as the loss" in notes[1]
+    assert run.coordinate(30).notes == notes
+    own = dataclasses.replace(run, method=method(own_method))
+    assert "own_method: see what clients send in fedpax.stages" in own.build().notes[2]
+
+
+@pytest.mark.parametrize("combine", PRIVATE)
+def test_the_metric_counts_releases_before_the_first_round(combine: str) -> None:
+    made = aggregator(combine, noise_multiplier=2.0).make(0, N, 1)
+
+    @jax.jit
+    @fedpax.program(clients=N)
+    def average(state, updates):
+        return made.aggregate(state, updates, None)
+
+    updates, state = jnp.asarray(COHORT.batches[:, 0, 0]), made.init(None)
+    for releases in (2, 3):
+        _, state, metrics = average(state, updates)
+        expected = PrivacyAccountant(2.0, 1e-6).epsilon(releases)
+        assert metrics["epsilon"] == pytest.approx(expected, rel=1e-5)
+    assert made.accountant.epsilon(2) == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_exact_count_of_norms_leaves_no_epsilon() -> None:
+    private = private_mean(max_norm=1.0, noise_multiplier=1.0, seed=0)
+    combined = chain(adaptive_clip(initial_norm=1.0), private)
+    algorithm = fedavg(loss_fn, cohort_size=N, client_optimizer=optax.sgd(0.1), aggregator=combined)
+    _, metrics = jax.eval_shape(algorithm.round, algorithm.init(jnp.zeros(5)), COHORT)
+    assert combined.accountant is None and "epsilon" not in metrics
+    assert "noise_stddev" in metrics and private.accountant is not None
+
+
+def test_buffered_rounds_count_each_update_of_the_server() -> None:
+    private = private_mean(max_norm=1.0, noise_multiplier=2.0, seed=0)
+    algorithm = fedbuff(
+        loss_fn, buffer_size=N, max_staleness=0, client_optimizer=optax.sgd(0.1), aggregator=private
+    )
+    state = algorithm.init(jnp.zeros(5))
+    for rounds in (1, 2):
+        state, metrics = jax.jit(algorithm.round)(state, COHORT)
+        expected = private.accountant.epsilon(rounds)
+        assert metrics["epsilon"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_average_over_the_combinations_of_a_round_states_no_epsilon() -> None:
+    private = private_mean(max_norm=1.0, noise_multiplier=2.0, seed=0)
+    algorithm = async_diloco(
+        loss_fn, islands=N, inner_optimizer=optax.sgd(0.1), learning_rate=0.1, aggregator=private
+    )
+    _, metrics = jax.eval_shape(
+        algorithm.round, algorithm.init(jnp.zeros(5)), Cohort(COHORT.batches)
+    )
+    assert "noise_stddev" in metrics and "epsilon" not in metrics

@@ -26,7 +26,7 @@ from fedpax.data.tables.treatments import MAX_CATEGORIES
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
 from fedpax.experiments.client_files import FilesConfig, OpenFiles
-from fedpax.experiments.encoded_table import EncodedTable, encode_examples
+from fedpax.experiments.parts.encoded_table import EncodedTable, encode_examples
 
 NOISY_DEVIATION = 0.1
 """With noise, the least deviation of a column as a share of half its range."""

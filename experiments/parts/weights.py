@@ -15,7 +15,7 @@ from fedpax.models import huggingface
 from fedpax.models.huggingface import load_config, load_params
 from fedpax.models.huggingface.config import differing_fields, to_entries
 from fedpax.models.huggingface.folder import weight_files
-from fedpax.models.huggingface.reading import CONFIG
+from fedpax.models.huggingface.read_model import CONFIG
 from fedpax.models.transformer import TransformerConfig
 from fedpax.path_patterns import expand_home
 from fedpax.text.end_of_document import SOURCES, named_end

@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from fedpax.aggregators.aggregator import Aggregator, Weights
 from fedpax.aggregators.all_updates import known_to_all
+from fedpax.aggregators.cancelling_masks import Leaves, left_over, make_graph, mask
 from fedpax.aggregators.fixed_point import FixedPoint
-from fedpax.aggregators.masks import Leaves, left_over, make_graph, mask
 from fedpax.aggregators.presence import num_participants, present, select
 from fedpax.aggregators.random_streams import round_key
 from fedpax.aggregators.sent_values import mark_sent, mark_server

@@ -60,7 +60,7 @@ def write_npz(path: Path, params: Params) -> None:
 
 def write_safetensors(path: Path, params: Params) -> None:
     """Write parameters as a safetensors file."""
-    from fedpax.models.huggingface.reading import safetensors
+    from fedpax.models.huggingface.read_model import safetensors
 
     library, arrays = safetensors("safetensors.numpy"), named_arrays(params)
     path.touch()  # with the usual mode: safetensors makes a file that its owner alone can read

@@ -32,7 +32,7 @@ from fedpax.data.rounds.scheduling import balanced_order, idle_fraction
 from fedpax.data.rounds.stream import FunctionRounds, LazyStream
 from fedpax.data.rounds.token_rounds import token_round_shapes, token_rounds
 from fedpax.data.rounds.token_stream import TokenRounds
-from fedpax.data.rounds.unreliable import RoundOutcome, UnreliableRounds, unreliable_rounds
+from fedpax.data.rounds.unreliable_rounds import RoundOutcome, UnreliableRounds, unreliable_rounds
 from fedpax.populations.availability import DailyAvailability, RecordedAvailability
 from fedpax.populations.client_arrays import concatenate_clients
 from fedpax.populations.client_sampler import ClientSampler, poisson_cohort_size

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from fedpax.checks import check_integers
 from fedpax.errors import ArgumentError
-from fedpax.populations._assignment import (
+from fedpax.populations.assignment import (
     assign_by_shares,
     check_positive,
     even_sizes,

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 
 from fedpax.checks import check_integers
 from fedpax.errors import ArgumentError, ArgumentTypeError
-from fedpax.populations._assignment import to_partition
+from fedpax.populations.assignment import to_partition
 from fedpax.populations.ragged_partition import Indices, RaggedPartition, as_ragged
 from fedpax.primitives.casts import checked_cast, host_array
 from fedpax.sources.examples import Columns, Examples, as_examples, column_values, get_field

@@ -3,7 +3,7 @@
 import numpy as np
 
 from fedpax.errors import ArgumentError
-from fedpax.populations._assignment import (
+from fedpax.populations.assignment import (
     assign_by_shares,
     check_positive,
     frozen_random,

@@ -15,12 +15,12 @@ from fedpax.lazy_names import lazy_names
 if TYPE_CHECKING:
     from fedpax.secure_sums.coordinator_side import CoordinatorSide as CoordinatorSide
     from fedpax.secure_sums.errors import SecureSumError as SecureSumError
-    from fedpax.secure_sums.message import Message as Message
     from fedpax.secure_sums.site_side import SiteSide as SiteSide
+    from fedpax.secure_sums.sum_message import Message as Message
 
 _MODULES = {
     "CoordinatorSide": "fedpax.secure_sums.coordinator_side",
-    "Message": "fedpax.secure_sums.message",
+    "Message": "fedpax.secure_sums.sum_message",
     "SecureSumError": "fedpax.secure_sums.errors",
     "SiteSide": "fedpax.secure_sums.site_side",
 }

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from fedpax.secure_sums.errors import SecureSumError
+from fedpax.secure_sums.key_streams import add_mask
 from fedpax.secure_sums.keys import KEY_BYTES, agree, public_key
-from fedpax.secure_sums.masks import add_mask
-from fedpax.secure_sums.message import Message
 from fedpax.secure_sums.restoring import restore
 from fedpax.secure_sums.roster import (
     MAX_SITES,
@@ -22,6 +21,7 @@ from fedpax.secure_sums.roster import (
     to_bytes,
 )
 from fedpax.secure_sums.shamir import SHARE_BYTES
+from fedpax.secure_sums.sum_message import Message
 
 PHASES = ("keys", "share", "mask", "reveal")
 _ANY_KEY = bytes(range(KEY_BYTES))

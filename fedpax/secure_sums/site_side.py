@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from fedpax.secure_sums.errors import SecureSumError
+from fedpax.secure_sums.key_streams import add_mask
 from fedpax.secure_sums.keys import agree, public_key, seal, unseal
-from fedpax.secure_sums.masks import add_mask
-from fedpax.secure_sums.message import Message
 from fedpax.secure_sums.roster import (
     PublicKeys,
     Roster,
@@ -23,6 +22,7 @@ from fedpax.secure_sums.roster import (
     to_text,
 )
 from fedpax.secure_sums.shamir import SECRET_BYTES, SHARE_BYTES, split
+from fedpax.secure_sums.sum_message import Message
 
 _SEALED_BYTES = 2 * SHARE_BYTES + 16
 _PHASES = ("share", "mask", "reveal")

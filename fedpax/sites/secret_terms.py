@@ -10,7 +10,7 @@ import numpy as np
 
 from fedpax.errors import ArgumentError
 from fedpax.secure_sums.exact_words import WORDS, NotSummableError, from_words, to_words
-from fedpax.secure_sums.message import Message
+from fedpax.secure_sums.sum_message import Message
 from fedpax.sites.contract import Json
 from fedpax.sites.downlink import whole
 from fedpax.sites.exchange import Exchange

@@ -23,10 +23,10 @@ from typing import Any
 from fedpax.errors import ArgumentError
 from fedpax.extras import is_installed
 from fedpax.path_patterns import expand_home
-from fedpax.sources._reachability import unreachable_hosts
 from fedpax.sources.client_starts import read_client_starts
 from fedpax.sources.embedded import is_whole_split, open_in_memory
 from fedpax.sources.feature_classes import check_feature_classes
+from fedpax.sources.reachability import unreachable_hosts
 from fedpax.sources.source import Source, one_line
 from fedpax.sources.text_records import TextRecords
 

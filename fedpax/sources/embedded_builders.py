@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow_datasets as tfds
 
-from fedpax.sources._dataset_info import LocalDatasetInfo
+from fedpax.sources.dataset_info import LocalDatasetInfo
 from fedpax.sources.digits import digit_examples
 from fedpax.sources.stdlib_text import configuration, text_examples
 

@@ -32,8 +32,8 @@ import numpy as np
 import tensorflow_datasets as tfds
 from tensorflow_datasets.core.utils.tqdm_utils import tqdm
 
-from fedpax.sources._dataset_info import LocalDatasetInfo
 from fedpax.sources.client_starts import write_client_starts
+from fedpax.sources.dataset_info import LocalDatasetInfo
 from fedpax.sources.federated_archive import (
     FOLDER,
     Archive,

@@ -40,7 +40,7 @@ from fedpax.algorithms import diloco
 from fedpax.algorithms.parts import fragment_blocks
 from fedpax.algorithms.parts.fragments import layer_fragments
 from fedpax.algorithms.streaming_diloco import streaming_diloco
-from fedpax.deploy.local import run_local
+from fedpax.deploy.local_stages import run_local
 
 INNER = optax.adamw(0.05, b1=0.8, b2=0.9, eps=1e-6, weight_decay=0.1)
 OUTER = optax.sgd(0.6, momentum=0.7, nesterov=True)

@@ -12,11 +12,12 @@ from pyarrow import parquet
 
 from fedpax.checkpoints import load_params
 from fedpax.data import ClientSampler, cohort_rounds, prepare
-from fedpax.experiments import client_files, encoded_table
+from fedpax.experiments import client_files
 from fedpax.experiments.client_methods import method
 from fedpax.experiments.cohort_settings import CohortConfig
-from fedpax.experiments.encoded_table import EncodedTable
 from fedpax.experiments.fedavg_table import FedAvgTable, fedavg_table
+from fedpax.experiments.parts import encoded_table
+from fedpax.experiments.parts.encoded_table import EncodedTable
 from fedpax.experiments.table_data import TableConfig
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.trainer import train

@@ -14,7 +14,7 @@ from fedpax.data import (
     partition_pachinko,
 )
 from fedpax.populations import label_skew
-from fedpax.populations._assignment import frozen_random
+from fedpax.populations.assignment import frozen_random
 from fedpax.populations.label_skew import draw_labels
 from fedpax.populations.partition import Partition, partition_checksum
 

@@ -19,7 +19,7 @@ from fedpax.data import (
     partition_pachinko,
 )
 from fedpax.populations import partition as partition_module
-from fedpax.populations._assignment import sort_positions, top_up
+from fedpax.populations.assignment import sort_positions, top_up
 from fedpax.populations.partition import (
     Partition,
     check_partition,

@@ -22,8 +22,8 @@ from fedpax.deploy.packets import Packet, one_line
 from fedpax.files import check_nesting
 from fedpax.secure_sums.errors import SecureSumError
 from fedpax.secure_sums.exact_words import WORDS, NotSummableError, from_words, to_words
-from fedpax.secure_sums.message import Message
 from fedpax.secure_sums.roster import MAX_SITES
+from fedpax.secure_sums.sum_message import Message
 
 if TYPE_CHECKING:
     from fedpax.deploy.nodes.round_server import Network

@@ -5,7 +5,7 @@ transformer's parameters; `save` writes such a folder, which the package transfo
 package safetensors must be installed: `pip install "fedpax[huggingface]"`.
 """
 
-from fedpax.models.huggingface.reading import load, load_config, load_params
-from fedpax.models.huggingface.writing import save
+from fedpax.models.huggingface.read_model import load, load_config, load_params
+from fedpax.models.huggingface.write_model import save
 
 __all__ = ["load", "load_config", "load_params", "save"]

@@ -20,7 +20,7 @@ from fedpax.models.huggingface.config import (
     to_entries,
 )
 from fedpax.models.huggingface.folder import CONFIG, INDEX, SINGLE_FILE, listed, read_entries
-from fedpax.models.huggingface.reading import DTYPES, safetensors
+from fedpax.models.huggingface.read_model import DTYPES, safetensors
 from fedpax.models.huggingface.tensors import (
     Index,
     StoredParameter,

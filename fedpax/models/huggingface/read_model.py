@@ -70,7 +70,7 @@ def load(
 
     Example:
         >>> import tempfile
-        >>> from fedpax.models.huggingface.writing import save
+        >>> from fedpax.models.huggingface.write_model import save
         >>> config = TransformerConfig(num_layers=2, scale_embeddings=False)
         >>> params = jax.jit(transformer(config).init)(jax.random.key(0))
         >>> with tempfile.TemporaryDirectory() as folder:

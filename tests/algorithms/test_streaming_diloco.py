@@ -146,10 +146,20 @@ def test_stages_have_no_loop_over_fragments(monkeypatch):
 def test_epsilon_counts_each_fragment_of_a_round(monkeypatch, shortest_loop):
     """Each fragment of an island's update is clipped to the norm by itself, and then released."""
     monkeypatch.setattr(fragment_blocks, "SHORTEST_LOOP", shortest_loop)
-    aggregator = private_secure_mean(max_norm=1.0, noise_multiplier=2.0, seed=0)
-    method = algorithm(layer_fragments(3), 1, 0.5, aggregator=aggregator)
-    for number, (_, metrics) in enumerate(run(method, random_rounds(2, 6)), start=1):
-        expected = PrivacyAccountant(2.0, 1e-6).epsilon(3 * number)
+    method = streaming_diloco(
+        lambda w, batch: (jnp.mean(batch) * jnp.sum(w["layers"]) * w["norm"], {}),
+        islands=2,
+        inner_optimizer=optax.sgd(0.1),
+        fragments=layer_fragments(3),
+        delay=1,
+        aggregator=private_secure_mean(max_norm=1.0, noise_multiplier=2.0, seed=0),
+    )
+    rng = np.random.default_rng(0)
+    state = method.init({"layers": jnp.asarray(rng.normal(size=2)), "norm": jnp.ones(())})
+    step, cohort = jax.jit(method.round), Cohort(jnp.asarray(rng.normal(size=(2, 6, 1))))
+    for rounds in (1, 2):
+        state, metrics = step(state, cohort)
+        expected = PrivacyAccountant(2.0, 1e-6).epsilon(3 * rounds)
         assert metrics["epsilon"] == pytest.approx(expected, rel=1e-5)
 
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 from fast_compilation import share_compiled_programs, share_lowering_contexts
-from first_failure import FirstFailure
+from first_failure import FirstFailure, deal_core
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 from numpy.typing import NDArray
@@ -71,9 +71,9 @@ AXIS_TYPES = {
 
 @pytest.hookimpl(trylast=True)  # after pytest has made its reporter
 def pytest_configure(config: pytest.Config) -> None:
-    """Print the first failure at once, where there is a terminal: a worker of xdist has none."""
+    """Print the first failure at once, in the process that reports: a worker of xdist does not."""
     reporter = config.pluginmanager.getplugin("terminalreporter")
-    if reporter is not None:
+    if reporter is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(FirstFailure(reporter), "first_failure")
 
 
@@ -88,7 +88,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the lowest layers first: what breaks them breaks most other tests too."""
     rooms = {path: path.relative_to(TESTS).parts[0] for path in TESTS.rglob("test_*.py")}
-    items.sort(key=lambda item: HEIGHT.get(rooms.get(item.path, ""), math.inf))  # or a docstring's
+    heights = [HEIGHT.get(rooms.get(item.path, ""), math.inf) for item in items]  # or a docstring's
+    tests = [(item.path, height) for item, height in zip(items, heights, strict=True)]
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    items[:] = [items[index] for index in deal_core(tests, HEIGHT["primitives"], workers)]
 
 
 def pytest_collection_finish() -> None:

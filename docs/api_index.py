@@ -114,7 +114,8 @@ class APIIndex(SphinxDirective):
     """Insert the index of all public names."""
 
     def run(self) -> list[nodes.Node]:
-        """Return the parsed table."""
+        """Return the parsed table; the next build makes it again, as the code may have changed."""
+        self.env.note_reread()
         return self.parse_text_to_nodes(table())
 
 

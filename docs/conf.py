@@ -79,6 +79,7 @@ class CommandLineHelp(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Return the text as one block."""
+        self.env.note_reread()  # the code may have changed
         return [nodes.literal_block(USAGE, USAGE, language="text")]
 
 
@@ -87,6 +88,7 @@ class ExperimentList(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Return the parsed tables."""
+        self.env.note_reread()
         tables = [
             markdown_table([title, ""], [[f"`{n}`", e.summary] for n, e in entries.items()])
             for title, entries in (("experiment", EXPERIMENTS), ("group", GROUPS))

@@ -14,7 +14,8 @@ from fedpax.checks import CheckedConfig, Decay
 from fedpax.data import load
 from fedpax.data.tables.labels import Label, missing_label_message
 from fedpax.data.tables.values import is_missing
-from fedpax.errors import ArgumentError
+from fedpax.errors import ArgumentError, FedpaxError
+from fedpax.experiments.parts.file_remedies import with_flags
 from fedpax.extras import optional
 from fedpax.user_files.load_options import LoadOptions, parse_types
 
@@ -256,9 +257,13 @@ def _load(data: FilesConfig, files: Any, split: str | None) -> Any:
         from fedpax.user_files.prepared import prepared_folder
 
     arguments = data.load_arguments()
-    if isinstance(files, str) and (folder := prepared_folder(files, split)) is not None:
-        return open_in_order(folder, LoadOptions.of(arguments))
-    return load(files, split, **arguments)
+    try:
+        if isinstance(files, str) and (folder := prepared_folder(files, split)) is not None:
+            return open_in_order(folder, LoadOptions.of(arguments))
+        return load(files, split, **arguments)
+    except FedpaxError as error:
+        error.in_flags = with_flags(str(error))
+        raise
 
 
 def _join(

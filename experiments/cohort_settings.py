@@ -54,6 +54,13 @@ class CohortConfig(CheckedConfig):
             f"clients leave out {rest.sum():,} of {counts.sum():,} examples in a round"
         ]
 
+    def note_all_clients(self, number: int) -> str:
+        """Tell which clients a round has if `size` exceeds their number."""
+        if self.sampling_probability is not None:
+            each = f"each of all {number} clients with probability {self.sampling_probability:g}"
+            return f"cohort.size={self.size}: a round has {each}"
+        return f"cohort.size={self.size}: a round has all {number} clients"
+
     def rounds(
         self,
         examples: Examples | Arrays,

@@ -305,7 +305,7 @@ class FedAvgFiles(ClientExperiment):
             run = fitting.build()
             # Made once: on the mesh of the run, means would differ in their last digit.
             fitting._sharing_files(self, "prepared")
-            size = f"cohort.size={self.cohort.size}: a round has all {fitting.cohort.size} clients"
+            size = self.cohort.note_all_clients(fitting.cohort.size)
             return run._replace(notes=(*run.notes, size))
         limit = self.cohort.note_left_out(map(len, self.training_parts.values()))
         prepared, run = self.prepared, super().build()

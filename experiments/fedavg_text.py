@@ -237,7 +237,7 @@ class FedAvgText(OverSites, ClientText):
             run = fitting._build(rows, clients, self.read_heldout(self.read_tokenizer()))
             if fitting.cohort.size == self.cohort.size:
                 return run
-            size = f"cohort.size={self.cohort.size}: a round has all {len(clients)} clients"
+            size = self.cohort.note_all_clients(len(clients))
             return run._replace(notes=(*run.notes, size))
         rows, clients = self._site_rows
         return self.sized(len(clients))._build(rows, clients, self._site_heldout)

@@ -19,6 +19,8 @@ class FedpaxError(Exception):
 
     Attributes:
         exit_status: the command line's exit status after this error.
+        in_flags: the message with flags for arguments, which the command line prints. None: the
+            message itself.
 
     Example:
         >>> from fedpax.parallel.mesh import make_mesh
@@ -30,6 +32,7 @@ class FedpaxError(Exception):
     """
 
     exit_status = 2
+    in_flags: str | None = None
 
 
 class ArgumentError(FedpaxError, ValueError):

@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, PermissionError) and isinstance(error.filename, str):
             print_error(f"fedpax: {describe_no_permission(Path(error.filename))}")
         else:
-            print_error(f"fedpax: {error}")
+            print_error(f"fedpax: {getattr(error, 'in_flags', None) or error}")
         return failure
 
 

@@ -62,7 +62,8 @@ def write_safetensors(path: Path, params: Params) -> None:
     """Write parameters as a safetensors file."""
     from fedpax.models.huggingface.read_model import safetensors
 
-    library, arrays = safetensors("safetensors.numpy"), named_arrays(params)
+    use = "A safetensors file needs"
+    library, arrays = safetensors("safetensors.numpy", use), named_arrays(params)
     path.touch()  # with the usual mode: safetensors makes a file that its owner alone can read
     mode = path.stat().st_mode
     try:

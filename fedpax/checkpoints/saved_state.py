@@ -255,11 +255,16 @@ def _find(job_log_dir: str | Path, round_number: int | None) -> tuple[Path, int]
     """Return the folder of a run's checkpoints and the round to read, whose files are intact."""
     folder = resolve_folder(job_log_dir) / CHECKPOINTS
     rounds = complete_rounds(folder)
-    if not rounds or (round_number is not None and round_number not in rounds):
-        wanted = "" if round_number is None else f" of round {round_number}"
+    if not rounds:
         raise FileNotFoundError(
-            f"{folder} has complete checkpoints of the rounds {rounds}, expected one{wanted}. "
-            "Train there first: fedpax train --exp=... --job_log_dir=..."
+            f"{folder} has no complete checkpoint, expected one. Train there first: fedpax train "
+            "--exp=... --job_log_dir=..."
+        )
+    if round_number is not None and round_number not in rounds:
+        raise FileNotFoundError(
+            f"{folder} has complete checkpoints of the rounds {', '.join(map(str, rounds))}, and "
+            f"none of round {round_number}. Choose one of these, or leave the round out for the "
+            "newest."
         )
     if round_number is None:
         round_number = rounds[-1]

@@ -24,7 +24,7 @@ def _flags(names: str, **changes: Any) -> dict[str, Flag]:
 _RUN = "exp job_log_dir"
 _PROCESSES = "multihost join_timeout heartbeat_timeout"
 _ENGINE = "engine beam_flags chunk_size"
-_FILES = "client label split columns types delimiter decimal_point image_size"
+_FILES = "client label split columns optional_columns types delimiter decimal_point image_size"
 
 COMMANDS = {
     "list": Command(
@@ -135,6 +135,7 @@ COMMANDS = {
         "fedpax.commands.data:data",
         """\
   fedpax data FILES [--client=COLUMN] [--label=COLUMN] [--split=NAME] [--columns=NAME,...]
+              [--optional_columns=NAME,...]
               [--types=COLUMN=TYPE,...] [--delimiter=';'] [--decimal_point=,]
               [--image_size=32x32] [--partition=dirichlet:0.3:100] [--picture=FILE.png]
       Show the columns, types, missing values, clients and label skew of files, such as
@@ -146,7 +147,8 @@ COMMANDS = {
         "fedpax.commands.prepare:prepare",
         """\
   fedpax prepare FILES --out=DIR [--client=COLUMN] [--label=COLUMN] [--split=NAME]
-                 [--columns=NAME,...] [--types=COLUMN=TYPE,...] [--delimiter=';']
+                 [--columns=NAME,...] [--optional_columns=NAME,...]
+                 [--types=COLUMN=TYPE,...] [--delimiter=';']
                  [--decimal_point=,] [--image_size=32x32] [--on_bad_row=skip] [--memory=4GB]
                  [--heldout_fraction=0.1] [--heldout_by=client]
                  [--engine=beam [--beam_flags="..."] [--num_shards=N]]

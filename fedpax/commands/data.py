@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpax.commands.parts.file_flags import parse_files
+from fedpax.commands.parts.file_flags import flags_in_errors, parse_files
 from fedpax.commands.parts.options import output_file
 from fedpax.console import print_line
 from fedpax.data import load, partition_statistics, plot_partition
@@ -25,6 +25,7 @@ _MOST_CLIENTS = 20  # in the table of clients
 _MOST_LABELS = 1000  # labels with more distinct values are numbers
 
 
+@flags_in_errors()
 def data(arguments: Sequence[str]) -> int:
     """Print the columns, types, missing values and clients of files, and their label skew."""
     options, files, reading = parse_files("data", arguments)

@@ -254,6 +254,10 @@ FLAGS = {
     "columns": Flag(
         "the columns of files to read, separated by commas; default: all", has_commas=True
     ),
+    "optional_columns": Flag(
+        "columns that some files lack, separated by commas: their values are missing there",
+        has_commas=True,
+    ),
     "types": Flag(
         "types of Arrow for columns of files, separated by commas, such as zip=string",
         has_commas=True,

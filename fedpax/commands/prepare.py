@@ -8,12 +8,13 @@ from typing import Any
 from absl import flags
 
 from fedpax.commands.parts.engines import check_engine_flags
-from fedpax.commands.parts.file_flags import parse_files
+from fedpax.commands.parts.file_flags import flags_in_errors, parse_files
 from fedpax.console import print_error, print_line
 from fedpax.data import prepare as prepare_files
 from fedpax.errors import UsageError
 
 
+@flags_in_errors()
 def prepare(arguments: Sequence[str]) -> int:
     """Prepare files, and print what was written and which rows were skipped."""
     options, files, reading = parse_files("prepare", arguments)

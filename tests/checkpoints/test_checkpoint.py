@@ -47,6 +47,8 @@ def test_a_folder_may_have_the_characters_of_patterns(
         assert_same_bits(checkpoints.restore_state(like(state)), state)
     assert_same_bits(load_params(folder), jax.tree.map(np.asarray, state.params))
     assert complete_rounds(folder / "checkpoints") == [2]
+    with pytest.raises(FileNotFoundError, match=r"of the rounds 2, and none of round 7\. Choose"):
+        load_params(folder, 7)
     write_orbax(tmp_path / "out[1]", load_params(folder))
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(tmp_path / "out[1]" / "params")

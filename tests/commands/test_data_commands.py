@@ -116,3 +116,16 @@ def test_arguments_that_are_refused(
 ) -> None:
     status, _, errors = command(*(word.replace("{}", str(hospitals)) for word in arguments))
     assert status and words in errors and "Traceback" not in errors
+
+
+def test_columns_that_some_files_lack(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "Oslo.csv").write_text("age,outcome\n1,0\n2,1\n")
+    (tmp_path / "Lund.csv").write_text("age,dose,outcome\n1,3,0\n2,4,1\n")
+    files, out = str(tmp_path / "*.csv"), f"--out={tmp_path / 'prepared'}"
+    for words in (["data", files], ["prepare", files, out]):
+        status, _, error = command(*words)
+        assert status == 2
+        assert "or give --optional_columns=dose if its values are missing there, or" in error
+        assert "with --columns=, such as 'age'" in error
+        status, output, _ = command(*words, "--optional_columns=dose")
+        assert status == 0 and "4 examples of 2 clients" in output

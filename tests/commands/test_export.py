@@ -16,8 +16,9 @@ from safetensors.numpy import load_file
 from small_runs import NAMED, Command
 
 from fedpax.checkpoints import load_params
-from fedpax.checkpoints.exports import named_arrays
+from fedpax.checkpoints.exports import named_arrays, write_safetensors
 from fedpax.data import load_tokenizer, train_tokenizer
+from fedpax.errors import MissingPackageError
 from fedpax.experiments.parts.weights import write_huggingface
 from fedpax.models import TransformerConfig, huggingface, transformer
 from fedpax.models.huggingface.config import differing_fields
@@ -215,3 +216,11 @@ def test_a_damaged_run_is_refused_and_leaves_nothing(
     status, _, errors = command("export", f"--job_log_dir={text}", out)
     assert status == 2 and "config.json cannot be read" in errors
     assert not list(tmp_path.glob("*new*"))
+
+
+def test_a_file_of_tensors_names_its_own_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    with pytest.raises(MissingPackageError, match="A safetensors file needs the package"):
+        write_safetensors(tmp_path / "model.safetensors", {"w": np.ones(2, np.float32)})

@@ -171,3 +171,29 @@ def test_one_file_is_evaluated_as_one_client(
         assert main(evaluate) == 0
         names = {client["client"] for client in json.loads(report.read_text())["clients"]}
         assert names == clients if clients else {"Oslo", "Lund"} < names
+
+
+def test_the_command_line_names_flags_where_python_names_arguments(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "Oslo.csv").write_text("age,outcome\n1,0\n2,1\n")
+    (tmp_path / "Lund.csv").write_text("age,my dose,outcome\n1,3,0\n2,4,1\n")
+    with pytest.raises(ValueError, match=r"give optional_columns=\['my dose'\] if .* columns=, "):
+        make(tmp_path, "outcome").build()
+    arguments = [f"--data.files={tmp_path}/*.csv", "--data.label=outcome"]
+    run = f"--job_log_dir={tmp_path / 'run'}"
+    assert main(["train", "--exp=fedavg_table", *arguments, run]) == 2
+    error = capfd.readouterr().err
+    assert "Add the column, or give --data.optional_columns 'my dose' if its values are" in error
+    assert "columns=" not in error
+    (tmp_path / "Lund.csv").write_text("age,outcome\n'a',0\n2,1\n")
+    assert main(["train", "--exp=fedavg_table", *arguments, run]) == 2
+    assert "or set --data.types age=string." in capfd.readouterr().err
+
+
+def test_the_start_tells_how_clients_are_sampled(folder: Path) -> None:
+    experiment = make(folder, "outcome")
+    cohort = dataclasses.replace(experiment.cohort, sampling_probability=0.25)
+    notes = dataclasses.replace(experiment, cohort=cohort).build().notes
+    number = len(experiment.training_parts)
+    assert f"a round has each of all {number} clients with probability 0.25" in notes[-1]

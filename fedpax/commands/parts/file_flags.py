@@ -1,13 +1,15 @@
 """The flags of the commands that read files: which files, and how."""
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from absl import flags
 
 from fedpax.commands.parts.options import did_you_mean_flag, parse
-from fedpax.errors import UsageError
+from fedpax.errors import FedpaxError, UsageError
+from fedpax.experiments.parts.file_remedies import with_flags
 from fedpax.user_files.load_options import parse_types
 
 
@@ -32,15 +34,28 @@ def parse_files(
         "client": options.client,
         "label": options.label,
         "split": options.split,
-        "columns": [name for name in (options.columns or "").split(",") if name],
-        "types": parse_types(
-            "--types", [text for text in (options.types or "").split(",") if text]
-        ),
+        "columns": _words(options.columns),
+        "optional_columns": _words(options.optional_columns),
+        "types": parse_types("--types", _words(options.types)),
         "delimiter": options.delimiter,
         "decimal_point": options.decimal_point,
         "image_size": _size(options.image_size),
     }
     return options, files, reading
+
+
+def _words(text: str | None) -> list[str]:
+    return [word for word in (text or "").split(",") if word]
+
+
+@contextlib.contextmanager
+def flags_in_errors() -> Iterator[None]:
+    """Let errors of reading files name flags for arguments."""
+    try:
+        yield
+    except FedpaxError as error:
+        error.in_flags = with_flags(str(error), "--")
+        raise
 
 
 def _size(text: str | None) -> tuple[int, int] | None:

@@ -241,9 +241,8 @@ def numeric_bounds(
         raise ArgumentError(
             f"{counted} no range, such as {first.name!r}, expected a range for each, because this "
             "aggregator limits what a client sends, or because of --data.standardize=range. Set "
-            "--data.columns "
-            f"'{first.name}={first.kind}(LOW..HIGH)', or '*=number(LOW..HIGH)' for all, with "
-            "ranges that are known without the data."
+            f"--data.columns '{first.name}={first.kind}(LOW..HIGH)', or '*=number(LOW..HIGH)' if "
+            "none is text, with ranges that are known without the data."
         )
     return np.array([t.bounds for t in numeric], np.float64).reshape(-1, 2)
 

@@ -163,14 +163,13 @@ def load_params(
     return jax.tree.unflatten(jax.tree.structure(shapes), params.values())
 
 
-def safetensors(module: str) -> Any:
-    """Import a module of the package safetensors."""
+def safetensors(module: str, use: str = "Hugging Face folders need") -> Any:
+    """Import a module of the package safetensors; an error says what it is used for."""
     try:
         return importlib.import_module(module)
     except ImportError:
         raise MissingPackageError(
-            "Hugging Face folders need the package safetensors, which is not installed: install "
-            "fedpax[huggingface]."
+            f"{use} the package safetensors, which is not installed: install fedpax[huggingface]."
         ) from None
 
 

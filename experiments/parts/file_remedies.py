@@ -1,0 +1,50 @@
+"""The remedies of `fedpax.data.load` in flags, for the command line."""
+
+import ast
+import re
+import shlex
+
+_VALUE = r"\{[^{}]*\}|\[[^\[\]]*\]|'[^']*'"
+_ARGUMENT = re.compile(
+    rf"(?<![\w.-])(optional_columns|types|decimal_point|client|partition)=({_VALUE})"
+)
+# An experiment reads all columns: `--data.columns` states treatments.
+_COLUMNS = re.compile(r",? or (?:name common columns|leave the column out) with columns=[^.]*")
+_OF_COMMANDS = re.compile(r" \(--types[ =][^)]*\)")
+
+
+def with_flags(text: str, prefix: str = "--data.") -> str:
+    """Return an error of `fedpax.data.load` whose remedies are flags.
+
+    Args:
+        text: the error.
+        prefix: what the flags begin with: `"--"` for the commands on files, whose lists have
+            commas. Default `"--data."`: the flags of an experiment.
+
+    Example:
+        >>> error = "Give optional_columns=['my dose'], or set types={'zip': 'string'}."
+        >>> with_flags(error)
+        "Give --data.optional_columns 'my dose', or set --data.types zip=string."
+        >>> with_flags(error, "--")
+        "Give --optional_columns='my dose', or set --types=zip=string."
+    """
+    if prefix == "--":
+        text = re.sub(r"(?<![\w.-])columns=", "--columns=", _OF_COMMANDS.sub("", text))
+    else:
+        text = _COLUMNS.sub("", _OF_COMMANDS.sub("", text))
+    size = "--image_size=HEIGHTxWIDTH" if prefix == "--" else f"{prefix}image_size HEIGHT WIDTH"
+    text = text.replace("image_size=(height, width)", size)
+    return _ARGUMENT.sub(lambda match: _as_flag(match, prefix), text)
+
+
+def _as_flag(match: re.Match[str], prefix: str) -> str:
+    try:
+        value = ast.literal_eval(match[2])
+    except (SyntaxError, ValueError):
+        return match[0]
+    if isinstance(value, dict):
+        value = [f"{name}={data_type}" for name, data_type in value.items()]
+    words = [value] if isinstance(value, str) else [*map(str, value)]
+    if prefix == "--":
+        return f"{prefix}{match[1]}={shlex.quote(','.join(words))}"
+    return f"{prefix}{match[1]} {shlex.join(words)}"

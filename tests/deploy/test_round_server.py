@@ -16,7 +16,7 @@ from fedpax.deploy.nodes import round_server
 from fedpax.deploy.nodes.kept_state import KeptState, KeptStateError
 from fedpax.deploy.nodes.node import NodeProgram
 from fedpax.deploy.nodes.positions import read_position, write_position
-from fedpax.deploy.nodes.round_server import RoundError, RoundServer, Rules, RunPosition
+from fedpax.deploy.nodes.round_server import RoundError, RoundServer, Rules, ServerPosition
 from fedpax.deploy.round_program import parse_program, read_program
 from fedpax.deploy.runtime import ArtifactError
 from fedpax.errors import ConfigurationError
@@ -239,7 +239,7 @@ def test_links_at_drafts_are_not_followed(tmp_path):
     theirs.write_text("a file of the user")
     for draft in (".position", ".position.draft", f"1.{os.getpid()}.draft"):
         (tmp_path / draft).symlink_to(theirs)
-    position = RunPosition(3, {"w": nodes.normal(2)}, {0: "3.0"})
+    position = ServerPosition(3, {"w": nodes.normal(2)}, {0: "3.0"})
     write_position(tmp_path / "position", "run", "program", position)
     KeptState(tmp_path).write("1.0", {"x": nodes.normal(4)})
     assert theirs.read_text() == "a file of the user"

@@ -7,14 +7,14 @@ import numpy as np
 
 from fedpax.deploy.encoded_values import decode_values, encode_values
 from fedpax.deploy.nodes.kept_state import STATE_BYTES
-from fedpax.deploy.nodes.round_server import RunPosition
+from fedpax.deploy.nodes.round_server import ServerPosition
 from fedpax.errors import ConfigurationError
 from fedpax.files import explain_damage, parse_json, read_file, replace_file
 
 _HEADER = "position"
 
 
-def write_position(path: Path, run: str, program: str, position: RunPosition) -> None:
+def write_position(path: Path, run: str, program: str, position: ServerPosition) -> None:
     """Write a position, completely or not at all."""
     said = {
         "run": run,
@@ -26,7 +26,7 @@ def write_position(path: Path, run: str, program: str, position: RunPosition) ->
     replace_file(path, encode_values({_HEADER: header, **position.state}))
 
 
-def read_position(path: Path, program: str) -> tuple[str, RunPosition] | None:
+def read_position(path: Path, program: str) -> tuple[str, ServerPosition] | None:
     """Return the run and its position, or None if there is no file."""
     if not path.exists():
         return None
@@ -45,4 +45,4 @@ def read_position(path: Path, program: str) -> tuple[str, RunPosition] | None:
             "same. Run the app that wrote it, or start a new run with another folder: --run-config "
             "'out=\"/new/folder\"'."
         )
-    return run, RunPosition(number, values, counted)
+    return run, ServerPosition(number, values, counted)

@@ -75,7 +75,7 @@ class Rules(NamedTuple):
 _WAIT_FOR_ALL = Rules()
 
 
-class RunPosition(NamedTuple):
+class ServerPosition(NamedTuple):
     """Where a run is: what continues it on another server.
 
     Attributes:
@@ -132,11 +132,11 @@ class RoundServer:
         """The fewest participants that must answer."""
         return self.rules.quorum or self.rules.enough or self.program.size
 
-    def begin(self) -> RunPosition:
+    def begin(self) -> ServerPosition:
         """Return the position of a new run."""
-        return RunPosition(0, self.program.initial_server(self.seed), {})
+        return ServerPosition(0, self.program.initial_server(self.seed), {})
 
-    def advance(self, position: RunPosition) -> tuple[RunPosition, dict[str, Any]]:
+    def advance(self, position: ServerPosition) -> tuple[ServerPosition, dict[str, Any]]:
         """Run one round."""
         number = position.round
         for attempt in range(_ATTEMPTS):
@@ -155,7 +155,7 @@ class RoundServer:
                 }
                 new = {**position.counted, **dict.fromkeys(counted, key)}
                 metrics["participants"] = len(counted)
-                return RunPosition(number + 1, state, new), metrics
+                return ServerPosition(number + 1, state, new), metrics
             self._log.warning(
                 "Round %d: %d of %d participants answered, expected at least %d. %s",
                 number,
@@ -218,7 +218,7 @@ class RoundServer:
         return {k: connected[k] for k in numbers}
 
     def _attempt(
-        self, position: RunPosition, key: str, asked: Mapping[int, int]
+        self, position: ServerPosition, key: str, asked: Mapping[int, int]
     ) -> tuple[list[int], dict[str, Any] | None]:
         """Return the participants that were counted, and the results if they are a quorum."""
         artifact = self.program.artifact

@@ -30,7 +30,7 @@ from fedpax.experiments.parts.personal_evaluation import (
     own_models,
     with_own_models,
 )
-from fedpax.experiments.parts.personal_models import fine_tuned_models, sum_fine_tuned
+from fedpax.experiments.parts.personal_models import KEPT, fine_tuned_models, sum_fine_tuned
 from fedpax.experiments.parts.saved_inputs import INPUTS, read_saved_inputs, write_saved_inputs
 from fedpax.models.losses import (
     ModelLoss,
@@ -321,13 +321,24 @@ class FedAvgFiles(ClientExperiment):
 
     @functools.cached_property
     def _own_examples(self) -> OwnExamples:
+        """Held-out examples of all training clients, and a round if it makes the models."""
+        if self.method.function.__name__ not in KEPT:
+            return self._own_rounds
+        return self._read_own(with_batches=False)
+
+    @functools.cached_property
+    def _own_rounds(self) -> OwnExamples:
         """A round of all training clients, and the held-out examples of each."""
+        return self._read_own(with_batches=True)
+
+    def _read_own(self, *, with_batches: bool) -> OwnExamples:
         examples, population = self.read_clients()
         sampler = ClientSampler(len(population), 1, self.cohort.seed)
         rounds = self.make_rounds(examples, population, sampler, self.make_preprocess())
         heldout, none = self.opened.parts(self.opened.heldout), np.zeros(0, np.int64)
         parts = [heldout.get(name, none) for name in self.training_parts]
-        return OwnExamples(rounds, parts, self._read, self.make_mesh().shape.get("clients", 1))
+        multiple = self.make_mesh().shape.get("clients", 1)
+        return OwnExamples(rounds, parts, self._read, multiple, with_batches=with_batches)
 
     def evaluate_own_models(self, *, fine_tune: bool = False) -> Callable[[Any], dict[str, float]]:
         """Make the evaluation of the clients' own models, each on its held-out examples.
@@ -356,7 +367,7 @@ class FedAvgFiles(ClientExperiment):
         """Return the model after the local steps of one more round of all training clients."""
         train_loss, rate = self.make_loss(self.make_model()), self.client_learning_rate
         add_up = jax.jit(functools.partial(sum_fine_tuned, self.method, train_loss, rate))
-        sums = [add_up(ServerState(params), cohort) for cohort, _ in self._own_examples]
+        sums = [add_up(ServerState(params), cohort) for cohort, _ in self._own_rounds]
         total, weight = jax.tree.map(lambda *terms: sum(terms), *sums)
         return jax.tree.map(lambda x, like: (x / weight).astype(like.dtype), total, params)
 

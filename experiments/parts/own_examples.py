@@ -36,6 +36,7 @@ class OwnExamples:
         heldout: the indices of each client's held-out examples.
         read: reads held-out examples.
         multiple: a part has a multiple of this number of clients, absent ones included.
+        with_batches: whether to read training batches. Default True; False: held-out examples.
     """
 
     def __init__(
@@ -44,7 +45,10 @@ class OwnExamples:
         heldout: Sequence[NDArray[np.int64]],
         read: Callable[[NDArray[np.int64]], dict[str, NDArray[Any]]],
         multiple: int,
+        *,
+        with_batches: bool = True,
     ) -> None:
+        self._with_batches = with_batches
         self._rounds, self._heldout, self._read = rounds, heldout, read
         shapes = jax.tree.leaves(rounds.shapes.batches)
         self._batch_size = shapes[0].shape[2]
@@ -64,7 +68,8 @@ class OwnExamples:
 
     def _divide(self, multiple: int) -> Iterator[_Clients]:
         """Group clients by the shortest lengths that hold their examples."""
-        num_steps = self._rounds.num_steps(np.arange(len(self._heldout)))
+        ids = np.arange(len(self._heldout))
+        num_steps = self._rounds.num_steps(ids) if self._with_batches else np.zeros_like(ids)
         num_heldout = np.array([len(part) for part in self._heldout])
         steps, examples = (
             shorter_lengths(max(1, int(x.max(initial=0)))) for x in (num_steps, num_heldout)
@@ -82,10 +87,13 @@ class OwnExamples:
                 yield part._replace(ids=np.pad(some, (0, size - len(some)), constant_values=-1))
 
     def _client_bytes(self, part: _Clients) -> int:
-        return (part.num_steps * self._batch_size + part.num_heldout) * self._example_bytes
+        num_training = part.num_steps * self._batch_size if self._with_batches else 0
+        return (num_training + part.num_heldout) * self._example_bytes
 
     def _read_part(self, part: _Clients) -> Part:
-        cohort = self._rounds.read_clients(0, part.ids, part.num_steps)
+        cohort = Cohort({}, client_ids=part.ids.astype(np.int32))
+        if self._with_batches:
+            cohort = self._rounds.read_clients(0, part.ids, part.num_steps)
         none = np.zeros(0, np.int64)
         own = [none if k < 0 else self._heldout[k] for k in part.ids]
         mask = np.arange(part.num_heldout) < np.array([len(x) for x in own])[:, None]

@@ -90,6 +90,9 @@ def sum_fine_tuned(
     return jax.tree.map(lambda x: jnp.tensordot(weights, x, 1), models), weights.sum()
 
 
+KEPT = ("ditto", "apfl")
+"""Methods whose own models are kept between rounds, and not made from training batches."""
+
 MODELS: Mapping[str, PersonalModels] = {
     "ditto": _ditto,
     "apfl": _apfl,

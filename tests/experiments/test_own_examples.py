@@ -43,4 +43,15 @@ def test_parts_have_the_examples_of_each_client_once(
                     seen.append(int(client))
         assert sorted(seen) == [*range(63)]
         assert slots < 3 * 4 * multiple * len(owner)  # all clients together: 63 * 3700
+    heldout_alone = OwnExamples(
+        rounds, heldout, lambda rows: {"x": values[rows]}, multiple, with_batches=False
+    )
+    seen = []
+    for cohort, own in heldout_alone:
+        assert not cohort.batches and len(own["mask"]) % multiple == 0
+        for client, x, mask in zip(cohort.client_ids, own["x"], own["mask"], strict=True):
+            if client >= 0:
+                np.testing.assert_array_equal(x[mask > 0], values[heldout[client]])
+                seen.append(int(client))
+    assert sorted(seen) == [*range(63)]
     assert (parts._kept is not None) == (most_bytes == 2**28)

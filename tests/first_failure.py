@@ -43,5 +43,6 @@ class FirstFailure:
         """Called for each phase of each test, with xdist in the process that starts the workers."""
         if report.failed and not self.is_printed:
             self.is_printed = True
+            self.reporter.write_line("")  # ends the line of dots
             self.reporter.write_sep("_", f"first failure: {report.nodeid}")
             self.reporter.write_line(report.longreprtext)

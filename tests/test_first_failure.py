@@ -50,7 +50,7 @@ def test_the_first_failure_is_printed_once() -> None:
         plugin.pytest_runtest_logreport(
             SimpleNamespace(failed=failed, nodeid=name, longreprtext=text)
         )
-    assert printed == ["first failure: b", "traceback of b"]
+    assert printed == ["", "first failure: b", "traceback of b"]
 
 
 def test_the_suite_uses_it(pytestconfig: pytest.Config) -> None:

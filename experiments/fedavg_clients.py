@@ -177,6 +177,11 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
         """The number of private releases before the first round, which epsilon counts."""
         return 0
 
+    @property
+    def disclosures(self) -> Sequence[str]:
+        """Lines on facts that clients of a private run tell before the first round."""
+        return ()
+
     def make_algorithm(self, loss_fn: LossFn, sampler: ClientSampler) -> FederatedAlgorithm:
         """Make the federated algorithm for the clients of a sampler."""
         settings = ClientTraining(

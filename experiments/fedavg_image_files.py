@@ -165,6 +165,20 @@ class FedAvgImageFiles(FedAvgFiles):
         """Return the label, and the height and width if they are stated."""
         return {"the label": self.data.label or "label", "the task": "classification"}
 
+    @property
+    def disclosures(self) -> Sequence[str]:
+        """Lines on the classes and the size of images, which clients disclose."""
+        lines = [
+            f"not private: the classes of {self.label.name!r}, which clients disclose; no field "
+            "states them"
+        ]
+        if self.data.image_size is None:
+            height, width, _ = self.image_shape
+            lines.append(
+                f"not private: the size of images; state it: --data.image_size {height} {width}"
+            )
+        return lines
+
     def blank_example(self) -> Arrays:
         """Return one image and its label."""
         shape = (1, *self.image_shape)

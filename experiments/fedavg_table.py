@@ -30,6 +30,8 @@ from fedpax.experiments.table_data import (
     PreparedTable,
     TableConfig,
     apply_saved_table,
+    describe_disclosures,
+    needs_statistics,
     prepare_table,
 )
 from fedpax.models.classifiers import MLPConfig, mlp
@@ -113,6 +115,16 @@ class FedAvgTable(FedAvgFiles):
         """Average the columns that the coordinator asks for, for each client of this site."""
         table, seed = self.opened, self.cohort.seed
         return answer_on_features(self.data, table, self.aggregator, seed, settings, clients)
+
+    @property
+    def releases_before(self) -> int:
+        """The release of the statistics of numbers, if there are any."""
+        return int(needs_statistics(self.data, self.features, self.label))
+
+    @property
+    def disclosures(self) -> Sequence[str]:
+        """Lines on the facts about columns that clients disclose."""
+        return describe_disclosures(self.data, self.features, self.label)
 
     def make_model(self) -> FunctionalModel:
         """Make the regression, which begins from 0, or the multilayer perceptron."""

@@ -127,8 +127,6 @@ def prepare_table(
         )
     examples, labels = encode_examples(table, fitted, label)
     notes = _describe(treatments, fitted, label)
-    if combine.least_deviation:
-        notes += _disclosures(data, fitted, label)
     return PreparedTable(examples, labels, fitted, label, notes, _filled(table, fitted))
 
 
@@ -217,20 +215,47 @@ def _describe(
     return tuple(lines)
 
 
-def _disclosures(data: TableConfig, features: TableFeatures, label: Label) -> tuple[str, ...]:
-    """Return lines on what the noise of a private run does not cover, and what it costs."""
+def needs_statistics(data: TableConfig, features: TableFeatures, label: Label) -> bool:
+    """Return whether clients send averages of numbers before the first round."""
+    kinds = {column.treatment.kind for column in features.columns}
+    has_numbers = not kinds.isdisjoint(("number", "date")) or label.task == "regression"
+    return data.standardize == "federated" and has_numbers
+
+
+def describe_disclosures(
+    data: TableConfig, features: TableFeatures, label: Label
+) -> tuple[str, ...]:
+    """Return lines on what clients of a private run tell of their columns, and how to state it."""
     lines = []
-    if data.standardize == "federated":
-        lines.append("the means and variances are one more private release: count rounds + 1")
-    stated = {column.treatment.name for column in features.columns if column.treatment.values}
-    kinds = {column.treatment.name for column in features.columns if column.categories}
+    if needs_statistics(data, features, label):
+        lines.append("the means and variances are one more private release, which epsilon counts")
+    treatments = [column.treatment for column in features.columns]
     of_label = stated_label(data)
+    if guessed := [t for t in treatments if t.reason != "stated"]:
+        lines.append(
+            f"not private: the kinds of {_list(repr(t.name) for t in guessed)}, which follow from "
+            f"values; state them: --data.columns '{guessed[0].name}={guessed[0].kind}'"
+        )
+    if of_label is None and data.task is None:
+        lines.append(
+            f"not private: whether {label.name!r} is a class or a number, which follows from "
+            f"values; state it: --data.task={label.task}"
+        )
+    open_ = [t.name for t in treatments if t.kind == "category" and not t.values]
     if label.classes and (of_label is None or of_label.values is None):
-        kinds.add(label.name)
-    if open_ := sorted(kinds - stated):
+        open_.append(label.name)
+    if open_ := sorted(open_):
         lines.append(
             f"not private: the set of values of {_list(map(repr, open_))}, which clients disclose; "
             f"state it: --data.columns '{open_[0]}=category(A|B)'"
+        )
+    if optional := [c for c in features.columns if c.treatment.missing != "error"]:
+        having = [c.treatment.name for c in optional if c.has_missing]
+        first = optional[0].treatment
+        lines.append(
+            f"not private: which of {len(optional)} columns miss a value at a client: "
+            f"{_list(map(repr, having)) if having else 'none'}; to send no such fact, fill them in "
+            f"and state --data.columns '{first.name}={first._replace(missing='error').describe()}'"
         )
     return tuple(lines)
 

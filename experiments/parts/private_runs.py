@@ -1,5 +1,6 @@
 """What a private run states when it starts: its epsilon, and what has no noise."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from fedpax.aggregators import Aggregator, PrivacyAccountant
@@ -37,6 +38,11 @@ class PrivateRun(Protocol):
     @property
     def releases_before(self) -> int:
         """The number of private releases before the first round."""
+        ...
+
+    @property
+    def disclosures(self) -> Sequence[str]:
+        """Lines on facts about the data that clients tell before the first round."""
         ...
 
 
@@ -97,6 +103,7 @@ def describe_privacy(experiment: PrivateRun) -> tuple[str, ...]:
         f"{rounds:,} rounds{before}, without amplification by sampling",
         "not private: the metrics of clients, such as the loss, and the numbers of clients and "
         "examples, which have no noise",
+        *experiment.disclosures,
     ]
     if not method.function.__module__.startswith("fedpax."):
         lines.append(

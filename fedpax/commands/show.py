@@ -16,7 +16,13 @@ from fedpax.errors import UsageError
 from fedpax.islands.syncer.island_table import format_islands, read_islands
 from fedpax.path_patterns import split_list
 from fedpax.reports.metric_table import check_metrics, format_metrics
-from fedpax.reports.run_report import format_goodput, format_reports, holds_run, report_run
+from fedpax.reports.run_report import (
+    format_goodput,
+    format_privacy,
+    format_reports,
+    holds_run,
+    report_run,
+)
 from fedpax.run_files.metrics import select
 from fedpax.run_files.paths import is_remote, resolve_job_log_dir
 from fedpax.sites.site_table import format_sites, read_sites
@@ -54,6 +60,8 @@ def show(arguments: Sequence[str]) -> int:
     print_line(format_reports(reports))
     if table := format_metrics(lines, metrics):
         print_line(f"\nMetrics:\n{table}")
+    if privacy := format_privacy(reports):
+        print_line(f"\nPrivacy:\n{privacy}")
     if goodput := format_goodput(reports):
         print_line(f"\nUse of the wall time:\n{goodput}")
     for folder in folders:

@@ -44,6 +44,7 @@ class RunReport(NamedTuple):
     wall_seconds: float  # total time of all processes that trained the run
     # seconds by use (`fedpax.run_files.goodput`); empty if they are unknown
     goodput: Mapping[Bucket, float] = MappingProxyType({})
+    delta: float = math.nan  # of the metric `epsilon`; NaN if the run is not private
     spikes: int = 0  # number of rounds that spiked
     damage: tuple[str, ...] = ()  # what cannot be read, in words
     # the lines of `metrics.jsonl`; of a long run, the lines of rounds and evaluations that are
@@ -54,7 +55,7 @@ class RunReport(NamedTuple):
 def report_run(folder: Path) -> RunReport:
     """Read the progress of a run, and change nothing in its folder."""
     damage = []
-    name, total_rounds, saved_in = folder.name, None, folder
+    name, total_rounds, saved_in, delta = folder.name, None, folder, None
     try:
         if configuration_json := read_configuration_json(folder):
             exp, configuration = configuration_json
@@ -62,6 +63,7 @@ def report_run(folder: Path) -> RunReport:
             fields = dict(flatten(configuration))
             total = fields.get("training.rounds")
             total_rounds = total if isinstance(total, int) else None
+            delta = fields.get("aggregator.delta")
             checkpoint_dir = fields.get("training.checkpoint_dir")
             if isinstance(checkpoint_dir, str):
                 saved_in = folder_of_checkpoints(folder, checkpoint_dir)
@@ -101,6 +103,7 @@ def report_run(folder: Path) -> RunReport:
         # The file is newer than the last line, unless it is missing or was left by an old version.
         wall_seconds=max(sum(seconds.values()), logged) if seconds else logged,
         goodput=seconds,
+        delta=number_or_nan(delta),
         spikes=int(last.get("spikes") or 0),
         damage=tuple(damage),
         lines=lines,
@@ -161,6 +164,22 @@ def format_goodput(reports: Sequence[RunReport]) -> str:
             shares = [f"{part / total:.1%}" for part in seconds]
             rows.append((run.name, *shares, f"{run.spikes:,}"))
     return markdown_table(("experiment", "step (goodput)", *rest, "spikes"), rows) if rows else ""
+
+
+def format_privacy(reports: Sequence[RunReport]) -> str:
+    """Return a line for each private run: the epsilon of its last logged round; or ""."""
+    lines = []
+    for run in reports:
+        spent = [line for line in select(run.lines, "training") if "epsilon" in line]
+        if not spent:
+            continue
+        epsilon, last = number_or_nan(spent[-1]["epsilon"]), spent[-1].get("round")
+        of_delta = "" if math.isnan(run.delta) else f" for delta {run.delta:g}"
+        lines.append(
+            f"{run.name}: epsilon {epsilon:.4g}{of_delta} of the model after round {last}, without "
+            "amplification by sampling. Metrics, and numbers of clients and examples, have no noise"
+        )
+    return "\n".join(lines)
 
 
 def _or_dash(number: float, text: str) -> str:

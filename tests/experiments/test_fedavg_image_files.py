@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fedpax.experiments.client_aggregators import aggregator
 from fedpax.experiments.fedavg_image_files import FedAvgImageFiles, ImagesConfig, fedavg_images
 from fedpax.training.training_config import TrainingConfig
 
@@ -84,3 +85,14 @@ def test_a_residual_network_has_the_images_channels(photos: Path) -> None:
     experiment = dataclasses.replace(make(photos), network="resnet")
     shapes = jax.eval_shape(experiment.make_model().init, jax.random.key(0))
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) > 10_000_000
+
+
+def test_a_private_run_tells_the_classes_and_the_size_as_not_private(photos: Path) -> None:
+    private = aggregator("private_mean", noise_multiplier=1.0)
+    experiment = dataclasses.replace(make(photos), aggregator=private)
+    notes = experiment.build().notes
+    told = [line for line in notes if line.startswith("not private: ")][1:]  # after the metrics
+    assert told[0].startswith(f"not private: the classes of {experiment.label.name!r}")
+    height, width, _ = experiment.image_shape
+    sizes = [] if experiment.data.image_size else [f"--data.image_size {height} {width}"]
+    assert [line.partition("state it: ")[2] for line in told[1:]] == sizes

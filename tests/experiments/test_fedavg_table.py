@@ -11,6 +11,7 @@ import optax
 import pytest
 from hospital_tables import make, read_by_hand, write_hospitals
 
+from fedpax.aggregators import PrivacyAccountant
 from fedpax.algorithms import fedavg
 from fedpax.commands.parts.options import configure
 from fedpax.data import ClientSampler, cohort_rounds, load, prepare
@@ -293,14 +294,55 @@ def test_a_partition_of_a_prepared_folder_is_an_index(folder: Path, tmp_path: Pa
 def test_a_private_run_tells_what_is_not_private(folder: Path) -> None:
     private = aggregator("private_mean", noise_multiplier=0.5)
     ranges = ("age=number(0..120)", "lab_värde=number(9000..11000)", "score=left_out")
-    notes = make(folder, "outcome", aggregator=private, columns=ranges).prepared.notes
-    assert "the means and variances are one more private release: count rounds + 1" in notes
-    assert "not private: the set of values of 'kön', 'outcome', which clients disclose" in notes[-1]
+    experiment = make(folder, "outcome", aggregator=private, columns=ranges)
+    notes = experiment.build().notes
+    assert "the means and variances are one more private release, which epsilon counts" in notes
+    told = [line for line in notes if line.startswith("not private: ")]
+    metrics, kinds, task, values, missing = told
+    assert metrics.startswith("not private: the metrics of clients")
+    assert kinds.startswith("not private: the kinds of 'kön', which follow from values; state the")
+    assert task.endswith(
+        "whether 'outcome' is a class or a number, which follows from values; "
+        "state it: --data.task=classification"
+    )
+    assert "not private: the set of values of 'kön', 'outcome', which clients disclose" in values
+    having = [c.treatment.name for c in experiment.features.columns if c.has_missing]
+    assert "which of 3 columns miss a value at a client: " in missing
+    assert having and all(repr(name) in missing for name in having)
+    assert "'age=number(0..120):error'" in missing
+    assert experiment.releases_before == 1
+
     stated = (*ranges, "kön=category(kvinna|man)", "outcome=category(frisk|sjuk)")
-    notes = make(
-        folder, "outcome", aggregator=private, columns=stated, standardize="range"
-    ).prepared.notes
-    assert not [line for line in notes if "private" in line]
+    experiment = make(folder, "outcome", aggregator=private, columns=stated, standardize="range")
+    told = [line for line in experiment.build().notes if line.startswith("not private: ")]
+    assert told == [metrics, *(line for line in told if "which of 3 columns miss a value" in line)]
+    assert len(told) == 2
+    without = make(folder, "outcome", columns=stated).build().notes
+    assert not [line for line in without if "private" in line]
+    assert experiment.releases_before == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["private_secure_mean", pytest.param("private_mean", marks=pytest.mark.slow)]
+)
+def test_a_private_run_has_one_epsilon_everywhere(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture, name: str
+) -> None:
+    """The start, the metrics and `fedpax show` count the statistics."""
+    flags = ["--data.label=outcome", f"--aggregator={name}", "--aggregator.noise_multiplier=4"]
+    flags += ["--aggregator.delta=0.01", "--cohort.size=5", "--training.rounds=2"]
+    flags += ["--data.columns", "age=number(0..120)", "lab_värde=number(9000..11000)"]
+    command = ["train", "--exp=fedavg_table", f"--data.files={folder}/*.csv", *flags]
+    assert main([*command, "score=left_out", f"--job_log_dir={tmp_path}/run"]) == 0
+    captured = capsys.readouterr()
+    epsilon = PrivacyAccountant(4.0, 0.01).epsilon(2 + 1)
+    told = f"epsilon {epsilon:.4g} of the model for delta 0.01, after 2 rounds and the release"
+    assert told in captured.err + captured.out
+    last = select(read_metrics(tmp_path / "run"), "training")[-1]
+    assert last["epsilon"] == pytest.approx(epsilon, rel=1e-5)
+    assert main(["show", f"--job_log_dir={tmp_path}/run"]) == 0
+    shown = capsys.readouterr().out
+    assert f"epsilon {epsilon:.4g} for delta 0.01 of the model after round 2" in shown
 
 
 @pytest.mark.parametrize("name", ["apfl", pytest.param("hypcluster", marks=pytest.mark.slow)])

@@ -168,10 +168,10 @@ class FedAvgFiles(ClientExperiment):
 
     def at_site(self, clients: ClientRange) -> SiteRun:
         """Make a site's run, which can evaluate a model of each client's own."""
+        run = super().at_site(clients)._replace(notes=self.prepared.cautions)
         if not self.opened.heldout.any():
-            return super().at_site(clients)
+            return run
         evaluate = functools.cache(lambda: self.evaluate_own_models(fine_tune=True))
-        run = super().at_site(clients)
         return run._replace(
             evaluate_personal=lambda state: evaluate()(state), fine_tune=self.fine_tune
         )

@@ -99,6 +99,7 @@ class SiteRun(NamedTuple):
             examples; the state has what the clients keep. Default None: there are none.
         fine_tune: `params -> params`, the model after the local steps of one more round of this
             site's clients alone. Default None: there is none.
+        notes: lines that the site prints, such as the number of missing values that are filled.
     """
 
     algorithm: FederatedAlgorithm
@@ -111,6 +112,7 @@ class SiteRun(NamedTuple):
     frozen: StoredParams | None = None
     evaluate_personal: Callable[[Any], HeldoutMetrics] | None = None
     fine_tune: Callable[[Params], Params] | None = None
+    notes: Sequence[str] = ()
 
 
 @runtime_checkable

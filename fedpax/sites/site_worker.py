@@ -106,6 +106,11 @@ class SiteWorker:
         )
 
     @property
+    def notes(self) -> Sequence[str]:
+        """Lines on the data of this site, which it prints."""
+        return () if self._whole_run is None else self._whole_run.notes
+
+    @property
     def model_bytes(self) -> int:
         """The bytes of the model."""
         assert self._whole_run is not None

@@ -274,6 +274,8 @@ class Site:
 
     def _set_inputs(self, inputs: Mapping[str, Any]) -> None:
         types = self._worker.set_inputs(inputs)
+        for line in self._worker.notes:
+            self._progress.note(line)
         self._connection.max_message_bytes = max(
             MAX_MESSAGE_BYTES, MOST_MODELS * self._worker.model_bytes
         )

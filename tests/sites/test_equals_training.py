@@ -13,6 +13,7 @@ from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_image_files import FedAvgImageFiles, fedavg_images
 from fedpax.experiments.fedavg_table import FedAvgTable
 from fedpax.experiments.table_data import TableConfig
+from fedpax.training.progress import Progress
 from fedpax.training.training_config import TrainingConfig
 from sites.federation import run, write_hospitals
 
@@ -57,6 +58,27 @@ def test_a_site_with_one_file_for_each_split(tmp_path: Path) -> None:
     site = experiment(f"{tmp_path}/{{split}}.csv")
     assert site.describe_site()["clients"] == 1
     assert (site.opened.training.sum(), site.opened.heldout.sum()) == (40, 12)
+
+
+def test_a_site_tells_which_missing_values_it_fills(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_hospitals(tmp_path / "data", {"a": (40, 12), "b": (33, 9)})
+    for site in "ab":
+        folder = tmp_path / "data" / site
+        for path, split in zip(sorted(folder.iterdir()), ("train", "test"), strict=True):
+            path.rename(folder / f"{split}.csv")
+    path = tmp_path / "data" / "a" / "test.csv"
+    head, *rows = [line.split(",") for line in path.read_text().splitlines()]
+    place = head.index("age")
+    blank = [[*row[:place], "", *row[place + 1 :]] for row in rows]
+    path.write_text("".join(",".join(row) + "\n" for row in [head, *blank]))
+    noted = list[str]()
+    monkeypatch.setattr(Progress, "note", lambda self, text: noted.append(text))
+    sites = {s: experiment(f"{tmp_path}/data/{s}/{{split}}.csv", rounds=1) for s in "ab"}
+    run(experiment(rounds=1), sites, tmp_path / "runs")
+    filled = [line for line in noted if line.startswith("missing values, of which training has")]
+    assert len(filled) == 1 and "12 of 'age' become the mean" in filled[0]
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from fedpax.sites.attendance import LATE
 from fedpax.sites.common_properties import Properties, count_votes
 from fedpax.sites.contract import Json, Question
 from fedpax.sites.coordinator_files import SiteWatch, write_federation
-from fedpax.sites.exchange import Exchange
+from fedpax.sites.exchange import TaskExchange
 from fedpax.sites.site_table import SiteRecord
 from fedpax.sites.stage_calls import Participants, StageCalls, without_faults
 from fedpax.sites.tasks import ROUND, new_token
@@ -42,7 +42,7 @@ class Agreement:
         self,
         experiment: Any,
         folder: Path,
-        exchange: Exchange,
+        exchange: TaskExchange,
         calls: StageCalls,
         watch: SiteWatch,
         progress: Progress,

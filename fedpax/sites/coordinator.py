@@ -33,7 +33,7 @@ from fedpax.sites.coordinator_state import (
     pack,
     server_leaves,
 )
-from fedpax.sites.exchange import Exchange
+from fedpax.sites.exchange import TaskExchange
 from fedpax.sites.guarded_replies import drop_replies
 from fedpax.sites.merge_guard import MergeGuard
 from fedpax.sites.round_rules import RoundRules
@@ -83,7 +83,7 @@ class Coordinator:
         self,
         experiment: Any,
         folder: Path,
-        exchange: Exchange,
+        exchange: TaskExchange,
         rules: RoundRules,
         *,
         checkpoints: Checkpoints,

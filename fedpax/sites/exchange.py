@@ -44,7 +44,7 @@ MOST_UPLOADS = 4
 LONGEST_UPLOAD = 600.0
 
 
-class Exchange:
+class TaskExchange:
     """Answers sites, and collects their replies to one task at a time.
 
     `handle` is called in the threads of the server, everything else in the coordinator's thread.

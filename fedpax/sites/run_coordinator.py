@@ -14,7 +14,7 @@ from fedpax.sites.coordinator_files import (
     read_federation,
     write_federation,
 )
-from fedpax.sites.exchange import Exchange
+from fedpax.sites.exchange import TaskExchange
 from fedpax.sites.identity import identify
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.site_process import SyncerResult, locked_folder, serving
@@ -126,9 +126,9 @@ def _open_exchange(
     saved: Mapping[str, Any] | None,
     report: Callable[[str, str], None] | None,
     heartbeat_seconds: float,
-) -> Exchange:
+) -> TaskExchange:
     """Make the exchange of a new run or of a saved one."""
-    exchange = Exchange(
+    exchange = TaskExchange(
         identify(experiment, {}, experiment.own_fields, experiment.shared_content()),
         sites,
         rounds=experiment.training.rounds,

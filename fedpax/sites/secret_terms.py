@@ -13,7 +13,7 @@ from fedpax.secure_sums.exact_words import WORDS, NotSummableError, from_words, 
 from fedpax.secure_sums.sum_message import Message
 from fedpax.sites.contract import Json
 from fedpax.sites.downlink import whole
-from fedpax.sites.exchange import Exchange
+from fedpax.sites.exchange import TaskExchange
 from fedpax.sites.tasks import TERM, SiteReply, Task, in_order, numbered
 from fedpax.transforms.client_stages import Stage
 from fedpax.transport.calls import RefusedError
@@ -103,7 +103,7 @@ def check_is_sum(stage: Stage, adds: bool) -> None:
 
 
 def ask_for_sums(
-    exchange: Exchange,
+    exchange: TaskExchange,
     task: Task,
     stage: Stage,
     quorum: int,
@@ -116,7 +116,7 @@ def ask_for_sums(
     report: Callable[[str, str], None],
     signer: "Signer | None" = None,
 ) -> dict[str, SiteReply] | None:
-    """Ask sites as `Exchange.ask` does, for the sum of their terms alone.
+    """Ask sites as `TaskExchange.ask` does, for the sum of their terms alone.
 
     The first of the replies has the sum, in the terms' dtypes, and the others have no arrays. It
     raises a `SecureSumError` if too few sites are left, if their shares do not fit, or if the sites

@@ -16,7 +16,7 @@ from fedpax.run_files.quantiles import with_quantiles
 from fedpax.sites.contract import ClientRange
 from fedpax.sites.coordinator_files import RoundMetrics, SiteWatch
 from fedpax.sites.downlink import whole
-from fedpax.sites.exchange import Exchange
+from fedpax.sites.exchange import TaskExchange
 from fedpax.sites.tasks import EVALUATION, SHARED, Task, new_token, numbered
 
 _SECONDS_BETWEEN_ATTEMPTS = 1.0
@@ -27,7 +27,7 @@ class SiteEvaluation:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: TaskExchange,
         log: RoundMetrics,
         watch: SiteWatch,
         round_seconds: float,

@@ -17,7 +17,7 @@ from fedpax.sites.coordinator_program import (
     weighted_terms,
 )
 from fedpax.sites.downlink import WHOLE, Downlink, whole
-from fedpax.sites.exchange import Exchange
+from fedpax.sites.exchange import TaskExchange
 from fedpax.sites.random_keys import to_numbers
 from fedpax.sites.reply_checks import claimed_weight, find_wrong_weight, is_finite
 from fedpax.sites.round_rules import RoundRules
@@ -82,7 +82,7 @@ class StageCalls:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: TaskExchange,
         rules: RoundRules,
         folder: Path,
         note: Callable[[str], None],
@@ -105,7 +105,7 @@ class StageCalls:
         who: Participants,
         quorum: int,
     ) -> dict[str, SiteReply] | None:
-        """Ask for a stage, as `Exchange.ask` does."""
+        """Ask for a stage, as `TaskExchange.ask` does."""
         rows = [to_numbers(x) for x in request.rows]
         coded = None if self._rules.secure_sums else divided.coded(request.stage)
         shared = numbered(SHARED, request.shared)

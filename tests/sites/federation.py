@@ -14,7 +14,7 @@ from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.sites.coordinator import Coordinator
 from fedpax.sites.coordinator_files import read_federation
-from fedpax.sites.exchange import Exchange
+from fedpax.sites.exchange import TaskExchange
 from fedpax.sites.identity import identify
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.secret_terms import SecretTerms
@@ -41,7 +41,7 @@ class Line:
 
     address = "memory"
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: TaskExchange) -> None:
         self._exchange, self.sent, self.received = exchange, [], []
 
     def call(self, message: Message, timeout: float) -> Message:
@@ -56,7 +56,7 @@ class Line:
 class Changed(Line):
     """A line that changes what a site sends."""
 
-    def __init__(self, exchange: Exchange, change: Any) -> None:
+    def __init__(self, exchange: TaskExchange, change: Any) -> None:
         super().__init__(exchange)
         self._change = change
 
@@ -102,7 +102,7 @@ def run(
     *,
     rules: RoundRules | None = None,
     first_round_needs: int | None = None,
-    lines: Mapping[str, Callable[[Exchange], Any]] | None = None,
+    lines: Mapping[str, Callable[[TaskExchange], Any]] | None = None,
     done: int = 0,
     may_be_refused: Sequence[str] = (),
     personal: bool = False,
@@ -132,7 +132,7 @@ def run(
         folder / "coordinator",
     )
     own_folder.mkdir(parents=True, exist_ok=True)
-    exchange = Exchange(
+    exchange = TaskExchange(
         identify(experiment, {}, experiment.own_fields, experiment.shared_content()),
         table,
         rounds=experiment.training.rounds,
@@ -193,7 +193,7 @@ def run(
 def opened(
     experiment: Any,
     folder: Path,
-    exchange: Exchange,
+    exchange: TaskExchange,
     rules: RoundRules,
     done: int = 0,
     signer: Any = None,

@@ -32,7 +32,7 @@ from fedpax.sites import (
     stage_calls,
     take_part,
 )
-from fedpax.sites.exchange import Exchange
+from fedpax.sites.exchange import TaskExchange
 from fedpax.transport import calls
 from fedpax.transport.message import Message
 from sites.small_experiment import SmallExperiment, small
@@ -57,10 +57,10 @@ SITE: dict[str, tuple[Any, str, str]] = {
     "checkpoint at the end": (Checkpoints, "save", "after"),
 }
 COORDINATOR: dict[str, tuple[Any, str, str]] = {
-    "agree": (Exchange, "begin_agreement", "after"),
+    "agree": (TaskExchange, "begin_agreement", "after"),
     "question": (agreement.Agreement, "_ask", "after"),
     "agreed": (coordinator, "write_federation", "before"),
-    "reply": (Exchange, "_keep", "after"),
+    "reply": (TaskExchange, "_keep", "after"),
     "merge": (stage_calls.StageCalls, "merge", "before"),
     "merged": (coordinator.Coordinator, "_save", "before"),
     "federation": (coordinator, "write_federation", "after"),

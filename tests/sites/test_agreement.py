@@ -18,7 +18,7 @@ from fedpax.errors import FedpaxError
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.sites.attendance import LATE
 from fedpax.sites.common_properties import Needed, count_votes
-from fedpax.sites.exchange import Exchange
+from fedpax.sites.exchange import TaskExchange
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.tasks import Task
 from fedpax.transport.message import Message
@@ -240,9 +240,9 @@ def test_a_site_that_is_late_with_a_question_is_asked_again(
 ) -> None:
     write_hospitals(tmp_path / "data", SIZES)
     sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", rounds=1) for s in SIZES}
-    ask, missed = Exchange.ask, list[str]()
+    ask, missed = TaskExchange.ask, list[str]()
 
-    def late(self: Exchange, task: Task, *more: Any) -> Any:
+    def late(self: TaskExchange, task: Task, *more: Any) -> Any:
         if task.header["task"] != "question" or len(missed) == misses:
             return ask(self, task, *more)
         missed.append(task.token)
@@ -252,7 +252,7 @@ def test_a_site_that_is_late_with_a_question_is_asked_again(
         self.faults = {"b": LATE}
         return None
 
-    monkeypatch.setattr(Exchange, "ask", late)
+    monkeypatch.setattr(TaskExchange, "ask", late)
     outcome = federate(tmp_path, sites, experiment(rounds=1), "b")
     (line,) = select(read_metrics(tmp_path / "runs" / "coordinator"), "training")
     assert len(missed) == misses and line["sites"] == (3 if misses == 2 else 2)

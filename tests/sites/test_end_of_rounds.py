@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fedpax.commands.join import describe_site
-from fedpax.sites.exchange import Exchange
+from fedpax.sites.exchange import TaskExchange
 from fedpax.sites.identity import Identity
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.site_table import SiteTable
@@ -85,7 +85,7 @@ def open_goodbye(folder: Path, expelled: str = "") -> Any:
     table = SiteTable(60.0, lambda name: name in expelled)
     for name in "ab":
         table.add(name, 1)
-    exchange = Exchange(Identity("v", {}, {}), table, rounds=2, run="run")
+    exchange = TaskExchange(Identity("v", {}, {}), table, rounds=2, run="run")
     exchange.inputs = {}
     return opened(small(rounds=2), folder / "coordinator", exchange, RoundRules(), 2)
 

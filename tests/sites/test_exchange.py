@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from fedpax.sites.downlink import whole
-from fedpax.sites.exchange import LARGE, MOST_UPLOADS, SMALL_MESSAGE, Exchange
+from fedpax.sites.exchange import LARGE, MOST_UPLOADS, SMALL_MESSAGE, TaskExchange
 from fedpax.sites.identity import Identity
 from fedpax.sites.site_table import SiteTable
 from fedpax.sites.tasks import Task, largest_message
@@ -16,8 +16,8 @@ from fedpax.transport.message import Message
 SIZE = LARGE  # bytes are four times as many
 
 
-def open_exchange(folder: Path, names: list[str]) -> Exchange:
-    exchange = Exchange(
+def open_exchange(folder: Path, names: list[str]) -> TaskExchange:
+    exchange = TaskExchange(
         Identity("v", {}, {}), SiteTable(60.0), rounds=1, run="run", folder=folder / "replies"
     )
     for name in names:
@@ -29,12 +29,12 @@ def open_exchange(folder: Path, names: list[str]) -> Exchange:
     return exchange
 
 
-def call(exchange: Exchange, name: str, kind: str, arrays=None, **fields) -> Message:
+def call(exchange: TaskExchange, name: str, kind: str, arrays=None, **fields) -> Message:
     header = {"kind": kind, "site": name, "incarnation": "i", **fields}
     return exchange.handle("", Message(header, arrays or {}))
 
 
-def ask(exchange: Exchange, names: list[str], size: int) -> tuple[threading.Thread, list]:
+def ask(exchange: TaskExchange, names: list[str], size: int) -> tuple[threading.Thread, list]:
     """Ask for one array of each site, in a thread that keeps the replies."""
     expected = {"term 0": ((size,), np.dtype(np.float32))}
     own = {name: ({"clients": [0]}, {}) for name in names}

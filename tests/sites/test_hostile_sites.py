@@ -15,7 +15,7 @@ from fedpax.data.tables import infer_label
 from fedpax.errors import ArgumentError, ConfigurationError
 from fedpax.experiments.fedavg_image_files import fedavg_images
 from fedpax.experiments.fedavg_text import fedavg_lora_text
-from fedpax.sites.exchange import Exchange
+from fedpax.sites.exchange import TaskExchange
 from fedpax.sites.framed_messages import read_message, write_message
 from fedpax.sites.identity import identify
 from fedpax.sites.reply_checks import check_types, checked_fields
@@ -141,7 +141,7 @@ def test_rounds_of_several_stages_have_no_guard(tmp_path: Path) -> None:
 def test_the_numbers_of_clients_of_a_site_are_bounded(tmp_path: Path) -> None:
     config = small(clients=2)
     identity = identify(config, {}, config.own_fields, config.shared_content())
-    exchange = Exchange(identity, SiteTable(30.0), rounds=1, run="r")
+    exchange = TaskExchange(identity, SiteTable(30.0), rounds=1, run="r")
 
     def join(name: str, clients: int) -> Message:
         header = {"kind": "join", "site": name, "incarnation": name, "identity": identity._asdict()}

@@ -11,7 +11,7 @@ import pytest
 from fedpax.run_files.metrics import read_metrics
 from fedpax.sites.coordinator import FailedRoundError
 from fedpax.sites.coordinator_files import read_federation
-from fedpax.sites.exchange import Exchange
+from fedpax.sites.exchange import TaskExchange
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.run_coordinator import run_coordinator
 from fedpax.sites.site_table import read_sites
@@ -57,7 +57,7 @@ def test_equals_one_program_on_all_clients(tmp_path: Path, name: str) -> None:
 class Faulty(Line):
     """A line that loses or changes the replies of some rounds."""
 
-    def __init__(self, exchange: Exchange, fault: str, rounds: set[int]) -> None:
+    def __init__(self, exchange: TaskExchange, fault: str, rounds: set[int]) -> None:
         super().__init__(exchange)
         self._fault, self._rounds, self._done = fault, rounds, set()
         self.round, self._silent = 0, False

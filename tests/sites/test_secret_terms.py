@@ -15,7 +15,7 @@ import fedpax
 from fedpax.experiments.client_methods import method
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.secure_sums.exact_words import NotSummableError, from_words, to_words
-from fedpax.sites.exchange import Exchange
+from fedpax.sites.exchange import TaskExchange
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.secret_terms import SecretTerms, check_is_sum
 from fedpax.sites.site_worker import SiteWorker, UnknownRoundError
@@ -71,16 +71,16 @@ def federate(
 @pytest.mark.parametrize("name", ["fedavg", pytest.param("scaffold", marks=pytest.mark.slow)])
 def test_equal_to_plain_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     received: list[np.dtype] = []
-    handle = Exchange.handle
+    handle = TaskExchange.handle
 
-    def record(exchange: Exchange, peer: str, message: Message) -> Message:
+    def record(exchange: TaskExchange, peer: str, message: Message) -> Message:
         received.extend(x.dtype for x in message.arrays.values())
         return handle(exchange, peer, message)
 
     write_hospitals(tmp_path / "data", SIZES)
     sites = {s: experiment(f"{tmp_path}/data/{s}/*.csv", method=method(name)) for s in SIZES}
     plain = federate(tmp_path, "plain", sites)
-    monkeypatch.setattr(Exchange, "handle", record)
+    monkeypatch.setattr(TaskExchange, "handle", record)
     secret = federate(tmp_path, "secret", sites, secure_sums=True)
     for leaf, other in zip(plain.params, secret.params, strict=True):
         assert np.abs(leaf).max() > 0.01

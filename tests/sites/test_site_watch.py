@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from fedpax.sites.coordinator_files import SiteWatch
-from fedpax.sites.exchange import Exchange
+from fedpax.sites.exchange import TaskExchange
 from fedpax.sites.identity import identify
 from fedpax.sites.site_table import SiteTable
 from fedpax.training.progress import Progress
@@ -16,7 +16,7 @@ def test_a_second_process_of_a_name_is_told_once_on_both_sides(
 ) -> None:
     experiment, table = small(), SiteTable(30.0)
     identity = identify(experiment, {}, experiment.own_fields, {})
-    exchange = Exchange(
+    exchange = TaskExchange(
         identity, table, rounds=1, run="r", heartbeat_seconds=1.0, folder=tmp_path / "replies"
     )
 

@@ -5,8 +5,10 @@ import re
 import shlex
 
 _VALUE = r"\{[^{}]*\}|\[[^\[\]]*\]|'[^']*'"
+# After a verb: the value that is wrong has the name that it has in Python.
 _ARGUMENT = re.compile(
-    rf"(?<![\w.-])(optional_columns|types|decimal_point|client|partition)=({_VALUE})"
+    r"(?:(?<=[Ss]et )|(?<=[Gg]ive )|(?<=[Ll]eave )|(?<=with )|(?<=or ))"
+    rf"(optional_columns|types|decimal_point|client|partition)=({_VALUE})"
 )
 # An experiment reads all columns: `--data.columns` states treatments.
 _COLUMNS = re.compile(r",? or (?:name common columns|leave the column out) with columns=[^.]*")

@@ -10,6 +10,7 @@ import optax
 from jaxtyping import Array, Int
 
 from fedpax.aggregators import Aggregator
+from fedpax.aggregators.aggregator import without_epsilon
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.local_steps import local_update
 from fedpax.algorithms.parts.method_checks import check_no_keys
@@ -80,7 +81,8 @@ def fedbuff(
             None: `optax.sgd(1.0)`.
         staleness_fn: the factor of an update by its staleness. Default None: the paper's
             `polynomial_staleness(0.5)`.
-        aggregator: combines the scaled pseudo-gradients. Default None: their weighted mean.
+        aggregator: combines the scaled pseudo-gradients. A private one has no metric `"epsilon"`: a
+            client can arrive twice in a round. Default None: their weighted mean.
         chunk_size: number of clients that a device runs at once; see `fedpax.program`.
 
     Returns:
@@ -114,6 +116,8 @@ def fedbuff(
     check_argument("fedbuff", "max_staleness", max_staleness, COUNT_OR_ZERO, remedy=remedy)
     weigh = polynomial_staleness() if staleness_fn is None else staleness_fn
     server = make_server("fedbuff", server_optimizer, aggregator, client_optimizer)
+    # A fast client can arrive twice in a round: one client then has two clipped updates in a sum.
+    server = server._replace(aggregator=without_epsilon(server.aggregator))
 
     @program(clients=buffer_size)
     def init(params: Params) -> FedBuffState:

@@ -17,6 +17,7 @@ from fedpax.algorithms import async_diloco, fedavg, fedbuff
 from fedpax.experiments.client_aggregators import aggregator
 from fedpax.experiments.client_methods import ClientTraining, MethodConfig, method
 from fedpax.experiments.fedavg_synthetic import fedavg_synthetic
+from fedpax.experiments.fedbuff_images import fedbuff_digits
 
 N = 4
 COHORT = Cohort(
@@ -151,16 +152,21 @@ def test_an_exact_count_of_norms_leaves_no_epsilon() -> None:
     assert "noise_stddev" in metrics and private.accountant is not None
 
 
-def test_buffered_rounds_count_each_update_of_the_server() -> None:
+def test_a_client_that_arrives_twice_in_a_round_leaves_no_epsilon() -> None:
     private = private_mean(max_norm=1.0, noise_multiplier=2.0, seed=0)
     algorithm = fedbuff(
         loss_fn, buffer_size=N, max_staleness=0, client_optimizer=optax.sgd(0.1), aggregator=private
     )
-    state = algorithm.init(jnp.zeros(5))
-    for rounds in (1, 2):
-        state, metrics = jax.jit(algorithm.round)(state, COHORT)
-        expected = private.accountant.epsilon(rounds)
-        assert metrics["epsilon"] == pytest.approx(expected, rel=1e-5)
+    _, metrics = jax.eval_shape(algorithm.round, algorithm.init(jnp.zeros(5)), COHORT)
+    assert "noise_stddev" in metrics and "epsilon" not in metrics
+    experiment = fedbuff_digits()
+    _, population = experiment.read_clients()
+    arrivals = np.asarray(experiment.order(population).client_ids)
+    assert any(len(set(row)) < len(row) for row in arrivals.tolist())
+    with pytest.raises(
+        ValueError, match=r"private_mean: a client can arrive twice in a round.*Set"
+    ):
+        dataclasses.replace(experiment, aggregator=aggregator("private_mean"))
 
 
 def test_an_average_over_the_combinations_of_a_round_states_no_epsilon() -> None:

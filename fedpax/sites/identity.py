@@ -66,14 +66,14 @@ def identify(
 
 
 def find_difference(expected: Identity, other: Mapping[str, Any]) -> str | None:
-    """Describe how the identity of an island differs from the syncer's, with the remedy."""
+    """Describe how an island's or a site's identity differs from the syncer's, with the remedy."""
     if other.get("version") != expected.version:
         return (
-            f"this island has fedpax {str(other.get('version'))[:50]}, and the syncer has "
+            f"this process has fedpax {str(other.get('version'))[:50]}, and the syncer has "
             f"{expected.version}. Install the same version on both sides."
         )
     if difference := find_other_format(other.get("wire_format"), expected.wire_format):
-        return f"this island {difference}"
+        return f"this process {difference}"
     for field, name, remedy in (
         ("experiment", "configuration", "Give `fedpax join` the flags of `fedpax syncer`."),
         ("model", "model", "Use the same code and the same flags on both sides."),
@@ -89,7 +89,7 @@ def find_difference(expected: Identity, other: Mapping[str, Any]) -> str | None:
                 for path in paths[:5]
             )
             more = f", and {len(paths) - 5} more differ" if len(paths) > 5 else ""
-            return f"this island has another {name}: {shown[:1000]}{more}. {remedy}"
+            return f"this process has another {name}: {shown[:1000]}{more}. {remedy}"
     return None
 
 

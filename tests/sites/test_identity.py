@@ -48,7 +48,7 @@ def test_another_wire_format_is_refused_on_both_sides(stated: Any, words: str) -
     own = identify(decoupled_diloco_text(), PARAMS)
     assert find_difference(own, own._asdict()) is None
     difference = find_difference(own, own._asdict() | {"wire_format": stated})
-    assert difference is not None and difference.startswith("this island") and words in difference
+    assert difference is not None and difference.startswith("this process") and words in difference
 
     answer = {"status": "ok", "merges": 0, "finished": False, "saved": {}, "wire_format": stated}
     link = Link(

@@ -47,6 +47,6 @@ def _as_flag(match: re.Match[str], prefix: str) -> str:
     if isinstance(value, dict):
         value = [f"{name}={data_type}" for name, data_type in value.items()]
     words = [value] if isinstance(value, str) else [*map(str, value)]
-    if prefix == "--":
+    if prefix == "--" or isinstance(value, str):
         return f"{prefix}{match[1]}={shlex.quote(','.join(words))}"
     return f"{prefix}{match[1]} {shlex.join(words)}"

@@ -111,7 +111,7 @@ def test_commands_and_experiments(
     for large in (survey._LARGE, 0):
         monkeypatch.setattr(survey, "_LARGE", large)
         assert main(["data", str(path), "--delimiter=;"]) != 0
-        assert "Set decimal_point=','" in capsys.readouterr().err
+        assert "Set --decimal_point=, for numbers" in capsys.readouterr().err
         assert main(["data", str(path), *FLAGS, "--client=user"]) == 0
         assert f"{numbers[:, 0].min()} to {numbers[:, 0].max()}" in capsys.readouterr().out
     assert main(["prepare", str(path), *FLAGS, f"--out={tmp_path / 'out'}"]) == 0
@@ -132,4 +132,4 @@ def test_commands_and_experiments(
     assert main(["train", "--exp=fedavg_table", *files, "--data.decimal_point=,", *run]) == 0
     capsys.readouterr()
     assert main(["train", "--exp=fedavg_table", *files, f"--job_log_dir={tmp_path / 'no'}"]) != 0
-    assert "Set decimal_point=','" in capsys.readouterr().err
+    assert "Set --data.decimal_point=," in capsys.readouterr().err

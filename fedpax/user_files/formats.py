@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedpax.errors import ArgumentError
 from fedpax.path_patterns import expand_home
+from fedpax.user_files.contents import SUFFIX_REMEDIES
 from fedpax.user_files.finding import PLACEHOLDER, DataFile, is_url
 from fedpax.user_files.folders import is_data_folder
 
@@ -159,7 +160,8 @@ def find_reader(file: DataFile) -> Reader:
     if file.suffix not in FORMATS:
         raise ArgumentError(
             f"{file.path} has the suffix {file.suffix!r}, expected one of {', '.join(FORMATS)}, "
-            "alone or before .gz, .zst or .bz2. Rename the file, or name others."
+            "alone or before .gz, .zst or .bz2. "
+            f"{SUFFIX_REMEDIES.get(file.suffix, 'Rename the file, or name others')}."
         )
     return _import(FORMATS[file.suffix].read)
 

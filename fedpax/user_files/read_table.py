@@ -7,6 +7,7 @@ import pyarrow as pa
 
 from fedpax.errors import ArgumentError
 from fedpax.user_files.columns import plain_types
+from fedpax.user_files.contents import describe_contents
 from fedpax.user_files.finding import CLIENT, DataFile
 from fedpax.user_files.formats import ReadOptions, find_reader, find_stream, is_image, varies
 from fedpax.user_files.readers.hugging_face import decode_features
@@ -55,6 +56,8 @@ def _named(file: DataFile) -> Iterator[None]:
     except (pa.ArrowException, EOFError, MemoryError, OSError, ValueError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
+        if not is_image(file) and (told := describe_contents(file)):
+            raise ArgumentError(told) from error
         text = " ".join(str(error).split()).rstrip(".") or "a size in it exceeds the memory"
         what = "" if is_image(file) else f"{file.path} cannot be read as {file.suffix[1:]}: "
         raise ArgumentError(f"{what}{text}.") from error
@@ -64,9 +67,12 @@ def _check_columns(file: DataFile, table: pa.Table, options: ReadOptions) -> pa.
     """Select the columns, and give them the types that were asked for."""
     names: Sequence[str] = table.column_names
     if twice := sorted({name for name in names if names.count(name) > 1}):
+        remedy = "Rename them in the file."
+        if not twice[0]:
+            remedy = "Name the columns in its first line, and remove a title above the names."
         raise ArgumentError(
-            f"{file.path} has several columns named {twice[0]!r}, expected different names. Rename "
-            "them in the file."
+            f"{file.path} has several columns named {twice[0]!r}, expected different names. "
+            f"{remedy}"
         )
     needed = [*options.columns, *options.types] if not varies(file) else []
     if missing := [name for name in needed if name not in (*names, *options.optional)]:

@@ -23,12 +23,12 @@ from fedpax.user_files.readers import csv_files
         (
             {"a.csv": "x,y\n1,2\n3\n"},
             {},
-            r"a.csv cannot be read as csv: .*Row #3: Expected 2 columns",
+            r"a.csv cannot be read as csv: its row 3 has 1 columns, expected 2 .*'3'. Correct it",
         ),
         ({"a.csv": "x,y\n"}, {}, r"has no examples"),
         ({"a.csv": "x;y\n1;2,5\n"}, {}, r"one column, 'x;y'.*Set delimiter=';'"),
         ({"a.csv": "c\nNaN\n1.5\n"}, {"client": "c"}, r"'c' .*has no value in 1 examples"),
-        ({"a.csv": ""}, {}, r"a.csv cannot be read as csv: Empty CSV"),
+        ({"a.csv": ""}, {}, r"a.csv is empty, expected at least one example. Leave the file out"),
         ({"a.csv": "x,x\n1,2\n"}, {}, r"several columns named 'x'.*Rename"),
         ({"a.csv": "x;y\n1;2\n"}, {}, r"one column, 'x;y'.*Set delimiter=';'"),
         (

@@ -12,6 +12,12 @@ from pyarrow import csv
 from fedpax.errors import ArgumentError
 from fedpax.user_files.finding import DataFile
 from fedpax.user_files.formats import BadRows, ReadOptions, TypeChangedError
+from fedpax.user_files.readers.csv_errors import (
+    check_header,
+    check_single_column,
+    not_utf8,
+    rows_explained,
+)
 from fedpax.user_files.readers.decimal_points import check_decimal_points, check_stated_number
 
 _BLOCK = 1 << 24
@@ -22,9 +28,11 @@ def read_csv(file: DataFile, options: ReadOptions) -> pa.Table:
     try:
         table = _read(file, options, use_threads=True)
     except pa.ArrowInvalid as error:
-        check_stated_number(error, _column_of(error, file, options), options)
-        _check_header(file, options)
-        table = _read(file, options, use_threads=False)  # the message of one thread names the row
+        column = _column_of(error, file, options)
+        check_stated_number(error, column, options)
+        check_header(file, _delimiter(file, options))
+        with rows_explained(file):
+            table = _read(file, options, use_threads=False)  # one thread names the row
     _check_schema(file, options, table.schema)
     check_decimal_points(table, options)
     _check_clients(file, options, table.schema)
@@ -39,12 +47,14 @@ def stream_csv(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
         column = _column_of(error, file, options)
         check_stated_number(error, column, options)
         if column is None:
-            _check_header(file, options)
-            for _ in _blocks(file, options, use_threads=False):  # the message names the row
-                pass
+            check_header(file, _delimiter(file, options))
+            with rows_explained(file):
+                for _ in _blocks(file, options, use_threads=False):  # one thread names the row
+                    pass
         if column is None or column in options.types:
             raise
         whole = _read(file, options, use_threads=True, columns=[column])
+        _check_encoding(file, options, whole.schema)
         check_decimal_points(whole, options)
         raise TypeChangedError(file.path, column, whole.schema.field(0).type) from error
 
@@ -98,23 +108,20 @@ def _delimiter(file: DataFile, options: ReadOptions) -> str:
     return options.delimiter or ("\t" if file.suffix in (".tsv", ".tab") else ",")
 
 
-def _check_header(file: DataFile, options: ReadOptions) -> None:
-    """Raise an error for a file in another encoding, or with another delimiter, than the usual."""
-    with file.open() as opened:
-        header = opened.read(1 << 16).split(b"\n")[0]
-    if header.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise ArgumentError(_recode("UTF-16", file))
-    delimiter = _delimiter(file, options)
-    if delimiter.encode() not in header:
-        _check_delimiter(delimiter, header.decode(errors="replace").strip())
-
-
 def _check_schema(file: DataFile, options: ReadOptions, schema: pa.Schema) -> None:
+    _check_encoding(file, options, schema)
     if len(schema) == 1:
-        _check_delimiter(_delimiter(file, options), schema.names[0])
-    for field in schema:
-        if pa.types.is_binary(field.type) and field.name not in options.types:
-            raise ArgumentError(f"its column {field.name!r} {_recode('LATIN1', file)}")
+        check_single_column(file, _delimiter(file, options), schema.names[0])
+
+
+def _check_encoding(file: DataFile, options: ReadOptions, schema: pa.Schema) -> None:
+    """Raise an error for texts that are not UTF-8, which pyarrow reads as bytes."""
+    try:
+        fields = {name: schema.field(k).type for k, name in enumerate(schema.names)}
+    except UnicodeDecodeError as error:
+        raise not_utf8(file) from error
+    if any(pa.types.is_binary(kind) for name, kind in fields.items() if name not in options.types):
+        raise not_utf8(file)
 
 
 def _check_clients(file: DataFile, options: ReadOptions, schema: pa.Schema) -> None:
@@ -153,21 +160,6 @@ def _check_clients(file: DataFile, options: ReadOptions, schema: pa.Schema) -> N
         f"as the number {numbers[places[0]]}. Set types={{{client!r}: 'string'}} (--types "
         f"{client}=string) to keep such clients apart, or types={{{client!r}: '{kind}'}} for "
         "numbers"
-    )
-
-
-def _check_delimiter(delimiter: str, name: str) -> None:
-    if delimiters := [c for c in ";\t|" if c in name]:
-        raise ArgumentError(
-            f"it has one column, {name!r}, which delimiter={delimiter!r} does not divide. Set "
-            f"delimiter={delimiters[0]!r}"
-        )
-
-
-def _recode(encoding: str, file: DataFile) -> str:
-    return (
-        f"is not UTF-8, expected this encoding. Convert the file, such as by `iconv -f {encoding} "
-        f"-t UTF-8 {file.path} > new.csv`"
     )
 
 

@@ -1,10 +1,12 @@
 """Checkpoints that hold a part of client stores, and the checkpoints that hold the other rows."""
 
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from fedpax.files import read_json
+from fedpax.run_files.paths import CHECKSUMS
 
 PARENT = "parent.json"
 """The file of a checkpoint that has only the rows that changed since another checkpoint."""
@@ -16,6 +18,9 @@ class Parent(NamedTuple):
     round: int
     position: int  # number of checkpoints since the one that has all rows, with this one
     stores: list[list[str]]  # the path of each client store in the state
+    # `identity_of` the parent, set when the checkpoint is written: another checkpoint of the same
+    # round has other rows
+    identity: int = 0
 
     @classmethod
     def read(cls, checkpoint: Path) -> Self | None:
@@ -33,6 +38,11 @@ class Parent(NamedTuple):
         if not isinstance(parent.round, int) or not 0 <= parent.round < int(checkpoint.name):
             raise ValueError(f"{PARENT} names the round {parent.round}, expected an earlier one")
         return parent
+
+
+def identity_of(checkpoint: Path) -> int:
+    """Return the CRC-32 of a checkpoint's checksums, which differs from that of any other one."""
+    return zlib.crc32((checkpoint / CHECKSUMS).read_bytes())
 
 
 def lineage(folder: Path, step: int) -> list[tuple[int, Parent | None]]:

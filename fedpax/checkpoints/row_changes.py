@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int64, UInt64
 
@@ -159,7 +160,10 @@ class RowChanges:
 def _blocks(state: Any) -> dict[Path, RowBlocks] | None:
     """Return the layout of each store; None if checkpoints should hold all of their rows."""
     stores = stores_of(state)
-    if sum(leaf.nbytes for leaf in jax.tree.leaves(stores)) < max(1, SMALL_STORES):
+    leaves = jax.tree.leaves(stores)
+    if any(jnp.issubdtype(leaf.dtype, jax.dtypes.extended) for leaf in leaves):
+        return None  # random keys, whose bits have no fingerprint
+    if sum(leaf.nbytes for leaf in leaves) < max(1, SMALL_STORES):
         return None
     blocks = {path: row_blocks(jax.tree.leaves(store)) for path, store in stores.items()}
     known = {path: found for path, found in blocks.items() if found is not None}

@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from fedpax.checkpoints.ancestors import Parent
+from fedpax.checkpoints.ancestors import Parent, identity_of
 from fedpax.checkpoints.object_store import COMMITTED, is_object_store, remove_folder
 from fedpax.console import print_error
 from fedpax.errors import FedpaxError
@@ -54,7 +54,7 @@ def write_checksums(folder: Path) -> None:
 
 def find_damage(checkpoint: Path) -> str | None:
     """Compare the files of a checkpoint, and of the ones that it needs, with their checksums."""
-    damage = _find_own_damage(checkpoint)
+    damage = find_own_damage(checkpoint)
     if damage is not None:
         return damage
     try:
@@ -64,13 +64,16 @@ def find_damage(checkpoint: Path) -> str | None:
     if parent is None:
         return None
     needed = f"the checkpoint of round {parent.round}, which has other rows of its client stores,"
-    if not has_checksums(checkpoint.with_name(str(parent.round))):
+    named = checkpoint.with_name(str(parent.round))
+    if not has_checksums(named):
         return f"{needed} is missing"
-    damage = find_damage(checkpoint.with_name(str(parent.round)))
+    if identity_of(named) != parent.identity:
+        return f"{needed} is another one than at the time of the save"
+    damage = find_damage(named)
     return None if damage is None else f"{needed} is damaged ({damage})"
 
 
-def _find_own_damage(folder: Path) -> str | None:
+def find_own_damage(folder: Path) -> str | None:
     """Compare the files of a folder with their checksums."""
     try:
         expected = read_json(folder / CHECKSUMS)

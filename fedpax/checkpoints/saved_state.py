@@ -1,6 +1,6 @@
 """The saved state of a run: compared with an experiment's state, and read in parts."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from fedpax.checkpoints.lazy_orbax import ocp
 from fedpax.checkpoints.orbax_files import open_to_read
 from fedpax.checkpoints.participant_states import saved_placed_struct
 from fedpax.checkpoints.restored_stores import complete_rows
-from fedpax.checkpoints.saved_rounds import damaged_checkpoint, find_damage
+from fedpax.checkpoints.saved_rounds import damaged_checkpoint, find_damage, find_own_damage
 from fedpax.errors import ArgumentError
 from fedpax.run_files.configuration import flatten, read_configuration_json
 from fedpax.run_files.evaluations import Evaluations
@@ -55,7 +55,7 @@ def load_params(
         )
     if best:
         round_number = best_round(job_log_dir)
-    folder, round_number = _find(job_log_dir, round_number)
+    folder, round_number = _find(job_log_dir, round_number, find_own_damage)  # it has the model
     # Other processes of a job need not read it.
     alone = ocp.options.MultiprocessingOptions(
         primary_host=jax.process_index(), active_processes={jax.process_index()}
@@ -251,7 +251,11 @@ def check_same_leaves(
         )
 
 
-def _find(job_log_dir: str | Path, round_number: int | None) -> tuple[Path, int]:
+def _find(
+    job_log_dir: str | Path,
+    round_number: int | None,
+    find_damage: Callable[[Path], str | None] = find_damage,
+) -> tuple[Path, int]:
     """Return the folder of a run's checkpoints and the round to read, whose files are intact."""
     folder = resolve_folder(job_log_dir) / CHECKPOINTS
     rounds = complete_rounds(folder)

@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from fedpax.algorithm import State
-from fedpax.checkpoints.ancestors import PARENT, Parent, lineage, read_parents
+from fedpax.checkpoints.ancestors import PARENT, Parent, identity_of, lineage, read_parents
 from fedpax.checkpoints.lazy_orbax import ocp
 from fedpax.checkpoints.orbax_files import on_one_device
 from fedpax.checkpoints.restored_stores import restore_stores
@@ -72,7 +72,9 @@ class StateParts:
     def write_parent(self, draft: Path) -> None:
         """Name the parent of a checkpoint whose other files are written."""
         if self._parent is not None:
-            write_atomically(draft / PARENT, json.dumps(self._parent._asdict()) + "\n")
+            identity = identity_of(self._folder / str(self._parent.round))
+            record = self._parent._replace(identity=identity)._asdict()
+            write_atomically(draft / PARENT, json.dumps(record) + "\n")
 
     def restore(self, manager: "ocp.CheckpointManager", step: int, like: State) -> Any:
         """Restore the state of a checkpoint; the next one then writes what has changed."""

@@ -110,7 +110,7 @@ def _take(blocks: RowBlocks) -> Any:
     specs = list(blocks.specs)
 
     def on_device(leaves: list[jax.Array], index: jax.Array) -> list[jax.Array]:
-        return [leaf[index] for leaf in leaves]
+        return [_of_bits(_bits(leaf)[index], leaf.dtype) for leaf in leaves]
 
     return jax.jit(on_devices_of(blocks, on_device, (specs, P(blocks.axes or None)), specs))
 
@@ -155,11 +155,23 @@ def _write(blocks: RowBlocks) -> Any:
         # A negative index would count from the end.
         local = jnp.where((ids >= 0) & (local >= 0), local, blocks.block_rows)
         return [
-            leaf.at[local].set(new, mode="drop") for leaf, new in zip(leaves, rows, strict=True)
+            _of_bits(_bits(leaf).at[local].set(_bits(new), mode="drop"), leaf.dtype)
+            for leaf, new in zip(leaves, rows, strict=True)
         ]
 
     mapped = on_devices_of(blocks, on_device, (specs, P(), piece_specs), specs)
     return jax.jit(mapped, donate_argnums=0)
+
+
+def _bits(leaf: jax.Array) -> jax.Array:
+    """View narrow floats as integers: XLA can copy them as wider floats, with another NaN."""
+    bits = jax.dtypes.itemsize_bits(leaf.dtype)
+    is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and bits in (8, 16)
+    return jax.lax.bitcast_convert_type(leaf, f"uint{bits}") if is_narrow else leaf
+
+
+def _of_bits(leaf: jax.Array, dtype: Any) -> jax.Array:
+    return leaf if leaf.dtype == dtype else jax.lax.bitcast_convert_type(leaf, dtype)
 
 
 def on_devices_of(blocks: RowBlocks, fn: Any, in_specs: Any, out_specs: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from fedpax.checkpoints.ancestors import lineage
 from fedpax.console import print_error
 from fedpax.errors import ArgumentError
 from fedpax.extras import check_installed
@@ -210,9 +211,11 @@ class Tracker(AbstractContextManager["Tracker"]):
         shutil.rmtree(draft, ignore_errors=True)
         self._uploading = True
         try:
-            saved = self._checkpoints_of / CHECKPOINTS / str(number)
-            shutil.copytree(saved, draft / CHECKPOINTS / str(number), copy_function=_link)
-            if number not in complete_rounds(draft / CHECKPOINTS):
+            saved, copies = self._checkpoints_of / CHECKPOINTS, draft / CHECKPOINTS
+            needed = [step for step, _ in lineage(saved, number)]
+            for step in needed:
+                shutil.copytree(saved / str(step), copies / str(step), copy_function=_link)
+            if not {*needed} <= {*complete_rounds(copies)}:
                 return  # a newer one has just replaced it
             shutil.copy(self._folder / CONFIGURATION, draft)
             run.log_checkpoint(draft, number)

@@ -255,6 +255,88 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     return folder
 
 
+def test_a_parent_of_another_run_is_told(saved: Path, tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    shutil.copytree(saved, run)
+    save_some(other, random_state(1), saves=5, keep=9)
+    shutil.rmtree(run / "checkpoints" / "5")
+    shutil.copytree(other / "checkpoints" / "5", run / "checkpoints" / "5")
+    with pytest.raises(DamagedCheckpointError, match=r"round 5, which .* is another one than"):
+        load_field(run, "controls")
+
+
+def test_the_newest_checkpoint_alone_has_the_model(saved: Path, tmp_path: Path) -> None:
+    newest = tmp_path / "checkpoints" / "8"
+    shutil.copytree(saved / "checkpoints" / "8", newest)
+    assert_same_bits(load_params(tmp_path), load_params(saved))
+    with pytest.raises(DamagedCheckpointError, match=r"the checkpoint of round 7, .* is missing"):
+        load_field(tmp_path, "controls")
+    damaged = next(path for path in (newest / "state").rglob("d/*") if path.is_file())
+    damaged.write_bytes(b"")
+    with pytest.raises(DamagedCheckpointError, match="has 0 bytes"):
+        load_params(tmp_path)
+
+
+class Kept(NamedTuple):
+    params: Any
+    kept: ClientStore[Any]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2"])
+def test_rows_of_any_bits_come_back(tmp_path: Path, dtype: str) -> None:
+    rng = np.random.default_rng(0)
+
+    def bits(*shape: int) -> Any:  # NaN with every sign and payload, infinities, -0.0
+        some = rng.integers(0, 256, (*shape, 5, jnp.dtype(dtype).itemsize), np.uint8)
+        some[..., :2, -1] |= 0x7F  # most of these are NaN
+        some[..., 2, :] = 0
+        some[..., 2, -1] = 0x80 * rng.integers(0, 2, shape)
+        return some.view(jnp.dtype(dtype))[..., 0]
+
+    rows = bits(512)
+    states = []
+    with Checkpoints(tmp_path, keep=9) as checkpoints:
+        for number in range(1, 5):
+            rows = np_set(rows, rng.permutation(512)[:5], bits(5)) if number > 1 else rows
+            states.append(Kept(jnp.float32(number), ClientStore(jnp.asarray(rows), 512)))
+            checkpoints.save(number, states[-1], {}, {})
+            checkpoints.wait()
+    assert len(lineage(tmp_path / "checkpoints", 4)) == 3
+    with Checkpoints(tmp_path, keep=9) as checkpoints:
+        restored = checkpoints.restore_state(like(states[-1]))
+    loaded = load_state(tmp_path, 3, like(states[2]))
+    for state, expected in [(restored, states[3]), (loaded, states[2])]:
+        assert np.asarray(state.kept.rows).tobytes() == np.asarray(expected.kept.rows).tobytes()
+
+
+def test_a_sign_of_zero_and_a_nan_are_changes(tmp_path: Path) -> None:
+    zeros = np.zeros((512, 3), np.float32)
+    signed, nan = np_set(zeros, 7, np.float32([0, -0.0, 0])), np_set(zeros, 9, np.float32(np.nan))
+    with Checkpoints(tmp_path, keep=9) as checkpoints:
+        for number, rows in enumerate((zeros, signed, nan, nan), 1):
+            checkpoints.save(number, Kept(jnp.ones(1), ClientStore(jnp.asarray(rows), 512)), {}, {})
+            checkpoints.wait()
+    written = [saved_ids(tmp_path / "checkpoints" / str(number), 0) for number in (2, 3, 4)]
+    assert [{*ids[ids >= 0].tolist()} for ids in written] == [{7}, {7, 9}, set()]
+
+
+def test_random_keys_of_clients_are_written_in_full(tmp_path: Path) -> None:
+    keys = jax.random.split(jax.random.key(0), 512)
+    states = [
+        Kept(jnp.ones(1), ClientStore({"key": k, "n": jnp.arange(512)}, 512))
+        for k in (keys, keys.at[3].set(jax.random.key(5)))
+    ]
+    with Checkpoints(tmp_path, keep=9) as checkpoints:
+        for number, state in enumerate(states, 1):
+            checkpoints.save(number, state, {}, {})
+            checkpoints.wait()
+    assert [step for step, _ in lineage(tmp_path / "checkpoints", 2)] == [2]
+    with Checkpoints(tmp_path, keep=9) as checkpoints:
+        restored = checkpoints.restore_state(like(states[1]))
+    data = [jax.random.key_data(state.kept.rows["key"]) for state in (restored, states[1])]
+    assert np.array_equal(*data)
+
+
 @pytest.mark.parametrize("content", ["[]", '{"round": 8, "position": 1, "stores": []}', "{"])
 def test_a_parent_that_is_no_earlier_checkpoint_is_damage(
     saved: Path, tmp_path: Path, content: str

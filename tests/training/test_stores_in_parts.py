@@ -1,6 +1,7 @@
 """Runs whose checkpoints have a part of the clients' states end as a run that is not stopped."""
 
 import dataclasses
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,9 +15,11 @@ import numpy as np
 import pytest
 from several_processes import HERE, finish, start
 from small_stores import POPULATION, stores
+from tracker_server import Server, use
 
 from fedpax.checkpoints import row_changes
 from fedpax.checkpoints.ancestors import lineage
+from fedpax.checkpoints.saved_rounds import find_damage
 from fedpax.checkpoints.saved_state import load_field, load_params
 from fedpax.run_files.paths import complete_rounds, latest_round
 from fedpax.training.trainer import train
@@ -80,6 +83,24 @@ def train_until(rounds: int, folder: Path, clients: int = 4) -> None:
     mesh = dataclasses.replace(whole.mesh, clients=clients)
     run = dataclasses.replace(whole, training=training, mesh=mesh)
     train(run, folder, allow_config_change=["mesh"])
+
+
+def test_a_tracker_gets_the_checkpoints_that_a_sent_one_needs(
+    unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Whole(Server):
+        def log_checkpoint(self, folder: Path, round_number: int) -> None:
+            assert find_damage(folder / "checkpoints" / str(round_number)) is None
+            self.checkpoints.append(round_number)
+
+    server = use(monkeypatch, Whole())
+    shutil.copytree(unbroken, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints" / "16")
+    run = stores()
+    training = dataclasses.replace(run.training, tracker="wandb", track_checkpoints=True)
+    train(dataclasses.replace(run, training=training), tmp_path)
+    assert rounds_with_rows(tmp_path) == [2, 10, 14, 16]
+    assert server.checkpoints[-1] == 16
 
 
 @pytest.mark.slow

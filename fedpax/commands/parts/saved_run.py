@@ -10,7 +10,7 @@ import jax
 from absl import flags
 
 from fedpax.algorithm import Params
-from fedpax.checkpoints.saved_rounds import DamagedCheckpointError, find_damage
+from fedpax.checkpoints.saved_rounds import DamagedCheckpointError, find_own_damage
 from fedpax.checkpoints.saved_state import best_round, load_params
 from fedpax.commands.parts.compilation_cache import enable_compilation_cache
 from fedpax.commands.parts.devices import provide_devices
@@ -201,7 +201,7 @@ def load_saved_params(saved: SavedRun, run: Run, round_number: int) -> Params:
         if isinstance(error, FileNotFoundError):
             raise
         before = [n for n in reversed(complete_rounds(folder)) if n < round_number]
-        whole = next((n for n in before if find_damage(folder / str(n)) is None), None)
+        whole = next((n for n in before if find_own_damage(folder / str(n)) is None), None)
         other = "" if whole is None else f" --round={whole} reads the newest whole one before it."
         raise UsageError(f"{error}{other}") from error
 

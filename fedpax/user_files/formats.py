@@ -9,6 +9,7 @@ from fedpax.path_patterns import expand_home
 from fedpax.user_files.contents import SUFFIX_REMEDIES
 from fedpax.user_files.finding import PLACEHOLDER, DataFile, is_url
 from fedpax.user_files.folders import is_data_folder
+from fedpax.user_files.shards import is_numbered
 
 if TYPE_CHECKING:
     import pyarrow
@@ -142,7 +143,8 @@ def is_files(name: str) -> bool:
 
 def is_shard(file: DataFile) -> bool:
     """Return whether a file is a part of a data set, not a client: such parts have equal sizes."""
-    return file.is_shard or (file.suffix in FORMATS and FORMATS[file.suffix].is_shard)
+    of_format = file.suffix in FORMATS and FORMATS[file.suffix].is_shard
+    return file.is_shard or of_format or is_numbered(file.name)
 
 
 def varies(file: DataFile) -> bool:

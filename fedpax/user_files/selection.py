@@ -13,6 +13,7 @@ from fedpax.user_files.finding import DataFile, find_files, is_url
 from fedpax.user_files.folders import find_in_folder
 from fedpax.user_files.formats import ReadOptions, is_image
 from fedpax.user_files.load_options import LoadOptions
+from fedpax.user_files.shards import check_shards
 
 HELD_OUT_SPLITS = ("heldout", "test", "validation")
 """Names of the split that `heldout_fraction` makes."""
@@ -51,6 +52,7 @@ def select_files(
     patterns = [os.fspath(file) for file in files]
     name = ",".join(patterns)
     data_files, names_split = _find(patterns, options)
+    check_shards(data_files, [p for p in patterns if is_url(p) or not expand_home(p).is_dir()])
     check_split(name, options._replace(split="train") if names_split else options)
     in_path = {field for file in data_files for field in file.fields}
     kept = [c for c in (options.client, options.label) if c is not None and c not in in_path]

@@ -16,7 +16,7 @@ _ROW = re.compile(r"Row #(\d+): Expected (\d+) columns, got (\d+): (.*)", re.DOT
 
 
 @contextlib.contextmanager
-def rows_explained(file: DataFile) -> Iterator[None]:
+def rows_explained(file: DataFile, delimiter: str) -> Iterator[None]:
     """Add the remedy to pyarrow's error for a row, whose number one thread tells."""
     try:
         yield
@@ -29,10 +29,10 @@ def rows_explained(file: DataFile) -> Iterator[None]:
         match = _ROW.search(str(error))
         if match is None:
             raise
-        raise ArgumentError(_explain_row(file, match)) from error
+        raise ArgumentError(_explain_row(file, delimiter, match)) from error
 
 
-def _explain_row(file: DataFile, match: re.Match[str]) -> str:
+def _explain_row(file: DataFile, delimiter: str, match: re.Match[str]) -> str:
     row, expected, got = int(match[1]), int(match[2]), int(match[3])
     first_line = match[4].split("\n")[0].rstrip("\r")
     text = f"its row {row} has {got} columns, expected {expected} as in its first line: "
@@ -44,7 +44,9 @@ def _explain_row(file: DataFile, match: re.Match[str]) -> str:
     if got > expected and row <= _FIRST_ROWS:
         lines = _first_lines(file)
         place = next((k for k, line in enumerate(lines) if line.startswith(first_line[:40])), 0)
-        if place:
+        # The rows below a line of names have its length; those below a damaged row have not.
+        below = lines[place + 1] if place + 1 < len(lines) else first_line
+        if place and below.count(delimiter) == first_line.count(delimiter):
             return (
                 f"its line 1, {lines[0][:80]!r}, is read as the names of the columns, "
                 f"{expected} in all, and its line {place + 1}, {first_line[:80]!r}, has {got} "

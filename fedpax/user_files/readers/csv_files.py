@@ -31,7 +31,7 @@ def read_csv(file: DataFile, options: ReadOptions) -> pa.Table:
         column = _column_of(error, file, options)
         check_stated_number(error, column, options)
         check_header(file, _delimiter(file, options))
-        with rows_explained(file):
+        with rows_explained(file, _delimiter(file, options)):
             table = _read(file, options, use_threads=False)  # one thread names the row
     _check_schema(file, options, table.schema)
     check_decimal_points(table, options)
@@ -48,7 +48,7 @@ def stream_csv(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
         check_stated_number(error, column, options)
         if column is None:
             check_header(file, _delimiter(file, options))
-            with rows_explained(file):
+            with rows_explained(file, _delimiter(file, options)):
                 for _ in _blocks(file, options, use_threads=False):  # one thread names the row
                     pass
         if column is None or column in options.types:

@@ -156,14 +156,13 @@ def _run(arguments: list[str]) -> int:
     if command in ("--help", "-h", "help", "--helpfull"):
         print(USAGE, end="")
         return 0
-    # With one experiment, --help shows its fields.
-    named = "--job_log_dir" if command in ("evaluate", "generate", "export") else "--exp"
-    shows_fields = command != "compare" and any(named in word for word in rest)
-    if command in COMMANDS and {"--help", "-h"} & set(rest) and not shows_fields:
-        from fedpax.commands.help import help_of
+    if command in COMMANDS and {"--help", "-h"} & set(rest):
+        flag = COMMANDS[command].fields_of
+        if flag is None or not any(f"--{flag}" in word for word in rest):
+            from fedpax.commands.help import help_of
 
-        print(help_of(command), end="")
-        return 0
+            print(help_of(command), end="")
+            return 0
     if command in ("--version", "version"):
         print(f"fedpax {__version__}")
         return 0

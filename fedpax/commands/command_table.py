@@ -13,6 +13,8 @@ class Command(NamedTuple):
     usage: str  # its part of `fedpax --help`
     flags: Mapping[str, Flag] = {}
     words: tuple[str, ...] = ()  # that can follow the command
+    # The flag that names the experiment whose fields `--help` shows. None: it shows no fields.
+    fields_of: str | None = None
 
 
 def _flags(names: str, **changes: Any) -> dict[str, Flag]:
@@ -45,6 +47,7 @@ COMMANDS = {
             f"{_RUN} allow_config_change participant_states {_PROCESSES} elastic keeper copy_every "
             f"copy_dir {_ENGINE}"
         ),
+        fields_of="exp",
     ),
     "compare": Command(
         "fedpax.commands.compare:compare",
@@ -69,6 +72,7 @@ COMMANDS = {
       local steps that hide it and the time that stays exposed.
 """,
         flags=_flags("exp topology slices bandwidth json picture hlo"),
+        fields_of="exp",
     ),
     "show": Command(
         "fedpax.commands.show:show",
@@ -91,6 +95,7 @@ COMMANDS = {
             f"{_RUN} round by_client picture {_ENGINE} flower_flags json",
             engine={"type": ("beam", "out_of_core", "flower")},
         ),
+        fields_of="job_log_dir",
     ),
     "generate": Command(
         "fedpax.commands.generate:generate",
@@ -100,6 +105,7 @@ COMMANDS = {
       Continue a text with the model of a run on text.
 """,
         flags=_flags(f"{_RUN} round prompt num_tokens temperature top_p seed"),
+        fields_of="job_log_dir",
     ),
     "export": Command(
         "fedpax.commands.export:export",
@@ -114,6 +120,7 @@ COMMANDS = {
       and NumPy alone.
 """,
         flags=_flags(f"{_RUN} round out stages flower format dtype"),
+        fields_of="job_log_dir",
     ),
     "inspect": Command(
         "fedpax.commands.inspect:inspect",
@@ -130,6 +137,7 @@ COMMANDS = {
       Show how the clients of an experiment differ in the amounts and labels of their examples.
 """,
         flags=_flags("exp picture"),
+        fields_of="exp",
     ),
     "data": Command(
         "fedpax.commands.data:data",
@@ -185,6 +193,7 @@ COMMANDS = {
             "clients_per_site silent_after norm_factor accept_if "
             "secure_sums secure_threshold weights down up"
         ),
+        fields_of="exp",
     ),
     "join": Command(
         "fedpax.commands.join:join",
@@ -201,6 +210,7 @@ COMMANDS = {
             f"{_RUN} allow_config_change {_PROCESSES} syncer name shard give_up_after "
             "only_sums_of personal certificates server_name"
         ),
+        fields_of="exp",
     ),
     "sites": Command(
         "fedpax.commands.sites:sites",
@@ -227,7 +237,10 @@ COMMANDS = {
       At the coordinator: sign the request of a site, which copies the signed files beside its key.
       --replace signs for a name that another request was given, such as an expired certificate.
 """,
-        flags=_flags("out names days authority request name sign replace"),
+        flags=_flags(
+            "out names days authority request name sign replace",
+            name={"text": "the site's name, which its certificate will have"},
+        ),
     ),
     "doctor": Command(
         "fedpax.commands.doctor:doctor",

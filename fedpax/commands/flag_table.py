@@ -189,7 +189,7 @@ FLAGS = {
     ),
     "personal": Flag("evaluate a model of each client's own after the rounds over sites", False),
     "certificates": Flag("this site's folder, as `fedpax certificates` makes one for each name"),
-    "name": Flag("the island's name; default: the name of its folder"),
+    "name": Flag("the island's or site's name; default: its certificate's, or its folder's"),
     "shard": Flag("the island's shard of the data, from 0; default: a free one", type=int, least=0),
     "server_name": Flag("the name in the syncer's certificate; default: the host of --syncer"),
     "names": Flag(

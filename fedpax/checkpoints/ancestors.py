@@ -57,12 +57,16 @@ def lineage(folder: Path, step: int) -> list[tuple[int, Parent | None]]:
 
 
 def read_parents(folder: Path, steps: Iterable[int]) -> dict[int, int]:
-    """Return the parent's round of each checkpoint that has one."""
+    """Return the parent's round of each checkpoint that has one.
+
+    Raises:
+        OSError: a file cannot be read, such as without permission. The parent would be deleted.
+    """
     parents = {}
     for step in steps:
         try:
             parent = Parent.read(folder / str(step))
-        except (OSError, ValueError):  # told when the checkpoint is read
+        except (IsADirectoryError, ValueError):  # told when the checkpoint is read
             continue
         if parent is not None:
             parents[step] = parent.round

@@ -34,12 +34,11 @@ class StateParts:
         self._folder, self._parents = folder, parents
         self._rows = RowChanges()
         self._parent: Parent | None = None
-        self.forget()
+        self._parents.update(read_parents(folder, complete_rounds(folder)))
 
     def forget(self) -> None:
         """Let the next checkpoint have all rows: the newest one is not known to be complete."""
         self._rows.forget()
-        self._parents.update(read_parents(self._folder, complete_rounds(self._folder)))
 
     def to_save(self, round_number: int, state: State) -> "dict[str, ocp.args.CheckpointArgs]":
         """Return what the checkpoint of a round saves."""

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from random_states import assert_same_bits
 
-from fedpax.checkpoints import row_changes
+from fedpax.checkpoints import ancestors, row_changes
 from fedpax.checkpoints.ancestors import lineage
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.checkpoints.saved_rounds import DamagedCheckpointError, find_damage, write_checksums
@@ -335,6 +335,20 @@ def test_random_keys_of_clients_are_written_in_full(tmp_path: Path) -> None:
         restored = checkpoints.restore_state(like(states[1]))
     data = [jax.random.key_data(state.kept.rows["key"]) for state in (restored, states[1])]
     assert np.array_equal(*data)
+
+
+def test_a_run_does_not_start_without_its_parents_records(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+
+    def fail(path: Path) -> Any:
+        raise TimeoutError(f"{path} cannot be read")
+
+    monkeypatch.setattr(ancestors, "read_json", fail)
+    # It would delete the checkpoints that kept ones need.
+    with pytest.raises(TimeoutError, match=r"parent\.json cannot be read"):
+        Checkpoints(tmp_path, keep=1)
 
 
 @pytest.mark.parametrize("content", ["[]", '{"round": 8, "position": 1, "stores": []}', "{"])

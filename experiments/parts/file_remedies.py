@@ -12,6 +12,11 @@ _ARGUMENT = re.compile(
 )
 # An experiment reads all columns: `--data.columns` states treatments.
 _COLUMNS = re.compile(r",? or (?:name common columns|leave the column out) with columns=[^.]*")
+_OTHERWISE = {
+    "Read some columns with columns=, or sort": "Sort",
+    "Read some columns with columns=, train": "Train",
+    "otherwise leave it out with columns=": "otherwise rename it in the files",
+}
 _OF_COMMANDS = re.compile(r" \(--types[ =][^)]*\)")
 
 
@@ -34,6 +39,8 @@ def with_flags(text: str, prefix: str = "--data.") -> str:
         text = re.sub(r"(?<![\w.-])columns=", "--columns=", _OF_COMMANDS.sub("", text))
     else:
         text = _COLUMNS.sub("", _OF_COMMANDS.sub("", text))
+        for remedy, other in _OTHERWISE.items():
+            text = text.replace(remedy, other)
     size = "--image_size=HEIGHTxWIDTH" if prefix == "--" else f"{prefix}image_size HEIGHT WIDTH"
     text = text.replace("image_size=(height, width)", size)
     return _ARGUMENT.sub(lambda match: _as_flag(match, prefix), text)

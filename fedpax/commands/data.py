@@ -2,7 +2,7 @@
 
 import datetime
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def data(arguments: Sequence[str]) -> int:
     _print_head(source.name, len(source), clients)
     table = {name: source.table.column(name) for name in source.fields}
     summaries = summarize_columns(table, infer_treatments(table))
-    _print_columns(summaries, source.table.schema, source.client, source.label)
+    _print_columns(summaries, source.table.schema, source.client, source.label, reading["types"])
     if source.client is None:
         return _without_clients(picture)
     population = ContiguousClients(source.client_starts)
@@ -83,7 +83,9 @@ def _survey(files: Any, options: LoadOptions, picture: Path | None) -> int:
     survey = survey_files(files, options, _MOST_LABELS)
     clients = None if survey.clients is None else len(survey.clients)
     _print_head(survey.name, survey.num_examples, clients)
-    _print_columns(survey.summaries, survey.schema, survey.client, survey.label)
+    _print_columns(
+        survey.summaries, survey.schema, survey.client, survey.label, options.types or ()
+    )
     if survey.clients is None:
         return _without_clients(picture)
     starts = np.concatenate([[0], np.cumsum(survey.sizes)])
@@ -130,9 +132,14 @@ def _print_head(name: str, examples: int, clients: int | None) -> None:
 
 
 def _print_columns(
-    summaries: Sequence[ColumnSummary], schema: Any, client: str | None, label: str | None
+    summaries: Sequence[ColumnSummary],
+    schema: Any,
+    client: str | None,
+    label: str | None,
+    stated: Collection[str],
 ) -> None:
     """Print the table of columns, with the treatment that `fedavg_table` gives them."""
+    # `stated` are the columns whose types the user states: they are texts on purpose.
     roles = {client: "client", label: "label"}
     rows = []
     for summary in summaries:
@@ -144,6 +151,9 @@ def _print_columns(
             cells[-2:] = [role, "stated" if role == "label" else "names the clients"]
         rows.append(cells)
     for line in ["", *markdown_table(ColumnSummary.HEAD, rows).splitlines()]:
+        print_line(line)
+    notes = [s.note for s in summaries if s.note and s.treatment.name not in (client, *stated)]
+    for line in ["", *notes] if notes else []:
         print_line(line)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fedpax.data.tables.text_values import TextValues
 from fedpax.data.tables.treatments import Treatment, count_distinct
 from fedpax.data.tables.values import (
     arrow_column,
@@ -29,6 +30,7 @@ class ColumnSummary:
         num_missing: number of examples without a value.
         num_distinct: number of distinct values; None where values are not counted, as for lists.
         range: the least and largest value in words; empty without numbers or dates.
+        note: why a column of texts has no numbers or dates, and the remedy; else empty.
     """
 
     treatment: Treatment
@@ -36,6 +38,7 @@ class ColumnSummary:
     num_missing: int
     num_distinct: int | None
     range: str
+    note: str = ""
 
     HEAD = ("column", "type", "missing", "distinct", "range", "treatment", "because")
 
@@ -83,9 +86,18 @@ def summarize_columns(
                 int(missing.sum()),
                 count_distinct(column) if is_counted(dtype) else None,
                 value_range(column),
+                _note(treatment.name, column),
             )
         )
     return summaries
+
+
+def _note(name: str, column: Any) -> str:
+    if not is_text(column.type):
+        return ""
+    values = TextValues()
+    values.add(column)
+    return values.describe(name)
 
 
 def is_counted(dtype: Any) -> bool:

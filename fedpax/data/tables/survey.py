@@ -18,6 +18,7 @@ from fedpax.data.tables.summaries import (
     summarize_columns,
     value_range,
 )
+from fedpax.data.tables.text_values import TextValues
 from fedpax.data.tables.treatments import infer_treatment, infer_treatments
 from fedpax.data.tables.values import is_date, is_missing, is_number, is_text
 from fedpax.errors import ArgumentError
@@ -160,6 +161,7 @@ class _Counts(NamedTuple):
     missing: dict[str, int]
     ends: dict[str, list[pa.Array]]  # the least and largest value of each part
     distinct: dict[str, int]
+    texts: dict[str, TextValues]
 
     def summaries(self, schema: pa.Schema) -> list[ColumnSummary]:
         return [self._summary(field) for field in schema]
@@ -171,7 +173,8 @@ class _Counts(NamedTuple):
             name, field.type, self.num_examples, missing < self.num_examples, distinct
         )
         ends = pa.concat_arrays(self.ends[name]) if name in self.ends else pa.nulls(0)
-        return ColumnSummary(treatment, str(field.type), missing, distinct, value_range(ends))
+        note = self.texts[name].describe(name) if name in self.texts else ""
+        return ColumnSummary(treatment, str(field.type), missing, distinct, value_range(ends), note)
 
 
 def _repeat(reading: Reading, use: Any) -> Any:
@@ -190,6 +193,7 @@ def _count_columns(reading: Reading) -> _Counts:
     counted = [field for field in schema if is_counted(field.type)]
     examples, missing = 0, dict.fromkeys(schema.names, 0)
     ends: dict[str, list[pa.Array]] = {}
+    texts = {field.name: TextValues() for field in schema if is_text(field.type)}
 
     def parts() -> Iterator[pa.Table]:
         nonlocal examples
@@ -202,6 +206,8 @@ def _count_columns(reading: Reading) -> _Counts:
                 missing[name] += int(absent.sum())
                 if is_number(column.type) or is_date(column.type):
                     ends.setdefault(name, []).append(_ends(column))
+                if name in texts:
+                    texts[name].add(column)
                 present[name] = (
                     pc.if_else(pa.array(~absent), column, pa.scalar(None, column.type))
                     if absent.any() and is_counted(column.type)
@@ -212,12 +218,12 @@ def _count_columns(reading: Reading) -> _Counts:
     if not counted:
         for _ in parts():
             pass
-        return _Counts(examples, missing, ends, {})
+        return _Counts(examples, missing, ends, {}, texts)
     bits = pa.schema([(f.name, _bits(pa.array([], f.type)).type) for f in counted])
     select = ", ".join(f"count(DISTINCT c{k})" for k in range(len(counted)))
     row = _query(parts(), bits, f"SELECT {select} FROM examples").to_pylist()[0]
     distinct = dict(zip([f.name for f in counted], row.values(), strict=True))
-    return _Counts(examples, missing, ends, distinct)
+    return _Counts(examples, missing, ends, distinct, texts)
 
 
 def _count_groups(reading: Reading, keys: list[str]) -> pa.Table:

@@ -54,23 +54,25 @@ def write_checksums(folder: Path) -> None:
 
 def find_damage(checkpoint: Path) -> str | None:
     """Compare the files of a checkpoint, and of the ones that it needs, with their checksums."""
-    damage = find_own_damage(checkpoint)
-    if damage is not None:
-        return damage
-    try:
-        parent = Parent.read(checkpoint)
-    except ValueError as error:
-        return str(error)
-    if parent is None:
-        return None
-    needed = f"the checkpoint of round {parent.round}, which has other rows of its client stores,"
-    named = checkpoint.with_name(str(parent.round))
-    if not has_checksums(named):
-        return f"{needed} is missing"
-    if identity_of(named) != parent.identity:
-        return f"{needed} is another one than at the time of the save"
-    damage = find_damage(named)
-    return None if damage is None else f"{needed} is damaged ({damage})"
+    needed, damage = "", find_own_damage(checkpoint)
+    while damage is None:
+        try:
+            parent = Parent.read(checkpoint)
+        except ValueError as error:
+            damage = str(error)
+            break
+        if parent is None:
+            return None
+        needed = (
+            f"the checkpoint of round {parent.round}, which has other rows of its client stores,"
+        )
+        checkpoint = checkpoint.with_name(str(parent.round))
+        if not has_checksums(checkpoint):
+            return f"{needed} is missing"
+        if identity_of(checkpoint) != parent.identity:
+            return f"{needed} is another one than at the time of the save"
+        damage = find_own_damage(checkpoint)
+    return f"{needed} is damaged ({damage})" if needed else damage
 
 
 def find_own_damage(folder: Path) -> str | None:

@@ -85,7 +85,7 @@ class BadRows:
     """Count the rows that are skipped because they are damaged, and keep the first of each file.
 
     Attributes:
-        count: the number of rows, by file.
+        count: the number of rows, by file; a row of several lines counts as its lines.
         first: the beginning of the first row, by file.
     """
 
@@ -100,7 +100,8 @@ class BadRows:
 
     def skip(self, path: str, text: str) -> str:
         """Count a row, and return pyarrow's word for skipping it."""
-        self.count[path] = self.count.get(path, 0) + 1
+        # A quote that is not closed makes one row of all lines that follow.
+        self.count[path] = self.count.get(path, 0) + 1 + text.strip().count("\n")
         self.first.setdefault(path, text[:80])
         return "skip"
 

@@ -1,5 +1,6 @@
 """open_files: the files that patterns name as one source, sorted by client."""
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,9 @@ def _read(selected: Selection, options: LoadOptions) -> tuple[pa.Table, str | No
     if not options.columns:
         check_memory(name, groups)
     tables = [read_table(group, selected.options) for group in groups]
+    for group, table in zip(groups, tables, strict=True):
+        if not table.num_rows and len(groups) > 1:
+            logging.getLogger(__name__).warning("%s has no examples.", group[0].path)
     # With a partition, a file is not a client.
     client = options.client if options.partition is None else options.client or CLIENT
     fields, in_path = path_fields(groups, [table.schema for table in tables], client)

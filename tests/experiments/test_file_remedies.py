@@ -6,7 +6,7 @@ from fedpax.experiments.parts.file_remedies import with_flags
 def test_remedies_of_an_experiment_name_no_argument_that_it_lacks() -> None:
     column = "Set client='client' if it names the clients; otherwise leave it out with columns=."
     assert with_flags(column) == (
-        "Set --data.client client if it names the clients; otherwise rename it in the files."
+        "Set --data.client=client if it names the clients; otherwise rename it in the files."
     )
     memory = "Read some columns with columns=, or sort the files on the disk once: fedpax prepare"
     assert with_flags(memory) == "Sort the files on the disk once: fedpax prepare"

@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import logging
 import zipfile
 from pathlib import Path
 
@@ -87,3 +88,19 @@ def test_the_line_that_is_not_utf8_is_told(
     for read in (load, lambda path: prepare(path, tmp_path / "out")):
         with pytest.raises(ValueError, match=told):
             read(tmp_path / "a.csv")
+
+
+def test_all_lines_of_an_open_quote_are_counted_where_rows_are_skipped(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(_TABLE + '40,"pipe,1\n' + _ROWS)
+    made = prepare(tmp_path / "a.csv", tmp_path / "out", on_bad_row="skip")
+    assert made.skipped == {str(tmp_path / "a.csv"): 21} and made.num_examples == 20
+
+
+def test_a_file_without_examples_among_others_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.csv").write_text(_TABLE)
+    (tmp_path / "b.csv").write_text("age,note,outcome\n")
+    with caplog.at_level(logging.WARNING):
+        assert load(tmp_path / "*.csv").client_names == ["a"]
+    assert "b.csv has no examples." in caplog.text

@@ -1,7 +1,9 @@
 """Every method with settings for the tests, and the small random problem that they train on.
 
-A new method joins `METHODS` and so has to pass the whole suite. The methods in `OFTEN` stand for
-the others in the quick tests: `every_method` marks the rest as slow.
+A new method joins `METHODS`, for its contract and its reference, and, if it takes an aggregator,
+also `METHODS` of `test_any_aggregator`, for absent and non-finite participants, and for its stages;
+`test_method_tables` fails for a method that a table lacks. The methods in `OFTEN` stand for the
+others in the quick tests: `every_method` marks the rest as slow.
 """
 
 import contextlib

@@ -4,6 +4,7 @@ Read from the source, so that imports inside functions and under TYPE_CHECKING c
 """
 
 import ast
+import itertools
 import re
 import subprocess
 import sys
@@ -357,11 +358,50 @@ def test_what_the_layers_allow_is_allowed(module: str, source: str) -> None:
     assert complaints(source, module) == []
 
 
-def test_the_page_of_the_house_names_each_room() -> None:
-    page = (ROOT / "docs/architecture.md").read_text("utf-8")
-    rooms = [path.parent.name for path in (ROOT / "fedpax").glob("*/__init__.py")]
-    missing = [room for room in rooms if f"`{room}/`" not in page]
-    assert len(rooms) > 20 and not missing
+def layers_of_the_page(page: str) -> list[set[str]]:
+    """Return the layers of the page of the architecture, highest first."""
+    layers: list[set[str]] = []
+    for row in re.findall(r"^\|.*", page.split("## Layers")[1].split("\n## ")[0], re.MULTILINE)[2:]:
+        _, layer, folders, *_ = row.split("|")
+        if layer.strip():
+            layers.append(set())
+        names = re.findall(r"`(\w+)(?:/|\.py)`", folders)
+        layers[-1] |= {layer_of(f"fedpax.{name}") for name in names}
+    return layers
+
+
+def breaches_of_order(layers: list[set[str]]) -> list[str]:
+    """Return pairs of layers that are on the page in another order than in `HEIGHT`."""
+    ordered = [room for layer in layers for room in sorted(layer)]
+    split = [str(sorted(x)) for x in layers if len({HEIGHT[room] for room in x}) > 1]
+    return split + [
+        f"{a} is above {b}" for a, b in itertools.pairwise(ordered) if HEIGHT[a] < HEIGHT[b]
+    ]
+
+
+def test_the_page_of_the_architecture_has_the_layers_in_order() -> None:
+    layers = layers_of_the_page((ROOT / "docs/architecture.md").read_text("utf-8"))
+    assert breaches_of_order(layers) == []
+    assert set().union(*layers) == HEIGHT.keys() - {"__main__"}
+
+
+def test_every_folder_has_a_height() -> None:
+    """A folder without one would count as the package's own `__init__.py`."""
+    folders = {path.parent.name for path in (ROOT / "fedpax").glob("*/__init__.py")}
+    assert len(folders) > 20 and folders <= HEIGHT.keys()
+
+
+@pytest.mark.parametrize(
+    ("rows", "breach"),
+    [
+        ("| a | `data/` | |\n| | `ops/`, `clients/` | |", "['clients', 'data', 'ops']"),
+        ("| a | `extras.py` | |\n| b | `ops/` | |", "extras is above ops"),
+        ("| a | `data/` | |\n| b | `ops/` | |\n| | `clients/` | |", None),
+    ],
+)
+def test_a_layer_out_of_order_is_found(rows: str, breach: str | None) -> None:
+    page = f"## Layers\n\n| layer | folder |\n|---|---|\n{rows}\n\n## Next\n| c | `main.py` |"
+    assert breaches_of_order(layers_of_the_page(page))[:1] == ([breach] if breach else [])
 
 
 def test_the_top_level_has_no_other_files() -> None:

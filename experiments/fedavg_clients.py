@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import numpy as np
@@ -31,6 +31,7 @@ from fedpax.experiments.parts.client_evaluation import EvaluateClients, client_n
 from fedpax.experiments.parts.clients_mesh import OnClientsMesh, over_clients
 from fedpax.experiments.parts.private_runs import (
     accountant_of,
+    check_noise_is_kept,
     check_private,
     describe_privacy,
     make_aggregator,
@@ -208,6 +209,10 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
         """Make the rounds of the sampled clients, which are dealt to devices in chunks."""
         layout = {"num_devices": num_devices, "chunk_size": chunk_size, "pad_to": pad_to}
         return self.cohort.rounds(examples, population, sampler, preprocess, **layout)
+
+    def check_resumable(self, former: Self) -> None:
+        """Check that epsilon of the run's rounds stays true."""
+        check_noise_is_kept(former.aggregator, self.aggregator)
 
     def make_rounds_of_all(
         self, examples: Examples | Arrays, population: Partition

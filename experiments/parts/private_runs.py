@@ -5,7 +5,7 @@ from typing import Protocol
 
 from fedpax.aggregators import Aggregator, PrivacyAccountant
 from fedpax.data import ClientSampler
-from fedpax.errors import ArgumentError
+from fedpax.errors import ArgumentError, ConfigurationError
 from fedpax.experiments.client_aggregators import AggregatorConfig
 from fedpax.experiments.client_methods import MethodConfig
 from fedpax.experiments.cohort_settings import CohortConfig
@@ -89,18 +89,38 @@ def _check_method(method: MethodConfig, aggregator: AggregatorConfig) -> None:
     )
 
 
+def check_noise_is_kept(former: AggregatorConfig, new: AggregatorConfig) -> None:
+    """Check that a resumed private run has the noise that it began with.
+
+    Its accountant counts all rounds of the run with one noise multiplier.
+    """
+    accountant, before = accountant_of(new), accountant_of(former)
+    if accountant is None:
+        return
+    noise = None if before is None else before.noise_multiplier
+    if noise != accountant.noise_multiplier:
+        raise ConfigurationError(
+            f"aggregator.noise_multiplier is {accountant.noise_multiplier:g}, and the run began "
+            f"with {'no noise' if noise is None else f'{noise:g}'}: epsilon would count its rounds "
+            "with the new noise. Set the former --aggregator, or another --job_log_dir to start a "
+            "new run."
+        )
+
+
 def describe_privacy(experiment: PrivateRun) -> tuple[str, ...]:
     """Return lines that state epsilon and what has no noise; none if the run is not private."""
     accountant = accountant_of(experiment.aggregator)
     if accountant is None:
-        return ()
+        has_no_noise = getattr(experiment.aggregator, "noise_multiplier", None) == 0
+        return ("no noise: aggregator.noise_multiplier is 0, and no epsilon holds",) * has_no_noise
     method, rounds = experiment.method, experiment.training.rounds
     accountant = accountant._replace(releases_before=experiment.releases_before)
     epsilon = accountant.epsilon(rounds)
     before = " and the release of statistics before them" if accountant.releases_before else ""
     lines = [
         f"private: epsilon {epsilon:.4g} of the model for delta {accountant.delta:g}, after "
-        f"{rounds:,} rounds{before}, without amplification by sampling",
+        f"{rounds:,} rounds{before}, for a client whose updates count or are 0, without "
+        "amplification by sampling",
         "not private: the metrics of clients, such as the loss, and the numbers of clients and "
         "examples, which have no noise",
         *experiment.disclosures,

@@ -243,6 +243,14 @@ class Experiment(abc.ABC):
         """
         del folder
 
+    def check_resumable(self, former: Self) -> None:
+        """Check that a run of another configuration can continue with this one. By default it can.
+
+        Args:
+            former: the run's configuration, which differs in fields that are allowed to change.
+        """
+        del former
+
     @abc.abstractmethod
     def build(self) -> Run:
         """Build the model, the data, the algorithm and the mesh that the configuration describes.

@@ -65,7 +65,10 @@ def check_configuration(
     changes = {}
     if same_class:
         classes = own_classes(experiment)
-        changes = _changes(folder, from_json(saved, folder / CONFIGURATION, classes), experiment)
+        former = from_json(saved, folder / CONFIGURATION, classes)
+        changes = _changes(folder, former, experiment)
+        if changes:
+            experiment.check_resumable(former)
     # A module can be written in several ways (mine, ./mine.py), but the class is the same.
     functions = {text.rpartition(":")[2] for text in (name, exp) if text}
     if not same_class and name == exp:

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections import Counter
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,13 @@ import fedpax
 from fedpax import Cohort
 from fedpax.aggregators import PrivacyAccountant, adaptive_clip, chain, private_mean
 from fedpax.algorithms import async_diloco, fedavg, fedbuff
+from fedpax.errors import ConfigurationError
 from fedpax.experiments.client_aggregators import aggregator
 from fedpax.experiments.client_methods import ClientTraining, MethodConfig, method
 from fedpax.experiments.fedavg_synthetic import fedavg_synthetic
 from fedpax.experiments.fedbuff_images import fedbuff_digits
+from fedpax.run_files.configuration import write_configuration
+from fedpax.training.resume_checks import check_configuration
 
 N = 4
 COHORT = Cohort(
@@ -96,7 +100,9 @@ def test_a_run_whose_model_no_epsilon_covers_is_refused(
 def test_a_mean_without_noise_goes_with_each_method() -> None:
     clipped = aggregator("private_mean", noise_multiplier=0.0)
     run = dataclasses.replace(fedavg_synthetic(), method=method("scaffold"), aggregator=clipped)
-    assert not [line for line in run.build().notes if "private" in line]
+    notes = run.build().notes
+    assert not [line for line in notes if "private" in line]
+    assert "no noise: aggregator.noise_multiplier is 0, and no epsilon holds" in notes
 
 
 def own_method(
@@ -108,6 +114,30 @@ def own_method(
         client_optimizer=client_optimizer,
         aggregator=aggregator,
     )
+
+
+@pytest.mark.parametrize("combine", PRIVATE)
+def test_a_private_run_resumes_with_its_noise(combine: str, tmp_path: Path) -> None:
+    runs = {
+        noise: dataclasses.replace(
+            fedavg_synthetic(),
+            aggregator=aggregator(combine if noise else "private_mean", noise_multiplier=noise),
+        )
+        for noise in (0.5, 4.0, 0.0)
+    }
+    write_configuration(tmp_path, runs[0.5], "")
+    allowed = {"allow_config_change": ["aggregator"]}
+    for change in ({"delta": 1e-4}, {"max_norm": 0.1}):
+        settings = aggregator(combine, noise_multiplier=0.5, **change)
+        changed = dataclasses.replace(runs[0.5], aggregator=settings)
+        check_configuration(tmp_path, changed, **allowed)
+    check_configuration(tmp_path, runs[0.0], **allowed)
+    words = "noise_multiplier is 4, and the run began with 0.5: epsilon would count"
+    with pytest.raises(ConfigurationError, match=words):
+        check_configuration(tmp_path, runs[4.0], **allowed)
+    write_configuration(tmp_path, runs[0.0], "")
+    with pytest.raises(ConfigurationError, match="the run began with no noise"):
+        check_configuration(tmp_path, runs[4.0], **allowed)
 
 
 @pytest.mark.parametrize("combine", PRIVATE)

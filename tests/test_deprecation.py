@@ -57,7 +57,7 @@ def test_the_warning_is_at_the_users_line() -> None:
     [
         ("fedpax.sites", "join", "fedpax.islands"),
         ("fedpax.sites", "run_syncer", "fedpax.islands"),
-        ("fedpax.sites.signed_keys", "CertificateSigner", "fedpax.transport"),
+        ("fedpax.sites.signed_keys", "CertificateSigner", "fedpax.transport.signed_keys"),
     ],
 )
 def test_a_moved_name_is_at_its_old_path_with_a_warning(package: str, name: str, new: str) -> None:

@@ -106,15 +106,26 @@ class TimedStream:
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self.get_state, self.set_state = stream.get_state, stream.set_state
-        self.unpack = stream.unpack
         self.cpu_seconds: list[float] = []
 
     def __next__(self) -> fedpax.Cohort:
-        return self.unpack(self.next_packed())
+        began = time.thread_time()
+        cohort: fedpax.Cohort = next(self._stream)
+        self.cpu_seconds.append(time.thread_time() - began)
+        return cohort
+
+
+class TimedPackedStream(TimedStream):
+    """A timed stream whose images the devices scale."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self.unpack = stream.unpack
 
     def next_packed(self) -> fedpax.Cohort:
+        """Return the next cohort as it is sent."""
         began = time.thread_time()
-        cohort = self._stream.next_packed()
+        cohort: fedpax.Cohort = self._stream.next_packed()
         self.cpu_seconds.append(time.thread_time() - began)
         return cohort
 
@@ -127,7 +138,8 @@ def waiting(stream: Any, computing: float, rounds: int, clock: str = "wall") -> 
     """
     mesh = jax.make_mesh((1,), ("clients",), devices=jax.devices()[:1])
     device = NamedSharding(mesh, PartitionSpec())
-    timed = TimedStream(stream)
+    is_packed = hasattr(stream, "next_packed")
+    timed = TimedPackedStream(stream) if is_packed else TimedStream(stream)
     waited = []
     with Prefetch(timed, device, rounds + MEMORIES) as cohorts:
         for _ in range(MEMORIES):

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from fedpax.errors import ArgumentError
 from fedpax.files import read_json
 from fedpax.run_files.paths import CHECKSUMS
 
@@ -27,16 +28,16 @@ class Parent(NamedTuple):
         """Read the parent of a checkpoint; None if the checkpoint has all rows itself.
 
         Raises:
-            ValueError: the file is no such record, or names no earlier checkpoint.
+            ArgumentError: the file is no such record, or names no earlier checkpoint.
         """
         try:
             parent = cls(**read_json(checkpoint / PARENT))
         except FileNotFoundError:
             return None
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{PARENT} is no record of a checkpoint: {error}") from error
+            raise ArgumentError(f"{PARENT} is no record of a checkpoint: {error}") from error
         if not isinstance(parent.round, int) or not 0 <= parent.round < int(checkpoint.name):
-            raise ValueError(f"{PARENT} names the round {parent.round}, expected an earlier one")
+            raise ArgumentError(f"{PARENT} names the round {parent.round}, expected an earlier one")
         return parent
 
 

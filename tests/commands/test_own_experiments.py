@@ -150,7 +150,7 @@ def test_an_experiment_whose_class_is_no_dataclass_is_refused(run: Run, tmp_path
     name = f"plain_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text(source.replace("@dataclasses.dataclass(frozen=True)", ""))
     status, _, errors = run("train", f"--exp={tmp_path / name}.py:own", "--job_log_dir=x")
-    assert status == 2 and f"fedpax: {name}:Small declares depth and is no dataclass" in errors
+    assert status == 2 and f"fedpax: {name}:Small declares depth and is not a dataclass" in errors
     assert "Write @dataclasses.dataclass(frozen=True, kw_only=True) above the class." in errors
 
 

@@ -175,7 +175,7 @@ def test_a_program_that_cannot_be_read_is_told_by_each_worker(private, supernode
 
 def test_a_folder_that_others_can_enter_is_refused(private):
     socket_folder().chmod(0o755)
-    with pytest.raises(WorkerError, match="no private folder of this user"):
+    with pytest.raises(WorkerError, match="is not a private folder of this user"):
         socket_folder()
 
 

@@ -205,7 +205,7 @@ def test_a_placement_that_the_round_does_not_declare_raises() -> None:
 
     run = run_of(round)._replace(placement="client")
     with pytest.raises(
-        ValueError, match=r"Run.placement='client' is no .* expected 'clients'. Set"
+        ValueError, match=r"Run.placement='client' is not a .* expected 'clients'. Set"
     ):
         one_round(run)
 

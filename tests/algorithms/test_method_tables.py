@@ -1,5 +1,6 @@
 """The tables of methods have every method, so that no method escapes the tests of the tables."""
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable
@@ -42,7 +43,7 @@ def method_of(build: Callable[[], Any]) -> str:
 
 def referred(methods: Iterable[Method]) -> set[str]:
     """Return the methods of rows of the table with references."""
-    builds = [lambda m=m: m.build(PARTICIPANTS, m.rates) for m in methods]
+    builds = [functools.partial(m.build, PARTICIPANTS, m.rates) for m in methods]
     return {method_of(build) for build in builds}
 
 
@@ -51,13 +52,13 @@ def with_aggregator() -> set[str]:
     return {method_of(build) for build in test_any_aggregator.METHODS.values()}
 
 
-def test_the_method_of_a_row_is_the_one_that_it_names():
+def test_the_method_of_a_row_is_the_one_that_it_names() -> None:
     rows = test_any_aggregator.METHODS
     assert method_of(rows["fedprox"]) == "fedprox"  # which calls `fedavg`
     assert method_of(rows["self-tuning"]) == "self_tuning"  # also of `fedavg`
 
 
-def test_the_table_with_references_has_every_method():
+def test_the_table_with_references_has_every_method() -> None:
     exceptions = {
         "fedasync": "its server has no cohort: test_fedbuff has its reference",
         "self_tuning": "it makes another method: test_self_tuning has its reference",
@@ -65,16 +66,16 @@ def test_the_table_with_references_has_every_method():
     assert referred(METHODS.values()) | set(exceptions) == set(FUNCTIONS)
 
 
-def test_the_table_of_aggregators_has_every_method_that_takes_one():
+def test_the_table_of_aggregators_has_every_method_that_takes_one() -> None:
     taking = {n for n, f in FUNCTIONS.items() if "aggregator" in inspect.signature(f).parameters}
     asynchronous = {  # their rows of `test_mean_metrics` take a loss function too
-        method_of(lambda build=build: build(test_mean_metrics.loss_fn))
+        method_of(functools.partial(build, test_mean_metrics.loss_fn))
         for build in test_mean_metrics.ASYNCHRONOUS.values()
     }
     assert with_aggregator() | asynchronous == taking | {"self_tuning"}
 
 
-def test_every_method_is_compared_with_its_stages_or_refused():
+def test_every_method_is_compared_with_its_stages_or_refused() -> None:
     tables = (test_algorithm_stages.OTHERS, test_algorithm_stages.OTHERS_REFUSED)
     compared = {name for table in tables for name in table}
     rest = [method for name, method in METHODS.items() if name not in compared]

@@ -34,6 +34,7 @@ def _table(rows: int, seed: int = 0) -> pa.Table:
             "took": pa.array(rng.integers(-9, 2**20, rows)).cast(pa.duration("s")),
             "flag": rng.random(rows) < 0.5,
             "list": pa.array([[1, 2]] * rows),
+            "rare": pa.array([f"note {n}" for n in range(30)] + [None] * (rows - 30)),
         }
     )
 

@@ -169,9 +169,7 @@ class _Counts(NamedTuple):
     def _summary(self, field: pa.Field) -> ColumnSummary:
         name, distinct = field.name, self.distinct.get(field.name)
         missing = self.missing[name]
-        treatment = infer_treatment(
-            name, field.type, self.num_examples, missing < self.num_examples, distinct
-        )
+        treatment = infer_treatment(name, field.type, self.num_examples, missing, distinct)
         ends = pa.concat_arrays(self.ends[name]) if name in self.ends else pa.nulls(0)
         note = self.texts[name].describe(name) if name in self.texts else ""
         return ColumnSummary(treatment, str(field.type), missing, distinct, value_range(ends), note)

@@ -47,7 +47,7 @@ class Treatment(NamedTuple):
         reason: why: "stated", or the rule that applied.
 
     Example:
-        >>> infer_treatments({"sex": ["f", "m", "f", None]})[0][:3]
+        >>> infer_treatments({"sex": ["f", "m", "f", "m", None]})[0][:3]
         ('sex', 'category', 'category')
     """
 
@@ -171,7 +171,7 @@ def infer_treatments(
 
     - booleans are booleans, numbers are numbers, dates and times are dates;
     - text is a category if it has at most `max_categories` distinct values and, on average, at
-      least two examples of each; other text is left out;
+      least two examples of each, missing values not counted; other text is left out;
     - a column without any value, and one of lists, images or other values, is left out.
 
     A missing value of a number, date or boolean becomes the mean, beside an indicator feature; a
@@ -237,18 +237,18 @@ def _matches(pattern: str, name: str) -> bool:
 
 def _infer(name: str, pieces: Sequence[Any], max_categories: int) -> Treatment:
     """Apply the rule of `infer_treatments` to one column."""
-    has_values = not all(np.all(is_missing(piece)) for piece in pieces)
-    dtype = pieces[0].type
-    distinct = count_distinct(*pieces) if has_values and is_text(dtype) else None
+    missing = sum(int(np.sum(is_missing(piece))) for piece in pieces)
     examples = sum(map(len, pieces))
-    return infer_treatment(name, dtype, examples, has_values, distinct, max_categories)
+    dtype = pieces[0].type
+    distinct = count_distinct(*pieces) if missing < examples and is_text(dtype) else None
+    return infer_treatment(name, dtype, examples, missing, distinct, max_categories)
 
 
 def infer_treatment(
     name: str,
     dtype: Any,
     examples: int,
-    has_values: bool,
+    missing: int,
     distinct: int | None,
     max_categories: int = MAX_CATEGORIES,
 ) -> Treatment:
@@ -257,7 +257,8 @@ def infer_treatment(
     def make(kind: Kind, reason: str) -> Treatment:
         return Treatment(name, kind, _DEFAULT_MISSING[kind], reason=reason)
 
-    if not has_values:
+    present = examples - missing
+    if not present:
         return make("left_out", "no values")
     if str(dtype) == "bool":
         return make("boolean", "booleans")
@@ -267,8 +268,9 @@ def infer_treatment(
         return make("date", "dates or times")
     if not is_text(dtype) or distinct is None:
         return make("left_out", f"values of type {dtype}")
-    words = f"text of {describe_count(distinct)} distinct values in {examples:,} examples"
-    if distinct <= max_categories and 2 * distinct <= examples:
+    of_all = f" of {examples:,}" if missing else ""
+    words = f"text of {describe_count(distinct)} distinct values in {present:,}{of_all} examples"
+    if distinct <= max_categories and 2 * distinct <= present:
         return make("category", words)
     return make("left_out", words)
 

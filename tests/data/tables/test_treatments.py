@@ -15,6 +15,7 @@ TABLE = {
     "weight": np.array([70.5, np.nan, 81.0, 64.0]),
     "smoker": [True, False, None, True],
     "kön": ["kvinna", "man", "", "man"],
+    "ward": ["A", "B", "B", "A"],
     "note": ["came late", "no pain", "dizzy", "tired"],
     "admitted": [datetime.date(2024, 1, day) for day in (1, 2, 3, 4)],
     "empty": [None] * 4,
@@ -28,7 +29,8 @@ def test_the_rule() -> None:
         "age [years]": ("number:mean", "numbers"),
         "weight": ("number:mean", "numbers"),
         "smoker": ("boolean:mean", "booleans"),
-        "kön": ("category:category", "text of 2 distinct values in 4 examples"),
+        "kön": ("left_out", "text of 2 distinct values in 3 of 4 examples"),
+        "ward": ("category:category", "text of 2 distinct values in 4 examples"),
         "note": ("left_out", "text of 4 distinct values in 4 examples"),
         "admitted": ("date:mean", "dates or times"),
         "empty": ("left_out", "no values"),
@@ -40,6 +42,18 @@ def test_text_with_many_distinct_values_is_left_out() -> None:
     table = {"zip": [f"{n:03}" for n in range(60)] * 3}
     assert infer_treatments(table)[0].kind == "left_out"
     assert infer_treatments(table, max_categories=60)[0].kind == "category"
+
+
+@pytest.mark.parametrize("absent", [None, ""])
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_missing_values_are_no_examples_of_a_text(absent: str | None, in_pieces: bool) -> None:
+    cells = RNG.permutation(np.array([f"note {n}" for n in range(50)] + [absent] * 120, object))
+    column = pa.chunked_array([cells[:90], cells[90:]])
+    (treatment,) = infer_treatments({"note": column if in_pieces else column.combine_chunks()})
+    assert treatment.kind == "left_out"
+    assert treatment.reason == "text of 50 distinct values in 50 of 170 examples"
+    twice = np.concatenate([cells, cells])
+    assert infer_treatments({"note": list(twice)})[0].kind == "category"
 
 
 def test_stated_treatments_and_patterns() -> None:

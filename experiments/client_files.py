@@ -188,6 +188,15 @@ class OpenFiles(NamedTuple):
         }
 
 
+def describe_measured(data: FilesConfig, opened: OpenFiles) -> str:
+    """Return how many of the examples an evaluation measures, and how to measure more."""
+    held_out, count = int((~opened.training).sum()), len(opened.owners)
+    words = f"measured {held_out:,} of {count:,} examples: the held-out part"
+    if data.heldout_fraction >= 0.99 or any("{split}" in file for file in data.files):
+        return words
+    return f"{words}; on other files, --data.heldout_fraction=0.99 measures nearly all"
+
+
 def open_files(data: FilesConfig, one_client: str | None = None) -> OpenFiles:
     """Read files, and decide which examples are held out.
 

@@ -28,6 +28,7 @@ from fedpax.deploy.batch_evaluation import evaluate_in_batches, open_heldout
 from fedpax.deploy.batch_training import RunRounds, for_workers
 from fedpax.deploy.flower.job import run_flower
 from fedpax.errors import UsageError
+from fedpax.experiments.client_files import describe_measured
 from fedpax.experiments.fedavg_files import FedAvgFiles
 from fedpax.reports.client_report import clients_json, format_clients, plot_clients
 from fedpax.run_files.paths import write_atomically
@@ -80,6 +81,8 @@ def evaluate(arguments: Sequence[str]) -> int:
         )
     metrics = {name: float(value) for name, value in with_quantiles(evaluation).items()}
     print_line(f"{saved.exp} round {number}: held-out {format_metrics(metrics)}")
+    if isinstance(saved.experiment, FedAvgFiles) and not on_flower:  # nodes have their own
+        print_line(describe_measured(saved.experiment.data, saved.experiment.opened))
     if clients is not None:
         print_line(format_clients(clients))
         if picture:

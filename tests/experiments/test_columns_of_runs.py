@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -169,8 +170,19 @@ def test_one_file_is_evaluated_as_one_client(
         report = tmp_path / "report.json"
         evaluate = ["evaluate", run, f"--data.files={path}", "--by_client", f"--json={report}"]
         assert main(evaluate) == 0
-        names = {client["client"] for client in json.loads(report.read_text())["clients"]}
+        measured = json.loads(report.read_text())["clients"]
+        names = {client["client"] for client in measured}
         assert names == clients if clients else {"Oslo", "Lund"} < names
+        held_out = sum(client["examples"] for client in measured)
+        rows = len((folder / "Lund.csv").read_text("utf-8").splitlines()) - 1
+        of_all = rf"{rows}" if clients else r"\d+"
+        expected = (
+            rf"\nmeasured {held_out:.0f} of {of_all} examples: the held-out part; on other files, "
+            r"--data\.heldout_fraction=0\.99 measures nearly all\n"
+        )
+        assert re.search(expected, capfd.readouterr().out)
+    assert main([*evaluate, "--data.heldout_fraction=0.99"]) == 0
+    assert "part\n" in capfd.readouterr().out  # no flag measures more
 
 
 def test_the_command_line_names_flags_where_python_names_arguments(

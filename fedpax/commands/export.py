@@ -12,6 +12,7 @@ from absl import flags
 from fedpax.algorithm import Params
 from fedpax.checkpoints.exports import FILE_WRITERS, LAST_FILE, write_orbax
 from fedpax.checkpoints.object_store import rename_folder
+from fedpax.clients import ClientStore
 from fedpax.commands.parts.flower_export import write_flower_app
 from fedpax.commands.parts.options import configure, parse
 from fedpax.commands.parts.saved_run import (
@@ -29,7 +30,7 @@ from fedpax.errors import UsageError
 from fedpax.experiments.language_model import LanguageModelExperiment
 from fedpax.experiments.parts.weights import huggingface_obstacle
 from fedpax.run_files.configuration import write_configuration
-from fedpax.training.experiment import Experiment
+from fedpax.training.experiment import Experiment, Run
 from fedpax.transforms.stages import stages
 
 
@@ -69,7 +70,22 @@ def export(arguments: Sequence[str]) -> int:
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     names = "" if as_file else f": {', '.join(sorted(path.name for path in out.iterdir()))}"
     print_line(f"{saved.exp} round {number}: {count:,} parameters in {out}{names}")
+    for field in _fields_of_own_models(run):
+        print_line(
+            "This is the shared model. Each client's own part is not exported: "
+            f"fedpax.checkpoints.load_field({str(saved.saved_in)!r}, {field!r}, {number})['rows'] "
+            "loads it, row k for client k."
+        )
     return 0
+
+
+def _fields_of_own_models(run: Run) -> list[str]:
+    """Return the fields of a run's state that keep the clients' own models."""
+    if run.evaluate_own_models is None:  # a store is of something else, such as control variates
+        return []
+    state = jax.eval_shape(lambda key: run.algorithm.init(run.init(key)), jax.random.key(0))
+    names: tuple[str, ...] = getattr(state, "_fields", ())
+    return [name for name in names if isinstance(getattr(state, name), ClientStore)]
 
 
 def _check_is_of_round(option: str, options: flags.FlagValues) -> None:

@@ -13,6 +13,7 @@ from hospital_tables import make, read_by_hand, write_hospitals
 
 from fedpax.aggregators import PrivacyAccountant
 from fedpax.algorithms import fedavg
+from fedpax.checkpoints import load_field
 from fedpax.commands.parts.options import configure
 from fedpax.data import ClientSampler, cohort_rounds, load, prepare
 from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
@@ -357,6 +358,13 @@ def test_the_command_measures_own_models(
     assert main(command) == 0
     evaluate = ["evaluate", f"--job_log_dir={run}", "--by_client", f"--json={report}"]
     assert main(evaluate) == 0, capsys.readouterr().err
+    capsys.readouterr()
+    assert main(["export", f"--job_log_dir={run}", f"--out={tmp_path}/model.npz"]) == 0
+    place = f"fedpax.checkpoints.load_field({str(run)!r}, 'personal', 2)['rows']"
+    printed = capsys.readouterr().out
+    assert (place in printed) == ("is the shared model" in printed) == (name == "apfl")
+    if name == "apfl":
+        assert load_field(run, "personal", 2)["rows"]
     content = json.loads(report.read_text("utf-8"))
     own = {"personal_loss", "personal_accuracy", "personal_auc", "personal_calibration_error"}
     shared = {name.removeprefix("personal_") for name in own} if name == "apfl" else set()

@@ -11,6 +11,7 @@ from fedpax.sources.data_sets import (
     EMBEDDED,
     FEDERATED,
     folder_hint,
+    missing_file,
     open_data_set,
     open_records,
 )
@@ -139,11 +140,15 @@ def load(
             return open_files(name, options)
     for argument, value in options._asdict().items():
         if value and argument not in ("split", "heldout_by"):
+            if missing := missing_file(name):
+                raise FileNotFoundError(missing)
             raise ArgumentError(
                 f"{argument}={value!r} is for files, but {name!r} is the name of a data set. "
                 f"Leave {argument} out, or name files, such as './{name}/*.csv'."
             )
     if split is None:
+        if missing := missing_file(name):
+            raise FileNotFoundError(missing)
         raise ArgumentError(
             f"The split of the data set {name!r} is None, expected a name such as 'train'. Give "
             f"load({name!r}, 'train').{folder_hint(name)}"

@@ -84,6 +84,18 @@ def folder_hint(name: str) -> str:
     return f" For the files of the folder {name}, name them, such as '{name}/{{client}}/*.jpg'."
 
 
+def missing_file(name: str) -> str:
+    """Return that there is no file of a name in an existing folder; empty for other names."""
+    path = Path(name)
+    in_folder = path.parent != Path() and path.parent.is_dir()
+    if path.exists() or ":" in name or not (in_folder or ("/" not in name and path.suffix)):
+        return ""
+    names = sorted(file.name for file in path.parent.iterdir())
+    similar = difflib.get_close_matches(path.name, names, n=4)
+    known = f"Similar names in {path.parent}: {', '.join(similar)}." if similar else ""
+    return f"There is no file {name!r}. {known or 'Check it with ls.'}"
+
+
 def _builder(name: str, root: Path) -> Any:
     """Make the TFDS builder of a data set, or raise an error that suggests similar names."""
     import tensorflow_datasets as tfds
@@ -105,6 +117,7 @@ def _builder(name: str, root: Path) -> Any:
             + (f"Similar names: {', '.join(similar)}. " if similar else "")
             + f"Embedded data sets: {', '.join(EMBEDDED)}. Federated data sets: "
             f"{', '.join(FEDERATED)}. TFDS's catalog lists the others.{folder_hint(name)}"
+            + (f" {missing}" if (missing := missing_file(name)) else "")
         ) from None
     except Exception as error:  # an unknown configuration or version, or damaged metadata
         folder = root / _base_name(name)

@@ -118,6 +118,21 @@ def test_missing_files_and_options_of_files_for_a_data_set(tmp_path: Path) -> No
         load("digits")
 
 
+def test_a_misspelt_file_is_missing_and_no_data_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p4").mkdir()
+    (tmp_path / "p4" / "h000.csv").write_text("age,died\n70,1\n")
+    for options in ({}, {"label": "died"}):
+        with pytest.raises(FileNotFoundError, match=r"no file 'p4/h000.cvs'.* p4: h000\.csv\."):
+            load("p4/h000.cvs", **options)
+        with pytest.raises(FileNotFoundError, match=r"no file 'h000.cvs'. Check it with ls"):
+            load("h000.cvs", **options)
+    with pytest.raises(ValueError, match="is the name of a data set"):
+        load("c4/en:3.1.0", "train", label="died")
+
+
 @pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
 def test_other_encodings_are_told(tmp_path: Path, encoding: str) -> None:
     (tmp_path / "a.csv").write_bytes("name,x\nZoë,1\n".encode(encoding))

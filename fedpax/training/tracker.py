@@ -85,6 +85,12 @@ class Tracker(AbstractContextManager["Tracker"]):
         self.enabled = enabled and tracker is not None
         self.finished = False
         self._folder, self._note, self._checkpoints_of = folder, note, checkpoints_of
+        if tracker is None and enabled:
+            for name in _former_trackers(folder):
+                note(
+                    f"metrics are not sent to {name} any more. Give --training.tracker={name} to "
+                    "continue the tracked run"
+                )
         if not self.enabled:
             return
         assert tracker is not None
@@ -321,6 +327,13 @@ def read_position(folder: Path, tracker: str) -> TrackedPosition:
         if not whole or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", position.id or ""):
             raise ArgumentError("its values are not those that fedpax writes")
         return position
+
+
+def _former_trackers(folder: Path) -> list[str]:
+    """Return the trackers in `tracker.json`, whose damage stops no run without a tracker."""
+    with suppress(OSError, ValueError):
+        return [name for name in SERVICES if name in read_json(folder / TRACKER)]
+    return []
 
 
 def write_position(folder: Path, tracker: str, position: TrackedPosition) -> None:

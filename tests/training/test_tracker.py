@@ -78,6 +78,22 @@ def test_a_later_process_continues_the_tracked_run(
     assert notes == ["metrics at wandb: memory"] * 2
 
 
+def test_a_run_that_resumes_without_its_tracker_names_the_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, Server())
+    track(tmp_path, notes := [], None)
+    assert notes == []
+    write_rounds(tmp_path, 1, 3, [])
+    track(tmp_path, notes, None, enabled=False)  # not the first process
+    assert notes == []
+    track(tmp_path, notes, None)
+    assert len(notes) == 1 and "--training.tracker=wandb" in notes[0]
+    (tmp_path / TRACKER).write_text("damaged")
+    track(tmp_path, notes, None)
+    assert len(notes) == 1
+
+
 @hypothesis.given(failures=st.sets(st.integers(0, 12)), cuts=st.sets(st.integers(1, 8)))
 @hypothesis.settings(max_examples=8)
 def test_each_line_arrives_once_whatever_fails(

@@ -54,7 +54,7 @@ class TransformerConfig:
 
         weights: the Hugging Face folder that an experiment on text begins from, see
             `fedpax.experiments.language_model`. Models themselves ignore it. Default None: random
-            parameters.
+            parameters. Adapters (`lora.rank` above 0) need a folder.
 
     Raises:
         ValueError: the sizes do not fit together, or an option does not exist.

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from fedpax.commands.parts.options import override
+from fedpax.commands.parts.options import configure, override
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.training_config import TrainingConfig
 
@@ -38,3 +38,10 @@ def test_only_a_blank_line_begins_a_new_line(
     lines = [line.strip("│ ") for line in "".join(capsys.readouterr()).splitlines()]
     first = lines.index('the labels of "digits" or `letters`, at least 10 of them.')
     assert lines[first + 1 : first + 3] == ["", "A new paragraph. (default: 10)"]
+
+
+def test_the_help_says_that_adapters_need_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        configure("fedavg_lora_text", ["--help"])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "random parameters. Adapters (`lora.rank` above 0) need a folder." in text

@@ -113,6 +113,7 @@ def test_damaged_data_give_a_message_without_a_traceback(
     [
         ("--model.hiden=4", ["--model.hiden", "Perhaps you meant", "--model.hidden INT"]),
         ("--job_logdir=x", ["Did you mean --job_log_dir?"]),
+        ("--model.hiden=a/long/path/*.csv", ["fedpax: Did you mean --model.hidden?"]),
         ("--learning_rat=4", ["Perhaps you meant", "--learning_rate FLOAT"]),
         ("--model.hidden=many", ["--model.hidden", "'many'"]),
         (

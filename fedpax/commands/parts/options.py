@@ -28,7 +28,7 @@ from fedpax.experiments.catalog import ExperimentGroup, find_experiment
 from fedpax.experiments.catalog import describe_group as describe_experiments
 from fedpax.experiments.parts.settings import Settings
 from fedpax.extras import check_installed
-from fedpax.run_files.configuration import check_is_dataclass
+from fedpax.run_files.configuration import check_is_dataclass, flatten, to_json
 from fedpax.run_files.paths import resolve_job_log_dir
 from fedpax.run_files.seeds import seed_paths, with_seed
 from fedpax.training.experiment import Experiment
@@ -228,7 +228,8 @@ def override(
     try:
         changed = parse(experiment)
     except SystemExit as stop:
-        if stop.code and (hint := describe_group(experiment, fields)):
+        hint = describe_group(experiment, fields) or _did_you_mean_field(experiment, fields)
+        if stop.code and hint:
             print_error(f"fedpax: {hint}")
         raise
     _check_lists_given_once(changed, fields)
@@ -327,6 +328,20 @@ def describe_group(experiment: Experiment, overrides: Sequence[str]) -> str:
         if not (fields := dataclasses.fields(value)):
             return f"{described}, and has no fields. Set another one there."
         return f"{described}. Set one of its fields, such as --{name}.{fields[0].name}."
+    return ""
+
+
+def _did_you_mean_field(experiment: Experiment, overrides: Sequence[str]) -> str:
+    """Return a sentence with the field most similar to an unknown argument, if tyro names none."""
+    # tyro compares a whole argument, so that a long value behind "=" hides the similarity.
+    known = [path for path, _ in flatten(to_json(experiment))]
+    for word in overrides:
+        name = word.removeprefix("--").partition("=")[0].replace("-", "_")
+        if word[:2] != "--" or name in known:
+            continue
+        for near in difflib.get_close_matches(name, known, n=1, cutoff=0.8):
+            if difflib.SequenceMatcher(a=word, b=f"--{near}").ratio() < 0.8:
+                return f"Did you mean --{near}?"
     return ""
 
 

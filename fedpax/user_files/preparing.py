@@ -84,6 +84,7 @@ def prepare_files(
             if error.errno != errno.ENOSPC and "No space left" not in str(error):
                 raise
             raise _no_space(out.parent, needed) from error
+    reading.log_without_examples()
     bad = bad_rows or BadRows()
     return Prepared(open_prepared(out), bad.count, bad.first)
 

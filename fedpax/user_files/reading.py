@@ -1,6 +1,7 @@
 """Reading: files as tables of one schema, a group of files after another."""
 
 import copy
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ class Reading:
         fields: for each group the values of the columns that its paths name.
         bad_rows: counts the rows that are skipped. None: they are errors.
         types: for each file the types of columns that its first part does not have.
+        without_examples: the files among others that `tables` has read and that have no example.
     """
 
     def __init__(self, selected: Selection, options: LoadOptions, bad_rows: BadRows | None) -> None:
@@ -45,6 +47,7 @@ class Reading:
         self.bad_rows = bad_rows
         self.types: dict[str, dict[str, pa.DataType]] = {}
         self.fields: list[Fields] = []
+        self.without_examples: list[str] = []
 
     def read_schema(self, *, first_part: bool) -> None:
         """Read the schema from the first part of each file, or from all parts."""
@@ -134,8 +137,14 @@ class Reading:
         """Yield all parts."""
         if self.bad_rows is not None:
             self.bad_rows.clear()
+        self.without_examples = []
         for number in range(len(self.groups)):
             yield from self.group_tables(number)
+
+    def log_without_examples(self) -> None:
+        """Log the files without examples, whose clients are left out."""
+        for path in self.without_examples:
+            logging.getLogger(__name__).warning("%s has no examples.", path)
 
     def group_tables(self, number: int) -> Iterator[pa.Table]:
         """Yield the parts of a group: the examples of the split that have a client."""
@@ -152,6 +161,8 @@ class Reading:
             table = part_of_split(self._name, table, self._options, self.client)
             if table.num_rows:
                 yield table
+        if not row and len(self.groups) > 1:
+            self.without_examples.append(group[0].path)
 
     def _with_clients(self, table: pa.Table, client: str, file: DataFile, row: int) -> pa.Table:
         """Leave out the examples without a client, or raise an error."""

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from fedpax.data import load, prepare
+from fedpax.data.tables.survey import survey_files
+from fedpax.user_files.load_options import LoadOptions
 from fedpax.user_files.readers import csv_files
 
 _ROWS = "".join(f"{k},n{k},{k % 2}\n" for k in range(20))
@@ -96,11 +98,19 @@ def test_all_lines_of_an_open_quote_are_counted_where_rows_are_skipped(tmp_path:
     assert made.skipped == {str(tmp_path / "a.csv"): 21} and made.num_examples == 20
 
 
+@pytest.mark.parametrize("reader", ["load", "prepare", "survey_files"])
 def test_a_file_without_examples_among_others_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, reader: str
 ) -> None:
     (tmp_path / "a.csv").write_text(_TABLE)
     (tmp_path / "b.csv").write_text("age,note,outcome\n")
     with caplog.at_level(logging.WARNING):
-        assert load(tmp_path / "*.csv").client_names == ["a"]
-    assert "b.csv has no examples." in caplog.text
+        if reader == "load":
+            names = load(tmp_path / "*.csv").client_names
+        elif reader == "prepare":
+            names = prepare(tmp_path / "*.csv", tmp_path / "out").source.client_names
+        else:
+            options = LoadOptions(label="outcome")
+            names = survey_files(str(tmp_path / "*.csv"), options, 9).clients.to_pylist()
+    assert list(names) == ["a"]
+    assert caplog.text.count("b.csv has no examples.") == 1

@@ -84,6 +84,7 @@ def survey_files(files: Any, options: LoadOptions, max_labels: int) -> Survey:
         raise ArgumentError(
             f"{selected.name} has no examples, expected at least one. Name other files."
         )
+    reading.log_without_examples()
     schema, client, label = reading.schema, reading.client, options.label
     summaries = counts.summaries(schema)
     survey = Survey(

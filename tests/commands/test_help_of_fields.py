@@ -45,3 +45,16 @@ def test_the_help_says_that_adapters_need_weights(capsys: pytest.CaptureFixture[
         configure("fedavg_lora_text", ["--help"])
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "random parameters. Adapters (`lora.rank` above 0) need a folder." in text
+
+
+@dataclasses.dataclass(frozen=True)
+class Tables(Digits):
+    """An experiment with a field that no configuration file can hold."""
+
+    sizes: dict[str, int] = dataclasses.field(default_factory=lambda: {"small": 3})
+
+
+def test_an_experiment_that_cannot_be_saved_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        override(Tables(training=TrainingConfig(1, 0, 0)), ["--help"], "fedpax train", "")
+    assert "--classes INT" in capsys.readouterr().out

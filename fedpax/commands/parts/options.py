@@ -228,8 +228,9 @@ def override(
     try:
         changed = parse(experiment)
     except SystemExit as stop:
-        hint = describe_group(experiment, fields) or _did_you_mean_field(experiment, fields)
-        if stop.code and hint:
+        if stop.code and (
+            hint := describe_group(experiment, fields) or _did_you_mean_field(experiment, fields)
+        ):
             print_error(f"fedpax: {hint}")
         raise
     _check_lists_given_once(changed, fields)
@@ -334,7 +335,8 @@ def describe_group(experiment: Experiment, overrides: Sequence[str]) -> str:
 def _did_you_mean_field(experiment: Experiment, overrides: Sequence[str]) -> str:
     """Return a sentence with the field most similar to an unknown argument, if tyro names none."""
     # tyro compares a whole argument, so that a long value behind "=" hides the similarity.
-    known = [path for path, _ in flatten(to_json(experiment))]
+    paths = (path for path, _ in flatten(to_json(experiment)))
+    known = [path for path in paths if path.rpartition(".")[2] != "class"]
     for word in overrides:
         name = word.removeprefix("--").partition("=")[0].replace("-", "_")
         if word[:2] != "--" or name in known:

@@ -113,32 +113,45 @@ class StoredColumns(Mapping[str, Any]):
     Args:
         source: the files.
         rows: the place in `source` of each example. None: the same.
+        optional: columns whose values are all missing if no file has them.
     """
 
-    def __init__(self, source: Any, rows: Int[np.ndarray, " examples"] | None) -> None:
+    def __init__(
+        self, source: Any, rows: Int[np.ndarray, " examples"] | None, optional: Sequence[str] = ()
+    ) -> None:
         self._source, self._rows = source, rows
+        self._absent = [name for name in optional if name not in source.fields]
         self.name = source.name
 
     def __getitem__(self, name: str) -> Any:
+        if name in self._absent:
+            return _missing_values(len(self._source if self._rows is None else self._rows))
         column = self._source.table.column(name)
         return column if self._rows is None else column.take(self._rows)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._source.fields)
+        return iter([*self._source.fields, *self._absent])
 
     def __len__(self) -> int:
-        return len(self._source.fields)
+        return len(self._source.fields) + len(self._absent)
 
     def read(self, examples: Int[np.ndarray, " chosen"]) -> dict[str, Any]:
         """Return the columns of some examples, in memory."""
         rows = examples if self._rows is None else self._rows[examples]
         table = self._source.take_table(rows)
-        return dict(zip(table.column_names, table.columns, strict=True))
+        absent = {name: _missing_values(len(rows)) for name in self._absent}
+        return {**dict(zip(table.column_names, table.columns, strict=True)), **absent}
 
     def block_size(self) -> int:
         """Return a number of examples that take little memory."""
         table = self._source.table
         return max(1, _BLOCK_BYTES * table.num_rows // max(1, table.nbytes))
+
+
+def _missing_values(number: int) -> Any:
+    import pyarrow as pa
+
+    return pa.chunked_array([pa.nulls(number)])
 
 
 class OpenFiles(NamedTuple):
@@ -249,7 +262,7 @@ def open_files(data: FilesConfig, one_client: str | None = None) -> OpenFiles:
     if skipped.any():
         notes.append(f"left out: {int(skipped.sum()):,} examples without {data.label!r}")
     return OpenFiles(
-        StoredColumns(source, rows),
+        StoredColumns(source, rows, data.optional_columns),
         client,
         names,
         owners,

@@ -107,7 +107,7 @@ class MethodConfig(Settings):
 
     @property
     def sent_exactly(self) -> str | None:
-        """What clients send beside updates that changes the model; see `FederatedAlgorithm`."""
+        """Return `FederatedAlgorithm.sent_exactly` of the method."""
         given = {**self.given, "aggregator": private_mean(max_norm=1, noise_multiplier=1, seed=0)}
         algorithm: FederatedAlgorithm = self.call(given)
         return algorithm.sent_exactly

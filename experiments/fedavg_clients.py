@@ -30,9 +30,9 @@ from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig
 from fedpax.experiments.parts.client_evaluation import EvaluateClients, client_name
 from fedpax.experiments.parts.clients_mesh import OnClientsMesh, over_clients
 from fedpax.experiments.parts.private_runs import (
-    accountant_of,
     check_noise_is_kept,
     check_private,
+    configured_accountant,
     describe_privacy,
     make_aggregator,
 )
@@ -243,7 +243,7 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
             model.init,
             fitting.cohort.size,
             sample_present(sampler),
-            accountant=accountant_of(self.aggregator),
+            accountant=configured_accountant(self.aggregator),
             batches=fitting._batch_shapes(),
             notes=describe_privacy(self),
         )

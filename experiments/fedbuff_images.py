@@ -19,7 +19,7 @@ from fedpax.errors import ArgumentError
 from fedpax.experiments.client_methods import method
 from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_images import FedAvgImages
-from fedpax.experiments.parts.private_runs import accountant_of, make_aggregator
+from fedpax.experiments.parts.private_runs import configured_accountant, make_aggregator
 from fedpax.experiments.populations import DirichletPopulation
 from fedpax.experiments.traces import TraceConfig
 from fedpax.models.classifiers import CNNConfig
@@ -73,7 +73,7 @@ class FedBuffImages(FedAvgImages):
                 f"method={self.method} has no effect: these clients are trained by FedBuff. Leave "
                 "the method at its default, or set it in an experiment of FedAvgImages."
             )
-        if accountant_of(self.aggregator) is not None:
+        if configured_accountant(self.aggregator) is not None:
             raise ArgumentError(
                 f"aggregator={self.aggregator.function.__name__}: a client can arrive twice in a "
                 "round of FedBuff, so that no epsilon holds. Set another --aggregator, such as "

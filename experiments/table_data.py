@@ -159,14 +159,8 @@ def table_label(data: TableConfig, table: OpenFiles, *, min_classes: int = 2) ->
 def table_treatments(data: TableConfig, table: OpenFiles) -> tuple[Treatment, ...]:
     """Return the treatments of all columns but the label and the client."""
     inputs = {n: c for n, c in table.columns.items() if n not in (data.label, table.client)}
-    inputs |= {name: [None] for name in absent_columns(data, table)}
     stated = [text for text in data.columns if parse_treatment(text).name != data.label]
     return infer_treatments(inputs, stated, max_categories=data.max_categories)
-
-
-def absent_columns(data: TableConfig, table: OpenFiles) -> list[str]:
-    """Return the optional columns that no file has; all of their values are missing."""
-    return [name for name in data.optional_columns if name not in table.columns]
 
 
 def apply_saved_table(
@@ -176,7 +170,7 @@ def apply_saved_table(
     label = Label.from_json(saved["label"])
     features = TableFeatures.from_json(saved["columns"])
     for column in features.columns:
-        if (name := column.treatment.name) not in {*table.columns, *data.optional_columns}:
+        if (name := column.treatment.name) not in {*table.columns}:
             raise ArgumentError(
                 f"data.files={' '.join(data.files)} has no column {name!r}, which the model was "
                 f"trained with. Add it, or set --data.optional_columns {name!r}: its values are "

@@ -20,7 +20,7 @@ each other. Where one core is free, the waiting is longer: `CPU s of a cohort` c
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import fedpax
+from fedpax.clients.cohort_stream import PackedStream
 from fedpax.data import ClientSampler, CohortRounds, cohort_rounds
 from fedpax.data.rounds.preprocess import preprocess_images
 from fedpax.experiments.benchmarks import timing
@@ -109,8 +110,11 @@ class TimedStream:
         self.cpu_seconds: list[float] = []
 
     def __next__(self) -> fedpax.Cohort:
+        return self._timed(self._stream.__next__)
+
+    def _timed(self, draw: Callable[[], fedpax.Cohort]) -> fedpax.Cohort:
         began = time.thread_time()
-        cohort: fedpax.Cohort = next(self._stream)
+        cohort = draw()
         self.cpu_seconds.append(time.thread_time() - began)
         return cohort
 
@@ -124,10 +128,7 @@ class TimedPackedStream(TimedStream):
 
     def next_packed(self) -> fedpax.Cohort:
         """Return the next cohort as it is sent."""
-        began = time.thread_time()
-        cohort: fedpax.Cohort = self._stream.next_packed()
-        self.cpu_seconds.append(time.thread_time() - began)
-        return cohort
+        return self._timed(self._stream.next_packed)
 
 
 def waiting(stream: Any, computing: float, rounds: int, clock: str = "wall") -> float:
@@ -138,7 +139,7 @@ def waiting(stream: Any, computing: float, rounds: int, clock: str = "wall") -> 
     """
     mesh = jax.make_mesh((1,), ("clients",), devices=jax.devices()[:1])
     device = NamedSharding(mesh, PartitionSpec())
-    is_packed = hasattr(stream, "next_packed")
+    is_packed = isinstance(stream, PackedStream)
     timed = TimedPackedStream(stream) if is_packed else TimedStream(stream)
     waited = []
     with Prefetch(timed, device, rounds + MEMORIES) as cohorts:

@@ -65,12 +65,12 @@ class Setting(NamedTuple):
 
     @property
     def has_outer_optimizer(self) -> bool:
-        """Whether the method has an outer optimizer."""
+        """Return whether the method has an outer optimizer."""
         return self.method != "data parallelism"
 
     @property
     def tuned(self) -> tuple[str, int]:
-        """What runs with the same tuned settings have in common."""
+        """Return the settings that runs with the same tuned values share."""
         return self.method, self.local_steps
 
     @property

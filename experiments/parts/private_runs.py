@@ -1,4 +1,4 @@
-"""What a private run states when it starts: its epsilon, and what has no noise."""
+"""Check a private run, and state its epsilon and the values without noise when it starts."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -46,7 +46,7 @@ class PrivateRun(Protocol):
         ...
 
 
-def accountant_of(config: AggregatorConfig) -> PrivacyAccountant | None:
+def configured_accountant(config: AggregatorConfig) -> PrivacyAccountant | None:
     """Return the accountant of an aggregator, of its rounds alone; None if it is not private."""
     accountant: PrivacyAccountant | None = config.call(config.given).accountant
     return accountant
@@ -73,7 +73,7 @@ def check_private(experiment: PrivateRun) -> None:
 
 def _check_method(method: MethodConfig, aggregator: AggregatorConfig) -> None:
     """Check that a private aggregator adds noise to everything that changes the model."""
-    if not method.has_aggregator or accountant_of(aggregator) is None:
+    if not method.has_aggregator or configured_accountant(aggregator) is None:
         return
     if (sent := method.sent_exactly) is None:
         return
@@ -94,7 +94,7 @@ def check_noise_is_kept(former: AggregatorConfig, new: AggregatorConfig) -> None
 
     Its accountant counts all rounds of the run with one noise multiplier.
     """
-    accountant, before = accountant_of(new), accountant_of(former)
+    accountant, before = configured_accountant(new), configured_accountant(former)
     if accountant is None:
         return
     noise = None if before is None else before.noise_multiplier
@@ -109,7 +109,7 @@ def check_noise_is_kept(former: AggregatorConfig, new: AggregatorConfig) -> None
 
 def describe_privacy(experiment: PrivateRun) -> tuple[str, ...]:
     """Return lines that state epsilon and what has no noise; none if the run is not private."""
-    accountant = accountant_of(experiment.aggregator)
+    accountant = configured_accountant(experiment.aggregator)
     if accountant is None:
         has_no_noise = getattr(experiment.aggregator, "noise_multiplier", None) == 0
         return ("no noise: aggregator.noise_multiplier is 0, and no epsilon holds",) * has_no_noise

@@ -43,7 +43,6 @@ from fedpax.experiments.client_files import OpenFiles
 from fedpax.experiments.parts.saved_inputs import saved_content
 from fedpax.experiments.table_data import (
     TableConfig,
-    absent_columns,
     number_label,
     stated_label,
     statistics_aggregator,
@@ -64,7 +63,6 @@ def describe_site_table(data: TableConfig, table: OpenFiles) -> dict[str, Any]:
     stated = stated_label(data)
     has_classes = stated is not None and stated.values is not None
     training, owners = _training_examples(table, table.columns)
-    training |= {name: [None] * len(owners) for name in absent_columns(data, table)}
     return describe_table(training, treatments, owners, label, has_classes)
 
 

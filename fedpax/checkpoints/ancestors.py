@@ -28,14 +28,14 @@ class Parent(NamedTuple):
         """Read the parent of a checkpoint; None if the checkpoint has all rows itself.
 
         Raises:
-            ArgumentError: the file is no such record, or names no earlier checkpoint.
+            ArgumentError: the file is not such a record, or names no earlier checkpoint.
         """
         try:
             parent = cls(**read_json(checkpoint / PARENT))
         except FileNotFoundError:
             return None
         except (TypeError, ValueError) as error:
-            raise ArgumentError(f"{PARENT} is no record of a checkpoint: {error}") from error
+            raise ArgumentError(f"{PARENT} is not a record of a checkpoint: {error}") from error
         if not isinstance(parent.round, int) or not 0 <= parent.round < int(checkpoint.name):
             raise ArgumentError(f"{PARENT} names the round {parent.round}, expected an earlier one")
         return parent

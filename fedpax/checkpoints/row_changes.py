@@ -70,7 +70,7 @@ class ChangedRows(NamedTuple):
 
 
 class _StoreRows(NamedTuple):
-    """What is known of the rows of a store."""
+    """The fingerprints of a store's rows, and the checkpoints that have them."""
 
     fingerprints: UInt64[np.ndarray, " rows"]  # of the newest checkpoint
     # the position of the checkpoint that has the newest value of each row

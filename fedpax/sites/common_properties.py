@@ -1,4 +1,4 @@
-"""What sites must have in common: by the coordinator's own contract, or as most sites have it."""
+"""Compare sites with what the coordinator states, or else with most sites."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping

@@ -85,7 +85,7 @@ def folder_hint(name: str) -> str:
 
 
 def missing_file(name: str) -> str:
-    """Return that there is no file of a name in an existing folder; empty for other names."""
+    """Describe a file that an existing folder lacks; return "" for other names."""
     path = Path(name)
     in_folder = path.parent != Path() and path.parent.is_dir()
     if path.exists() or ":" in name or not (in_folder or ("/" not in name and path.suffix)):

@@ -89,7 +89,7 @@ class Run(NamedTuple):
         evaluate_own_models: `state -> metrics of each client`, the metrics of the clients' own
             models, from the algorithm's state. Default None: clients have no own models.
         notes: lines on the data that are printed when the run starts.
-        cautions: those of the notes that an evaluation prints too, such as the number of missing
+        cautions: the notes that an evaluation prints too, such as the number of missing
             values that are filled.
     """
 

@@ -199,9 +199,8 @@ def fit_blocks(
     values_of = {t.name: CategoryValues(t) for t in used if t.kind == "category"}
     missing = set()
     for table, clients in blocks():
-        absent = [None] * len(clients)
         for treatment in used:
-            column = arrow_column(table.get(treatment.name, absent))
+            column = arrow_column(table[treatment.name])
             if checked_missing(treatment, column).any():
                 missing.add(treatment.name)
             if treatment.kind == "category":

@@ -52,7 +52,7 @@ class FittedColumn:
 
     @property
     def fill(self) -> str:
-        """What a missing value becomes where no training client misses one."""
+        """Describe the value that fills a missing one where no training client misses one."""
         fills = {"boolean": "false", "category": "no category"}
         return fills.get(self.treatment.kind, f"the mean {self.mean:.6g}")
 

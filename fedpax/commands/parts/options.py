@@ -28,7 +28,7 @@ from fedpax.experiments.catalog import ExperimentGroup, find_experiment
 from fedpax.experiments.catalog import describe_group as describe_experiments
 from fedpax.experiments.parts.settings import Settings
 from fedpax.extras import check_installed
-from fedpax.run_files.configuration import check_is_dataclass, flatten, to_json
+from fedpax.run_files.configuration import check_is_dataclass
 from fedpax.run_files.paths import resolve_job_log_dir
 from fedpax.run_files.seeds import seed_paths, with_seed
 from fedpax.training.experiment import Experiment
@@ -332,11 +332,20 @@ def describe_group(experiment: Experiment, overrides: Sequence[str]) -> str:
     return ""
 
 
+def _field_paths(value: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the path of each field of a configuration, also of fields without a value."""
+    for field in dataclasses.fields(value):
+        item = getattr(value, field.name)
+        if dataclasses.is_dataclass(item) and not isinstance(item, type):
+            yield from _field_paths(item, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name
+
+
 def _did_you_mean_field(experiment: Experiment, overrides: Sequence[str]) -> str:
     """Return a sentence with the field most similar to an unknown argument, if tyro names none."""
     # tyro compares a whole argument, so that a long value behind "=" hides the similarity.
-    paths = (path for path, _ in flatten(to_json(experiment)))
-    known = [path for path in paths if path.rpartition(".")[2] != "class"]
+    known = [*_field_paths(experiment)]
     for word in overrides:
         name = word.removeprefix("--").partition("=")[0].replace("-", "_")
         if word[:2] != "--" or name in known:

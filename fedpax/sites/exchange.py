@@ -78,7 +78,8 @@ class TaskExchange:
         self.awaits_model: Callable[[str], bool] = lambda name: False  # a site, at the end
         self._folder = folder
         self._receiving: set[str] = set()
-        self._refused: dict[str, tuple[str, str]] = {}  # the process of a site, and the reason
+        # The process of a site, the reason, and whether the coordinator has told it.
+        self._refused: dict[str, tuple[str, str, bool]] = {}
         self._uploads: dict[str, float] = {}  # sites that may send a large reply, and since when
         self.faults: dict[str, str] = {}  # of the replies to the last task, by site
 
@@ -113,12 +114,14 @@ class TaskExchange:
             return kinds[kind](site, request, message.arrays)
 
     def _check_is_not_refused(self, name: str, incarnation: str) -> None:
-        refused, reason = self._refused.get(name, ("", ""))
+        refused, reason, is_told = self._refused.get(name, ("", "", False))
         if refused and refused == incarnation:
-            raise RefusedError(
+            error = RefusedError(
                 f"the syncer refuses site {name!r}: {reason}. Mend the data or the flags of this "
                 "site, then start it again."
             )
+            error.is_told = is_told
+            raise error
 
     def _site(self, name: str, request: CheckedHeader) -> SiteRecord | None:
         """Return the site that sends a message; None if it must join first."""
@@ -155,11 +158,13 @@ class TaskExchange:
         is_renumbered = known is not None and known.count != count
         if known is not None and is_renumbered:
             check_renumbered(name, known.renumbered)
-        is_rival = known is not None and known.incarnation not in ("", incarnation)
+        # A process in the folder of the one before proves by its name that that one has ended.
+        accepted = "", incarnation, request.optional_text("follows")
+        is_rival = known is not None and known.incarnation not in accepted
         if known is not None and is_rival and self.sites.is_present(known, now):
             known.has_rival = True
-            reason = f"another process of site {name!r} is connected. Stop it, or give this site "
-            return Message({"status": "wait", "reason": f"{reason}another --name"})
+            reason = f"another process of site {name!r} is connected. {self.sites.advise_rival()}"
+            return Message({"status": "wait", "reason": reason})
         if self.finished and known is None:
             raise RefusedError("the run is finished, and this site was not part of it.")
         site = self.sites.add(name, count)
@@ -174,12 +179,9 @@ class TaskExchange:
         types = request.mapping("types")
         check_types(types)
         if self.types is not None and types != self.types:
-            self.refuse(
-                {
-                    site.name: f"its batches are {shorten_types(types)}, expected "
-                    f"{shorten_types(self.types)}"
-                }
-            )
+            ours, stated = shorten_types(types), shorten_types(self.types)
+            reason = f"its batches are {ours}, expected {stated}"
+            self.refuse({site.name: reason}, is_told=False)
             self._check_is_not_refused(site.name, site.incarnation)
         site.types, site.ready = types, True
         return self._answer(site, status="ok")
@@ -315,12 +317,12 @@ class TaskExchange:
             ranges = {s.name: range(s.first, s.first + s.count) for s in self.present()}
             return ranges, self.sites.num_clients
 
-    def refuse(self, reasons: Mapping[str, str]) -> None:
+    def refuse(self, reasons: Mapping[str, str], *, is_told: bool = True) -> None:
         """Refuse the processes of sites from now on; a site can be started again."""
         with self._changed:
             for name, reason in reasons.items():
                 if (site := self.sites.get(name)) is not None:
-                    self._refused[name] = site.incarnation, reason
+                    self._refused[name] = site.incarnation, reason, is_told
                     site.left, site.ready = True, False
             self._changed.notify_all()
 

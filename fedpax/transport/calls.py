@@ -42,6 +42,8 @@ _logger = logging.getLogger(__name__)
 class RefusedError(FedpaxError, ValueError):
     """A call that the other side refuses, with its reason; do not repeat the call."""
 
+    is_told = False  # whether the server has told its user the reason
+
 
 class MalformedError(RefusedError):
     """A message that no site of this version sends; a `Guard` counts it against its sender."""
@@ -308,7 +310,8 @@ def _respond(
     """Return a gRPC method that decodes a message, calls the handler and encodes its answer."""
     import grpc
 
-    log, sites = LimitedLog(_logger), CallsBySite(max_calls_per_site)
+    # A refused site can ask again each second.
+    log, sites = LimitedLog(_logger, remember=600.0), CallsBySite(max_calls_per_site)
     if admission is not None:
         handler = admission.guard(handler)
 
@@ -326,7 +329,8 @@ def _respond(
                 yield chunk
 
     def refuse(sender: str, error: RefusedError | BusyError, context: Any) -> NoReturn:
-        log.warning("%s is refused: %s", sender, error)
+        if not getattr(error, "is_told", False):
+            log.warning("%s is refused: %s", sender, error)
         busy = isinstance(error, BusyError)
         code = grpc.StatusCode.RESOURCE_EXHAUSTED if busy else grpc.StatusCode.FAILED_PRECONDITION
         _abort(context, code, str(error))

@@ -18,3 +18,11 @@ def test_warnings_beyond_the_limit_are_counted(caplog: pytest.LogCaptureFixture)
         "2 more warnings in 10 s were not written",
         "message 4 is refused",
     ]
+
+
+def test_a_warning_that_keeps_coming_is_written_once(caplog: pytest.LogCaptureFixture):
+    times = iter([0.0, 1.0, 2.0, 99.0, 198.0, 400.0])
+    log = LimitedLog(logging.getLogger("x"), remember=100.0, clock=lambda: next(times))
+    for words in ("a", "b", "a", "a", "a", "a"):
+        log.warning("%s is refused", words)
+    assert caplog.messages == ["a is refused", "b is refused", "a is refused"]

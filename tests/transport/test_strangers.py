@@ -102,12 +102,28 @@ def test_words_of_strangers_are_logged_without_control_characters_and_not_withou
 
     with serve(refuse, "localhost:0") as server, caplog.at_level(logging.WARNING):
         with connect(f"localhost:{server.port}") as connection:
-            for _ in range(50):
-                with pytest.raises(RefusedError, match=r"no \\x1b\[2J\\nor") as error:
-                    connection.call(Message({"x": "\x1b[2J"}), timeout=10)
+            for number in range(50):
+                with pytest.raises(RefusedError, match=rf"no {number}\\x1b\[2J\\nor") as error:
+                    connection.call(Message({"x": f"{number}\x1b[2J"}), timeout=10)
                 assert str(error.value).isprintable()
     lines = [record.getMessage() for record in caplog.records]
     assert 20 <= len(lines) <= 42 and all(line.isprintable() for line in lines)
+
+
+def test_a_reason_is_logged_once_and_one_that_the_user_knows_never(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(peer: str, message: Message) -> Message:
+        error = RefusedError(f"reason {message.header['x']}")
+        error.is_told = message.header["x"] == 2
+        raise error
+
+    with serve(refuse, "localhost:0") as server, caplog.at_level(logging.WARNING):
+        with connect(f"localhost:{server.port}") as connection:
+            for number in (0, 1, 2, 0, 1, 2):
+                with pytest.raises(RefusedError, match=f"reason {number}"):
+                    connection.call(Message({"x": number}), timeout=10)
+    assert [line[-8:] for line in caplog.messages] == ["reason 0", "reason 1"]
 
 
 SERVER = """

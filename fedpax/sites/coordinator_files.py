@@ -62,8 +62,7 @@ class SiteWatch:
         for name in sorted({site.name for site in self._sites if site.has_rival} - self._rivals):
             self._rivals.add(name)
             self._progress.note(
-                f"another process calls itself {name} and waits until the first one leaves. Stop "
-                "it, or give it another --name"
+                f"another process calls itself {name}. {self._sites.advise_rival()}"
             )
         now = time.monotonic()
         if not changed and not force and now < self._next_file:

@@ -22,10 +22,18 @@ class SiteState(NamedTuple):
 
 
 class SiteFile(NamedTuple):
-    """The content of `site.json`: the run's name, and whether the site has its last model."""
+    """The content of `site.json`.
+
+    Attributes:
+        run: the run's name. Default None: no coordinator has taken the site yet.
+        finished: whether the site has its last model.
+        process: the secret name of the last process that joined. The next one in this folder
+            proves by it that it may take over at once.
+    """
 
     run: str | None = None
     finished: bool = False
+    process: str | None = None
 
 
 def write_run(folder: Path, experiment: Any, exp: str, run: SiteFile) -> None:
@@ -60,6 +68,6 @@ def read_run(folder: Path) -> SiteFile:
     )
     with explain_damage(path, expectation):
         run = SiteFile(**read_json(path))
-        if not isinstance(run.run, str):
-            raise ArgumentTypeError(f"run is {run.run!r}")
+        if not isinstance(run.run, str | None) or not isinstance(run.process, str | None):
+            raise ArgumentTypeError(f"run is {run.run!r}, and process is {run.process!r}")
     return run

@@ -127,6 +127,14 @@ class SiteTable:
         site = self._sites.get(name)
         return site is not None and self.is_present(site, now)
 
+    def advise_rival(self) -> str:
+        """Return what to do about a second process of a site's name."""
+        return (
+            "The second one joins when the first one has ended or has sent nothing for "
+            f"{self._silent_after:g} s. Wait, or stop one of them. Give another --name only to a "
+            "site with other data, since rows that two sites have count twice"
+        )
+
     def is_awaited(self, site: SiteRecord, kind: str, now: float) -> bool:
         """Tell whether a task of a kind waits for a site until its deadline."""
         is_overdue = site.attendance.missed[kind] >= self._most_missed

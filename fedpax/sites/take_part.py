@@ -180,7 +180,8 @@ class Site:
             sums=sums or SecretTerms(name),
             personal=personal,
         )
-        self._run, self._has_last_model = read_run(folder)
+        self._file = read_run(folder)
+        self._run = self._file.run
         self._has_inputs = self._opened = False
         self._heartbeat_seconds = 2.0
         self._noted = ""  # the last reason to wait
@@ -217,9 +218,9 @@ class Site:
                 if self.finished:
                     return
             except DisconnectedError as error:
-                most = SECONDS_TO_ASK_AGAIN if self._has_last_model else self._give_up_after
+                most = SECONDS_TO_ASK_AGAIN if self._file.finished else self._give_up_after
                 if time.monotonic() - silent_since > min(most, self._give_up_after):
-                    self.gave_up, self.finished = True, self._has_last_model
+                    self.gave_up, self.finished = True, self._file.finished
                     return
                 note_waiting(error)
                 time.sleep(pause * random.uniform(0.5, 1.0))
@@ -232,6 +233,7 @@ class Site:
             "join",
             identity=self._identity,
             run=self._run,
+            follows=self._file.process,
             description=self._experiment.describe_site(),
         )
         if answer.header["status"] == "wait":
@@ -243,6 +245,8 @@ class Site:
         self._has_inputs = False
         if self._run is None:
             self._run = answer.header["run"]
+        self._file = self._file._replace(process=self._incarnation)
+        write_site_file(self._folder, self._file)
         self._progress.note(f"joined {self._connection.address} as {self._name}")
         self._progress.set_rounds(CheckedHeader(answer.header).count("rounds"))
         return True
@@ -289,8 +293,8 @@ class Site:
         if self._opened:
             return
         self._opened = True
-        self._has_last_model = False
-        write_run(self._folder, self._experiment, self._exp, SiteFile(self._run))
+        self._file = SiteFile(self._run, process=self._incarnation)
+        write_run(self._folder, self._experiment, self._exp, self._file)
         metrics = MetricsWriter(self._folder, after=2**31)
         self._writer = self._metrics.enter_context(metrics)
 
@@ -354,8 +358,8 @@ class Site:
 
     def _note_last_model(self) -> None:
         """Write that this site has the model of the last round, and what is made of it."""
-        self._has_last_model = True
-        write_site_file(self._folder, SiteFile(self._run, finished=True))
+        self._file = self._file._replace(finished=True)
+        write_site_file(self._folder, self._file)
 
     def _note_metrics(self, round_number: int, metrics: dict[str, float]) -> None:
         self._writer.write("evaluation", round_number, metrics)

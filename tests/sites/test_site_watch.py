@@ -5,9 +5,12 @@ from pathlib import Path
 from fedpax.sites.coordinator_files import SiteWatch
 from fedpax.sites.exchange import TaskExchange
 from fedpax.sites.identity import identify
+from fedpax.sites.site_files import read_run
 from fedpax.sites.site_table import SiteTable
+from fedpax.sites.take_part import Site
 from fedpax.training.progress import Progress
 from fedpax.transport.message import Message
+from sites.federation import Line
 from sites.small_experiment import small
 
 
@@ -33,6 +36,30 @@ def test_a_second_process_of_a_name_is_told_once_on_both_sides(
         watch.update()
         watch.update()
     assert {answer["status"] for answer in answers} == {"wait"}
-    assert "another process of site 'oslo' is connected" in answers[0]["reason"]
-    told = [note for note in notes if "another process calls itself oslo and waits" in note]
-    assert len(told) == 1 and "another --name" in told[0]
+    told = [note for note in notes if "another process calls itself oslo" in note]
+    assert "another process of site 'oslo' is connected" in answers[0]["reason"] and len(told) == 1
+    for text in (answers[0]["reason"], told[0]):
+        assert "when the first one has ended or has sent nothing for 30 s" in text
+        assert "another --name only to a site with other data" in text
+
+
+def test_a_killed_site_returns_at_once_and_in_another_folder_it_waits(
+    tmp_path: Path, notes: list[str]
+) -> None:
+    experiment, table = small(), SiteTable(30.0)
+    identity = identify(experiment, {}, experiment.own_fields, experiment.shared_content())
+    exchange = TaskExchange(identity, table, rounds=1, run="r")
+
+    def start(folder: str) -> bool:
+        """Start a process of the site, which is never closed, as a killed one."""
+        (tmp_path / folder).mkdir(exist_ok=True)
+        progress = Progress(folder, rounds_done=0, rounds=1, enabled=False)
+        line, about = Line(exchange), {"exp": "", "stop": lambda: False, "give_up_after": 5.0}
+        site = Site(experiment, tmp_path / folder, line, progress, name="oslo", **about)
+        return site._join()
+
+    assert start("oslo") and start("oslo") and start("oslo")
+    assert not start("copy")
+    assert start("oslo")
+    assert [note for note in notes if "waiting: another process of site 'oslo'" in note]
+    assert read_run(tmp_path / "oslo").run is None, "no coordinator has agreed yet"

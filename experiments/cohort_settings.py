@@ -31,7 +31,7 @@ class CohortConfig(CheckedConfig):
             (Poisson sampling); `size` is then the largest number of clients. Default None: a round
             has `size` clients.
         seed: random seed of the population, the cohorts, the order of each client's examples, and
-            what the aggregator draws.
+            what the aggregator draws. Noise from a known seed protects nobody: it is a simulation.
     """
 
     group = "cohort"

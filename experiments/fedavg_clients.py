@@ -245,7 +245,7 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
             sample_present(sampler),
             accountant=configured_accountant(self.aggregator),
             batches=fitting._batch_shapes(),
-            notes=describe_privacy(self),
+            notes=describe_privacy(self, in_stages=True),
         )
 
     def blank_example(self) -> Arrays | None:

@@ -107,13 +107,16 @@ def check_noise_is_kept(former: AggregatorConfig, new: AggregatorConfig) -> None
         )
 
 
-def describe_privacy(experiment: PrivateRun) -> tuple[str, ...]:
-    """Return lines that state epsilon and what has no noise; none if the run is not private."""
+def describe_privacy(experiment: PrivateRun, *, in_stages: bool = False) -> tuple[str, ...]:
+    """Return lines that state epsilon and what has no noise; none if the run is not private.
+
+    If the run is divided into stages, participants of a secure sum draw noise of their own.
+    """
     accountant = configured_accountant(experiment.aggregator)
     if accountant is None:
         has_no_noise = getattr(experiment.aggregator, "noise_multiplier", None) == 0
         return ("no noise: aggregator.noise_multiplier is 0, and no epsilon holds",) * has_no_noise
-    method, rounds = experiment.method, experiment.training.rounds
+    method, training, rounds = experiment.method, experiment.training, experiment.training.rounds
     accountant = accountant._replace(releases_before=experiment.releases_before)
     epsilon = accountant.epsilon(rounds)
     before = " and the release of statistics before them" if accountant.releases_before else ""
@@ -121,10 +124,23 @@ def describe_privacy(experiment: PrivateRun) -> tuple[str, ...]:
         f"private: epsilon {epsilon:.4g} of the model for delta {accountant.delta:g}, after "
         f"{rounds:,} rounds{before}, for a client whose updates count or are 0, without "
         "amplification by sampling",
-        "not private: the metrics of clients, such as the loss, and the numbers of clients and "
-        "examples, which have no noise",
+        "not private: the metrics of clients, such as the loss, metrics of held-out examples, and "
+        "the numbers of clients and examples, which have no noise",
         *experiment.disclosures,
     ]
+    chosen = {"keep_best": training.keep_best, "stop_after": training.stop_after}
+    if fields := " and ".join(f"training.{name}={x}" for name, x in chosen.items() if x):
+        lines.append(
+            f"not private: the choice of a round by {fields}, from exact metrics of held-out "
+            "examples, which epsilon does not count"
+        )
+    is_secure = hasattr(experiment.aggregator, "min_participants")
+    if not (is_secure and in_stages):
+        lines.append(
+            f"simulated{' in one program' if is_secure else ''}: the noise is drawn from "
+            f"cohort.seed={experiment.cohort.seed}, which config.json holds. A reader who knows "
+            "the seed can subtract the noise, and no epsilon holds"
+        )
     if not method.function.__module__.startswith("fedpax."):
         lines.append(
             f"epsilon holds if nothing but updates changes the state of {method.function.__name__}:"

@@ -149,11 +149,33 @@ def test_a_private_run_tells_its_epsilon_and_what_has_no_noise(combine: str) -> 
     epsilon = PrivacyAccountant(3.0, 1e-4).epsilon(rounds)
     notes = run.build().notes
     start = f"private: epsilon {epsilon:.4g} of the model for delta 0.0001, after {rounds} rounds,"
-    assert notes[0].startswith(start) and len(notes) == 2
-    assert "not private: the metrics of clients, such as the loss" in notes[1]
-    assert run.coordinate(30).notes == notes
+    assert notes[0].startswith(start) and len(notes) == 3
+    assert "not private: the metrics of clients, such as the loss, metrics of held-out" in notes[1]
+    # In stages, each participant of a secure sum draws its share of the noise itself.
+    is_secure = combine == "private_secure_mean"
+    one_program = " in one program" if is_secure else ""
+    assert notes[2].startswith(f"simulated{one_program}: the noise is drawn from cohort.seed=0")
+    assert run.coordinate(30).notes == (notes[:2] if is_secure else notes)
     own = dataclasses.replace(run, method=method(own_method))
-    assert "own_method: see what clients send in fedpax.stages" in own.build().notes[2]
+    assert "own_method: see what clients send in fedpax.stages" in own.build().notes[3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"keep_best": "loss"}, "training.keep_best=loss, from exact metrics of held-out"),
+        ({"stop_after": 2}, "training.stop_after=2, from exact metrics of held-out"),
+        ({"keep_best": "loss", "stop_after": 2}, "keep_best=loss and training.stop_after=2, from"),
+    ],
+)
+def test_a_round_that_is_chosen_by_exact_metrics_is_told(settings: dict, told: str) -> None:
+    run = fedavg_synthetic()
+    training = dataclasses.replace(run.training, evaluate_every=1, **settings)
+    run = dataclasses.replace(run, training=training)
+    assert not any("held-out" in line for line in run.build().notes)
+    private = dataclasses.replace(run, aggregator=aggregator("private_mean", noise_multiplier=3.0))
+    lines = [line for line in private.build().notes if "not private: the choice of a" in line]
+    assert len(lines) == 1 and told in lines[0]
 
 
 @pytest.mark.parametrize("combine", PRIVATE)

@@ -12,8 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.local_evaluation import local_metrics
-from fedpax.algorithms.parts.local_steps import local_update
+from fedpax.algorithms.parts.local_steps import local_metrics, local_update
 from fedpax.algorithms.parts.method_checks import (
     check_no_keys,
     check_population,

@@ -11,9 +11,8 @@ import optax
 from jaxtyping import Array, Bool, Int
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.local_steps import gradient_and_metrics
+from fedpax.algorithms.parts.local_steps import gradient_and_metrics, optimizer_step
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer
-from fedpax.algorithms.parts.optimizer_step import optimizer_step
 from fedpax.algorithms.parts.participation import counted_examples, placed_valid_steps
 from fedpax.algorithms.parts.tree_arithmetic import select
 from fedpax.clients.cohort import Cohort, check_cohort

@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from fedpax.aggregators import Aggregator
-from fedpax.aggregators.privacy_accountant import several_releases
+from fedpax.aggregators.privacy_accounting import several_releases
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.directional_mean import directional_mean
 from fedpax.algorithms.parts.finite_states import finite_steps
@@ -23,8 +23,8 @@ from fedpax.algorithms.parts.inner_steps import (
     average_reports,
     make_inner_steps,
 )
-from fedpax.algorithms.parts.mean_metrics import mean_metrics
 from fedpax.algorithms.parts.method_checks import check_optimizer
+from fedpax.algorithms.parts.participation import mean_metrics
 from fedpax.algorithms.parts.server import given_aggregator, outer_sgd
 from fedpax.algorithms.parts.tree_arithmetic import select
 from fedpax.algorithms.streaming_diloco import StreamingDiLoCoState, streaming_diloco

@@ -12,10 +12,9 @@ from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.finite_states import keep_finite
 from fedpax.algorithms.parts.frozen_leaves import frozen_leaves, keep_leaves
 from fedpax.algorithms.parts.inner_steps import make_outer_gradient
-from fedpax.algorithms.parts.mean_metrics import mean_metrics
+from fedpax.algorithms.parts.local_steps import optimizer_step
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer
-from fedpax.algorithms.parts.optimizer_step import optimizer_step
-from fedpax.algorithms.parts.participation import participant_weights, without_absent
+from fedpax.algorithms.parts.participation import mean_metrics, participant_weights, without_absent
 from fedpax.algorithms.parts.server import as_floats, given_aggregator, outer_sgd, unless_all_absent
 from fedpax.clients.cohort import Cohort, NumSteps, check_cohort
 from fedpax.primitives import federated_broadcast, federated_map

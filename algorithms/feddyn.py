@@ -13,14 +13,13 @@ from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params, Scalar
 from fedpax.algorithms.parts.finite_states import keep_finite
 from fedpax.algorithms.parts.gradient_terms import proximal_term
 from fedpax.algorithms.parts.local_steps import local_update
-from fedpax.algorithms.parts.mean_metrics import mean_metrics
 from fedpax.algorithms.parts.method_checks import (
     check_no_keys,
     check_population,
     check_setting,
     cohort_of_population,
 )
-from fedpax.algorithms.parts.participation import participant_weights, takes_part
+from fedpax.algorithms.parts.participation import mean_metrics, participant_weights, takes_part
 from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
 from fedpax.algorithms.parts.server import as_floats, make_server
 from fedpax.algorithms.parts.tree_arithmetic import scale

@@ -14,11 +14,9 @@ from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.fedavg import FedAvgState
 from fedpax.algorithms.parts.frozen_leaves import UNSUITABLE
-from fedpax.algorithms.parts.local_evaluation import count_steps
-from fedpax.algorithms.parts.local_steps import local_update
-from fedpax.algorithms.parts.mean_metrics import mean_metrics
+from fedpax.algorithms.parts.local_steps import count_steps, local_update
 from fedpax.algorithms.parts.method_checks import check_no_keys
-from fedpax.algorithms.parts.participation import participant_weights
+from fedpax.algorithms.parts.participation import mean_metrics, participant_weights
 from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
 from fedpax.algorithms.parts.server import as_floats, make_server
 from fedpax.algorithms.parts.tree_arithmetic import scale

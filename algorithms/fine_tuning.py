@@ -8,8 +8,7 @@ import chex
 import optax
 
 from fedpax.algorithm import LossFn, Metrics, Params
-from fedpax.algorithms.parts.local_evaluation import local_metrics
-from fedpax.algorithms.parts.local_steps import local_steps
+from fedpax.algorithms.parts.local_steps import local_metrics, local_steps
 from fedpax.algorithms.parts.method_checks import check_optimizer
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.rematerialized_map import rematerialized_map

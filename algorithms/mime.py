@@ -13,8 +13,7 @@ from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.finite_states import weights_of_finite
 from fedpax.algorithms.parts.gradient_terms import added_term
-from fedpax.algorithms.parts.local_evaluation import full_gradient
-from fedpax.algorithms.parts.local_steps import gradient_and_metrics, local_update
+from fedpax.algorithms.parts.local_steps import full_gradient, gradient_and_metrics, local_update
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_setting
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.rematerialized_map import rematerialized_map

@@ -14,13 +14,13 @@ from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.finite_states import keep_finite
 from fedpax.algorithms.parts.gradient_terms import added_term, constant_learning_rate
-from fedpax.algorithms.parts.local_evaluation import (
+from fedpax.algorithms.parts.local_steps import (
     accumulator,
     count_steps,
     full_gradient,
+    local_steps,
     mean_of,
 )
-from fedpax.algorithms.parts.local_steps import local_steps
 from fedpax.algorithms.parts.method_checks import (
     check_no_keys,
     check_population,

@@ -14,8 +14,13 @@ from jaxtyping import Array, Bool, Float
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.finite_states import finite_weights
-from fedpax.algorithms.parts.local_evaluation import accumulator, count_steps, mean_of
-from fedpax.algorithms.parts.local_steps import fold_steps, gradient_and_metrics
+from fedpax.algorithms.parts.local_steps import (
+    accumulator,
+    count_steps,
+    fold_steps,
+    gradient_and_metrics,
+    mean_of,
+)
 from fedpax.algorithms.parts.method_checks import check_optimizer, check_setting
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.rematerialized_map import rematerialized_map

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from fedpax.aggregators import Aggregator, mean
-from fedpax.aggregators.privacy_accountant import several_releases
+from fedpax.aggregators.privacy_accounting import several_releases
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.finite_states import finite_steps
 from fedpax.algorithms.parts.fragment_blocks import Block, Phases, loop_at
@@ -26,9 +26,8 @@ from fedpax.algorithms.parts.inner_steps import (
     average_reports,
     make_inner_steps,
 )
-from fedpax.algorithms.parts.mean_metrics import mean_metrics
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer, check_setting
-from fedpax.algorithms.parts.participation import participant_weights, without_absent
+from fedpax.algorithms.parts.participation import mean_metrics, participant_weights, without_absent
 from fedpax.algorithms.parts.server import (
     as_floats,
     given_aggregator,

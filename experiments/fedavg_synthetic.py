@@ -17,8 +17,7 @@ from fedpax.experiments.parts.client_evaluation import EvaluateClients
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.losses import classification_loss
 from fedpax.models.nnx_functional import FunctionalModel
-from fedpax.populations.leaf_clients import leaf_clients
-from fedpax.populations.logistic_clients import logistic_clients
+from fedpax.populations.leaf_clients import leaf_clients, logistic_clients
 from fedpax.training.client_metrics import ExampleOwners, classification_by_client
 from fedpax.training.evaluation import Batch, map_examples
 from fedpax.training.training_config import TrainingConfig

@@ -12,7 +12,7 @@ from fedpax.data import (
     read_examples,
 )
 from fedpax.errors import ArgumentError
-from fedpax.populations.contiguous_clients import ContiguousClients
+from fedpax.populations.client_arrays import ContiguousClients
 from fedpax.populations.partition import Partition
 
 

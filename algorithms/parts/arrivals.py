@@ -12,8 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from fedpax.aggregators import Aggregator, mean
 from fedpax.aggregators.aggregator import without_epsilon
 from fedpax.algorithm import Metrics, Params
-from fedpax.algorithms.parts.mean_metrics import mean_metrics
-from fedpax.algorithms.parts.participation import takes_part
+from fedpax.algorithms.parts.participation import mean_metrics, takes_part
 from fedpax.algorithms.parts.server import given_aggregator
 from fedpax.algorithms.parts.tree_arithmetic import scale, select
 from fedpax.clients.cohort import Cohort

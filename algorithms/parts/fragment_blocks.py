@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from fedpax.aggregators.aggregator import Weights
-from fedpax.aggregators.overlapped_work import under_transfers
+from fedpax.aggregators.sent_values import under_transfers
 from fedpax.algorithm import Metrics, Params
 from fedpax.algorithms.parts.fragment_server import (
     FragmentServer,
@@ -34,7 +34,7 @@ from fedpax.algorithms.parts.server import as_floats, unless_all_absent
 from fedpax.algorithms.parts.tree_arithmetic import weighted_sum
 from fedpax.clients.cohort import Cohort, NumSteps
 from fedpax.primitives import federated_map
-from fedpax.primitives.stage_traces import is_for_stages
+from fedpax.primitives.federated_program import is_for_stages
 
 SHORTEST_LOOP = 6
 """A loop keeps one more copy of its fragments' states: fewer blocks are unrolled."""

@@ -14,7 +14,7 @@ from fedpax.aggregators.random_streams import traced_random_stream
 from fedpax.algorithm import Metrics, Params
 from fedpax.algorithms.parts.fragments import Fragment
 from fedpax.algorithms.parts.frozen_leaves import keep_leaves, without_leaves
-from fedpax.algorithms.parts.optimizer_step import optimizer_step
+from fedpax.algorithms.parts.local_steps import optimizer_step
 from fedpax.algorithms.parts.tree_arithmetic import subtract
 from fedpax.primitives import federated_map
 

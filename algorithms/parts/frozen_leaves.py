@@ -13,8 +13,8 @@ import optax
 from fedpax.aggregators import Aggregator
 from fedpax.aggregators.aggregator import Weights
 from fedpax.algorithm import Metrics, Params
+from fedpax.primitives.jaxpr_analysis import zero_results
 from fedpax.primitives.layout import unplaced_aval
-from fedpax.primitives.zero_results import zero_results
 
 # Raised by an optimizer whose update takes further arguments, or whose masks and labels belong to
 # other parameters. Other errors are defects in its code.

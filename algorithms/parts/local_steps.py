@@ -14,7 +14,6 @@ from jaxtyping import Array, Int
 
 from fedpax.algorithm import LossFn, Metrics, Params, WithGradientNorm, loss_and_metrics
 from fedpax.algorithms.parts.method_checks import check_float_params
-from fedpax.algorithms.parts.optimizer_step import optimizer_step
 from fedpax.algorithms.parts.participation import valid_steps
 from fedpax.algorithms.parts.tree_arithmetic import select, subtract
 from fedpax.errors import ArgumentError
@@ -167,3 +166,85 @@ def gradient_and_metrics(
 
 def _float_mean(values: jax.Array) -> jax.Array:
     return jnp.mean(values.astype(jnp.float32))
+
+
+# A participant's loss and gradient at a fixed model, over all its batches.
+def local_metrics(
+    loss_fn: LossFn,
+    params: Params,
+    batches: chex.ArrayTree,
+    num_steps: Int[Array, ""] | int | None = None,
+) -> Metrics:
+    """Average the loss and the metrics of a model over a participant's valid batches."""
+
+    def evaluate(carry: None, batch: chex.ArrayTree) -> tuple[None, Metrics]:
+        return None, loss_and_metrics(loss_fn, params, batch)[1]
+
+    return fold_steps(evaluate, None, batches, num_steps)[1]
+
+
+def full_gradient(
+    loss_fn: LossFn,
+    params: Params,
+    batches: chex.ArrayTree,
+    num_steps: Int[Array, ""] | int | None = None,
+) -> Params:
+    """Average the gradient at one model over a participant's valid batches."""
+
+    def add(total: Params, batch: chex.ArrayTree) -> tuple[Params, Metrics]:
+        gradient, _ = gradient_and_metrics(loss_fn, params, batch)
+        return jax.tree.map(jnp.add, total, gradient), {}
+
+    total, _ = fold_steps(add, accumulator(params), batches, num_steps)
+    return mean_of(total, count_steps(batches, num_steps), params)
+
+
+def count_steps(
+    batches: chex.ArrayTree, num_steps: Int[Array, ""] | int | None = None
+) -> Int[Array, ""]:
+    """Count a participant's valid steps: those that `local_steps` takes."""
+    valid = valid_steps(batches, num_steps)
+    if valid is None:
+        return jnp.int32(jax.tree.leaves(batches)[0].shape[0])
+    return jnp.sum(valid, dtype=jnp.int32)
+
+
+def accumulator(params: Params) -> Params:
+    """Return zeros to sum gradients in, of at least float32."""
+    return jax.tree.map(
+        lambda p: jnp.zeros_like(p, dtype=jnp.promote_types(p.dtype, jnp.float32)), params
+    )
+
+
+def mean_of(total: Params, count: Int[Array, ""], like: Params) -> Params:
+    """Divide a sum by its count, in the dtypes of `like`; 0 where the count is 0."""
+    return jax.tree.map(lambda t, p: (t / jnp.maximum(count, 1)).astype(p.dtype), total, like)
+
+
+# One step of an optimizer, in the dtypes of its state.
+def optimizer_step(
+    optimizer: optax.GradientTransformation,
+    gradient: Params,
+    state: optax.OptState,
+    params: Params,
+    **extra: Any,
+) -> tuple[Params, optax.OptState]:
+    """Step parameters along a gradient. Parameters and state keep their dtypes.
+
+    A setting that is a float32 array, such as a momentum to differentiate in, would make the state
+    of bfloat16 parameters float32: the state of the next round would have another type.
+
+    Example:
+        >>> descent = optax.sgd(jnp.float32(0.5), momentum=jnp.float32(0.75))
+        >>> x = jnp.bfloat16(3.0)
+        >>> x, state = optimizer_step(descent, jnp.bfloat16(2.0), descent.init(x), x)
+        >>> x.item(), jax.tree.leaves(state)[0].dtype
+        (2.0, dtype(bfloat16))
+    """
+    updates, stepped = optimizer.update(gradient, state, params, **extra)
+    return optax.apply_updates(params, updates), jax.tree.map(_like, stepped, state)
+
+
+def _like(new: Any, old: Any) -> Any:
+    dtype = jnp.result_type(old)
+    return new if jnp.result_type(new) == dtype else jnp.asarray(new).astype(dtype)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import chex
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from fedpax.algorithm import Params
 from fedpax.algorithms.parts.method_checks import check_setting
 from fedpax.checks import NON_NEGATIVE
 
@@ -62,3 +65,42 @@ def hinge_staleness(slope: float, free: float) -> StalenessFn:
     )
     check_setting("hinge_staleness", "free", free, NON_NEGATIVE, remedy="Pass 0.0 for none.")
     return lambda staleness: 1.0 / (slope * jnp.maximum(staleness - free, 0.0) + 1.0)
+
+
+# The last versions of the server's model, from which stale participants have started.
+class History(NamedTuple):
+    """The last versions of a model, in a ring buffer."""
+
+    versions: Params  # the model's pytree with leaves `[length, ...]`; version v is at v mod length
+    current: Int[Array, ""]  # int32 scalar, the number of the latest version, from 0
+
+    def read(self, staleness: Int[Array, ""]) -> Params:
+        """Return the version that was the latest `staleness` versions ago."""
+        version = jnp.maximum(self.current - staleness, 0)
+        return jax.tree.map(
+            lambda leaf: jax.lax.dynamic_index_in_dim(
+                leaf, version % leaf.shape[0], axis=0, keepdims=False
+            ),
+            self.versions,
+        )
+
+    def append(self, params: Params) -> History:
+        """Overwrite the oldest version by a new one."""
+        current = self.current + 1
+        versions = jax.tree.map(
+            lambda leaf, new: jax.lax.dynamic_update_index_in_dim(
+                leaf, new, current % leaf.shape[0], axis=0
+            ),
+            self.versions,
+            params,
+        )
+        return History(versions, current)
+
+
+def start_history(params: Params, length: int) -> History:
+    """Make a history whose only version, number 0, is `params`."""
+
+    def fill(leaf: chex.Array) -> Any:
+        return jnp.broadcast_to(leaf, (length, *jnp.shape(leaf)))
+
+    return History(jax.tree.map(fill, params), jnp.int32(0))

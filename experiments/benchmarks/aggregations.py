@@ -24,7 +24,7 @@ import fedpax
 from fedpax import aggregators
 from fedpax.aggregators import Aggregator
 from fedpax.aggregators.all_updates import reduce_coordinates, squared_distances
-from fedpax.aggregators.sorting_network import sort_rows
+from fedpax.aggregators.coordinate_means import sort_rows
 from fedpax.experiments.benchmarks import harness, timing
 from fedpax.experiments.benchmarks.harness import Row, Timed, command, option
 from fedpax.experiments.benchmarks.workloads import WORKLOADS

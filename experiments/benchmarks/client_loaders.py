@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from fedpax.data import ClientSampler, cohort_rounds, load
 from fedpax.experiments.benchmarks import timing
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
-from fedpax.populations.contiguous_clients import ContiguousClients
+from fedpax.populations.client_arrays import ContiguousClients
 
 Images = NDArray[np.uint8]
 Chosen = NDArray[np.int64]

@@ -22,7 +22,7 @@ from fedpax.experiments.benchmarks import timing
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
 from fedpax.experiments.benchmarks.workloads import Workload
 from fedpax.models.classifiers import MLPConfig, mlp
-from fedpax.populations.contiguous_clients import ContiguousClients
+from fedpax.populations.client_arrays import ContiguousClients
 
 
 def _table_batch(fields: Any) -> dict[str, Any]:

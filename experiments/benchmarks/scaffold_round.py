@@ -24,7 +24,7 @@ import fedpax
 from fedpax import Cohort
 from fedpax.algorithm import Params
 from fedpax.algorithms import scaffold
-from fedpax.clients.store_rows import count_rows
+from fedpax.clients.row_blocks import count_rows
 from fedpax.experiments.benchmarks import timing
 from fedpax.experiments.benchmarks.fedavg_round import check_equal, scan_round
 from fedpax.experiments.benchmarks.harness import Row, Timed, command, integers, option

@@ -10,7 +10,7 @@ import optax
 
 from fedpax.algorithm import LossFn, Params
 from fedpax.algorithms import apfl_models, choose_cluster, local_steps
-from fedpax.algorithms.parts.local_evaluation import full_gradient
+from fedpax.algorithms.parts.local_steps import full_gradient
 from fedpax.clients import gather_clients
 from fedpax.clients.cohort import Cohort
 

@@ -11,8 +11,11 @@ from fedpax.aggregators.gaussian_noise import add_local_noise, add_noise
 from fedpax.aggregators.geometric_median import geometric_median
 from fedpax.aggregators.integer_packing import choose_packing
 from fedpax.aggregators.krum import krum
-from fedpax.aggregators.privacy_accountant import PrivacyAccountant
-from fedpax.aggregators.privacy_accounting import noise_multiplier_for, privacy_spent
+from fedpax.aggregators.privacy_accounting import (
+    PrivacyAccountant,
+    noise_multiplier_for,
+    privacy_spent,
+)
 from fedpax.aggregators.private_mean import private_mean
 from fedpax.aggregators.private_secure_mean import private_secure_mean
 from fedpax.aggregators.quantized_mean import quantized_mean

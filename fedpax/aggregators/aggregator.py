@@ -9,7 +9,7 @@ import chex
 import jax
 from jaxtyping import Array, Num
 
-from fedpax.aggregators.privacy_accountant import PrivacyAccountant
+from fedpax.aggregators.privacy_accounting import PrivacyAccountant
 from fedpax.primitives import federated_mean
 
 Weights: TypeAlias = Num[Array, " participants"] | None

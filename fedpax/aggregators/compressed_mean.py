@@ -14,10 +14,9 @@ from fedpax.aggregators.codecs.codec import Codec
 from fedpax.aggregators.codecs.device_exchange import choose_exchange
 from fedpax.aggregators.codecs.rotated import check_codec
 from fedpax.aggregators.codecs.update_coder import UpdateCoder
-from fedpax.aggregators.encodable import check_floats, normalized_weights
-from fedpax.aggregators.overlapped_work import work_under_transfer
+from fedpax.aggregators.presence import check_floats, normalized_weights
 from fedpax.aggregators.random_streams import in_stream
-from fedpax.aggregators.sent_values import mark_sent
+from fedpax.aggregators.sent_values import mark_sent, work_under_transfer
 from fedpax.checks import PROBABILITY, check_argument, check_seed
 from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, federated_sum

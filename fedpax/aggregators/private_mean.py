@@ -20,7 +20,7 @@ from fedpax.aggregators.clipping import (
 )
 from fedpax.aggregators.gaussian_noise import perturb
 from fedpax.aggregators.presence import mean_dtype, num_participants, present
-from fedpax.aggregators.privacy_accountant import accountant_of, releases_per_round
+from fedpax.aggregators.privacy_accounting import accountant_of, releases_per_round
 from fedpax.aggregators.random_streams import round_key
 from fedpax.checks import NON_NEGATIVE, POSITIVE, check_argument, check_seed
 from fedpax.errors import ArgumentError

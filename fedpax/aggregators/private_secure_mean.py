@@ -12,19 +12,19 @@ from fedpax.aggregators.aggregator import Aggregator, Weights
 from fedpax.aggregators.clipping import check_norm, clip_update
 from fedpax.aggregators.gaussian_noise import known_sharding
 from fedpax.aggregators.presence import count_all, mean_dtype, num_participants, present
-from fedpax.aggregators.privacy_accountant import accountant_of, releases_per_round
-from fedpax.aggregators.random_streams import round_key
-from fedpax.aggregators.random_words import (
+from fedpax.aggregators.privacy_accounting import accountant_of, releases_per_round
+from fedpax.aggregators.random_streams import (
     hashed_indices,
     normal_from_words,
     random_normal,
     rehash,
+    round_key,
 )
 from fedpax.aggregators.secure_mean import check_neighbors, engine_sum, secure_sum
 from fedpax.checks import COUNT, POSITIVE, check_argument, check_seed
 from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_sum
-from fedpax.primitives.stage_traces import is_for_stages
+from fedpax.primitives.federated_program import is_for_stages
 from fedpax.transforms.own_noise import own_noise
 
 MOST_DEVIATIONS = 6  # float32 normal numbers stay below

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from fedpax.aggregators.aggregator import Aggregator, Weights
-from fedpax.aggregators.encodable import check_floats, normalized_weights
 from fedpax.aggregators.integer_packing import (
     Packing,
     choose_packing,
@@ -20,7 +19,13 @@ from fedpax.aggregators.integer_packing import (
     shards_per_axis,
     unpack,
 )
-from fedpax.aggregators.presence import count_all, num_participants, select
+from fedpax.aggregators.presence import (
+    check_floats,
+    count_all,
+    normalized_weights,
+    num_participants,
+    select,
+)
 from fedpax.aggregators.sent_values import mark_sent
 from fedpax.checks import IntRange, check_argument
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, federated_sum

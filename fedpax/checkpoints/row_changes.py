@@ -9,8 +9,13 @@ import numpy as np
 from jaxtyping import Int64, UInt64
 
 from fedpax.checkpoints.ancestors import Parent
-from fedpax.clients.row_blocks import RowBlocks, padded_count, row_blocks, take_rows
-from fedpax.clients.row_fingerprints import row_fingerprints
+from fedpax.clients.row_blocks import (
+    RowBlocks,
+    padded_count,
+    row_blocks,
+    row_fingerprints,
+    take_rows,
+)
 from fedpax.clients.store import ClientStore
 
 SMALL_STORES = 1 << 24

@@ -2,9 +2,9 @@
 
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.clients.cohort_stream import IdentifiedStream
+from fedpax.clients.row_blocks import home_devices
 from fedpax.clients.schedule import ArrivalOrder, Arrivals, RegionalOrder, Syncs
 from fedpax.clients.store import ClientStore, client_store, gather_clients, scatter_clients
-from fedpax.clients.store_rows import home_devices
 
 __all__ = [
     "ArrivalOrder",

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Int
 
 from fedpax.checks import check_integers
-from fedpax.clients.store_rows import count_rows, on_devices, row_specs, rows_axis, state_spec
+from fedpax.clients.row_blocks import count_rows, on_devices, row_specs, rows_axis, state_spec
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.argument_checks import check_tree_not_deleted
 from fedpax.primitives.casts import checked_tree, conversion, device_array

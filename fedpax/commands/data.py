@@ -16,7 +16,7 @@ from fedpax.data import load, partition_statistics, plot_partition
 from fedpax.data.tables import ColumnSummary, infer_treatments, summarize_columns
 from fedpax.errors import UsageError
 from fedpax.extras import optional
-from fedpax.populations.contiguous_clients import ContiguousClients
+from fedpax.populations.client_arrays import ContiguousClients
 from fedpax.populations.partition_plot import plot_statistics
 from fedpax.reports.table import markdown_table
 from fedpax.user_files.load_options import LoadOptions

@@ -14,7 +14,7 @@ from fedpax.planning import (
     to_json,
     to_text,
 )
-from fedpax.planning.memory_overflow import overflow_report
+from fedpax.planning.ahead_of_time import overflow_report
 from fedpax.run_files.paths import write_atomically
 
 

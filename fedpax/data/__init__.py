@@ -34,16 +34,14 @@ from fedpax.data.rounds.token_rounds import token_round_shapes, token_rounds
 from fedpax.data.rounds.token_stream import TokenRounds
 from fedpax.data.rounds.unreliable_rounds import RoundOutcome, UnreliableRounds, unreliable_rounds
 from fedpax.populations.availability import DailyAvailability, RecordedAvailability
-from fedpax.populations.client_arrays import concatenate_clients
+from fedpax.populations.client_arrays import ContiguousClients, concatenate_clients
 from fedpax.populations.client_sampler import ClientSampler, poisson_cohort_size
-from fedpax.populations.contiguous_clients import ContiguousClients
 from fedpax.populations.label_skew import (
     partition_by_shards,
     partition_dirichlet,
     partition_pachinko,
 )
-from fedpax.populations.leaf_clients import leaf_clients
-from fedpax.populations.logistic_clients import logistic_clients
+from fedpax.populations.leaf_clients import leaf_clients, logistic_clients
 from fedpax.populations.partition import (
     Partition,
     partition_by_field,

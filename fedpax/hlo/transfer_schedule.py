@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from fedpax.hlo import trip_counts
-from fedpax.hlo.matmul_flops import matmul_flops
+from fedpax.hlo.costs import matmul_flops
 from fedpax.hlo.parsing import Computation, Instruction, Module
 
 

@@ -9,14 +9,12 @@ from typing import Any
 import jax
 
 from fedpax.errors import ArgumentError
-from fedpax.inspect.cost_table import Cost, PlacementCost, Transfer
 from fedpax.inspect.flops import NO_FLOPS, Flops, equation_flops
 from fedpax.inspect.sent_marks import kept_values, server_work
-from fedpax.inspect.transfers import sends_in_while, sent_values
+from fedpax.inspect.transfers import Cost, PlacementCost, Transfer, sends_in_while, sent_values
 from fedpax.primitives._jax import Jaxpr, JaxprEqn, Var, argument_names, eliminate_dead_code
-from fedpax.primitives.jaxpr_analysis import inner_jaxprs
+from fedpax.primitives.jaxpr_analysis import inner_jaxprs, num_bytes
 from fedpax.primitives.map import federated_map_p
-from fedpax.primitives.peak_memory import num_bytes
 from fedpax.primitives.placement import Placement
 from fedpax.transforms.inlining import inline, is_federated, placements_of
 from fedpax.transforms.placed_values import PlacedValues, bodies_of

@@ -8,9 +8,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from fedpax.primitives._jax import Jaxpr, JaxprEqn, Var, aval_of
-from fedpax.primitives.jaxpr_analysis import SHAPE_PRIMITIVES, inner_jaxprs
+from fedpax.primitives.jaxpr_analysis import SHAPE_PRIMITIVES, inner_jaxprs, num_bytes
 from fedpax.primitives.map import federated_map_p
-from fedpax.primitives.peak_memory import num_bytes
 from fedpax.transforms.marks import KEPT, SENT, SERVER, has_mark, is_mark
 from fedpax.transforms.placed_values import PlacedValues
 from fedpax.transforms.streaming_plan import StreamingPlan

@@ -1,10 +1,9 @@
 """Ahead-of-time plans: chips, topologies, interconnect, the compiled plan and its reports."""
 
 from fedpax.parallel.chips import CHIPS, Chip, chip_of
-from fedpax.planning.ahead_of_time import PlanError, plan_experiment
+from fedpax.planning.ahead_of_time import MemoryOverflowError, PlanError, plan_experiment
 from fedpax.planning.compiled_plan import CompiledPlan
 from fedpax.planning.json_report import to_json
-from fedpax.planning.memory_overflow import MemoryOverflowError
 from fedpax.planning.overlap import find_overlap
 from fedpax.planning.report import to_text
 from fedpax.planning.site_bandwidth import (

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import chex
 import jax
-from jax.sharding import use_abstract_mesh
+from jax.sharding import NamedSharding, use_abstract_mesh
 
 from fedpax.errors import FedpaxError
-from fedpax.parallel.mesh import default_devices
+from fedpax.parallel.mesh import MeshConfig, default_devices
 from fedpax.planning.compiled_plan import CompiledPlan, RoundWorkload, make_plan, memory_of
-from fedpax.planning.memory_overflow import MemoryOverflowError, overflow_report, shortage_of
-from fedpax.planning.mesh_fit import describe_misfit
 from fedpax.planning.topology import Topology, foreign_libtpu
 from fedpax.run_files.paths import write_atomically
-from fedpax.training.compiled_round import compile_round, with_shardings
+from fedpax.training.compiled_round import compile_round, run_state_shardings, with_shardings
 from fedpax.training.experiment import Experiment, Run
 
 
@@ -144,3 +145,139 @@ def _repeated(report: Callable[[str], None], line: str, every: float = 30.0) -> 
     finally:
         done.set()
         thread.join()
+
+
+# The sizes of a mesh, compared with the devices of a topology.
+def describe_misfit(name: str, mesh: MeshConfig, topology: Topology) -> str | None:
+    """Describe a mesh that needs another number of devices than the topology's; else None."""
+    sizes = {axis: size for axis, size in mesh.stated.items() if size != 1}
+    total, needed = len(topology.devices), math.prod(size for size in sizes.values() if size != -1)
+    takes_rest = -1 in sizes.values()
+    if not sizes or total == needed or (takes_rest and total % needed == 0):
+        return None
+    count = f"a multiple of {needed:,} devices" if takes_rest else f"{needed:,} devices"
+    axes = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+    fitting = fitting_sizes(sizes, total)
+    change = (
+        f"Change {' and '.join(f'--mesh.{axis}' for axis in sizes)}, or"
+        if fitting is None
+        else f"Use all: {' '.join(f'--mesh.{axis}={size}' for axis, size in fitting.items())}. Or"
+    )
+    nearest = max(1, total // needed) * needed if takes_rest else needed
+    device, _, _ = topology.name.partition(":")
+    other = f"--topology={device}:{nearest}" if topology.shape == () else f"{nearest:,} devices"
+    return (
+        f"{name} uses {count} ({axes}), {topology.name}"
+        f"{f' in {topology.slices} slices' if topology.slices > 1 else ''} has {total:,}. "
+        f"{change} plan for {other}."
+    )
+
+
+def fitting_sizes(sizes: Mapping[str, int], total: int) -> dict[str, int] | None:
+    """Return sizes near the given ones that take all devices; None if none are near."""
+    # Additional devices go to the axis `clients` if the mesh has it, otherwise to `fsdp`. Other
+    # sizes only become smaller, to divisors of the given ones, so that they still divide the same
+    # array dimensions.
+    needed = math.prod(size for size in sizes.values() if size != -1)
+    if -1 not in sizes.values() and total % needed == 0:
+        axis = "clients" if "clients" in sizes else "fsdp"
+        return {**sizes, axis: sizes.get(axis, 1) * (total // needed)}
+    for axis in reversed(list(sizes)):  # the axes of placements are the first ones
+        other_sizes = 1 if sizes[axis] == -1 else needed // sizes[axis]
+        if sizes[axis] == -1 or total % other_sizes:
+            continue
+        smaller = math.gcd(sizes[axis], total // other_sizes)
+        if -1 in sizes.values() or smaller * other_sizes == total:
+            return {**sizes, axis: smaller}
+    return None
+
+
+# The report on a round that does not fit the memory of a device.
+class MemoryOverflowError(FedpaxError):
+    """A round that does not fit the memory of a device; the message lists the remedies."""
+
+    exit_status = 1
+
+
+# Fields of experiments that reduce a round's memory: what a change of the field does, and the
+# value beyond which it does no more.
+_REMEDIES: dict[str, tuple[str, Any]] = {
+    "mesh.fsdp": ("shard parameters and optimizer state over more devices", None),
+    "mesh.tensor": ("shard heads and MLP dimensions over more devices", None),
+    "mesh.stage": ("divide the layers among more pipeline stages", None),
+    "model.remat": ("recompute activations instead of storing them, such as full", "full"),
+    "model.num_microbatches": ("divide a batch into more pipeline microbatches", None),
+    "loss.grad_accum_steps": ("accumulate the gradient over more microbatches", None),
+    "optimizer.name": ("use an optimizer with a smaller state, such as adafactor", "adafactor"),
+    "data.batch_size": ("use smaller batches", 1),
+    "data.seq_len": ("use shorter sequences", 1),
+    "cohort.chunk_size": ("run fewer clients at once on a device", 1),
+    "cohort.batch_size": ("use smaller batches", 1),
+}
+
+
+def overflow_report(
+    name: str, topology: Topology, experiment: Experiment, run: Run, shortage: str
+) -> str:
+    """Describe a round that does not fit: the memory of its arguments, and fields to change."""
+    lines = [f"{name} does not fit: a device of {topology.name} {shortage}. On each device:"]
+    for part, size in _argument_bytes(run).items():
+        lines.append(f"  {size / 2**30:8.2f} GiB  {part}")
+    lines.append("Change one or more of these:")
+    for field, (remedy, last) in _REMEDIES.items():
+        group, _, name_of_axis = field.partition(".")
+        value = run.mesh.shape.get(name_of_axis) if group == "mesh" else _value(experiment, field)
+        no_effect = field == "model.num_microbatches" and run.mesh.shape.get("stage", 1) == 1
+        if value not in (None, last) and not no_effect:
+            lines.append(f"  --{field}={value} now: {remedy}")
+    lines.append("  --topology, --slices: more chips, or chips with more memory")
+    return "\n".join(lines)
+
+
+def shortage_of(message: str) -> str:
+    """Summarize the compiler's error message: the memory needed, available, and largest arrays."""
+    sizes = re.search(r"[Uu]sed ([\d.]+\w?) of ([\d.]+\w?) hbm", message) or re.search(
+        r"temporaries \(([\d.]+\w?)\) exceeds available HBM \(([\d.]+\w?)\)", message
+    )
+    if not sizes:
+        return message.partition("\n")[0]
+    largest = re.findall(r"Size: ([\d.]+\w?)\b.*?Shape: (\w+\[[\d,]*\])", message, re.DOTALL)
+    arrays = ", ".join(f"{size} {shape}" for size, shape in largest[:3])
+    purpose = " for temporaries alone" if "temporaries (" in message else ""
+    return f"needs {sizes[1]} of {sizes[2]}{purpose}" + (f" (largest: {arrays})" if arrays else "")
+
+
+def _value(experiment: Experiment, field: str) -> Any:
+    """Return the value of a field such as "data.seq_len"; None if the experiment lacks it."""
+    value: Any = experiment
+    for name in field.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def _argument_bytes(run: Run) -> dict[str, int]:
+    """Return the bytes of a round's arguments on a device, by part."""
+    params = jax.eval_shape(run.init, jax.random.key(0))
+    state = jax.eval_shape(run.algorithm.init, params)
+    participants = jax.tree.leaves(run.cohort_shapes)[0].shape[0]
+    whole = _device_bytes(state, run_state_shardings(run, params, state, participants))
+    model = _device_bytes(params, run.resolved_shardings.params)
+    frozen = {} if run.frozen is None else {"frozen values": _device_bytes(run.frozen.shapes)}
+    return {
+        "the model": model,
+        "the rest of the state: optimizers, state of participants": whole - model,
+        "a round's cohort": _device_bytes(run.cohort_shapes, run.resolved_shardings.cohort),
+    } | frozen
+
+
+def _device_bytes(
+    shapes: chex.ArrayTree, shardings: NamedSharding | chex.ArrayTree | None = None
+) -> int:
+    """Count the bytes on a device. Default of the shardings: those that the shapes have."""
+    leaves = jax.tree.leaves(shapes if shardings is None else with_shardings(shapes, shardings))
+    total = 0
+    for leaf in leaves:
+        is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        shape = leaf.sharding.shard_shape(leaf.shape)
+        total += math.prod(shape) * (8 if is_key else leaf.dtype.itemsize)
+    return total

@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, MutableMapping
-from typing import Any
+import operator
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
-from fedpax.errors import ArgumentTypeError
-from fedpax.primitives.signatures import BY_NAME, POSITIONAL
+from fedpax.errors import ArgumentError, ArgumentTypeError
 
 # Words of other libraries' arguments, and the words of the arguments that they stand for here.
 SYNONYMS = {
@@ -118,3 +118,152 @@ def check_tree_not_deleted(tree: Any, name: str) -> None:
     """Raise a RuntimeError if a leaf of a pytree was donated to an earlier call."""
     for path, leaf in jax.tree.leaves_with_path(tree):
         check_not_deleted(leaf, f"{name}{jax.tree_util.keystr(path)}")
+
+
+# Signatures of users' functions: their static arguments, and names for messages.
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class StaticArguments(NamedTuple):
+    """The static arguments of a function, which are Python values and are never traced."""
+
+    argnums: tuple[int, ...] = ()  # positions of those that are passed by position
+    argnames: tuple[str, ...] = ()  # names of those that are passed by keyword
+
+
+NO_STATIC_ARGUMENTS = StaticArguments()
+
+
+def signature_of(fn: Callable[..., Any]) -> inspect.Signature | None:
+    """Return a function's signature, or None for a built-in function that has none."""
+    try:
+        return inspect.signature(fn)
+    except (TypeError, ValueError):
+        return None
+
+
+def function_name(fn: Callable[..., Any]) -> str:
+    """Return the name of a function, of a partial application, or of a callable's class."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def resolve_static(
+    fn: Callable[..., Any],
+    argnums: int | Sequence[int] | None,
+    argnames: str | Iterable[str] | None,
+) -> StaticArguments:
+    """Check a declaration of static arguments as `jax.jit` has it, and complete it."""
+    # If only positions or only names are given, the signature gives the others.
+    signature, name = signature_of(fn), function_name(fn)
+    parameters = list(signature.parameters.values()) if signature else []
+    positional = [p.name for p in parameters if p.kind in POSITIONAL]
+    any_position = signature is None or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    any_name = signature is None or any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names = _as_names(argnames)
+    numbers = []
+    for number in _as_numbers(argnums):
+        position = number + len(positional) if number < 0 else number
+        if position < 0 or (position >= len(positional) and not any_position):
+            raise ArgumentError(
+                f"static_argnums={number}, but {name}() takes {len(positional)} arguments by "
+                "position. Pass the positions of arguments that it takes, counted from 0."
+            )
+        numbers.append(position)
+    known = [p.name for p in parameters if p.kind in BY_NAME]
+    for argname in names:
+        if argname not in known and not any_name:
+            raise ArgumentError(
+                f"static_argnames={argname!r}, but {name}() has no argument of that name; its "
+                f"arguments are {', '.join(known) or 'none'}. Pass names of these."
+            )
+    if argnums is None:
+        numbers = [i for i, parameter in enumerate(positional) if parameter in names]
+    if argnames is None:
+        names = [p for i, p in enumerate(positional) if i in numbers]
+    return StaticArguments(tuple(numbers), tuple(names))
+
+
+def _as_numbers(argnums: Any) -> list[int]:
+    if argnums is None:
+        return []
+    try:
+        return [operator.index(argnums)]
+    except TypeError:
+        pass
+    try:
+        return [operator.index(i) for i in argnums]
+    except TypeError:
+        raise ArgumentTypeError(
+            f"static_argnums={argnums!r}, expected an int or a sequence of ints. Pass for example "
+            "static_argnums=2, or name the arguments with static_argnames."
+        ) from None
+
+
+def _as_names(argnames: Any) -> list[str]:
+    if argnames is None:
+        return []
+    names = [argnames]
+    if not isinstance(argnames, str) and isinstance(argnames, Iterable):
+        names = [*argnames]
+    if not all(isinstance(name, str) for name in names):
+        raise ArgumentTypeError(
+            f"static_argnames={argnames!r}, expected a string or a sequence of strings. Pass for "
+            "example static_argnames=('mode',)."
+        )
+    return names
+
+
+def split_static(
+    static: StaticArguments, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any], Callable[..., tuple[list[Any], dict[str, Any]]]]:
+    """Separate traced from static arguments; return also the function that joins them again."""
+    fixed = {i: args[i] for i in static.argnums if i < len(args)}
+    fixed_by_name = {k: v for k, v in kwargs.items() if k in static.argnames}
+
+    def merge(*traced: Any, **traced_by_name: Any) -> tuple[list[Any], dict[str, Any]]:
+        rest = iter(traced)
+        merged = [fixed[i] if i in fixed else next(rest) for i in range(len(args))]
+        return merged, traced_by_name | fixed_by_name
+
+    traced = [x for i, x in enumerate(args) if i not in fixed]
+    return traced, {k: v for k, v in kwargs.items() if k not in fixed_by_name}, merge
+
+
+def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
+    """Return the names of a function's first `count` positional arguments, for messages."""
+    signature = signature_of(fn)
+    parameters = list(signature.parameters.values()) if signature else []
+    names = [p.name for p in parameters if p.kind in POSITIONAL][:count]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+    first = len(names) if rest else 0
+    return [*names, *(f"{rest or 'args'}[{i - first}]" for i in range(len(names), count))]
+
+
+def named_like(
+    fn: Callable[..., Any], run: Callable[..., Any], static: StaticArguments = NO_STATIC_ARGUMENTS
+) -> Callable[..., Any]:
+    """Copy the name, source line and argument names of the user's function to another function.
+
+    JAX's messages about tracers contain these. Without them, a message names an internal function.
+    """
+    signature = signature_of(fn)
+    functools.update_wrapper(run, fn, updated=())
+    source = fn
+    while isinstance(source, functools.partial):
+        source = source.func
+    if not hasattr(source, "__code__") and not hasattr(source, "__wrapped__"):
+        source = type(source).__call__  # an object with a method __call__
+    run.__wrapped__ = source  # type: ignore[attr-defined]  # for JAX and inspect
+    run.__name__ = function_name(fn)
+    if signature is not None:
+        parameters = [
+            p
+            for i, p in enumerate(signature.parameters.values())
+            if i not in static.argnums and p.name not in static.argnames
+        ]
+        signature = signature.replace(parameters=parameters)
+        run.__signature__ = signature  # type: ignore[attr-defined]  # for JAX and inspect
+    return run

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
-from fedpax.primitives.row_buffer import read_rows_at
+from fedpax.primitives.layout import unplaced_aval
 
 MOVED_ROWS = "fedpax_moved_rows"
 """The attribute of collectives that run only if rows of a cohort's clients have to move."""
@@ -155,3 +157,103 @@ def count_hops(chunks: Sequence[Chunk], ring: RowRing) -> jax.Array:
         farthest = jnp.max(jnp.where(chunk.ids < 0, 0, distance))
         hops = jnp.maximum(hops, farthest.astype(jnp.int32))
     return hops
+
+
+# Buffers whose rows a loop over participants reads and overwrites.
+def has_typed_mesh(x: jax.Array) -> bool:
+    """Return whether an array's type has the mesh that explicit axes need; NumPy's has none."""
+    explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+    return not (explicit and jax.typeof(x).sharding.mesh.empty)
+
+
+def empty_rows(participants: int, aval: Any) -> jax.Array:
+    """Return an uninitialized array `[participants, ...]` for values of the type `aval`."""
+    # With explicit axes an array's type has a spec even if nothing is sharded.
+    typed = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+    spec = P(None, *aval.sharding.spec) if typed else None
+    return jax.lax.empty((participants, *aval.shape), aval.dtype, out_sharding=spec)
+
+
+def read_rows(buffer: jax.Array, start: Any, rows: int) -> jax.Array:
+    """Read rows of a loop-carried buffer before they are overwritten in the same iteration."""
+    # XLA for CPU fuses a copy of the slice into each of its readers. It may schedule an independent
+    # reader after the write, and then copies the whole buffer in each iteration. It fuses nothing
+    # into a conditional, which copies the rows once.
+
+    def read(start: jax.Array, buffer: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(buffer, start, rows, 0)
+
+    def read_apart(start: jax.Array, buffer: jax.Array) -> jax.Array:
+        always = start < buffer.shape[0]  # XLA does not know it
+        return jax.lax.cond(always, read, lambda _, b: read(jnp.int32(0), b), start, buffer)
+
+    return jax.lax.platform_dependent(jnp.int32(start), buffer, cpu=read_apart, default=read)
+
+
+def read_rows_at(buffer: jax.Array, index: jax.Array) -> jax.Array:
+    """Read rows by their index, of a loop-carried buffer, before the iteration overwrites them."""
+    if len(index) == 1:
+        return read_rows(buffer, index[0], 1)
+
+    def read(index: jax.Array, buffer: jax.Array) -> jax.Array:
+        return buffer[index]
+
+    def read_apart(index: jax.Array, buffer: jax.Array) -> jax.Array:
+        always = index[0] < buffer.shape[0]
+        return jax.lax.cond(always, read, lambda i, b: read(0 * i, b), index, buffer)
+
+    return jax.lax.platform_dependent(index, buffer, cpu=read_apart, default=read)
+
+
+def write_rows(buffer: jax.Array, rows: jax.Array, start: Any, fusible: bool) -> jax.Array:
+    """Write rows into a buffer; `fusible`: XLA may fuse the write with what computes the rows."""
+    # If that code reads `buffer`, and the result is reshaped outside a loop, XLA for CPU
+    # overwrites rows that it has yet to read. Nothing is fused into a loop of two iterations, the
+    # shortest that XLA does not inline.
+    if not has_typed_mesh(rows):
+        rows = jax.sharding.reshard(rows, jax.typeof(buffer).sharding.spec)
+
+    def write(_: Any, buffer: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(buffer, rows, start, 0)
+
+    return write(0, buffer) if fusible else jax.lax.fori_loop(0, 2, write, buffer)
+
+
+# LazySlice: a participant's slice that nested loops read from the full array, without a copy.
+class LazySlice(NamedTuple):
+    """A lazy slice: the full stacked array plus the index of one participant.
+
+    A nested loop reads such a value directly from the full array, without a copy.
+
+    Attributes:
+        array: array whose first axes belong to placements, the outermost first. In a pytree of
+            types or of partition specs: its type or its spec.
+        indices: int32 scalars, the index along each of these axes. In a pytree of types or of
+            partition specs: their types or specs.
+    """
+
+    array: Any
+    indices: tuple[Any, ...]
+
+
+def materialize(value: Any) -> jax.Array:
+    """Return a value as an array; slice it out of the full array if it is a `LazySlice`."""
+    if not isinstance(value, LazySlice):
+        return value
+    depth = len(value.indices)
+    starts = (*value.indices, *[jnp.int32(0)] * (value.array.ndim - depth))
+    sizes = (*[1] * depth, *value.array.shape[depth:])
+    return jax.lax.squeeze(jax.lax.dynamic_slice(value.array, starts, sizes), range(depth))
+
+
+def aval_of_value(value: Any) -> Any:
+    """Return the type of an array, or that a `LazySlice` or `ClientRows` stands for."""
+    if isinstance(value, ClientRows):
+        aval = jax.typeof(value.rows)
+        return aval.update(shape=(*value.client_ids.shape, *aval.shape[1:]))
+    if not isinstance(value, LazySlice):
+        return jax.typeof(value)
+    aval = jax.typeof(value.array)
+    for _ in value.indices:
+        aval = unplaced_aval(aval)
+    return aval

@@ -7,12 +7,21 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from fedpax.primitives.client_rows import ClientRows, RowRing, read_clients, write_clients
+from fedpax.primitives.client_rows import (
+    ClientRows,
+    LazySlice,
+    RowRing,
+    aval_of_value,
+    empty_rows,
+    has_typed_mesh,
+    read_clients,
+    read_rows,
+    write_clients,
+    write_rows,
+)
 from fedpax.primitives.layout import unplaced_aval
-from fedpax.primitives.lazy_slice import LazySlice, aval_of_value
 from fedpax.primitives.monoids import Monoid, apply_by_monoid, reduce_terms
 from fedpax.primitives.placement import ChunkSize
-from fedpax.primitives.row_buffer import empty_rows, has_typed_mesh, read_rows, write_rows
 
 Placed: TypeAlias = LazySlice | ClientRows
 

@@ -1,9 +1,12 @@
 """Analyses of jaxprs: dependencies, residuals, rematerialization."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from fedpax.primitives._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
+import numpy as np
+
+from fedpax.primitives._jax import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, aval_of
 
 # The names of the primitive of `jax.checkpoint`.
 CHECKPOINT_PRIMITIVES = ("checkpoint", "remat2")
@@ -90,3 +93,90 @@ def strip_final(
         removed.append(eqn)
         changed[i] = v if eqn is None else eqn.invars[0]
     return ClosedJaxpr(jaxpr.jaxpr.replace(outvars=changed), jaxpr.consts), removed
+
+
+# Results of a jaxpr that are 0 whatever its arguments are.
+# Results that are 0 where the first operand is, or where all operands are.
+OF_FIRST = frozenset(
+    "abs broadcast_in_dim convert_element_type copy div expand_dims integer_pow mul neg reduce_sum "
+    "reshape sharding_constraint sign slice sqrt squeeze square stop_gradient transpose".split()
+)
+OF_ALL = frozenset("add add_any concatenate max min sub".split())
+
+
+def zero_results(closed: ClosedJaxpr, zeros: Sequence[bool]) -> list[bool]:
+    """Tell which results of a jaxpr are 0, given the arguments that are.
+
+    A result is 0 if it is computed from zeros alone, by equations that keep them: no number is
+    computed. False where this is not known.
+
+    Example:
+        >>> import jax
+        >>> jaxpr = jax.make_jaxpr(lambda x, y: (2 * x + 0, x * y, y))(1.0, 1.0)
+        >>> zero_results(jaxpr, [True, False])
+        [True, True, False]
+    """
+    jaxpr = closed.jaxpr
+    known = {v for v, is_zero in zip(jaxpr.invars, zeros, strict=True) if is_zero}
+
+    def is_zero(v: Var | Literal) -> bool:
+        return bool(np.all(np.asarray(v.val) == 0)) if isinstance(v, Literal) else v in known
+
+    for eqn in jaxpr.eqns:
+        zero_outputs = _zero_outputs(eqn, [is_zero(v) for v in eqn.invars])
+        known.update(v for v, is_known in zip(eqn.outvars, zero_outputs, strict=True) if is_known)
+    return [is_zero(v) for v in jaxpr.outvars]
+
+
+def _zero_outputs(eqn: JaxprEqn, zeros: list[bool]) -> list[bool]:
+    name = eqn.primitive.name
+    if name in OF_FIRST and zeros[0]:
+        return [True]
+    if name == "mul":
+        return [any(zeros)]
+    if name in OF_ALL:
+        return [all(zeros)]
+    if name == "select_n":
+        return [all(zeros[1:])]
+    if name == "cond":
+        branches = [zero_results(branch, zeros[1:]) for branch in eqn.params["branches"]]
+        return [all(in_branches) for in_branches in zip(*branches, strict=True)]
+    bodies = inner_jaxprs(eqn)
+    if name in ("jit", "pjit", "closed_call") and len(bodies[0].invars) == len(zeros):
+        return zero_results(ClosedJaxpr(bodies[0], ()), zeros)
+    return [False] * len(eqn.outvars)
+
+
+# An estimate of a function's peak memory from its jaxpr.
+def peak_live_bytes(jaxpr: Jaxpr) -> int:
+    """Compute the peak number of live bytes when a jaxpr runs equation by equation.
+
+    This is an upper estimate: a compiler fuses equations and does not store values between them.
+    """
+    last_use: dict[Var, int] = {}
+    for i, eqn in enumerate(jaxpr.eqns):
+        last_use.update({v: i for v in eqn.invars if isinstance(v, Var)})
+    last_use.update({v: len(jaxpr.eqns) for v in jaxpr.outvars if isinstance(v, Var)})
+    alive = {v: num_bytes(v) for v in (*jaxpr.constvars, *jaxpr.invars) if v in last_use}
+    current = peak = sum(alive.values())
+    for i, eqn in enumerate(jaxpr.eqns):
+        results = {v: num_bytes(v) for v in eqn.outvars}
+        current += sum(results.values())
+        peak = max(peak, current + _inner_peak(eqn))
+        alive |= results
+        for v in {v for v in (*eqn.invars, *eqn.outvars) if isinstance(v, Var)}:
+            if last_use.get(v, i) == i:
+                current -= alive.pop(v, 0)
+    return peak
+
+
+def num_bytes(v: Var | Literal) -> int:
+    """Compute the size of a value in bytes."""
+    aval = aval_of(v)
+    return math.prod(aval.shape) * aval.dtype.itemsize if hasattr(aval, "shape") else 0
+
+
+def _inner_peak(eqn: JaxprEqn) -> int:
+    """Compute the bytes that an equation's inner jaxprs need beyond its arguments and results."""
+    outside = sum(map(num_bytes, (*eqn.invars, *eqn.outvars)))
+    return max((max(0, peak_live_bytes(inner) - outside) for inner in inner_jaxprs(eqn)), default=0)

@@ -9,15 +9,16 @@ import jax
 
 from fedpax.errors import ArgumentTypeError
 from fedpax.primitives._jax import Primitive, evaluate, name_results, trace
+from fedpax.primitives.argument_checks import function_name, named_like
 from fedpax.primitives.broadcast import broadcast_closure
 from fedpax.primitives.call_rules import define_call
+from fedpax.primitives.client_rows import materialize
 from fedpax.primitives.layout import (
     check_placement_divisible,
     placed_aval,
     shard_over_placement,
     unplaced_aval,
 )
-from fedpax.primitives.lazy_slice import materialize
 from fedpax.primitives.participant_loop import run_participants
 from fedpax.primitives.placement import (
     ArrayTree,
@@ -30,7 +31,6 @@ from fedpax.primitives.placement import (
     enter_participant,
     resolve_placement,
 )
-from fedpax.primitives.signatures import function_name, named_like
 
 federated_map_p = Primitive("federated_map")
 """The primitive of `federated_map`."""

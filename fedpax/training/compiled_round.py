@@ -13,9 +13,8 @@ from fedpax.clients.cohort import Cohort
 from fedpax.clients.store import ClientStore
 from fedpax.errors import ArgumentError
 from fedpax.hlo.collectives import operand_bytes_along
-from fedpax.parallel.axes import ShardingTree
+from fedpax.parallel.axes import ShardingTree, check_divisible
 from fedpax.parallel.compiler_options import run_once_options
-from fedpax.parallel.divisibility import check_divisible
 from fedpax.training.experiment import Run
 from fedpax.training.norms import report_update_norm
 from fedpax.training.shardings import state_shardings

@@ -10,8 +10,7 @@ from fedpax.checkpoints.run_position import StreamState
 from fedpax.clients.cohort import Cohort
 from fedpax.clients.cohort_stream import CohortStream, PackedStream
 from fedpax.errors import ArgumentError
-from fedpax.parallel.axes import ShardingTree
-from fedpax.parallel.divisibility import check_divisible
+from fedpax.parallel.axes import ShardingTree, check_divisible
 from fedpax.primitives.casts import checked_tree
 
 Tree = TypeVar("Tree")

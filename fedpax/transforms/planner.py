@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from fedpax.primitives._jax import Jaxpr, JaxprEqn, Var
+from fedpax.primitives.jaxpr_analysis import num_bytes
 from fedpax.primitives.map import federated_map_p
-from fedpax.primitives.peak_memory import num_bytes
 from fedpax.primitives.placement import Placement
 from fedpax.transforms.phases import plan_phases
 from fedpax.transforms.streaming_plan import StreamingPlan

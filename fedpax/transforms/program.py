@@ -11,7 +11,15 @@ import numpy as np
 
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives._jax import ClosedJaxpr, trace
-from fedpax.primitives.argument_checks import check_not_deleted
+from fedpax.primitives.argument_checks import (
+    StaticArguments,
+    argument_names,
+    check_not_deleted,
+    function_name,
+    named_like,
+    resolve_static,
+    split_static,
+)
 from fedpax.primitives.call_rules import define_call
 from fedpax.primitives.casts import conversion, device_array, is_host_number
 from fedpax.primitives.federated_program import federated_program_p
@@ -32,14 +40,6 @@ from fedpax.primitives.placement import (
     active_placements,
     check_array,
     declare_placements,
-)
-from fedpax.primitives.signatures import (
-    StaticArguments,
-    argument_names,
-    function_name,
-    named_like,
-    resolve_static,
-    split_static,
 )
 from fedpax.transforms.placed_closures import warn_of_placed_closures
 from fedpax.transforms.streaming import run_streamed

@@ -9,9 +9,8 @@ import jax
 
 from fedpax.errors import ArgumentTypeError
 from fedpax.primitives._jax import ClosedJaxpr
-from fedpax.primitives.argument_checks import check_not_deleted
+from fedpax.primitives.argument_checks import argument_names, check_not_deleted
 from fedpax.primitives.casts import device_array, is_host_number
-from fedpax.primitives.signatures import argument_names
 from fedpax.transforms.ownership import Signature
 
 

@@ -30,9 +30,8 @@ from fedpax.primitives._jax import (
     rebind,
 )
 from fedpax.primitives.broadcast import federated_broadcast_p, federated_index_p
-from fedpax.primitives.client_rows import ClientRows
+from fedpax.primitives.client_rows import ClientRows, LazySlice, materialize
 from fedpax.primitives.layout import explicit_axis, replicate_over_placement
-from fedpax.primitives.lazy_slice import LazySlice, materialize
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.mask import apply_mask, federated_mask_p
 from fedpax.primitives.monoids import Monoid, apply_by_monoid

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import fedpax
 from fedpax.aggregators import chain, clip_by_norm, secure_mean
-from fedpax.aggregators.cancelling_masks import left_over, make_graph, mask
+from fedpax.aggregators.secure_mean import left_over, make_graph, mask
 from fedpax.algorithms import diloco, fedavg
 
 N, R, BITS = 8, 2.0, 12

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from fedpax.aggregators.sorting_network import sort_rows
+from fedpax.aggregators.coordinate_means import sort_rows
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 13, 33])

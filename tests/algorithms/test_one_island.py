@@ -20,8 +20,8 @@ from fedpax.experiments.benchmarks.training_step import (
     structure,
     values_of,
 )
-from fedpax.hlo import parsing, shapes, trip_counts
-from fedpax.hlo.memory_traffic import memory_traffic
+from fedpax.hlo import parsing, trip_counts
+from fedpax.hlo.costs import memory_traffic
 from fedpax.models.transformer import TransformerConfig
 from fedpax.parallel.mesh import make_mesh
 from fedpax.planning import find_topology
@@ -219,8 +219,8 @@ def memory_traffic_of(compiled: jax.stages.Compiled) -> Counter[tuple[str, str, 
 def without_ones(shape: str) -> str:
     """Write an instruction's shape without layouts and axes of size 1."""
     return " ".join(
-        f"{array.partition('[')[0]}{[d for d in shapes.dimensions(array) if d != 1]}"
-        for array in shapes.arrays(shape)
+        f"{array.partition('[')[0]}{[d for d in parsing.dimensions(array) if d != 1]}"
+        for array in parsing.arrays(shape)
     )
 
 

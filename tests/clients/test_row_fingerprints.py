@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedpax.clients import row_fingerprints as module
-from fedpax.clients.row_blocks import row_blocks, take_rows, write_rows
-from fedpax.clients.row_fingerprints import row_fingerprints
+from fedpax.clients import row_blocks as module
+from fedpax.clients.row_blocks import row_blocks, row_fingerprints, take_rows, write_rows
 from fedpax.parallel.mesh import make_mesh
 
 DTYPES = ["float32", "bfloat16", "float16", "int32", "uint8", "bool", "complex64", "float8_e4m3fn"]

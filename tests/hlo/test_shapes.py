@@ -1,6 +1,6 @@
 """Shapes as HLO writes them."""
 
-from fedpax.hlo.shapes import arrays, dimensions, main_memory_bytes, shape_bytes
+from fedpax.hlo.parsing import arrays, dimensions, main_memory_bytes, shape_bytes
 
 
 def test_shapes_of_hlo_are_read():

@@ -30,7 +30,7 @@ from fedpax.algorithms import (
 )
 from fedpax.clients import ArrivalOrder, Cohort, Syncs
 from fedpax.hlo.collectives import collectives
-from fedpax.inspect.cost_table import Transfer
+from fedpax.inspect.transfers import Transfer
 
 N, STEPS, MODEL = 4, 6, 1120
 MODELS = {"embedding": np.ones((3, 8), np.float32), "layers": np.ones((4, 8, 8), np.float32)}

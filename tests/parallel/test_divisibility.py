@@ -3,7 +3,7 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedpax.parallel.divisibility import check_divisible
+from fedpax.parallel.axes import check_divisible
 
 MESH = AbstractMesh((4, 2), ("data", "fsdp"))
 

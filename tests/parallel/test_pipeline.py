@@ -17,8 +17,7 @@ import fedpax
 from fedpax.hlo.collectives import collectives
 from fedpax.parallel.axes import partition_spec
 from fedpax.parallel.mesh import make_mesh
-from fedpax.parallel.pipeline import run_pipeline
-from fedpax.parallel.pipeline_schedule import Schedule
+from fedpax.parallel.pipeline import Schedule, run_pipeline
 
 LAYERS, WIDTH, INNER, BATCH = 8, 6, 10, 16
 REMAT = functools.partial(jax.checkpoint, prevent_cse=False)

@@ -2,7 +2,7 @@
 
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.planning import find_topology
-from fedpax.planning.mesh_fit import describe_misfit, fitting_sizes
+from fedpax.planning.ahead_of_time import describe_misfit, fitting_sizes
 
 
 def test_a_mesh_of_other_size_is_described():

@@ -26,8 +26,8 @@ from fedpax.planning import (
     to_json,
     to_text,
 )
+from fedpax.planning.ahead_of_time import overflow_report
 from fedpax.planning.compiled_plan import DeviceMemory
-from fedpax.planning.memory_overflow import overflow_report
 from fedpax.training.compiled_round import compile_round, with_shardings
 from fedpax.training.experiment import Run as TrainingRun
 

@@ -21,7 +21,7 @@ from fedpax.data import (
     partition_statistics,
     read_examples,
 )
-from fedpax.populations.logistic_clients import logistic_clients
+from fedpax.populations.leaf_clients import logistic_clients
 from fedpax.populations.partition import (
     check_partition,
     index_labels,

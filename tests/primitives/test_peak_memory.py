@@ -8,7 +8,7 @@ import pytest
 import fedpax
 from fedpax import federated_map
 from fedpax.primitives import participant_loop
-from fedpax.primitives.peak_memory import peak_live_bytes
+from fedpax.primitives.jaxpr_analysis import peak_live_bytes
 
 
 def peak_of(fn, *args):

@@ -14,7 +14,7 @@ from federated_archives import Fields, serialize, write_archive
 from federated_rows import CLIENTS, SPLITS, builder_of, random_example, random_rows
 
 from fedpax.data import load, partition_by_field, partition_natural, token_rounds
-from fedpax.populations.contiguous_clients import ContiguousClients
+from fedpax.populations.client_arrays import ContiguousClients
 from fedpax.sources.data_sets import FEDERATED
 from fedpax.sources.federated_archive import Archive
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pyarrow import csv, feather, parquet
 
 from fedpax.data import ClientSampler, cohort_rounds, load, partition_natural, prepare
-from fedpax.populations.contiguous_clients import ContiguousClients
+from fedpax.populations.client_arrays import ContiguousClients
 from fedpax.user_files.held_out import held_out
 
 

@@ -15,7 +15,7 @@ from pyarrow import csv, parquet
 from user_files.written_tables import all_types, assert_equal, write_arrow, write_csv, write_lines
 
 from fedpax.data import ClientSampler, cohort_rounds, load, prepare
-from fedpax.populations.contiguous_clients import ContiguousClients
+from fedpax.populations.client_arrays import ContiguousClients
 from fedpax.user_files import prepared
 from fedpax.user_files.columns import array_to_arrow
 from fedpax.user_files.finding import find_files

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, UInt32
 
+from fedpax.aggregators.random_streams import random_words
 from fedpax.checks import COUNT, check_argument
 
 BLOCK_SIZE = 1024
@@ -91,3 +92,13 @@ def check_block_size(function: str, block_size: int) -> int:
     """Return a block size, an int of at least 1."""
     remedy = "Use a power of two, such as 1024."
     return check_argument(function, "block_size", block_size, COUNT, remedy=remedy)
+
+
+# Random numbers for stochastic rounding.
+def dither(key: Key[Array, ""], shape: tuple[int, ...]) -> Float[Array, "entries ..."]:
+    """Draw numbers in (0, 1) of 16 random bits, two from each random word."""
+    # Drawn by `jax.random`, they would be most of the cost of stochastic rounding: see
+    # `random_words`. With 16 bits, a probability of rounding up is exact to 2^-17.
+    words = random_words(key, ((shape[0] + 1) // 2, *shape[1:]))
+    halves = jnp.concatenate([words >> 16, words & 0xFFFF])[: shape[0]]
+    return (halves.astype(jnp.float32) + 0.5) / 2**16

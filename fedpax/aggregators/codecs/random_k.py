@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int, Key, UInt32
 
 from fedpax.aggregators.codecs.codec import Codec, check_block_size, float32
 from fedpax.aggregators.codecs.rotated import check_codec
-from fedpax.aggregators.random_words import random_words
+from fedpax.aggregators.random_streams import random_words
 from fedpax.checks import PROBABILITY, check_argument
 
 SPARSE_BLOCK_SIZE = 4096

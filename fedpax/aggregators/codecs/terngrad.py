@@ -10,11 +10,11 @@ from fedpax.aggregators.codecs.codec import (
     BLOCK_SIZE,
     Codec,
     check_block_size,
+    dither,
     divide,
     float_words,
     word_floats,
 )
-from fedpax.aggregators.codecs.dither import dither
 from fedpax.checks import POSITIVE, check_argument
 
 PER_BYTE = 5  # 3^5 = 243 codes fit one byte

@@ -8,11 +8,11 @@ from fedpax.aggregators.codecs.codec import (
     BLOCK_SIZE,
     Codec,
     check_block_size,
+    dither,
     divide,
     float_words,
     word_floats,
 )
-from fedpax.aggregators.codecs.dither import dither
 from fedpax.checks import IntRange, check_argument
 
 

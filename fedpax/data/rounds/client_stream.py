@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpax.clients.cohort import MASK, Cohort
-from fedpax.clients.store_rows import home_devices
+from fedpax.clients.row_blocks import home_devices
 from fedpax.data.rounds.device_pixels import scale_on_devices
 from fedpax.data.rounds.preprocess import (
     Arrays,
@@ -26,8 +26,8 @@ from fedpax.data.rounds.preprocess import (
 from fedpax.data.rounds.scheduling import balanced_order
 from fedpax.data.rounds.stream import arrays_fingerprint, check_state, evenly_spaced
 from fedpax.errors import ArgumentError
+from fedpax.populations.client_arrays import ContiguousClients
 from fedpax.populations.client_sampler import ClientSampler
-from fedpax.populations.contiguous_clients import ContiguousClients
 from fedpax.populations.partition import Partition, check_indices
 from fedpax.populations.ragged_partition import RaggedPartition
 from fedpax.primitives.casts import checked_cast

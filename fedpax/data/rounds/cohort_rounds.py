@@ -28,8 +28,8 @@ from fedpax.data.rounds.stream import (
     source_name,
 )
 from fedpax.errors import ArgumentError, ArgumentTypeError
+from fedpax.populations.client_arrays import ContiguousClients
 from fedpax.populations.client_sampler import ClientSampler
-from fedpax.populations.contiguous_clients import ContiguousClients
 from fedpax.populations.partition import Partition, check_parts, check_sized, partition_checksum
 from fedpax.populations.ragged_partition import RaggedPartition
 from fedpax.populations.synthetic_clients import DirichletClients

@@ -10,13 +10,13 @@ import numpy as np
 import optax
 
 from fedpax.aggregators import random_stream
-from fedpax.aggregators.privacy_accountant import several_releases
+from fedpax.aggregators.privacy_accounting import several_releases
 from fedpax.algorithm import AlgorithmParts, Params
 from fedpax.algorithms.parts.frozen_leaves import keep_leaves, without_leaves
-from fedpax.algorithms.parts.optimizer_step import optimizer_step
+from fedpax.algorithms.parts.local_steps import optimizer_step
 from fedpax.errors import ConfigurationError
 from fedpax.islands.fragment_format import FragmentFormat
-from fedpax.primitives.stage_traces import trace_for_stages
+from fedpax.primitives.federated_program import trace_for_stages
 from fedpax.training.logging import NonFiniteError
 from fedpax.transforms.marks import least_masked
 from fedpax.transforms.program import program

@@ -2,7 +2,7 @@ import jax
 import numpy as np
 import pytest
 
-from fedpax.aggregators.codecs.tiles import (
+from fedpax.aggregators.codecs.update_coder import (
     LANES,
     divide_blocks,
     from_tiles,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from fedpax.data.rounds.cohort_rounds import cohort_rounds
 from fedpax.data.rounds.scheduling import idle_fraction
+from fedpax.populations.client_arrays import ContiguousClients
 from fedpax.populations.client_sampler import MOST_ARRIVALS, ClientSampler
-from fedpax.populations.contiguous_clients import ContiguousClients
 
 
 @st.composite

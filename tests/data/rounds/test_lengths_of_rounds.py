@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from fedpax.data.rounds.client_stream import MOSTLY_PADDING
 from fedpax.data.rounds.cohort_rounds import cohort_rounds
+from fedpax.populations.client_arrays import ContiguousClients
 from fedpax.populations.client_sampler import ClientSampler
-from fedpax.populations.contiguous_clients import ContiguousClients
 
 
 def test_two_rounds_have_to_fit_the_memory() -> None:

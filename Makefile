@@ -28,7 +28,8 @@ demo: $(INSTALLED)  ## Train DiLoCo and data parallelism, and compare them; FULL
 # fusion emitters, LLVM without its expensive passes, one LLVM module for each program in place of
 # up to 32 that compile in parallel, and no stack traces in programs. `make test-all` compiles as
 # users do. Bytecode is kept in any case: without it, each worker would rewrite the assertions of
-# all tests again, and each process that a test starts would compile fedpax again.
+# all tests again, and each process that a test starts would compile fedpax again. Compiled programs
+# stay in .pytest_cache: the next `make test` loads those that have not changed.
 HURRY := PYTHONDONTWRITEBYTECODE= \
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_INCLUDE_FULL_TRACEBACKS_IN_LOCATIONS=0 \
 	XLA_FLAGS="$(XLA_FLAGS) --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters \

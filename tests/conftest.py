@@ -14,7 +14,7 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
-from fast_compilation import share_compiled_programs, share_lowering_contexts
+from fast_compilation import KeptPrograms, share_compiled_programs, share_lowering_contexts
 from first_failure import FirstFailure, deal_core
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
@@ -34,13 +34,6 @@ jax.devices()  # starts the backend: a command in a test would simulate only the
 # Tests compile anew, and leave the user's cache of compiled programs alone.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
 jax.config.update("jax_enable_compilation_cache", False)
-
-# Of the fast tests, lowering would spend a sixth of the time on the dialects of a new MLIR context
-# for each program, and tests of sites a third of it on programs that another thread or test has
-# compiled. `make test-all` lowers and compiles as users do.
-if jax.config.values["jax_disable_most_optimizations"]:
-    share_lowering_contexts()
-    share_compiled_programs()
 
 # Tracing allocates many small objects. By default they are collected after every 700th.
 gc.set_threshold(100_000, 20)
@@ -71,10 +64,21 @@ AXIS_TYPES = {
 
 @pytest.hookimpl(trylast=True)  # after pytest has made its reporter
 def pytest_configure(config: pytest.Config) -> None:
-    """Print the first failure at once, in the process that reports: a worker of xdist does not."""
+    """Share compiled programs, and print the first failure at once."""
+    is_worker = hasattr(config, "workerinput")  # of xdist: another process reports
     reporter = config.pluginmanager.getplugin("terminalreporter")
-    if reporter is not None and not hasattr(config, "workerinput"):
+    if reporter is not None and not is_worker:
         config.pluginmanager.register(FirstFailure(reporter), "first_failure")
+    # Of the fast tests, lowering would spend a sixth of the time on the dialects of a new MLIR
+    # context for each program, and compilation a third of it on programs that another thread,
+    # test, worker or run has compiled. `make test-all` lowers and compiles as users do.
+    if jax.config.values["jax_disable_most_optimizations"]:
+        share_lowering_contexts()
+        cache = getattr(config, "cache", None)
+        kept = KeptPrograms(cache.mkdir("programs")) if cache is not None else None
+        share_compiled_programs(kept)
+        if kept is not None and not is_worker:
+            kept.forget()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

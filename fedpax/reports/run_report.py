@@ -44,6 +44,7 @@ class RunReport(NamedTuple):
     wall_seconds: float  # total time of all processes that trained the run
     # seconds by use (`fedpax.run_files.goodput`); empty if they are unknown
     goodput: Mapping[Bucket, float] = MappingProxyType({})
+    items: float = math.nan  # tokens or examples that the model was trained on; NaN if unknown
     delta: float = math.nan  # of the metric `epsilon`; NaN if the run is not private
     spikes: int = 0  # number of rounds that spiked
     damage: tuple[str, ...] = ()  # what cannot be read, in words
@@ -103,6 +104,7 @@ def report_run(folder: Path) -> RunReport:
         # The file is newer than the last line, unless it is missing or was left by an old version.
         wall_seconds=max(sum(seconds.values()), logged) if seconds else logged,
         goodput=seconds,
+        items=number_or_nan(last.get("items")),
         delta=number_or_nan(delta),
         spikes=int(last.get("spikes") or 0),
         damage=tuple(damage),
@@ -126,8 +128,8 @@ def format_reports(reports: Sequence[RunReport]) -> str:
         | diloco     | 30/440 |        2.5000 |             - |
     """
     head = (
-        "experiment", "rounds", "training loss", "held-out loss", "throughput", "communicated",
-        "wall time", "state",
+        "experiment", "rounds", "training loss", "held-out loss", "trained on", "throughput",
+        "communicated", "wall time", "state",
     )  # fmt: skip
     rows = [
         (
@@ -135,6 +137,7 @@ def format_reports(reports: Sequence[RunReport]) -> str:
             f"{run.rounds:,}/{'?' if run.total_rounds is None else format(run.total_rounds, ',')}",
             _or_dash(run.training_loss, format_value(run.training_loss)),
             _or_dash(run.heldout_loss, format_value(run.heldout_loss)),
+            _or_dash(run.items, f"{run.items:,.0f} {run.item_unit}"),
             _or_dash(run.items_per_second, f"{run.items_per_second:,.0f} {run.item_unit}/s"),
             _or_dash(run.bytes_across_placement, format_bytes(run.bytes_across_placement)),
             _or_dash(run.wall_seconds, format_seconds(run.wall_seconds)),

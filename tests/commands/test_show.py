@@ -26,14 +26,15 @@ def test_a_finished_run_is_shown(command: Command, regression: Path) -> None:
     head, _, row = cells(output)
     assert (status, errors) == (0, "")
     assert head == [
-        "experiment", "rounds", "training loss", "held-out loss", "throughput", "communicated",
-        "wall time", "state",
+        "experiment", "rounds", "training loss", "held-out loss", "trained on", "throughput",
+        "communicated", "wall time", "state",
     ]  # fmt: skip
     assert row[:2] == [REGRESSION, "4/4"]
     assert row[2] == f"{select(lines, 'training')[-1]['loss']:.4f}"
     assert row[3] == f"{select(lines, 'evaluation')[-1]['loss']:.4f}"
-    assert row[4].endswith(" examples/s") and row[5].endswith(" kB") and row[6].endswith(" s")
-    assert row[7] == "finished"
+    assert row[4] == f"{select(lines, 'training')[-1]['items']:,.0f} examples"
+    assert row[5].endswith(" examples/s") and row[6].endswith(" kB") and row[7].endswith(" s")
+    assert row[8] == "finished"
 
 
 def test_the_use_of_the_wall_time_is_shown(command: Command, regression: Path) -> None:
@@ -64,7 +65,7 @@ def test_a_run_that_still_compiles_is_shown(command: Command, tmp_path: Path) ->
     with JobDirLock(tmp_path / "new"):
         status, output, _ = command("show", f"--job_log_dir={tmp_path}")
     assert status == 0
-    assert cells(output)[2] == ["new", "0/?", "-", "-", "-", "-", "-", "running"]
+    assert cells(output)[2] == ["new", "0/?", *6 * ["-"], "running"]
 
 
 def test_a_stopped_run_is_shown(command: Command, regression: Path) -> None:
@@ -86,7 +87,7 @@ def test_damaged_files_are_named_and_the_rest_is_shown(command: Command, regress
     row = cells(output)[2]
     assert status == 0
     assert (row[0], row[1], row[2], row[-1]) == ("regression", "5/?", "-", "stopped")
-    assert row[3] != "-" and row[4] != "-"
+    assert row[3] != "-" and row[5] != "-"
     assert "config.json cannot be read" in errors
     assert f"{regression / METRICS}: lines 3, 9 cannot be read and are left out." in errors
 

@@ -20,13 +20,14 @@ from fedpax.data.tables.values import (
     is_text,
     numbers,
 )
+from fedpax.deprecation import warn_deprecated
 from fedpax.errors import ArgumentError
 
 Kind: TypeAlias = Literal["number", "date", "boolean", "category", "left_out"]
 """What a column becomes: standardized numbers, 0 and 1, one feature a category, or nothing."""
 
-Missing: TypeAlias = Literal["mean", "category", "error"]
-"""What a missing value becomes: the mean and an indicator, a category of its own, or an error."""
+Missing: TypeAlias = Literal["mean", "false", "category", "error"]
+"""What a missing value becomes: the mean or false, and an indicator; a category; or an error."""
 
 MAX_CATEGORIES = 50
 """A text column with more distinct values is left out, unless its treatment is stated."""
@@ -95,7 +96,7 @@ _FORM = re.compile(
 _DEFAULT_MISSING: Mapping[str, Missing | None] = {
     "number": "mean",
     "date": "mean",
-    "boolean": "mean",
+    "boolean": "false",
     "category": "category",
     "left_out": None,
 }
@@ -107,8 +108,8 @@ def parse_treatment(text: str) -> Treatment:
     Args:
         text: "NAME=KIND", "NAME=KIND:MISSING", "NAME=number(LOW..HIGH)" or
             "NAME=category(A|B|C)". KIND is number, date, boolean, category or left_out. MISSING is
-            mean, category or error. NAME may have `*` for any text: it then stands for all columns
-            that match and that no name without `*` states.
+            mean, false, category or error. NAME may have `*` for any text: it then stands for all
+            columns that match and that no name without `*` states.
 
     Returns:
         The treatment.
@@ -129,6 +130,9 @@ def parse_treatment(text: str) -> Treatment:
             "zip=left_out 'sex=category(f|m)' 'weight=number(0..300):error'."
         )
     missing: Any = match["missing"] or _DEFAULT_MISSING[kind]
+    if (kind, missing) == ("boolean", "mean"):
+        warn_deprecated("boolean:mean", "boolean:false", removed_in="0.3.0")
+        missing = "false"
     allowed = {_DEFAULT_MISSING[kind], "error"} - ({"error"} if kind == "left_out" else set())
     if missing not in allowed:
         words = " or ".join(sorted(map(str, allowed))) if kind != "left_out" else "nothing"
@@ -174,9 +178,9 @@ def infer_treatments(
       least two examples of each, missing values not counted; other text is left out;
     - a column without any value, and one of lists, images or other values, is left out.
 
-    A missing value of a number, date or boolean becomes the mean, beside an indicator feature; a
-    missing value of a category is a category of its own. A missing value is null, NaN or an empty
-    text.
+    A missing value of a number or date becomes the mean and one of a boolean false, beside an
+    indicator feature; a missing value of a category is a category of its own. A missing value is
+    null, NaN or an empty text.
 
     Args:
         table: the columns by name, Arrow or NumPy arrays or lists. Without the label and the

@@ -28,7 +28,7 @@ def test_the_rule() -> None:
     assert treatments == {
         "age [years]": ("number:mean", "numbers"),
         "weight": ("number:mean", "numbers"),
-        "smoker": ("boolean:mean", "booleans"),
+        "smoker": ("boolean:false", "booleans"),
         "kön": ("left_out", "text of 2 distinct values in 3 of 4 examples"),
         "ward": ("category:category", "text of 2 distinct values in 4 examples"),
         "note": ("left_out", "text of 4 distinct values in 4 examples"),
@@ -81,6 +81,7 @@ def test_described_treatments_parse_to_themselves(text: str) -> None:
         ("age", "expected NAME=KIND"),
         ("age=float", "expected NAME=KIND with KIND one of number, date, boolean"),
         ("age=number:category", "becomes error or mean, not category"),
+        ("smoker=boolean:category", "becomes error or false, not category"),
         ("age=left_out:error", "becomes nothing, not error"),
         ("age=number(9..1)", "with LOW below HIGH"),
         ("age=number(a..b)", "with LOW below HIGH"),
@@ -93,6 +94,11 @@ def test_malformed_treatments_raise(text: str, message: str) -> None:
         parse_treatment(text)
     with pytest.raises(ValueError, match=message.replace("|", r"\|")):
         parse_treatment(text)
+
+
+def test_the_mean_of_a_boolean_is_an_old_name_of_false() -> None:
+    with pytest.warns(DeprecationWarning, match="Use boolean:false"):
+        assert parse_treatment("smoker=boolean:mean").describe() == "boolean:false"
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,9 @@ class FilesConfig(CheckedConfig):
             hash of the name.
         heldout_split: the split to evaluate on if `files` has `{split}`; `heldout_fraction` then
             has no effect.
-        optional_columns: columns that some of the files lack; their values are missing there.
+        optional_columns: columns that some of the files lack; their values are missing there. On
+            the command line, commas or spaces separate them, and a comma in a name follows a
+            backslash.
         types: types of Arrow for columns of files, as "COLUMN=TYPE", such as "zip=string", where
             the type that is found is not the intended one.
     """

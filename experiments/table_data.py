@@ -27,6 +27,7 @@ from fedpax.errors import ArgumentError
 from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
 from fedpax.experiments.client_files import FilesConfig, OpenFiles
 from fedpax.experiments.parts.encoded_table import EncodedTable, encode_examples
+from fedpax.path_patterns import escape_commas
 
 NOISY_DEVIATION = 0.1
 """With noise, the least deviation of a column as a share of half its range."""
@@ -41,8 +42,8 @@ class TableConfig(FilesConfig):
             at most 20 distinct values are classes, other numbers are numbers to predict.
         columns: treatments of columns, as "NAME=KIND", "NAME=KIND:MISSING",
             "NAME=number(LOW..HIGH)" or "NAME=category(A|B)", with KIND number, date, boolean,
-            category or left_out, and MISSING mean, category or error. NAME may have `*`. Default
-            (): by the rule of `fedpax.data.tables.infer_treatments`.
+            category or left_out, and MISSING mean, false, category or error. NAME may have `*`.
+            Default (): by the rule of `fedpax.data.tables.infer_treatments`.
         max_categories: the largest number of distinct values of text that is a category.
         category_clients: number of clients that must have a value for it to be a category of its
             own; other values share one feature.
@@ -173,8 +174,8 @@ def apply_saved_table(
         if (name := column.treatment.name) not in {*table.columns}:
             raise ArgumentError(
                 f"data.files={' '.join(data.files)} has no column {name!r}, which the model was "
-                f"trained with. Add it, or set --data.optional_columns {name!r}: its values are "
-                "then missing."
+                "trained with. Add it, or set --data.optional_columns "
+                f"'{escape_commas(name)}': its values are then missing."
             )
     examples, labels = encode_examples(table, features, label)
     notes = _describe([], features, label)

@@ -1,6 +1,7 @@
 """Paths of users: those with patterns, and lists of names."""
 
 import glob
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,3 +79,24 @@ def split_list(text: str, exists: Callable[[str], bool]) -> list[str]:
         names.append(",".join(parts[:count]))
         parts = parts[count:]
     return [name for name in names if name]
+
+
+def split_names(text: str) -> list[str]:
+    r"""Split a list of columns at its commas; `\,` is a comma in a name.
+
+    Example:
+        >>> split_names(r"note,größe\, cm")
+        ['note', 'größe, cm']
+    """
+    names = re.split(r"(?<!\\),", text)
+    return [name.replace(r"\,", ",") for name in names if name]
+
+
+def escape_commas(name: str) -> str:
+    r"""Write a name for `split_names`.
+
+    Example:
+        >>> escape_commas("größe, cm")
+        'größe\\, cm'
+    """
+    return name.replace(",", r"\,")

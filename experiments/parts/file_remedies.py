@@ -4,6 +4,8 @@ import ast
 import re
 import shlex
 
+from fedpax.path_patterns import escape_commas
+
 _VALUE = r"\{[^{}]*\}|\[[^\[\]]*\]|'[^']*'"
 # After a verb: the value that is wrong has the name that it has in Python.
 _ARGUMENT = re.compile(
@@ -11,7 +13,9 @@ _ARGUMENT = re.compile(
     rf"(optional_columns|types|decimal_point|client|partition)=({_VALUE})"
 )
 # An experiment reads all columns: `--data.columns` states treatments.
-_COLUMNS = re.compile(r",? or (?:name common columns|leave the column out) with columns=[^.]*")
+_COLUMNS = re.compile(
+    r",? or (?:name common columns|leave the column out) with columns=(?:\[[^\[\]]*\]|[^.]*)"
+)
 _OTHERWISE = {
     "Read some columns with columns=, or sort": "Sort",
     "Read some columns with columns=, train": "Train",
@@ -36,7 +40,9 @@ def with_flags(text: str, prefix: str = "--data.") -> str:
         "Give --optional_columns='my dose', or set --types=zip=string."
     """
     if prefix == "--":
-        text = re.sub(r"(?<![\w.-])columns=", "--columns=", _OF_COMMANDS.sub("", text))
+        text = _OF_COMMANDS.sub("", text)
+        text = re.sub(rf"(?<![\w.-])(columns)=({_VALUE})", lambda m: _as_flag(m, prefix), text)
+        text = re.sub(r"(?<![\w.-])columns=", "--columns=", text)
     else:
         text = _COLUMNS.sub("", _OF_COMMANDS.sub("", text))
         for remedy, other in _OTHERWISE.items():
@@ -53,7 +59,9 @@ def _as_flag(match: re.Match[str], prefix: str) -> str:
         return match[0]
     if isinstance(value, dict):
         value = [f"{name}={data_type}" for name, data_type in value.items()]
-    words = [value] if isinstance(value, str) else [*map(str, value)]
-    if prefix == "--" or isinstance(value, str):
+    if isinstance(value, str):
+        return f"{prefix}{match[1]}={shlex.quote(value)}"
+    words = [escape_commas(str(word)) for word in value]
+    if prefix == "--":
         return f"{prefix}{match[1]}={shlex.quote(','.join(words))}"
     return f"{prefix}{match[1]} {shlex.join(words)}"

@@ -49,6 +49,7 @@ from fedpax.experiments.table_data import (
     table_label,
     table_treatments,
 )
+from fedpax.path_patterns import escape_commas
 from fedpax.sites.common_properties import Needed
 from fedpax.sites.contract import ClientRange, Question
 from fedpax.transforms.stages import Stages
@@ -90,8 +91,8 @@ def shared_table_properties(description: Json) -> dict[str, str | None]:
 def _needed(column: str) -> Needed:
     return Needed(
         column_property(column),
-        f"add it, or start a site that lacks it with --data.optional_columns {column!r}: its "
-        "values are then missing there",
+        "add it, or start a site that lacks it with --data.optional_columns "
+        f"'{escape_commas(column)}': its values are then missing there",
     )
 
 

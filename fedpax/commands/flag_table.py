@@ -252,10 +252,12 @@ FLAGS = {
     ),
     "split": Flag("the text for {split} in the path of files"),
     "columns": Flag(
-        "the columns of files to read, separated by commas; default: all", has_commas=True
+        "the columns of files to read, separated by commas; \\, in a name; default: all",
+        has_commas=True,
     ),
     "optional_columns": Flag(
-        "columns that some files lack, separated by commas: their values are missing there",
+        "columns that some files lack, separated by commas; \\, in a name: their values are missing "
+        "there",
         has_commas=True,
     ),
     "types": Flag(

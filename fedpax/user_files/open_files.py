@@ -81,7 +81,7 @@ def _read(selected: Selection, options: LoadOptions) -> tuple[pa.Table, str | No
     fields, in_path = path_fields(groups, [table.schema for table in tables], client)
     tables = [add_path_columns(*pair) for pair in zip(tables, fields, strict=True)]
     schemas = [table.schema for table in tables]
-    schema = unify([group[0] for group in groups], schemas, options.optional_columns)
+    schema = unify([g[0] for g in groups], schemas, options.optional_columns, fields[0][0])
     check_columns(schema.names, wanted_columns(options), name)
     kept = [name for name in schema.names if name not in selected.unwanted]
     tables = [conform(table, schema).select(kept) for table in tables]

@@ -108,7 +108,7 @@ class Reading:
         ]
         known = self.schema.names  # whose order stays when types of columns change
         files = [group[0] for group in self.groups]
-        together = unify(files, schemas, self._options.optional_columns)
+        together = unify(files, schemas, self._options.optional_columns, self.fields[0][0])
         names = [*known, *(name for name in together.names if name not in known)]
         self.schema = pa.schema([together.field(name) for name in names])
 

@@ -1,6 +1,6 @@
 """unify, join_parts and conform: one schema for the tables of several files or parts."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -13,9 +13,12 @@ _JSON = (".json", ".jsonl", ".ndjson")  # in which a missing name is a missing v
 
 
 def unify(
-    files: Sequence[DataFile], schemas: Sequence[pa.Schema], optional: Sequence[str] = ()
+    files: Sequence[DataFile],
+    schemas: Sequence[pa.Schema],
+    optional: Sequence[str] = (),
+    of_paths: Collection[str] = (),
 ) -> pa.Schema:
-    """Return the schema that holds the values of all files.
+    """Return the schema that holds the values of all files, and the columns that paths name.
 
     Integers become floats, and floats wider, where another file has them. Nothing becomes a text.
     """
@@ -23,7 +26,8 @@ def unify(
     seen: dict[str, DataFile] = {name: files[0] for name in together.names}
     for file, schema in zip(files, schemas, strict=True):
         if different := ({*schema.names} ^ {*together.names}) - {*optional}:
-            _check_optional(sorted(different)[0], file, files[0], together, schema)
+            common = [n for n in together.names if n in schema.names and n not in of_paths]
+            _check_optional(sorted(different)[0], file, files[0], together, common)
         fields = {field.name: field for field in together}
         for field in schema.remove_metadata():
             known = fields.get(field.name)
@@ -95,17 +99,16 @@ def _join(one: pa.DataType, two: pa.DataType) -> pa.DataType | None:
 
 
 def _check_optional(
-    column: str, file: DataFile, first: DataFile, together: pa.Schema, schema: pa.Schema
+    column: str, file: DataFile, first: DataFile, together: pa.Schema, common: Sequence[str]
 ) -> None:
     """Raise an error for a column that a file lacks, unless the files are JSON."""
     if file.suffix in _JSON and first.suffix in _JSON:
         return
     lacks, has = (file, first) if column in together.names else (first, file)
-    common = ", ".join(repr(name) for name in together.names if name in schema.names)
     raise ArgumentError(
         f"{lacks.path} has no column {column!r}, which {has.path} has, expected the same columns "
         f"in all files. Add the column, or give optional_columns=[{column!r}] if its values are "
-        f"missing there, or name common columns with columns=, such as {common}."
+        f"missing there, or name common columns with columns={common}."
     )
 
 

@@ -1,5 +1,7 @@
 """Tests of `fedpax data` and `fedpax prepare`."""
 
+import csv
+import json
 from pathlib import Path
 
 import numpy as np
@@ -126,6 +128,43 @@ def test_columns_that_some_files_lack(command: Command, tmp_path: Path) -> None:
         status, _, error = command(*words)
         assert status == 2
         assert "or give --optional_columns=dose if its values are missing there, or" in error
-        assert "with --columns=, such as 'age'" in error
+        assert "with --columns=age,outcome." in error, "the file's name is no column of it"
         status, output, _ = command(*words, "--optional_columns=dose")
         assert status == 0 and "4 examples of 2 clients" in output
+
+
+def test_commas_separate_columns_in_all_commands(command: Command, tmp_path: Path) -> None:
+    texts = {"Oslo": "age,note,outcome", "Lund": 'age,"dose, mg",outcome', "Umeå": "age,outcome"}
+    for name, head in texts.items():
+        width = len(next(csv.reader([head])))
+        rows = [",".join([str(k)] * (width - 1) + ["yn"[k % 2]]) for k in range(9)]
+        (tmp_path / f"{name}.csv").write_text("\n".join([head, *rows]) + "\n")
+    files, lists = str(tmp_path / "*.csv"), (r"note,dose\, mg", "note")
+    status, output, _ = command("data", files, rf"--optional_columns={lists[0]}")
+    assert status == 0 and "| dose, mg " in output and "| note " in output
+    assert (
+        r"give --optional_columns='dose\, mg'"
+        in command("data", files, "--optional_columns=note")[2]
+    )
+    train = ("train", "--exp=fedavg_table", f"--data.files={files}", "--data.label=outcome")
+    for k, words in enumerate(
+        [
+            (rf"--data.optional_columns={lists[0]}",),
+            ("--data.optional_columns", lists[0]),
+            (
+                "--data.optional_columns",
+                "note",
+                r"dose\, mg",
+                "--data.types",
+                "age=float,note=string",
+            ),
+        ]
+    ):
+        folder = tmp_path / f"run{k}"
+        status, _, errors = command(
+            *train, *words, "--training.rounds=1", f"--job_log_dir={folder}"
+        )
+        assert status == 0, errors
+        saved = json.loads((folder / "config.json").read_text())["configuration"]["data"]
+        assert saved["optional_columns"] == ["note", "dose, mg"]
+    assert saved["types"] == ["age=float", "note=string"]

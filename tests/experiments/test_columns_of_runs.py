@@ -190,7 +190,7 @@ def test_the_command_line_names_flags_where_python_names_arguments(
 ) -> None:
     (tmp_path / "Oslo.csv").write_text("age,outcome\n1,0\n2,1\n")
     (tmp_path / "Lund.csv").write_text("age,my dose,outcome\n1,3,0\n2,4,1\n")
-    with pytest.raises(ValueError, match=r"give optional_columns=\['my dose'\] if .* columns=, "):
+    with pytest.raises(ValueError, match=r"give optional_columns=\['my dose'\] if .* columns=\["):
         make(tmp_path, "outcome").build()
     arguments = [f"--data.files={tmp_path}/*.csv", "--data.label=outcome"]
     run = f"--job_log_dir={tmp_path / 'run'}"

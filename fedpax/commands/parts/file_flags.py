@@ -10,6 +10,7 @@ from absl import flags
 from fedpax.commands.parts.options import did_you_mean_flag, parse
 from fedpax.errors import FedpaxError, UsageError
 from fedpax.experiments.parts.file_remedies import with_flags
+from fedpax.path_patterns import split_names
 from fedpax.user_files.load_options import parse_types
 
 
@@ -34,18 +35,14 @@ def parse_files(
         "client": options.client,
         "label": options.label,
         "split": options.split,
-        "columns": _words(options.columns),
-        "optional_columns": _words(options.optional_columns),
-        "types": parse_types("--types", _words(options.types)),
+        "columns": split_names(options.columns or ""),
+        "optional_columns": split_names(options.optional_columns or ""),
+        "types": parse_types("--types", split_names(options.types or "")),
         "delimiter": options.delimiter,
         "decimal_point": options.decimal_point,
         "image_size": _size(options.image_size),
     }
     return options, files, reading
-
-
-def _words(text: str | None) -> list[str]:
-    return [word for word in (text or "").split(",") if word]
 
 
 @contextlib.contextmanager

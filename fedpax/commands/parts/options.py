@@ -21,6 +21,7 @@ from absl import flags
 from fedpax.checks import check_integer_fields
 from fedpax.commands.command_table import COMMANDS
 from fedpax.commands.flag_table import Flag
+from fedpax.commands.parts.column_lists import split_columns
 from fedpax.commands.parts.descriptions import whole_sentences
 from fedpax.console import escape_controls, print_error
 from fedpax.errors import UsageError
@@ -196,7 +197,7 @@ def override(
     seed, fields = _split_seed(overrides)
     if seed is not None:
         experiment = with_seed(experiment, seed)
-    experiment, fields = _choose(experiment, fields)
+    experiment, fields = _choose(experiment, split_columns(fields))
     seeds = ", ".join(seed_paths(experiment))
     text = f"{description}\n\n--seed=N sets all seeds at once: {seeds}.".lstrip()
     text += "".join(_describe_choices(*choice) for choice in _choosable(experiment).items())

@@ -115,6 +115,34 @@ class ColumnGatherer:
         return to_numpy(together, masked=self._masked)[rows.back]
 
 
+class RecordGatherer:
+    """A column of numbers in the records of a prepared folder, or of each of its shards."""
+
+    def __init__(self, records: Sequence[NDArray[Any]], name: str) -> None:
+        self._dtype, first = records[0].dtype.fields[name][:2]  # type: ignore[index]
+        self._first = first // self._dtype.itemsize
+        self._step = records[0].itemsize // self._dtype.itemsize
+        self._values = [np.asarray(part).view(self._dtype) for part in records]
+
+    def gather(self, rows: Rows, memory: ReusedMemory) -> NDArray[Any]:
+        """Return the values of rows, which are divided by shard."""
+        values = memory.empty((rows.count,), self._dtype)
+        if len(self._values) == 1:
+            return self._take(0, rows.within, values)
+        in_order = np.empty_like(values)
+        for shard, part, within in rows.by_batch:
+            self._take(shard, within, in_order[part])
+        values[rows.order] = in_order
+        return values
+
+    def _take(
+        self, shard: int, within: Int64[np.ndarray, " rows"], out: NDArray[Any]
+    ) -> NDArray[Any]:
+        places = self._step * within
+        places += self._first
+        return self._values[shard].take(places, 0, out, "clip")
+
+
 def _view_together(chunks: Sequence[Any], views: Sequence[NDArray[Any]]) -> "_MappedRows | None":
     """View the batches of a memory map as one array, which one call gathers from."""
     if len(chunks) == 1:

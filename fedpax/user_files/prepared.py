@@ -2,6 +2,7 @@
 
 examples.arrow   Arrow IPC; a client's examples are in one batch unless they exceed it
 clients.arrow    Arrow IPC; each client's name and first example
+records.bin      if clients are small: the numbers of each example side by side, as in `records.py`
 prepared.json    what was prepared, how many examples and clients; written last
 
 A job on many machines writes shards, each such a folder, beside a prepared.json that names them in
@@ -25,6 +26,7 @@ from fedpax.files import read_json
 from fedpax.path_patterns import expand_home
 from fedpax.user_files.finding import is_url
 from fedpax.user_files.folders import PREPARED
+from fedpax.user_files.records import open_records, write_records
 from fedpax.user_files.table_source import ClientNames, TableSource
 
 EXAMPLES, CLIENTS = "examples.arrow", "clients.arrow"
@@ -74,7 +76,8 @@ def write_prepared(
         clients = pa.table({"name": names, "start": pa.array(starts)})
         with ipc.new_file(str(folder / CLIENTS), clients.schema) as writer:
             writer.write_table(clients)
-        about = {**about, "num_clients": len(names)}
+        records = write_records(folder, _map(folder / EXAMPLES), len(names))
+        about = {**about, "num_clients": len(names), **({"records": records} if records else {})}
     (folder / PREPARED).write_text(encode_about({**about, "num_examples": rows}), encoding="utf-8")
 
 
@@ -140,6 +143,7 @@ def open_prepared(folder: Path, label: str | None = None) -> TableSource:
         client_starts=None if part.starts is None else np.append(part.starts, len(part.table)),
         client_names=None if part.names is None else ClientNames(part.names),
         label=label or about.get("label"),
+        records=part.records,
     )
 
 
@@ -149,6 +153,7 @@ class _Part(NamedTuple):
     table: pa.Table
     starts: Any  # the first example of each client. None: there are no clients
     names: Any
+    records: list[Any]  # arrays, one for each shard. Empty: there are none
 
 
 def _read_about(folder: Path) -> dict[str, Any]:
@@ -162,19 +167,20 @@ def _open_part(folder: Path, about: dict[str, Any]) -> _Part:
     try:
         table = _map(folder / EXAMPLES)
         starts = names = None
+        records = [open_records(folder, table, about["records"])] if "records" in about else []
         if about["client"] is not None:
             clients = _map(folder / CLIENTS)
             starts, names = clients["start"].to_numpy(), clients["name"]
     except PermissionError:
         raise
-    except (pa.ArrowException, OSError, KeyError) as error:
+    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         raise _damaged(folder, str(error)) from error
     _check_examples(folder, about, table)
     if starts is not None and (
         starts[0] != 0 or not (np.diff(np.append(starts, table.num_rows)) > 0).all()
     ):
         raise _damaged(folder, "its clients do not follow one another")
-    return _Part(table, starts, names)
+    return _Part(table, starts, names, records)
 
 
 def _open_shards(folder: Path, about: dict[str, Any]) -> _Part:
@@ -194,10 +200,14 @@ def _open_shards(folder: Path, about: dict[str, Any]) -> _Part:
         table = pa.concat_tables([part.table for part in parts])
         _check_examples(folder, about, table)
         if about["client"] is None:
-            return _Part(table, None, None)
+            return _Part(table, None, None, [])
         before = np.cumsum([0, *(len(part.table) for part in parts[:-1])])
         starts = np.concatenate([n + part.starts for n, part in zip(before, parts, strict=True)])
-        return _Part(table, starts, pa.chunked_array([c for p in parts for c in p.names.chunks]))
+        clients = pa.chunked_array([c for p in parts for c in p.names.chunks])
+        records = [array for part in parts for array in part.records]
+        # A column with missing values in some shards is in the records of the others alone.
+        alike = len(records) == len(parts) and len({array.dtype for array in records}) == 1
+        return _Part(table, starts, clients, records if alike else [])
     except (pa.ArrowException, ValueError) as error:
         raise _damaged(folder, str(error)) from error
 

@@ -1,6 +1,7 @@
 """TableSource: an Arrow table as a source of examples, indexed by client."""
 
 import contextlib
+import functools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from fedpax.sources.aligned_arrays import ReusedMemory
 from fedpax.sources.client_starts import Starts
 from fedpax.sources.source import Source
 from fedpax.user_files.columns import to_numpy
-from fedpax.user_files.gathering import ColumnGatherer, Rows
+from fedpax.user_files.gathering import ColumnGatherer, RecordGatherer, Rows
 
 
 class TableSource(Source):
@@ -45,6 +46,7 @@ class TableSource(Source):
         client_starts: Starts | None = None,
         client_names: Sequence[Any] | None = None,
         label: str | None = None,
+        records: Sequence[NDArray[Any]] = (),
     ) -> None:
         super().__init__(name, folder, table, client_starts)
         self.table = table
@@ -52,9 +54,10 @@ class TableSource(Source):
         self.client = client
         self.client_names = client_names
         self.label = label
+        self._records = records  # of the rows of the table; of each shard
         self._batches = [batch for batch in table.to_batches() if len(batch)]
         self._ends = np.cumsum([len(batch) for batch in self._batches])
-        self._gatherers: dict[str, ColumnGatherer] = {}
+        self._gatherers: dict[str, ColumnGatherer | RecordGatherer] = {}
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -107,8 +110,18 @@ class TableSource(Source):
         memory: defaultdict[str, ReusedMemory] = defaultdict(ReusedMemory)
 
         def take(indices: ArrayLike) -> Mapping[str, NDArray[Any]]:
-            rows = Rows(self._check(indices), self._ends)
-            return _Taken(self.fields, lambda name: self._gatherer(name).gather(rows, memory[name]))
+            positions = self._check(indices)
+            in_batches = functools.cache(lambda: Rows(positions, self._ends))
+            in_records = functools.cache(
+                lambda: Rows(positions, np.cumsum([len(part) for part in self._records]))
+            )
+
+            def gather(name: str) -> NDArray[Any]:
+                gatherer = self._gatherer(name)
+                is_record = isinstance(gatherer, RecordGatherer)
+                return gatherer.gather(in_records() if is_record else in_batches(), memory[name])
+
+            return _Taken(self.fields, gather)
 
         return take
 
@@ -141,6 +154,7 @@ class TableSource(Source):
             client_starts=self.client_starts,
             client_names=self.client_names,
             label=self.label,
+            records=self._records,
         )
 
     def client_table(self, client: int) -> pa.Table:
@@ -179,8 +193,11 @@ class TableSource(Source):
             np.where(positions < 0, positions + len(self), positions) if lowest < 0 else positions
         )
 
-    def _gatherer(self, field: str) -> ColumnGatherer:
+    def _gatherer(self, field: str) -> ColumnGatherer | RecordGatherer:
         if field not in self._gatherers:
+            if self._records and field in (self._records[0].dtype.names or ()):
+                self._gatherers[field] = RecordGatherer(self._records, field)
+                return self._gatherers[field]
             chunks = [batch.column(field) for batch in self._batches]
             masked = self.table.column(field).null_count > 0
             self._gatherers[field] = ColumnGatherer(chunks, masked)

@@ -16,7 +16,7 @@ from user_files.written_tables import all_types, assert_equal, write_arrow, writ
 
 from fedpax.data import ClientSampler, cohort_rounds, load, prepare
 from fedpax.populations.client_arrays import ContiguousClients
-from fedpax.user_files import prepared
+from fedpax.user_files import prepared, records
 from fedpax.user_files.columns import array_to_arrow
 from fedpax.user_files.finding import find_files
 from fedpax.user_files.formats import ReadOptions
@@ -332,10 +332,12 @@ def test_damaged_folders_are_told(tmp_path: Path) -> None:
         load(tmp_path / "out")
 
 
+@pytest.mark.parametrize("most_rows", [64, 0])
 def test_rows_of_many_batches_are_gathered_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_rows: int
 ) -> None:
     monkeypatch.setattr(prepared, "_BATCH_ROWS", 7)
+    monkeypatch.setattr(records, "_MOST_ROWS", most_rows)
     rng = np.random.default_rng(6)
     columns = {
         "user": rng.integers(0, 40, 300),
@@ -349,9 +351,45 @@ def test_rows_of_many_batches_are_gathered_at_once(
     np.savez(tmp_path / "a.npz", **columns)
     source = prepare(tmp_path / "a.npz", tmp_path / "out", client="user").source
     assert len(source.table.to_batches()) > 1
+    assert (tmp_path / "out" / "records.bin").exists() == (most_rows > 0)
     order = np.argsort(columns["user"], kind="stable")
     chosen = rng.integers(0, 300, 500)
     taken = source.take(chosen)
     for name, values in columns.items():
         assert taken[name].dtype == values.dtype
         np.testing.assert_array_equal(taken[name], values[order][chosen])
+
+
+def test_numbers_of_small_clients_are_read_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(7)
+    table = pa.table(
+        {
+            "user": rng.integers(0, 200, 5000),
+            "": rng.integers(0, 99, 5000).astype(np.int8),
+            "é": rng.normal(size=5000).astype(np.float32),
+            "x": rng.normal(size=5000),
+            "holes": pa.array(rng.normal(size=5000), mask=rng.random(5000) < 0.5),
+        }
+    )
+    path = write_arrow(table, tmp_path / "a.arrow")
+    source = prepare(path, tmp_path / "out", client="user", columns=["", "é", "x", "holes"]).source
+    small = source.select(["é", "holes"])
+    rows = rng.integers(0, 5000, 900)
+    expected = load(path, client="user").take(rows)
+    expected = {name: expected[name] for name in source.fields}
+    np.testing.assert_array_equal(small.take(rows)["holes"], expected["holes"])
+    monkeypatch.setattr("fedpax.user_files.gathering.ColumnGatherer.gather", None)
+    for opened in (source, small, load(tmp_path / "out")):
+        for name in {*opened.fields} - {"holes"}:
+            values = opened.take(rows)[name]
+            assert values.dtype == expected[name].dtype and values.flags.c_contiguous
+            np.testing.assert_array_equal(values, expected[name])
+    file = tmp_path / "out" / "records.bin"
+    assert file.stat().st_size == 5000 * 24  # of 8 + 8 + 4 + 1 bytes
+    content = file.read_bytes()
+    for damaged in (content[:-24], content + b"0" * 24, content[:-1], b""):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"out is damaged: .*prepare it again"):
+            load(tmp_path / "out")

@@ -94,6 +94,22 @@ def test_any_clients_in_any_shards(
     )
 
 
+@pytest.mark.parametrize("holes", [0, 1])
+def test_numbers_of_shards_are_read_side_by_side(tmp_path: Path, holes: int) -> None:
+    rng = np.random.default_rng(3)
+    values: Any = {name: rng.normal(size=900).astype(np.float32) for name in "xy"}
+    mask = np.arange(900) < holes
+    table = pa.table({"u": np.arange(900) // 7, **values, "z": pa.array(values["x"], mask=mask)})
+    write_arrow(table, tmp_path / "a.arrow")
+    prepare_shards(tmp_path / "a.arrow", tmp_path / "out", 4, client="u")
+    source = load(tmp_path / "out")
+    assert all((tmp_path / "out" / f"shard-0000{k}" / "records.bin").exists() for k in range(4))
+    assert len(source._records) == (0 if holes else 4)
+    rows = rng.integers(0, 900, 500)
+    for name, taken in source.take(rows).items():
+        np.testing.assert_array_equal(taken, source.column(name)[rows])
+
+
 def test_shards_have_about_equal_numbers_of_rows(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for name in "ab":

@@ -2,9 +2,10 @@
 
     python -m fedpax.experiments.benchmarks.files --folder=/tmp/files --clients=1000000
 
-prepares a Parquet file of clients with `--examples` small rows each, beside DuckDB's own sort of it
-to Parquet; opens the prepared folder, and makes a stream of rounds over it; reads and trains rounds
-of 1,000 of its clients, beside rounds of 1,000 clients in all. Times are CPU time.
+prepares a Parquet file of clients with `--examples` rows of `--numbers` numbers each, beside
+DuckDB's own sort of it to Parquet; opens the prepared folder, and makes a stream of rounds over it;
+reads and trains rounds of 1,000 of its clients, beside rounds of 1,000 clients in all. A row of the
+result gathers rows of random clients with NumPy from an array in memory. Times are CPU time.
 """
 
 import functools
@@ -26,13 +27,15 @@ from fedpax.populations.client_arrays import ContiguousClients
 
 
 def _table_batch(fields: Any) -> dict[str, Any]:
-    x = np.stack([fields["x"], fields["y"]], axis=-1).astype(np.float32)
+    names = [name for name in fields if name.startswith("x")]
+    x = np.stack([fields[name] for name in names], -1, dtype=np.float32, casting="same_kind")
     return {"image": x, "label": fields["label"].astype(np.int32)}
 
 
 class Files(Benchmark):
     clients: int = option(1_000_000, "clients of the Parquet file")
-    examples: int = option(6, "mean number of rows of a client")
+    examples: int = option(6, "rows of a client")
+    numbers: int = option(9, "numbers of a row, the label included")
     cohort: int = option(1000, "clients of a round")
     repetitions: int = option(5, "measurements of each")
     folder: str | None = option(None, "where to write; default: a temporary folder")
@@ -57,10 +60,8 @@ class Files(Benchmark):
         return cohort_rounds(
             source,
             ContiguousClients(source.client_starts),
-            # A client without examples, which chance makes, is not in the folder.
-            ClientSampler(len(source.client_names), self.cohort * 99 // 100),
+            ClientSampler(len(source.client_names), self.cohort),
             batch_size=6,
-            max_steps=2,
             preprocess=_table_batch,
         )
 
@@ -69,9 +70,13 @@ class Files(Benchmark):
         name = "round of many clients; of few"
         reads = [functools.partial(next, rounds) for rounds in (many, few)]
         yield self._pair(name, reads[0], reads[1], times=10)
-        for sizes in ((2, 9), (2, 64, 64, 9)):
-            workload = Workload(mlp(MLPConfig(layer_sizes=sizes)), (2,), 9)
-            algorithm = workload.fedavg(self.cohort * 99 // 100)
+        gathers = [self._gather_by_hand(clients) for clients in (self.clients, self.cohort)]
+        yield self._pair("the same rows with NumPy", gathers[0], gathers[1], times=10)
+        features = self.numbers - 1
+        for hidden in ((), (64, 64)):
+            sizes = (features, *hidden, 9)
+            workload = Workload(mlp(MLPConfig(layer_sizes=sizes)), (features,), 9)
+            algorithm = workload.fedavg(self.cohort)
             state = jax.jit(algorithm.init)(workload.model.init(jax.random.key(0)))
             train = jax.jit(algorithm.round)
 
@@ -80,6 +85,20 @@ class Files(Benchmark):
 
             runs = [functools.partial(read_and_train, rounds) for rounds in (many, few)]
             yield self._pair(f"the same and training {sizes}", runs[0], runs[1], times=10)
+
+    def _gather_by_hand(self, clients: int) -> Callable[[], Any]:
+        """Return a function that gathers the rows of random clients from records in memory."""
+        rng, count = np.random.default_rng(0), self.examples
+        records = np.zeros(clients * count, [(n, v.dtype) for n, v in self._columns(1).items()])
+        records.view(np.uint8)[:] = 1  # unwritten zeros share one page of memory
+        cohorts = (rng.choice(clients, self.cohort, replace=False) for _ in itertools.count())
+        draws = list(itertools.islice(cohorts, 10 * self.repetitions + 3))
+
+        def gather() -> Any:
+            rows = draws.pop()[:, None] * count + np.arange(count)
+            return records[rows.ravel()]
+
+        return gather
 
     def _pair(self, name: str, run: Callable[[], Any], other: Any = None, times: int = 1) -> Row:
         calls = {"run": run} | ({"other": other} if other else {})
@@ -111,11 +130,19 @@ class Files(Benchmark):
         import pyarrow as pa
         from pyarrow import parquet
 
-        rng, rows = np.random.default_rng(0), clients * self.examples
-        users = np.char.add("u", rng.integers(0, clients, rows).astype(str))
-        x, y = rng.normal(size=rows).astype(np.float32), rng.normal(size=rows)
-        columns = {"user_id": users, "x": x, "y": y, "label": rng.integers(0, 9, rows)}
-        parquet.write_table(pa.table(columns), file)
+        columns = self._columns(clients * self.examples)
+        # Of equal sizes: rounds of few clients would always have the largest one.
+        users = np.random.default_rng(1).permutation(np.repeat(np.arange(clients), self.examples))
+        names = np.char.add("u", users.astype(str))
+        parquet.write_table(pa.table({"user_id": names, **columns}), file)
+
+    def _columns(self, rows: int) -> dict[str, Any]:
+        rng = np.random.default_rng(0)
+        dtypes: list[Any] = [np.float32, np.float64]
+        columns = {
+            f"x{k}": rng.normal(size=rows).astype(dtypes[k % 2]) for k in range(self.numbers - 1)
+        }
+        return {**columns, "label": rng.integers(0, 9, rows)}
 
 
 main = command(Files)

@@ -119,8 +119,9 @@ class RecordGatherer:
     """A column of numbers in the records of a prepared folder, or of each of its shards."""
 
     def __init__(self, records: Sequence[NDArray[Any]], name: str) -> None:
-        self._dtype, first = records[0].dtype.fields[name][:2]  # type: ignore[index]
-        self._first = first // self._dtype.itemsize
+        fields: Any = records[0].dtype.fields
+        self._dtype: np.dtype[Any] = fields[name][0]
+        self._first = fields[name][1] // self._dtype.itemsize
         self._step = records[0].itemsize // self._dtype.itemsize
         self._values = [np.asarray(part).view(self._dtype) for part in records]
 

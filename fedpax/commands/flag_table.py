@@ -256,8 +256,8 @@ FLAGS = {
         has_commas=True,
     ),
     "optional_columns": Flag(
-        "columns that some files lack, separated by commas; \\, in a name: their values are missing "
-        "there",
+        "columns that some files lack, separated by commas; \\, in a name: their values are "
+        "missing there",
         has_commas=True,
     ),
     "types": Flag(

@@ -145,6 +145,7 @@ def load(
             raise ArgumentError(
                 f"{argument}={value!r} is for files, but {name!r} is the name of a data set. "
                 f"Leave {argument} out, or name files, such as './{name}/*.csv'."
+                f"{folder_hint(name)}"
             )
     if split is None:
         if missing := missing_file(name):

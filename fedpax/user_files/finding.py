@@ -100,12 +100,26 @@ def find_files(patterns: Sequence[str], split: str | None) -> list[DataFile]:
     for pattern in patterns:
         matches = [file for file in _find(pattern, split) if is_url(file.path) or _is_file(file)]
         if not matches:
+            if missing := _missing_part(pattern):
+                raise FileNotFoundError(
+                    f"No file matches {pattern!r}: there is no {missing}. Check it with ls."
+                )
             raise FileNotFoundError(
                 f"No file matches {pattern!r}. Quote a pattern on the command line, and check it "
                 "with ls; {client}, {label} and {split} each stand for a part of the path."
             )
         data_files |= {absolute(file.path): file for file in matches}
     return sorted(data_files.values(), key=lambda file: file.path)
+
+
+def _missing_part(pattern: str) -> str:
+    """Describe the first part of a path that does not exist; "" if it stands for other names."""
+    if is_url(pattern):
+        return ""
+    head, tail = existing_head(pattern)
+    first, slash, _ = tail.partition("/")
+    is_pattern = glob.has_magic(first) or PLACEHOLDER.search(first)
+    return "" if is_pattern else f"{'folder' if slash else 'file or folder'} {Path(head) / first}"
 
 
 def absolute(path: str) -> str:

@@ -129,8 +129,29 @@ def test_a_misspelt_file_is_missing_and_no_data_set(
             load("p4/h000.cvs", **options)
         with pytest.raises(FileNotFoundError, match=r"no file 'h000.cvs'. Check it with ls"):
             load("h000.cvs", **options)
-    with pytest.raises(ValueError, match="is the name of a data set"):
+    with pytest.raises(ValueError, match=r"is the name of a data set.*csv'\.$"):
         load("c4/en:3.1.0", "train", label="died")
+
+
+@pytest.mark.parametrize("options", [{}, {"label": "died"}])
+def test_the_folder_that_a_path_lacks_is_named(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    for name in ("nowhere/x", "nowhere/"):
+        with pytest.raises(ValueError, match=r"data set.* path of files: there is no f.*'nowhere'"):
+            load(name, **options)
+    for name, missing in (
+        ("nowhere/x.csv", "folder nowhere"),
+        ("nowhere/*.csv", "folder nowhere"),
+        (f"{tmp_path}/here/below/{{client}}/*.csv", f"folder {tmp_path}/here/below"),
+        (f"{tmp_path}/here/below", f"file or folder {tmp_path}/here/below"),
+    ):
+        with pytest.raises(FileNotFoundError, match=rf"No file.*: there is no {missing}\. Check"):
+            load(name, **options)
+    with pytest.raises(FileNotFoundError, match="Quote a pattern"):
+        load("here/*.csv", **options)
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])

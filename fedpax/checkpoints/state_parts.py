@@ -21,6 +21,12 @@ from fedpax.checkpoints.row_changes import (
 )
 from fedpax.run_files.paths import complete_rounds, write_atomically
 
+CHUNK_BYTES = 1 << 26
+"""The most bytes of an array that are compressed at once."""
+
+FILE_BYTES = 1 << 27
+"""The bytes of compressed arrays that are in memory before they are written to a file."""
+
 
 class StateParts:
     """The parts of a run's state in its checkpoints.
@@ -45,7 +51,7 @@ class StateParts:
         items: dict[str, ocp.args.CheckpointArgs] = {}
         if "params" not in getattr(state, "_fields", ("params",)):
             # A model that the state computes from its fields, such as the islands' mean.
-            items["params"] = ocp.args.StandardSave(on_one_device(state.params))
+            items["params"] = _in_chunks(on_one_device(state.params))
         if not self._has_needed_rounds():
             self._rows.forget()
         self._parent = None
@@ -53,9 +59,9 @@ class StateParts:
         if (changed := self._rows.advance(round_number, state)) is not None:
             self._parent = changed.parent
             self._parents[round_number] = changed.parent.round
-            items["rows"] = ocp.args.StandardSave(changed.stores)
+            items["rows"] = _in_chunks(changed.stores)
             state = without_stores(state)
-        items["state"] = ocp.args.StandardSave(on_one_device(state))
+        items["state"] = _in_chunks(on_one_device(state))
         return items
 
     def _has_needed_rounds(self) -> bool:
@@ -79,10 +85,10 @@ class StateParts:
         """Restore the state of a checkpoint; the next one then writes what has changed."""
         ancestors = lineage(self._folder, step)
         is_whole = len(ancestors) == 1
-        restore = ocp.args.Composite(
-            state=ocp.args.StandardRestore(like if is_whole else without_stores(like))
-        )
-        state = manager.restore(step, args=restore).state
+        item = like if is_whole else without_stores(like)
+        arguments = ocp.checkpoint_utils.construct_restore_args(item)
+        restore = ocp.args.PyTreeRestore(item=item, restore_args=arguments)
+        state = manager.restore(step, args=ocp.args.Composite(state=restore)).state
         newest = rows_of_one_checkpoint(like)
         if not is_whole:
             leaves, newest = restore_stores(self._folder, ancestors, like)
@@ -90,3 +96,16 @@ class StateParts:
         rounds = {0 if parent is None else parent.position: number for number, parent in ancestors}
         self._rows.start(state, rounds, newest)
         return state
+
+
+def _in_chunks(tree: Any) -> "ocp.args.CheckpointArgs":
+    """Save arrays in chunks: saved whole, they are in memory two more times while they are written.
+
+    A CPU reads them in place: a step to which they are donated then copies them.
+    """
+    in_chunks = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
+    return ocp.args.PyTreeSave(
+        tree,
+        save_args=jax.tree.map(lambda leaf: in_chunks, tree),
+        ocdbt_target_data_file_size=FILE_BYTES,
+    )

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from random_states import assert_same_bits, like, random_state
 
-from fedpax.checkpoints import checkpoint
+from fedpax.checkpoints import checkpoint, state_parts
 from fedpax.checkpoints.checkpoint import Checkpoints, CheckpointWriteError
 from fedpax.checkpoints.exports import write_orbax
 from fedpax.checkpoints.saved_rounds import find_damage, write_checksums
@@ -313,3 +313,22 @@ def test_damaged_files_raise_and_the_checkpoint_before_can_be_used(
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         assert checkpoints.restore_position().stream == {"round": 1}
         assert_same_bits(checkpoints.restore_state(like(states[0])), states[0])
+
+
+def test_large_arrays_are_written_in_chunks(
+    tmp_path: Path, sharding: NamedSharding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_parts, "CHUNK_BYTES", 1 << 14)
+    monkeypatch.setattr(state_parts, "FILE_BYTES", 1 << 15)
+    w = np.random.default_rng(0).normal(size=(2048, 63)).astype("f")
+    params = {"w": jnp.asarray(w), "odd": jnp.asarray(w.ravel()[:8191])}
+    state = random_state(1, sharding)._replace(params=params)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, state, {}, {})
+        checkpoints.wait()
+    sizes = [path.stat().st_size for path in (tmp_path / "checkpoints/1/state").rglob("d/*")]
+    # An array as one chunk, or a buffer for all chunks, would be one file of half a megabyte.
+    assert max(sizes) < 1 << 17 < w.nbytes / 2 and sum(sizes) > w.nbytes / 2
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        assert_same_bits(checkpoints.restore_state(like(state)), state)
+    assert_same_bits(load_params(tmp_path), jax.tree.map(np.asarray, state.params))

@@ -41,9 +41,12 @@ def largest_file(size: int) -> Iterator[None]:
     """Let writes beyond a file size fail, as they do on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    # Python would keep the written part of a module's bytecode, and fail at its next import.
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         yield
     finally:
+        sys.dont_write_bytecode = before
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 

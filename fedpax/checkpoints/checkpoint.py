@@ -43,6 +43,7 @@ from fedpax.checkpoints.saved_rounds import (
 )
 from fedpax.checkpoints.saved_state import (
     check_same_leaves,
+    check_same_rows,
     saved_shapes,
     saved_struct,
 )
@@ -244,6 +245,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             saved = saved_shapes(self._folder, step)
         position = self.restore_position()
         check_same_leaves(wanted, saved, step)
+        check_same_rows(like, saved)
         stored = {
             path: saved_struct(leaf, saved[path], path, num_participants, position.participants)
             for path, leaf in wanted.items()

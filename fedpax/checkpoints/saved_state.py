@@ -14,6 +14,7 @@ from fedpax.checkpoints.lazy_orbax import ocp
 from fedpax.checkpoints.orbax_files import open_to_read
 from fedpax.checkpoints.participant_states import saved_placed_struct
 from fedpax.checkpoints.restored_stores import complete_rows
+from fedpax.checkpoints.row_changes import stores_of
 from fedpax.checkpoints.saved_rounds import damaged_checkpoint, find_damage, find_own_damage
 from fedpax.errors import ArgumentError
 from fedpax.run_files.configuration import flatten, read_configuration_json
@@ -249,6 +250,21 @@ def check_same_leaves(
             "another --job_log_dir; `fedpax export` and --model.weights start a new run from this "
             "model."
         )
+
+
+def check_same_rows(like: Any, saved: Mapping[tuple[str, ...], tuple[int, ...]]) -> None:
+    """Check that client stores have the saved numbers of rows: a row belongs to one client."""
+    for path, store in stores_of(like).items():
+        for name, leaf in ocp.tree.to_flat_dict({"rows": store.rows}).items():
+            rows = saved[*path, *name][0]
+            if rows != leaf.shape[0]:
+                raise ArgumentError(
+                    f"The checkpoint's {'.'.join(path)} has {rows} rows, expected {leaf.shape[0]} "
+                    f"for the experiment's {store.num_clients} clients: a row is the state of one "
+                    "client, or padding to a multiple of 8 and of the devices. Set the number of "
+                    "clients that was saved, or start a new run from the saved model (`fedpax "
+                    "export`, --model.weights), in which all clients begin with a new state."
+                )
 
 
 def _find(

@@ -8,7 +8,12 @@ import jax
 
 from fedpax.checkpoints.lazy_orbax import ocp
 from fedpax.checkpoints.participant_states import check_resizable
-from fedpax.checkpoints.saved_state import check_same_leaves, has_saved_shape, saved_shapes
+from fedpax.checkpoints.saved_state import (
+    check_same_leaves,
+    check_same_rows,
+    has_saved_shape,
+    saved_shapes,
+)
 from fedpax.errors import ConfigurationError
 from fedpax.run_files.configuration import (
     class_name,
@@ -168,6 +173,7 @@ def describe_state_misfit(saved_in: Path, experiment: Experiment) -> str | None:
     wanted = ocp.tree.to_flat_dict(state)
     try:
         check_same_leaves(wanted, saved, step)
+        check_same_rows(state, saved)
         for path, leaf in wanted.items():
             # The first axis of any leaf but the model's can be the participants'.
             participants = leaf.shape[0] if leaf.shape else None

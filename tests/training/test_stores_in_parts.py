@@ -1,30 +1,41 @@
 """Runs whose checkpoints have a part of the clients' states end as a run that is not stopped."""
 
 import dataclasses
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_stores
 from several_processes import HERE, finish, start
 from small_stores import POPULATION, stores
 from tracker_server import Server, use
 
 from fedpax.checkpoints import row_changes
 from fedpax.checkpoints.ancestors import lineage
+from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.checkpoints.saved_rounds import find_damage
 from fedpax.checkpoints.saved_state import load_field, load_params
+from fedpax.clients import ClientStore, client_store
 from fedpax.run_files.paths import complete_rounds, latest_round
+from fedpax.training.resume_checks import describe_state_misfit
 from fedpax.training.trainer import train
 
 EXP = "small_stores:stores"
+
+
+class Store(NamedTuple):
+    params: Any
+    store: ClientStore[Any]
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +112,35 @@ def test_a_tracker_gets_the_checkpoints_that_a_sent_one_needs(
     train(dataclasses.replace(run, training=training), tmp_path)
     assert rounds_with_rows(tmp_path) == [2, 10, 14, 16]
     assert server.checkpoints[-1] == 16
+
+
+def test_a_larger_population_is_told(unbroken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small_stores, "POPULATION", 1000)
+    monkeypatch.setattr(small_stores.Cohorts, "num_clients", 1000)
+    words = r"client_controls has 512 rows, expected 1000 for the experiment's 1000 clients: a row"
+    longer = dataclasses.replace(stores().training, rounds=18)
+    with pytest.raises(ValueError, match=words):
+        train(dataclasses.replace(stores(), training=longer), unbroken)
+    assert re.search(words, describe_state_misfit(unbroken, stores()) or "")
+
+
+@pytest.mark.parametrize("cohort", [8, 16])
+def test_states_of_all_clients_are_not_averaged_as_those_of_participants(
+    tmp_path: Path, cohort: int
+) -> None:
+    def state(rows: int) -> Any:
+        return Store(jnp.ones(2), client_store(jnp.zeros(3), rows))
+
+    def like(rows: int) -> Any:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(rows)
+        )
+
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, state(8), {}, {}, num_participants=8)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        with pytest.raises(ValueError, match="store has 8 rows, expected 16"):
+            checkpoints.restore_state(like(16), num_participants=cohort)
 
 
 @pytest.mark.slow

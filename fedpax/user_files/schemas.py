@@ -121,7 +121,14 @@ def _join_fields(
     remedy = f"Correct the values, or set types={{{one.name!r}: 'string'}}."
     if isinstance(one.type, pa.FixedShapeTensorType):
         remedy = "Set image_size=(height, width) if they are images, or save one shape."
+    known, misfit = seen[one.name], ""
+    for texts, field, other in ((known, one, two), (file, two, one)):
+        is_csv = texts.suffix in (".csv", ".tsv", ".tab")
+        if is_csv and pa.types.is_string(field.type) and not pa.types.is_string(other.type):
+            from fedpax.user_files.readers.csv_hints import find_misfit
+
+            misfit = find_misfit(texts, one.name, other.type)
     raise ArgumentError(
-        f"The column {one.name!r} is {one.type} in {seen[one.name].path} and {two.type} in "
-        f"{file.path}, expected one type. {remedy}"
+        f"The column {one.name!r} is {one.type} in {known.path} and {two.type} in {file.path}, "
+        f"expected one type{misfit and f': {misfit}'}. {remedy}"
     )

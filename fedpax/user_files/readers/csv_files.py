@@ -18,6 +18,7 @@ from fedpax.user_files.readers.csv_errors import (
     not_utf8,
     rows_explained,
 )
+from fedpax.user_files.readers.csv_hints import tell_open_quotes, tell_spaces
 from fedpax.user_files.readers.decimal_points import check_decimal_points, check_stated_number
 
 _BLOCK = 1 << 24
@@ -34,6 +35,7 @@ def read_csv(file: DataFile, options: ReadOptions) -> pa.Table:
         with rows_explained(file, _delimiter(file, options)):
             table = _read(file, options, use_threads=False)  # one thread names the row
     _check_schema(file, options, table.schema)
+    tell_open_quotes(file, table, _delimiter(file, options))
     check_decimal_points(table, options)
     _check_clients(file, options, table.schema)
     return table
@@ -63,10 +65,13 @@ def _blocks(file: DataFile, options: ReadOptions, *, use_threads: bool) -> Itera
     with file.open() as opened:
         reader = csv.open_csv(opened, **_options(file, options, options.types, use_threads))
         _check_schema(file, options, reader.schema)
+        examples = 0
         for number, batch in enumerate(reader):
             table = pa.Table.from_batches([batch])
             if number == 0:  # it has decided the types
                 check_decimal_points(table, options)
+            tell_open_quotes(file, table, _delimiter(file, options), examples)
+            examples += len(table)
             yield table
         _check_clients(file, options, reader.schema)
 
@@ -112,6 +117,7 @@ def _check_schema(file: DataFile, options: ReadOptions, schema: pa.Schema) -> No
     _check_encoding(file, options, schema)
     if len(schema) == 1:
         check_single_column(file, _delimiter(file, options), schema.names[0])
+        tell_spaces(file, schema.names[0])
 
 
 def _check_encoding(file: DataFile, options: ReadOptions, schema: pa.Schema) -> None:

@@ -1,6 +1,7 @@
 """What a run's checkpoints need of Orbax: paths, options, the rule of those that are kept."""
 
 import dataclasses
+import functools
 import glob
 import logging
 import os
@@ -50,11 +51,23 @@ def literal_path(folder: Path) -> Path:
     return cast(Path, _LiteralPath(folder))
 
 
+@functools.cache
+def _manager_class() -> "type[ocp.CheckpointManager]":
+    class Manager(ocp.CheckpointManager):
+        def reached_preemption(self, step: int) -> bool:
+            # When a save is complete, Orbax asks JAX about its round. The training has asked about
+            # a later one by then. JAX would take the older one for the newest, and at a SIGTERM
+            # agree to stop after the next round, which has passed: the run would never stop.
+            return False
+
+    return Manager
+
+
 def open_checkpoints(folder: Path, **settings: Any) -> "ocp.CheckpointManager":
     """Open the folder of a run's checkpoints."""
     # Orbax then reads the time of each checkpoint, from a file that has no checksum.
     try:
-        return ocp.CheckpointManager(literal_path(folder), **settings)
+        return _manager_class()(literal_path(folder), **settings)
     except ValueError as error:
         names = ocp.path.step.standard_name_format()
         for step in complete_rounds(folder):

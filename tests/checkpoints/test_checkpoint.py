@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from random_states import assert_same_bits, like, random_state
 
@@ -181,6 +182,17 @@ def test_training_continues_while_a_checkpoint_is_written(
         checkpoints.save(2, state, {}, {})
         assert checkpoints.latest_round() == 1
     assert latest_round(tmp_path) == 2
+
+
+def test_a_save_asks_jax_about_no_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The training asks before each round. JAX stops all processes one round after the newest
+    # question: if a save of an older round asks last, that round has passed, and none stops.
+    asked = []
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", asked.append)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        for number in (1, 2):
+            checkpoints.save(number, {"w": jnp.ones(2)}, {}, {})
+    assert latest_round(tmp_path) == 2 and asked == []
 
 
 def test_a_checkpoint_that_a_kill_left_unfinished_does_not_count(

@@ -338,7 +338,8 @@ class FedAvgFiles(ClientExperiment):
         heldout, none = self.opened.parts(self.opened.heldout), np.zeros(0, np.int64)
         parts = [heldout.get(name, none) for name in self.training_parts]
         multiple = self.make_mesh().shape.get("clients", 1)
-        return OwnExamples(rounds, parts, self._read, multiple, with_batches=with_batches)
+        model = jax.eval_shape(self.make_model().init, jax.random.key(0))
+        return OwnExamples(rounds, parts, self._read, model, multiple, with_batches=with_batches)
 
     def evaluate_own_models(self, *, fine_tune: bool = False) -> Callable[[Any], dict[str, float]]:
         """Make the evaluation of the clients' own models, each on its held-out examples.

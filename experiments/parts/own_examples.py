@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from fedpax.clients.cohort import Cohort
 from fedpax.data import CohortRounds
 from fedpax.data.rounds.client_stream import shorter_lengths
+from fedpax.training.exchanged_bytes import tree_bytes
 
 MOST_BYTES = 2**28
-"""The bytes of a part. All parts stay in memory if they have fewer together."""
+"""The bytes of a part, models included. All examples stay in memory if they have fewer."""
 
 Part = tuple[Cohort, dict[str, chex.Array]]
 """Training batches, and held-out examples `[clients, examples, ...]` with a mask."""
@@ -35,6 +36,7 @@ class OwnExamples:
         rounds: rounds of the clients, of which round 0 is read.
         heldout: the indices of each client's held-out examples.
         read: reads held-out examples.
+        model: the shapes of a client's own model; the models of a part are in memory together.
         multiple: a part has a multiple of this number of clients, absent ones included.
         with_batches: whether to read training batches. Default True; False: held-out examples.
     """
@@ -44,6 +46,7 @@ class OwnExamples:
         rounds: CohortRounds,
         heldout: Sequence[NDArray[np.int64]],
         read: Callable[[NDArray[np.int64]], dict[str, NDArray[Any]]],
+        model: chex.ArrayTree,
         multiple: int,
         *,
         with_batches: bool = True,
@@ -55,7 +58,7 @@ class OwnExamples:
         self._example_bytes = sum(
             int(np.prod(x.shape[3:], dtype=np.int64)) * x.dtype.itemsize for x in shapes
         )
-        self._plan = list(self._divide(multiple))
+        self._plan = list(self._divide(multiple, tree_bytes(model)))
         self._kept: list[Part] | None = None
 
     def __iter__(self) -> Iterator[Part]:
@@ -66,7 +69,7 @@ class OwnExamples:
             self._kept = list(parts)
         return iter(self._kept)
 
-    def _divide(self, multiple: int) -> Iterator[_Clients]:
+    def _divide(self, multiple: int, model_bytes: int) -> Iterator[_Clients]:
         """Group clients by the shortest lengths that hold their examples."""
         ids = np.arange(len(self._heldout))
         num_steps = self._rounds.num_steps(ids) if self._with_batches else np.zeros_like(ids)
@@ -80,7 +83,8 @@ class OwnExamples:
         for number, length in enumerate(lengths):
             ids = np.flatnonzero(level == number)
             part = _Clients(ids, *length)
-            size = min(max(1, MOST_BYTES // self._client_bytes(part)), max(1, len(ids)))
+            client_bytes = self._client_bytes(part) + model_bytes
+            size = min(max(1, MOST_BYTES // client_bytes), max(1, len(ids)))
             size = -(-size // multiple) * multiple
             for begin in range(0, len(ids), size):
                 some = ids[begin : begin + size]

@@ -10,7 +10,10 @@ import pytest
 from PIL import Image
 
 from fedpax.experiments.client_aggregators import aggregator
+from fedpax.experiments.client_methods import method
 from fedpax.experiments.fedavg_image_files import FedAvgImageFiles, ImagesConfig, fedavg_images
+from fedpax.experiments.parts import own_examples
+from fedpax.experiments.parts.personal_evaluation import ServerState
 from fedpax.training.training_config import TrainingConfig
 
 CLIENTS = {"Zoë": 9, "Ana": 14, "Bo": 5}
@@ -96,3 +99,46 @@ def test_a_private_run_tells_the_classes_and_the_size_as_not_private(photos: Pat
     height, width, _ = experiment.image_shape
     sizes = [] if experiment.data.image_size else [f"--data.image_size {height} {width}"]
     assert [line.partition("state it: ")[2] for line in told[1:]] == sizes
+
+
+@pytest.mark.parametrize("name", ["ditto", "reptile"])
+def test_own_models_of_very_unequal_clients_are_evaluated_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    rng = np.random.default_rng(2)
+    owner = np.repeat(np.arange(31), [200, *rng.integers(3, 9, 30)])
+    label = rng.integers(0, 2, len(owner))
+    image = rng.integers(0, 128, (len(owner), 8, 8, 1)) + 127 * label[:, None, None, None]
+    np.savez(tmp_path / "a.npz", client=owner, label=label, image=image.astype(np.uint8))
+    experiment = dataclasses.replace(make(tmp_path), method=method(name))
+    data = ImagesConfig(files=(str(tmp_path / "a.npz"),), client="client")
+    cohort = dataclasses.replace(experiment.cohort, size=3)
+    experiment = dataclasses.replace(experiment, data=data, cohort=cohort)
+    count = max(map(len, experiment.training_parts.values()))
+    # Rounds of the three largest clients fit the memory, and all clients padded alike do not.
+    sizes = {"SC_PHYS_PAGES": 1, "SC_PAGE_SIZE": 10 * count * 8 * 8 * 4}
+    monkeypatch.setattr("os.sysconf", sizes.__getitem__)
+    with pytest.raises(ValueError, match="but this machine has"):
+        experiment.make_rounds_of_all(*experiment.read_clients())
+    cohorts = experiment.build().cohorts
+    steps = {next(cohorts).batches["mask"].shape[1] for _ in range(40)}
+    assert max(steps) > 30 > 3 > min(steps)
+    results = []
+    for most_bytes in (2**28, 5000):  # of a few small clients with their models
+        monkeypatch.setattr(own_examples, "MOST_BYTES", most_bytes)
+        made = dataclasses.replace(experiment)
+        run = made.build()
+        assert run.evaluate_own_models is not None
+        params = jax.tree.map(
+            lambda leaf: np.random.default_rng(3).normal(0, 0.3, leaf.shape).astype(leaf.dtype),
+            jax.eval_shape(run.init, jax.random.key(0)),
+        )
+        state = run.algorithm.init(params) if name == "ditto" else ServerState(params)
+        results.append((len(made._own_examples._plan), run.evaluate_own_models(state)))
+    (few_parts, expected), (many_parts, result) = results
+    assert few_parts < 6 < 10 < many_parts
+    opened = experiment.opened
+    held = np.bincount(opened.owners[opened.heldout], minlength=31)
+    np.testing.assert_array_equal(result.num_examples, held)
+    for metric, values in expected.metrics.items():
+        np.testing.assert_allclose(result.metrics[metric], values, rtol=1e-5, err_msg=metric)

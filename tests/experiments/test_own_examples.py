@@ -25,7 +25,7 @@ def test_parts_have_the_examples_of_each_client_once(
     rounds = cohort_rounds(
         {"x": values}, training, ClientSampler(63, 1), batch_size=4, preprocess=dict
     )
-    parts = OwnExamples(rounds, heldout, lambda rows: {"x": values[rows]}, multiple)
+    parts = OwnExamples(rounds, heldout, lambda rows: {"x": values[rows]}, (), multiple)
     for _ in range(2):
         seen, slots = [], 0
         for cohort, own in parts:
@@ -44,7 +44,7 @@ def test_parts_have_the_examples_of_each_client_once(
         assert sorted(seen) == [*range(63)]
         assert slots < 3 * 4 * multiple * len(owner)  # all clients together: 63 * 3700
     heldout_alone = OwnExamples(
-        rounds, heldout, lambda rows: {"x": values[rows]}, multiple, with_batches=False
+        rounds, heldout, lambda rows: {"x": values[rows]}, (), multiple, with_batches=False
     )
     seen = []
     for cohort, own in heldout_alone:
@@ -55,3 +55,6 @@ def test_parts_have_the_examples_of_each_client_once(
                 seen.append(int(client))
     assert sorted(seen) == [*range(63)]
     assert (parts._kept is not None) == (most_bytes == 2**28)
+    model = {"w": np.zeros(most_bytes, np.uint8)}
+    with_models = OwnExamples(rounds, heldout, lambda rows: {"x": values[rows]}, model, multiple)
+    assert {len(own["mask"]) for _, own in with_models} == {multiple}

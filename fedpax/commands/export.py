@@ -138,6 +138,14 @@ def _draft_of(out: Path, *, last: str | None) -> Iterator[Path]:
     Of a folder, the file `last` comes last, so that a folder with it is complete.
     """
     draft = out.with_name(f".{out.name}.draft")
+    made = [folder for folder in out.parents if not folder.exists()]
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"--out={out} cannot be made ({error.strerror}: {error.filename}), expected a new "
+            f"{'folder' if last else 'file'}. Give another --out."
+        ) from error
     _remove(draft)  # of an export that was killed
     try:
         yield draft
@@ -149,6 +157,10 @@ def _draft_of(out: Path, *, last: str | None) -> Iterator[Path]:
         rename_folder(draft, out, last=last)
     finally:
         _remove(draft)
+        if not out.exists():
+            with contextlib.suppress(OSError):  # a folder that another process has filled
+                for folder in made:
+                    folder.rmdir()
 
 
 def _remove(draft: Path) -> None:
@@ -179,13 +191,6 @@ def _new_path(name: str | None, *, is_folder: bool) -> Path:
         raise UsageError(
             f"--out={name} {trouble}, expected {expected}. Give another --out, or remove it."
         )
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"--out={name} cannot be made ({error.strerror}: {error.filename}), expected a new "
-            f"{'folder' if is_folder else 'file'}. Give another --out."
-        ) from error
     return out
 
 

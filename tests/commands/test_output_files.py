@@ -39,3 +39,17 @@ def test_a_file_in_place_of_the_folder_of_an_export_is_refused(
     )
     assert (status, output) == (2, "")
     assert f"--out={out} cannot be made (File exists" in errors
+
+
+@pytest.mark.parametrize(
+    "flags", [(), ("--format=npz", "--dtype=no_dtype"), ("--stages", "--dtype=x")]
+)
+def test_an_export_that_is_refused_leaves_no_folders(
+    command: Command, trained_regression: Path, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    out = f"--out={tmp_path}/new/folder/model"
+    run = f"--job_log_dir={trained_regression}"
+    assert command("export", NAMED, run, out, *flags)[0] != 0
+    assert not (tmp_path / "new").exists()
+    assert command("export", NAMED, run, out, "--format=npz")[0] == 0
+    assert (tmp_path / "new" / "folder" / "model" / "params.npz").exists()

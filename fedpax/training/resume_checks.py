@@ -24,6 +24,7 @@ from fedpax.run_files.configuration import (
     read_configuration_json,
     to_json,
 )
+from fedpax.run_files.evaluations import STOP
 from fedpax.run_files.known_classes import own_classes
 from fedpax.run_files.metrics import select
 from fedpax.run_files.metrics_log import last_rounds, read_log
@@ -123,15 +124,21 @@ def _check_entries(folder: Path) -> None:
 
 
 def _changes(folder: Path, old: Experiment, new: Experiment) -> dict[str, str]:
-    """Return the fields that differ, but for `WITHOUT_EFFECT` and more rounds of a finished run."""
+    """Return the fields that differ, but for `WITHOUT_EFFECT` and more rounds of a finished run.
+
+    A run that stopped early is finished: `fedpax train` then tells what lets it train on.
+    """
     changes = differences(old, new)
     for path in WITHOUT_EFFECT:
         changes.pop(path, None)
     if new.training.rounds > old.training.rounds:
         # A checkpoint may have been deleted since then, because it was damaged.
-        logged = select(read_log(folder, last_rounds).lines, "training")
-        finished = max(latest_round(folder) or 0, *(line["round"] for line in logged), 0)
-        if finished >= old.training.rounds:
+        lines = read_log(folder, last_rounds).lines
+        finished = max(
+            latest_round(folder) or 0, *(x["round"] for x in select(lines, "training")), 0
+        )
+        stops = [line["round"] for line in select(lines, STOP)]
+        if finished >= old.training.rounds or finished in stops:
             changes.pop("training.rounds", None)
     return changes
 

@@ -105,6 +105,11 @@ def test_a_run_stops_after_evaluations_without_improvement(
     again = train(experiment, folder)
     assert (again.rounds_trained, again.finished, again.stopped_early) == (0, True, reason)
     assert "Nothing to do: stopped early" in describe(again, 12, "runs/x")
+    # More rounds alone do not train on, and the remedy is told.
+    more = train(counted(20, keep_best="loss", stop_after=3), folder)
+    assert (more.rounds_trained, more.finished, more.stopped_early) == (0, True, reason)
+    told = describe(more, 20, "runs/x")
+    assert "after 7 of 20 rounds" in told and "To train on, raise --training.stop_after" in told
     # More patience trains on; the best model of before is still there.
     patient = counted(keep_best="loss", stop_after=4)
     with pytest.raises(ConfigurationError, match="stop_after: 3 -> 4"):

@@ -51,7 +51,7 @@ def masked_loss_by_client(
     # `loss_fn` returns means weighted by the mask, of which `finish` makes the metrics `[clients]`.
     evaluate = evaluate_by_client(loss_fn, clients)
     targets = np.array([np.sum(client["mask"], dtype=np.float64) for client in clients])
-    return lambda params: ClientMetrics(names, targets, finish(evaluate(params)))
+    return lambda params: ClientMetrics(names, targets, finish(evaluate(params)), "tokens")
 
 
 def label_weights(

@@ -91,7 +91,7 @@ def format_clients(by_client: ClientMetrics) -> str:
     ]
     tables = [
         markdown_table(head, rows),
-        markdown_table(["client", "examples", *by_client.metrics], clients),
+        markdown_table(["client", by_client.unit, *by_client.metrics], clients),
     ]
     if left := len(order) - len(clients):
         tables.append(f"{left:,} more clients; --json=FILE has all of them.")
@@ -103,7 +103,7 @@ def clients_json(by_client: ClientMetrics) -> list[dict[str, Any]]:
     return [
         {
             "client": name,
-            "examples": round(by_client.num_examples[k].item(), 6),
+            by_client.unit: round(by_client.num_examples[k].item(), 6),
             **{
                 metric: float(values[k]) if math.isfinite(values[k]) else None
                 for metric, values in by_client.metrics.items()

@@ -21,6 +21,7 @@ class ClientMetrics(NamedTuple):
         num_examples: the number of held-out examples of each client; the sum of their weights, if
             examples stand for a client's held-out examples by weight.
         metrics: each metric by name, float64 `[clients]`; NaN where it is not defined.
+        unit: what `num_examples` counts. Default "examples"; for texts "tokens".
 
     Example:
         >>> result = ClientMetrics(["a", "b"], np.array([3, 1]), {"loss": np.array([0.5, 2.0])})
@@ -31,6 +32,7 @@ class ClientMetrics(NamedTuple):
     names: Sequence[str]
     num_examples: Num[np.ndarray, " clients"]
     metrics: Mapping[str, Float64[np.ndarray, " clients"]]
+    unit: str = "examples"
 
 
 class EvaluatedClients(Protocol):

@@ -126,6 +126,7 @@ def test_text_by_module(monkeypatch: pytest.MonkeyPatch) -> None:
     with jax.set_mesh(run.mesh):
         result, together = run.evaluate_clients(params), run.evaluate(params)
     assert list(result.names) == names and np.all(result.num_examples > 0)
+    assert result.unit == "tokens"
     np.testing.assert_allclose(result.metrics["perplexity"], np.exp(result.metrics["loss"]))
     # The rows of all documents begin elsewhere than the rows of each client.
     mean = np.average(result.metrics["loss"], weights=result.num_examples)

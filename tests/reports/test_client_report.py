@@ -51,6 +51,10 @@ def test_the_worst_clients_are_listed_first() -> None:
     values = clients_json(result)
     assert [line["client"] for line in values] == list(result.names)
     assert all(line["r2"] is None for line in values)
+    of_text = result._replace(unit="tokens")
+    assert "| client " in text and "| examples |" in text
+    assert "| tokens" in format_clients(of_text) and "examples" not in format_clients(of_text)
+    assert "tokens" in clients_json(of_text)[0]
 
 
 @pytest.mark.parametrize("count", [1, 20, 21, 300])

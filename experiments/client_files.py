@@ -11,6 +11,7 @@ from jaxtyping import Bool, Int
 from numpy.typing import NDArray
 
 from fedpax.checks import CheckedConfig, Decay
+from fedpax.console import count_of
 from fedpax.data import load
 from fedpax.data.tables.labels import Label, missing_label_message
 from fedpax.data.tables.values import is_missing
@@ -258,11 +259,12 @@ def open_files(data: FilesConfig, one_client: str | None = None) -> OpenFiles:
     heldout, is_new = _held_out(data, source.table, client, names, rows, owners, of_heldout)
     parts = [f"{int(heldout.sum()):,} held out within clients"]
     if is_new.any():
-        new = f"{int(is_new.sum()):,} held-out clients"
+        new = count_of(int(is_new.sum()), "held-out client")
         parts.append(f"{int(is_new[owners].sum()):,} of {new}")
-    notes = [f"{len(names):,} clients, {len(owners):,} examples: {', '.join(parts)}"]
+    sizes = f"{count_of(len(names), 'client')}, {count_of(len(owners), 'example')}"
+    notes = [f"{sizes}: {', '.join(parts)}"]
     if skipped.any():
-        notes.append(f"left out: {int(skipped.sum()):,} examples without {data.label!r}")
+        notes.append(f"left out: {count_of(int(skipped.sum()), 'example')} without {data.label!r}")
     return OpenFiles(
         StoredColumns(source, rows, data.optional_columns),
         client,

@@ -15,6 +15,16 @@ _ESCAPES = {code: f"\\x{code:02x}" for code in _CONTROLS} | {
 }
 
 
+def count_of(number: float, noun: str) -> str:
+    """Return a number with its noun.
+
+    Example:
+        >>> count_of(1, "client"), count_of(1200, "client")
+        ('1 client', '1,200 clients')
+    """
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def open_closed_streams() -> None:
     """Open the null device in place of each standard stream that is closed, as after `>&-`.
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from fedpax.aggregators import Aggregator, PrivacyAccountant
+from fedpax.console import count_of
 from fedpax.data import ClientSampler
 from fedpax.errors import ArgumentError, ConfigurationError
 from fedpax.experiments.client_aggregators import AggregatorConfig
@@ -122,7 +123,7 @@ def describe_privacy(experiment: PrivateRun, *, in_stages: bool = False) -> tupl
     before = " and the release of statistics before them" if accountant.releases_before else ""
     lines = [
         f"private: epsilon {epsilon:.4g} of the model for delta {accountant.delta:g}, after "
-        f"{rounds:,} rounds{before}, for a client whose updates count or are 0, without "
+        f"{count_of(rounds, 'round')}{before}, for a client whose updates count or are 0, without "
         "amplification by sampling",
         "not private: the metrics of clients, such as the loss, metrics of held-out examples, and "
         "the numbers of clients and examples, which have no noise",

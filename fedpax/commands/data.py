@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fedpax.commands.parts.file_flags import flags_in_errors, parse_files
 from fedpax.commands.parts.options import output_file
-from fedpax.console import print_line
+from fedpax.console import count_of, print_line
 from fedpax.data import load, partition_statistics, plot_partition
 from fedpax.data.tables import ColumnSummary, infer_treatments, summarize_columns
 from fedpax.errors import UsageError
@@ -127,8 +127,8 @@ def _count_labels(pairs: NDArray[np.int64], num_clients: int, num_labels: int) -
 
 
 def _print_head(name: str, examples: int, clients: int | None) -> None:
-    of_clients = "" if clients is None else f" of {clients:,} clients"
-    print_line(f"{name}: {examples:,} examples{of_clients}")
+    of_clients = "" if clients is None else f" of {count_of(clients, 'client')}"
+    print_line(f"{name}: {count_of(examples, 'example')}{of_clients}")
 
 
 def _print_columns(

@@ -15,7 +15,7 @@ from fedpax.commands.parts.saved_run import (
     load_whole_model,
     read_saved_run,
 )
-from fedpax.console import print_error, print_line
+from fedpax.console import count_of, print_error, print_line
 from fedpax.data import Conversation
 from fedpax.errors import UsageError
 from fedpax.experiments.language_model import LanguageModelExperiment
@@ -55,7 +55,9 @@ def generate(arguments: Sequence[str]) -> int:
         turn_ends = []
     run = build_run(experiment)
     total, seq_len = len(prompt) + options.num_tokens, experiment.data.seq_len
-    print_error(f"{saved.exp}: generating {options.num_tokens} tokens from round {number}")
+    print_error(
+        f"{saved.exp}: generating {count_of(options.num_tokens, 'token')} from round {number}"
+    )
     if total > seq_len:
         print_error(
             f"{saved.exp}: the prompt and the new tokens are {total} together, but the model was "

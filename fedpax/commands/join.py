@@ -15,7 +15,7 @@ from fedpax.commands.parts.options import (
     parse_run,
 )
 from fedpax.commands.parts.processes import leave_on_failure, provide_processes
-from fedpax.console import print_line
+from fedpax.console import count_of, print_line
 from fedpax.processes.job_processes import JobProcessesError
 from fedpax.run_files.paths import latest_round
 from fedpax.sites.contract import SiteExperiment
@@ -104,7 +104,7 @@ def describe_site(result: "JoinResult", folder: str, syncer: str, *, has_model: 
         'Finished: this site took part in 7 rounds; the model is saved in runs/a.'
     """
     saved = f"{'the model is saved' if has_model else 'no model was received'} in {folder}"
-    took_part = f"this site took part in {result.rounds} rounds"
+    took_part = f"this site took part in {count_of(result.rounds, 'round')}"
     if result.gave_up and result.finished:
         return (
             f"Finished before: {saved}. No syncer answers at {syncer}; if it has more rounds, "
@@ -125,7 +125,8 @@ def describe(result: "JoinResult", folder: str, syncer: str) -> str:
         >>> describe(JoinResult(7, finished=True, signal=None), "runs/a", "oslo:7000")
         'Finished: the syncer has done all merges; 7 rounds of this island are saved in runs/a.'
     """
-    trained = f"{result.rounds} rounds of this island are saved in {folder}"
+    verb = "is" if result.rounds == 1 else "are"
+    trained = f"{count_of(result.rounds, 'round')} of this island {verb} saved in {folder}"
     if result.signal is not None:
         return f"{result.signal.name}: {trained}. Run the same command again to return."
     if result.gave_up and result.finished:

@@ -9,7 +9,7 @@ from absl import flags
 
 from fedpax.commands.parts.engines import check_engine_flags
 from fedpax.commands.parts.file_flags import flags_in_errors, parse_files
-from fedpax.console import print_error, print_line
+from fedpax.console import count_of, print_error, print_line
 from fedpax.data import prepare as prepare_files
 from fedpax.errors import UsageError
 
@@ -34,9 +34,11 @@ def prepare(arguments: Sequence[str]) -> int:
     )
     for path, count in prepared.skipped.items():
         first = prepared.first_skipped[path]
-        print_error(f"Skipped {count:,} rows of {path}, the first of them {first!r}.")
-    clients = "" if prepared.num_clients is None else f" of {prepared.num_clients:,} clients"
-    print_line(f"Wrote {prepared.num_examples:,} examples{clients} to {options.out}.")
+        print_error(f"Skipped {count_of(count, 'row')} of {path}, the first of them {first!r}.")
+    clients = (
+        "" if prepared.num_clients is None else f" of {count_of(prepared.num_clients, 'client')}"
+    )
+    print_line(f"Wrote {count_of(prepared.num_examples, 'example')}{clients} to {options.out}.")
     return 0
 
 

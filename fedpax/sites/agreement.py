@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedpax.console import count_of
 from fedpax.errors import ConfigurationError
 from fedpax.sites.attendance import LATE
 from fedpax.sites.common_properties import Properties, count_votes
@@ -56,8 +57,8 @@ class Agreement:
 
     def wait_for_sites(self, number: int, least: int, *, ready: bool) -> bool:
         """Wait until so many sites are there; False at a signal."""
-        self._exchange.waits_for = f"{number} sites"
-        self._progress.note(f"waiting for {number} sites")
+        self._exchange.waits_for = count_of(number, "site")
+        self._progress.note(f"waiting for {count_of(number, 'site')}")
 
         def enough() -> bool:
             self._watch.update()

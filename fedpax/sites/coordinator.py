@@ -11,6 +11,7 @@ import numpy as np
 
 from fedpax.algorithm import Params
 from fedpax.checkpoints.checkpoint import Checkpoints
+from fedpax.console import count_of
 from fedpax.errors import FedpaxError
 from fedpax.reports.metric_table import OF_SITE
 from fedpax.run_files.configuration import to_json
@@ -38,11 +39,7 @@ from fedpax.sites.guarded_replies import drop_replies
 from fedpax.sites.merge_guard import MergeGuard
 from fedpax.sites.round_rules import RoundRules
 from fedpax.sites.site_evaluation import SiteEvaluation, evaluation_of
-from fedpax.sites.stage_calls import (
-    Participants,
-    StageCalls,
-    without_faults,
-)
+from fedpax.sites.stage_calls import Participants, StageCalls, without_faults
 from fedpax.sites.tasks import ROUND, SiteReply, new_token
 from fedpax.sites.uplink import check_up
 from fedpax.training.due_rounds import is_due
@@ -237,7 +234,8 @@ class Coordinator:
                 {"num_parameters": size, "num_participants": program.run.cohort_size}
                 | {"item_unit": "examples", "items_per_round": 0}
             )
-            self._progress.note(f"{size:,} parameters, {clients} clients; folder {self._folder}")
+            sizes = f"{count_of(size, 'parameter')}, {count_of(clients, 'client')}"
+            self._progress.note(f"{sizes}; folder {self._folder}")
             for line in program.run.notes:
                 self._progress.note(line)
             return state

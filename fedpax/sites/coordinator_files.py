@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fedpax.console import count_of
 from fedpax.files import explain_damage, read_json
 from fedpax.run_files.metrics import MetricsWriter, select
 from fedpax.run_files.paths import write_atomically
@@ -57,7 +58,7 @@ class SiteWatch:
         changed = [r for r in reports if self._states.get(r.name) != r.state]
         for report in changed:
             self._states[report.name] = report.state
-            clients = "1 client" if report.clients == 1 else f"{report.clients} clients"
+            clients = count_of(report.clients, "client")
             self._progress.note(f"site {report.name} ({clients}): {report.state}")
         for name in sorted({site.name for site in self._sites if site.has_rival} - self._rivals):
             self._rivals.add(name)

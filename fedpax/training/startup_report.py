@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 
+from fedpax.console import count_of
 from fedpax.errors import ConfigurationError
 from fedpax.parallel.chips import CHIPS
 from fedpax.parallel.mesh import available_devices
@@ -28,7 +29,7 @@ def announce(
     """Tell the user what is about to run, and where to see it."""
     params = jax.eval_shape(lambda: run.init(jax.random.key(0)))
     num_parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-    progress.note(f"{num_parameters:,} parameters on {describe_devices(run.mesh)}")
+    progress.note(f"{count_of(num_parameters, 'parameter')} on {describe_devices(run.mesh)}")
     for line in run.notes:
         progress.note(line)
     if unused := describe_unused(experiment, run, participants):

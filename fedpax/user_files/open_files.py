@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fedpax.console import count_of
 from fedpax.errors import ArgumentError
 from fedpax.user_files.columns import check_client_numbers, check_client_type, join_zeros
 from fedpax.user_files.file_sizes import check_copy, check_memory
@@ -152,9 +153,10 @@ def _check_no_client_misses(name: str, table: pa.Table, client: str) -> None:
     missing = np.asarray(pc.is_null(table.column(client), nan_is_null=True))
     if missing.any():
         raise ArgumentError(
-            f"The column {client!r} of {name} has no value in {missing.sum()} examples, such as "
-            f"example {int(np.argmax(missing))}, counted from 0, expected the client of each "
-            "example. Fill the values in, or leave these rows out."
+            f"The column {client!r} of {name} has no value in "
+            f"{count_of(int(missing.sum()), 'example')}, such as example "
+            f"{int(np.argmax(missing))}, counted from 0, expected the client of each example. "
+            "Fill the values in, or leave these rows out."
         )
 
 

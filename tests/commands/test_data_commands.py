@@ -69,7 +69,7 @@ def test_prepared_files_are_those_of_load(command: Command, hospitals: Path) -> 
     arguments = ("prepare", f"{hospitals}/*.csv", "--types=age=float64", "--on_bad_row=skip")
     status, output, errors = command(*arguments, f"--out={hospitals}/out")
     assert status == 0 and output == f"Wrote 56 examples of 3 clients to {hospitals}/out.\n"
-    assert "Skipped 1 rows of" in errors and "north.csv, the first of them '70,f,True,9'" in errors
+    assert "Skipped 1 row of" in errors and "north.csv, the first of them '70,f,True,9'" in errors
     loaded = load(hospitals / "out")
     assert loaded.column("age").dtype == np.float64 and loaded.client_names == [
         "north",
@@ -168,3 +168,12 @@ def test_commas_separate_columns_in_all_commands(command: Command, tmp_path: Pat
         saved = json.loads((folder / "config.json").read_text())["configuration"]["data"]
         assert saved["optional_columns"] == ["note", "dose, mg"]
     assert saved["types"] == ["age=float", "note=string"]
+
+
+def test_one_has_no_plural(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("ward,note\nA,x\n")
+    files, out = str(tmp_path / "a.csv"), f"--out={tmp_path / 'prepared'}"
+    _, output, _ = command("data", files, "--client=ward")
+    assert output.startswith(f"{files}: 1 example of 1 client\n")
+    assert "text of 1 distinct value in 1 example " in output
+    assert "Wrote 1 example of 1 client to" in command("prepare", files, "--client=ward", out)[1]

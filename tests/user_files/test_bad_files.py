@@ -27,19 +27,19 @@ from fedpax.user_files.readers import csv_files
         ),
         ({"a.csv": "x,y\n"}, {}, r"has no examples"),
         ({"a.csv": "x;y\n1;2,5\n"}, {}, r"one column, 'x;y'.*Set delimiter=';'"),
-        ({"a.csv": "c\nNaN\n1.5\n"}, {"client": "c"}, r"'c' .*has no value in 1 examples"),
+        ({"a.csv": "c\nNaN\n1.5\n"}, {"client": "c"}, r"'c' .*has no value in 1 example"),
         ({"a.csv": ""}, {}, r"a.csv is empty, expected at least one example. Leave the file out"),
         ({"a.csv": "x,x\n1,2\n"}, {}, r"several columns named 'x'.*Rename"),
         ({"a.csv": "x;y\n1;2\n"}, {}, r"one column, 'x;y'.*Set delimiter=';'"),
         (
             {"a.csv": "c,x\n,2\nb,1\n"},
             {"client": "c"},
-            r"'c' .*has no value in 1 examples.*example 0",
+            r"'c' .*has no value in 1 example.*example 0",
         ),
         (
             {"a.csv": "c,x\na,2\nb,1\n", "b.csv": "c,x\na,2\n,1\nb,1\n"},
             {"client": "c"},
-            r"'c' of .*/b.csv has no value in 1 examples, such as example 1, counted from 0",
+            r"'c' of .*/b.csv has no value in 1 example, such as example 1, counted from 0",
         ),
         (
             {"a.csv": "c,x\n7,2\n 007,1\n"},

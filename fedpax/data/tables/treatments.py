@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 
 from fedpax.checks import check_distinct
+from fedpax.console import count_of
 from fedpax.data.tables.values import (
     arrow_pieces,
     encode_texts,
@@ -272,8 +273,9 @@ def infer_treatment(
         return make("date", "dates or times")
     if not is_text(dtype) or distinct is None:
         return make("left_out", f"values of type {dtype}")
-    of_all = f" of {examples:,}" if missing else ""
-    words = f"text of {describe_count(distinct)} distinct values in {present:,}{of_all} examples"
+    values = f"{describe_count(distinct)} distinct value{'s' * (distinct != 1)}"
+    of_all = f"{present:,} of " if missing else ""
+    words = f"text of {values} in {of_all}{count_of(examples, 'example')}"
     if distinct <= max_categories and 2 * distinct <= present:
         return make("category", words)
     return make("left_out", words)

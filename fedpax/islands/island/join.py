@@ -14,7 +14,7 @@ import jax
 
 from fedpax.algorithm import Params
 from fedpax.checkpoints.checkpoint import Checkpoints
-from fedpax.console import print_error
+from fedpax.console import count_of, print_error
 from fedpax.islands.data_identity import shorten
 from fedpax.islands.fragment_format import largest_message
 from fedpax.islands.island.island import Island
@@ -183,7 +183,7 @@ def _join(
             return JoinResult(first, True, None)
         exchange.start()  # already now, because data and compilation take long
         if reply.rounds != experiment.training.rounds:
-            progress.note(f"the run has {reply.rounds} rounds at the syncer")
+            progress.note(f"the run has {count_of(reply.rounds, 'round')} at the syncer")
             progress.set_rounds(reply.rounds)
             experiment = _with_rounds(experiment, reply.rounds)
             run = _build(experiment, exp)

@@ -1,5 +1,6 @@
 """Lines for the user: a closed pipe or a full disk loses the line, but does not stop the run."""
 
+import functools
 import io
 import logging
 import os
@@ -95,7 +96,12 @@ def escape_controls(text: str, keep: str = "") -> str:
         >>> escape_controls("loss\x1b[2J\n"), escape_controls("a\nb", keep="\n")
         ('loss\\x1b[2J\\x0a', 'a\nb')
     """
-    return text.translate({code: new for code, new in _ESCAPES.items() if chr(code) not in keep})
+    return text.translate(_escapes(keep))
+
+
+@functools.cache  # a page of help or a table has thousands of texts
+def _escapes(keep: str) -> dict[int, str]:
+    return {code: new for code, new in _ESCAPES.items() if chr(code) not in keep}
 
 
 def _write(text: str, stream: TextIO) -> None:

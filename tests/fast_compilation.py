@@ -17,7 +17,8 @@ from jax._src import compiler
 from jax._src.interpreters import mlir
 from jax._src.lib import xla_client
 
-PROGRAMS = 200  # a context never frees their types and attributes, and each has 16 memory maps
+LOWERED = 200  # programs of a context, which never frees their types and attributes
+LOADED = 500  # programs that stay, of about 16 memory maps each
 KEPT_BYTES = 500_000_000  # of all programs of a checkout
 
 
@@ -34,7 +35,7 @@ def share_lowering_contexts() -> None:
     current = _Context()
 
     def context() -> object:
-        if current.programs % PROGRAMS == 0:
+        if current.programs % LOWERED == 0:
             current.value = make()
         current.programs += 1
         return current.value
@@ -128,7 +129,7 @@ def share_compiled_programs(kept: KeptPrograms | None = None) -> None:
                 program = compile_anew(*arguments)
                 if others is not None:
                     others.keep(name, program)
-            if len(compiled) >= PROGRAMS:
+            if len(compiled) >= LOADED:
                 compiled.clear()
             compiled[name, id(backend)] = program
             return program

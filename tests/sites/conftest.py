@@ -1,8 +1,16 @@
-"""Collects the notes of coordinators."""
+"""Collects the notes of coordinators, and divides the rounds of an algorithm once."""
 
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
 import pytest
 
+from fedpax.sites import coordinator_state
 from fedpax.training.progress import Progress
+from fedpax.transforms.stages import Stages
 
 
 @pytest.fixture
@@ -11,3 +19,24 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     messages: list[str] = []
     monkeypatch.setattr(Progress, "note", lambda _, text: messages.append(text))
     return messages
+
+
+@pytest.fixture(autouse=True, scope="module")
+def divided_once() -> Iterator[None]:
+    """Divide the same function for arguments of the same types once.
+
+    Else the coordinator and each site of a test would trace, lower and load the same stages.
+    """
+    divide, lock = coordinator_state.stages, threading.Lock()
+    divided: dict[Any, Stages] = {}
+
+    def stages(program: Callable[..., Any], *args: Any, known: Sequence[str] = ()) -> Stages:
+        types, tree = jax.tree.flatten(jax.eval_shape(lambda *x: x, *args))
+        key = (program, tree, *types, *known)
+        with lock:
+            if key not in divided:
+                divided[key] = divide(program, *args, known=known)
+            return divided[key]
+
+    with mock.patch.object(coordinator_state, "stages", stages):
+        yield

@@ -1,6 +1,7 @@
 """A linear regression over sites: data in memory, and any method for clients."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -67,6 +68,12 @@ METHODS: dict[str, Callable[..., Any]] = {
 }
 
 
+@functools.cache  # sites of one process compile what is the same function
+def make_algorithm(method: Callable[..., Any], size: int, total: int) -> Any:
+    """Make the algorithm of a cohort's size and a number of clients."""
+    return method(size, total)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SmallExperiment(Experiment):
     """A linear regression; `clients`, `data_seed` and `order` are a site's own."""
@@ -106,7 +113,7 @@ class SmallExperiment(Experiment):
 
     def _algorithm(self, total):
         size = min(self.cohort_size, total)
-        return METHODS[self.method](size, total), size
+        return make_algorithm(METHODS[self.method], size, total), size
 
     def init(self, key):
         return {"w": jnp.zeros(self.features), "b": jnp.float32(0)}

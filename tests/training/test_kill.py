@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fedpax.checkpoints.saved_state import load_params
+from fedpax.main import main
 from fedpax.run_files.configuration import read_configuration_json
 from fedpax.run_files.metrics import TIMINGS, read_metrics
 from fedpax.run_files.paths import METRICS, latest_round
@@ -25,15 +26,17 @@ SETTINGS = [
 ]
 
 
+def train_command(folder: Path) -> list[str]:
+    return ["train", "--exp=small_regression:regression", f"--job_log_dir={folder}", *SETTINGS]
+
+
 def start(folder: Path) -> subprocess.Popen:
-    command = ["train", "--exp=small_regression:regression", f"--job_log_dir={folder}", *SETTINGS]
     return subprocess.Popen(
-        [sys.executable, "-m", "fedpax.main", *command],
+        [sys.executable, "-m", "fedpax.main", *train_command(folder)],
         cwd=HERE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
     )
 
 
@@ -110,8 +113,11 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train without a stop, in this process, which has imported what a new one would import."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    finish(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(HERE)
+        assert main(train_command(folder)) == 0
     return folder
 
 

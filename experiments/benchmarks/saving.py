@@ -29,9 +29,7 @@ import numpy as np
 
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.clients import ClientStore
-from fedpax.clients.row_blocks import row_blocks
-from fedpax.clients.row_fingerprints import row_fingerprints
-from fedpax.clients.store_rows import count_rows
+from fedpax.clients.row_blocks import count_rows, row_blocks, row_fingerprints
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
 
 NUM_ARRAYS = 48

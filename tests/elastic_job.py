@@ -30,13 +30,18 @@ class Job:
     """An elastic job of several hosts, each of them a supervisor on this machine."""
 
     def __init__(
-        self, folder: Path, count: int, *arguments: str, settings: Sequence[str] = SETTINGS
+        self,
+        folder: Path,
+        count: int,
+        *arguments: str,
+        settings: Sequence[str] = SETTINGS,
+        exp: str = "small_regression:regression",
     ) -> None:
         self.folder, self.count, self.port = folder, count, free_port()
         self.arguments = (
             "train",
             "--elastic",
-            "--exp=small_regression:regression",
+            f"--exp={exp}",
             f"--job_log_dir={folder}",
             "--heartbeat_timeout=8",
             *settings,

@@ -108,7 +108,13 @@ def checked_missing(treatment: Treatment, column: Any) -> Bool[np.ndarray, " exa
 
 def bounded_numbers(treatment: Treatment, column: Any) -> Float64[np.ndarray, " examples"]:
     """Return the numbers of a column within its bounds; NaN where one is missing."""
-    values = numbers(column)
+    try:
+        values = numbers(column)
+    except ArgumentError as error:
+        raise ArgumentError(
+            f"The column {treatment.name!r} has a value that is no number, expected "
+            f"{treatment.describe()}, as in training ({error}). Correct it."
+        ) from None
     if treatment.bounds is not None:
         return np.clip(values, *treatment.bounds)
     too_large = np.abs(values) > LARGEST

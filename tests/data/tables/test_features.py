@@ -122,6 +122,12 @@ def test_other_texts_than_booleans_raise():
         fitted({"flag": ["True", "false"]})
 
 
+def test_texts_where_training_has_numbers_raise():
+    fitted = fit({"age": AGE})
+    with pytest.raises(ValueError, match="'age' has a value that is no number.*'young'.*Correct"):
+        fitted({"age": ["3", "young"]})
+
+
 def test_infinite_labels_raise():
     with pytest.raises(ValueError, match="'y' is inf in example 1, expected finite numbers"):
         infer_label("y", [0.5, 1.5]).encode([1.5, np.inf])

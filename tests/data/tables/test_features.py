@@ -124,7 +124,7 @@ def test_other_texts_than_booleans_raise():
 
 def test_texts_where_training_has_numbers_raise():
     fitted = fit({"age": AGE})
-    with pytest.raises(ValueError, match="'age' has a value that is no number.*'young'.*Correct"):
+    with pytest.raises(ValueError, match=r"'age' has a value that is no number.*'young'.*Correct"):
         fitted({"age": ["3", "young"]})
 
 

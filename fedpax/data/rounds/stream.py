@@ -175,6 +175,8 @@ def texts_fingerprint(source: Examples, field: Field) -> str:
     names = field.fields if isinstance(field, Conversation) else (field,)
     for example in read(source, indices):
         for value in (get_field(example, name) for name in names):
+            # NumPy abbreviates long arrays of tokens in a text.
+            value = value.tobytes() if isinstance(value, np.ndarray) else value
             text = value if isinstance(value, bytes) else str(value).encode(errors="surrogatepass")
             checksum.update(len(text).to_bytes(8, "little") + text[:SAMPLED_BYTES])
     return f"{len(source)} documents, sample {checksum.hexdigest()[:16]}"
@@ -207,8 +209,29 @@ def check_state(state: Any, settings: Settings, position: str) -> Any:
         if settings.get(name) != saved.get(name)
     ]
     if differences:
-        raise ArgumentError(
-            f"The state was saved by a stream with other settings: {', '.join(differences)}. "
-            "Make the stream with the saved settings, or start without the state."
-        )
+        reason = f"The state was saved by a stream with other settings: {', '.join(differences)}."
+        raise with_remedies(reason, "Make the stream with the saved settings", "Set these again")
     return state[position]
+
+
+def check_same_texts(now: Mapping[str, str], saved: Mapping[str, str]) -> None:
+    """Check that no data set has other documents than at a saved position, by `fingerprint`."""
+    # A data set without a saved fingerprint is new in a mixture.
+    differences = [
+        f"{name} has {text}, and had {saved[name]}"
+        for name, text in now.items()
+        if saved.get(name, text) != text
+    ]
+    if differences:
+        reason = f"The documents have changed since the state was saved: {', '.join(differences)}."
+        raise with_remedies(reason, "Restore the former documents", "Restore the former files")
+
+
+def with_remedies(reason: str, in_python: str, in_flags: str) -> ArgumentError:
+    """Return the error of a state that does not fit, with the remedies in Python and in flags."""
+    error = ArgumentError(f"{reason} {in_python}, or start without the state.")
+    error.in_flags = (
+        f"{reason} {in_flags} to resume, or add --allow_config_change=data to continue the "
+        "model with the new data. A run with --data.mixture can gain a data set instead."
+    )
+    return error

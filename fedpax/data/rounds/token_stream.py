@@ -6,6 +6,7 @@ the seed, the number of shards and the number of earlier rows, and not on proces
 depend on islands only with a partition. A process reads only the shards of its own rows.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -18,7 +19,12 @@ from fedpax.data.rounds.documents import Field
 from fedpax.data.rounds.local_rows import LocalRows, RowMask
 from fedpax.data.rounds.mixture import Mixture, apportion
 from fedpax.data.rounds.shard import DocumentOrder, Shard, ShardPosition
-from fedpax.data.rounds.stream import check_state, source_name, texts_fingerprint
+from fedpax.data.rounds.stream import (
+    check_same_texts,
+    check_state,
+    source_name,
+    texts_fingerprint,
+)
 from fedpax.errors import ArgumentError
 from fedpax.populations.partition import Indices
 from fedpax.sources.examples import Examples
@@ -112,13 +118,17 @@ class TokenRounds:
 
     def fingerprint(self) -> dict[str, str]:
         """Return the number of documents and a checksum of each data set's sample, by name."""
+        if not self._by_island:
+            return self._samples
+        partition = self.settings["partition"]
+        return {name: f"{text}, partition {partition}" for name, text in self._samples.items()}
+
+    @functools.cached_property
+    def _samples(self) -> dict[str, str]:
         if self._by_island:  # the islands have one source
             first = self._data_sets[0]
-            sample = texts_fingerprint(first.source, first.field)
-            return {source_name(first.source): f"{sample}, partition {self.settings['partition']}"}
-        return {
-            first.name: texts_fingerprint(first.source, first.field) for first in self._data_sets
-        }
+            return {source_name(first.source): texts_fingerprint(first.source, first.field)}
+        return {d.name: texts_fingerprint(d.source, d.field) for d in self._data_sets}
 
     def keep_island(self, island: int) -> None:
         """Read only the rows of one island, bitwise the same, from now on, as `LocalRows`."""
@@ -260,6 +270,7 @@ class TokenRounds:
 
         return {
             "settings": dict(self.settings),
+            "data": dict(self._samples),
             "rounds": progress.rounds,
             "steps": progress.steps,
             "rows": progress.rows,
@@ -286,8 +297,11 @@ class TokenRounds:
             one_sided = {n for n in settings.keys() ^ saved.keys() if n.startswith(IN_MIXTURE)}
             settings = {name: x for name, x in settings.items() if name not in one_sided}
             saved = {name: x for name, x in saved.items() if name not in one_sided}
+            if "data" in state and "num_documents" in settings.keys() & saved.keys():
+                saved["num_documents"] = settings["num_documents"]  # `data` tells both numbers
             state = {**state, "settings": saved}
         positions = check_state(state, settings, "shards")
+        check_same_texts(self._samples, state.get("data", {}))  # absent from earlier versions
         num_shards = int(state["num_shards"])
         if self._fixed_shards not in (None, num_shards):
             raise ArgumentError(

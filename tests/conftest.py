@@ -14,7 +14,7 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
-from fast_compilation import KeptPrograms, share_compiled_programs, share_lowering_contexts
+from fast_compilation import keep_programs, share_compiled_programs, share_lowering_contexts
 from first_failure import FirstFailure, deal_core
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
@@ -74,8 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # test, worker or run has compiled. `make test-all` lowers and compiles as users do.
     if jax.config.values["jax_disable_most_optimizations"]:
         share_lowering_contexts()
-        cache = getattr(config, "cache", None)
-        kept = KeptPrograms(cache.mkdir("programs")) if cache is not None else None
+        kept = keep_programs(getattr(config, "cache", None))
         share_compiled_programs(kept)
         if kept is not None and not is_worker:
             kept.forget()

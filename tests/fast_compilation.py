@@ -92,6 +92,14 @@ class KeptPrograms:
                     path.unlink()
 
 
+def keep_programs(cache: Any) -> KeptPrograms | None:
+    """Return the programs in pytest's cache; None if it has no folder that can be written."""
+    try:
+        return KeptPrograms(cache.mkdir("programs"))
+    except (AttributeError, OSError):  # AttributeError: pytest runs without a cache
+        return None
+
+
 def share_compiled_programs(kept: KeptPrograms | None = None) -> None:
     """Compile programs of the same text, options and devices once.
 

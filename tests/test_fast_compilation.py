@@ -10,7 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fast_compilation import KeptPrograms, describe_machine, share_compiled_programs
+from fast_compilation import (
+    KeptPrograms,
+    describe_machine,
+    keep_programs,
+    share_compiled_programs,
+)
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 COMPILER = "jax._src.compiler.backend_compile_and_load"
@@ -96,3 +101,11 @@ def test_the_programs_that_were_not_used_for_the_longest_time_are_deleted(tmp_pa
         os.utime(tmp_path / name, (second, second))
     KeptPrograms(tmp_path).forget(limit=25)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "d"]
+
+
+def test_without_a_folder_that_can_be_written_none_are_kept() -> None:
+    class Cache:
+        def mkdir(self, name: str) -> Path:
+            raise PermissionError(name)
+
+    assert keep_programs(Cache()) is None and keep_programs(None) is None

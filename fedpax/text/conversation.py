@@ -167,6 +167,8 @@ def _answers(template: ChatTemplate, messages: Messages, special: re.Pattern[str
                 "expected a text: it has no rule for parts. Join their texts, or pass another "
                 "template with data.chat_template."
             )
+    if any(map(_calls, messages)):
+        _check_calls(template, messages, whole)
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -186,6 +188,27 @@ def _answers(template: ChatTemplate, messages: Messages, special: re.Pattern[str
         pieces += [_Piece(before[done:], False), _Piece(end, True)]
         done = len(before) + len(end)
     return [piece for piece in (*pieces, _Piece(whole[done:], False)) if piece.text]
+
+
+def _calls(message: Mapping[str, Any]) -> list[Any]:
+    calls = message.get("tool_calls")
+    return list(calls) if isinstance(calls, list | tuple | np.ndarray) else []
+
+
+def _check_calls(template: ChatTemplate, messages: Messages, whole: str) -> None:
+    """Raise if the template leaves out the calls of tools."""
+    without = [{key: x for key, x in m.items() if key != "tool_calls"} for m in messages]
+    try:
+        written = template.render(without, False)
+    except ArgumentError:  # it needs them
+        return
+    if written == whole:
+        calls = next(filter(None, map(_calls, messages)))
+        raise ArgumentError(
+            f"The chat template does not write the tool_calls {calls!r:.200} of a message. Leave "
+            "out such examples, or pass a template with a rule for tool_calls with "
+            "data.chat_template."
+        )
 
 
 def _text(example: Mapping[str, Any], field: str) -> str:
@@ -213,6 +236,11 @@ def _messages(example: Mapping[str, Any], field: str) -> list[dict[str, Any]]:
             "example, or rename the keys."
         )
     for m in messages:
+        if m["role"] == "assistant" and m["content"] is None and not _calls(m):
+            raise ArgumentError(
+                f"A message in the field {field!r} of an example is {dict(m)!r:.300}, expected a "
+                "text as 'content', because the loss is on this answer. Leave out this example."
+            )
         if not isinstance(m["role"], str) or not _is_content(m["content"]):
             raise ArgumentError(
                 f"A message in the field {field!r} of an example is {dict(m)!r:.300}, expected "

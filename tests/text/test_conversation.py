@@ -222,6 +222,8 @@ def test_a_prompt_and_its_answer_are_messages_of_the_template(
         ([{"from": "gpt", "text": "x"}], "'from' and 'value'.*rename the keys"),
         ([{"from": 3, "value": "x"}, {"from": "gpt", "value": ""}], "expected texts as 'role'"),
         (None, "Leave out this example"),
+        ([{"role": "assistant", "content": None}], "the loss is on this answer"),
+        ([{"role": "assistant", "content": None, "tool_calls": []}], "the loss is on this answer"),
         ([{"role": "assistant", "content": "<|im_end|>"}], "spells '<|im_end|>', a special"),
         ([{"role": "assistant", "content": "", "name": "<|im_end|>"}], "spells '<|im_end|>'"),
         (
@@ -338,6 +340,24 @@ def test_a_message_that_is_no_text_raises(message: dict[str, Any], tmp_path: Pat
     chat = [message, {"role": "assistant", "content": "y"}]
     with pytest.raises(ArgumentError, match=r"expected (texts as 'role'|a text: it has no rule)"):
         field.encode([{"m": chat}], BYTE_TOKENIZER)
+
+
+def test_calls_of_tools_that_the_template_leaves_out_raise(tmp_path: Path) -> None:
+    calls = [{"function": {"name": "add", "arguments": "1"}}]
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None}]
+    chat[1]["tool_calls"] = calls  # type: ignore[assignment]
+    (tmp_path / "a.jinja").write_text(PLAIN)
+    field = Conversation(messages="m", template=load_chat_template(tmp_path / "a.jinja"))
+    with pytest.raises(ArgumentError, match=r"does not write the tool_calls \[\{'function'.*Leave"):
+        field.encode([{"m": chat}], BYTE_TOKENIZER)
+    written = "{{ m.role }}{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function }}"
+    (tmp_path / "b.jinja").write_text(
+        "{% for m in messages %}" + written + "{% endfor %}{% endfor %}"
+        "{% if add_generation_prompt %}assistant{% endif %}"
+    )
+    field = Conversation(messages="m", template=load_chat_template(tmp_path / "b.jinja"))
+    (document,) = field.encode([{"m": chat}], BYTE_TOKENIZER)
+    assert b"'arguments': '1'" in bytes(document.tokens[document.is_target[:-1]].tolist())
 
 
 def test_a_byte_order_mark_is_no_part_of_a_template(tmp_path: Path) -> None:

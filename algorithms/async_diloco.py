@@ -107,8 +107,8 @@ def async_diloco(
     Returns:
         `init(params)` and `round(state, cohort)`. The leaves of `cohort.batches` are
         `[islands, H, batch, ...]`. `cohort.schedule` is an `ArrivalOrder` or None. All arrivals
-        have the same weight: `cohort.num_examples` is not used. An island without a valid step
-        contributes nothing. Metrics, all float32 scalars: `"loss"` and the metrics of `loss_fn`,
+        have the same weight; an island without a valid step, or of which `cohort.num_examples` is
+        0, contributes nothing. Metrics, all float32 scalars: `"loss"` and the metrics of `loss_fn`,
         averaged over inner steps and arriving islands; with a schedule `"arrivals"`, their number;
         and the aggregator's, averaged over the positions at which an update arrives.
 

@@ -29,7 +29,7 @@ from fedpax.algorithms.parts.inner_steps import (
     average_total,
     keep_step_together,
 )
-from fedpax.algorithms.parts.participation import participant_weights
+from fedpax.algorithms.parts.participation import is_all_or_none, participant_weights
 from fedpax.algorithms.parts.server import as_floats, unless_all_absent
 from fedpax.algorithms.parts.tree_arithmetic import weighted_sum
 from fedpax.clients.cohort import Cohort, NumSteps
@@ -63,7 +63,8 @@ class Phases(NamedTuple):
             batches = jax.tree.map(lambda batch: _steps_of(batch, start, length), batches)
             take = self.inner_steps
             if num_steps is not None:
-                return take(params, inner_state, batches, num_steps - start)
+                rest = num_steps if is_all_or_none(num_steps) else num_steps - start
+                return take(params, inner_state, batches, rest)
             if length == 1:
                 take = keep_step_together(take)
             return take(params, inner_state, batches, None)

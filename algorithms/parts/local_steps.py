@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 
 from fedpax.algorithm import LossFn, Metrics, Params, WithGradientNorm, loss_and_metrics
 from fedpax.algorithms.parts.method_checks import check_float_params
-from fedpax.algorithms.parts.participation import valid_steps
+from fedpax.algorithms.parts.participation import is_all_or_none, valid_steps
 from fedpax.algorithms.parts.tree_arithmetic import select, subtract
 from fedpax.errors import ArgumentError
 
@@ -132,7 +132,7 @@ def fold_steps(
 
     metrics = jax.eval_shape(lambda: step(start, batch_at(jnp.int32(0)))[1])
     totals = jax.tree.map(lambda m: jnp.zeros(m.shape, jnp.float32), metrics)
-    if num_steps is None:
+    if num_steps is None or is_all_or_none(num_steps):
         indices = jnp.arange(valid.shape[0], dtype=jnp.int32)
         (end, totals), _ = jax.lax.scan(add_step_if_valid, (start, totals), indices)
     else:

@@ -74,9 +74,10 @@ def check_float_params(params: chex.ArrayTree) -> None:
 def cohort_of_population(
     method: str, cohort: Cohort, num_clients: int
 ) -> tuple[Cohort, Int[Array, " participants"]]:
-    """Return the cohort of a method with client state, and its ids; -1 beyond the population."""
+    """Return the cohort of a method with client state, and its ids; -1 where a client is absent."""
     # Returns the cohort with -1 as the id of each slot whose id is not below `num_clients`: the
-    # store has no state for it. And its client ids.
+    # store has no state for it. Also of each client of weight 0: it keeps its state, and no sum
+    # over the clients' states counts it. And its client ids.
     if cohort.client_ids is None:
         raise ArgumentError(
             f"{method}(): cohort.client_ids is None, but {method} keeps state for each client. Set "
@@ -84,7 +85,10 @@ def cohort_of_population(
             "[participants], -1 where absent; fedpax.data.cohort_rounds sets it."
         )
     client_ids = jnp.asarray(cohort.client_ids)
-    client_ids = jnp.where(client_ids < num_clients, client_ids, -1)
+    is_absent = client_ids >= num_clients
+    if cohort.num_examples is not None:
+        is_absent |= jnp.asarray(cohort.num_examples) <= 0
+    client_ids = jnp.where(is_absent, -1, client_ids)
     return cohort._replace(client_ids=client_ids), client_ids
 
 

@@ -47,6 +47,8 @@ def valid_steps(
     if num_steps is None:
         return valid
     given = jnp.asarray(num_steps)
+    if is_all_or_none(given):
+        given = given * jax.tree.leaves(batches)[0].shape[0]
     if given.shape or not jnp.issubdtype(given.dtype, jnp.integer):
         raise ArgumentTypeError(
             f"num_steps is {given.dtype}{list(given.shape)}, expected one integer per participant. "
@@ -76,17 +78,35 @@ def placed_valid_steps(cohort: Cohort) -> Bool[Array, "participants steps"] | No
 
 
 def without_absent(cohort: Cohort, index: jax.typing.ArrayLike | None) -> Cohort:
-    """Give participants with a negative index no steps. Inside a program."""
+    """Give participants with a negative index or weight 0 no steps. Inside a program."""
     # A method whose participants have states of their own needs it: a weight of 0 keeps a
     # participant out of means, but its own state would still change.
-    if index is None:
+    examples = cohort.num_examples
+    if index is None and examples is None:
         return cohort
     most = jax.tree.leaves(cohort.batches)[0].shape[1]
 
-    def steps(index: Int[Array, ""], given: NumSteps) -> Int[Array, ""]:
-        return jnp.where(index >= 0, most if given is None else given, 0)
+    def steps(
+        index: Int[Array, ""] | None, examples: Num[Array, ""] | None, given: NumSteps
+    ) -> Int[Array, ""] | Bool[Array, ""]:
+        is_here = jnp.bool_(True) if examples is None else ~(examples <= 0)
+        if index is not None:
+            is_here &= index >= 0
+        elif given is None:
+            return is_here  # all steps or none: weights alone keep reverse derivatives
+        return jnp.where(is_here, most if given is None else given * _unit(given, most), 0)
 
-    return cohort._replace(num_steps=federated_map(steps, index, cohort.num_steps))
+    return cohort._replace(num_steps=federated_map(steps, index, examples, cohort.num_steps))
+
+
+def is_all_or_none(num_steps: NumSteps) -> bool:
+    """Return whether a number of steps is a bool, as `without_absent` makes it."""
+    return num_steps is not None and jnp.result_type(num_steps) == jnp.bool_
+
+
+def _unit(num_steps: NumSteps, most: int) -> int:
+    """Return how many steps a number of steps of 1 is."""
+    return most if is_all_or_none(num_steps) else 1
 
 
 def takes_part(cohort: Cohort) -> Bool[Array, " participants"]:

@@ -42,8 +42,9 @@ class Cohort(_Fields):
 
     If `batches` is a dict with a field `"mask"`, an example (or token) whose mask is 0 or False is
     padding. A step with only padding has no effect on parameters, optimizer state, step count and
-    metrics. A participant without a step has weight 0, and so has one with a negative client id:
-    whatever its batches hold, it changes neither the model nor its state.
+    metrics. A participant of weight 0 is absent: whatever its batches hold, it changes neither the
+    model nor its own state. The weight is 0 if `num_examples` is 0 or negative, without a step, and
+    with a negative client id.
 
     Attributes:
         batches: a pytree of arrays `[participants, steps, batch, ...]`. `"mask"` in a dict:

@@ -1,10 +1,13 @@
-"""A round in which every participant is absent moves neither the model nor a server's momentum."""
+"""A participant of weight 0, and a round of them, move neither the model nor any state."""
+
+import contextlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 from test_any_aggregator import METHODS, SGD, STEPS, N, loss_fn
 
 from fedpax import Cohort
@@ -74,7 +77,6 @@ def start(method, name=""):
     return method.init(params)
 
 
-IGNORE_WEIGHTS = ("agnostic", "branch_train_merge", "async_diloco")  # as their pages say
 CASES = [
     pytest.param(
         *(name, absent),
@@ -85,7 +87,6 @@ CASES = [
     )
     for how, absent in ABSENT.items()
     for name in SERVERS
-    if how == "padding" or name not in IGNORE_WEIGHTS
 ]
 
 
@@ -111,6 +112,65 @@ def test_the_model_and_the_server_optimizer_stay(name, absent):
             jax.tree.leaves(same(state.client_optimizer_state, after.client_optimizer_state))
         )
     assert not all(jax.tree.leaves(same(later.params, after.params)))
+
+
+CHUNKED = ("fedavg", "scaffold I", "scaffold II", "feddyn", "apfl", "ditto", "agnostic", "mime")
+FAST_CHUNKED = ("fedavg", "scaffold II", "feddyn", "apfl", "ditto")
+WITHOUT_STORES = (
+    *("FedAdam", "self-tuning", "fedprox", "mime_lite", "fedac", "fednova", "hypcluster"),
+    *("per_fedavg", "reptile", "fedbuff"),
+)
+ISLAND_METHODS = (
+    *(
+        "diloco",
+        "local_sgd",
+        "muloco",
+        "eager_diloco",
+        "streaming_diloco",
+        "easgd",
+        "data_parallel",
+    ),
+    *("noloco", "papa", "papa_2", "papa_all", "branch_train_merge", "async_diloco"),
+)
+WITH_STEPS = ("feddyn", "scaffold II", "diloco")
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk_size", "devices"),
+    [
+        *((name, None, 1) for name in (*FAST_CHUNKED, "diloco")),
+        *(pytest.param(name, None, 1, marks=pytest.mark.slow) for name in ISLAND_METHODS[1:]),
+        *(
+            pytest.param(name, *how, marks=pytest.mark.slow)
+            for name in CHUNKED + WITHOUT_STORES
+            for how in ((None, 1), (1, 1), (2, 1), (None, 4), (1, 4))
+            if (name not in FAST_CHUNKED or how != (None, 1))
+            and not (name == "self-tuning" and how[0])  # it differentiates the round
+        ),
+    ],
+)
+def test_a_participant_of_weight_0_is_an_empty_slot(name, chunk_size, devices):
+    """Whatever its data and steps are: the state, the metrics and the stored rows are the same."""
+    method = (SERVERS | METHODS)[name](**({} if chunk_size is None else {"chunk_size": chunk_size}))
+    mesh = jax.make_mesh((devices,), ("clients",), axis_types=(AxisType.Auto,))
+    with contextlib.nullcontext() if devices == 1 else jax.set_mesh(mesh):
+        step = jax.jit(method.round)
+        full, slot = cohort(STEPS), 3
+        state, _ = step(start(method, name), full._replace(num_examples=np.arange(1, N + 1)))
+        ids = np.where(np.arange(N) == slot, -1, np.arange(N)).astype(np.int32)
+        expected = step(state, full._replace(num_examples=np.arange(1, N + 1), client_ids=ids))
+        x = full.batches["x"].copy()
+        x[slot] = np.nan
+        for data in (full.batches["x"], x):
+            weights = np.where(np.arange(N) == slot, 0, np.arange(1, N + 1))
+            given = Cohort({**full.batches, "x": data}, weights)
+            if name not in ISLAND_METHODS:
+                given = given._replace(client_ids=np.arange(N))
+            for steps in (None, np.full(N, STEPS)) if name in WITH_STEPS else (None,):
+                after = step(state, given._replace(num_steps=steps))
+                jax.tree.map(
+                    lambda a, b: np.testing.assert_allclose(a, b, 1e-6, 1e-6), after, expected
+                )
 
 
 MOMENTUM = optax.sgd(0.05, momentum=0.9)

@@ -81,7 +81,7 @@ def scaffold(
     the parameters are float32 or float64. For any other optimizer, a schedule or momentum included,
     c_i is the mean of the K local gradients, grad f_i(y_i) before the correction. With SGD the two
     are equal, but the mean needs a sum of gradients beside the model. Option I costs one more
-    gradient per batch, at x.
+    gradient per batch, at x. In its mean a batch counts by the sum of its `"mask"`.
 
     Args:
         loss_fn: f, `(params, batch) -> (scalar loss, dict of scalars)`.

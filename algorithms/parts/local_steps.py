@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import chex
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Num
 
 from fedpax.algorithm import LossFn, Metrics, Params, WithGradientNorm, loss_and_metrics
 from fedpax.algorithms.parts.method_checks import check_float_params
 from fedpax.algorithms.parts.participation import is_all_or_none, valid_steps
 from fedpax.algorithms.parts.tree_arithmetic import select, subtract
+from fedpax.clients.cohort import MASK
 from fedpax.errors import ArgumentError
 
 Carry = TypeVar("Carry", bound=chex.ArrayTree)
@@ -189,14 +190,19 @@ def full_gradient(
     batches: chex.ArrayTree,
     num_steps: Int[Array, ""] | int | None = None,
 ) -> Params:
-    """Average the gradient at one model over a participant's valid batches."""
+    """Average the gradient at one model over a participant's valid examples."""
+    # The papers' gradient is over all data of the client: a batch counts by the sum of its mask.
 
-    def add(total: Params, batch: chex.ArrayTree) -> tuple[Params, Metrics]:
+    def add(carry: tuple[Params, Any], batch: chex.ArrayTree) -> tuple[tuple[Params, Any], Metrics]:
+        total, weight = carry
         gradient, _ = gradient_and_metrics(loss_fn, params, batch)
-        return jax.tree.map(jnp.add, total, gradient), {}
+        has_mask = isinstance(batch, Mapping) and MASK in batch
+        share = jnp.mean(jnp.asarray(batch[MASK], jnp.float32)) if has_mask else jnp.float32(1)
+        return (jax.tree.map(lambda t, g: t + share * g, total, gradient), weight + share), {}
 
-    total, _ = fold_steps(add, accumulator(params), batches, num_steps)
-    return mean_of(total, count_steps(batches, num_steps), params)
+    start = accumulator(params), jnp.float32(0)
+    (total, weight), _ = fold_steps(add, start, batches, num_steps)
+    return mean_of(total, weight, params)
 
 
 def count_steps(
@@ -216,9 +222,10 @@ def accumulator(params: Params) -> Params:
     )
 
 
-def mean_of(total: Params, count: Int[Array, ""], like: Params) -> Params:
+def mean_of(total: Params, count: Num[Array, ""], like: Params) -> Params:
     """Divide a sum by its count, in the dtypes of `like`; 0 where the count is 0."""
-    return jax.tree.map(lambda t, p: (t / jnp.maximum(count, 1)).astype(p.dtype), total, like)
+    divisor = jnp.where(count == 0, 1, count)
+    return jax.tree.map(lambda t, p: (t / divisor).astype(p.dtype), total, like)
 
 
 # One step of an optimizer, in the dtypes of its state.

@@ -59,6 +59,11 @@ def at(x: Tree, batches: Sequence[Tree]) -> tuple[Tree, Metrics]:
     return mean([g for g, _ in gradient]), mean([metrics for _, metrics in gradient])
 
 
+def full_gradient(x: Tree, batches: Sequence[Tree]) -> Tree:
+    """Return the gradient at x of all examples of some batches, as of one batch."""
+    return gradient_and_metrics(x, each(lambda *b: np.concatenate(b), *batches))[0]
+
+
 def fedprox(
     x: Tree, rounds: Any, weights: Any, rate: float, mu: float, server_rate: float = 1.0
 ) -> list[Round]:
@@ -88,7 +93,7 @@ def scaffold(
                 x, own, rate, lambda g, _y, _b, c=c, c_i=c_i: add(add(g, c_i, -1), c)
             )
             if option == "I":
-                new = at(x, own)[0]
+                new = full_gradient(x, own)
             else:
                 new = add(add(c_i, c, -1), add(x, y, -1), 1 / (len(own) * rate))
             ends.append(add(y, x, -1))
@@ -171,7 +176,9 @@ def mime(
     state, history = {name: base.start(p) for name, p in x.items()}, []
     for batches, n in zip(rounds, weights, strict=True):
         cohort = present(batches, n)
-        c = weighted_mean([at(x, own)[0] for _, _, own in cohort], [n for _, n, _ in cohort])
+        c = weighted_mean(
+            [full_gradient(x, own) for _, _, own in cohort], [n for _, n, _ in cohort]
+        )
         ends, reports = [], []
         for _, _, own in cohort:
 

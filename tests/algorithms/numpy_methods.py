@@ -171,9 +171,14 @@ def adagrad(rate: float, start: float = 0.1, epsilon: float = 1e-7) -> Optimizer
 
 
 def participant(batches: Tree, i: int) -> list[dict[str, np.ndarray]]:
-    """Return one participant's batches, as a list over the steps that a mask does not exclude."""
-    steps = [each(lambda b, t=t: b[i, t], batches) for t in range(batches["label"].shape[1])]
-    return [step for step in steps if np.any(step.pop("mask", True))]
+    """Return one participant's batches, a list over the steps, without what a mask excludes."""
+    steps = []
+    for t in range(batches["label"].shape[1]):
+        step = each(lambda b, t=t: b[i, t], batches)
+        valid = np.asarray(step.pop("mask", np.ones(len(step["label"]))), bool)
+        if valid.any():
+            steps.append(each(lambda b, valid=valid: b[valid], step))
+    return steps
 
 
 def train(

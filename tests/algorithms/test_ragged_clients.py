@@ -6,14 +6,15 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy_federated_methods as references
 import numpy_methods as reference
 import optax
 import pytest
-from method_problem import BATCH, PARTICIPANTS, STEPS, assert_close, loss_fn
+from method_problem import BATCH, PARTICIPANTS, POPULATION, STEPS, assert_close, loss_fn
 from method_table import mesh_of, place_batches, place_params, problem, use
 
 from fedpax import Cohort
-from fedpax.algorithms import fedavg, local_steps
+from fedpax.algorithms import fedavg, local_steps, mime, mime_lite, scaffold
 
 RATE, BETA = 0.2, 0.8
 
@@ -110,21 +111,26 @@ def test_a_client_runs_only_its_own_steps(chunk_size):
     assert [seen[i] for i in range(PARTICIPANTS)] == wanted
 
 
+def masked_loss(params, batch):
+    logits = jnp.tanh(batch["x"] @ params["kernel"] + params["bias"]) @ params["out"]
+    log_odds = jax.nn.log_softmax(params["scale"] * logits)
+    chosen = jnp.take_along_axis(log_odds, batch["label"][:, None], axis=1)[:, 0]
+    return -jnp.sum(jnp.where(batch["mask"], chosen, 0)) / jnp.sum(batch["mask"]), {}
+
+
+def partly_filled(batches, examples):
+    """Mark the first examples of each client; the others hold values that would be seen."""
+    place = np.arange(STEPS * BATCH).reshape(STEPS, BATCH)
+    mask = place < examples[:, None, None]
+    x = np.where(mask[..., None], batches["x"], 1e4).astype(np.float32)
+    return {**batches, "x": x, "mask": mask}
+
+
 def test_masked_examples_do_not_count():
     """A batch that is not full trains on its examples alone, whatever its padding holds."""
-
-    def masked_loss(params, batch):
-        logits = jnp.tanh(batch["x"] @ params["kernel"] + params["bias"]) @ params["out"]
-        log_odds = jax.nn.log_softmax(params["scale"] * logits)
-        chosen = jnp.take_along_axis(log_odds, batch["label"][:, None], axis=1)[:, 0]
-        return -jnp.sum(jnp.where(batch["mask"], chosen, 0)) / jnp.sum(batch["mask"]), {}
-
     params, (batches,), _ = problem(1)
-    rng = np.random.default_rng(5)
-    examples = rng.integers(1, STEPS * BATCH + 1, size=PARTICIPANTS)
-    place = np.arange(STEPS * BATCH).reshape(STEPS, BATCH)
-    batches["mask"] = place < examples[:, None, None]
-    batches["x"] = np.where(batches["mask"][..., None], batches["x"], 1e4).astype(np.float32)
+    examples = np.random.default_rng(5).integers(1, STEPS * BATCH + 1, size=PARTICIPANTS)
+    batches = partly_filled(batches, examples)
     steps = -(-examples // BATCH)
     method = algorithm(1, masked_loss)
     state = method.init(jax.tree.map(jnp.asarray, params))
@@ -143,6 +149,40 @@ def test_masked_examples_do_not_count():
         losses.append({"loss": report["loss"]})
     assert_close(state.params, reference.weighted_mean(ends, examples))
     assert_close(metrics, reference.weighted_mean(losses, examples))
+
+
+@pytest.mark.parametrize(
+    "name", ["mime", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mime_lite", "scaffold"))]
+)
+def test_the_gradient_at_the_servers_model_is_over_all_examples(name):
+    """The papers' grad f_i(x): a batch that is not full counts by its examples."""
+    params, rounds, _ = problem(2)
+    examples = 1 + np.random.default_rng(6).permutation(STEPS * BATCH)[:PARTICIPANTS]
+    rounds = [partly_filled(batches, examples) for batches in rounds]
+    x = {key: np.float64(p) for key, p in params.items()}
+    if name == "scaffold":
+        method = scaffold(
+            masked_loss,
+            cohort_size=PARTICIPANTS,
+            num_clients=POPULATION,
+            client_optimizer=optax.sgd(RATE),
+            option="I",
+        )
+        wanted = references.scaffold(x, rounds, [examples] * 2, RATE, 1.0, "I")
+    else:
+        method = (mime if name == "mime" else mime_lite)(
+            masked_loss,
+            cohort_size=PARTICIPANTS,
+            client_optimizer=optax.sgd(RATE, momentum=BETA),
+        )
+        base = references.base_momentum(BETA)
+        wanted = references.mime(x, rounds, [examples] * 2, RATE, base, name == "mime")
+    state, step = method.init(jax.tree.map(jnp.asarray, params)), jax.jit(method.round)
+    weights = None if name == "scaffold" else examples
+    for batches, (model, report) in zip(rounds, wanted, strict=True):
+        ids = examples.astype(np.int32) - 1
+        state, metrics = step(state, Cohort(batches, weights, client_ids=ids))
+        assert_close((state.params, metrics), (model, {"loss": report["loss"]}))
 
 
 def test_a_cohort_without_steps_changes_nothing():

@@ -21,6 +21,7 @@ from fedpax.data import (
     load_chat_template,
     load_tokenizer,
 )
+from fedpax.data.loading import load_with
 from fedpax.data.rounds.documents import Field
 from fedpax.data.rounds.heldout_tokens import HeldoutRows
 from fedpax.errors import ArgumentError
@@ -48,7 +49,7 @@ from fedpax.text.chat_template import TEMPLATE_FILE, find_chat_template
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.experiment import Experiment
 from fedpax.user_files.formats import is_files
-from fedpax.user_files.load_options import parse_types
+from fedpax.user_files.load_options import LoadOptions, parse_types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,21 +117,24 @@ class TextDataConfig(CheckedConfig):
     def load(self, dataset: str, split: str, field: str | None = None) -> Source:
         """Open a split of a data set by name, or of files."""
         types = parse_types("--data.types", self.types)
+        texts = {f"{dataset}#": field} if field else self._text_columns()
         if not is_files(dataset):
             # Types are for files, which can be in a mixture or among the held-out sets.
             alone = not (getattr(self, "mixture", ()) or self.heldout_sets)
             if types and alone:
                 return load(dataset, split, types=types)  # raises
             return load(dataset, split, data_dir=self.data_dir)
-        if not self.heldout_fraction:
-            return load(dataset, split, types=types)
-        return load(
-            dataset,
-            split,
-            types=types,
-            heldout_fraction=self.heldout_fraction,
-            heldout_by=field or self.prompt_field or self.messages_field or self.field,
+        by = next(iter(texts.values())) if self.heldout_fraction else "example"
+        options = LoadOptions(
+            split, types=types, heldout_fraction=self.heldout_fraction, heldout_by=by, texts=texts
         )
+        return load_with(dataset, options)
+
+    def _text_columns(self) -> dict[str, str]:
+        """Return the fields that are read, by their flags."""
+        names = ("prompt_field", "answer_field", "messages_field")
+        columns = {f"--data.{name}=": getattr(self, name) for name in names}
+        return {k: c for k, c in columns.items() if c is not None} or {"--data.field=": self.field}
 
     @property
     def has_mask(self) -> bool:

@@ -129,7 +129,12 @@ def load(
         >>> hospitals[1]
         {'age': None, 'outcome': np.int64(0), 'client': 'north'}
     """
-    options = LoadOptions.of(locals())
+    return load_with(name, LoadOptions.of(locals()), data_dir)
+
+
+def load_with(name: Any, options: LoadOptions, data_dir: Any = None) -> Source:
+    """Open a data set by name, or files."""
+    split = options.split
     if isinstance(name, str) and name.endswith(SUFFIX):
         with optional(f"Reading {name!r}"):
             return open_records(fill_in_split(name, split or "train"))
@@ -139,7 +144,7 @@ def load(
 
             return open_files(name, options)
     for argument, value in options._asdict().items():
-        if value and argument not in ("split", "heldout_by"):
+        if value and argument not in ("split", "heldout_by", "texts"):
             if missing := missing_file(name):
                 raise FileNotFoundError(missing)
             raise ArgumentError(

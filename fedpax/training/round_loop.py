@@ -211,9 +211,8 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
             restore_stream(stream, saved, must_fit=False, beginning=self._beginning)
         elif self.done:
             saved = self._checkpoints.restore_position().stream
-            restore_stream(
-                stream, saved, must_fit=not self._is_changed(), beginning=self._beginning
-            )
+            must_fit = not self._is_changed()
+            restore_stream(stream, saved, must_fit=must_fit, beginning=self._beginning)
         elif self._dispatched:
             stream.set_state(self._beginning)
         for _ in range(self._history.cohorts_left_out(self.done)):
@@ -269,7 +268,8 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
             number = self._current = self.done + 1
             profile.before(number, wait=logger.flush)
             clock.enter("input")
-            cohort, self._stream_state = self._prefetch.next()
+            with self._saved_if_raises():
+                cohort, self._stream_state = self._prefetch.next()
             busy = logger.is_device_busy()
             waited = clock.enter("step")
             if busy:
@@ -295,6 +295,18 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
             self._early_stop.log(self.done, self._metrics, line_values(clock.seconds()))
         if self.done > self._saved:
             self._save()
+
+    @contextmanager
+    def _saved_if_raises(self) -> Iterator[None]:
+        """Save the completed rounds if the data raise; other processes would not save with it."""
+        try:
+            yield
+        except (OSError, ValueError, TypeError, LookupError):
+            if jax.process_count() == 1 and self.done > self._saved:
+                self._save()
+                self._checkpoints.wait()
+                self._progress.note(f"the data end here; saved round {self.done}")
+            raise
 
     def _open_checkpoints(self) -> None:
         """Open the folder of the checkpoints early: a failure must not wait for the first save."""
@@ -324,8 +336,7 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
     def _spike_threshold(self, number: int) -> jax.Array:
         """Return the threshold of a round, on the devices."""
         threshold: Any = np.asarray(self._history.threshold(number), np.float32)
-        on_devices: jax.Array = put_on_mesh(threshold, self._replicated)
-        return on_devices
+        return put_on_mesh(threshold, self._replicated)
 
     def _evaluate(self) -> bool:
         """Evaluate; return whether to save the model as the best one so far."""
@@ -345,14 +356,9 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         self._logger.check_state(self.done, self._state, self._finite)
         # The metrics first: a run that resumes from a checkpoint must find its lines.
         self._metrics.sync()
-        self._checkpoints.save(
-            self.done,
-            self._state,
-            self._stream_state,
-            self._configuration,
-            self._compiled_round.num_participants,
-            self._numbers,
-        )
+        participants, numbers = self._compiled_round.num_participants, self._numbers
+        position = (self._stream_state, self._configuration, participants, numbers)
+        self._checkpoints.save(self.done, self._state, *position)
         self._saved = self.done
         self._clock.mark_checkpoint(self.done)
         self._clock.enter("step")

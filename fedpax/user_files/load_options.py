@@ -22,6 +22,7 @@ class LoadOptions(NamedTuple):
     image_size: tuple[int, int] | None = None
     heldout_fraction: float = 0.0
     heldout_by: str = "example"
+    texts: Mapping[str, str] | None = None  # columns that need a text, by how to name another one
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ def open_in_order(folder: Path, options: LoadOptions) -> TableSource:
             f"{folder} is sorted by the client {source.client!r}, and client is {client!r}. Leave "
             f"client out, or prepare the files again with client={client!r}."
         )
+    _check_texts(str(folder), source.table, options)
     if options.heldout_fraction:
         raise ArgumentError(
             f"heldout_fraction={options.heldout_fraction} would copy the folder {folder}, expected "
@@ -86,11 +88,13 @@ def _read(selected: Selection, options: LoadOptions) -> tuple[pa.Table, str | No
     check_columns(schema.names, wanted_columns(options), name)
     kept = [name for name in schema.names if name not in selected.unwanted]
     tables = [conform(table, schema).select(kept) for table in tables]
+    for group, part in zip(groups, tables, strict=True):
+        _check_texts(group[0].path, part, options)
     table = pa.concat_tables(tables).unify_dictionaries()
     if options.client is not None and options.client in schema.names:
         for group, part in zip(groups, tables, strict=True):
             if options.client in part.column_names:
-                _check_no_client_misses(group[0].path, part, options.client)
+                _check_none_misses(group[0].path, part, options.client)
     if not table.num_rows:
         raise ArgumentError(f"{name} has no examples, expected at least one. Name other files.")
     return table, in_path if options.partition is None else options.client
@@ -119,7 +123,7 @@ def sort_by_client(
     """
     if client is None:
         return TableSource(name, folder, table, label=label)
-    _check_no_client_misses(name, table, client)
+    _check_none_misses(name, table, client)
     table = join_zeros(table, client)
     column = table.column(client)
     if pa.types.is_dictionary(column.type):
@@ -148,15 +152,33 @@ def sort_by_client(
     )
 
 
-def _check_no_client_misses(name: str, table: pa.Table, client: str) -> None:
-    """Raise an error for an example without a client."""
-    missing = np.asarray(pc.is_null(table.column(client), nan_is_null=True))
+def _check_none_misses(
+    name: str, table: pa.Table, column: str, expected: str = "the client"
+) -> None:
+    """Raise an error for an example without a client, or without another value."""
+    missing = np.asarray(pc.is_null(table.column(column), nan_is_null=True))
     if missing.any():
         raise ArgumentError(
-            f"The column {client!r} of {name} has no value in "
+            f"The column {column!r} of {name} has no value in "
             f"{count_of(int(missing.sum()), 'example')}, such as example "
-            f"{int(np.argmax(missing))}, counted from 0, expected the client of each example. "
+            f"{int(np.argmax(missing))}, counted from 0, expected {expected} of each example. "
             "Fill the values in, or leave these rows out."
+        )
+
+
+def _check_texts(name: str, table: pa.Table, options: LoadOptions) -> None:
+    """Check that the columns exist that a language model reads, and that no value is missing."""
+    for flag, column in (options.texts or {}).items():
+        if column in table.column_names:
+            if table.column(column).null_count:
+                _check_none_misses(name, table, column, "the text")
+            continue
+        is_text = (pa.types.is_string, pa.types.is_large_string)
+        texts = [f.name for f in table.schema if any(check(f.type) for check in is_text)]
+        others = " or ".join(f"{flag}{shlex.quote(text)}" for text in texts[:5])
+        raise ArgumentError(
+            f"{name} has no column {column!r}, but {', '.join(map(repr, table.column_names))}. "
+            f"Name the column with the text{f': {others}' if others else ''}."
         )
 
 

@@ -169,7 +169,8 @@ def test_tokens_alone_of_a_stated_type(corpora: Path, tmp_path: Path) -> None:
     named = {"dataset": f"{tmp_path}/{{split}}.bin", "field": "tokens"}
     run = experiment(corpora, **named, types=("tokens=uint16",)).build()
     assert {*in_order(next(run.cohorts)).ravel().tolist()} == {*b"ab"}
-    data = experiment(corpora, dataset=f"{tmp_path}/train.bin", types=("tokens=uint16",)).data
+    named_file = named | {"dataset": f"{tmp_path}/train.bin"}
+    data = experiment(corpora, **named_file, types=("tokens=uint16",)).data
     (example,) = data.load(data.dataset, "train")
     np.testing.assert_array_equal(example["tokens"], [*tokens["train"]])
     with pytest.raises(ValueError, match=r"--data.types tokens=uint16"):
@@ -190,3 +191,20 @@ def test_a_path_may_have_the_signs_of_the_form(end: str) -> None:
         assert (item.name, item.field, item.weight) == (path, field, 0.5)
         (heldout,) = parse_heldout_sets([f"web={path}{suffix}@test"])
         assert heldout[1:] == (path, field, "test")
+
+
+def test_a_missing_text_and_a_missing_column_are_told_at_the_start(tmp_path: Path) -> None:
+    lines = [json.dumps({"id": n, "body": f"text {n}"}) for n in range(100)]
+    for row in ('{"id": 1, "body": null}', '{"id": 1}'):
+        lines[60] = row
+        (tmp_path / "a.jsonl").write_text("\n".join(lines))
+        named = {"dataset": f"{tmp_path}/a.jsonl", "heldout_fraction": 0.2}
+        with pytest.raises(ValueError, match=r"'body' of .*a.jsonl has no value.*example 60, "):
+            next(experiment(tmp_path, **named, field="body").build().cohorts)
+    with pytest.raises(ValueError, match=r"a.jsonl has no column 'text', but.*--data.field=body"):
+        next(experiment(tmp_path, **named).build().cohorts)
+    mixed = experiment(tmp_path, **named, mixture=(f"{tmp_path}/a.jsonl#words=1",))
+    with pytest.raises(ValueError, match=r"no column 'words', but .*a.jsonl#body\."):
+        next(mixed.build().cohorts)
+    (tmp_path / "a.jsonl").write_text("\n".join(line for line in lines if "body" in line))
+    next(experiment(tmp_path, **named, field="body").build().cohorts)

@@ -20,6 +20,7 @@ from fedpax.parallel.mesh import MeshConfig
 from fedpax.run_files.configuration import read_configuration
 from fedpax.run_files.goodput import BUCKETS, read_goodput
 from fedpax.run_files.metrics import TIMINGS, read_metrics, select
+from fedpax.run_files.paths import latest_round
 from fedpax.training.experiment import Run
 from fedpax.training.spikes import RepeatedSpikesError
 from fedpax.training.trainer import train
@@ -334,3 +335,16 @@ def test_the_watchdog_hears_of_the_round_that_the_process_waits_for(
     monkeypatch.setattr(jax, "device_get", wait)
     train(experiment(rounds=4), tmp_path)
     assert waited == [1, 2, 3, 4]
+
+
+def test_data_that_cannot_be_read_save_the_completed_rounds(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise ValueError("Example 7 of the corpus is no text.")
+
+    Spiky.interrupt[6] = fail  # the cohort of round 7
+    with pytest.raises(ValueError, match="Example 7"):
+        train(experiment(bad=()), tmp_path / "failed")
+    assert latest_round(tmp_path / "failed") == 6  # not 4, the last one that was due
+    assert train(experiment(bad=()), tmp_path / "failed").finished
+    assert train(experiment(bad=()), tmp_path / "whole").finished
+    assert params_of(tmp_path / "failed") == params_of(tmp_path / "whole")

@@ -86,3 +86,16 @@ def test_many_short_lists_and_brackets_in_texts_are_not_deep(tmp_path: Path) -> 
     (tmp_path / "a.jsonl").write_bytes(lines(examples))
     loaded = load(tmp_path / "a.jsonl")
     assert len(loaded) == 2 and [example["t"] for example in loaded] == [e["t"] for e in examples]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_byte_that_is_not_utf8_is_told(tmp_path: Path, name: str) -> None:
+    content = b'{"text": "abc"}\n' * 3 + b'{"text": "caf\xe9 x"}\n'
+    (tmp_path / name).write_bytes((gzip.compress if name.endswith(".gz") else bytes)(content))
+    words = r"a.jsonl.* cannot be read.*not UTF-8 in line 4, .*café x.*Correct the line, or"
+    with pytest.raises(ValueError, match=words):
+        load(tmp_path / name)
+    with pytest.raises(ValueError, match=words):
+        prepare(tmp_path / name, tmp_path / "prepared")
+    prepared = prepare(tmp_path / name, tmp_path / "prepared", on_bad_row="skip")
+    assert len(prepared.source) == 3

@@ -5,12 +5,15 @@ and shuffles the rows within a window, so that consecutive rows come from many d
 position is three integers. After a restore, only documents from the current window on are read.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int64, UInt64
 
 from fedpax.data.rounds.documents import Field, encode_examples, read
+from fedpax.data.rounds.stream import source_name
+from fedpax.errors import FedpaxError
 from fedpax.populations.partition import Indices
 from fedpax.sources.examples import Examples
 from fedpax.sources.shuffle import hash_key, shuffled_index
@@ -169,13 +172,25 @@ class Shard:
             following = (self._order[document + k] for k in range(count))
             missing = [e for e in dict.fromkeys(following) if e not in self._cache]
             examples = read(self._source, missing)
-            tokens = encode_examples(self._tokenizer, examples, self._field)
+            tokens = self._encode(missing, examples)
             self._cache.update(zip(missing, tokens, strict=True))
             added = sum(map(len, tokens))
             self._cached_tokens += added
             self._mean_tokens = max(1.0, added / len(tokens))
             self._ahead = document + count
         return self._cache[example]
+
+    def _encode(self, numbers: list[int], examples: Sequence[Any]) -> Sequence[AnyDocument]:
+        try:
+            return encode_examples(self._tokenizer, examples, self._field)
+        except FedpaxError:
+            for number, example in zip(numbers, examples, strict=True):
+                try:
+                    encode_examples(self._tokenizer, [example], self._field)
+                except FedpaxError as error:
+                    where = f"Example {number} of {source_name(self._source)}, counted from 0"
+                    raise type(error)(f"{where}: {error}") from error
+            raise
 
     def _forget_before(self, document: int) -> None:
         """Forget documents that were read to their end, unless an epoch fits in a window."""

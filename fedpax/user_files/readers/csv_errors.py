@@ -70,7 +70,9 @@ def check_header(file: DataFile, delimiter: str) -> None:
     with file.open() as opened:
         header = opened.read(1 << 16).split(b"\n")[0]
     if header.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise ArgumentError(f"it is UTF-16, not UTF-8, expected UTF-8. {_convert('UTF-16', file)}")
+        raise ArgumentError(
+            f"it is UTF-16, not UTF-8, expected UTF-8. Convert it, {_convert('UTF-16', file)}"
+        )
     if delimiter.encode() not in header:
         check_delimiter(delimiter, header.decode(errors="replace").strip())
 
@@ -104,9 +106,11 @@ def not_utf8(file: DataFile) -> ArgumentError:
                 where = f" in line {number}, which as WINDOWS-1252 is {text!r}"
                 break
     return ArgumentError(
-        f"it is not UTF-8{where}, expected UTF-8. {_convert('WINDOWS-1252', file)}"
+        f"it is not UTF-8{where}, expected UTF-8. Correct the line, or convert a file of "
+        f"another encoding, {_convert('WINDOWS-1252', file)}"
     )
 
 
 def _convert(encoding: str, file: DataFile) -> str:
-    return f"Convert the file, such as by `iconv -f {encoding} -t UTF-8 {file.path} > new.csv`"
+    new = f"new{file.suffix}"
+    return f"such as by `iconv -f {encoding} -t UTF-8 {file.path} > {new}`"

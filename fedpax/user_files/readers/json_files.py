@@ -15,6 +15,7 @@ from fedpax.files import NESTING, parse_json
 from fedpax.user_files.columns import concatenate_values, json_values
 from fedpax.user_files.finding import DataFile
 from fedpax.user_files.formats import ReadOptions, TypeChangedError
+from fedpax.user_files.readers.csv_errors import not_utf8
 from fedpax.user_files.readers.own_clients import add_clients
 
 _LEAF = re.compile(rb'\{\s*"(users|num_samples|user_data|hierarchies)"\s*:\s*[\[{]')
@@ -31,6 +32,8 @@ def read_json_lines(file: DataFile, options: ReadOptions) -> pa.Table:
     types = dict[str, pa.DataType]()
     for block, number in _blocks_of_lines(file):
         _check_nesting_of_lines(block, number)
+        if not _is_utf8(block):
+            raise not_utf8(file)
         types |= _types_in(block, options)
     with contextlib.suppress(pa.ArrowInvalid):
         return _parse_lines(file.open, _BLOCK, types)
@@ -69,7 +72,12 @@ def _parse_block(block: bytes, file: DataFile, number: int, options: ReadOptions
     """Parse lines; `number` lines of the file are before them."""
     _check_nesting_of_lines(block, number)
     types = _types_in(block, options)
+    is_utf8 = _is_utf8(block)
+    if not is_utf8 and options.bad_rows is None:
+        raise not_utf8(file)
     try:
+        if not is_utf8:
+            raise pa.ArrowInvalid("not UTF-8")
         return _parse_lines(lambda: pa.BufferReader(block), _LARGEST_BLOCK, types)
     except pa.ArrowInvalid as error:
         if options.bad_rows is None or "changed from" in str(error):
@@ -85,6 +93,14 @@ def _parse_block(block: bytes, file: DataFile, number: int, options: ReadOptions
         except ValueError:
             options.bad_rows.skip(file.path, line.decode(errors="replace"))
     return _parse_lines(lambda: pa.BufferReader(b"\n".join(kept)), _LARGEST_BLOCK, types)
+
+
+def _is_utf8(block: bytes) -> bool:
+    try:
+        block.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _types_in(block: bytes, options: ReadOptions) -> dict[str, pa.DataType]:

@@ -311,9 +311,8 @@ def test_a_state_of_another_stream_raises(documents: list[dict[str, bytes]]) -> 
     fewer = token_rounds(documents[:-1], **SIZES)
     with pytest.raises(ValueError, match=r"list has 19 documents, sample \w+, and had 20 doc"):
         fewer.set_state(state)
-    former = {name: value for name, value in state.items() if name != "data"}
     with pytest.raises(ValueError, match="num_documents is 19 and was 20"):
-        fewer.set_state(former)
+        fewer.set_state({k: x for k, x in state.items() if k != "data"})
     with pytest.raises(ValueError, match="A stream's state is a dict with 'settings'"):
         rounds.set_state({"next_index": 3})
     with pytest.raises(ValueError, match=r"earlier version.*--allow_config_change=data"):
@@ -392,3 +391,10 @@ def test_a_lazy_stream_is_opened_once_at_its_first_use(
     for cohort in (next(stream), next(plain)):
         chex.assert_trees_all_equal(cohort, following)
     assert opened == [True]
+
+
+def test_a_document_that_cannot_be_read_is_named(documents: list[dict[str, Any]]) -> None:
+    rounds = token_rounds([*documents[:11], {"text": None}, *documents[11:]], **SIZES)
+    with pytest.raises(TypeError, match=r"^Example 11 of list, counted from 0: .*leave out such"):
+        for _ in range(20):
+            next(rounds)

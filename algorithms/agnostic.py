@@ -18,6 +18,7 @@ from fedpax.algorithms.parts.method_checks import (
     check_population,
     check_setting,
     cohort_of_population,
+    with_distinct_clients,
 )
 from fedpax.algorithms.parts.participation import takes_part
 from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
@@ -172,7 +173,8 @@ def agnostic(
         ascended = project_to_simplex(mixture + rate * ascent)
         return state._replace(mixture=jnp.where(measured > 0, ascended, mixture)), metrics
 
-    return FederatedAlgorithm(init, agnostic_round, sent_exactly=server.sent_exactly)
+    checked_round = with_distinct_clients("agnostic", agnostic_round)
+    return FederatedAlgorithm(init, checked_round, sent_exactly=server.sent_exactly)
 
 
 def project_to_simplex(v: Float[Array, " n"]) -> Float[Array, " n"]:

@@ -19,6 +19,7 @@ from fedpax.algorithms.parts.method_checks import (
     check_population,
     check_setting,
     cohort_of_population,
+    with_distinct_clients,
 )
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
@@ -156,7 +157,8 @@ def apfl(
             personal=scatter_clients(state.personal, client_ids, personal)
         ), metrics
 
-    return FederatedAlgorithm(init, apfl_round)
+    checked_round = with_distinct_clients("apfl", apfl_round)
+    return FederatedAlgorithm(init, checked_round)
 
 
 def apfl_models(state: APFLState, client_ids: Int[Array, " clients"]) -> Params:

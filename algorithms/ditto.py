@@ -18,6 +18,7 @@ from fedpax.algorithms.parts.method_checks import (
     check_population,
     check_setting,
     cohort_of_population,
+    with_distinct_clients,
 )
 from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
@@ -149,4 +150,5 @@ def ditto(
         personal_params = scatter_clients(state.personal_params, client_ids, v)
         return state._replace(personal_params=personal_params), metrics
 
-    return FederatedAlgorithm(init, ditto_round)
+    checked_round = with_distinct_clients("ditto", ditto_round)
+    return FederatedAlgorithm(init, checked_round)

@@ -18,6 +18,7 @@ from fedpax.algorithms.parts.method_checks import (
     check_population,
     check_setting,
     cohort_of_population,
+    with_distinct_clients,
 )
 from fedpax.algorithms.parts.participation import mean_metrics, participant_weights, takes_part
 from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
@@ -173,4 +174,5 @@ def feddyn(
             client_gradients=scatter_clients(state.client_gradients, client_ids, client_gradient),
         ), mean_metrics(metrics, weights, server.aggregator) | reported
 
-    return FederatedAlgorithm(init, feddyn_round, sent_exactly=server.sent_exactly)
+    checked_round = with_distinct_clients("feddyn", feddyn_round)
+    return FederatedAlgorithm(init, checked_round, sent_exactly=server.sent_exactly)

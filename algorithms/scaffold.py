@@ -25,6 +25,7 @@ from fedpax.algorithms.parts.method_checks import (
     check_no_keys,
     check_population,
     cohort_of_population,
+    with_distinct_clients,
 )
 from fedpax.algorithms.parts.participation import participant_weights, takes_part
 from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
@@ -188,7 +189,8 @@ def scaffold(
             client_controls=scatter_clients(state.client_controls, client_ids, new),
         ), metrics
 
-    return FederatedAlgorithm(init, scaffold_round, sent_exactly=server.sent_exactly)
+    checked_round = with_distinct_clients("scaffold", scaffold_round)
+    return FederatedAlgorithm(init, checked_round, sent_exactly=server.sent_exactly)
 
 
 def _train(

@@ -1,6 +1,8 @@
 """Checks that methods share: of settings, of parameters, and of client ids."""
 
+import functools
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from fedpax.checks import COUNT, Range, check_argument
-from fedpax.clients.cohort import Cohort
+from fedpax.clients.cohort import Cohort, check_distinct_clients
 from fedpax.errors import ArgumentError, ArgumentTypeError
 
 
@@ -90,6 +92,18 @@ def cohort_of_population(
         is_absent |= jnp.asarray(cohort.num_examples) <= 0
     client_ids = jnp.where(is_absent, -1, client_ids)
     return cohort._replace(client_ids=client_ids), client_ids
+
+
+def with_distinct_clients(method: str, round: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the round of a method with client state, which raises for a client that is twice."""
+
+    @functools.wraps(round)
+    def checked(state: Any, cohort: Cohort) -> Any:
+        if isinstance(cohort, Cohort) and cohort.client_ids is not None:
+            check_distinct_clients(f"{method}(): cohort.client_ids", cohort.client_ids)
+        return round(state, cohort)
+
+    return checked
 
 
 def _describe(value: Any) -> str:

@@ -56,10 +56,11 @@ class Cohort(_Fields):
             later batches are skipped. Default None: compute every step, and discard steps with only
             padding. `jax.grad` through a round with `num_steps` raises, because JAX has no
             reverse-mode derivative of a `while_loop`; forward mode works.
-        client_ids: int `[participants]`, each client's index in its population; -1 for an empty
-            slot of the cohort. To a method with client state, an index that is not below its
-            `num_clients` is an empty slot too. Default None: unknown, for algorithms without client
-            state.
+        client_ids: int `[participants]`, each client's index in its population, different from one
+            another; -1 for an empty slot of the cohort. A method with client state raises for a
+            client that is twice; under `jax.jit` it cannot, and any one of the two new states is
+            stored. To a method with client state, an index that is not below its `num_clients` is
+            an empty slot too. Default None: unknown, for algorithms without client state.
         schedule: when participants arrive, for a method that runs over simulated time: `Arrivals`,
             `ArrivalOrder`, `RegionalOrder` or `Syncs` of `fedpax.clients`. Default None:
             participants are equally fast and never fail.
@@ -197,6 +198,25 @@ def check_cohort(
     if cohort.schedule is not None:
         _check_schedule(algorithm, cohort.schedule, num_participants, schedule_type)
     _check_batch_axis(algorithm, leaves)
+
+
+def check_distinct_clients(place: str, client_ids: Any) -> None:
+    """Raise if a client is twice in a cohort: only one of its new states could be stored.
+
+    Under `jax.jit`, where the ids are not known, nothing is checked.
+    """
+    if isinstance(client_ids, jax.core.Tracer):
+        return
+    if isinstance(client_ids, jax.Array) and not client_ids.is_fully_addressable:
+        return
+    ids, counts = np.unique(np.asarray(client_ids), return_counts=True)
+    repeated = ids[(counts > 1) & (ids >= 0)]
+    if repeated.size:
+        raise ArgumentError(
+            f"{place} has the client {repeated[0]} more than once, expected each client once in a "
+            "round: only one of its new states could be stored. Draw clients without replacement, "
+            "as fedpax.data.ClientSampler does, or give the client's examples as one participant."
+        )
 
 
 def _check_sum_of_weights(weights: np.ndarray[Any, Any]) -> None:

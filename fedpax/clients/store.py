@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Int
 
 from fedpax.checks import check_integers
+from fedpax.clients.cohort import check_distinct_clients
 from fedpax.clients.row_blocks import count_rows, on_devices, row_specs, rows_axis, state_spec
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.argument_checks import check_tree_not_deleted
@@ -226,12 +227,13 @@ def scatter_clients(
     Returns:
         The store with these clients' states replaced. To update it in place, donate the old store
         to the surrounding `jax.jit`. Under `jax.jit`, where an index cannot be checked, the state
-        at one that is not below `num_clients` is ignored too.
+        at one that is not below `num_clients` is ignored too, and of equal indices the state of any
+        one is written.
 
     Raises:
         TypeError: `store` is not a `ClientStore`, or states are floats where it has integers.
         ValueError: the mesh axis does not divide the cohort; or, outside of `jax.jit`, an index is
-            not below `num_clients`, or JAX cannot hold a state.
+            not below `num_clients`, two indices are equal, or JAX cannot hold a state.
 
     Example:
         >>> client_ids, states = jnp.array([3, -1, 0]), jnp.array([7.0, 8.0, 9.0])
@@ -240,6 +242,7 @@ def scatter_clients(
         [9.0, 0.0, 0.0, 7.0, 0.0]
     """
     client_ids = _check_call("scatter_clients", store, client_ids, placement)
+    check_distinct_clients("scatter_clients(): client_ids", client_ids)
     states = checked_tree(states, "scatter_clients(): states")
     _check_states(store, states, np.shape(client_ids)[0])
     leaves, tree = jax.tree.flatten(store.rows)

@@ -228,3 +228,22 @@ def test_weights_that_cannot_merge_models_raise(weights: Any):
 def test_nolocos_settings_out_of_range_raise(settings: Any, words: str):
     with pytest.raises(ValueError, match=words):
         noloco(loss_fn, islands=2, inner_optimizer=optax.sgd(0.1), **settings)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: scaffold(loss_fn, **STORED),
+        lambda: feddyn(loss_fn, alpha=0.1, **STORED),
+        lambda: ditto(loss_fn, lam=0.1, **STORED),
+        lambda: apfl(loss_fn, mixing=0.5, **STORED),
+        lambda: agnostic(loss_fn, mixture_learning_rate=0.1, **STORED),
+    ],
+)
+@pytest.mark.parametrize("as_array", [np.array, jnp.array])
+def test_a_client_that_is_twice_in_a_cohort_raises(build, as_array):
+    algorithm = build()
+    twice = random_cohort()._replace(client_ids=as_array([2, -1, 2, -1]))
+    words = r"client_ids has the client 2 more than once.*Draw clients without replacement"
+    with pytest.raises(ValueError, match=words):
+        algorithm.round(algorithm.init(START), twice)

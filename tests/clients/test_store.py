@@ -362,3 +362,11 @@ def test_states_of_another_form_raise(states, words):
             continue  # JAX refuses it
         with pytest.raises((TypeError, ValueError), match=words):
             run(store, np.array([0, 1]), states)
+
+
+def test_a_client_that_is_twice_in_client_ids_raises():
+    store = client_store(np.float32(0), NUM_CLIENTS)
+    twice, states = np.array([3, -1, 3, -1]), np.arange(4, dtype=np.float32)
+    with pytest.raises(ValueError, match=r"scatter_clients\(\): client_ids has the client 3 more"):
+        scatter_clients(store, twice, states)
+    assert gather_clients(store, twice).tolist() == [0, 0, 0, 0]  # a read is defined

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpax.clients.cohort import MASK, Cohort
+from fedpax.clients.cohort import MASK, Cohort, check_distinct_clients
 from fedpax.clients.row_blocks import home_devices
 from fedpax.data.rounds.device_pixels import scale_on_devices
 from fedpax.data.rounds.preprocess import (
@@ -292,6 +292,8 @@ class CohortRounds:
                 f"{cohort_size} integers from 0 to {num_clients - 1}. Return fewer clients, or "
                 "make the sampler with a larger cohort_size."
             )
+        name = f"{type(self._sampler).__name__}.sample({round_number})"
+        check_distinct_clients(f"{name} returned a cohort that", sampled)
         return sampled.astype(np.int64)
 
     def _check_shapes(self, batches: Arrays) -> None:

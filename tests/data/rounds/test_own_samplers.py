@@ -28,6 +28,7 @@ class Returns(ClientSampler):
         ([0, -1], "integers from 0 to 4"),
         ([0.5], "float64[1]"),
         (2, "int64[]"),
+        ([1, 3, 1], "a cohort that has the client 1 more than once"),
     ],
 )
 def test_a_subclass_that_samples_other_than_clients_raises(clients, words):

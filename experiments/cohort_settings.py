@@ -1,17 +1,27 @@
 """The settings of cohorts and of the server, which experiments with clients share."""
 
+import copy
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, Self, TypeVar
 
+import chex
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, use_abstract_mesh
 
+from fedpax.algorithm import LossFn, Params
 from fedpax.algorithms import server_adagrad, server_adam, server_yogi
 from fedpax.checks import CheckedConfig, Count, CountOrZero, Decay, Positive, Probability
 from fedpax.data import ClientSampler, CohortRounds, Partition, cohort_rounds
 from fedpax.data.rounds.preprocess import Arrays, Preprocess
+from fedpax.primitives.device_loop import equal_chunks
+from fedpax.primitives.participant_loop import largest_auto_chunk
 from fedpax.sources.examples import Examples
+
+_Experiment = TypeVar("_Experiment")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +34,10 @@ class CohortConfig(CheckedConfig):
         local_epochs: passes of a client over its examples in a round.
         max_steps: largest number of local steps of a client in a round. Default None: no limit.
         chunk_size: number of clients that a device runs at once. With 1, a client runs only its
-            own steps. With more, every client of a chunk takes as long as the longest. "auto" is
-            not supported, because the order of clients depends on this number: clients of similar
-            size share a chunk.
+            own steps. With more, every client of a chunk takes as long as the longest: clients of
+            similar size share a chunk. "auto" is 1 on CPU and for adapters. On GPU and TPU it is
+            the number of clients whose training fits in a sixteenth of the chip's memory, or in
+            1 GiB if that is more.
         sampling_probability: probability that a client joins a round, independently of others
             (Poisson sampling); `size` is then the largest number of clients. Default None: a round
             has `size` clients.
@@ -39,9 +50,41 @@ class CohortConfig(CheckedConfig):
     batch_size: Count = 20
     local_epochs: Count = 1
     max_steps: Count | None = None
-    chunk_size: Count = 1
+    chunk_size: Count | Literal["auto"] = "auto"
     sampling_probability: Probability | None = None
     seed: CountOrZero = 0
+
+    @property
+    def at_once(self) -> int:
+        """The clients that a device runs at once; 1 for "auto", until `fit` has replaced it."""
+        return 1 if self.chunk_size == "auto" else self.chunk_size
+
+    def fit(self, mesh: Mesh, loss_fn: LossFn, params: Params, batches: chex.ArrayTree) -> Self:
+        """Replace "auto" by the number of clients that fit on a device.
+
+        Args:
+            mesh: the mesh of the run.
+            loss_fn: the training loss.
+            params: types of the model's parameters.
+            batches: types of the batches of a round, `[clients, steps, batch, ...]`.
+        """
+        device, clients = mesh.devices.flat[0], -(-self.size // mesh.shape.get("clients", 1))
+        if self.chunk_size != "auto" or device.platform == "cpu":
+            return self
+
+        def train(params: Params, batches: chex.ArrayTree) -> Params:
+            def step(params: Params, batch: chex.ArrayTree) -> tuple[Params, None]:
+                gradient = jax.grad(lambda params: loss_fn(params, batch)[0])(params)
+                return jax.tree.map(jnp.subtract, params, gradient), None
+
+            return jax.tree.map(jnp.subtract, jax.lax.scan(step, params, batches)[0], params)
+
+        of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
+        shared = [True] * len(jax.tree.leaves(params)) + [False] * len(jax.tree.leaves(of_one))
+        with use_abstract_mesh(mesh.abstract_mesh):
+            jaxpr = jax.make_jaxpr(train)(params, of_one)
+        largest = largest_auto_chunk(jaxpr, shared, device.device_kind)
+        return dataclasses.replace(self, chunk_size=equal_chunks(clients, largest))
 
     def note_left_out(self, sizes: Iterable[int]) -> list[str]:
         """Tell how many examples `max_steps` leaves out, for clients with numbers of examples."""
@@ -73,6 +116,13 @@ class CohortConfig(CheckedConfig):
         names = ("batch_size", "local_epochs", "max_steps", "seed")
         settings: dict[str, Any] = {name: getattr(self, name) for name in names} | layout
         return cohort_rounds(examples, population, sampler, preprocess=preprocess, **settings)
+
+
+def with_cohort(experiment: _Experiment, cohort: CohortConfig) -> _Experiment:
+    """Replace the field `cohort` of an experiment, which keeps what it has read."""
+    other = copy.copy(experiment)
+    object.__setattr__(other, "cohort", cohort)
+    return other
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ from fedpax.deploy.batch_evaluation import HeldoutClients
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
 from fedpax.experiments.client_methods import ClientTraining, MethodConfig, method
-from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig
+from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig, with_cohort
 from fedpax.experiments.parts.client_evaluation import EvaluateClients, client_name
 from fedpax.experiments.parts.clients_mesh import OnClientsMesh, over_clients
 from fedpax.experiments.parts.private_runs import (
@@ -190,7 +190,7 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
             num_clients=sampler.num_clients,
             learning_rate=self.client_learning_rate,
             server_optimizer=self.server.make(),
-            chunk_size=self.cohort.chunk_size,
+            chunk_size=self.cohort.at_once,
             aggregator=make_aggregator(self, sampler),
         )
         return self.method.make(loss_fn, settings)
@@ -301,17 +301,16 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
         preprocess = self.make_preprocess()
         training, population = self.read_clients()
         sampler = self.make_sampler(population)
-        rounds = self.make_rounds(
-            training,
-            population,
-            sampler,
-            preprocess,
-            num_devices=num_devices,
-            chunk_size=cohort.chunk_size,
-            pad_to=self.pad_to,
-        )
-        read_heldout = self.open_heldout(preprocess)
         model = self.make_model()
+        loss_fn = self.make_loss(model)
+        params = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+        arguments = training, population, sampler, preprocess
+        layout: Any = {"num_devices": num_devices, "pad_to": self.pad_to}
+        rounds = self.make_rounds(*arguments, **layout, chunk_size=cohort.at_once)
+        fitted = cohort.fit(mesh, loss_fn, params, rounds.shapes.batches)
+        if fitted.at_once != cohort.at_once:
+            rounds = self.make_rounds(*arguments, **layout, chunk_size=fitted.at_once)
+        read_heldout = self.open_heldout(preprocess)
 
         # Made at the first evaluation: `fedpax plan` compiles for devices that cannot hold data.
         @functools.cache
@@ -328,16 +327,13 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
             return self.make_client_evaluation(model)
 
         return Run(
-            algorithm=self.make_algorithm(self.make_loss(model), sampler),
+            algorithm=with_cohort(self, fitted).make_algorithm(loss_fn, sampler),
             init=model.init,
             cohorts=self.make_stream(rounds, sampler),
             evaluate=lambda params: evaluate_heldout()(params),
             mesh=mesh,
             shardings=Shardings(
-                params=shardings(
-                    model.logical_axes, jax.eval_shape(lambda: model.init(jax.random.key(0))), mesh
-                ),
-                cohort=over_clients(mesh),
+                params=shardings(model.logical_axes, params, mesh), cohort=over_clients(mesh)
             ),
             items_per_round=rounds.items_per_round,
             item_unit="examples",

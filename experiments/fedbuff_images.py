@@ -146,7 +146,7 @@ class FedBuffImages(FedAvgImages):
             max_staleness=self.buffer.max_staleness,
             client_optimizer=optax.sgd(self.client_learning_rate),
             server_optimizer=self.server.make(),
-            chunk_size=self.cohort.chunk_size,
+            chunk_size=self.cohort.at_once,
             aggregator=make_aggregator(self, sampler),
         )
         # Each client that arrives has received a model and sends an update.

@@ -191,17 +191,20 @@ def check_fields(config: Any, path: str) -> None:
     for name, hint in _hints(config.__class__).items():
         value: Any = getattr(config, name, None)
         is_union = get_origin(hint) in (types.UnionType, Union)
-        for member in get_args(hint) if is_union else (hint,):
-            if value is None and (is_union or get_origin(member) is not Literal):
-                continue
-            if get_origin(member) is Literal and value not in get_args(member):
-                raise ArgumentError(
-                    f"{prefix}{name}={value!r}: expected one of {', '.join(get_args(member))}. Set "
-                    f"--{prefix}{name} to one of them."
-                )
-            for expected in getattr(member, "__metadata__", ()):
-                if isinstance(expected, Range):
-                    _check_field(f"{prefix}{name}", value, expected)
+        members = get_args(hint) if is_union else (hint,)
+        choices = [choice for m in members if get_origin(m) is Literal for choice in get_args(m)]
+        if value in choices or (value is None and (is_union or not choices)):
+            continue
+        ranges = [
+            r for m in members for r in getattr(m, "__metadata__", ()) if isinstance(r, Range)
+        ]
+        if choices and (isinstance(value, str) or not ranges):
+            raise ArgumentError(
+                f"{prefix}{name}={value!r}: expected one of {', '.join(choices)}. Set "
+                f"--{prefix}{name} to one of them."
+            )
+        for expected in ranges:
+            _check_field(f"{prefix}{name}", value, expected)
 
 
 def _check_field(name: str, value: Any, expected: Range) -> None:

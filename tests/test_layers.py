@@ -22,6 +22,7 @@ HEIGHT = {
     "deprecation": 0,
     "lazy_names": 0,
     "extras": 1,
+    "chips": 1,
     "checks": 1,
     "secure_sums": 2,
     "primitives": 2,

@@ -32,7 +32,7 @@ import fedpax
 from fedpax.algorithm import Params
 from fedpax.experiments.benchmarks import harness, timing
 from fedpax.experiments.benchmarks.harness import Row, Timed, command, option
-from fedpax.experiments.benchmarks.workloads import WORKLOADS, Sizes
+from fedpax.experiments.benchmarks.workloads import BATCH_SIZE, LOCAL_STEPS, WORKLOADS, Sizes
 from fedpax.primitives.placement import ChunkSize
 
 NumExamples: TypeAlias = Float[Array, " clients"]
@@ -128,6 +128,8 @@ class FedAvgRound(Sizes, Timed):
     baselines: list[str] = option(
         ",".join(BASELINES), "implementations to compare fedpax with", harness.names
     )
+    local_steps: int = option(LOCAL_STEPS, "steps of a client")
+    batch_size: int = option(BATCH_SIZE, "examples in a step")
     files: list[Path] = option((), "JSON files with more rows for --plot", Path, nargs="+")
     columns = (
         "devices {devices} | clients {clients:9,} | round {implementation:16} "
@@ -150,12 +152,17 @@ class FedAvgRound(Sizes, Timed):
         first = next(iter(rounds))
         rounds |= {name: BASELINES[name](train, clients) for name in self.baselines}
         with jax.set_mesh(mesh):
-            types = workload.argument_types(clients, mesh)
+            sizes = self.local_steps, self.batch_size
+            types = workload.argument_types(clients, mesh, *sizes)
             compiled = {name: timing.compile_for(fn, *types) for name, fn in rounds.items()}
             calls, arguments = {name: c.program for name, c in compiled.items()}, tuple[Any, ...]()
             if self.repetitions:
-                arguments = workload.random_arguments(clients, mesh)
-                check_equal({name: call(*arguments) for name, call in calls.items()})
+                # A few steps in full precision: GPUs and TPUs round the operands of matmuls, and
+                # after hundreds of steps rounding alone makes the results differ.
+                few = workload.random_arguments(clients, mesh, min(5, self.local_steps))
+                with jax.default_matmul_precision("float32"):
+                    check_equal({name: jax.jit(fn)(*few) for name, fn in rounds.items()})
+                arguments = workload.random_arguments(clients, mesh, *sizes)
             seconds = self.time(calls, *arguments)
         return [
             Row(

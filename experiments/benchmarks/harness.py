@@ -18,6 +18,7 @@ A benchmark is a class of options, with the columns of a table and a method that
 
 import abc
 import argparse
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -37,7 +38,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fedpax.experiments.benchmarks import timing
-from fedpax.experiments.benchmarks.timing import is_installed
 from fedpax.reports.table import format_bytes, markdown_table
 
 PACKAGES = ("fedpax", "jax", "jaxlib", "drjax", "flax", "flwr", "numpy")
@@ -241,9 +241,13 @@ def pivot(rows: Sequence[Row], line: str, column: str, cell: str, head: str) -> 
 
 def _write(path: Path | None, rows: Sequence[Row], settings: Mapping[str, Any]) -> None:
     """Write or print measurements as JSON, with settings, versions of packages and the machine."""
+    versions = dict[str, str]()
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # also a bare checkout
+            versions[package] = importlib.metadata.version(package)
     content = {
         "settings": settings,
-        "versions": {p: importlib.metadata.version(p) for p in PACKAGES if is_installed(p)},
+        "versions": versions,
         "machine": {
             "processor": platform.machine(),
             "cores": os.cpu_count(),

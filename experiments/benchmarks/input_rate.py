@@ -22,12 +22,12 @@ import jax
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
+from fedpax.chips import CHIPS
 from fedpax.data import Source, Tokenizer, TokenRounds, load, load_tokenizer, train_tokenizer
 from fedpax.data import token_rounds as make_rounds
 from fedpax.experiments.benchmarks.cohort_input import waiting
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
 from fedpax.models import presets
-from fedpax.parallel.chips import CHIPS
 
 MODEL = presets.llama_3_1_8b()
 MEAN_BYTES = 2200  # of a document, as in C4's English split

@@ -84,7 +84,9 @@ def from_torch(network: Any, params: dict[str, np.ndarray]) -> dict[str, Any]:
     for name, like in params.items():
         indices = as_torch(name, np.arange(like.size).reshape(like.shape), params)
         converted[name] = np.empty_like(like)
-        converted[name].flat[indices.ravel()] = variable(network, name).detach().numpy().ravel()
+        converted[name].flat[indices.ravel()] = (
+            variable(network, name).detach().cpu().numpy().ravel()
+        )
     return converted
 
 

@@ -7,11 +7,18 @@
 The hand-written step is `jax.jit` of `jax.value_and_grad` and an optax update, with the same model
 and loss and without fedpax programs. Both steps are compiled, compared and timed in
 interleaved calls. The command exits with status 1 if their collectives differ.
+With `--matmul=8192` a chain of square bfloat16 matmuls is timed beside the steps: the ceiling of
+the chip, of which the last column is the part that the model's FLOPs take, without recomputation
+and without the half of attention that the causal mask hides.
+
 `--topology=v5e:4x4` compiles for a TPU pod without the hardware and runs nothing; it needs the
 extra `tpu`.
 """
 
+import dataclasses
+import functools
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -36,6 +43,8 @@ from fedpax.parallel.mesh import MeshConfig
 from fedpax.planning import find_topology
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.shardings import state_shardings
+
+MATMULS = 8  # of a chain
 
 
 class Step(NamedTuple):
@@ -139,6 +148,17 @@ def values_of(types: Any) -> Any:
     return jax.jit(lambda: jax.tree.map(value, types), out_shardings=sharding)()
 
 
+def matmuls(rows: int) -> Callable[[], Any]:
+    """Make a call of a chain of square bfloat16 matmuls of random numbers."""
+    keys = jax.random.split(jax.random.key(0))
+    a, b = (jax.random.normal(key, (rows, rows), jnp.bfloat16) for key in keys)
+
+    def chain(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, MATMULS, lambda _, a: (a @ b) * rows**-0.5, a)
+
+    return functools.partial(jax.jit(chain), a, b)
+
+
 class TrainingStep(Timed):
     model: str = option("base_1m", "name of a function of fedpax.models.presets")
     mesh: dict[str, int] = option(
@@ -150,11 +170,16 @@ class TrainingStep(Timed):
     batch_size: int = option(8, "rows in a step")
     seq_len: int = option(128, "tokens in a row")
     steps: int = option(1, "steps in a call")
+    remat: str | None = option(
+        None, "what a layer stores for the backward pass; default: the model's"
+    )
+    matmul: int = option(0, "rows of square matmuls that are timed beside the steps; 0: none")
     columns = (
         "model {model} | device {device} | devices {devices} | collectives {collectives} "
         "| argument bytes of a device {bytes[0]:,} | by hand {hand_bytes[0]:,} "
         "| temporaries {bytes[1]:,} | of those by hand {hand_bytes[1]:,} "
-        "| s per call {island_seconds:.4f} | s by hand {hand_seconds:.4f} | ratio {ratio:.3f}"
+        "| s per call {island_seconds:.4f} | s by hand {hand_seconds:.4f} | ratio {ratio:.3f} "
+        "| model TFLOP/s {teraflops:.1f} | of matmuls' {utilization:.1%}"
     )
     bar = "the same collectives"
 
@@ -167,14 +192,31 @@ class TrainingStep(Timed):
         devices = find_topology(self.topology).devices if self.topology else jax.devices()
         mesh = MeshConfig(**self.mesh).make(devices)
         sizes = {"batch_size": self.batch_size, "seq_len": self.seq_len, "steps": self.steps}
-        both = compile_both(getattr(presets, self.model)(), mesh, **sizes)
+        config = getattr(presets, self.model)()
+        if self.remat is not None:
+            config = dataclasses.replace(config, remat=self.remat)
+        both = compile_both(config, mesh, **sizes)
         island, hand = (structure(both[name], mesh) for name in ("island", "hand"))
         seconds: timing.Seconds = {name: [] for name in both}
         if self.repetitions and not self.topology:
             with jax.set_mesh(mesh):
-                seconds = self.time(
-                    {k: timing.repeated(s.compiled, *values_of(s.types)) for k, s in both.items()}
-                )
+                calls = {
+                    k: timing.repeated(s.compiled, *values_of(s.types)) for k, s in both.items()
+                }
+                if self.matmul:
+                    calls["matmuls"] = matmuls(self.matmul)
+                seconds = self.time(calls)
+        flops = (
+            self.steps
+            * self.batch_size
+            * self.seq_len
+            * config.flops_per_token(self.seq_len, causal=True)
+        )
+        rate, ceiling = None, None
+        if seconds["island"]:
+            rate = flops / statistics.median(seconds["island"])
+        if seconds.get("matmuls"):
+            ceiling = MATMULS * 2 * self.matmul**3 / statistics.median(seconds["matmuls"])
         return Row(
             model=self.model,
             device=devices[0].device_kind,
@@ -186,6 +228,8 @@ class TrainingStep(Timed):
             island_seconds=seconds["island"],
             hand_seconds=seconds["hand"],
             ratio=timing.paired_ratio(seconds["island"], seconds["hand"]),
+            teraflops=rate and rate / 1e12,
+            utilization=rate and ceiling and rate / ceiling,
         )
 
 

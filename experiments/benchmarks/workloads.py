@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
@@ -22,7 +23,7 @@ from fedpax.experiments.benchmarks import timing
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, integers, option
 from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
 from fedpax.models.losses import classification_loss
-from fedpax.models.nnx_functional import FunctionalModel
+from fedpax.models.nnx_functional import FunctionalModel, to_functional
 from fedpax.training.compiled_round import CompiledRound, compile_round, init_state, with_shardings
 from fedpax.training.experiment import Run
 from fedpax.training.prefetch import put_on_mesh
@@ -83,11 +84,11 @@ class Workload(NamedTuple):
         return params, batches, like(spec, jnp.float32, clients)
 
     def random_arguments(
-        self, clients: int, mesh: Mesh
+        self, clients: int, mesh: Mesh, steps: int = LOCAL_STEPS, batch_size: int = BATCH_SIZE
     ) -> tuple[Params, dict[str, jax.Array], jax.Array]:
         """Draw random arguments of the types of `argument_types`."""
         random = np.random.default_rng(0)
-        _, batches, num_examples = self.argument_types(clients, mesh)
+        _, batches, num_examples = self.argument_types(clients, mesh, steps, batch_size)
         init = jax.jit(self.model.init, out_shardings=NamedSharding(mesh, P()))
         image, label = batches["image"].shape, batches["label"].shape
         values = {
@@ -132,9 +133,26 @@ def start_run(run: Run, *thresholds: Any, starts: bool = True, **settings: Any) 
     return StartedRun(compiled, memory, call)
 
 
+class FedAvgCNN(nnx.Module):
+    """The network that PFLlib calls FedAvgCNN: two 5 x 5 convolutions, each with max-pooling."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.convolution_0 = nnx.Conv(1, 32, (5, 5), padding="VALID", rngs=rngs)
+        self.convolution_1 = nnx.Conv(32, 64, (5, 5), padding="VALID", rngs=rngs)
+        self.dense_0 = nnx.Linear(1024, 512, rngs=rngs)
+        self.dense_1 = nnx.Linear(512, 10, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map images [batch, 28, 28, 1] to logits [batch, 10]."""
+        for convolution in (self.convolution_0, self.convolution_1):
+            x = nnx.max_pool(nnx.relu(convolution(x)), (2, 2), strides=(2, 2))
+        return self.dense_1(nnx.relu(self.dense_0(x.reshape(len(x), -1))))
+
+
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     "mlp": lambda: Workload(mlp(MLPConfig(layer_sizes=(784, 200, 10))), (784,), 10),
     "cnn": lambda: Workload(cnn(CNNConfig(num_classes=62)), (28, 28, 1), 62),
+    "pfllib_cnn": lambda: Workload(to_functional(FedAvgCNN), (28, 28, 1), 10),
 }
 
 

@@ -3,9 +3,11 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Self
 
+import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.algorithms import fedavg
@@ -93,8 +95,17 @@ class ClientText(OnClientsMesh, LanguageModelExperiment):
     def _make_rounds(
         self, rows: Arrays, population: Partition, sampler: ClientSampler, num_devices: int = 1
     ) -> CohortRounds:
-        sizes = {"num_devices": num_devices, "chunk_size": self.cohort.chunk_size}
+        sizes = {"num_devices": num_devices, "chunk_size": self.cohort.at_once}
         return self.cohort.rounds(rows, population, sampler, preprocess_rows, **sizes)
+
+    def _fit(self, mesh: Mesh, trainable: Trainable, rounds: CohortRounds) -> Self:
+        """Replace cohort.chunk_size="auto" by the number of clients that fit on a device."""
+        if trainable.frozen is not None:  # adapters: their loss needs the frozen parameters
+            return self
+        params = jax.eval_shape(lambda: trainable.init(jax.random.key(0)))
+        loss_fn = without_token_count(transformer_loss(self.model))
+        cohort = self.cohort.fit(mesh, loss_fn, params, rounds.shapes.batches)
+        return dataclasses.replace(self, cohort=cohort)
 
     def _make_algorithm(self, trainable: Trainable, max_steps: int) -> FederatedAlgorithm:
         optimizer = self.optimizer.make(max_steps, trainable.logical_axes)
@@ -104,7 +115,7 @@ class ClientText(OnClientsMesh, LanguageModelExperiment):
                 cohort_size=self.cohort.size,
                 client_optimizer=optimizer,
                 server_optimizer=self.server.make(),
-                chunk_size=self.cohort.chunk_size,
+                chunk_size=self.cohort.at_once,
             ),
             without_token_count(transformer_loss(self.model)),
         )
@@ -135,6 +146,9 @@ class ClientText(OnClientsMesh, LanguageModelExperiment):
         trainable = self.trainable(mesh)
         sampler = ClientSampler(len(population), cohort.size, cohort.seed)
         rounds = self._make_rounds(rows, population, sampler, num_devices)
+        fitted = self._fit(mesh, trainable, rounds)
+        if fitted.cohort.at_once != cohort.at_once:
+            rounds = fitted._make_rounds(rows, population, sampler, num_devices)
 
         # Made at the first evaluation: `fedpax plan` compiles for devices that cannot hold data.
         @functools.cache
@@ -154,7 +168,7 @@ class ClientText(OnClientsMesh, LanguageModelExperiment):
             )
 
         return Run(
-            algorithm=self._make_algorithm(trainable, rounds.max_steps),
+            algorithm=fitted._make_algorithm(trainable, rounds.max_steps),
             init=trainable.init,
             cohorts=rounds,
             evaluate=lambda params: evaluate_heldout()(params),

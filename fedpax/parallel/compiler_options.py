@@ -3,7 +3,7 @@
 import jax
 from jax.sharding import Mesh
 
-from fedpax.parallel.chips import chip_of
+from fedpax.chips import chip_of
 
 
 def overlap_options(mesh: Mesh) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Ahead-of-time plans: chips, topologies, interconnect, the compiled plan and its reports."""
 
-from fedpax.parallel.chips import CHIPS, Chip, chip_of
+from fedpax.chips import CHIPS, Chip, chip_of
 from fedpax.planning.ahead_of_time import MemoryOverflowError, PlanError, plan_experiment
 from fedpax.planning.compiled_plan import CompiledPlan
 from fedpax.planning.json_report import to_json

@@ -311,7 +311,7 @@ def _roofline(plan: CompiledPlan) -> str:
     if roofline is None:
         return (
             "Roofline\n  none: the specifications of this device are unknown "
-            "(fedpax/parallel/chips.py has TPUs and some GPUs)"
+            "(fedpax/chips.py has TPUs and some GPUs)"
         )
     rows = [(name, f"{1e3 * time / steps:,.3f}", "") for name, time in roofline.times.items()]
     overlapping = plan.model_flops_utilization(roofline.full_overlap_seconds)

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import jax
 from jax.experimental import topologies
 
+from fedpax.chips import CHIPS, Chip, chip_of
 from fedpax.errors import FedpaxError
-from fedpax.parallel.chips import CHIPS, Chip, chip_of
 from fedpax.parallel.simulated_devices import MAX_SIMULATED_DEVICES, simulate_devices
 
 TPUS = [name for name, chip in CHIPS.items() if chip.torus_dimensions]

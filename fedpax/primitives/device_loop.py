@@ -52,7 +52,9 @@ class DeviceLoop(NamedTuple):
             return jax.lax.platform_dependent(
                 *placed,
                 cpu=lambda *placed: self.run(placed, 1),
-                default=lambda *placed: self.run(placed, self.auto_chunk_size()),
+                default=lambda *placed: self.run(
+                    placed, equal_chunks(self.participants, self.max_auto_chunk)
+                ),
             )
         size = min(chunk_size or self.participants, self.participants)
         chunks, rest = divmod(self.participants, size)
@@ -115,11 +117,6 @@ class DeviceLoop(NamedTuple):
         states = [outputs[output] for output in self.in_place]
         rows = write_clients(values, start, states, self.ring, in_loop=True)
         return dict(zip(self.in_place, rows, strict=True))
-
-    def auto_chunk_size(self) -> int:
-        """Return the chunk size of "auto": the fewest chunks that fit, of about equal size."""
-        chunks = -(-self.participants // self.max_auto_chunk)
-        return -(-self.participants // chunks)
 
     def run_chunk(
         self,
@@ -212,6 +209,12 @@ class DeviceLoop(NamedTuple):
             if key not in arrays:
                 arrays[key] = _broadcast_to_aval(value, aval)
         return [arrays[id(v), *_shape_and_layout(a)] for v, a in zip(values, avals, strict=True)]
+
+
+def equal_chunks(participants: int, largest: int) -> int:
+    """Return the size of the fewest chunks of at most `largest`, of about equal size."""
+    chunks = -(-participants // largest)
+    return -(-participants // chunks)
 
 
 def _client_rows(value: Placed) -> ClientRows:

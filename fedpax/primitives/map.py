@@ -79,9 +79,11 @@ def federated_map(
             - A positive int. 1 runs `fn` unbatched, so that its conditionals and loops stay as
               they are.
             - "auto" on CPU: 1, because a core gains nothing from a batch of participants.
-            - "auto" on GPU and TPU: the number of participants whose live values fit in 1 GiB,
-              at least 1. It is estimated from the jaxpr of `fn` (for a model: parameters,
-              gradients and activations), and reduced until all chunks have about the same size.
+            - "auto" on GPU and TPU: the number of participants whose live values fit in a
+              sixteenth of the chip's memory, or in 1 GiB if that is more or the chip is not in
+              `fedpax.planning.CHIPS`; at least 1. It is estimated from the jaxpr of `fn` (for a
+              model: parameters, gradients and activations), and reduced until all chunks have
+              about the same size.
 
     Returns:
         The result of `fn`, with an axis of size `n` in front of every leaf.

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fedpax.chips import chip_of
 from fedpax.primitives._jax import (
     ClosedJaxpr,
     Jaxpr,
@@ -35,8 +36,9 @@ from fedpax.primitives.monoids import Monoid, apply_by_monoid
 from fedpax.primitives.placement import ChunkSize, Placement
 from fedpax.primitives.unit_axis import keep_unit_axis
 
-# chunk_size="auto" runs as many participants at once on a GPU or TPU as fit in this many bytes.
-AUTO_CHUNK_BYTES = 2**30
+# chunk_size="auto" runs as many participants at once on a GPU or TPU as fit in this part of the
+# chip's memory, and in this many bytes if the chip is smaller or unknown.
+AUTO_CHUNK_PART, AUTO_CHUNK_BYTES = 16, 2**30
 
 
 def run_participants(
@@ -107,7 +109,7 @@ def run_participants(
         _outputs_by_slice(jaxpr, 1 + len(server_values), slice_types),
         local,
         first_index if uses_index else 0,
-        _largest_auto_chunk(jaxpr, shared) if chunk_size == "auto" else 1,
+        largest_auto_chunk(jaxpr, shared) if chunk_size == "auto" else 1,
         in_place,
         ring,
     )
@@ -202,11 +204,20 @@ def _reshard_to_type(x: jax.Array) -> jax.Array:
     return jax.sharding.reshard(x, spec) if any(entry is not None for entry in spec) else x
 
 
-def _largest_auto_chunk(jaxpr: ClosedJaxpr, shared: Sequence[bool]) -> int:
-    """Return how many participants fit at once, without the arguments that they share."""
-    inner = jaxpr.jaxpr
+def largest_auto_chunk(
+    jaxpr: ClosedJaxpr, shared: Sequence[bool], device_kind: str | None = None
+) -> int:
+    """Return how many participants fit at once, without the arguments that they share.
+
+    The chip is by default that of the mesh in context, or without one that of JAX's first device.
+    """
+    if device_kind is None:
+        device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+        device_kind = device.device_kind
+    chip, inner = chip_of(device_kind), jaxpr.jaxpr
+    fitting = max(AUTO_CHUNK_BYTES, int(chip.hbm_bytes / AUTO_CHUNK_PART) if chip else 0)
     shared_bytes = sum(num_bytes(v) for v, s in zip(inner.invars, shared, strict=True) if s)
-    return max(1, AUTO_CHUNK_BYTES // max(1, peak_live_bytes(inner) - shared_bytes))
+    return max(1, fitting // max(1, peak_live_bytes(inner) - shared_bytes))
 
 
 # Run a jaxpr inside a `shard_map` that makes one more mesh axis manual.

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import jax
 
+from fedpax.chips import CHIPS
 from fedpax.console import count_of
 from fedpax.errors import ConfigurationError
-from fedpax.parallel.chips import CHIPS
 from fedpax.parallel.mesh import available_devices
 from fedpax.run_files.paths import SCALARS
 from fedpax.training.experiment import Experiment, Run

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
+from fedpax.chips import chip_of
 from fedpax.models.model_flops import model_flops_utilization
-from fedpax.parallel.chips import chip_of
 from fedpax.training.experiment import Run
 
 

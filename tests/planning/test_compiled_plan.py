@@ -9,8 +9,8 @@ import pytest
 from communicating_programs import STEPS, compile_text, shard_bytes, training_round
 from jax.sharding import AxisType, Mesh
 
+from fedpax.chips import CHIPS
 from fedpax.experiments.benchmarks.bandwidth import bits_per_parameter
-from fedpax.parallel.chips import CHIPS
 from fedpax.parallel.mesh import make_mesh
 from fedpax.planning.compiled_plan import (
     CompiledPlan,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
+from fedpax.chips import CHIPS
 from fedpax.hlo.collectives import Collective
-from fedpax.parallel.chips import CHIPS
 from fedpax.planning.interconnect import Route, axis_routes, find_route, min_seconds
 from fedpax.planning.topology import Topology
 

@@ -4,7 +4,7 @@ import importlib.util
 import jax
 import pytest
 
-from fedpax.parallel.chips import CHIPS, chip_of
+from fedpax.chips import CHIPS, chip_of
 from fedpax.planning.topology import TopologyError, find_topology, foreign_libtpu
 
 

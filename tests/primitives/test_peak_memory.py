@@ -84,3 +84,15 @@ def test_auto_chunks_fill_the_memory_limit_on_accelerators_and_are_one_on_cpu(
     assert sines("cpu") == f"tensor<{size}xf32>"
     wanted = f"tensor<{chunk}x{size}xf32>" if chunk > 1 else f"tensor<{size}xf32>"
     assert sines("tpu") == sines("cuda") == wanted
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "gib"),
+    [("NVIDIA H100 80GB HBM3", 5), ("TPU v4", 2), ("TPU v5 lite", 1), ("cpu", 1), ("unknown", 1)],
+)
+def test_auto_chunks_take_a_sixteenth_of_the_chip_and_at_least_one_gib(device_kind, gib):
+    x = jax.ShapeDtypeStruct((2**20,), jnp.float32)
+    jaxpr = jax.make_jaxpr(lambda w, x: jnp.sin(w * x))(x, x)
+    of_one = peak_live_bytes(jaxpr.jaxpr) - 4 * 2**20  # without the shared argument
+    chunk = participant_loop.largest_auto_chunk(jaxpr, [True, False], device_kind)
+    assert chunk == gib * 2**30 // of_one

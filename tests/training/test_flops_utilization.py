@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small_regression import regression
 
-from fedpax.parallel.chips import CHIPS
+from fedpax.chips import CHIPS
 from fedpax.training.experiment import Run
 from fedpax.training.progress import Progress
 from fedpax.training.startup_report import announce

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from fedpax import __version__
 from fedpax.commands import COMMANDS
@@ -94,7 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        discard_output(sys.stdout)
+        if argv is None:
+            discard_output(sys.stdout)
         return 128 + signal.SIGPIPE
     except SystemExit as stop:  # tyro has printed the fields, or the error in one
         if isinstance(stop.code, str):
@@ -103,7 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(stop.code or 0)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            discard_output(sys.stdout)
+            if argv is None and not _can_flush(sys.stdout):
+                discard_output(sys.stdout)
             where = error.filename or "the output"
             print_error(
                 f"fedpax: {where} cannot be written: {error.strerror}. Make room on the disk, "
@@ -117,6 +120,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print_error(f"fedpax: {getattr(error, 'in_flags', None) or error}")
         return failure
+
+
+def _can_flush(stream: TextIO) -> bool:
+    """Return whether a stream can be written: a full disk can be that of another file."""
+    try:
+        stream.flush()
+    except OSError:
+        return False
+    return True
 
 
 def program() -> int:

@@ -165,3 +165,17 @@ def test_the_package_imports_nothing_slow() -> None:
     command = [sys.executable, "-I", "-S", "-c", code]
     completed = subprocess.run(command, capture_output=True, text=True, check=True)
     assert not {"jax", "re", "typing"} & {*completed.stdout.split()}
+
+
+@pytest.mark.parametrize("arguments", ["['export']", "None"])
+def test_a_full_disk_of_another_file_leaves_the_output_open(arguments: str) -> None:
+    code = f"""
+import errno
+import fedpax.main
+def fail(arguments):
+    raise OSError(errno.ENOSPC, "No space left on device", "model.npz")
+fedpax.main._run = fail
+print("status", fedpax.main.main({arguments}))
+"""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.stdout == "status 1\n" and "model.npz cannot be written" in process.stderr

@@ -19,6 +19,7 @@ from fedpax.models.huggingface.read_model import CONFIG
 from fedpax.models.transformer import TransformerConfig
 from fedpax.path_patterns import expand_home
 from fedpax.text.end_of_document import SOURCES, named_end
+from fedpax.text.tokenizer import load_tokenizer
 from fedpax.training.stored_params import StoredParams
 
 TOKENIZER, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
@@ -125,6 +126,8 @@ def write_huggingface(
                 shutil.copyfile(file.parent / name, folder / name)
         if end_of_document is not None:
             _add_entry(folder / "tokenizer_config.json", "eos_token", end_of_document)
+            number = load_tokenizer(tokenizer, end_of_document=end_of_document).separator
+            _add_entry(folder / CONFIG, SOURCES[CONFIG], number)
         elif (named := named_end(file)) is not None and named[0].name == CONFIG:
             _add_entry(folder / CONFIG, SOURCES[CONFIG], named[1])
 

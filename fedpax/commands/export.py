@@ -1,6 +1,8 @@
 """`fedpax export`: write the model of a run to a folder or a file, for other programs."""
 
 import contextlib
+import errno
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -155,12 +157,29 @@ def _draft_of(out: Path, *, last: str | None) -> Iterator[Path]:
         if out.exists():
             out.rmdir()
         rename_folder(draft, out, last=last)
+    except Exception as error:
+        _tell_write_failure(error, out)
+        raise
     finally:
         _remove(draft)
         if not out.exists():
             with contextlib.suppress(OSError):  # a folder that another process has filled
                 for folder in made:
                     folder.rmdir()
+
+
+def _tell_write_failure(error: Exception, out: Path) -> None:
+    """Raise an error with the name of the output if an error says that it cannot be written."""
+    # safetensors, Orbax and TensorStore put the system's error into texts of their own.
+    for number in (errno.ENOSPC, errno.EDQUOT):
+        if getattr(error, "errno", None) == number or os.strerror(number) in str(error):
+            raise OSError(number, os.strerror(number), str(out)) from error
+    of_file = str(getattr(error, "filename", "")).startswith(str(out.parent))
+    if isinstance(error, OSError) and of_file and error.errno in (errno.EROFS, errno.EACCES):
+        raise UsageError(
+            f"--out={out} cannot be made ({error.strerror}), expected a path in a folder that can "
+            "be written. Give another --out."
+        ) from error
 
 
 def _remove(draft: Path) -> None:

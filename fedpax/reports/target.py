@@ -85,7 +85,9 @@ def trajectory_of(
     jaxpr = jax.make_jaxpr(run.algorithm.round)(*arguments)
     if run.placement in program_placements(jaxpr.jaxpr):
         each = cost(run.algorithm.round, *arguments).placements[run.placement]
-        num_bytes = float(each.size * (each.broadcast_bytes + each.sent_bytes))
+        # A single island has no other one to communicate with.
+        links = 0 if (run.placement, each.size) == ("islands", 1) else each.size
+        num_bytes = float(links * (each.broadcast_bytes + each.sent_bytes))
         full_flops = each.size * each.flops
     else:  # the round is no fedpax program
         num_bytes, full_flops = math.nan, math.nan

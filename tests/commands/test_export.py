@@ -1,5 +1,6 @@
 """Tests of `fedpax export`."""
 
+import errno
 import json
 import os
 import shutil
@@ -102,6 +103,7 @@ def test_an_exported_folder_names_the_token_that_ends_a_document(tmp_path: Path)
         out = tmp_path / f"{given}"
         write_huggingface(out, config, params, tokenizer=str(path), end_of_document=given)
         assert load_tokenizer(str(out / "tokenizer.json")).separator == expected.separator
+        assert json.loads((out / "config.json").read_text())["eos_token_id"] == expected.separator
 
 
 def test_a_missing_package_is_named_without_a_traceback(
@@ -224,3 +226,32 @@ def test_a_file_of_tensors_names_its_own_package(
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     with pytest.raises(MissingPackageError, match="A safetensors file needs the package"):
         write_safetensors(tmp_path / "model.safetensors", {"w": np.ones(2, np.float32)})
+
+
+def test_a_folder_that_cannot_be_written_is_told_without_a_traceback(
+    command: Command, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = pytest.importorskip("safetensors")
+    full = library.SafetensorError("Error while serializing: I/O error: No space left on device")
+    export = ("export", f"--job_log_dir={text}", f"--out={tmp_path}/new")
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise full
+
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.numpy.save_file", fail)
+        status, output, errors = command(*export)
+    assert (status, output) == (1, "")
+    assert f"{tmp_path}/new cannot be written: No space left on device. Make room" in errors
+    make = Path.mkdir
+
+    def read_only(path: Path, *arguments: Any, **options: Any) -> None:
+        if path.name == ".new.draft":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        make(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    status, output, errors = command(*export)
+    assert (status, output) == (2, "")
+    assert f"--out={tmp_path}/new cannot be made (Read-only file system), expected" in errors
+    assert not list(tmp_path.glob("*new*"))

@@ -1,5 +1,6 @@
 """Costs until a target."""
 
+import dataclasses
 import json
 import math
 from typing import Any
@@ -13,6 +14,9 @@ import pytest
 from fedpax import Cohort
 from fedpax.algorithms import fedavg
 from fedpax.data import FunctionRounds
+from fedpax.experiments.pretrain import pretrain_text
+from fedpax.experiments.text import short_rows
+from fedpax.models.transformer import TransformerConfig
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.reports.target import (
     MetricTrajectory,
@@ -62,6 +66,15 @@ def test_flops_are_those_of_valid_steps_and_bytes_those_of_models() -> None:
     # Of 12 steps, 1 + 2 + 3 are valid in the first round, 2 + 3 + 4 and 3 + 4 + 4 in the next.
     assert partial.flops[0] / full.flops[0] == pytest.approx(6 / 12)
     assert partial.flops[1] / full.flops[0] == pytest.approx((6 + 9 + 11) / 12)
+
+
+def test_a_single_island_sends_nothing() -> None:
+    text = short_rows(local_steps=1, batch_size=2, seq_len=16)
+    model = TransformerConfig(num_layers=1, embed_dim=16, num_heads=2, mlp_dim=16, vocab_size=256)
+    run = dataclasses.replace(pretrain_text(), data=text, model=model).build()
+    with jax.set_mesh(run.mesh):
+        trajectory = trajectory_of(run, [{"round": 2, "loss": 1.0}], "loss")
+    assert trajectory.num_bytes == [0.0] and trajectory.flops[0] > 0
 
 
 def test_rounds_of_several_lengths_have_the_flops_of_their_steps() -> None:

@@ -31,14 +31,12 @@ from fedpax.algorithms.mime import mime, mime_adam, mime_lite
 from fedpax.algorithms.muloco import muloco
 from fedpax.algorithms.noloco import noloco
 from fedpax.algorithms.papa import papa, papa_2, papa_all
-from fedpax.algorithms.parts.decoupled_parts import decoupled_diloco_parts
-from fedpax.algorithms.parts.delayed_nesterov import DelayedNesterov
-from fedpax.algorithms.parts.directional_mean import directional_mean
+from fedpax.algorithms.parts.arrivals import DelayedNesterov, hinge_staleness, polynomial_staleness
+from fedpax.algorithms.parts.decoupled_parts import decoupled_diloco_parts, directional_mean
 from fedpax.algorithms.parts.fragments import layer_fragments
 from fedpax.algorithms.parts.local_steps import local_steps
 from fedpax.algorithms.parts.model_averaging import greedy_soup, merge
 from fedpax.algorithms.parts.participation import participant_weights, valid_steps
-from fedpax.algorithms.parts.staleness import hinge_staleness, polynomial_staleness
 from fedpax.algorithms.scaffold import scaffold
 from fedpax.algorithms.self_tuning import self_tuning
 from fedpax.algorithms.sparseloco import sparseloco

@@ -20,8 +20,7 @@ from fedpax.algorithms.parts.method_checks import (
     cohort_of_population,
     with_distinct_clients,
 )
-from fedpax.algorithms.parts.participation import takes_part
-from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
+from fedpax.algorithms.parts.participation import rematerialized_map, takes_part
 from fedpax.algorithms.parts.server import make_server
 from fedpax.checks import NON_NEGATIVE
 from fedpax.clients.cohort import Cohort, NumSteps, check_cohort

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.finite_states import keep_finite
+from fedpax.algorithms.parts.inner_steps import keep_finite
 from fedpax.algorithms.parts.local_steps import count_steps, gradient_and_metrics, local_steps
 from fedpax.algorithms.parts.method_checks import (
     check_no_keys,
@@ -21,8 +21,7 @@ from fedpax.algorithms.parts.method_checks import (
     cohort_of_population,
     with_distinct_clients,
 )
-from fedpax.algorithms.parts.participation import participant_weights
-from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
+from fedpax.algorithms.parts.participation import participant_weights, rematerialized_map
 from fedpax.algorithms.parts.server import make_server
 from fedpax.algorithms.parts.tree_arithmetic import scale, subtract
 from fedpax.checks import FRACTION, NON_NEGATIVE

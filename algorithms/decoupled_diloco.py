@@ -13,14 +13,19 @@ from jaxtyping import Array, Bool, Float, Int
 from fedpax.aggregators import Aggregator
 from fedpax.aggregators.privacy_accounting import several_releases
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.directional_mean import directional_mean
-from fedpax.algorithms.parts.finite_states import finite_steps
-from fedpax.algorithms.parts.fragment_server import FragmentServer, with_entry
-from fedpax.algorithms.parts.fragments import Fragment, FragmentFn, make_fragments
+from fedpax.algorithms.parts.decoupled_parts import directional_mean
+from fedpax.algorithms.parts.fragments import (
+    Fragment,
+    FragmentFn,
+    FragmentServer,
+    make_fragments,
+    with_entry,
+)
 from fedpax.algorithms.parts.inner_steps import (
     InnerReport,
     InnerSteps,
     average_reports,
+    finite_steps,
     make_inner_steps,
 )
 from fedpax.algorithms.parts.method_checks import check_optimizer
@@ -58,7 +63,7 @@ def decoupled_diloco(
     whole outer model. Its inner optimizer's state is kept, as from the island's own checkpoint.
 
     A round merges each fragment once. `cohort.schedule` holds which islands take part, their
-    weights and their numbers of steps. `fedpax.simulation.fragment_syncs` computes it from the
+    weights and their numbers of steps. `fedpax.simulation.island_arrivals` computes it from the
     islands' speeds and failures, a quorum and a grace window. The same compiled round runs for any
     set of islands that are up. Without a schedule, all islands are equally fast and none fails:
     this is `streaming_diloco` with the same aggregator, and with one fragment `diloco`.
@@ -238,7 +243,7 @@ def _steps_per_merge(
             f"decoupled_diloco(): cohort.schedule has arrays [islands, "
             f"{', '.join(map(str, shape))}], expected [islands, {num_fragments}]: the model has "
             f"{num_fragments} fragments. Pass num_fragments={num_fragments} to "
-            "fedpax.simulation.fragment_syncs."
+            "fedpax.simulation.island_arrivals."
         )
     if num_steps % num_fragments or delay >= num_steps // num_fragments:
         raise ArgumentError(

@@ -9,9 +9,8 @@ import optax
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params, Scalar
-from fedpax.algorithms.parts.finite_states import keep_finite
-from fedpax.algorithms.parts.gradient_terms import proximal_term
-from fedpax.algorithms.parts.local_steps import local_steps, local_update
+from fedpax.algorithms.parts.inner_steps import keep_finite
+from fedpax.algorithms.parts.local_steps import local_steps, local_update, proximal_term
 from fedpax.algorithms.parts.method_checks import (
     check_no_keys,
     check_optimizer,
@@ -20,8 +19,7 @@ from fedpax.algorithms.parts.method_checks import (
     cohort_of_population,
     with_distinct_clients,
 )
-from fedpax.algorithms.parts.participation import participant_weights
-from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
+from fedpax.algorithms.parts.participation import participant_weights, rematerialized_map
 from fedpax.algorithms.parts.server import make_server
 from fedpax.checks import NON_NEGATIVE
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients

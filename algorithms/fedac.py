@@ -13,8 +13,11 @@ from fedpax.aggregators import Aggregator, mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.local_steps import local_steps
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_setting
-from fedpax.algorithms.parts.participation import mean_metrics, participant_weights
-from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
+from fedpax.algorithms.parts.participation import (
+    mean_metrics,
+    participant_weights,
+    rematerialized_map,
+)
 from fedpax.algorithms.parts.server import given_aggregator
 from fedpax.algorithms.parts.tree_arithmetic import subtract, weighted_sum
 from fedpax.checks import POSITIVE, Range

@@ -10,16 +10,15 @@ import optax
 from jaxtyping import Array, Int
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.gradient_terms import proximal_term
-from fedpax.algorithms.parts.local_steps import local_update
-from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer, check_setting
-from fedpax.algorithms.parts.participation import participant_weights
-from fedpax.algorithms.parts.staleness import (
+from fedpax.algorithms.parts.arrivals import (
     History,
     StalenessFn,
     polynomial_staleness,
     start_history,
 )
+from fedpax.algorithms.parts.local_steps import local_update, proximal_term
+from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer, check_setting
+from fedpax.algorithms.parts.participation import participant_weights
 from fedpax.algorithms.parts.tree_arithmetic import scale, subtract
 from fedpax.checks import COUNT_OR_ZERO, FRACTION, NON_NEGATIVE, check_argument
 from fedpax.clients import Arrivals

@@ -13,8 +13,7 @@ from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.local_steps import local_update
 from fedpax.algorithms.parts.method_checks import check_no_keys
-from fedpax.algorithms.parts.participation import participant_weights
-from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
+from fedpax.algorithms.parts.participation import participant_weights, rematerialized_map
 from fedpax.algorithms.parts.server import make_server
 from fedpax.clients.cohort import Cohort, check_cohort
 from fedpax.primitives.placement import ChunkSize

@@ -12,17 +12,16 @@ from jaxtyping import Array, Int
 from fedpax.aggregators import Aggregator
 from fedpax.aggregators.aggregator import without_epsilon
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.local_steps import local_update
-from fedpax.algorithms.parts.method_checks import check_no_keys
-from fedpax.algorithms.parts.participation import participant_weights
-from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
-from fedpax.algorithms.parts.server import make_server
-from fedpax.algorithms.parts.staleness import (
+from fedpax.algorithms.parts.arrivals import (
     History,
     StalenessFn,
     polynomial_staleness,
     start_history,
 )
+from fedpax.algorithms.parts.local_steps import local_update
+from fedpax.algorithms.parts.method_checks import check_no_keys
+from fedpax.algorithms.parts.participation import participant_weights, rematerialized_map
+from fedpax.algorithms.parts.server import make_server
 from fedpax.algorithms.parts.tree_arithmetic import scale
 from fedpax.checks import COUNT, COUNT_OR_ZERO, check_argument
 from fedpax.clients import Arrivals

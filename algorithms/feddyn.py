@@ -10,9 +10,8 @@ import optax
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params, Scalar
-from fedpax.algorithms.parts.finite_states import keep_finite
-from fedpax.algorithms.parts.gradient_terms import proximal_term
-from fedpax.algorithms.parts.local_steps import local_update
+from fedpax.algorithms.parts.inner_steps import keep_finite
+from fedpax.algorithms.parts.local_steps import local_update, proximal_term
 from fedpax.algorithms.parts.method_checks import (
     check_no_keys,
     check_population,
@@ -20,8 +19,12 @@ from fedpax.algorithms.parts.method_checks import (
     cohort_of_population,
     with_distinct_clients,
 )
-from fedpax.algorithms.parts.participation import mean_metrics, participant_weights, takes_part
-from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
+from fedpax.algorithms.parts.participation import (
+    mean_metrics,
+    participant_weights,
+    rematerialized_map,
+    takes_part,
+)
 from fedpax.algorithms.parts.server import as_floats, make_server
 from fedpax.algorithms.parts.tree_arithmetic import scale
 from fedpax.checks import NON_NEGATIVE

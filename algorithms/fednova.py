@@ -16,8 +16,11 @@ from fedpax.algorithms.fedavg import FedAvgState
 from fedpax.algorithms.parts.frozen_leaves import UNSUITABLE
 from fedpax.algorithms.parts.local_steps import count_steps, local_update
 from fedpax.algorithms.parts.method_checks import check_no_keys
-from fedpax.algorithms.parts.participation import mean_metrics, participant_weights
-from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
+from fedpax.algorithms.parts.participation import (
+    mean_metrics,
+    participant_weights,
+    rematerialized_map,
+)
 from fedpax.algorithms.parts.server import as_floats, make_server
 from fedpax.algorithms.parts.tree_arithmetic import scale
 from fedpax.clients.cohort import Cohort, NumSteps, check_cohort

@@ -11,11 +11,9 @@ import optax
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params, Scalar
 from fedpax.algorithms.fedavg import FedAvgState
-from fedpax.algorithms.parts.gradient_terms import proximal_term
-from fedpax.algorithms.parts.local_steps import local_update
+from fedpax.algorithms.parts.local_steps import local_update, proximal_term
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_setting
-from fedpax.algorithms.parts.participation import participant_weights
-from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
+from fedpax.algorithms.parts.participation import participant_weights, rematerialized_map
 from fedpax.algorithms.parts.server import make_server
 from fedpax.checks import NON_NEGATIVE
 from fedpax.clients.cohort import Cohort, check_cohort

@@ -10,8 +10,7 @@ import optax
 from fedpax.algorithm import LossFn, Metrics, Params
 from fedpax.algorithms.parts.local_steps import local_metrics, local_steps
 from fedpax.algorithms.parts.method_checks import check_optimizer
-from fedpax.algorithms.parts.participation import participant_weights
-from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
+from fedpax.algorithms.parts.participation import participant_weights, rematerialized_map
 from fedpax.clients.cohort import Cohort, NumSteps, check_cohort
 from fedpax.primitives import federated_mean
 from fedpax.primitives.placement import ChunkSize

@@ -17,15 +17,13 @@ from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.arrivals import (
     ArrivingUpdates,
     Combined,
+    DelayedNesterov,
+    DelayedNesterovState,
     arrivals_aggregator,
+    check_delayed_nesterov,
     is_at,
     outer_gradients,
     process_in_order,
-)
-from fedpax.algorithms.parts.delayed_nesterov import (
-    DelayedNesterov,
-    DelayedNesterovState,
-    check_delayed_nesterov,
 )
 from fedpax.algorithms.parts.inner_steps import make_outer_gradient
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer, check_setting

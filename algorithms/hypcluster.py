@@ -14,8 +14,11 @@ from fedpax.aggregators import Aggregator, random_stream
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.local_steps import local_metrics, local_update, optimizer_step
 from fedpax.algorithms.parts.method_checks import check_no_keys
-from fedpax.algorithms.parts.participation import mean_metrics, participant_weights
-from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
+from fedpax.algorithms.parts.participation import (
+    mean_metrics,
+    participant_weights,
+    rematerialized_map,
+)
 from fedpax.algorithms.parts.server import make_server
 from fedpax.algorithms.parts.tree_arithmetic import select
 from fedpax.checks import COUNT, check_argument

@@ -11,12 +11,15 @@ import optax
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.finite_states import weights_of_finite
-from fedpax.algorithms.parts.gradient_terms import added_term
-from fedpax.algorithms.parts.local_steps import full_gradient, gradient_and_metrics, local_update
+from fedpax.algorithms.parts.inner_steps import weights_of_finite
+from fedpax.algorithms.parts.local_steps import (
+    added_term,
+    full_gradient,
+    gradient_and_metrics,
+    local_update,
+)
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_setting
-from fedpax.algorithms.parts.participation import participant_weights
-from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
+from fedpax.algorithms.parts.participation import participant_weights, rematerialized_map
 from fedpax.algorithms.parts.server import as_floats, make_server, unless_all_absent
 from fedpax.algorithms.parts.tree_arithmetic import subtract, weighted_sum
 from fedpax.checks import DECAY, NON_NEGATIVE, POSITIVE

@@ -14,9 +14,12 @@ from fedpax.aggregators import mean
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
 from fedpax.algorithms.parts.local_steps import local_steps
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer, check_setting
-from fedpax.algorithms.parts.model_averaging import population_mean
+from fedpax.algorithms.parts.model_averaging import (
+    perfect_matchings,
+    permute_islands,
+    population_mean,
+)
 from fedpax.algorithms.parts.participation import participant_weights, without_absent
-from fedpax.algorithms.parts.permute_islands import perfect_matchings, permute_islands
 from fedpax.algorithms.parts.server import as_floats, unless_all_absent
 from fedpax.checks import FRACTION, NON_NEGATIVE
 from fedpax.clients.cohort import Cohort, check_cohort

@@ -12,10 +12,11 @@ from jaxtyping import Array, Bool
 
 from fedpax.aggregators import Aggregator
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.finite_states import keep_finite
-from fedpax.algorithms.parts.gradient_terms import added_term, constant_learning_rate
+from fedpax.algorithms.parts.inner_steps import keep_finite
 from fedpax.algorithms.parts.local_steps import (
     accumulator,
+    added_term,
+    constant_learning_rate,
     count_steps,
     full_gradient,
     local_steps,
@@ -27,8 +28,11 @@ from fedpax.algorithms.parts.method_checks import (
     cohort_of_population,
     with_distinct_clients,
 )
-from fedpax.algorithms.parts.participation import participant_weights, takes_part
-from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
+from fedpax.algorithms.parts.participation import (
+    participant_weights,
+    rematerialized_map,
+    takes_part,
+)
 from fedpax.algorithms.parts.server import make_server
 from fedpax.algorithms.parts.tree_arithmetic import scale, select, subtract
 from fedpax.clients import ClientStore, client_store, gather_clients, scatter_clients

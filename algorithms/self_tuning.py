@@ -13,7 +13,7 @@ import optax
 from jaxtyping import Array, Bool, Float
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.finite_states import finite_weights
+from fedpax.algorithms.parts.inner_steps import finite_weights
 from fedpax.algorithms.parts.local_steps import (
     accumulator,
     count_steps,
@@ -22,8 +22,7 @@ from fedpax.algorithms.parts.local_steps import (
     mean_of,
 )
 from fedpax.algorithms.parts.method_checks import check_optimizer, check_setting
-from fedpax.algorithms.parts.participation import participant_weights
-from fedpax.algorithms.parts.rematerialized_map import rematerialized_map
+from fedpax.algorithms.parts.participation import participant_weights, rematerialized_map
 from fedpax.algorithms.parts.tree_arithmetic import select
 from fedpax.checks import COUNT, POSITIVE, check_argument
 from fedpax.clients.cohort import Cohort, NumSteps

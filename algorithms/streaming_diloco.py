@@ -13,17 +13,17 @@ import optax
 from fedpax.aggregators import Aggregator, mean
 from fedpax.aggregators.privacy_accounting import several_releases
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Metrics, Params
-from fedpax.algorithms.parts.finite_states import finite_steps
 from fedpax.algorithms.parts.fragment_blocks import Block, Phases, loop_at
-from fedpax.algorithms.parts.fragment_server import FragmentServer
 from fedpax.algorithms.parts.fragments import (
     FragmentFn,
+    FragmentServer,
     layer_fragments,
     make_fragments,
 )
 from fedpax.algorithms.parts.inner_steps import (
     InnerReport,
     average_reports,
+    finite_steps,
     make_inner_steps,
 )
 from fedpax.algorithms.parts.method_checks import check_no_keys, check_optimizer, check_setting

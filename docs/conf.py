@@ -11,7 +11,7 @@ from sphinx.util.docutils import SphinxDirective
 import fedpax
 from fedpax.experiments.listing import EXPERIMENTS, GROUPS
 from fedpax.main import USAGE
-from fedpax.reports.table import markdown_table
+from fedpax.reports.metric_table import markdown_table
 
 project = "fedpax"
 author = "the fedpax authors"

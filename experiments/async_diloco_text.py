@@ -17,8 +17,7 @@ from fedpax.experiments.island_settings import OuterSGD, wire_codec
 from fedpax.experiments.text import text_fields
 from fedpax.experiments.traces import TraceConfig
 from fedpax.simulation import IslandArrivals, dynamic_local_steps, island_arrivals
-from fedpax.training.exchanged_bytes import with_exchanged_bytes
-from fedpax.training.virtual_time import with_virtual_seconds
+from fedpax.training.virtual_time import with_exchanged_bytes, with_virtual_seconds
 
 
 @dataclasses.dataclass(frozen=True)

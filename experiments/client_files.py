@@ -18,7 +18,7 @@ from fedpax.data.tables.values import is_missing
 from fedpax.errors import ArgumentError, FedpaxError
 from fedpax.experiments.parts.file_remedies import with_flags
 from fedpax.extras import optional
-from fedpax.user_files.load_options import LoadOptions, parse_types
+from fedpax.user_files.formats import LoadOptions, parse_types
 
 _BLOCK_BYTES = 1 << 23
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from fedpax.algorithm import FederatedAlgorithm, LossFn, Params
 from fedpax.checks import Count, Positive
-from fedpax.clients.cohort_stream import CohortStream
+from fedpax.clients.cohort import CohortStream
 from fedpax.data import (
     ClientSampler,
     CohortRounds,
@@ -21,14 +21,19 @@ from fedpax.data import (
     load,
 )
 from fedpax.data.rounds.client_stream import PadTo
-from fedpax.data.rounds.preprocess import Arrays, Preprocess
-from fedpax.deploy.batch_evaluation import HeldoutClients
+from fedpax.data.rounds.labeled_examples import Arrays, Preprocess
+from fedpax.deploy.batch_training import HeldoutClients
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_aggregators import AggregatorConfig, aggregator
 from fedpax.experiments.client_methods import ClientTraining, MethodConfig, method
-from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig, with_cohort
+from fedpax.experiments.cohort_settings import (
+    CohortConfig,
+    OnClientsMesh,
+    ServerConfig,
+    over_clients,
+    with_cohort,
+)
 from fedpax.experiments.parts.client_evaluation import EvaluateClients, client_name
-from fedpax.experiments.parts.clients_mesh import OnClientsMesh, over_clients
 from fedpax.experiments.parts.private_runs import (
     check_noise_is_kept,
     check_private,
@@ -36,7 +41,7 @@ from fedpax.experiments.parts.private_runs import (
     describe_privacy,
     make_aggregator,
 )
-from fedpax.experiments.parts.site_clients import (
+from fedpax.experiments.parts.site_tables import (
     ChosenClients,
     OverSites,
     SitePopulation,
@@ -49,7 +54,7 @@ from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.parallel.axes import shardings
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.sites.contract import ClientRange, CoordinatorRun, SiteRun
-from fedpax.sources.examples import Examples
+from fedpax.sources.source import Examples
 from fedpax.training.evaluation import Batch, evaluator
 from fedpax.training.experiment import Experiment, Run, Shardings
 
@@ -226,8 +231,6 @@ class ClientExperiment(OnClientsMesh, OverSites, Experiment):
         """Make the stream of cohorts from the rounds of the sampled clients."""
         del sampler
         return rounds
-
-    # ---- rounds over sites with data of their own (`fedpax.sites.contract`)
 
     def describe_site(self) -> dict[str, Any]:
         """Return what a site tells the coordinator of its data: its number of clients."""

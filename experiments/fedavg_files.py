@@ -15,23 +15,28 @@ from fedpax.algorithm import LossFn, Params
 from fedpax.checks import NonNegative
 from fedpax.clients.cohort import Cohort
 from fedpax.data import ClientSampler, Partition
-from fedpax.data.rounds.labeled_examples import read_batches
-from fedpax.data.rounds.preprocess import Preprocess
+from fedpax.data.rounds.labeled_examples import Preprocess, read_batches
 from fedpax.data.tables import Label
-from fedpax.deploy.batch_evaluation import NEW, HeldoutClients
+from fedpax.deploy.batch_training import NEW, HeldoutClients
 from fedpax.experiments.client_files import FilesConfig, OpenFiles, PreparedFiles, open_files
+from fedpax.experiments.client_methods import KEPT, fine_tuned_models, sum_fine_tuned
 from fedpax.experiments.fedavg_clients import ClientExperiment
-from fedpax.experiments.parts.client_evaluation import EvaluateClients, measure_clients, with_units
-from fedpax.experiments.parts.heldout_clients import heldout_of_files
-from fedpax.experiments.parts.own_examples import OwnExamples
-from fedpax.experiments.parts.personal_evaluation import (
+from fedpax.experiments.parts.client_evaluation import (
+    EvaluateClients,
+    heldout_of_files,
+    measure_clients,
+    with_units,
+)
+from fedpax.experiments.parts.own_examples import (
+    INPUTS,
+    OwnExamples,
     ServerState,
     heldout_metrics,
     own_models,
+    read_saved_inputs,
     with_own_models,
+    write_saved_inputs,
 )
-from fedpax.experiments.parts.personal_models import KEPT, fine_tuned_models, sum_fine_tuned
-from fedpax.experiments.parts.saved_inputs import INPUTS, read_saved_inputs, write_saved_inputs
 from fedpax.models.losses import (
     ModelLoss,
     classification_loss,
@@ -100,7 +105,7 @@ class FedAvgFiles(ClientExperiment):
     @property
     @abc.abstractmethod
     def inputs(self) -> Mapping[str, Any]:
-        """The columns and classes, as `saved_inputs.saved_content` has them."""
+        """The columns and classes, as `own_examples.saved_content` has them."""
 
     @property
     def label(self) -> Label:
@@ -258,11 +263,7 @@ class FedAvgFiles(ClientExperiment):
         return evaluate_parts
 
     def make_client_evaluation(self, model: FunctionalModel) -> EvaluateClients:
-        """Make the evaluation by client, on its held-out examples.
-
-        Clients that are held out with all their examples are marked "(new)". A client without a
-        held-out example has no metrics.
-        """
+        """Make the evaluation by client; clients without training examples are marked "(new)"."""
         opened, field = self.opened, self.field
         chosen = np.flatnonzero(opened.heldout | opened.is_new[opened.owners])
         clients = ExampleOwners(self._client_names, opened.owners[chosen])
@@ -342,17 +343,7 @@ class FedAvgFiles(ClientExperiment):
         return OwnExamples(rounds, parts, self._read, model, multiple, with_batches=with_batches)
 
     def evaluate_own_models(self, *, fine_tune: bool = False) -> Callable[[Any], dict[str, float]]:
-        """Make the evaluation of the clients' own models, each on its held-out examples.
-
-        Clients that are held out with all their examples have no model of their own.
-
-        Args:
-            fine_tune: where the method makes no own models, take the local steps of one more round
-                from the shared model. Default False: the shared model.
-
-        Returns:
-            `state -> metrics`, means over the held-out examples; `state` is the algorithm's.
-        """
+        """Make the evaluation of the clients' own models, or fine-tuned ones: `state -> means`."""
         model = self.make_model()
         train_loss, loss_fn = self.make_loss(model), self._plain_loss(model)
 

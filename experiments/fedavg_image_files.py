@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpax.checks import Count
-from fedpax.data.rounds.preprocess import Arrays, Preprocess, preprocess_images
+from fedpax.data.rounds.labeled_examples import Arrays, Preprocess, preprocess_images
 from fedpax.data.tables import Label, infer_label
-from fedpax.data.tables.site_properties import checked_label
+from fedpax.data.tables.shared_treatment import checked_label
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_files import FilesConfig
 from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_files import FedAvgFiles
-from fedpax.experiments.parts.saved_inputs import saved_content
+from fedpax.experiments.parts.own_examples import saved_content
 from fedpax.models.classifiers import CNNConfig, cnn
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.models.resnet import ResNetConfig, resnet

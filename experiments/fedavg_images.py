@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from fedpax import Cohort
 from fedpax.algorithm import LossFn, Params
 from fedpax.checks import Count, NonNegative
-from fedpax.clients.cohort_stream import CohortStream
+from fedpax.clients.cohort import CohortStream
 from fedpax.data import (
     ClientSampler,
     CohortRounds,
@@ -20,9 +20,14 @@ from fedpax.data import (
     example_batches,
     read_examples,
 )
-from fedpax.data.rounds.augmentation import augment_cohort, central_crop, standardize
-from fedpax.data.rounds.dropout_seeds import DROPOUT_SEED, add_dropout_seeds
-from fedpax.data.rounds.preprocess import Arrays, Preprocess, preprocess_images
+from fedpax.data.rounds.augmentation import (
+    DROPOUT_SEED,
+    add_dropout_seeds,
+    augment_cohort,
+    central_crop,
+    standardize,
+)
+from fedpax.data.rounds.labeled_examples import Arrays, Preprocess, preprocess_images
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_aggregators import aggregator
 from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig
@@ -42,7 +47,7 @@ from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
 from fedpax.models.losses import classification_loss, l2_regularized
 from fedpax.models.nnx_functional import FunctionalModel
 from fedpax.models.resnet import ResNetConfig, resnet
-from fedpax.sources.examples import Examples
+from fedpax.sources.source import Examples
 from fedpax.training.client_metrics import EvaluatedClients, LabelWeights, classification_by_client
 from fedpax.training.evaluation import Batch, map_examples
 from fedpax.training.experiment import Run

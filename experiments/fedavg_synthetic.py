@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 from fedpax.algorithm import LossFn
 from fedpax.checks import CheckedConfig, Count, NonNegative
 from fedpax.data import Partition, example_batches
-from fedpax.data.rounds.preprocess import Arrays, Preprocess, preprocess_images
+from fedpax.data.rounds.labeled_examples import Arrays, Preprocess, preprocess_images
 from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_clients import ClientExperiment
 from fedpax.experiments.parts.client_evaluation import EvaluateClients
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.losses import classification_loss
 from fedpax.models.nnx_functional import FunctionalModel
-from fedpax.populations.leaf_clients import leaf_clients, logistic_clients
+from fedpax.populations.synthetic_clients import leaf_clients, logistic_clients
 from fedpax.training.client_metrics import ExampleOwners, classification_by_client
 from fedpax.training.evaluation import Batch, map_examples
 from fedpax.training.training_config import TrainingConfig

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedpax.checks import COUNT
-from fedpax.data.rounds.preprocess import Arrays
+from fedpax.data.rounds.labeled_examples import Arrays
 from fedpax.data.tables import TableFeatures
 from fedpax.errors import ArgumentError
 from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_files import FedAvgFiles
-from fedpax.experiments.parts.saved_inputs import saved_content
+from fedpax.experiments.parts.own_examples import saved_content
 from fedpax.experiments.parts.site_tables import (
     agree_on_features,
     answer_on_features,

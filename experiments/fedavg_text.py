@@ -23,13 +23,13 @@ from fedpax.data import (
     Partition,
 )
 from fedpax.data.rounds.client_token_rows import pack_clients
-from fedpax.data.rounds.preprocess import Arrays
+from fedpax.data.rounds.labeled_examples import Arrays
 from fedpax.errors import ArgumentError
 from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig
 from fedpax.experiments.optimizers import OptimizerConfig
 from fedpax.experiments.parts.client_text import ClientText, ClientTextConfig
 from fedpax.experiments.parts.heldout import HeldoutSets
-from fedpax.experiments.parts.site_clients import (
+from fedpax.experiments.parts.site_tables import (
     ChosenClients,
     OverSites,
     SitePopulation,
@@ -37,8 +37,7 @@ from fedpax.experiments.parts.site_clients import (
     drawer,
     sample_present,
 )
-from fedpax.experiments.parts.trainable import Trainable
-from fedpax.experiments.parts.weights import hash_weights
+from fedpax.experiments.parts.weights import Trainable, hash_weights
 from fedpax.models import presets
 from fedpax.models.lora import LoRAConfig
 from fedpax.parallel.mesh import MeshConfig
@@ -49,7 +48,7 @@ from fedpax.sites.contract import (
     Question,
     SiteRun,
 )
-from fedpax.sites.coordinator_files import FEDERATION
+from fedpax.sites.site_files import FEDERATION
 from fedpax.training.experiment import Run
 from fedpax.training.training_config import TrainingConfig
 from fedpax.transport.checked_header import CheckedHeader

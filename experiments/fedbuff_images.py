@@ -13,7 +13,7 @@ from fedpax.algorithm import FederatedAlgorithm, LossFn
 from fedpax.algorithms import fedbuff
 from fedpax.checks import CheckedConfig, Count, CountOrZero
 from fedpax.clients import Arrivals
-from fedpax.clients.cohort_stream import CohortStream
+from fedpax.clients.cohort import CohortStream
 from fedpax.data import ClientSampler, CohortRounds, Partition
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_methods import method
@@ -24,10 +24,14 @@ from fedpax.experiments.populations import DirichletPopulation
 from fedpax.experiments.traces import TraceConfig
 from fedpax.models.classifiers import CNNConfig
 from fedpax.simulation import BufferedArrivals, buffered_arrivals
-from fedpax.training.exchanged_bytes import with_exchanged_bytes
 from fedpax.training.experiment import Run
 from fedpax.training.training_config import TrainingConfig
-from fedpax.training.virtual_time import ScheduledRounds, TimedSchedule, with_virtual_seconds
+from fedpax.training.virtual_time import (
+    ScheduledRounds,
+    TimedSchedule,
+    with_exchanged_bytes,
+    with_virtual_seconds,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,7 @@ from fedpax.experiments.async_diloco_text import async_diloco_text
 from fedpax.experiments.asynchronous_text import AsynchronousText
 from fedpax.experiments.text import text_fields
 from fedpax.simulation import RegionalArrivals, dynamic_local_steps, regional_arrivals
-from fedpax.training.exchanged_bytes import tree_bytes, with_exchanged_bytes
-from fedpax.training.virtual_time import with_virtual_seconds
+from fedpax.training.virtual_time import tree_bytes, with_exchanged_bytes, with_virtual_seconds
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,11 +26,13 @@ from fedpax.data.rounds.documents import Field
 from fedpax.data.rounds.heldout_tokens import HeldoutRows
 from fedpax.errors import ArgumentError
 from fedpax.experiments.parts.heldout import HeldoutSets, parse_heldout_sets
-from fedpax.experiments.parts.trainable import NO_ADAPTERS, Trainable, describe_flops
 from fedpax.experiments.parts.weights import (
+    NO_ADAPTERS,
     SENTENCEPIECE,
     TOKENIZER,
+    Trainable,
     check_architecture,
+    describe_flops,
     huggingface_obstacle,
     stored_weights,
     write_huggingface,
@@ -48,8 +50,7 @@ from fedpax.text.byte_tokenizer import VOCAB_SIZE
 from fedpax.text.chat_template import TEMPLATE_FILE, find_chat_template
 from fedpax.training.compiled_round import with_shardings
 from fedpax.training.experiment import Experiment
-from fedpax.user_files.formats import is_files
-from fedpax.user_files.load_options import LoadOptions, parse_types
+from fedpax.user_files.formats import LoadOptions, is_files, parse_types
 
 
 @dataclasses.dataclass(frozen=True)

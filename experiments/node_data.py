@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedpax.clients.cohort import Cohort
-from fedpax.clients.cohort_stream import CohortStream, IslandStream
+from fedpax.clients.cohort import Cohort, CohortStream, IslandStream
 from fedpax.data import ClientSampler, CohortRounds, cohort_rounds
 from fedpax.deploy.nodes.node import Node, OneParticipant
 from fedpax.errors import ArgumentError

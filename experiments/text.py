@@ -4,8 +4,9 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -21,6 +22,7 @@ from fedpax.data import (
     token_round_shapes,
     token_rounds,
 )
+from fedpax.data.rounds.mixture import Weight, check_weights
 from fedpax.errors import ArgumentError
 from fedpax.experiments.language_model import (
     LanguageModelExperiment,
@@ -29,13 +31,55 @@ from fedpax.experiments.language_model import (
 )
 from fedpax.experiments.optimizers import OptimizerConfig
 from fedpax.experiments.parts.heldout import HeldoutSets, heldout_evaluator
-from fedpax.experiments.parts.mixtures import parse_mixture
-from fedpax.experiments.parts.trainable import Trainable
-from fedpax.models.accumulation import accumulate_gradients
-from fedpax.models.losses import transformer_loss
+from fedpax.experiments.parts.weights import Trainable
+from fedpax.models.losses import accumulate_gradients, transformer_loss
 from fedpax.parallel.axes import partition_spec
 from fedpax.parallel.mesh_rule import ShardedSize
 from fedpax.training.experiment import Run, Shardings
+from fedpax.user_files.formats import FILE_NAME
+
+# Mixtures of data sets on the command line: one text for each data set.
+_ITEM = re.compile(rf"(?P<name>[^#=]+|{FILE_NAME})(#(?P<field>[^#=/]+))?=(?P<weight>[^#=]+)")
+_REMEDY = "Write NAME=WEIGHT, NAME#FIELD=WEIGHT or NAME=WEIGHT@ROUND,WEIGHT@ROUND,..."
+
+
+class MixtureItem(NamedTuple):
+    """One data set of a mixture."""
+
+    name: str  # a name for `fedpax.data.load`
+    weight: Weight
+    field: str | None  # the field with its text. None: the configuration's.
+
+
+def parse_mixture(items: Sequence[str]) -> list[MixtureItem]:
+    """Parse the data sets of a mixture."""
+    parsed: dict[str, MixtureItem] = {}
+    for text in items:
+        match = _ITEM.fullmatch(text.strip())
+        if match is None or not match["name"].strip():
+            raise ArgumentError(f"data.mixture has {text!r}, which names no data set. {_REMEDY}.")
+        name = match["name"].strip()
+        if name in parsed:
+            raise ArgumentError(f"data.mixture names {name!r} twice: add its weights up.")
+        parsed[name] = MixtureItem(name, _parse_weight(text, match["weight"]), match["field"])
+    if parsed:
+        try:
+            check_weights({name: item.weight for name, item in parsed.items()})
+        except ValueError as error:
+            raise ArgumentError(f"data.mixture={tuple(items)}: {error}") from error
+    return list(parsed.values())
+
+
+def _parse_weight(item: str, text: str) -> Weight:
+    points = [point.partition("@") for point in text.split(",")]
+    try:
+        if len(points) == 1 and not points[0][1]:
+            return float(text)
+        return tuple((int(round_number), float(weight)) for weight, _, round_number in points)
+    except ValueError:
+        raise ArgumentError(
+            f"data.mixture has {item!r}, whose weight {text!r} is not a number. {_REMEDY}."
+        ) from None
 
 
 @dataclasses.dataclass(frozen=True)

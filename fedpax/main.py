@@ -171,7 +171,7 @@ def _run(arguments: list[str]) -> int:
     if command in COMMANDS and {"--help", "-h"} & set(rest):
         flag = COMMANDS[command].fields_of
         if flag is None or not any(f"--{flag}" in word for word in rest):
-            from fedpax.commands.help import help_of
+            from fedpax.commands.command_table import help_of
 
             print(help_of(command), end="")
             return 0

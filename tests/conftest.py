@@ -23,7 +23,7 @@ from test_layers import HEIGHT
 
 from fedpax.data import Source, load
 from fedpax.main import main
-from fedpax.parallel.simulated_devices import simulate_devices
+from fedpax.parallel.compiler_options import simulate_devices
 
 # Before any test can start a backend; the variable is for the processes that tests start.
 # `make test-gpu` sets "cuda,cpu", and skips the tests that need more devices than the machine has.

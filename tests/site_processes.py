@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fedpax.islands.syncer.merge_log import read_merges
+from fedpax.islands.syncer.logs import read_merges
 
 HERE = Path(__file__).parent / "islands"
 

@@ -13,7 +13,7 @@ import fedpax
 import fedpax.data
 import fedpax.experiments
 from fedpax.commands import COMMANDS
-from fedpax.commands.help import help_of
+from fedpax.commands.command_table import help_of
 from fedpax.commands.parts.options import parse
 
 ROOT = Path(__file__).parent.parent

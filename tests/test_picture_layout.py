@@ -13,8 +13,7 @@ from matplotlib.text import Text
 from fedpax.data import partition_dirichlet, partition_statistics
 from fedpax.populations.partition_plot import _bars, _short
 from fedpax.reports.plot import draw_losses
-from fedpax.reports.target import MetricTrajectory, Target
-from fedpax.reports.target_report import draw_trajectories
+from fedpax.reports.target import MetricTrajectory, Target, draw_trajectories
 
 
 def run(rounds: int, num_bytes: float, loss: float | None = 2.0) -> list[dict[str, Any]]:

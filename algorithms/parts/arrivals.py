@@ -1,7 +1,7 @@
-"""Arrivals: which islands of a round arrive at a server, and how their updates are combined."""
+"""Arrivals: which islands of a round arrive at a server, and how it steps with their updates."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import chex
 import jax
@@ -12,11 +12,13 @@ from jaxtyping import Array, Bool, Float, Int
 from fedpax.aggregators import Aggregator, mean
 from fedpax.aggregators.aggregator import without_epsilon
 from fedpax.algorithm import Metrics, Params
+from fedpax.algorithms.parts.method_checks import check_setting
 from fedpax.algorithms.parts.participation import mean_metrics, takes_part
 from fedpax.algorithms.parts.server import given_aggregator
 from fedpax.algorithms.parts.tree_arithmetic import scale, select
+from fedpax.checks import COUNT, FRACTION, NON_NEGATIVE, Range, check_argument
 from fedpax.clients.cohort import Cohort
-from fedpax.errors import ArgumentError
+from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives import federated_map, federated_sum
 
 Carry = TypeVar("Carry", bound=tuple[Any, ...])
@@ -130,3 +132,210 @@ def arrivals_aggregator(
             "method, such as diloco."
         )
     return without_epsilon(checked)  # it would be averaged over the combinations of a round
+
+
+# Delayed Nesterov: momentum that is updated once in several arrivals.
+class DelayedNesterovState(NamedTuple):
+    """The state of delayed Nesterov."""
+
+    momentum: Params  # m, of the structure of the parameters
+    accumulated: Params  # the sum D of the gradients since the last update of the momentum
+    arrivals: Float[Array, ""]  # float32 scalar, their number, below the period
+
+
+class DelayedNesterov(NamedTuple):
+    """A server's optimizer for gradients that arrive one at a time, or some together.
+
+    For a gradient g, with N the period. The second line is for every N-th gradient, the first line
+    for all other gradients:
+
+        x <- x - eta (g / N + c beta m);  D <- D + g
+        m <- beta m + (D + g) / N;  x <- x - eta (g / N + (1 - c N + c) beta m);  D <- 0
+
+    Each of the gradients that arrive together counts as an arrival, and all are applied before the
+    momentum. If the N-th arrival is one of them, the later ones are part of the same update.
+
+    Attributes:
+        learning_rate: eta. An arrival moves x by eta / N times its gradient.
+        momentum: beta, from 0 to 1.
+        period: N, number of arrivals between updates of the momentum, at least 1.
+        activation: c, from 0 to 1 / N: the share of the momentum that each arrival applies.
+
+    Example:
+        >>> outer = DelayedNesterov(learning_rate=0.5, momentum=0.9, period=1)  # plain Nesterov
+        >>> outer.update(jnp.float32(2.0), jnp.float32(1.0), outer.init(0.0), jnp.float32(0.0))[0]
+        Array(-1.9, dtype=float32)
+
+    Reference:
+        Liu et al., Asynchronous Local-SGD Training for Language Modeling, arXiv:2401.09135.
+    """
+
+    learning_rate: float
+    momentum: float
+    period: int
+    activation: float = 0.0
+
+    def init(self, params: Params) -> DelayedNesterovState:
+        """Return the initial state: zeros."""
+        zeros = optax.tree.zeros_like(params)
+        return DelayedNesterovState(zeros, zeros, jnp.float32(0))
+
+    def update(
+        self, total: Params, count: Float[Array, ""], state: DelayedNesterovState, params: Params
+    ) -> tuple[Params, DelayedNesterovState]:
+        """Apply gradients that arrive together.
+
+        Args:
+            total: the sum of the gradients.
+            count: their number, float32; with 0 nothing changes.
+            state: the state.
+            params: x.
+
+        Returns:
+            The new parameters and the new state.
+
+        Example:
+            >>> outer = DelayedNesterov(learning_rate=1.0, momentum=0.5, period=2)
+            >>> x, state = jnp.float32(0.0), outer.init(jnp.float32(0.0))
+            >>> for gradient in (-4.0, -2.0):
+            ...     x, state = outer.update(jnp.float32(gradient), jnp.float32(1.0), state, x)
+            >>> x.item(), state.momentum.item()
+            (4.5, -3.0)
+        """
+        arrivals = state.arrivals + count
+        is_due = arrivals >= self.period
+        accumulated = optax.tree.add(state.accumulated, total)
+        updated = jax.tree.map(
+            lambda m, d: self.momentum * m + d / self.period, state.momentum, accumulated
+        )
+        before = self.activation * jnp.where(is_due, count - 1, count)
+        last = jnp.where(is_due, 1 - self.activation * (self.period - 1), 0.0)
+
+        def move(x: jax.Array, g: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
+            step = g / self.period + self.momentum * (before * old + last * new)
+            return (x - self.learning_rate * step).astype(x.dtype)
+
+        def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(is_due, new, old).astype(old.dtype)
+
+        return jax.tree.map(move, params, total, state.momentum, updated), DelayedNesterovState(
+            jax.tree.map(choose, updated, state.momentum),
+            jax.tree.map(choose, optax.tree.zeros_like(accumulated), accumulated),
+            jnp.where(is_due, arrivals % self.period, arrivals),
+        )
+
+
+def check_delayed_nesterov(method: str, name: str, server: DelayedNesterov) -> None:
+    """Check that an argument is a `DelayedNesterov` with settings in range."""
+    if not isinstance(server, DelayedNesterov):
+        raise ArgumentTypeError(
+            f"{method}(): {name} is a {type(server).__name__}, expected a DelayedNesterov. Pass "
+            "for example fedpax.algorithms.DelayedNesterov(learning_rate=0.7, momentum=0.9, "
+            "period=4)."
+        )
+    prefix = f"{name}." if name else ""
+    remedy = "Pass for example 0.7."
+    check_setting(
+        method, f"{prefix}learning_rate", server.learning_rate, NON_NEGATIVE, remedy=remedy
+    )
+    remedy = "Pass 0.0 for no momentum."
+    check_setting(method, f"{prefix}momentum", server.momentum, FRACTION, remedy=remedy)
+    remedy = "Pass the number of participants that arrive between two updates of the momentum."
+    check_argument(method, f"{prefix}period", server.period, COUNT, remedy=remedy)
+    most, remedy = 1 / server.period, "Pass 0.0, as the paper."
+    check_setting(
+        method, f"{prefix}activation", server.activation, Range(most=most, least=0), remedy=remedy
+    )
+
+
+# Factors of stale updates.
+StalenessFn: TypeAlias = Callable[[Float[Array, ""]], Float[Array, ""]]
+"""The factor of an update by its staleness: `float32 scalar -> float32 scalar`."""
+
+
+def polynomial_staleness(exponent: float = 0.5) -> StalenessFn:
+    """Weigh an update by `(1 + staleness)^(-exponent)`.
+
+    Args:
+        exponent: at least 0. Default 0.5, FedBuff's. 0 weighs all updates equally.
+
+    Returns:
+        A function of the staleness, for `fedbuff(staleness_fn=...)` and `fedasync`.
+
+    Raises:
+        ValueError: the exponent is negative.
+
+    Example:
+        >>> polynomial_staleness()(jnp.float32(3.0)).item()
+        0.5
+    """
+    remedy = "Pass 0.0 to weigh all updates equally."
+    check_setting("polynomial_staleness", "exponent", exponent, NON_NEGATIVE, remedy=remedy)
+    return lambda staleness: (1.0 + staleness) ** -exponent
+
+
+def hinge_staleness(slope: float, free: float) -> StalenessFn:
+    """Weigh an update by 1 up to a staleness of `free`, and by `1 / (slope (s - free) + 1)` above.
+
+    Args:
+        slope: a, at least 0.
+        free: b, at least 0.
+
+    Returns:
+        A function of the staleness, for `fedbuff(staleness_fn=...)` and `fedasync`.
+
+    Raises:
+        ValueError: a setting is negative.
+
+    Example:
+        >>> weigh = hinge_staleness(slope=0.5, free=4.0)
+        >>> weigh(jnp.float32(4.0)).item(), weigh(jnp.float32(6.0)).item()
+        (1.0, 0.5)
+
+    Reference:
+        Xie et al., Asynchronous Federated Optimization, arXiv:1903.03934, section 5.2.
+    """
+    check_setting(
+        "hinge_staleness", "slope", slope, NON_NEGATIVE, remedy="Pass 0.0 for equal weights."
+    )
+    check_setting("hinge_staleness", "free", free, NON_NEGATIVE, remedy="Pass 0.0 for none.")
+    return lambda staleness: 1.0 / (slope * jnp.maximum(staleness - free, 0.0) + 1.0)
+
+
+# The last versions of the server's model, from which stale participants have started.
+class History(NamedTuple):
+    """The last versions of a model, in a ring buffer."""
+
+    versions: Params  # the model's pytree with leaves `[length, ...]`; version v is at v mod length
+    current: Int[Array, ""]  # int32 scalar, the number of the latest version, from 0
+
+    def read(self, staleness: Int[Array, ""]) -> Params:
+        """Return the version that was the latest `staleness` versions ago."""
+        version = jnp.maximum(self.current - staleness, 0)
+        return jax.tree.map(
+            lambda leaf: jax.lax.dynamic_index_in_dim(
+                leaf, version % leaf.shape[0], axis=0, keepdims=False
+            ),
+            self.versions,
+        )
+
+    def append(self, params: Params) -> "History":
+        """Overwrite the oldest version by a new one."""
+        current = self.current + 1
+        versions = jax.tree.map(
+            lambda leaf, new: jax.lax.dynamic_update_index_in_dim(
+                leaf, new, current % leaf.shape[0], axis=0
+            ),
+            self.versions,
+            params,
+        )
+        return History(versions, current)
+
+
+def start_history(params: Params, length: int) -> History:
+    """Make a history whose only version, number 0, is `params`."""
+
+    def fill(leaf: chex.Array) -> Any:
+        return jnp.broadcast_to(leaf, (length, *jnp.shape(leaf)))
+
+    return History(jax.tree.map(fill, params), jnp.int32(0))

@@ -13,15 +13,17 @@ import optax
 from fedpax.aggregators.aggregator import Weights
 from fedpax.aggregators.sent_values import under_transfers
 from fedpax.algorithm import Metrics, Params
-from fedpax.algorithms.parts.fragment_server import (
+from fedpax.algorithms.parts.fragments import (
+    Fragment,
+    FragmentRun,
     FragmentServer,
     Stacked,
     are_alike,
+    fragment_runs,
     stack_entries,
     with_entry,
     with_stacked,
 )
-from fedpax.algorithms.parts.fragments import Fragment, FragmentRun, fragment_runs
 from fedpax.algorithms.parts.inner_steps import (
     InnerReport,
     InnerSteps,
@@ -34,7 +36,7 @@ from fedpax.algorithms.parts.server import as_floats, unless_all_absent
 from fedpax.algorithms.parts.tree_arithmetic import weighted_sum
 from fedpax.clients.cohort import Cohort, NumSteps
 from fedpax.primitives import federated_map
-from fedpax.primitives.federated_program import is_for_stages
+from fedpax.primitives.placement import is_for_stages
 
 SHORTEST_LOOP = 6
 """A loop keeps one more copy of its fragments' states: fewer blocks are unrolled."""

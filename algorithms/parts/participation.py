@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import chex
@@ -16,6 +16,7 @@ from fedpax.algorithm import Metrics
 from fedpax.clients.cohort import MASK, Cohort, NumSteps
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives import federated_map, federated_mean, federated_sum
+from fedpax.primitives.placement import ChunkSize
 
 
 def valid_steps(
@@ -206,3 +207,18 @@ def mean_metrics(metrics: Metrics, weights: Weights, aggregator: Aggregator) -> 
 
     means = jax.tree.map(divide, sums.totals, sums.weights)
     return means | {NON_FINITE_PARTICIPANTS: count}
+
+
+# The map over a cohort's clients, whose derivative does not store their local steps.
+def rematerialized_map(
+    fn: Callable[..., chex.ArrayTree], *args: chex.ArrayTree, chunk_size: ChunkSize
+) -> chex.ArrayTree:
+    """Run a function on every client; in chunks, derivatives recompute it. Inside a program."""
+    # `chunk_size` promises memory that does not grow with the number of clients. A derivative of
+    # `federated_map` stores the residuals of every client if a reduction separates the forward pass
+    # from the backward pass, as in each round that averages. Under `jax.checkpoint` the clients run
+    # again instead. Without derivatives, the compiled round is the same.
+    #
+    # `federated_map` does not do this by itself, because a gradient that needs no result of a
+    # reduction stores nothing and would pay for a second forward pass.
+    return federated_map(fn if chunk_size is None else jax.checkpoint(fn), *args)

@@ -3,7 +3,7 @@ r"""Bandwidth between two sites for a compute utilization: the table of Streamin
     python -m fedpax.experiments.benchmarks.bandwidth --plot=bandwidth.png
 
 The published figures are from table 4 of arXiv:2501.18512. The model is the module
-`fedpax.planning.site_bandwidth`, with H = 100 steps, fragments of 3 layers (strided), and one
+`fedpax.planning.overlap`, with H = 100 steps, fragments of 3 layers (strided), and one
 step of overlap. Two sites exchange 16 bits of a parameter, 4 bits in the last row.
 
 The paper does not state how many of a model's parameters are exchanged. One constant is fitted:
@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 
 from fedpax.experiments.benchmarks import harness
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
-from fedpax.planning.site_bandwidth import (
+from fedpax.planning.overlap import (
     SiteExchange,
     SiteWorkload,
     compute_utilization,

@@ -28,8 +28,7 @@ from typing import Any, get_args
 
 from matplotlib.figure import Figure
 
-from fedpax.clients.cohort import Cohort
-from fedpax.clients.cohort_stream import CohortStream, IslandStream
+from fedpax.clients.cohort import Cohort, CohortStream, IslandStream
 from fedpax.experiments.benchmarks.chaos_sites import (
     SYNCER,
     Failure,

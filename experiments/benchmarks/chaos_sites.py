@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from fedpax.experiments.benchmarks.unreliable_network import UnreliableNetwork
-from fedpax.islands.syncer.merge_log import read_merges
+from fedpax.islands.syncer.logs import read_merges
 from fedpax.run_files.metrics import read_metrics, select
 
 SYNCER = -1  # in place of an island's number

@@ -28,9 +28,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import fedpax
-from fedpax.clients.cohort_stream import PackedStream
+from fedpax.clients.cohort import PackedStream
 from fedpax.data import ClientSampler, CohortRounds, cohort_rounds
-from fedpax.data.rounds.preprocess import preprocess_images
+from fedpax.data.rounds.labeled_examples import preprocess_images
 from fedpax.experiments.benchmarks import timing
 from fedpax.experiments.benchmarks.harness import Row, Timed, command, option
 from fedpax.experiments.benchmarks.workloads import WORKLOADS

@@ -32,7 +32,7 @@ from fedpax.experiments.text import TextExperiment
 from fedpax.parallel import simulate_devices
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.reports.comparison import RunSummary, summarize_run
-from fedpax.reports.table import format_bytes, markdown_table
+from fedpax.reports.metric_table import format_bytes, markdown_table
 from fedpax.training.trainer import train
 
 DILOCO = diloco_text()

@@ -39,7 +39,7 @@ from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, optio
 from fedpax.models.classifiers import MLPConfig, mlp
 from fedpax.models.losses import classification_loss
 from fedpax.models.nnx_functional import FunctionalModel
-from fedpax.populations.leaf_clients import logistic_clients
+from fedpax.populations.synthetic_clients import logistic_clients
 
 BATCH, SMALLEST = 10, 20
 Arrays = dict[str, NDArray[Any]]

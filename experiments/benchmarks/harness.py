@@ -38,7 +38,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fedpax.experiments.benchmarks import timing
-from fedpax.reports.table import format_bytes, markdown_table
+from fedpax.reports.metric_table import format_bytes, markdown_table
 
 PACKAGES = ("fedpax", "jax", "jaxlib", "drjax", "flax", "flwr", "numpy")
 _Value = TypeVar("_Value")

@@ -34,7 +34,7 @@ from fedpax.islands.method_parts import parts_of, tokens_per_step
 from fedpax.islands.syncer.outer_model import OuterModel
 from fedpax.islands.syncer.syncer import Syncer
 from fedpax.islands.syncer.updates import MergeReport
-from fedpax.sites.identity import Identity
+from fedpax.sites.site_process import Identity
 from fedpax.transport.calls import DisconnectedError
 from fedpax.transport.message import Message
 

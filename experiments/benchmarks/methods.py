@@ -27,10 +27,10 @@ from fedpax.reports.target import (
     MetricTrajectory,
     Target,
     cost_to_target,
+    draw_trajectories,
     parse_target,
     trajectory_of,
 )
-from fedpax.reports.target_report import draw_trajectories
 
 
 class Methods(Benchmark):

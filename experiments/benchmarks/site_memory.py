@@ -30,13 +30,12 @@ from fedpax.experiments.benchmarks import harness
 from fedpax.experiments.benchmarks.harness import Benchmark, Row, command, option
 from fedpax.experiments.benchmarks.site_transport import in_process
 from fedpax.sites.contract import CoordinatorRun
-from fedpax.sites.coordinator_program import cohort_types, expected_arrays
-from fedpax.sites.coordinator_state import divide
-from fedpax.sites.identity import identify
-from fedpax.sites.round_rules import RoundRules
+from fedpax.sites.coordinator_program import cohort_types, divide, expected_arrays
+from fedpax.sites.guards import RoundRules
 from fedpax.sites.run_coordinator import run_coordinator
 from fedpax.sites.secret_terms import TASK as SUM
 from fedpax.sites.secret_terms import SecretTerms
+from fedpax.sites.site_process import identify
 from fedpax.training.experiment import Experiment
 from fedpax.training.training_config import TrainingConfig
 from fedpax.transport.calls import Connection, DisconnectedError, connect

@@ -35,7 +35,7 @@ from fedpax.islands.syncer.outer_model import OuterModel
 from fedpax.islands.syncer.syncer import Syncer
 from fedpax.islands.syncer.syncer_store import SyncerStore
 from fedpax.parallel.mesh import SINGLE_DEVICE
-from fedpax.sites.identity import identify
+from fedpax.sites.site_process import identify
 from fedpax.transport.calls import connect, serve
 from fedpax.transport.certificates import make_certificates
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
-from fedpax.parallel.simulated_devices import simulate_devices
+from fedpax.parallel.compiler_options import simulate_devices
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 Seconds: TypeAlias = dict[str, list[float]]

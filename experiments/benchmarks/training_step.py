@@ -41,8 +41,7 @@ from fedpax.models.transformer import TransformerConfig, transformer
 from fedpax.parallel.axes import partition_spec, shardings
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.planning import find_topology
-from fedpax.training.compiled_round import with_shardings
-from fedpax.training.shardings import state_shardings
+from fedpax.training.compiled_round import state_shardings, with_shardings
 
 MATMULS = 8  # of a chain
 

@@ -20,9 +20,14 @@ from fedpax.data import (
     partition_natural,
 )
 from fedpax.data.rounds.client_token_rows import pack_clients, preprocess_rows
-from fedpax.data.rounds.preprocess import Arrays
+from fedpax.data.rounds.labeled_examples import Arrays
 from fedpax.errors import ArgumentError
-from fedpax.experiments.cohort_settings import CohortConfig, ServerConfig
+from fedpax.experiments.cohort_settings import (
+    CohortConfig,
+    OnClientsMesh,
+    ServerConfig,
+    over_clients,
+)
 from fedpax.experiments.language_model import (
     LanguageModelExperiment,
     TextDataConfig,
@@ -35,9 +40,8 @@ from fedpax.experiments.parts.client_evaluation import (
     masked_loss_by_client,
     rows_by_client,
 )
-from fedpax.experiments.parts.clients_mesh import OnClientsMesh, over_clients
 from fedpax.experiments.parts.heldout import HeldoutSets, heldout_evaluator
-from fedpax.experiments.parts.trainable import Trainable
+from fedpax.experiments.parts.weights import Trainable
 from fedpax.models.losses import transformer_loss
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.training.experiment import Run, Shardings

@@ -27,11 +27,6 @@ _OF_COMMANDS = re.compile(r" \(--types[ =][^)]*\)")
 def with_flags(text: str, prefix: str = "--data.") -> str:
     """Return an error of `fedpax.data.load` whose remedies are flags.
 
-    Args:
-        text: the error.
-        prefix: what the flags begin with: `"--"` for the commands on files, whose lists have
-            commas. Default `"--data."`: the flags of an experiment.
-
     Example:
         >>> error = "Give optional_columns=['my dose'], or set types={'zip': 'string'}."
         >>> with_flags(error)

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int64
 
 from fedpax.algorithm import LossFn, Params
 from fedpax.checks import check_distinct
-from fedpax.data.rounds.local_rows import LocalRows, addressable_rows
+from fedpax.data.rounds.stream import LocalRows, addressable_rows
 from fedpax.errors import ArgumentError
 from fedpax.text.packing import Batch
 from fedpax.training.evaluation import placed_evaluator
@@ -115,7 +115,7 @@ def place_rows(
 ) -> tuple[Any, Float[np.ndarray, "participants steps"]]:
     """Read the rows of this process's devices, as arrays over all participants."""
     # Returns arrays `[participants, steps, batch, ...]`, which are
-    # `fedpax.data.rounds.local_rows.LocalRows` if the process does not need all rows, and the
+    # `fedpax.data.rounds.stream.LocalRows` if the process does not need all rows, and the
     # number of targets in each batch.
     num_steps = -(-len(rows) // (batch_size * num_participants))
     shape = (num_participants, num_steps, batch_size)

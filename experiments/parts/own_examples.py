@@ -1,18 +1,32 @@
-"""OwnExamples: the training batches and held-out examples of all clients, in parts."""
+"""The examples of all clients in parts, runs of personal models, and a run's saved inputs."""
 
+import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
+from fedpax.algorithm import Params
 from fedpax.clients.cohort import Cohort
 from fedpax.data import CohortRounds
 from fedpax.data.rounds.client_stream import shorter_lengths
-from fedpax.training.exchanged_bytes import tree_bytes
+from fedpax.data.tables import Label, TableFeatures
+from fedpax.errors import ArgumentError
+from fedpax.experiments.client_files import FilesConfig
+from fedpax.experiments.client_methods import MODELS, MethodConfig
+from fedpax.models.losses import ModelLoss
+from fedpax.run_files.paths import write_atomically
+from fedpax.training.experiment import Run
+from fedpax.training.virtual_time import tree_bytes
 
 MOST_BYTES = 2**28
 """The bytes of a part, models included. All examples stay in memory if they have fewer."""
@@ -106,3 +120,120 @@ class OwnExamples:
         read = self._read(rows.ravel())
         heldout = {name: x.reshape(*rows.shape, *x.shape[1:]) for name, x in read.items()}
         return cohort, {**heldout, "mask": mask.astype(np.float32)}
+
+
+# table.json: the label and the columns of a model, saved when its run begins.
+INPUTS = "table.json"
+"""The file's name, in the folder of a run and of an exported model."""
+
+# Settings of what is saved. The settings of files and of held-out parts may change.
+_SETTINGS = ("label", "task", "columns", "max_categories", "category_clients", "standardize")
+
+
+def saved_content(
+    data: FilesConfig,
+    label: Label,
+    features: TableFeatures | None = None,
+    image_shape: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """Return the inputs of a model as JSON: label, columns or images, and their settings."""
+    content: dict[str, Any] = {"settings": _settings(data), "label": label.to_json()}
+    if features is not None:
+        content["columns"] = features.to_json()
+    if image_shape is not None:
+        content["image_shape"] = list(image_shape)
+    return content
+
+
+def write_saved_inputs(path: Path, content: Mapping[str, Any]) -> None:
+    """Write the inputs of a model, as `saved_content` makes them."""
+    write_atomically(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_saved_inputs(path: Path, data: FilesConfig) -> Mapping[str, Any]:
+    """Read what `write_saved_inputs` wrote."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        saved = content["settings"]
+        _ = content["label"]["classes"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ArgumentError(
+            f"{path} is damaged ({type(error).__name__}: {error}), expected the file as `fedpax "
+            "train` writes it. Restore it from a copy."
+        ) from error
+    for name, value in _settings(data).items():
+        if saved.get(name) != value:
+            raise ArgumentError(
+                f"data.{name}={value!r}, but the model was trained with {saved.get(name)!r}, "
+                f"expected the same. Leave --data.{name} out, or train in another folder."
+            )
+    inputs: Mapping[str, Any] = content
+    return inputs
+
+
+def _settings(data: FilesConfig) -> dict[str, Any]:
+    fields = dataclasses.asdict(data)
+    settings = {name: fields[name] for name in _SETTINGS if name in fields}
+    return {n: list(value) if isinstance(value, tuple) else value for n, value in settings.items()}
+
+
+# Runs of methods for personal models: models for clusters, and the evaluation of own models.
+_EXAMPLES = "number of examples"
+
+
+class ServerState(NamedTuple):
+    """The part of an algorithm's state that an evaluation in training reads."""
+
+    params: Params  # the parameters
+
+
+def own_models(method: MethodConfig) -> bool:
+    """Return whether a method makes a model for each client."""
+    return method.function.__name__ in MODELS
+
+
+def with_own_models(
+    run: Run, method: MethodConfig, evaluate: Callable[[], Callable[[Any], dict[str, float]]]
+) -> Run:
+    """Evaluate clients' own models in a run, and make a model for each cluster if there are any."""
+    # The further metrics have the prefix `personal_`. A method with clusters has no single shared
+    # model: all of its metrics come from the own models.
+
+    def evaluate_state(state: Any) -> dict[str, float]:
+        return {f"personal_{name}": value for name, value in evaluate()(state).items()}
+
+    run = run._replace(evaluate_state=evaluate_state)
+    if method.has_shared_model:
+        return run
+    assert run.shardings is not None
+    stacked = jax.tree.map(
+        lambda sharding: NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec)),
+        run.shardings.params,
+    )
+    return run._replace(
+        init=method.make_init(run.init),
+        shardings=run.shardings._replace(params=stacked),
+        evaluate=lambda params: evaluate()(ServerState(params)),
+    )
+
+
+def heldout_metrics(
+    models_of: Callable[[Any, Cohort], Params], loss_fn: ModelLoss, parts: Iterable[Part]
+) -> Callable[[Any], dict[str, float]]:
+    """Make `state -> metrics`: means over the held-out examples of the clients of all parts."""
+
+    @jax.jit
+    def add_up(state: Any, cohort: Cohort, heldout: Any) -> dict[str, jax.Array]:
+        loss, metrics = jax.vmap(loss_fn)(models_of(state, cohort), heldout)
+        weights = heldout["mask"].sum(axis=1)
+        sums = {name: jnp.sum(weights * x) for name, x in {**metrics, "loss": loss}.items()}
+        return {**sums, _EXAMPLES: weights.sum()}
+
+    def evaluate(state: Any) -> dict[str, float]:
+        totals: Counter[str] = Counter()
+        for part in parts:
+            totals.update({name: float(x) for name, x in add_up(state, *part).items()})
+        num_examples = totals.pop(_EXAMPLES)
+        return {name: total / num_examples for name, total in totals.items()}
+
+    return evaluate

@@ -1,14 +1,18 @@
-"""Tables over sites: one treatment of the columns, and means over the clients of all sites."""
+"""Client experiments over sites, and tables over sites with one treatment of the columns."""
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
+from numpy.typing import NDArray
 
 import fedpax
+from fedpax.clients.cohort import Cohort, CohortStream
+from fedpax.data import ClientSampler, CohortRounds, Partition
 from fedpax.data.tables.features import (
     TableFeatures,
     assemble_features,
@@ -26,21 +30,23 @@ from fedpax.data.tables.moments import (
     moments_of_ranges,
     moments_steps,
 )
-from fedpax.data.tables.shared_treatment import AgreedTable, agree_on_table, describe_table
-from fedpax.data.tables.site_properties import (
+from fedpax.data.tables.shared_treatment import (
     CLASSES,
     KIND,
     LABEL,
     NUMBERS,
+    AgreedTable,
+    agree_on_table,
     column_property,
     describe_kind,
+    describe_table,
     table_properties,
 )
 from fedpax.data.tables.treatments import Treatment, parse_treatment
 from fedpax.errors import ArgumentError
 from fedpax.experiments.client_aggregators import AggregatorConfig
 from fedpax.experiments.client_files import OpenFiles
-from fedpax.experiments.parts.saved_inputs import saved_content
+from fedpax.experiments.parts.own_examples import saved_content
 from fedpax.experiments.table_data import (
     TableConfig,
     number_label,
@@ -50,7 +56,8 @@ from fedpax.experiments.table_data import (
     table_treatments,
 )
 from fedpax.path_patterns import escape_commas
-from fedpax.sites.common_properties import Needed
+from fedpax.populations.client_arrays import ComputedPartition
+from fedpax.sites.agreement import Needed
 from fedpax.sites.contract import ClientRange, Question
 from fedpax.transforms.stages import Stages
 
@@ -253,3 +260,112 @@ def _from_json(fields: Json) -> Scaling:
     if low is not None:
         low, high = np.array(low), np.array(high)
     return Scaling(np.array(center), np.array(half), low, high, factor)
+
+
+# Client experiments over sites: a site's clients among the clients of all sites.
+class OverSites:
+    """An experiment over sites that agree on nothing before the first round, by default."""
+
+    def shared_content(self) -> dict[str, str]:
+        """Return hashes of the files that must be equal at all sites, by default none."""
+        return {}
+
+    def shared_properties(self, description: Mapping[str, Any]) -> Mapping[str, str | None]:
+        """Return what must be equal at all sites, by default nothing beside the identity."""
+        del description
+        return {}
+
+    def stated_properties(self) -> Mapping[str, str]:
+        """Return the shared properties that the configuration states, by default none."""
+        return {}
+
+    def agree(
+        self, descriptions: Sequence[Mapping[str, Any]]
+    ) -> Generator[Question, Any, Mapping[str, Any]]:
+        """Return the inputs that all sites share, by default none."""
+        del descriptions
+        yield from ()
+        return {}
+
+    def answer(self, settings: Mapping[str, Any], clients: ClientRange) -> Any:
+        """Answer a question of `agree`."""
+        raise NotImplementedError(f"{type(self).__name__} asks no questions")
+
+    def with_inputs(self, inputs: Mapping[str, Any]) -> Self:
+        """Return the experiment with the inputs that the sites share."""
+        del inputs
+        return self
+
+    def sized(self, num_clients: int) -> Self:
+        """Return the experiment with at most as many clients in a round as there are."""
+        experiment: Any = self
+        cohort = dataclasses.replace(
+            experiment.cohort, size=min(experiment.cohort.size, num_clients)
+        )
+        resized: Self = dataclasses.replace(experiment, cohort=cohort)
+        return resized
+
+
+def sample_present(sampler: ClientSampler) -> Callable[[int, Any], list[int]]:
+    """Return the function `(round, present) -> clients` of a coordinator."""
+
+    def sample(round_number: int, present: Any) -> list[int]:
+        chosen = sampler
+        if not present.all():
+            chosen = dataclasses.replace(sampler, available=lambda _: present)
+        return list(map(int, chosen.sample(round_number)))
+
+    return sample
+
+
+class SitePopulation(ComputedPartition):
+    """The clients of all sites; the clients of other sites have no examples here.
+
+    Args:
+        own: the examples of each client of this site.
+        first: number of its first client.
+        total: number of clients of all sites.
+    """
+
+    def __init__(self, own: Partition, first: int, total: int) -> None:
+        self._own, self._first, self._total = own, first, total
+
+    def __len__(self) -> int:
+        return self._total
+
+    def indices_of(self, participant: int) -> NDArray[np.int64]:
+        """Return the indices of a client's examples."""
+        place = participant - self._first
+        if 0 <= place < len(self._own):
+            return np.asarray(self._own[place])
+        return np.zeros(0, np.int64)
+
+
+class ChosenClients(ClientSampler):
+    """A sampler whose clients the coordinator has chosen."""
+
+    chosen: Sequence[int] = ()
+
+    def sample(self, round_number: int) -> NDArray[np.int64]:
+        """Return the chosen clients."""
+        return np.array(self.chosen, np.int64)
+
+
+def batch_shapes(rounds: CohortRounds) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the types of a batch of some rounds."""
+    batches = rounds.shapes.batches
+    return {n: jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for n, x in batches.items()}
+
+
+def drawer(
+    rounds: CohortRounds, stream: CohortStream, sampler: ChosenClients
+) -> Callable[[int, Sequence[int]], Cohort]:
+    """Return the function `(round, clients) -> cohort` of a site."""
+    start: Any = stream.get_state()
+
+    def draw(round_number: int, clients: Sequence[int]) -> Cohort:
+        object.__setattr__(sampler, "chosen", tuple(clients))
+        stream.set_state({**start, "round": round_number})
+        return next(stream)
+
+    return draw

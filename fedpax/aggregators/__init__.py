@@ -1,16 +1,12 @@
 """Aggregators: combine the participants' updates into one."""
 
-from fedpax.aggregators.aggregator import Aggregator, mean
-from fedpax.aggregators.bulyan import bulyan
-from fedpax.aggregators.chain import AggregatorTransformation, chain
+from fedpax.aggregators.aggregator import Aggregator, AggregatorTransformation, chain, mean
 from fedpax.aggregators.clipping import adaptive_clip, clip_by_norm
 from fedpax.aggregators.compressed_mean import compressed_mean
 from fedpax.aggregators.coordinate_means import coordinate_median, trimmed_mean
-from fedpax.aggregators.fixed_point import FixedPoint
 from fedpax.aggregators.gaussian_noise import add_local_noise, add_noise
 from fedpax.aggregators.geometric_median import geometric_median
-from fedpax.aggregators.integer_packing import choose_packing
-from fedpax.aggregators.krum import krum
+from fedpax.aggregators.krum import bulyan, krum
 from fedpax.aggregators.privacy_accounting import (
     PrivacyAccountant,
     noise_multiplier_for,
@@ -18,9 +14,9 @@ from fedpax.aggregators.privacy_accounting import (
 )
 from fedpax.aggregators.private_mean import private_mean
 from fedpax.aggregators.private_secure_mean import private_secure_mean
-from fedpax.aggregators.quantized_mean import quantized_mean
+from fedpax.aggregators.quantized_mean import choose_packing, quantized_mean
 from fedpax.aggregators.random_streams import random_stream
-from fedpax.aggregators.secure_mean import secure_mean
+from fedpax.aggregators.secure_mean import FixedPoint, secure_mean
 from fedpax.aggregators.sent_values import mark_sent
 from fedpax.primitives.argument_checks import explain_unknown_arguments
 

@@ -7,10 +7,14 @@ from typing import NamedTuple, TypeAlias
 
 import chex
 import jax
-from jaxtyping import Array, Num
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Num
 
 from fedpax.aggregators.privacy_accounting import PrivacyAccountant
-from fedpax.primitives import federated_mean
+from fedpax.errors import ArgumentTypeError
+from fedpax.primitives import federated_broadcast, federated_map, federated_mean, federated_sum
+from fedpax.primitives.mean import count_participants
+from fedpax.primitives.placement import resolve_placement
 
 Weights: TypeAlias = Num[Array, " participants"] | None
 """The weights of participants; 0 marks an absent one. None: all have the same weight."""
@@ -112,3 +116,118 @@ def without_state(
     return Aggregator(
         lambda params: EmptyState(), aggregate, needs_all=robust, tolerates_non_finite=robust
     )
+
+
+# Weights of 0, which mark absent participants.
+def num_participants() -> int:
+    """Return the number of participants whose updates are aggregated. Inside a program."""
+    return resolve_placement("aggregate", None).placement.size
+
+
+def count_all() -> Float[Array, ""]:
+    """Return the number of participants as an array; in `fedpax.stages`, of those that answer."""
+    return count_participants(resolve_placement("aggregate", None).placement)
+
+
+def mean_dtype(leaf: jax.Array) -> jnp.dtype:
+    """Return the dtype of a leaf's mean, as in `federated_mean`: float32 for integers."""
+    return leaf.dtype if jnp.issubdtype(leaf.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
+
+
+def present(weights: Weights) -> Bool[Array, " participants"]:
+    """Return which participants have a weight other than 0. Inside a program."""
+    if weights is None:
+        return federated_broadcast(True)
+    return jnp.asarray(weights) != 0
+
+
+def select(
+    taken: Bool[Array, ""], update: chex.ArrayTree, dtype: jax.typing.DTypeLike | None = None
+) -> chex.ArrayTree:
+    """Return an update, or zeros where it is not taken, even for NaN and infinity."""
+    return jax.tree.map(
+        lambda u: jnp.where(taken, u, jnp.zeros_like(u)).astype(dtype or u.dtype), update
+    )
+
+
+# Checks and weights of updates that are encoded before they are averaged.
+def check_floats(function: str, updates: chex.ArrayTree) -> None:
+    """Check that updates are arrays of floats."""
+    for path, leaf in jax.tree.leaves_with_path(updates):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise ArgumentTypeError(
+                f"{function}(): updates{jax.tree_util.keystr(path)} has dtype "
+                f"{jnp.result_type(leaf)}, expected floats. Use fedpax.aggregators.mean() for "
+                "other dtypes."
+            )
+
+
+def normalized_weights(weights: Num[Array, " participants"]) -> Float[Array, " participants"]:
+    """Scale weights to a mean of 1. Inside a program."""
+    # All are 0 where the weights sum to 0, and NaN where their sum overflows.
+    total, n = federated_sum(weights.astype(jnp.float32)), weights.shape[0]
+    scale = jnp.where(total == 0, 0.0, n / jnp.where(total == 0, 1.0, total))
+    scale = jnp.where(jnp.isinf(total), jnp.nan, scale)
+    return federated_map(lambda w: w.astype(jnp.float32) * scale, weights)
+
+
+# Chains of transformations that end in an aggregator.
+AggregatorTransformation: TypeAlias = Callable[[Aggregator], Aggregator]
+"""A function from an aggregator to another one, such as `clip_by_norm(1.0)`.
+
+What it does to the updates before it calls the inner aggregator happens on the participants. What
+it does to the aggregate happens on the server.
+"""
+
+
+def chain(*stages: AggregatorTransformation | Aggregator) -> Aggregator:
+    """Chain transformations and the aggregator that they end in, as `optax.chain` does.
+
+    The stages stand in the order in which an update passes them on its way to the server:
+    `chain(first, second, aggregator)` is `first(second(aggregator))`.
+
+    Args:
+        *stages: any number of transformations, then one aggregator.
+
+    Returns:
+        The aggregator. The states are nested: each stage's state contains the next stage's state.
+
+    Raises:
+        TypeError: the last stage is not an `Aggregator`, or an earlier stage is one.
+
+    Example:
+        >>> import fedpax
+        >>> import jax.numpy as jnp
+        >>> from fedpax.aggregators import Aggregator, mean
+        >>> def halve(inner):
+        ...     def aggregate(state, updates, weights):
+        ...         updates = fedpax.federated_map(lambda update: update / 2, updates)
+        ...         return inner.aggregate(state, updates, weights)
+        ...     return Aggregator(inner.init, aggregate)
+        >>> halved_mean = chain(halve, mean())
+        >>> @fedpax.program(clients=2)
+        ... def average(updates):
+        ...     return halved_mean.aggregate(halved_mean.init(None), updates, None)[0]
+        >>> average(jnp.array([1.0, 5.0])).item()
+        1.5
+    """
+    for i, stage in enumerate(stages[:-1]):
+        if isinstance(stage, Aggregator) or not callable(stage):
+            raise ArgumentTypeError(
+                f"chain(): stage {i} is {_describe(stage)}, expected a transformation such as "
+                "clip_by_norm(1.0). Put the aggregator last."
+            )
+    if not stages or not isinstance(stages[-1], Aggregator):
+        last = _describe(stages[-1]) if stages else "missing"
+        raise ArgumentTypeError(
+            f"chain(): the last stage is {last}, expected an aggregator. Add mean() at the end."
+        )
+    aggregator = stages[-1]
+    for transform in reversed(stages[:-1]):
+        aggregator = transform(aggregator)
+    combine = stages[-1]
+    return aggregator._replace(needs_all=combine.needs_all)
+
+
+def _describe(stage: object) -> str:
+    return "an Aggregator" if isinstance(stage, Aggregator) else f"a {type(stage).__name__}"

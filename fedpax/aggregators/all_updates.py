@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Shaped
 
-from fedpax.aggregators.presence import mean_dtype
+from fedpax.aggregators.aggregator import mean_dtype
 from fedpax.primitives.layout import explicit_axis, mesh_axis, spans_devices
 from fedpax.primitives.placement import resolve_placement
 

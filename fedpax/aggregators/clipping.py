@@ -10,9 +10,14 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from fedpax.aggregators.aggregator import Aggregator, Weights, without_epsilon
-from fedpax.aggregators.chain import AggregatorTransformation
-from fedpax.aggregators.presence import mean_dtype, present
+from fedpax.aggregators.aggregator import (
+    Aggregator,
+    AggregatorTransformation,
+    Weights,
+    mean_dtype,
+    present,
+    without_epsilon,
+)
 from fedpax.aggregators.random_streams import round_key
 from fedpax.checks import FRACTION, NON_NEGATIVE, POSITIVE, check_argument, check_seed
 from fedpax.primitives import federated_map, federated_mean, federated_sum

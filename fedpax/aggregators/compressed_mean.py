@@ -9,12 +9,11 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int
 
-from fedpax.aggregators.aggregator import Aggregator, Weights
+from fedpax.aggregators.aggregator import Aggregator, Weights, check_floats, normalized_weights
 from fedpax.aggregators.codecs.codec import Codec
 from fedpax.aggregators.codecs.device_exchange import choose_exchange
 from fedpax.aggregators.codecs.rotated import check_codec
 from fedpax.aggregators.codecs.update_coder import UpdateCoder
-from fedpax.aggregators.presence import check_floats, normalized_weights
 from fedpax.aggregators.random_streams import in_stream
 from fedpax.aggregators.sent_values import mark_sent, work_under_transfer
 from fedpax.checks import PROBABILITY, check_argument, check_seed

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from fedpax.aggregators.aggregator import Aggregator, Weights, without_state
+from fedpax.aggregators.aggregator import Aggregator, Weights, present, without_state
 from fedpax.aggregators.all_updates import known_to_all, reduce_coordinates
-from fedpax.aggregators.presence import present
 from fedpax.checks import Range, check_argument
 from fedpax.primitives import federated_sum
 

@@ -11,9 +11,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
-from fedpax.aggregators.aggregator import Aggregator, Weights
-from fedpax.aggregators.chain import AggregatorTransformation
-from fedpax.aggregators.presence import mean_dtype, num_participants
+from fedpax.aggregators.aggregator import (
+    Aggregator,
+    AggregatorTransformation,
+    Weights,
+    mean_dtype,
+    num_participants,
+)
 from fedpax.aggregators.random_streams import round_key
 from fedpax.checks import NON_NEGATIVE, check_argument, check_seed
 from fedpax.primitives import federated_map

@@ -8,9 +8,15 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Num
 
-from fedpax.aggregators.aggregator import Aggregator, Weights, without_state
+from fedpax.aggregators.aggregator import (
+    Aggregator,
+    Weights,
+    mean_dtype,
+    num_participants,
+    select,
+    without_state,
+)
 from fedpax.aggregators.all_updates import known_to_all
-from fedpax.aggregators.presence import mean_dtype, num_participants, select
 from fedpax.checks import COUNT, POSITIVE, check_argument
 from fedpax.primitives import federated_map, federated_mean
 

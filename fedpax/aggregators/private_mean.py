@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from fedpax.aggregators.aggregator import Aggregator, Weights
+from fedpax.aggregators.aggregator import Aggregator, Weights, mean_dtype, num_participants, present
 from fedpax.aggregators.clipping import (
     adapt_norm,
     check_learning_rate,
@@ -19,7 +19,6 @@ from fedpax.aggregators.clipping import (
     clip_update,
 )
 from fedpax.aggregators.gaussian_noise import perturb
-from fedpax.aggregators.presence import mean_dtype, num_participants, present
 from fedpax.aggregators.privacy_accounting import accountant_of, releases_per_round
 from fedpax.aggregators.random_streams import round_key
 from fedpax.checks import NON_NEGATIVE, POSITIVE, check_argument, check_seed

@@ -8,10 +8,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from fedpax.aggregators.aggregator import Aggregator, Weights
+from fedpax.aggregators.aggregator import (
+    Aggregator,
+    Weights,
+    count_all,
+    mean_dtype,
+    num_participants,
+    present,
+)
 from fedpax.aggregators.clipping import check_norm, clip_update
 from fedpax.aggregators.gaussian_noise import known_sharding
-from fedpax.aggregators.presence import count_all, mean_dtype, num_participants, present
 from fedpax.aggregators.privacy_accounting import accountant_of, releases_per_round
 from fedpax.aggregators.random_streams import (
     hashed_indices,
@@ -24,8 +30,8 @@ from fedpax.aggregators.secure_mean import check_neighbors, engine_sum, secure_s
 from fedpax.checks import COUNT, POSITIVE, check_argument, check_seed
 from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_sum
-from fedpax.primitives.federated_program import is_for_stages
-from fedpax.transforms.own_noise import own_noise
+from fedpax.primitives.placement import is_for_stages
+from fedpax.transforms.marks import own_noise
 
 MOST_DEVIATIONS = 6  # float32 normal numbers stay below
 DITHERED_STDDEV = 1000.0  # from here on, dithered normal numbers are accurate, and faster

@@ -10,20 +10,25 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Num, UInt32
 
-from fedpax.aggregators.aggregator import Aggregator, Weights
+from fedpax.aggregators.aggregator import (
+    Aggregator,
+    Weights,
+    mean_dtype,
+    num_participants,
+    present,
+    select,
+)
 from fedpax.aggregators.all_updates import known_to_all
-from fedpax.aggregators.fixed_point import FixedPoint
 from fedpax.aggregators.gaussian_noise import known_sharding
-from fedpax.aggregators.presence import num_participants, present, select
 from fedpax.aggregators.random_streams import hashed_indices, rehash, round_key
 from fedpax.aggregators.sent_values import mark_sent, mark_server
 from fedpax.checks import EVEN, POSITIVE, IntRange, check_argument, check_seed
 from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_broadcast, federated_map, federated_mean, federated_sum
-from fedpax.primitives.federated_program import is_for_stages
 from fedpax.primitives.layout import unplaced_aval
+from fedpax.primitives.placement import is_for_stages
 from fedpax.transforms.marks import MASKED
 
 
@@ -328,3 +333,50 @@ def _vectors(
 
 def _add(x: Leaves, y: Leaves) -> list[jax.Array]:
     return [a + b for a, b in zip(x, y, strict=True)]
+
+
+# Floats as integers whose sums are exact: the numbers of secure aggregation.
+class FixedPoint(NamedTuple):
+    """Multiples of `step = max_value / largest`, with `largest = 2^(bits - 1) - 1`.
+
+    `encode` and `decode` are the arithmetic of `secure_mean`, and of sums between sites.
+
+    Attributes:
+        max_value: entries are clipped to [-max_value, max_value].
+        bits: bits per entry, 2 to 24.
+
+    Example:
+        >>> code = FixedPoint(max_value=1.0, bits=16)
+        >>> total = code.encode(jnp.array([0.5, 2.0])) + code.encode(jnp.array([0.25, -0.5]))
+        >>> code.decode(total, jnp.int32(2), like=jnp.zeros(2)).round(4).tolist()
+        [0.375, 0.25]
+    """
+
+    max_value: float
+    bits: int
+
+    @property
+    def largest(self) -> int:
+        """The largest code."""
+        return int(2 ** (self.bits - 1)) - 1
+
+    @property
+    def step(self) -> float:
+        """The difference of values with successive codes."""
+        return self.max_value / self.largest
+
+    def encode(self, u: Num[Array, "*shape"]) -> Int[Array, "*shape"]:
+        """Return the int32 codes of an array; NaN has the code 0."""
+        u = jnp.nan_to_num(u.astype(jnp.float32), nan=0.0)
+        clipped = jnp.clip(u, -self.max_value, self.max_value)
+        return jnp.round(clipped / self.step).astype(jnp.int32)
+
+    def clipped(self, u: Num[Array, "*shape"]) -> Bool[Array, "*shape"]:
+        """Return which entries are not encoded with an error of at most `step / 2`."""
+        return ~(jnp.abs(u) <= self.max_value)
+
+    def decode(
+        self, total: Int[Array, "*shape"], count: Int[Array, ""], like: jax.Array
+    ) -> Float[Array, "*shape"]:
+        """Return the mean from a sum of `count` codes, in the dtype of a mean of `like`."""
+        return (self.step * total / jnp.maximum(count, 1)).astype(mean_dtype(like))

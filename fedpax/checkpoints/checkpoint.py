@@ -16,12 +16,12 @@ from jax.experimental import multihost_utils
 from fedpax.algorithm import State
 from fedpax.checkpoints.checkpoint_dir import LostCheckpointDirError
 from fedpax.checkpoints.exports import Exports
-from fedpax.checkpoints.lazy_orbax import ocp
 from fedpax.checkpoints.object_store import is_object_store
 from fedpax.checkpoints.orbax_files import (
     QuietFailedSaves,
     Retention,
     atomicity_of,
+    ocp,
     open_checkpoints,
     wait_for_writers,
 )

@@ -16,9 +16,8 @@ import jax
 import numpy as np
 
 from fedpax.algorithm import Params
-from fedpax.checkpoints.lazy_orbax import ocp
 from fedpax.checkpoints.object_store import delete_folder, rename_folder
-from fedpax.checkpoints.orbax_files import atomicity_of, literal_path
+from fedpax.checkpoints.orbax_files import atomicity_of, literal_path, ocp
 from fedpax.checkpoints.saved_state import load_params
 from fedpax.console import print_error
 from fedpax.errors import ArgumentError

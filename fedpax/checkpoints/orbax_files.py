@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import glob
+import importlib
 import logging
 import os
 import threading
@@ -11,13 +12,12 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
 from etils import epath
 
-from fedpax.checkpoints.lazy_orbax import ocp
 from fedpax.checkpoints.object_store import is_object_store
 from fedpax.errors import ConfigurationError
 from fedpax.run_files.paths import complete_rounds
@@ -217,3 +217,17 @@ def _is_no_failed_save(record: logging.LogRecord) -> bool:
     # The path of the record itself can be absl's, which logs for Orbax.
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(frames)]
     return DRAFT not in str(error) and not any("orbax" in f for f in (record.pathname, *files))
+
+
+# Import `orbax.checkpoint` at the first use of a name of it: a run's first round needs none.
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+else:
+
+    class _Orbax:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(importlib.import_module("orbax.checkpoint"), name)
+
+    ocp = _Orbax()
+
+__all__ = ["ocp"]

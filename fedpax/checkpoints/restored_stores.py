@@ -8,10 +8,8 @@ import jax
 import numpy as np
 from jaxtyping import Int64
 
-from fedpax.checkpoints.ancestors import Parent
-from fedpax.checkpoints.lazy_orbax import ocp
-from fedpax.checkpoints.orbax_files import open_to_read
-from fedpax.checkpoints.row_changes import rows_of_one_checkpoint, stores_of
+from fedpax.checkpoints.orbax_files import ocp, open_to_read
+from fedpax.checkpoints.row_changes import Parent, rows_of_one_checkpoint, stores_of
 from fedpax.clients.row_blocks import row_blocks, write_rows
 
 Lineage = Sequence[tuple[int, Parent | None]]

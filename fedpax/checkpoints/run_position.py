@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
-from fedpax.clients.cohort_stream import CohortStream
+from fedpax.clients.cohort import CohortStream
 from fedpax.console import print_error
 from fedpax.processes.gather import gather_json
 

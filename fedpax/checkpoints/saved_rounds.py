@@ -8,8 +8,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from fedpax.checkpoints.ancestors import Parent, identity_of
 from fedpax.checkpoints.object_store import COMMITTED, is_object_store, remove_folder
+from fedpax.checkpoints.row_changes import Parent, identity_of
 from fedpax.console import print_error
 from fedpax.errors import FedpaxError
 from fedpax.files import read_json

@@ -9,12 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedpax.algorithm import Params
-from fedpax.checkpoints.ancestors import lineage
-from fedpax.checkpoints.lazy_orbax import ocp
-from fedpax.checkpoints.orbax_files import open_to_read
+from fedpax.checkpoints.orbax_files import ocp, open_to_read
 from fedpax.checkpoints.participant_states import saved_placed_struct
 from fedpax.checkpoints.restored_stores import complete_rows
-from fedpax.checkpoints.row_changes import stores_of
+from fedpax.checkpoints.row_changes import lineage, stores_of
 from fedpax.checkpoints.saved_rounds import damaged_checkpoint, find_damage, find_own_damage
 from fedpax.errors import ArgumentError
 from fedpax.run_files.configuration import flatten, read_configuration_json

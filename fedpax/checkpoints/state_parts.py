@@ -9,12 +9,15 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from fedpax.algorithm import State
-from fedpax.checkpoints.ancestors import PARENT, Parent, identity_of, lineage, read_parents
-from fedpax.checkpoints.lazy_orbax import ocp
-from fedpax.checkpoints.orbax_files import on_one_device
+from fedpax.checkpoints.orbax_files import ocp, on_one_device
 from fedpax.checkpoints.restored_stores import restore_stores
 from fedpax.checkpoints.row_changes import (
+    PARENT,
+    Parent,
     RowChanges,
+    identity_of,
+    lineage,
+    read_parents,
     rows_of_one_checkpoint,
     with_stores,
     without_stores,

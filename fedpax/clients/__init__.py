@@ -1,7 +1,6 @@
 """Clients: the cohort of a round, and the state that clients keep between rounds."""
 
-from fedpax.clients.cohort import Cohort, check_cohort
-from fedpax.clients.cohort_stream import IdentifiedStream
+from fedpax.clients.cohort import Cohort, IdentifiedStream, check_cohort
 from fedpax.clients.row_blocks import home_devices
 from fedpax.clients.schedule import ArrivalOrder, Arrivals, RegionalOrder, Syncs
 from fedpax.clients.store import ClientStore, client_store, gather_clients, scatter_clients

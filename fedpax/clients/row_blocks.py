@@ -70,17 +70,7 @@ def names_of(entry: Any) -> tuple[str, ...]:
 def take_rows(
     leaves: list[jax.Array], blocks: RowBlocks, row_ids: Int64[np.ndarray, " rows"]
 ) -> tuple[Int64[np.ndarray, " taken"], list[jax.Array]]:
-    """Copy rows on the devices that have them.
-
-    Args:
-        leaves: arrays `[rows, ...]`.
-        blocks: their layout.
-        row_ids: the rows to copy, in increasing order.
-
-    Returns:
-        The copied rows' numbers, and the rows. Each block has an equal number of them: -1 in the
-        numbers is padding, whose row has no meaning.
-    """
+    """Copy rows on the devices that have them."""
     owners = row_ids // blocks.block_rows
     counts = np.bincount(owners, minlength=blocks.num_blocks)
     most = padded_count(int(counts.max(initial=1)), blocks.block_rows)

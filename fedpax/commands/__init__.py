@@ -9,12 +9,12 @@ from fedpax.commands.command_table import COMMANDS, Command
 from fedpax.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from fedpax.commands.parts.devices import fit_mesh as fit_mesh
     from fedpax.commands.parts.options import configure as configure
-    from fedpax.commands.parts.scaled_mesh import fit_mesh as fit_mesh
 
 _MODULES = {
     "configure": "fedpax.commands.parts.options",
-    "fit_mesh": "fedpax.commands.parts.scaled_mesh",
+    "fit_mesh": "fedpax.commands.parts.devices",
 }
 __all__ = ["COMMANDS", "Command", *_MODULES]
 # The commands load their own modules.

@@ -79,8 +79,8 @@ def _make(options: flags.FlagValues) -> None:
 
 
 def _request(options: flags.FlagValues) -> None:
-    from fedpax.transport.certificate_files import KEY_FILE, REQUEST_FILE
-    from fedpax.transport.certificate_requests import make_request
+    from fedpax.transport.authority import KEY_FILE, REQUEST_FILE
+    from fedpax.transport.certificates import make_request
 
     out = Path(options.out)
     fingerprint = make_request(out, options.name)
@@ -94,7 +94,7 @@ def _request(options: flags.FlagValues) -> None:
 
 
 def _sign(options: flags.FlagValues) -> None:
-    from fedpax.transport.certificate_requests import sign_request
+    from fedpax.transport.certificates import sign_request
 
     signed = sign_request(
         options.sign, options.authority, options.out, days=options.days, replace=options.replace

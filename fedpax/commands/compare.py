@@ -33,8 +33,8 @@ from fedpax.reports.target import (
     Target,
     parse_target,
     trajectory_of,
+    write_target_comparison,
 )
-from fedpax.reports.target_report import write_target_comparison
 from fedpax.run_files.metrics import describe_damage, read_metrics, select
 from fedpax.run_files.paths import latest_round, refuse_checkpoint_dir, resolve_job_log_dir
 from fedpax.training.experiment import Experiment

@@ -18,8 +18,8 @@ from fedpax.errors import UsageError
 from fedpax.extras import optional
 from fedpax.populations.client_arrays import ContiguousClients
 from fedpax.populations.partition_plot import plot_statistics
-from fedpax.reports.table import markdown_table
-from fedpax.user_files.load_options import LoadOptions
+from fedpax.reports.metric_table import markdown_table
+from fedpax.user_files.formats import LoadOptions
 
 _MOST_CLIENTS = 20  # in the table of clients
 _MOST_LABELS = 1000  # labels with more distinct values are numbers

@@ -131,7 +131,7 @@ def _cores() -> str:
 def _cache() -> str:
     import jax
 
-    from fedpax.commands.parts.compilation_cache import enable_compilation_cache
+    from fedpax.commands.parts.devices import enable_compilation_cache
 
     enable_compilation_cache()
     if not jax.config.values["jax_enable_compilation_cache"]:

@@ -13,7 +13,7 @@ from absl import flags
 
 from fedpax.algorithm import Params
 from fedpax.checkpoints.saved_state import load_state
-from fedpax.commands.parts.engines import engine_of
+from fedpax.commands.parts.file_flags import engine_of
 from fedpax.commands.parts.flower_export import write_heldout_data
 from fedpax.commands.parts.options import output_file, parse
 from fedpax.commands.parts.saved_run import (
@@ -24,15 +24,14 @@ from fedpax.commands.parts.saved_run import (
     read_saved_run,
 )
 from fedpax.console import print_error, print_line
-from fedpax.deploy.batch_evaluation import evaluate_in_batches, open_heldout
-from fedpax.deploy.batch_training import RunRounds, for_workers
-from fedpax.deploy.flower.job import run_flower
+from fedpax.deploy.batch_training import RunRounds, evaluate_in_batches, for_workers, open_heldout
+from fedpax.deploy.flower.app_files import run_flower
 from fedpax.errors import UsageError
 from fedpax.experiments.client_files import describe_measured
 from fedpax.experiments.fedavg_files import FedAvgFiles
 from fedpax.reports.client_report import clients_json, format_clients, plot_clients
+from fedpax.run_files.metrics import with_quantiles
 from fedpax.run_files.paths import write_atomically
-from fedpax.run_files.quantiles import with_quantiles
 from fedpax.training.client_metrics import ClientMetrics
 from fedpax.training.experiment import Run
 from fedpax.training.progress import describe_devices, format_metrics

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from fedpax.console import print_line
-from fedpax.deploy.artifact_report import inspect_round
+from fedpax.deploy.artifacts import inspect_round
 from fedpax.deploy.runtime import ArtifactError
 from fedpax.errors import UsageError
 

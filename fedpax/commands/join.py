@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from absl import flags
 
-from fedpax.commands.parts.compilation_cache import enable_compilation_cache
+from fedpax.commands.parts.devices import enable_compilation_cache
 from fedpax.commands.parts.options import (
     UsageError,
     allowed_changes,

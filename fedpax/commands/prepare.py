@@ -7,8 +7,7 @@ from typing import Any
 
 from absl import flags
 
-from fedpax.commands.parts.engines import check_engine_flags
-from fedpax.commands.parts.file_flags import flags_in_errors, parse_files
+from fedpax.commands.parts.file_flags import check_engine_flags, flags_in_errors, parse_files
 from fedpax.console import count_of, print_error, print_line
 from fedpax.data import prepare as prepare_files
 from fedpax.errors import UsageError

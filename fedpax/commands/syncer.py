@@ -26,9 +26,9 @@ def syncer(arguments: Sequence[str]) -> int:
         )
     # The outer model is in the host's memory: leave accelerators to other programs.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from fedpax.commands.parts.compilation_cache import enable_compilation_cache
-    from fedpax.islands.syncer.guarded_merge import GuardRules
+    from fedpax.commands.parts.devices import enable_compilation_cache
     from fedpax.islands.syncer.run_syncer import run_syncer
+    from fedpax.islands.syncer.updates import GuardRules
     from fedpax.transport.admission import SiteLimits
 
     enable_compilation_cache()
@@ -38,7 +38,7 @@ def syncer(arguments: Sequence[str]) -> int:
         "limits": SiteLimits(options.messages_per_minute, options.bytes_per_minute),
     }
     if has_rounds_over_sites(experiment):
-        from fedpax.sites.round_rules import RoundRules
+        from fedpax.sites.guards import RoundRules
         from fedpax.sites.run_coordinator import run_coordinator
 
         rules: dict[str, Any] = {name: options[name].value for name in RoundRules._fields}

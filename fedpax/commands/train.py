@@ -9,17 +9,20 @@ from typing import Any
 import jax
 from absl import flags
 
-from fedpax.commands.parts.compilation_cache import enable_compilation_cache
-from fedpax.commands.parts.devices import provide_devices
-from fedpax.commands.parts.engines import engine_of
+from fedpax.commands.parts.devices import (
+    enable_compilation_cache,
+    fit_mesh,
+    island_numbers,
+    processes_per_island,
+    provide_devices,
+)
+from fedpax.commands.parts.file_flags import engine_of
 from fedpax.commands.parts.options import allowed_changes, parse_run
 from fedpax.commands.parts.processes import leave_on_failure, provide_processes
-from fedpax.commands.parts.scaled_mesh import fit_mesh, island_numbers, processes_per_island
 from fedpax.console import print_line
 from fedpax.deploy.batch_training import train_in_batches
 from fedpax.elastic.membership import find_membership
-from fedpax.elastic.supervisor import ElasticOptions, supervise
-from fedpax.elastic.training_process import end_with_supervisor
+from fedpax.elastic.supervisor import ElasticOptions, end_with_supervisor, supervise
 from fedpax.errors import UsageError
 from fedpax.run_files.paths import folder_of_checkpoints
 from fedpax.training.experiment import Experiment

@@ -13,11 +13,10 @@ import orbax.checkpoint as ocp
 
 from fedpax.algorithm import RESERVED_METRICS, Params
 from fedpax.checkpoints.saved_state import load_params
-from fedpax.commands.parts.compilation_cache import enable_compilation_cache
-from fedpax.commands.parts.devices import provide_devices
+from fedpax.commands.parts.devices import enable_compilation_cache, provide_devices
 from fedpax.errors import ArgumentTypeError
 from fedpax.extras import optional
-from fedpax.reports.table import number_or_nan
+from fedpax.reports.metric_table import number_or_nan
 from fedpax.run_files.configuration import check_is_dataclass
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.run_files.metrics_log import read_log, spread_rounds

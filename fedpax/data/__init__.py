@@ -20,16 +20,15 @@
 """
 
 from fedpax.data.loading import load, prepare
+from fedpax.data.rounds.augmentation import add_dropout_seeds
 from fedpax.data.rounds.client_stream import CohortRounds
 from fedpax.data.rounds.cohort_rounds import cohort_rounds
-from fedpax.data.rounds.dropout_seeds import add_dropout_seeds
 from fedpax.data.rounds.example_rounds import ExampleRounds, example_rounds
 from fedpax.data.rounds.heldout_tokens import heldout_token_batches
 from fedpax.data.rounds.labeled_examples import example_batches, read_examples
-from fedpax.data.rounds.local_rows import LocalRows, addressable_rows
 from fedpax.data.rounds.mixture import Mixture
 from fedpax.data.rounds.scheduling import balanced_order, idle_fraction
-from fedpax.data.rounds.stream import FunctionRounds, LazyStream
+from fedpax.data.rounds.stream import FunctionRounds, LazyStream, LocalRows, addressable_rows
 from fedpax.data.rounds.token_rounds import token_round_shapes, token_rounds
 from fedpax.data.rounds.token_stream import TokenRounds
 from fedpax.data.rounds.unreliable_rounds import RoundOutcome, UnreliableRounds, unreliable_rounds
@@ -37,11 +36,11 @@ from fedpax.populations.availability import DailyAvailability, RecordedAvailabil
 from fedpax.populations.client_arrays import ContiguousClients, concatenate_clients
 from fedpax.populations.client_sampler import ClientSampler, poisson_cohort_size
 from fedpax.populations.label_skew import (
+    partition_by_quantity,
     partition_by_shards,
     partition_dirichlet,
     partition_pachinko,
 )
-from fedpax.populations.leaf_clients import leaf_clients, logistic_clients
 from fedpax.populations.partition import (
     Partition,
     partition_by_field,
@@ -50,8 +49,7 @@ from fedpax.populations.partition import (
 )
 from fedpax.populations.partition_plot import plot_partition
 from fedpax.populations.partition_statistics import PartitionStatistics, partition_statistics
-from fedpax.populations.quantity_skew import partition_by_quantity
-from fedpax.populations.synthetic_clients import DirichletClients
+from fedpax.populations.synthetic_clients import DirichletClients, leaf_clients, logistic_clients
 from fedpax.sources.source import Source
 from fedpax.text.byte_tokenizer import SEPARATOR, VOCAB_SIZE, decode, encode
 from fedpax.text.chat_template import ChatTemplate, load_chat_template

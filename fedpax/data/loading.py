@@ -15,10 +15,8 @@ from fedpax.sources.data_sets import (
     open_data_set,
     open_records,
 )
-from fedpax.sources.source import Source
-from fedpax.sources.text_records import SUFFIX
-from fedpax.user_files.formats import is_files
-from fedpax.user_files.load_options import LoadOptions
+from fedpax.sources.source import SUFFIX, Source
+from fedpax.user_files.formats import LoadOptions, is_files
 
 if TYPE_CHECKING:
     from fedpax.user_files.preparing import Prepared

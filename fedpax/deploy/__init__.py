@@ -12,13 +12,13 @@ _MODULES = {
     "Settings": "fedpax.deploy.round_program",
     "compile_client": "fedpax.deploy.iree_compiler",
     "export_stages": "fedpax.deploy.artifacts",
-    "inspect_round": "fedpax.deploy.artifact_report",
+    "inspect_round": "fedpax.deploy.artifacts",
     "load": "fedpax.deploy.runtime",
     "pack_program": "fedpax.deploy.round_program",
     "pack_stages": "fedpax.deploy.artifacts",
     "run_beam": "fedpax.deploy.beam",
     "run_local": "fedpax.deploy.local_stages",
-    "run_out_of_core": "fedpax.deploy.out_of_core_rounds",
+    "run_out_of_core": "fedpax.deploy.local_stages",
     "write_app": "fedpax.deploy.flower.app_files",
 }
 __all__ = list(_MODULES)

@@ -123,11 +123,7 @@ class BatchWork(NamedTuple):
     def join(
         self, key: int, members: Iterable[Member], states: Iterable[bytes]
     ) -> Iterator[tuple[str, Any]]:
-        """Give members the states under their key, or pass on the states that nobody takes.
-
-        Yields:
-            `("members", Member)` or `("states", (key, state))`.
-        """
+        """Give members the states under their key, or pass on the states that nobody takes."""
         state, taken = list(states), False
         for i, client, kept in members:
             taken = True
@@ -140,13 +136,7 @@ class BatchWork(NamedTuple):
     def run_clients(
         self, stage: int, round_number: int, members: Sequence[Member], request: bytes
     ) -> Iterator[tuple[str, Any]]:
-        """Run a stage for some participants.
-
-        Yields:
-            `("terms", bytes)` once, their merged terms; `("shown", (participant, bytes))`;
-            `("members", Member)` with what they keep for the next stage; after the last stage
-            `("states 0", (participant, bytes))` and `("states 1", (client, bytes))` in its place.
-        """
+        """Run a stage for some participants."""
         artifact, clients = _opened(self)
         ids = np.array([client for _, client, _ in members])
         leaves = jax.tree.leaves(clients.read_clients(round_number, ids))
@@ -196,18 +186,7 @@ class BatchWork(NamedTuple):
     def serve(
         self, stage: int, values: bytes, terms: bytes, shown: Iterable[tuple[int, bytes]]
     ) -> Iterator[tuple[str, bytes]]:
-        """Run the server's part after a stage.
-
-        Args:
-            stage: the stage that has ended.
-            values: the server's values before it.
-            terms: its merged terms.
-            shown: what each participant shows.
-
-        Yields:
-            `("values", bytes)` and `("request", bytes)`; after the last stage `("results", bytes)`,
-            by name.
-        """
+        """Run the server's part after a stage."""
         known = {int(number): x for number, x in decode_values(values).items()}
         part = self._parts[stage]
         numbers = self.manifest["server"][part]["shown"]

@@ -22,8 +22,7 @@ from fedpax.deploy.beam import pipeline_options
 from fedpax.errors import ArgumentError
 from fedpax.user_files.finding import absolute, is_url
 from fedpax.user_files.folders import PREPARED
-from fedpax.user_files.formats import BadRows
-from fedpax.user_files.load_options import LoadOptions
+from fedpax.user_files.formats import BadRows, LoadOptions
 from fedpax.user_files.prepared import encode_about
 from fedpax.user_files.preparing import check_arguments, draft_folder, new_folder
 from fedpax.user_files.reading import Reading

@@ -1,12 +1,29 @@
-"""The stages of a program on one machine: the reference for other engines."""
+"""The stages of a program on one machine, as the reference for other engines or out of core."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
 
-from fedpax.deploy.participant_processes import ParticipantProcesses
-from fedpax.errors import ArgumentError
+from fedpax.deploy.artifacts import pack_stages
+from fedpax.deploy.batch_work import Clients, check_clients
+from fedpax.deploy.encoded_values import decode_values, encode_values
+from fedpax.deploy.packets import Packet, receive, send
+from fedpax.deploy.runtime import Artifact
+from fedpax.errors import ArgumentError, FedpaxError
+from fedpax.transforms.discrete_gaussian import draw_noise
+from fedpax.transforms.out_of_core import out_of_core
 from fedpax.transforms.stages import Request, Stages
 
 
@@ -111,3 +128,224 @@ def _run(
             merged = merge(merged, terms) if number else terms
         shown = [shown for _, shown in answers.values()]
         reply = merged, [jnp.stack(rows) for rows in zip(*shown, strict=True)], list(answers)
+
+
+# Participants in processes of their own: each has its values alone, and runs exported stages.
+class ParticipantProcessError(FedpaxError):
+    """A process of participants has ended; its error is on stderr."""
+
+
+class ParticipantProcesses(AbstractContextManager["ParticipantProcesses"]):
+    """Processes that participants are dealt to; a context manager."""
+
+    def __init__(
+        self, stages: Stages, own: Mapping[int, Mapping[str, Any]], processes: int
+    ) -> None:
+        manifest, files = pack_stages(stages, portable=False)
+        program = encode_values(
+            {name: np.frombuffer(x, np.uint8) for name, x in files.items()}
+            | {"": np.frombuffer(json.dumps(manifest).encode(), np.uint8)}
+        )
+        self.participants = list(own)
+        self._num_terms = [len(stage.terms) for stage in stages]
+        self._dealt = [self.participants[k::processes] for k in range(processes)]
+        with contextlib.ExitStack() as stack:
+            self._connections = [stack.enter_context(_start()) for _ in self._dealt]
+            self._stack = stack.pop_all()
+        for connection, dealt in zip(self._connections, self._dealt, strict=True):
+            values = [encode_values(own[i]) for i in dealt]
+            send(connection, Packet({"participants": dealt}, [program, *values]))
+
+    def answers(self, request: Request) -> dict[int, tuple[Sequence[Any], Sequence[Any]]]:
+        """Return the terms and the shown values of each participant."""
+        shared = _encoded(request.shared)
+        for connection, dealt in zip(self._connections, self._dealt, strict=True):
+            rows = [
+                encode_values({str(k): x[i] for k, x in enumerate(request.rows)}) for i in dealt
+            ]
+            send(connection, Packet({"stage": request.stage}, [shared, *rows]))
+        split = self._num_terms[request.stage]
+        replies = {i: list(decode_values(content).values()) for i, content in self._replies()}
+        return {i: (values[:split], values[split:]) for i, values in replies.items()}
+
+    def kept(self) -> dict[int, dict[str, Any]]:
+        """Return what each participant keeps."""
+        for connection in self._connections:
+            send(connection, Packet({"stage": None}))
+        return {i: decode_values(content) for i, content in self._replies()}
+
+    def _replies(self) -> Iterator[tuple[int, bytes]]:
+        replies: dict[int, bytes] = {}
+        for connection, dealt in zip(self._connections, self._dealt, strict=True):
+            try:
+                replies |= zip(dealt, receive(connection).arrays, strict=True)
+            except ConnectionError as error:
+                raise ParticipantProcessError(
+                    f"The process of the participants {dealt} has ended, expected their answers. "
+                    "Its error is on stderr."
+                ) from error
+        return iter((i, replies[i]) for i in self.participants)
+
+    def __exit__(self, *error: Any) -> None:
+        """End the processes."""
+        self._stack.close()
+
+
+def _encoded(values: Sequence[Any]) -> bytes:
+    return encode_values({str(k): x for k, x in enumerate(values)})
+
+
+@contextlib.contextmanager
+def _start() -> Iterator[socket.socket]:
+    """Start a process, which ends when its connection is closed."""
+    here, there = socket.socketpair()
+    # It imports from the same places as this process.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with there:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(there.fileno())],
+            pass_fds=[there.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=environment,
+        )
+    try:
+        yield here
+    finally:
+        here.close()
+        process.wait()
+
+
+def serve(connection: socket.socket) -> None:
+    """Answer the requests of a server for some participants until it closes the connection."""
+    begin = receive(connection)
+    program, *values = begin.arrays
+    files = {name: x.tobytes() for name, x in decode_values(program).items()}
+    artifact = Artifact(json.loads(files.pop("")), files)
+    participants = begin.values["participants"]
+    own = {i: decode_values(x) for i, x in zip(participants, values, strict=True)}
+    kept: dict[int, dict[str, Any]] = {i: {} for i in participants}
+    while True:
+        try:
+            request = receive(connection)
+        except ConnectionError:  # the server has ended
+            return
+        stage = request.values["stage"]
+        if stage is None:
+            send(connection, Packet({}, [encode_values(kept[i]) for i in participants]))
+            continue
+        shared = list(decode_values(request.arrays[0]).values())
+        answers = []
+        for i, content in zip(participants, request.arrays[1:], strict=True):
+            rows = list(decode_values(content).values())
+            noise = draw_noise(artifact.manifest["stages"][stage]["noise"])
+            given = own[i] | kept[i] | noise
+            terms, shown, new = artifact.client(stage)(i, shared, rows, given)
+            kept[i] |= new
+            answers.append(_encoded([*terms, *shown]))
+        send(connection, Packet({}, answers))
+
+
+if __name__ == "__main__":
+    with socket.socket(fileno=int(sys.argv[1])) as opened:
+        serve(opened)
+
+
+# Rounds on this machine whose participants' data are read chunk by chunk (`out_of_core`).
+def run_out_of_core(
+    program: Callable[..., Any],
+    *args: Any,
+    clients: Callable[[], Clients],
+    chunk_size: int,
+    rounds: int = 1,
+    first_round: int = 0,
+) -> list[Any]:
+    """Run rounds of a program, with the data of one chunk of participants read at a time.
+
+    It is `fedpax.out_of_core(program, chunk_size)` in a loop, with data from the same clients as
+    `fedpax.deploy.beam.run_beam`: at most two chunks of them are in memory.
+
+    Args:
+        program: a function decorated with `fedpax.program`, such as the `round` of an algorithm.
+            Its last argument is the data of the participants.
+        *args: its other arguments: arrays.
+        clients: opens the clients: a function without arguments.
+        chunk_size: number of participants whose data are in memory at a time.
+        rounds: number of rounds. The first result of a round is the first argument of the next, as
+            in `round(state, cohort) -> (state, metrics)`.
+        first_round: number of the first round.
+
+    Returns:
+        For each round the result of the program. Of all but the last round, the values that the
+        next round replaces are types (`jax.ShapeDtypeStruct`).
+
+    Raises:
+        ValueError: the program has no maps, or has maps of several placements.
+
+    Example:
+        >>> import fedpax, jax.numpy as jnp
+        >>> from fedpax.deploy import EachClient
+        >>> @fedpax.program(clients=100)
+        ... def step_towards_mean(w, x):
+        ...     gap = fedpax.federated_map(lambda x: x - w, x)
+        ...     return w + 0.5 * fedpax.federated_mean(gap), fedpax.federated_max(jnp.abs(gap))
+        >>> def open_clients():
+        ...     return EachClient(lambda client: np.float32(client), num_clients=100)
+        >>> results = run_out_of_core(
+        ...     step_towards_mean, jnp.float32(0), clients=open_clients, chunk_size=10, rounds=2
+        ... )
+        >>> [float(gap) for _, gap in results], float(results[-1][0])
+        ([99.0, 74.25], 37.125)
+    """
+    if rounds < 1:
+        raise ArgumentError(f"run_out_of_core(): rounds={rounds}, expected at least 1.")
+    opened = clients()
+    check_clients(opened)
+    run, last, results = out_of_core(program, chunk_size), first_round + rounds - 1, []
+    for number in range(first_round, last + 1):
+        result = run(*args, _data(opened, number, chunk_size))
+        if number < last:
+            state, *others = result
+            args = (state, *args[1:])
+            result = (jax.tree.map(_type, state), *others)
+        results.append(result)
+    return results
+
+
+def _type(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _data(clients: Clients, number: int, chunk_size: int) -> Any:
+    """Return the data of a round, whose leaves are read when they are sliced."""
+    ids = clients.client_ids(number)
+
+    @functools.lru_cache(maxsize=1)  # the leaves of a chunk are sliced one after another
+    def read(start: int, stop: int) -> list[NDArray[Any]]:
+        return jax.tree.leaves(clients.read_clients(number, ids[start:stop]))
+
+    shapes, tree = jax.tree.flatten(clients.shapes)
+    leaves = [_Rows(read, place, shape, chunk_size) for place, shape in enumerate(shapes)]
+    return jax.tree.unflatten(tree, leaves)
+
+
+class _Rows:
+    """One leaf of the data of a round."""
+
+    def __init__(
+        self,
+        read: Callable[[int, int], list[NDArray[Any]]],
+        place: int,
+        like: jax.ShapeDtypeStruct,
+        chunk_size: int,
+    ) -> None:
+        self._read, self._place, self._chunk_size = read, place, chunk_size
+        self.shape, self.dtype = like.shape, like.dtype
+
+    def __getitem__(self, rows: Any) -> NDArray[Any]:
+        if rows is not Ellipsis:
+            start, stop, _ = rows.indices(self.shape[0])
+            return np.asarray(self._read(start, stop)[self._place])
+        # The server reads a leaf of all participants, such as their numbers: the other leaves of a
+        # chunk are read too, and dropped.
+        size, total = self._chunk_size, self.shape[0]
+        return np.concatenate([self[i : min(i + size, total)] for i in range(0, total, size)])

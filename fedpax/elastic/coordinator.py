@@ -35,9 +35,8 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from fedpax.processes.job_processes import JobProcesses, JobProcessesError
+from fedpax.processes.job_processes import JobProcesses, JobProcessesError, listen
 from fedpax.processes.json_line_socket import MOST_STRANGERS, JsonLineSocket, printable
-from fedpax.processes.roll_call import listen
 
 FINISHED, FAILED, CANNOT_RUN = 0, 1, 2
 SIGNALS = (143, 130)

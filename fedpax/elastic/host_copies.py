@@ -1,9 +1,8 @@
 """Copies of a run's state in the memory of each host, from which an elastic job resumes.
 
 A training process writes its own shards of the state into a folder of the host's memory, such as
-`/dev/shm`. The copy remains when the process is killed. A process that starts in its place reads
-it, so that no complete round is lost. No collective is needed: each process reads its own copy. If
-a shard is only in the copies of a lost host, the run resumes from its checkpoint.
+`/dev/shm`. The copy outlives the process: the next one reads it, without a collective, so that no
+complete round is lost. If only a lost host had a shard, the run resumes from its checkpoint.
 
 Participants of an elastic job have **numbers**: island 2 keeps its number when island 1 is lost.
 A copy records the numbers of its participants, so each island continues with its own state.
@@ -16,26 +15,88 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.algorithm import State
 from fedpax.checkpoints.participant_states import check_resizable
 from fedpax.checkpoints.run_position import StreamState
-from fedpax.elastic.local_shards import (
-    Region,
-    assemble,
-    integer_dtype,
-    integers,
-    own_shards,
-    shape_and_sharding,
-    to_region,
-)
 from fedpax.files import create_draft, is_private
+
+Region: TypeAlias = tuple[tuple[int, int], ...]  # start and stop on each axis
+
+
+def own_shards(leaf: jax.Array) -> Iterator[tuple[Region, np.ndarray]]:
+    """Yield the values of this process's devices, each region once."""
+    data = integers(leaf)
+    seen = set()
+    for shard in data.addressable_shards:
+        region = to_region(shard.index, data.shape)
+        if region not in seen:
+            seen.add(region)
+            yield region, np.asarray(shard.data)
+
+
+def assemble(leaf: Any, shards: Mapping[Region, np.ndarray]) -> jax.Array:
+    """Make a global array of this process's shards."""
+    shape, sharding = shape_and_sharding(leaf)
+    data = jax.make_array_from_callback(
+        shape, sharding, lambda index: shards[to_region(index or (), shape)]
+    )
+    if not _is_key(leaf):
+        return data
+    implementation = _key_implementation(leaf)
+    wrap = jax.jit(
+        lambda data: jax.random.wrap_key_data(data, impl=implementation),
+        out_shardings=leaf.sharding,
+    )
+    return wrap(data)
+
+
+def integers(leaf: jax.Array) -> jax.Array:
+    """Return an array's values; for random keys integers, with one more axis."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def shape_and_sharding(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    """Return shape and sharding of an array's values, from the array or its abstract value."""
+    if not _is_key(leaf):
+        return tuple(leaf.shape), leaf.sharding
+    values = jax.eval_shape(jax.random.key_data, _shape(leaf))
+    sharding = leaf.sharding
+    spec = (*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec)), None)
+    return values.shape, NamedSharding(sharding.mesh, PartitionSpec(*spec))
+
+
+def integer_dtype(leaf: Any) -> np.dtype:
+    """Return the dtype of an array's values, from the array or its abstract value."""
+    return np.dtype(np.uint32) if _is_key(leaf) else np.dtype(leaf.dtype)
+
+
+def to_region(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
+    """Return the region of an index into an array of a shape."""
+    return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
+
+
+def _is_key(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def _key_implementation(leaf: Any) -> str:
+    names: list[Any] = []
+    jax.eval_shape(lambda keys: names.append(jax.random.key_impl(keys)), _shape(leaf))
+    return str(names[0])
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
 
 SIZE_OF_LENGTH = 8  # bytes
 ALIGNMENT = 64

@@ -1,17 +1,21 @@
 """`fedpax train --elastic`: supervise a training process, and restart it when processes change.
 
-The supervisor uses no device. It starts a training process (`fedpax.elastic.training_process`)
+The supervisor uses no device. It starts a training process (`fedpax.elastic.supervisor`)
 when the keeper (`fedpax.elastic.coordinator`) requests it, reports its exit status, and ends it
 when the set of training processes changes. The supervisor of process 0 runs the keeper, unless
 `--keeper=alone` runs it on a host of its own.
 """
 
 import contextlib
+import os
 import select
 import signal
 import socket
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -23,7 +27,6 @@ from fedpax.elastic.host_copies import (
     remove_copies,
 )
 from fedpax.elastic.membership import MEMBERSHIP, Membership
-from fedpax.elastic.training_process import TrainingProcess
 from fedpax.errors import UsageError
 from fedpax.preemption import PreemptionGuard
 from fedpax.processes.job_processes import JobProcesses, JobProcessesError, find_job_processes
@@ -254,3 +257,47 @@ def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return free.getsockname()[1]
+
+
+# The training process of a host in an elastic job, which ends when its supervisor ends.
+class TrainingProcess:
+    """The training process of a supervisor: `fedpax train` with these arguments and variables."""
+
+    # Its input is a pipe that only the supervisor can write to. It is closed when the supervisor
+    # ends, also by SIGKILL, and ends the training process (`end_with_supervisor`).
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "fedpax", "train", *arguments],
+            env=os.environ | environment,
+            stdin=subprocess.PIPE,
+            start_new_session=True,  # the supervisor alone receives Ctrl-C
+        )
+
+    def poll(self) -> int | None:
+        """Return the exit status if the process has ended; 128 + signal if a signal ended it."""
+        status = self._process.poll()
+        return status if status is None or status >= 0 else 128 - status
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process, if it runs."""
+        self._process.send_signal(number)
+
+    def close(self) -> None:
+        """End the process, and wait until it has ended."""
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+
+def end_with_supervisor() -> None:
+    """Kill this training process when its supervisor ends, so that it never trains unsupervised."""
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 1):
+                pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="supervisor", daemon=True).start()

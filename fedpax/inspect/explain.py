@@ -8,9 +8,9 @@ from typing import Any
 import jax
 
 from fedpax.primitives._jax import ClosedJaxpr, Jaxpr, JaxprEqn, aval_of, eliminate_dead_code
-from fedpax.primitives.federated_program import federated_program_p
 from fedpax.primitives.jaxpr_analysis import inner_jaxprs
 from fedpax.primitives.map import federated_map_p
+from fedpax.primitives.placement import federated_program_p
 from fedpax.transforms.inlining import inline, is_federated, placements_of
 from fedpax.transforms.placed_closures import placed_closures
 from fedpax.transforms.planner import make_plan

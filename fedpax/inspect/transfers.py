@@ -12,10 +12,10 @@ from fedpax.inspect.sent_marks import Sent, kept_values, sent_by_results, server
 from fedpax.primitives._jax import JaxprEqn, Var, aval_of
 from fedpax.primitives.jaxpr_analysis import inner_jaxprs, num_bytes
 from fedpax.primitives.map import federated_map_p
-from fedpax.transforms.equal_values import EqualValues
 from fedpax.transforms.inlining import is_federated
-from fedpax.transforms.loop_reductions import LoopReduction
+from fedpax.transforms.part_of_jaxpr import EqualValues
 from fedpax.transforms.placed_values import Kind, PlacedValues, bodies_of, collectives_of
+from fedpax.transforms.unstack import LoopReduction
 from fedpax.transforms.value_names import Names, operation_of, type_of
 
 
@@ -52,7 +52,7 @@ class PlacementCost:
         size: number of participants. For a nested placement, in each participant of the outer one.
         broadcast: the values that the participant receives.
         reduced: the values that it sends.
-        flops: its floating-point operations, as `fedpax.inspect.flops.count_flops` counts them.
+        flops: its floating-point operations, as `fedpax.inspect.cost.count_flops` counts them.
     """
 
     name: str

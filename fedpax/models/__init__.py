@@ -7,22 +7,25 @@ transformers. `fedpax.models.huggingface` reads and writes weights in Hugging Fa
 `fedpax.models.lora` trains low-rank adapters of them.
 """
 
-from fedpax.models.accumulation import accumulate_gradients
 from fedpax.models.classifiers import CNNConfig, MLPConfig, cnn, mlp
 from fedpax.models.generation import generate
 from fedpax.models.losses import (
     ModelLoss,
+    accumulate_gradients,
     classification_loss,
     cross_entropy,
     next_token_loss,
     squared_error_loss,
     transformer_loss,
 )
-from fedpax.models.model_flops import flops_per_token, model_flops_utilization
 from fedpax.models.nnx_functional import FunctionalModel, to_functional
 from fedpax.models.resnet import ResNetConfig, resnet
 from fedpax.models.transformer import transformer
-from fedpax.models.transformer_config import TransformerConfig
+from fedpax.models.transformer_config import (
+    TransformerConfig,
+    flops_per_token,
+    model_flops_utilization,
+)
 from fedpax.ops.chunked_loss import chunked_cross_entropy
 
 __all__ = [

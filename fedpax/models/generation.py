@@ -12,8 +12,7 @@ from jax.sharding import AxisType
 from jaxtyping import Array, Float, Int
 
 from fedpax.errors import ArgumentError
-from fedpax.models.attention.causal import causal_attention
-from fedpax.models.attention.layer import masked_attention, visible
+from fedpax.models.attention.causal import causal_attention, masked_attention, visible
 from fedpax.models.nnx_functional import Params
 from fedpax.models.transformer import transformer
 from fedpax.models.transformer_config import TransformerConfig

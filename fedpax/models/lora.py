@@ -16,7 +16,7 @@ the weights.
     huggingface.save(folder, model_config, lora.merge(params, state.params, config))
 
 Under `jax.jit`, pass `params` as an argument: arrays that a jitted function closes over can become
-constants of the compiled program. `fedpax.training.stored_params` does this in experiments.
+constants of the compiled program. `fedpax.training.experiment` does this in experiments.
 
 Reference:
     Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685), section 4.1.
@@ -24,6 +24,7 @@ Reference:
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,7 +35,6 @@ import jax.numpy as jnp
 
 from fedpax.checks import CheckedConfig, CountOrZero, Positive
 from fedpax.errors import ArgumentError
-from fedpax.models.adapted_weight import AdaptedWeight, merge_weight
 from fedpax.models.nnx_functional import Params
 
 __all__ = [
@@ -271,3 +271,35 @@ def _replace(
     return params | {
         name: _replace(params[name], below, function, name) for name, below in adapters.items()
     }
+
+
+# A weight with a low-rank adapter, in place of the weight among a model's parameters.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AdaptedWeight:
+    """A weight W with an adapter of rank r: W + scale A B, of which no matrix is computed."""
+
+    # `fedpax.models.parameters.project` computes x W + scale (x A) B. It is a pytree, so stacked
+    # layers can be scanned.
+
+    weight: jax.Array  # W, `[..., *inputs, *outputs]`, where `...` are the axes of stacked layers
+    a: jax.Array  # A, `[..., *inputs, rank]`
+    b: jax.Array  # B, `[..., rank, *outputs]`
+    scale: float = dataclasses.field(metadata={"static": True})  # a number; alpha / rank in LoRA
+
+
+def merge_weight(adapted: AdaptedWeight, num_inputs: int) -> jax.Array:
+    """Compute W + scale A B, in float32 at least, in the shape and dtype of W."""
+    weight, a, b = adapted.weight, adapted.a, adapted.b
+    num_stacked = a.ndim - num_inputs - 1
+    letters = "ijklmnopq"[: weight.ndim]
+    stacked, inner = letters[:num_stacked], letters[num_stacked:]
+    inputs, outputs = inner[:num_inputs], inner[num_inputs:]
+    accurate = jnp.promote_types(weight.dtype, jnp.float32)
+    update = jnp.einsum(
+        f"{stacked}{inputs}r,{stacked}r{outputs}->{letters}",
+        a.astype(accurate),
+        b.astype(accurate),
+        precision="highest",
+    )
+    return (weight.astype(accurate) + adapted.scale * update).astype(weight.dtype)

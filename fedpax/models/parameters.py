@@ -1,4 +1,4 @@
-"""Parameters with logical axes: initialization, and all-gather before use."""
+"""Parameters with logical axes: initialization, all-gather before use, and RMSNorm."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
-from fedpax.models.adapted_weight import AdaptedWeight
+from fedpax.models.lora import AdaptedWeight
 from fedpax.ops.quantization import Quantization, quantized_einsum
 from fedpax.ops.remat import PROJECTION
 from fedpax.parallel.axes import constrain, explicit_spec
@@ -90,3 +91,22 @@ def _gathered(
     # The scan over layers has removed the first axis, "layers".
     names = logical_axes[-value.ndim :]
     return constrain(value.astype(dtype), [None if name == "embed" else name for name in names])
+
+
+# RMSNorm: the normalization of the transformer's layers, queries and keys.
+class RMSNorm(nnx.Module):
+    """Root mean square normalization: x / sqrt(mean(x^2) + epsilon) * scale."""
+
+    # Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467).
+
+    def __init__(self, features: int, *, epsilon: float):
+        self.epsilon = epsilon
+        self.scale = nnx.Param(jnp.ones(features), logical_axes=("norm",))
+
+    def __call__(self, x: Float[Array, "*batch features"]) -> Float[Array, "*batch features"]:
+        """Normalize x [..., features]; compute in float32 and return x's dtype."""
+        accurate = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        mean_square = jnp.mean(jnp.square(accurate), axis=-1, keepdims=True)
+        return (accurate * jax.lax.rsqrt(mean_square + self.epsilon) * self.scale[...]).astype(
+            x.dtype
+        )

@@ -80,7 +80,7 @@ def ring_attention(
             or with an odd number of tokens per device.
 
     Example:
-        >>> from fedpax.models.attention.layer import attention_mask, masked_attention
+        >>> from fedpax.models.attention.causal import attention_mask, masked_attention
         >>> x = jax.random.normal(jax.random.key(0), (1, 6, 2, 4))
         >>> y = ring_attention(x, x, x, block=3)  # no mesh is set
         >>> bool(jnp.allclose(y, masked_attention(x, x, x, attention_mask(6)), atol=1e-5))

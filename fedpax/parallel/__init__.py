@@ -1,11 +1,10 @@
 """Parallelism: meshes, logical axes, pipelines, rings and simulated devices."""
 
 from fedpax.parallel.axes import RULES, constrain, explicit_spec, partition_spec, shardings
-from fedpax.parallel.compiler_options import overlap_options
+from fedpax.parallel.compiler_options import overlap_options, simulate_devices
 from fedpax.parallel.mesh import MeshConfig, available_devices, default_devices, make_mesh
 from fedpax.parallel.mesh_rule import ShardedSize, follow
 from fedpax.parallel.pipeline import run_pipeline
-from fedpax.parallel.simulated_devices import simulate_devices
 
 __all__ = [
     "RULES",

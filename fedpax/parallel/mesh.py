@@ -16,7 +16,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from fedpax.errors import ArgumentError, ArgumentTypeError, FedpaxError
-from fedpax.parallel.simulated_devices import MAX_SIMULATED_DEVICES
+from fedpax.parallel.compiler_options import MAX_SIMULATED_DEVICES
 
 # The axes that communicate least, in this order: the first one in a mesh runs between slices.
 BETWEEN_SLICES = ("islands", "clients", "data")

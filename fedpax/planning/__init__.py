@@ -4,14 +4,14 @@ from fedpax.chips import CHIPS, Chip, chip_of
 from fedpax.planning.ahead_of_time import MemoryOverflowError, PlanError, plan_experiment
 from fedpax.planning.compiled_plan import CompiledPlan
 from fedpax.planning.json_report import to_json
-from fedpax.planning.overlap import find_overlap
-from fedpax.planning.report import to_text
-from fedpax.planning.site_bandwidth import (
+from fedpax.planning.overlap import (
     SiteExchange,
     SiteWorkload,
     compute_utilization,
+    find_overlap,
     required_bandwidth,
 )
+from fedpax.planning.report import to_text
 from fedpax.planning.topology import Topology, TopologyError, find_topology
 
 __all__ = [

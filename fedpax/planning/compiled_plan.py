@@ -16,10 +16,17 @@ import jax
 
 from fedpax.hlo import costs, parsing, transfer_schedule
 from fedpax.hlo.collectives import Collective, collectives
-from fedpax.planning import interconnect
-from fedpax.planning.interconnect import DCN, ICI
 from fedpax.planning.overlap import Overlap, find_overlap
-from fedpax.planning.topology import Topology
+from fedpax.planning.topology import (
+    DCN,
+    ICI,
+    Route,
+    Topology,
+    axis_routes,
+    find_route,
+    min_seconds,
+    slice_or_host,
+)
 
 
 class RoundWorkload(NamedTuple):
@@ -41,7 +48,7 @@ class MeshAxis(NamedTuple):
     name: str  # name of the axis
     size: int  # number of devices along the axis
     # The networks that join these devices, such as ICI within a slice and DCN between slices.
-    routes: tuple[interconnect.Route, ...]
+    routes: tuple[Route, ...]
 
 
 class DeviceMemory(NamedTuple):
@@ -114,7 +121,7 @@ class Roofline(NamedTuple):
     @property
     def seconds_within_slices(self) -> float:
         """Seconds of a round in which all resources but DCN overlap."""
-        return max(time for name, time in self.times.items() if name != interconnect.DCN)
+        return max(time for name, time in self.times.items() if name != DCN)
 
     @property
     def no_overlap_seconds(self) -> float:
@@ -172,10 +179,10 @@ class CompiledPlan(NamedTuple):
         """Sum the bytes of the operands that a device passes to collectives in a round.
 
         A device can send more: in a ring all-reduce over n devices, 2 (n - 1) / n times the
-        operand. The bounds on time (`interconnect.min_seconds`) include this factor.
+        operand. The bounds on time (`min_seconds`) include this factor.
 
         Args:
-            network: count collectives over this network alone, such as `interconnect.DCN`. Default
+            network: count collectives over this network alone, such as `DCN`. Default
                 None: count every network.
             axis: count collectives along this mesh axis alone, such as the placement's. Default
                 None: count every axis.
@@ -246,8 +253,8 @@ def make_plan(
     # together.
     timed = []
     for collective in collectives(text, mesh):
-        route = interconnect.find_route(collective.groups, mesh, topology)
-        seconds = interconnect.min_seconds(collective, route, mesh, topology)
+        route = find_route(collective.groups, mesh, topology)
+        seconds = min_seconds(collective, route, mesh, topology)
         timed.append(TimedCollective(collective, route.network, seconds))
     module = parsing.parse(text)
     counted = costs.count_costs(module)
@@ -257,8 +264,7 @@ def make_plan(
         workload=workload,
         topology=topology,
         axes=tuple(
-            MeshAxis(name, size, tuple(interconnect.axis_routes(mesh, name, topology)))
-            for name, size in axes
+            MeshAxis(name, size, tuple(axis_routes(mesh, name, topology))) for name, size in axes
         ),
         memory=memory,
         matmul_flops=counted.matmul_flops,
@@ -329,5 +335,5 @@ def _bytes_out_of_slice(
     assert chip is not None and timed.seconds is not None
     permute = collective.kind == "collective-permute"
     senders = {member for group in collective.groups for member in group[: 1 if permute else None]}
-    by_slice = Counter(interconnect.slice_or_host(mesh.devices.flat[s]) for s in senders)
+    by_slice = Counter(slice_or_host(mesh.devices.flat[s]) for s in senders)
     return timed.seconds * chip.dcn_bandwidth * max(by_slice.values()) / chip.devices_per_chip

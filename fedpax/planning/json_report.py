@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from fedpax.planning.compiled_plan import CompiledPlan
-from fedpax.planning.interconnect import DCN
 from fedpax.planning.overlap import Overlap
 from fedpax.planning.report import assumptions
+from fedpax.planning.topology import DCN
 
 
 def to_json(plan: CompiledPlan) -> dict[str, Any]:

@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Sequence
 
 from fedpax.planning.compiled_plan import CompiledPlan, TimedCollective
-from fedpax.planning.interconnect import DCN
 from fedpax.planning.overlap import Overlap, grouped
+from fedpax.planning.topology import DCN
 
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from fedpax.errors import ArgumentError
-from fedpax.populations.ragged_partition import RaggedPartition
+from fedpax.populations.client_arrays import RaggedPartition
 from fedpax.primitives.casts import real_number
 from fedpax.sources.shuffle import hash_key
 

@@ -3,7 +3,7 @@
 A partition is a list with one array of example indices for each participant. The functions here
 assign every example to exactly one participant and give every participant at least one example: at
 random (`partition_iid`), or by the values of a field (`partition_by_field`, `partition_natural`).
-See `label_skew` and `quantity_skew` for random partitions whose participants differ.
+See `label_skew` for random partitions whose participants differ.
 """
 
 import heapq
@@ -18,11 +18,10 @@ from numpy.typing import ArrayLike
 from fedpax.checks import check_integers
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.populations.assignment import to_partition
-from fedpax.populations.ragged_partition import Indices, RaggedPartition, as_ragged
+from fedpax.populations.client_arrays import Indices, RaggedPartition, as_ragged
 from fedpax.primitives.casts import checked_cast, host_array
-from fedpax.sources.examples import Columns, Examples, as_examples, column_values, get_field
 from fedpax.sources.shuffle import hash_key, shuffled_index
-from fedpax.sources.source import Source
+from fedpax.sources.source import Columns, Examples, Source, as_examples, column_values, get_field
 
 Partition = Sequence[Indices]
 """For each participant the indices of its examples."""

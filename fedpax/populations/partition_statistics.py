@@ -9,8 +9,8 @@ from jaxtyping import Float64, Int64
 from numpy.typing import ArrayLike
 
 from fedpax.errors import ArgumentError
+from fedpax.populations.client_arrays import RaggedPartition
 from fedpax.populations.partition import Partition, check_sized, index_labels
-from fedpax.populations.ragged_partition import RaggedPartition
 from fedpax.primitives.casts import checked_cast
 
 

@@ -1,7 +1,6 @@
 """Federated primitives: placements, broadcasts, maps and reductions."""
 
 from fedpax.primitives.broadcast import federated_broadcast, federated_broadcast_p
-from fedpax.primitives.federated_program import federated_program_p
 from fedpax.primitives.map import federated_map, federated_map_p
 from fedpax.primitives.max_min import (
     federated_max,
@@ -10,7 +9,7 @@ from fedpax.primitives.max_min import (
     federated_min_p,
 )
 from fedpax.primitives.mean import federated_mean, federated_mean_p
-from fedpax.primitives.placement import Placement
+from fedpax.primitives.placement import Placement, federated_program_p
 from fedpax.primitives.sum import federated_sum, federated_sum_p
 
 __all__ = [

@@ -88,18 +88,7 @@ def define(
     batch: Callable | None = None,
     transpose: Callable | None = None,
 ) -> None:
-    """Register the rules of a primitive. A primitive without arguments has no `jvp` or `batch`.
-
-    Args:
-        primitive: the primitive.
-        abstract: `(*avals, **params) -> (avals, effects)`.
-        implementation: the primitive in terms of other JAX functions, which it lowers to.
-        jvp: `(primals, tangents, **params) -> (outputs, tangents)` with symbolic zeros.
-        batch: `(axis, args, dims, **params) -> (outputs, dims)`. `axis` has `name`, `size` and
-            `spmd_name`. A dim of None means that the argument is not batched.
-        transpose: `(cotangents, *args, **params) -> cotangents of args`, where linear arguments are
-            instances of `ad.UndefinedPrimal`.
-    """
+    """Register the rules of a primitive. A primitive without arguments has no `jvp` or `batch`."""
     primitive.def_effectful_abstract_eval(abstract)
     set_implementation(primitive, implementation)
     if jvp is not None:

@@ -52,16 +52,7 @@ def define_call(
     batch_dim: int,
     implementation: Callable[..., list],
 ) -> None:
-    """Register the rules of a primitive whose parameter `jaxpr` is the function that it calls.
-
-    Args:
-        primitive: a primitive with several results. Its parameters are `jaxpr` and others, which
-            the rules pass on.
-        inner_aval: `(type of an argument, **others) -> type` that the function sees.
-        outer_aval: `(type that the function returns, **others) -> type` of the result.
-        batch_dim: position of the batch axis in arguments and results.
-        implementation: `(*args, jaxpr, **others) -> results`.
-    """
+    """Register the rules of a primitive whose parameter `jaxpr` is the function that it calls."""
 
     def abstract(*avals, jaxpr, **others):
         return [outer_aval(a, **others) for a in jaxpr.out_avals], jaxpr.effects

@@ -25,17 +25,7 @@ def depends_on(jaxpr: ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
 
 
 def residual_sources(jaxpr: ClosedJaxpr, outputs: int) -> tuple[list[tuple[str, int]], list[bool]]:
-    """Map each residual to an input or output that already holds it.
-
-    Args:
-        jaxpr: its outputs are first `outputs` results, then the residuals.
-        outputs: number of results.
-
-    Returns:
-        For each residual, `("argument", i)` or `("output", i)`, where outputs are counted after
-        the redundant residuals are removed; and for each residual whether it must be returned as an
-        extra output, because no input and no other output holds it.
-    """
+    """Map each residual to an input or output that already holds it."""
     source_of: dict[Any, tuple[str, int]] = {}
     for i, v in enumerate(jaxpr.jaxpr.outvars[:outputs]):
         if not isinstance(v, Literal):

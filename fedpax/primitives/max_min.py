@@ -18,10 +18,15 @@ import jax.numpy as jnp
 
 from fedpax.primitives._jax import Primitive, is_zero, zero_tangent
 from fedpax.primitives.broadcast import broadcast, federated_index_p
-from fedpax.primitives.mask import federated_mask_p
 from fedpax.primitives.monoids import MAXIMUM, MINIMUM, equal_with_nan, with_ties
 from fedpax.primitives.placement import ArrayTree, Tree
-from fedpax.primitives.reduction import Reduction, append_axes, define_reduction, reduce_tree
+from fedpax.primitives.reduction import (
+    Reduction,
+    append_axes,
+    define_reduction,
+    federated_mask_p,
+    reduce_tree,
+)
 from fedpax.primitives.sum import federated_sum_p
 
 federated_max_p = Primitive("federated_max")

@@ -15,7 +15,6 @@ from fedpax.primitives.broadcast import broadcast
 from fedpax.primitives.casts import device_weights, is_host_number
 from fedpax.primitives.integer_sums import check_weights, collect_means, collect_weights
 from fedpax.primitives.layout import shard_over_placement
-from fedpax.primitives.mask import federated_mask_p
 from fedpax.primitives.monoids import ADDITION, accumulation_dtype, whole_byte_dtype
 from fedpax.primitives.placement import (
     ArrayTree,
@@ -30,6 +29,7 @@ from fedpax.primitives.reduction import (
     append_axes,
     check_numbers,
     define_reduction,
+    federated_mask_p,
     reduce_tree,
 )
 from fedpax.primitives.sum import federated_sum_p

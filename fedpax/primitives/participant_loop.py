@@ -52,26 +52,7 @@ def run_participants(
     first_index: int | jax.Array = 0,
     in_place: Mapping[int, int] = MappingProxyType({}),
 ) -> list[jax.Array]:
-    """Run a function on every participant; stack its first outputs and reduce its last outputs.
-
-    Args:
-        participant_fn: `(index, server values, slices) -> outputs` of one participant. The index is
-            an int32 scalar; the slices are the participant's slices of the placed values.
-        server_values: arrays that all participants share.
-        placed_values: arrays `[n, ...]`, or lazy slices that materialize to such arrays.
-        monoids: the monoid of each of the last outputs. The outputs before them are stacked.
-        placement: the placement of `n` participants.
-        chunk_size: number of participants that a device runs at once, as in `federated_map`.
-        lazy: for each placed value, whether `participant_fn` takes its slice as a `LazySlice` when
-            the participants run in a loop. Default None: all slices are arrays.
-        first_index: index of the first participant.
-        in_place: index of a stacked output -> index of the placed value, a `ClientRows`, into whose
-            rows it is written. Only without explicit mesh axes.
-
-    Returns:
-        The stacked outputs `[n, ...]`, or the rows of `in_place`, then the totals over all
-        participants.
-    """
+    """Run a function on every participant; stack its first outputs and reduce its last outputs."""
     slices_of = [_shard(v, placement) for v in placed_values]
     axis = mesh_axis(placement)
     devices = 1 if axis is None else jax.sharding.get_abstract_mesh().shape[axis]

@@ -1,4 +1,4 @@
-"""Placements: named groups of participants, and which of them are active during tracing."""
+"""Placements: named groups of participants, active during tracing; the primitive of a program."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedpax.errors import ArgumentError, ArgumentTypeError
+from fedpax.primitives._jax import Primitive
 from fedpax.primitives.casts import conversion, device_array, is_host_number
 
 # A pytree whose leaves are arrays or numbers.
@@ -197,3 +198,26 @@ def describe_type(value: Any) -> str:
     if isinstance(value, np.ndarray | np.generic):
         return f"is of type {type(value).__name__} with dtype {value.dtype}"
     return f"is of type {type(value).__name__}"
+
+
+# The primitive of a program. Its rules are in `fedpax.transforms.program`, above the passes.
+federated_program_p = Primitive("federated_program")
+"""The primitive of a call of `fedpax.program`'s result."""
+federated_program_p.multiple_results = True
+
+
+# Whether a program is traced for stages, whose server waits for participants.
+# The cache of `jax.jit` depends on a user context: a function is traced again for stages.
+_for_stages = jax.make_user_context(False)
+
+
+@contextmanager
+def trace_for_stages() -> Iterator[None]:
+    """Trace programs with noise of the participants, and without simulated masks."""
+    with _for_stages(True):
+        yield
+
+
+def is_for_stages() -> bool:
+    """Return whether a program is traced for stages, whose engine masks the sums."""
+    return bool(_for_stages.value)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from fedpax.errors import ArgumentTypeError
-from fedpax.primitives._jax import Primitive, define
+from fedpax.primitives._jax import Primitive, Zero, define, is_zero, zero_tangent
 from fedpax.primitives.layout import shard_over_placement, unplaced_aval
 from fedpax.primitives.monoids import Monoid, reduce_terms
 from fedpax.primitives.placement import ArrayTree, check_placed, resolve_placement
@@ -109,3 +109,51 @@ def append_axes(w: jax.Array, x: jax.Array) -> jax.Array:
     if all(s is None for s in spec):
         return w.reshape(shape)
     return jax.lax.reshape(w, shape, out_sharding=P(*spec, *[None] * (x.ndim - w.ndim)))
+
+
+# `federated_mask`: a mask that keeps the participants' axis first, for rules of derivatives.
+federated_mask_p = Primitive("federated_mask")
+"""`where(mask, t, 0)` for each participant, linear in `t`.
+
+`jnp.where` computes the same. Under `jax.vmap` it puts the batch axis in front of the participants'
+axis, and there the streaming pass does not recognize a placed value.
+"""
+
+
+def apply_mask(mask: jax.Array, t: jax.Array) -> jax.Array:
+    """Compute `where(mask, t, 0)`, for all participants or for one."""
+    return jnp.where(mask, t, 0)
+
+
+def _mask_jvp(primals, tangents, *, placement):
+    (mask, t), (_, tangent) = primals, tangents
+    out = federated_mask_p.bind(mask, t, placement=placement)
+    if is_zero(tangent):
+        return out, zero_tangent(out)
+    return out, federated_mask_p.bind(mask, tangent, placement=placement)
+
+
+def _mask_transpose(cotangent, mask, t, *, placement):
+    if is_zero(cotangent):
+        return [None, Zero(t.aval)]
+    return [None, federated_mask_p.bind(mask, cotangent, placement=placement)]
+
+
+def _mask_batch(axis, args, dims, *, placement):
+    batch_second = [
+        jnp.broadcast_to(jnp.expand_dims(a, 1), (a.shape[0], axis.size, *a.shape[1:]))
+        if d is None
+        else jnp.moveaxis(a, d, 1)
+        for a, d in zip(args, dims, strict=True)
+    ]
+    return federated_mask_p.bind(*batch_second, placement=placement), 1
+
+
+define(
+    federated_mask_p,
+    abstract=lambda mask, t, *, placement: (t, set()),
+    implementation=lambda mask, t, *, placement: apply_mask(mask, t),
+    jvp=_mask_jvp,
+    transpose=_mask_transpose,
+    batch=_mask_batch,
+)

@@ -8,13 +8,17 @@ from typing import Any, NamedTuple, TypeAlias
 
 from fedpax.errors import ArgumentError
 from fedpax.extras import is_installed
-from fedpax.reports.metric_table import Lines, check_metrics, format_metrics, metric_names
-from fedpax.reports.repeats import DEVIATION, average_lines
-from fedpax.reports.table import (
+from fedpax.reports.metric_table import (
+    DEVIATION,
+    Lines,
+    average_lines,
+    check_metrics,
     format_bytes,
+    format_metrics,
     format_seconds,
     format_value,
     markdown_table,
+    metric_names,
     number_or_nan,
 )
 from fedpax.run_files.metrics import read_metrics, select, throughput

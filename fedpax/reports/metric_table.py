@@ -1,13 +1,75 @@
-"""A table of the metrics of runs, from the loss function and from the evaluation, by name."""
+"""Markdown tables, and those of the metrics of runs and of runs with several seeds."""
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedpax.algorithm import RESERVED_METRICS
+from fedpax.console import escape_controls
 from fedpax.errors import ArgumentError
-from fedpax.reports.repeats import DEVIATION, format_mean, is_number
-from fedpax.reports.table import markdown_table
 from fedpax.run_files.metrics import select
+
+DEVIATION = "\N{PLUS-MINUS SIGN}"
+"""The key of an averaged line for the standard deviations of its numbers, by their names.
+
+It differs from the names of metrics, such as "deviation".
+"""
+
+
+def average_lines(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Average the lines of `metrics.jsonl` of several runs.
+
+    Example:
+        >>> def run(loss):
+        ...     return [{"kind": "evaluation", "round": 1, "loss": loss}]
+        >>> average_lines([run(1.0), run(2.0), run(3.0)])
+        [{'kind': 'evaluation', 'round': 1, 'loss': 2.0, '±': {'loss': 1.0}}]
+    """
+    if len(runs) == 1:
+        return [dict(line) for line in runs[0]]
+    first, *later_runs = [{(line["kind"], line["round"]): line for line in run} for run in runs]
+    return [
+        _average([line, *(other[key] for other in later_runs)])
+        for key, line in first.items()
+        if all(key in other for other in later_runs)
+    ]
+
+
+def _average(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    average: dict[str, Any] = {}
+    deviation: dict[str, float] = {}
+    for name in lines[0]:
+        values = [line.get(name) for line in lines]
+        if name in ("kind", "round") or not all(map(is_number, values)):
+            if values.count(values[0]) == len(values):
+                average[name] = values[0]  # a text, or the lines' own key
+            continue
+        numbers = [number_or_nan(value) for value in values]
+        average[name] = statistics.fmean(numbers)
+        deviation[name] = statistics.stdev(numbers) if average[name] == average[name] else math.nan
+    return {**average, DEVIATION: deviation}
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value of a line is a number, or null, which stands for NaN."""
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def format_mean(line: Mapping[str, Any], name: str) -> str:
+    """Format a number of a line, with its standard deviation if it has one.
+
+    Example:
+        >>> line = {"loss": 2.0, DEVIATION: {"loss": 0.5}}
+        >>> format_mean(line, "loss"), format_mean({"loss": 2.0}, "loss"), format_mean({}, "loss")
+        ('2.0000 ± 0.5000', '2.0000', '-')
+    """
+    if name not in line:
+        return "-"
+    mean = f"{number_or_nan(line[name]):.4f}"
+    spread = line.get(DEVIATION, {}).get(name)
+    return mean if spread is None else f"{mean} ± {spread:.4f}"
+
 
 Lines = Sequence[Mapping[str, Any]]
 
@@ -76,3 +138,67 @@ def check_metrics(metrics: Sequence[str], runs: Mapping[str, Lines]) -> None:
                 f"--metric={name}: no run has the metric {name!r}, expected one of "
                 f"{', '.join(known)}. Set for example --metric={known[0]}."
             )
+
+
+# Markdown tables, and the numbers in their cells.
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format a Markdown table: the first column aligned left, all others right.
+
+    Example:
+        >>> print(markdown_table(["run", "loss"], [["diloco", "2.5"], ["single", "12.5"]]))
+        | run    | loss |
+        |--------|------|
+        | diloco |  2.5 |
+        | single | 12.5 |
+    """
+    # Names come from files, which can come from others.
+    head = [escape_controls(cell) for cell in head]
+    rows = [[escape_controls(cell) for cell in row] for row in rows]
+    widths = [max(len(cell) for cell in column) for column in zip(head, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+        padded[0] = cells[0].ljust(widths[0])
+        return f"| {' | '.join(padded)} |"
+
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    heading = " | ".join(cell.ljust(width) for cell, width in zip(head, widths, strict=True))
+    return "\n".join([f"| {heading} |", rule, *(line(row) for row in rows)])
+
+
+def format_value(value: float) -> str:
+    """Format a metric: four decimals, and from a million on four digits.
+
+    Example:
+        >>> format_value(0.25), format_value(2.5e30)
+        ('0.2500', '2.5e+30')
+    """
+    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
+
+
+def format_bytes(count: float) -> str:
+    """Format a number of bytes, or `unknown` if it is not finite."""
+    if not math.isfinite(count):
+        return "unknown"
+    prefixes = ("", "k", "M", "G", "T", "P", "E")
+    power = 0
+    while round(abs(count), 1) >= 1000 and power < len(prefixes) - 1:
+        count, power = count / 1000, power + 1
+    return f"{count:.1f} {prefixes[power]}B" if count else "0 B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a time: in seconds, or from an hour on in hours and minutes.
+
+    Example:
+        >>> format_seconds(130.2), format_seconds(7500)
+        ('130 s', '2 h 05 min')
+    """
+    if seconds < 3600:
+        return f"{seconds:.0f} s"
+    return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} min"
+
+
+def number_or_nan(value: float | None) -> float:
+    """Return NaN for null, which stands in `metrics.jsonl` for numbers that are not finite."""
+    return math.nan if value is None else value

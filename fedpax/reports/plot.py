@@ -23,8 +23,7 @@ from fedpax.pictures import (
     short_text,
     style_panel,
 )
-from fedpax.reports.repeats import DEVIATION
-from fedpax.reports.table import number_or_nan
+from fedpax.reports.metric_table import DEVIATION, number_or_nan
 from fedpax.run_files.metrics import select
 
 Line: TypeAlias = Mapping[str, Any]

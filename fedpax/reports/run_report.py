@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from fedpax.console import escape_controls
 from fedpax.errors import ConfigurationError
 from fedpax.files import describe_no_permission
-from fedpax.reports.table import (
+from fedpax.reports.metric_table import (
     format_bytes,
     format_seconds,
     format_value,

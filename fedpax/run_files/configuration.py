@@ -1,21 +1,16 @@
-"""Configurations as JSON: `config.json` in a run's folder, read back as an equal dataclass."""
+"""Configurations as JSON, `config.json` in a run's folder: their classes and their seeds."""
 
 import dataclasses
+import importlib
 import inspect
 import json
+import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 from fedpax.errors import ArgumentTypeError, ConfigurationError
 from fedpax.files import describe_no_permission, read_json
-from fedpax.run_files.known_classes import (
-    find_class,
-    find_in_fedpax,
-    is_within_fedpax,
-    name_of_class,
-    own_classes,
-)
 from fedpax.run_files.paths import CONFIGURATION, write_atomically
 
 VERSION = 1
@@ -217,3 +212,128 @@ def read_configuration_json(folder: str | Path) -> tuple[str, dict[str, Any]] | 
             "it, or start in an empty folder."
         )
     return exp, configuration
+
+
+# The classes that a configuration of others may name: fedpax's and the experiment's.
+def name_of_class(class_: type) -> str:
+    """Return `module:Name` of a class."""
+    return f"{class_.__module__}:{class_.__qualname__}"
+
+
+def is_within_fedpax(name: str) -> bool:
+    """Return whether `module:name` is in a module of fedpax.
+
+    Example:
+        >>> is_within_fedpax("fedpax.parallel.mesh:MeshConfig"), is_within_fedpax("mine:Model")
+        (True, False)
+    """
+    return name.partition(":")[0].startswith("fedpax.")
+
+
+def own_classes(experiment: Any) -> frozenset[type]:
+    """Return the dataclasses outside of fedpax that an experiment's configuration may name."""
+    # They are the classes of the experiment and its fields, and the dataclasses that their modules
+    # define or import.
+    used = {type(part) for part in _parts(experiment)}
+    names = {class_.__module__ for class_ in used if not is_within_fedpax(class_.__module__)}
+    modules = [sys.modules[name] for name in names if name in sys.modules]
+    beside = [value for module in modules for value in vars(module).values()]
+    # By name: a module that was imported again has other classes than an older experiment.
+    kinds = {name_of_class(class_): class_ for class_ in beside if isinstance(class_, type)}
+    kinds |= {name_of_class(class_): class_ for class_ in used}
+    return frozenset(
+        class_
+        for class_ in kinds.values()
+        if dataclasses.is_dataclass(class_) and not is_within_fedpax(class_.__module__)
+    )
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """Yield a configuration and the dataclasses in it."""
+    if isinstance(value, tuple):
+        for item in value:
+            yield from _parts(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield value
+        for field in dataclasses.fields(value):
+            yield from _parts(getattr(value, field.name))
+
+
+def find_class(named: Any, classes: Collection[type]) -> Any:
+    """Return the class with this `module:Name`, or None."""
+    return next((class_ for class_ in classes if name_of_class(class_) == named), None)
+
+
+# Former modules of classes that `config.json` of older runs names.
+_MOVED = {"personal_methods": "client_methods", "robust_aggregators": "client_aggregators"}
+
+
+def find_in_fedpax(named: str) -> Any:
+    """Return the dataclass of fedpax with this `module:Name`; other attributes are not used."""
+    module, _, name = named.partition(":")
+    if not is_within_fedpax(named):
+        raise ArgumentTypeError("the class has no name")
+    room, _, last = module.rpartition(".")
+    class_: Any = importlib.import_module(f"{room}.{_MOVED.get(last, last)}")
+    for part in name.split("."):
+        class_ = getattr(class_, part)
+    is_class = isinstance(class_, type) and dataclasses.is_dataclass(class_)
+    if not is_class or not is_within_fedpax(class_.__module__):
+        raise ArgumentTypeError(f"{named} is not a dataclass of fedpax")
+    return class_
+
+
+# One seed for a whole experiment: its model, its data and its cohorts.
+Configuration = TypeVar("Configuration")
+
+
+def with_seed(configuration: Configuration, seed: int) -> Configuration:
+    """Set every seed of a configuration, whatever group of fields it is in.
+
+    A seed is an int, or None, of a field named `seed`, or whose name ends with `_seed`.
+
+    Args:
+        configuration: a frozen dataclass, such as an experiment.
+        seed: the seed.
+
+    Returns:
+        A new configuration.
+
+    Example:
+        >>> from fedpax.experiments.fedavg_images import fedavg_digits
+        >>> experiment = with_seed(fedavg_digits(), 3)
+        >>> experiment.training.seed, experiment.cohort.seed
+        (3, 3)
+    """
+    if isinstance(configuration, tuple):
+        items = (with_seed(item, seed) for item in configuration)
+        return tuple(items)  # type: ignore[return-value]  # of the same type
+    if not dataclasses.is_dataclass(configuration) or isinstance(configuration, type):
+        return configuration
+    changes = {
+        field.name: seed if _is_seed(field.name, value) else with_seed(value, seed)
+        for field in dataclasses.fields(configuration)
+        if field.init
+        for value in [getattr(configuration, field.name)]
+    }
+    return dataclasses.replace(configuration, **changes)
+
+
+def seed_paths(configuration: Any, path: str = "") -> Iterator[str]:
+    """Yield the paths of the seeds of a configuration, such as `"training.seed"`."""
+    if isinstance(configuration, tuple):
+        for i, item in enumerate(configuration):
+            yield from seed_paths(item, f"{path}[{i}]")
+    elif dataclasses.is_dataclass(configuration) and not isinstance(configuration, type):
+        for field in dataclasses.fields(configuration):
+            item = getattr(configuration, field.name)
+            inner = f"{path}.{field.name}" if path else field.name
+            if _is_seed(field.name, item):
+                yield inner
+            else:
+                yield from seed_paths(item, inner)
+
+
+def _is_seed(name: str, value: Any) -> bool:
+    is_number = value is None or (isinstance(value, int) and not isinstance(value, bool))
+    return is_number and (name == "seed" or name.endswith("_seed"))

@@ -19,8 +19,12 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from fedpax.files import parse_json, read_json, replace_file
-from fedpax.run_files.json_lines import explain_unreadable
-from fedpax.run_files.long_line_files import CHUNK_BYTES, read_chunks, read_lines
+from fedpax.run_files.long_line_files import (
+    CHUNK_BYTES,
+    explain_unreadable,
+    read_chunks,
+    read_lines,
+)
 from fedpax.run_files.paths import METRICS, METRICS_SUMS
 
 LAST_ROUNDS = 1 << 13

@@ -2,8 +2,8 @@
 
 - `SiteSide` and `CoordinatorSide` are the two sides of the protocol of Bonawitz et al. (2017), as
   state machines that exchange messages. They do not use the network.
-- `fedpax.secure_sums.exact_words` makes integers of floats, without an error of the sum.
-- `fedpax.aggregators.fixed_point.FixedPoint` makes integers of floats, as `secure_mean` does.
+- `fedpax.secure_sums.arithmetic` makes integers of floats, without an error of the sum.
+- `fedpax.aggregators.secure_mean.FixedPoint` makes integers of floats, as `secure_mean` does.
 
 Needs the package cryptography: `pip install "fedpax[sites]"` or `"fedpax[flower]"`.
 """
@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 from fedpax.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from fedpax.secure_sums.arithmetic import SecureSumError as SecureSumError
     from fedpax.secure_sums.coordinator_side import CoordinatorSide as CoordinatorSide
-    from fedpax.secure_sums.errors import SecureSumError as SecureSumError
+    from fedpax.secure_sums.roster import Message as Message
     from fedpax.secure_sums.site_side import SiteSide as SiteSide
-    from fedpax.secure_sums.sum_message import Message as Message
 
 _MODULES = {
     "CoordinatorSide": "fedpax.secure_sums.coordinator_side",
-    "Message": "fedpax.secure_sums.sum_message",
-    "SecureSumError": "fedpax.secure_sums.errors",
+    "Message": "fedpax.secure_sums.roster",
+    "SecureSumError": "fedpax.secure_sums.arithmetic",
     "SiteSide": "fedpax.secure_sums.site_side",
 }
 __all__ = list(_MODULES)

@@ -6,12 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from fedpax.secure_sums.errors import SecureSumError
-from fedpax.secure_sums.key_streams import add_mask
-from fedpax.secure_sums.keys import KEY_BYTES, agree, public_key
-from fedpax.secure_sums.restoring import restore
+from fedpax.secure_sums.arithmetic import (
+    KEY_BYTES,
+    SHARE_BYTES,
+    SecureSumError,
+    add_mask,
+    agree,
+    public_key,
+    restore,
+)
 from fedpax.secure_sums.roster import (
     MAX_SITES,
+    Message,
     PublicKeys,
     Roster,
     Signer,
@@ -20,8 +26,6 @@ from fedpax.secure_sums.roster import (
     pair_purpose,
     to_bytes,
 )
-from fedpax.secure_sums.shamir import SHARE_BYTES
-from fedpax.secure_sums.sum_message import Message
 
 PHASES = ("keys", "share", "mask", "reveal")
 _ANY_KEY = bytes(range(KEY_BYTES))

@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
-from fedpax.secure_sums.errors import SecureSumError
-from fedpax.secure_sums.keys import KEY_BYTES, derive
+import numpy as np
+
+from fedpax.secure_sums.arithmetic import KEY_BYTES, SecureSumError, derive
 
 MAX_SITES = 500
 """The most sites: the shares for one site have to fit into the header of a message."""
@@ -136,3 +137,11 @@ def to_bytes(text: Any, size: int) -> bytes:
     if len(content) != size:
         raise SecureSumError(f"a text of the message is not base64 of {size} bytes")
     return content
+
+
+# A message of a secure sum.
+class Message(NamedTuple):
+    """A message between the coordinator and a site, which any transport can carry."""
+
+    header: Mapping[str, Any]  # JSON values by name
+    arrays: Mapping[str, np.ndarray] = {}

@@ -6,10 +6,19 @@ from typing import Any
 
 import numpy as np
 
-from fedpax.secure_sums.errors import SecureSumError
-from fedpax.secure_sums.key_streams import add_mask
-from fedpax.secure_sums.keys import agree, public_key, seal, unseal
+from fedpax.secure_sums.arithmetic import (
+    SECRET_BYTES,
+    SHARE_BYTES,
+    SecureSumError,
+    add_mask,
+    agree,
+    public_key,
+    seal,
+    split,
+    unseal,
+)
 from fedpax.secure_sums.roster import (
+    Message,
     PublicKeys,
     Roster,
     Signer,
@@ -21,8 +30,6 @@ from fedpax.secure_sums.roster import (
     to_bytes,
     to_text,
 )
-from fedpax.secure_sums.shamir import SECRET_BYTES, SHARE_BYTES, split
-from fedpax.secure_sums.sum_message import Message
 
 _SEALED_BYTES = 2 * SHARE_BYTES + 16
 _PHASES = ("share", "mask", "reveal")

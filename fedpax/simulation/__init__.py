@@ -17,15 +17,15 @@ from fedpax.simulation.distributions import (
     transfer_seconds,
     uniform,
 )
-from fedpax.simulation.fragment_syncs import FragmentSyncs, fragment_syncs
 from fedpax.simulation.island_arrivals import (
+    FragmentSyncs,
     IslandArrivals,
     dynamic_local_steps,
+    fragment_syncs,
     island_arrivals,
 )
 from fedpax.simulation.regional_arrivals import RegionalArrivals, regional_arrivals
-from fedpax.simulation.trace import Trace, draw_trace
-from fedpax.simulation.trace_files import load_trace, save_trace
+from fedpax.simulation.trace import Trace, draw_trace, load_trace, save_trace
 
 __all__ = [
     "BufferedArrivals",

@@ -10,8 +10,7 @@ from jaxtyping import Float64, Int, Int32
 from fedpax.clients.schedule import Arrivals
 from fedpax.errors import ArgumentError
 from fedpax.primitives.casts import checked_cast
-from fedpax.simulation.trace import Trace
-from fedpax.simulation.up_times import TRIES, UpTimes
+from fedpax.simulation.trace import TRIES, Trace, UpTimes
 
 
 class BufferedArrivals(NamedTuple):

@@ -4,13 +4,13 @@ import heapq
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float64, Int32, Int64
+from jaxtyping import Bool, Float32, Float64, Int32, Int64
+from numpy.typing import ArrayLike
 
-from fedpax.clients.schedule import ArrivalOrder
+from fedpax.clients.schedule import ArrivalOrder, Syncs
 from fedpax.errors import ArgumentError
 from fedpax.primitives.casts import checked_cast
-from fedpax.simulation.trace import Trace
-from fedpax.simulation.up_times import UpTimes
+from fedpax.simulation.trace import Trace, UpTimes
 
 
 class IslandArrivals(NamedTuple):
@@ -169,3 +169,180 @@ def island_arrivals(
         f"{num_rounds}. Ask for fewer rounds, or draw a trace with time_to_return=. In an "
         "experiment, set --training.rounds or --trace.seconds_to_return."
     )
+
+
+# The synchronizations of islands by a syncer that waits for a quorum: Decoupled DiLoCo.
+class FragmentSyncs(NamedTuple):
+    """Synchronizations, one fragment after another; a round is one of each.
+
+    Attributes:
+        num_steps: int32 `[rounds, islands, fragments]`, steps of an island between the previous
+            synchronization and this one, of those that reached the syncer.
+        weights: float32 `[rounds, islands, fragments]`, `tokens^2 / steps` since the island's part
+            in the previous merge of this fragment; 0 where it has no part.
+        receives: bool `[rounds, islands, fragments]`, whether the island is up.
+        rejoins: bool `[rounds, islands, fragments]`, whether it came back since the previous
+            synchronization.
+        seconds: float64 `[rounds, fragments]`, when the syncer merges.
+    """
+
+    num_steps: Int32[np.ndarray, "rounds islands fragments"]
+    weights: Float32[np.ndarray, "rounds islands fragments"]
+    receives: Bool[np.ndarray, "rounds islands fragments"]
+    rejoins: Bool[np.ndarray, "rounds islands fragments"]
+    seconds: Float64[np.ndarray, "rounds fragments"]
+
+    @property
+    def schedule(self) -> Syncs:
+        """The schedules of all rounds, for `Cohort.schedule`."""
+        return Syncs(self.num_steps, self.weights, self.receives, self.rejoins)
+
+
+def fragment_syncs(
+    trace: Trace,
+    *,
+    num_rounds: int,
+    num_fragments: int = 1,
+    steps_per_sync: int,
+    quorum: int,
+    grace_seconds: float = 0.0,
+    max_steps_per_sync: int | None = None,
+    tokens_per_step: ArrayLike = 1.0,
+) -> FragmentSyncs:
+    """Simulate a syncer that merges the fragments of a model, one after another.
+
+    The syncer merges a fragment when `quorum` islands have taken `steps_per_sync` steps since the
+    previous merge and have sent it. It then waits for the other islands, at most `grace_seconds`.
+    All islands that are up take part with the steps that have reached the syncer, slow islands with
+    fewer; an island that has sent none since it last took part has weight 0. Transfers run beside
+    the steps: only sending delays the syncer.
+
+    An island continues its steps while the syncer waits, up to `max_steps_per_sync` between two
+    merges; then it waits. With `max_steps_per_sync == steps_per_sync` and a quorum of all islands,
+    all take the same steps at any speeds: without failures this is `streaming_diloco`.
+
+    An island that fails loses its steps since the previous merge. When it returns, it receives the
+    whole outer model and continues from there. An island that fails while the syncer waits is not
+    part of the merge.
+
+    Args:
+        trace: speeds and failures of the islands.
+        num_rounds: number of rounds, of `num_fragments` merges each.
+        num_fragments: P. Default 1: the whole model.
+        steps_per_sync: steps between two merges, H / P.
+        quorum: K, number of islands that the syncer waits for, 1 to the number of islands.
+        grace_seconds: how long it waits for more of them. Default 0.0.
+        max_steps_per_sync: the most steps of an island between two merges. A round's batches need
+            `num_fragments * max_steps_per_sync` steps. Default None: `steps_per_sync`.
+        tokens_per_step: tokens of a step, of all islands or `[islands]`. Default 1.0.
+
+    Returns:
+        The synchronizations.
+
+    Raises:
+        ValueError: a number is out of range, or fewer than `quorum` islands remain for good.
+
+    Example:
+        >>> trace = Trace(np.array([1.0, 1.0, 2.0]))
+        >>> syncs = fragment_syncs(
+        ...     trace, num_rounds=2, steps_per_sync=4, quorum=2, max_steps_per_sync=6
+        ... )
+        >>> syncs.seconds[:, 0].tolist(), syncs.num_steps[0, :, 0].tolist()
+        ([4.0, 8.0], [4, 4, 2])
+        >>> syncs.weights[0, :, 0].tolist()
+        [4.0, 4.0, 2.0]
+
+    Reference:
+        Douillard et al., Decoupled DiLoCo for Resilient Distributed Pre-training, arXiv:2604.21428.
+    """
+    islands = trace.num_participants
+    most = steps_per_sync if max_steps_per_sync is None else max_steps_per_sync
+    for name, value, least, largest in (
+        ("num_rounds", num_rounds, 1, np.inf),
+        ("num_fragments", num_fragments, 1, np.inf),
+        ("steps_per_sync", steps_per_sync, 1, np.inf),
+        ("quorum", quorum, 1, islands),
+        ("grace_seconds", grace_seconds, 0, np.inf),
+        ("max_steps_per_sync", most, steps_per_sync, np.inf),
+    ):
+        if not least <= value <= largest:
+            wanted = f"{least} to {largest}" if largest < np.inf else f"at least {least}"
+            raise ArgumentError(f"fragment_syncs(): {name} is {value}, expected {wanted}.")
+    tokens = np.broadcast_to(
+        checked_cast(tokens_per_step, np.float64, "tokens_per_step"), (islands,)
+    )
+    workers = [_Island(trace, island, steps_per_sync, most) for island in range(islands)]
+    shape = num_rounds, islands, num_fragments
+    num_steps, weights = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+    receives, rejoins = np.zeros(shape, bool), np.zeros(shape, bool)
+    seconds = np.zeros((num_rounds, num_fragments))
+    unmerged = np.zeros((islands, num_fragments), np.int64)  # steps since the last part in a merge
+    for r in range(num_rounds):
+        for p in range(num_fragments):
+            ready = sorted(worker.ready() for worker in workers)
+            if ready[quorum - 1] == np.inf:
+                raise ArgumentError(
+                    f"fragment_syncs(): in round {r} of {num_rounds} fewer than quorum={quorum} "
+                    "islands are left for good. Lower quorum, or draw a trace with time_to_return=."
+                )
+            last = max(time for time in ready if time < np.inf)
+            now = max(ready[quorum - 1], min(ready[quorum - 1] + grace_seconds, last))
+            seconds[r, p] = now
+            for i, worker in enumerate(workers):
+                rejoins[r, i, p], receives[r, i, p], taken = worker.advance(now)
+                if rejoins[r, i, p] or not receives[r, i, p]:
+                    unmerged[i] = 0
+                unmerged[i] += taken
+                num_steps[r, i, p] = taken
+                if receives[r, i, p]:
+                    weights[r, i, p] = unmerged[i, p] * tokens[i] ** 2
+                    unmerged[i, p] = 0
+    return FragmentSyncs(num_steps, weights, receives, rejoins, seconds)
+
+
+class _Island:
+    """An island between two merges: when its next step ends, and whether it has come back."""
+
+    def __init__(self, trace: Trace, island: int, steps: int, most: int) -> None:
+        self._up_times, self._island = UpTimes(trace), island
+        self._steps, self._most = steps, most
+        self._step = float(trace.seconds_per_step[island])
+        self._receive = float(trace.seconds_to_receive[island])
+        self._send = float(trace.seconds_to_send[island])
+        self._since = self._up_times.next_up(island, 0.0)  # up since then, or from then on
+        self._rejoins = self._since > 0
+        self._next_end = self._first_end(self._since) if self._rejoins else self._step
+
+    def _first_end(self, returned: float) -> float:
+        """Return when the first step after a return ends."""
+        return returned + self._receive + self._step
+
+    def ready(self) -> float:
+        """Return when the steps of a merge have reached the syncer; infinity for never."""
+        since, next_end = self._since, self._next_end
+        while since < np.inf:
+            end = next_end + (self._steps - 1) * self._step + self._send
+            failure = self._up_times.next_failure(self._island, since)
+            if end <= failure:
+                return end
+            since = self._up_times.next_up(self._island, failure)
+            next_end = self._first_end(since)
+        return np.inf
+
+    def advance(self, now: float) -> tuple[bool, bool, int]:
+        """Continue until a merge; return whether it came back, is up, and its steps since."""
+        while self._since <= now:
+            failure = self._up_times.next_failure(self._island, self._since)
+            if failure > now:
+                break
+            self._since = self._up_times.next_up(self._island, failure)
+            self._next_end, self._rejoins = self._first_end(self._since), True
+        if self._since > now:
+            return False, False, 0
+        done = int(np.floor((now - self._send - self._next_end) / self._step + 1e-9)) + 1
+        taken = min(max(done, 0), self._most)
+        self._next_end += taken * self._step
+        if taken == self._most:
+            self._next_end = max(self._next_end, now + self._step)
+        rejoins, self._rejoins = self._rejoins, False
+        return rejoins, True, taken

@@ -11,8 +11,7 @@ from numpy.typing import ArrayLike
 from fedpax.clients.schedule import RegionalOrder
 from fedpax.errors import ArgumentError
 from fedpax.primitives.casts import checked_cast, host_array
-from fedpax.simulation.trace import Trace
-from fedpax.simulation.up_times import UpTimes
+from fedpax.simulation.trace import Trace, UpTimes
 
 Table: TypeAlias = Int32[np.ndarray, "rounds columns"]
 

@@ -8,8 +8,7 @@ import jax
 from fedpax.aggregators import PrivacyAccountant
 from fedpax.algorithm import FederatedAlgorithm, Params
 from fedpax.clients.cohort import Cohort
-from fedpax.training.experiment import HeldoutMetrics
-from fedpax.training.stored_params import StoredParams
+from fedpax.training.experiment import HeldoutMetrics, StoredParams
 from fedpax.training.training_config import TrainingConfig
 from fedpax.transforms.stages import Stages
 

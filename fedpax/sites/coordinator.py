@@ -18,33 +18,30 @@ from fedpax.run_files.configuration import to_json
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.sites.agreement import Agreement
 from fedpax.sites.contract import Json
-from fedpax.sites.coordinator_files import RoundMetrics, SiteWatch, write_federation
 from fedpax.sites.coordinator_program import (
     CoordinatorProgram,
+    CoordinatorState,
     batch_types,
     check_program,
     check_repeatable,
     cohort_types,
-    no_reply,
-)
-from fedpax.sites.coordinator_state import (
-    CoordinatorState,
     divide,
     initial_state,
+    no_reply,
     pack,
     server_leaves,
 )
 from fedpax.sites.exchange import TaskExchange
-from fedpax.sites.guarded_replies import drop_replies
-from fedpax.sites.merge_guard import MergeGuard
-from fedpax.sites.round_rules import RoundRules
+from fedpax.sites.guards import RoundRules
+from fedpax.sites.merge_guard import MergeGuard, drop_replies
 from fedpax.sites.site_evaluation import SiteEvaluation, evaluation_of
+from fedpax.sites.site_files import RoundMetrics, SiteWatch, write_federation
 from fedpax.sites.stage_calls import Participants, StageCalls, without_faults
 from fedpax.sites.tasks import ROUND, SiteReply, new_token
 from fedpax.sites.uplink import check_up
-from fedpax.training.due_rounds import is_due
 from fedpax.training.logging import NonFiniteError
 from fedpax.training.progress import Progress
+from fedpax.training.training_config import is_due
 
 if TYPE_CHECKING:
     from fedpax.secure_sums.roster import Signer

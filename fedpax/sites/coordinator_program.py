@@ -1,4 +1,4 @@
-"""The program of a coordinator's rounds, and the types of its messages."""
+"""The program of a coordinator's rounds, the types of its messages, and its state."""
 
 from collections.abc import Generator, Mapping
 from typing import Any, NamedTuple
@@ -7,15 +7,74 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedpax.algorithm import FederatedAlgorithm, Params, State
 from fedpax.clients.cohort import Cohort
 from fedpax.errors import ConfigurationError
 from fedpax.sites.contract import CoordinatorRun, Json
-from fedpax.sites.coordinator_state import CoordinatorState, unpack
-from fedpax.sites.random_keys import is_key
-from fedpax.sites.tasks import SHOWN, TERM, WORD
+from fedpax.sites.tasks import SHOWN, TERM, WORD, is_key
 from fedpax.transforms.client_stages import Stage
 from fedpax.transforms.coded_terms import CodedStage
-from fedpax.transforms.stages import Request, Stages
+from fedpax.transforms.stages import Request, Stages, stages
+
+
+class CoordinatorState(NamedTuple):
+    """The content of a coordinator's checkpoints, for `fedpax evaluate`, `generate` and `export`.
+
+    Attributes:
+        params: the model.
+        server: further values of the server by name, such as a server optimizer's state.
+    """
+
+    params: Params
+    server: dict[str, jax.Array]
+
+
+def divide(algorithm: FederatedAlgorithm, state: Any, cohort: Cohort, frozen: Any) -> Stages:
+    """Divide the rounds of a method, whose third argument, if any, each site has."""
+    if frozen is None:
+        return stages(algorithm.round, state, cohort)
+    return stages(algorithm.round, state, cohort, frozen, known=["frozen"])
+
+
+def server_leaves(stages: Stages, state: State) -> dict[str, Any]:
+    """Return the leaves of a state that no client keeps, by name."""
+    own = {value.name for stage in stages for value in stage.own}
+    leaves = {
+        "state" + jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree.leaves_with_path(state)
+    }
+    return {name: leaf for name, leaf in leaves.items() if name not in own}
+
+
+def initial_state(
+    algorithm: FederatedAlgorithm, params: Params, stages: Stages
+) -> tuple[CoordinatorState, State]:
+    """Return the server's part of a new state, and the whole state's types."""
+    types = jax.eval_shape(algorithm.init, params)
+    # Under `jit`, what clients keep is not computed.
+    make = jax.jit(lambda params: server_leaves(stages, algorithm.init(params)))
+    return pack(types, make(params)), types
+
+
+def pack(like: State, leaves: dict[str, Any]) -> CoordinatorState:
+    """Make the state of a coordinator from the server's leaves by name."""
+    params, tree = jax.tree.flatten_with_path(like.params)
+    names = ["state.params" + jax.tree_util.keystr(path) for path, _ in params]
+    model = jax.tree.unflatten(tree, [leaves[name] for name in names])
+    return CoordinatorState(model, {n: x for n, x in leaves.items() if n not in names})
+
+
+def unpack(like: State, packed: CoordinatorState) -> State:
+    """Put the server's values in their places; what clients keep stays a type."""
+    flat, tree = jax.tree.flatten_with_path(like)
+    params = {
+        "state.params" + jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree.leaves_with_path(packed.params)
+    }
+    known = {**params, **packed.server}
+    names = ["state" + jax.tree_util.keystr(path) for path, _ in flat]
+    leaves = [known.get(name, leaf) for name, (_, leaf) in zip(names, flat, strict=True)]
+    return jax.tree.unflatten(tree, leaves)
 
 
 class CoordinatorProgram(NamedTuple):

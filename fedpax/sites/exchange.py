@@ -9,22 +9,23 @@ from typing import Any
 
 import numpy as np
 
-from fedpax.sites.attendance import LATE
 from fedpax.sites.contract import Json
 from fedpax.sites.downlink import WHOLE
-from fedpax.sites.framed_messages import write_message
-from fedpax.sites.identity import Identity, find_difference
-from fedpax.sites.reply_checks import (
+from fedpax.sites.site_process import Identity, find_difference
+from fedpax.sites.site_table import CLIENTS_PER_SITE, LATE, SiteRecord, SiteTable
+from fedpax.sites.tasks import (
+    SiteReply,
+    Task,
     check_renumbered,
     check_size,
     check_types,
     checked_fields,
     claimed_weight,
     find_fault,
+    largest_message,
     shorten_types,
+    write_message,
 )
-from fedpax.sites.site_table import CLIENTS_PER_SITE, SiteRecord, SiteTable
-from fedpax.sites.tasks import SiteReply, Task, largest_message
 from fedpax.transport.calls import RefusedError
 from fedpax.transport.checked_header import CheckedHeader
 from fedpax.transport.message import Message

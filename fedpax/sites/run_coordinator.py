@@ -9,15 +9,14 @@ from fedpax.errors import ArgumentError, ConfigurationError
 from fedpax.run_files.paths import latest_round
 from fedpax.sites.contract import SiteExperiment
 from fedpax.sites.coordinator import Coordinator
-from fedpax.sites.coordinator_files import (
+from fedpax.sites.exchange import TaskExchange
+from fedpax.sites.guards import RoundRules
+from fedpax.sites.site_files import (
     FEDERATION,
     read_federation,
     write_federation,
 )
-from fedpax.sites.exchange import TaskExchange
-from fedpax.sites.identity import identify
-from fedpax.sites.round_rules import RoundRules
-from fedpax.sites.site_process import SyncerResult, locked_folder, serving
+from fedpax.sites.site_process import SyncerResult, identify, locked_folder, serving
 from fedpax.sites.site_table import SiteTable
 from fedpax.sites.tasks import new_token
 from fedpax.training.experiment import Experiment
@@ -47,29 +46,6 @@ def run_coordinator(
     begins when `rules.min_sites` sites have joined and agree on their inputs. The model is saved
     after each round, before a site receives it, so a coordinator that is killed resumes after its
     last round. The folder gets what `fedpax train` writes, and `federation.json` and `sites.json`.
-
-    Args:
-        experiment: the experiment, a `fedpax.sites.contract.SiteExperiment`.
-        job_log_dir: the run's folder.
-        listen: `HOST:PORT`; without certificates a loopback address.
-        exp: the experiment's name on the command line, recorded in `config.json`.
-        certificates: the folder of this site's certificate. Default None: no encryption.
-        allow_config_change: as in `fedpax.training.trainer.train`.
-        rules: when a round ends, and what its clients weigh. Default None: `RoundRules()`.
-        heartbeat_seconds: seconds between a site's heartbeats, below `rules.silent_after`. Default
-            1.0.
-        goodbye_seconds: seconds after the end in which sites can learn it. Default 60.0.
-        limits: what a site may send. Default: malformed messages alone are limited.
-
-    Returns:
-        The number of completed rounds, and the signal that stopped the call.
-
-    Raises:
-        ConfigurationError: the folder holds another configuration, or another process uses it.
-        NonFiniteError: a round made a parameter NaN or infinite.
-        OSError: the state cannot be saved, or the address is in use.
-        ValueError: the address is malformed, certificates cannot be used, or the method cannot be
-            divided into stages.
     """
     rules = RoundRules() if rules is None else rules
     rules.check()

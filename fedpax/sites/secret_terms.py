@@ -1,6 +1,6 @@
 """Terms of sites as secure sums: the coordinator learns the sum over sites, and not a site's terms.
 
-Terms are sent as words (`fedpax.secure_sums.exact_words`), whose sums are exact.
+Terms are sent as words (`fedpax.secure_sums.arithmetic`), whose sums are exact.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedpax.errors import ArgumentError
-from fedpax.secure_sums.exact_words import WORDS, NotSummableError, from_words, to_words
-from fedpax.secure_sums.sum_message import Message
+from fedpax.secure_sums.arithmetic import WORDS, NotSummableError, from_words, to_words
+from fedpax.secure_sums.roster import Message
 from fedpax.sites.contract import Json
 from fedpax.sites.downlink import whole
 from fedpax.sites.exchange import TaskExchange

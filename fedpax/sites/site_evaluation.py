@@ -12,11 +12,11 @@ import numpy as np
 from fedpax.algorithm import Params
 from fedpax.errors import ArgumentError
 from fedpax.reports.metric_table import OF_SITE
-from fedpax.run_files.quantiles import with_quantiles
+from fedpax.run_files.metrics import with_quantiles
 from fedpax.sites.contract import ClientRange
-from fedpax.sites.coordinator_files import RoundMetrics, SiteWatch
 from fedpax.sites.downlink import whole
 from fedpax.sites.exchange import TaskExchange
+from fedpax.sites.site_files import RoundMetrics, SiteWatch
 from fedpax.sites.tasks import EVALUATION, SHARED, Task, new_token, numbered
 
 _SECONDS_BETWEEN_ATTEMPTS = 1.0
@@ -78,9 +78,6 @@ class SiteEvaluation:
         """Answer sites until each of them knows the end of the run, at most for `seconds`.
 
         A site that is heard after that is answered too, for as long as a round waits for sites.
-
-        Returns:
-            The sites that this process has not given the model of the last round.
         """
         deadline = time.monotonic() + seconds
         end = deadline + self._round_seconds

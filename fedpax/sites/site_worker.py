@@ -11,7 +11,7 @@ import numpy as np
 
 from fedpax.algorithm import Params
 from fedpax.clients.cohort import Cohort
-from fedpax.run_files.quantiles import with_quantiles
+from fedpax.run_files.metrics import with_quantiles
 from fedpax.sites.contract import (
     FINE_TUNED,
     ClientRange,
@@ -19,13 +19,11 @@ from fedpax.sites.contract import (
     SiteExperiment,
     SiteRun,
 )
-from fedpax.sites.coordinator_program import batch_types
-from fedpax.sites.coordinator_state import divide
-from fedpax.sites.kept_values import KeptValues, check_names
-from fedpax.sites.random_keys import from_numbers, type_in_message
-from fedpax.sites.round_rules import weigh
+from fedpax.sites.coordinator_program import batch_types, divide
+from fedpax.sites.guards import weigh
 from fedpax.sites.secret_terms import TASK as SUM
 from fedpax.sites.secret_terms import SecretTerms
+from fedpax.sites.site_files import KeptValues, check_names
 from fedpax.sites.tasks import (
     EVALUATION,
     ROUND,
@@ -34,8 +32,10 @@ from fedpax.sites.tasks import (
     SHOWN,
     TERM,
     WORD,
+    from_numbers,
     in_order,
     numbered,
+    type_in_message,
 )
 from fedpax.sites.uplink import Uplink
 from fedpax.transforms.client_stages import Value

@@ -18,9 +18,7 @@ from fedpax.sites.coordinator_program import (
 )
 from fedpax.sites.downlink import WHOLE, Downlink, whole
 from fedpax.sites.exchange import TaskExchange
-from fedpax.sites.random_keys import to_numbers
-from fedpax.sites.reply_checks import claimed_weight, find_wrong_weight, is_finite
-from fedpax.sites.round_rules import RoundRules
+from fedpax.sites.guards import RoundRules
 from fedpax.sites.secret_terms import ask_for_sums, check_is_sum
 from fedpax.sites.tasks import (
     ROUND,
@@ -31,9 +29,13 @@ from fedpax.sites.tasks import (
     WORD,
     SiteReply,
     Task,
+    claimed_weight,
+    find_wrong_weight,
     in_order,
+    is_finite,
     new_token,
     numbered,
+    to_numbers,
 )
 from fedpax.sites.update_rows import UpdateRows
 from fedpax.sites.uplink import SUM, Uplink

@@ -19,7 +19,6 @@ from fedpax.run_files.paths import latest_round
 from fedpax.sites.contract import SiteExperiment
 from fedpax.sites.downlink import WHOLE, Receiver
 from fedpax.sites.exchange import LARGE
-from fedpax.sites.identity import identify
 from fedpax.sites.run_coordinator import check_supported
 from fedpax.sites.secret_terms import SecretTerms
 from fedpax.sites.site_files import (
@@ -32,6 +31,7 @@ from fedpax.sites.site_files import (
 from fedpax.sites.site_process import (
     SECONDS_TO_ASK_AGAIN,
     JoinResult,
+    identify,
     locked_folder,
     open_progress,
     patience,
@@ -81,34 +81,6 @@ def take_part(
     The folder gets `config.json`, `site.json`, `metrics.jsonl` with the metrics of this site's
     held-out examples, `kept/` with its clients' states, and in the end `checkpoints/` with the
     model.
-
-    Args:
-        experiment: the experiment, with the files of this site.
-        job_log_dir: this site's folder.
-        syncer: the coordinator's `HOST:PORT`.
-        exp: the experiment's name on the command line, recorded in `config.json`.
-        name: the site's name. Default None: the name in its certificate, or of its folder.
-        certificates: the folder of this site's certificate. Default None: no encryption.
-        server_name: the name in the coordinator's certificate. Default None: the host of `syncer`.
-        allow_config_change: as in `fedpax.training.trainer.train`.
-        give_up_after: seconds without an answer of a coordinator after which the site stops.
-            Default 600.0. A site that has the model of the last round waits at most 15 seconds.
-        only_sums_of: number of sites, at least 2, that a secure sum must have; the terms of this
-            site are sent in such sums alone. Default 0: the coordinator chooses.
-        personal: whether a model of each client's own is evaluated after the last round: the one
-            that the method keeps (Ditto), else the model after the client's local steps of one more
-            round. The site reports the means of its metrics, as for the shared model. The folder
-            `fine_tuned/` gets the model after one more round of the site's clients alone. Default
-            False.
-
-    Returns:
-        The number of rounds of this process, and the reason for which the call stopped.
-
-    Raises:
-        ConfigurationError: the folder holds another configuration, or another process uses it.
-        RefusedError: the coordinator refuses this site, for example because it has another model.
-        OSError: the certificates cannot be read.
-        ValueError: the address is malformed, or certificates are missing or cannot be used.
     """
     if only_sums_of and only_sums_of < 2:
         raise ArgumentError(

@@ -10,25 +10,27 @@
 
 import contextlib
 import difflib
+import http.client
 import importlib
 import io
 import logging
 import os
 import shutil
+import sys
 import threading
-from collections.abc import Iterator
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from fedpax.errors import ArgumentError
 from fedpax.extras import is_installed
+from fedpax.files import parse_json, read_json
 from fedpax.path_patterns import expand_home
-from fedpax.sources.client_starts import read_client_starts
 from fedpax.sources.embedded import is_whole_split, open_in_memory
-from fedpax.sources.feature_classes import check_feature_classes
-from fedpax.sources.reachability import unreachable_hosts
-from fedpax.sources.source import Source, one_line
-from fedpax.sources.text_records import TextRecords
+from fedpax.sources.source import Source, TextRecords, one_line, read_client_starts
 
 EMBEDDED = {name: "fedpax.sources.embedded_builders" for name in ("stdlib_text", "digits")}
 """The data sets that need no network, with the modules of their TFDS builders."""
@@ -273,3 +275,68 @@ def _how_to_copy(builder: Any, split: str, root: Path) -> str:
 def _base_name(name: str) -> str:
     """Strip configuration and version: "mnist:3.0.1" gives "mnist", "c4/en" gives "c4"."""
     return name.partition("/")[0].partition(":")[0]
+
+
+# The classes that the metadata of a prepared data set name: TFDS imports their modules.
+FILE = "features.json"
+_NAMES = ("type", "pythonClassName", "python_class_name")
+
+
+def check_feature_classes(folder: Path) -> None:
+    """Check that opening a prepared data set imports no module that its files name."""
+    for pattern in (FILE, f"*/{FILE}", f"*/*/{FILE}"):
+        for path in sorted(folder.glob(pattern)):
+            for name in _class_names(read_json(path)):
+                module = name.rpartition(".")[0]
+                if module.partition(".")[0] == "tensorflow_datasets" or module in sys.modules:
+                    continue
+                raise ArgumentError(
+                    f"{path} names the class {name}, expected classes of tensorflow_datasets, "
+                    f"because TFDS would run the code of {module}. If you trust this code, import "
+                    f"{module} before, in the file of your experiment."
+                )
+
+
+def _class_names(value: Any) -> Iterator[str]:
+    """Yield the names of classes, with a dot, in the JSON of features; it can hold JSON as text."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _class_names(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if key in _NAMES and isinstance(item, str) and "." in item:
+                yield item
+            elif key == "json" and isinstance(item, str):
+                yield from _class_names(parse_json(item))
+            else:
+                yield from _class_names(item)
+
+
+# A quick check whether hosts can be reached: a download without a network blocks for minutes.
+def unreachable_hosts(urls: Iterable[str], *, timeout: float = 8.0) -> list[str]:
+    """Return the hosts of some URLs if none of them answers within `timeout` seconds."""
+    # Sends HEAD requests to at most three hosts at the same time, through the proxies that the
+    # environment names, as a download would. An answer with an HTTP error counts as an answer.
+    parts = (urllib.parse.urlsplit(url) for url in urls)
+    addresses = sorted({f"{p.scheme}://{p.netloc}/" for p in parts if p.scheme.startswith("http")})
+    answered: list[str] = []
+
+    def send_request(address: str) -> None:
+        request = urllib.request.Request(address, method="HEAD")
+        try:
+            # urlopen would use the proxies that were set when it was first called.
+            urllib.request.build_opener().open(request, timeout=timeout).close()
+        except (urllib.error.HTTPError, http.client.HTTPException):
+            pass
+        except OSError:
+            return
+        answered.append(address)
+
+    # Threads, because the time that a name lookup takes cannot be limited.
+    checked = addresses[:3]
+    threads = [threading.Thread(target=send_request, args=(a,), daemon=True) for a in checked]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout / len(threads))
+    return [] if answered else [urllib.parse.urlsplit(a).hostname or a for a in checked]

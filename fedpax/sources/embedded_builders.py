@@ -7,8 +7,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 
 from fedpax.sources.dataset_info import LocalDatasetInfo
-from fedpax.sources.digits import digit_examples
-from fedpax.sources.stdlib_text import configuration, text_examples
+from fedpax.sources.embedded import configuration, digit_examples, text_examples
 
 
 class Digits(tfds.core.GeneratorBasedBuilder):

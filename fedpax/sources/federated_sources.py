@@ -32,7 +32,6 @@ import numpy as np
 import tensorflow_datasets as tfds
 from tensorflow_datasets.core.utils.tqdm_utils import tqdm
 
-from fedpax.sources.client_starts import write_client_starts
 from fedpax.sources.dataset_info import LocalDatasetInfo
 from fedpax.sources.federated_archive import (
     FOLDER,
@@ -45,6 +44,7 @@ from fedpax.sources.federated_archive import (
     open_database,
     read_examples,
 )
+from fedpax.sources.source import write_client_starts
 
 
 class FederatedSource(tfds.core.ShardBasedBuilder):

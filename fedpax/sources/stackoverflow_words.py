@@ -8,9 +8,8 @@ from pathlib import Path
 import tensorflow_datasets as tfds
 
 from fedpax.errors import ArgumentError
-from fedpax.sources.data_sets import data_folder
+from fedpax.sources.data_sets import data_folder, unreachable_hosts
 from fedpax.sources.federated_archive import FOLDER, Archive, check
-from fedpax.sources.reachability import unreachable_hosts
 
 ARCHIVE = Archive(
     f"{FOLDER}/stackoverflow.word_count.tar.bz2",

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpax.errors import ArgumentError
-from fedpax.sources.examples import get_field
+from fedpax.sources.source import get_field
 from fedpax.text.chat_template import ChatTemplate, Messages
-from fedpax.text.document import Document
+from fedpax.text.packing import Document
 from fedpax.text.tokenizer import Tokenizer, as_string
 
 _ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names

@@ -1,13 +1,53 @@
-"""The vocabulary of a `tokenizer.json`, without what the file stores for other purposes."""
+"""The vocabulary of a tokenizer's files: its tokens, and the token that ends a document."""
 
 import json
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
 from fedpax.errors import ArgumentError
-from fedpax.files import parse_json
-from fedpax.text.vocabulary import Vocabulary, changed_text
+from fedpax.files import parse_json, read_json
+
+# Every byte of UTF-8 but the null character, and characters that normalizers change.
+_EVERY_BYTE = "".join(
+    chr(code)
+    for code in (*range(1, 0x100), *range(0x100, 0x110000, 0x3C1))
+    if not 0xD800 <= code < 0xE000
+)
+_TEXTS = ("Two  words", " space \n\tline\n", "caf\u00e9 cafe\u0301 \ufb01 \uff21", _EVERY_BYTE)
+
+SPACE = "\u2581"
+"""The character by which SentencePiece, and a pre-tokenizer Metaspace, write a space."""
+
+
+class Vocabulary(NamedTuple):
+    """The tokens of a file, and functions between texts and tokens."""
+
+    size: int  # the largest token + 1
+    # Encodes several texts, on several cores, and adds no token and no character.
+    encode: Callable[[Sequence[str]], list[list[int]]]
+    decode: Callable[[list[int]], str]  # returns the text of tokens below `size`
+    # Returns the number of a token by its name; None if there is no such token.
+    token: Callable[[str], int | None]
+    # Returns the name of a token by its number; None if there is no such token.
+    name: Callable[[int], str | None]
+    # Tokens that stand for no text, by name, such as the one that ends a document.
+    special: Mapping[str, int]
+    end: int | None  # the token that ends a document, if the file itself says so
+
+
+def changed_text(vocabulary: Vocabulary, texts: Sequence[str] = _TEXTS) -> tuple[str, str] | None:
+    """Return a short text that its tokens do not give back, and what they give; None if all do."""
+    for text in texts:
+        try:
+            decoded = vocabulary.decode(vocabulary.encode([text])[0])
+        except Exception as error:  # a character without a token, where none stands for it
+            decoded = str(error)
+        if decoded != text:
+            return text[:20], decoded[:80]
+    return None
+
 
 Entries: TypeAlias = dict[str, Any]
 _LISTS = ("normalizers", "pretokenizers", "decoders")  # of a part of the type "Sequence"
@@ -140,3 +180,74 @@ def _decoder(entries: Entries) -> Entries | None:
         return None
     defaults = {"add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     return decoders[0] if decoders[0]["type"] == "Metaspace" else {**defaults, **decoders[0]}
+
+
+# The token that ends a document, as a tokenizer's folder names it.
+# The files of a Hugging Face folder that name the token, with the entry, in order of preference.
+SOURCES = {
+    "tokenizer_config.json": "eos_token",
+    "config.json": "eos_token_id",
+    "generation_config.json": "eos_token_id",
+}
+_REMEDY = "Name the token with data.end_of_document, in Python with end_of_document=."
+
+
+def end_of_document(path: Path, vocabulary: Vocabulary, given: str | None) -> int:
+    """Return the token that ends a document: `given`, or as the files beside `path` name it."""
+    if given is not None:
+        return _token(vocabulary, given, f"end_of_document={given!r}")
+    if (named := named_end(path)) is not None:
+        file, value = named
+        return _token(vocabulary, value, f"{file}: {SOURCES[file.name]}={value!r}")
+    if vocabulary.end is None:
+        known = ", ".join(vocabulary.special) or "none"
+        raise ArgumentError(
+            f"tokenizer={str(path)!r} does not say which token ends a document, expected one "
+            f"special token or {', '.join(SOURCES)} beside it. Its special tokens: {known}. "
+            f"{_REMEDY}"
+        )
+    return vocabulary.end
+
+
+def named_end(path: Path) -> tuple[Path, str | int] | None:
+    """Return the file beside a tokenizer that names the token that ends a document; its name."""
+    for name, entry in SOURCES.items():
+        if (file := path.with_name(name)).is_file():
+            value = token_name(_entries(file).get(entry))
+            if value is not None:
+                return file, value
+    return None
+
+
+def _entries(file: Path) -> dict[str, Any]:
+    try:
+        entries = read_json(file)
+    except PermissionError:
+        raise
+    except (ValueError, OSError) as error:
+        raise ArgumentError(
+            f"{file}, which can name the token that ends a document, cannot be read ({error}). "
+            f"Correct the file. {_REMEDY}"
+        ) from error
+    return entries if isinstance(entries, dict) else {}
+
+
+def token_name(value: Any) -> Any:
+    """Return a token's name or number: some files have several, or an object with the name."""
+    if isinstance(value, list):
+        return value[0] if value else None
+    return value.get("content") if isinstance(value, dict) else value
+
+
+def _token(vocabulary: Vocabulary, value: Any, source: str) -> int:
+    """Return a token by its name or number."""
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if is_number and 0 <= value < vocabulary.size and vocabulary.name(value) is not None:
+        return int(value)
+    token = vocabulary.token(value) if isinstance(value, str) else None
+    if token is None:
+        raise ArgumentError(
+            f"{source} is not a token of the vocabulary, expected the token that ends a document. "
+            f"{_REMEDY}"
+        )
+    return token

@@ -10,18 +10,60 @@ import chex
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fedpax.algorithm import FederatedAlgorithm, Params
+from fedpax.algorithm import FederatedAlgorithm, Metrics, Params, State
 from fedpax.checkpoints.exports import write_orbax
 from fedpax.checks import check_fields
-from fedpax.clients.cohort_stream import CohortStream
+from fedpax.clients.cohort import Cohort, CohortStream
 from fedpax.errors import ArgumentError
 from fedpax.parallel.axes import ShardingTree
 from fedpax.parallel.mesh import MeshConfig, available_devices
 from fedpax.parallel.mesh_rule import ShardedSize, follow
 from fedpax.run_files.configuration import write_configuration
 from fedpax.training.client_metrics import ClientMetrics
-from fedpax.training.stored_params import StoredParams
 from fedpax.training.training_config import TrainingConfig
+
+
+class StoredParams(NamedTuple):
+    """Parameters that a run reads from a folder."""
+
+    # where they are, for messages, such as `"model.weights=models/llama"`. Empty if no folder is
+    # given; `load` then raises.
+    source: str
+    # their shapes and dtypes, a tree of `jax.ShapeDtypeStruct` with shardings
+    shapes: chex.ArrayTree
+    # reads them onto these shardings. May be called several times.
+    load: Callable[[], chex.ArrayTree]
+
+
+def with_frozen_argument(
+    make: Callable[[chex.ArrayTree], FederatedAlgorithm], shapes: chex.ArrayTree
+) -> FederatedAlgorithm:
+    """Make an algorithm whose round takes the frozen values of its loss as an argument.
+
+    Returns:
+        `init(params)` and `round(state, cohort, frozen)`. A `Run` with this algorithm has the
+        frozen values as `Run.frozen`. The inner steps of its `parts`, if the method has some, take
+        them as their last argument.
+    """
+
+    def round_with_frozen(
+        state: State, cohort: Cohort, frozen: chex.ArrayTree
+    ) -> tuple[State, Metrics]:
+        return make(frozen).round(state, cohort)
+
+    def inner_steps_with_frozen(*arguments: Any) -> Any:
+        *inputs, frozen = arguments
+        parts = make(frozen).parts
+        assert parts is not None
+        return parts.inner_steps(*inputs)
+
+    frozen_round: Any = round_with_frozen
+    algorithm = make(shapes)
+    parts = algorithm.parts
+    if parts is not None:
+        parts = parts._replace(inner_steps=inner_steps_with_frozen)
+    return algorithm._replace(round=frozen_round, parts=parts)
+
 
 HeldoutMetrics: TypeAlias = Mapping[str, float | jax.Array]
 """Metrics on held-out data by name, with `"loss"`."""
@@ -36,7 +78,7 @@ class Shardings(NamedTuple):
         cohort: one `NamedSharding` for every leaf of a cohort, such as `P("clients")`, or a tree
             of them that is a prefix of the cohort's structure.
         state: the shardings of the algorithm's state. Default None: derive them from the
-            parameters' shardings (`fedpax.training.shardings.state_shardings`). A function
+            parameters' shardings (`fedpax.training.compiled_round.state_shardings`). A function
             `derived -> shardings` overrides some of them. It takes a tree with the structure of
             the state and returns this tree, or a prefix of it, such as
             `lambda derived: derived._replace(table=NamedSharding(mesh, P("clients")))`.
@@ -76,7 +118,7 @@ class Run(NamedTuple):
             read them again. Default None: make them by `init`.
         frozen: values that the round reads and does not change, such as the model below adapters.
             The round is then `(state, cohort, frozen)`, see
-            `fedpax.training.stored_params.with_frozen_argument`. Default None: there are none.
+            `fedpax.training.experiment.with_frozen_argument`. Default None: there are none.
         whole_model: `params -> parameters of the whole model`, where `params` are a part of them,
             such as adapters. Default None: `params` are the whole model.
         compiler_options: options of the compiler for the round, by name, such as

@@ -7,8 +7,7 @@ from typing import TypeVar
 import jax
 
 from fedpax.checkpoints.run_position import StreamState
-from fedpax.clients.cohort import Cohort
-from fedpax.clients.cohort_stream import CohortStream, PackedStream
+from fedpax.clients.cohort import Cohort, CohortStream, PackedStream
 from fedpax.errors import ArgumentError
 from fedpax.parallel.axes import ShardingTree, check_divisible
 from fedpax.primitives.casts import checked_tree

@@ -1,31 +1,38 @@
 """Check before a run that its folder holds the same experiment, and a state that fits it."""
 
 import difflib
-from collections.abc import Collection
+import socket
+import time
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import jax
 
-from fedpax.checkpoints.lazy_orbax import ocp
+import fedpax
+from fedpax.algorithm import Params
+from fedpax.checkpoints.orbax_files import ocp
 from fedpax.checkpoints.participant_states import check_resizable
 from fedpax.checkpoints.saved_state import (
     check_same_leaves,
     check_same_rows,
     has_saved_shape,
+    load_params,
     saved_shapes,
 )
+from fedpax.clients.cohort import CohortStream, fingerprint
 from fedpax.errors import ConfigurationError
+from fedpax.processes.gather import gather_json
 from fedpax.run_files.configuration import (
     class_name,
     differences,
     flatten,
     from_json,
     moved_out_of_main,
+    own_classes,
     read_configuration_json,
     to_json,
 )
 from fedpax.run_files.evaluations import STOP
-from fedpax.run_files.known_classes import own_classes
 from fedpax.run_files.metrics import select
 from fedpax.run_files.metrics_log import last_rounds, read_log
 from fedpax.run_files.paths import (
@@ -36,7 +43,9 @@ from fedpax.run_files.paths import (
     resolve_checkpoint_dir,
     resolve_folder,
 )
-from fedpax.training.experiment import Experiment
+from fedpax.training.compiled_round import with_shardings
+from fedpax.training.experiment import Experiment, Run, StoredParams
+from fedpax.training.job_dir_lock import LOCK
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -189,3 +198,110 @@ def describe_state_misfit(saved_in: Path, experiment: Experiment) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+# Agreement: check before a run that all its processes have equal settings and versions.
+SAME_COMMAND = (
+    "Start every process with the same command and the same installation.",
+    "Set a --job_log_dir on a file system that all hosts share.",
+)
+SAME_FILES = (
+    "The processes divide the rows of one stream: each would leave out most of its own documents.",
+    "Give all hosts the same files, in the folder that --data.data_dir names on each of them.",
+)
+
+SECONDS_UNTIL_VISIBLE = 10.0
+"""Seconds that network file systems may take to show a file that another host has created."""
+
+
+def check_agreement(folder: Path, experiment: Experiment, saved_in: Path | None = None) -> None:
+    """Check that the processes have one experiment, one folder and one version of fedpax and JAX.
+
+    If they differed, they would run different programs and wait for each other forever. With one
+    process, nothing is checked. With a folder `saved_in` for checkpoints, each process can have a
+    run's folder of its own.
+    """
+    if jax.process_count() == 1:
+        return
+    saved_in = folder if saved_in is None else saved_in
+    settings = {
+        "the version of fedpax": fedpax.__version__,
+        "the version of jax": jax.__version__,
+        **{f"--{path}": repr(value) for path, value in flatten(to_json(experiment))},
+        f"the newest checkpoint in {saved_in}": f"round {latest_round(saved_in) or 0}",
+    }
+    if saved_in == folder:
+        lock = folder / LOCK
+        deadline = time.monotonic() + SECONDS_UNTIL_VISIBLE
+        while not lock.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        settings["what process 0 writes into --job_log_dir"] = (
+            "present" if lock.exists() else "missing"
+        )
+    everyone = gather_json({**settings, "host": socket.gethostname()})
+    if difference := describe_difference(everyone):
+        raise ConfigurationError(difference)
+
+
+def check_same_data(cohorts: CohortStream) -> dict[str, str]:
+    """Check that the processes have the same data; return its fingerprint."""
+    # With other files under the same name, each process would leave out most of its documents. With
+    # one process, nothing is compared.
+    data_fingerprint = fingerprint(cohorts)
+    if jax.process_count() > 1:
+        everyone = gather_json(
+            {f"the data set {name}": text for name, text in data_fingerprint.items()}
+            | {"host": socket.gethostname()}
+        )
+        if difference := describe_difference(everyone, SAME_FILES):
+            raise ConfigurationError(difference)
+    return data_fingerprint
+
+
+def describe_difference(
+    everyone: list[Mapping[str, str]], remedies: Sequence[str] = SAME_COMMAND
+) -> str | None:
+    """Describe how processes differ from process 0."""
+    first = everyone[0]
+    lines = [
+        f"  process {number} on {process['host']}: {name} is {process.get(name, 'missing')}, in "
+        f"process 0 on {first['host']} it is {first.get(name, 'missing')}"
+        for number, process in enumerate(everyone)
+        for name in sorted(process.keys() | first.keys())
+        if name != "host" and process.get(name) != first.get(name)
+    ]
+    if not lines:
+        return None
+    more = [f"  and {len(lines) - 10} more differences"] if len(lines) > 10 else []
+    return "\n".join(
+        [
+            "The processes of the job differ, expected the same in all of them:",
+            *lines[:10],
+            *more,
+            *remedies,
+        ]
+    )
+
+
+# Begin a run from the model of another run.
+def begin_from(run: Run, job_log_dir: str | None) -> Run:
+    """Give a run the model of another run as its initial parameters."""
+    # The method begins anew: optimizer, schedule and position in the data are a new run's.
+    if job_log_dir is None:
+        return run
+    source = f"training.begin_from={job_log_dir}"
+    if run.initial is not None:
+        raise ConfigurationError(
+            f"{source} and {run.initial.source} are given, expected one of them: both are initial "
+            "parameters. Leave one out."
+        )
+    shapes = jax.eval_shape(run.init, jax.random.key(0))
+    like = with_shardings(shapes, run.resolved_shardings.params)
+
+    def load() -> Params:
+        try:
+            return load_params(job_log_dir, like=like)
+        except (FileNotFoundError, ValueError) as error:
+            raise ConfigurationError(f"{source}: {error}") from error
+
+    return run._replace(initial=StoredParams(source, like, load))

@@ -20,21 +20,18 @@ from fedpax.processes.gather import gather_json
 from fedpax.run_files.configuration import to_json, write_configuration
 from fedpax.run_files.goodput import GoodputClock, line_values
 from fedpax.run_files.metrics import MetricsWriter
-from fedpax.training.compiled_lengths import CompiledLengths
-from fedpax.training.compiled_round import CompiledRound, compile_round, init_state
-from fedpax.training.due_rounds import is_due, last_due_before
-from fedpax.training.early_stop import EarlyStop
+from fedpax.training.compiled_round import CompiledLengths, CompiledRound, compile_round, init_state
+from fedpax.training.evaluation import EarlyStop
 from fedpax.training.experiment import Run
 from fedpax.training.logging import RoundLogger
-from fedpax.training.norms import FiniteCheck
 from fedpax.training.prefetch import Prefetch, put_on_mesh
-from fedpax.training.profile import Profile
 from fedpax.training.progress import Progress
-from fedpax.training.spikes import Spike, SpikeHistory
-from fedpax.training.startup_report import announce
+from fedpax.training.spikes import FiniteCheck, Spike, SpikeHistory
+from fedpax.training.startup_report import TrainingJob, announce
 from fedpax.training.tracker import Tracker
-from fedpax.training.training_job import TrainingJob
-from fedpax.training.utilization import utilization_of
+from fedpax.training.training_config import is_due, last_due_before
+from fedpax.training.virtual_time import utilization_of
+from fedpax.training.watchdog import Profile
 
 
 class RoundLoop(AbstractContextManager["RoundLoop"]):

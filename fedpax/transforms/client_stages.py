@@ -10,7 +10,7 @@ import numpy as np
 from fedpax.errors import ArgumentError
 from fedpax.primitives._jax import ClosedJaxpr, Var, aval_of, eliminate_dead_code, evaluate
 from fedpax.primitives.monoids import ADDITION, MAXIMUM, MINIMUM, Monoid, apply_by_monoid
-from fedpax.transforms.equal_values import EqualValues
+from fedpax.transforms.part_of_jaxpr import EqualValues
 from fedpax.transforms.server_parts import ServerParts
 from fedpax.transforms.streaming import loop_body, loop_monoids
 from fedpax.transforms.streaming_plan import StreamingPlan

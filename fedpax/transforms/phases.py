@@ -16,9 +16,8 @@ from fedpax.primitives.layout import explicit_axis
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.max_min import federated_max_p, federated_min_p
 from fedpax.primitives.placement import Placement
-from fedpax.transforms.loop_reductions import LoopReduction, loop_reduction
 from fedpax.transforms.streaming_plan import Atom, StreamingPlan, is_map
-from fedpax.transforms.unstack import Unstacked, unstack
+from fedpax.transforms.unstack import LoopReduction, Unstacked, loop_reduction, unstack
 from fedpax.transforms.unstack_rules import AxisMap
 
 # The longest chain of maps of different phases that a loop runs to rematerialize a value.

@@ -34,9 +34,8 @@ from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.placement import Placement
 from fedpax.primitives.reduction import REDUCTIONS
 from fedpax.transforms.inlining import CALLS
-from fedpax.transforms.loop_reductions import LoopReduction, loop_reduction
 from fedpax.transforms.planner import make_plan
-from fedpax.transforms.unstack import unstack
+from fedpax.transforms.unstack import LoopReduction, loop_reduction, unstack
 
 Axes = tuple[int | None, ...]
 

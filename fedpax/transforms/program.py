@@ -22,7 +22,6 @@ from fedpax.primitives.argument_checks import (
 )
 from fedpax.primitives.call_rules import define_call
 from fedpax.primitives.casts import conversion, device_array, is_host_number
-from fedpax.primitives.federated_program import federated_program_p
 from fedpax.primitives.integer_sums import (
     IntegerSum,
     check_sums,
@@ -40,6 +39,7 @@ from fedpax.primitives.placement import (
     active_placements,
     check_array,
     declare_placements,
+    federated_program_p,
 )
 from fedpax.transforms.placed_closures import warn_of_placed_closures
 from fedpax.transforms.streaming import run_streamed

@@ -16,7 +16,7 @@ import jax
 
 from fedpax.primitives._jax import Var, aval_of, evaluate
 from fedpax.primitives.argument_checks import function_name
-from fedpax.primitives.federated_program import trace_for_stages
+from fedpax.primitives.placement import trace_for_stages
 from fedpax.transforms.client_stages import ClientFn, Stage, client_stages
 from fedpax.transforms.coded_terms import CodedStage, code_terms
 from fedpax.transforms.discrete_gaussian import draw_noise
@@ -27,14 +27,11 @@ from fedpax.transforms.division_checks import (
     own_by_name,
     read_by_rows,
 )
-from fedpax.transforms.marks import least_masked
-from fedpax.transforms.own_noise import noise_as_arguments
+from fedpax.transforms.marks import least_masked, noise_as_arguments
 from fedpax.transforms.ownership import Division, one_placement, store_reads
-from fedpax.transforms.program_io import ProgramIO, trace_program
 from fedpax.transforms.server_parts import ServerParts
-from fedpax.transforms.stage_report import describe
 from fedpax.transforms.streaming_plan import StreamingPlan
-from fedpax.transforms.wiring import Wiring, output_of, wire
+from fedpax.transforms.wiring import ProgramIO, Wiring, describe, output_of, trace_program, wire
 
 
 class Request(NamedTuple):

@@ -33,10 +33,10 @@ from fedpax.primitives.broadcast import federated_broadcast_p, federated_index_p
 from fedpax.primitives.client_rows import ClientRows, LazySlice, materialize
 from fedpax.primitives.layout import explicit_axis, replicate_over_placement
 from fedpax.primitives.map import federated_map_p
-from fedpax.primitives.mask import apply_mask, federated_mask_p
 from fedpax.primitives.monoids import Monoid, apply_by_monoid
 from fedpax.primitives.participant_loop import run_participants
 from fedpax.primitives.placement import Placement
+from fedpax.primitives.reduction import apply_mask, federated_mask_p
 from fedpax.transforms.inlining import inline, is_federated, placements_of
 from fedpax.transforms.planner import make_plan
 from fedpax.transforms.store_access import (
@@ -219,22 +219,7 @@ def run_loop(
     first: int | jax.Array = 0,
     in_place: Mapping[Var, Var] = MappingProxyType({}),
 ) -> tuple[dict[Var, jax.Array], list[jax.Array]]:
-    """Run the loop of a phase over all participants, or over some of them.
-
-    Args:
-        plan: the plan of the program.
-        phase: a phase that has a loop.
-        read_server: returns a server value that the loop reads.
-        read_placed: returns a placed value that the loop reads, of the participants that run, with
-            their axis first; an array or a `LazySlice`.
-        placement: the program's placement, with the number of participants that run.
-        first: index of the first participant that runs.
-        in_place: stored value -> the placed value, a `ClientRows`, into whose rows it is written.
-
-    Returns:
-        The stored values, with the participants' axis first, or the rows of `in_place`, and the
-        totals of all reductions before `finish_reductions`.
-    """
+    """Run the loop of a phase over all participants, or over some of them."""
     shared, placed = plan.loop_inputs(phase)
     stored = list(plan.stored[phase])
     server_values = [replicate_over_placement(read_server(v), placement) for v in shared]

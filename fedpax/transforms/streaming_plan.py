@@ -7,8 +7,7 @@ from collections.abc import Set as AbstractSet
 from fedpax.primitives._jax import Jaxpr, JaxprEqn, Literal, Var, aval_of
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.placement import ChunkSize, Placement
-from fedpax.transforms.loop_reductions import LoopReduction
-from fedpax.transforms.unstack import Unstacked
+from fedpax.transforms.unstack import LoopReduction, Unstacked
 
 Atom = Var | Literal
 

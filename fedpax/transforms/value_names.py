@@ -8,8 +8,8 @@ from fedpax.primitives._jax import Jaxpr, JaxprEqn, Literal, Var, aval_of, resul
 from fedpax.primitives.broadcast import federated_broadcast_p
 from fedpax.primitives.map import federated_map_p
 from fedpax.primitives.reduction import REDUCTIONS
-from fedpax.transforms.loop_reductions import CONTRACTIONS, FEDERATED
 from fedpax.transforms.streaming_plan import Atom
+from fedpax.transforms.unstack import CONTRACTIONS, FEDERATED
 
 # Equations whose result is their first operand, or a part of it, in another layout or dtype.
 SAME_VALUE = frozenset(

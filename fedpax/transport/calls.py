@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from fedpax.errors import FedpaxError
-from fedpax.transport.address import check_address
-from fedpax.transport.call_pool import CallPool, CallsBySite
-from fedpax.transport.handshake import find_refusal
-from fedpax.transport.limited_log import LimitedLog, escape
+from fedpax.transport.call_pool import (
+    CallPool,
+    CallsBySite,
+    LimitedLog,
+    check_address,
+    escape,
+    find_refusal,
+)
 from fedpax.transport.message import (
     CHECKSUM_BYTES,
     CHUNK_BYTES,

@@ -9,7 +9,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedpax.secure_sums.errors import SecureSumError
+from fedpax.secure_sums.arithmetic import SecureSumError
 from fedpax.transport.authority import now
 from fedpax.transport.certificates import Certificates
 
@@ -36,7 +36,7 @@ class CertificateSigner:
         >>> two.check("site-2", b"my key", proof)
         Traceback (most recent call last):
             ...
-        fedpax.secure_sums.errors.SecureSumError: the keys of site 'site-2' are not signed ...
+        fedpax.secure_sums.arithmetic.SecureSumError: the keys of site 'site-2' are not signed ...
     """
 
     def __init__(self, certificates: Certificates) -> None:

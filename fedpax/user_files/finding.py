@@ -3,6 +3,7 @@
 import contextlib
 import fnmatch
 import glob
+import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -196,3 +197,102 @@ class _Part:
             return False
         fields |= match.groupdict()
         return True
+
+
+# check_shards: shards such as train-00000-of-00003.parquet, of which none may be missing.
+_SHARD = re.compile(r"((?:.*\D)?)(\d{5})(-of-(\d{5}))(?!\d)(.*)", re.DOTALL)
+
+
+def is_numbered(name: str) -> bool:
+    """Return whether a file's name is that of a shard.
+
+    Example:
+        >>> is_numbered("train-00000-of-00003"), is_numbered("north")
+        (True, False)
+    """
+    return _SHARD.fullmatch(name) is not None
+
+
+def check_shards(files: Sequence[DataFile], patterns: Sequence[str]) -> None:
+    """Raise an error for missing shards that no pattern leaves out, or log those of a list."""
+    found: dict[tuple[str, str, str], set[int]] = {}
+    for file in files:
+        if match := _SHARD.fullmatch(file.path):
+            found.setdefault((match[1], match[3], match[5]), set()).add(int(match[2]))
+    for (start, of, end), numbers in found.items():
+        total = int(of[-5:])
+        missing = sorted({*range(total)} - numbers)
+        if not missing or (patterns and all(map(_chooses, patterns))):
+            continue
+        name = f"{start}{missing[0]:05d}{of}{end}"
+        told = f"{name} is missing: {len(numbers)} of {total} shards are there"
+        if patterns and not any(re.search(r"[*?{]", pattern) for pattern in patterns):
+            if len(patterns) > 1:
+                logging.getLogger(__name__).warning("%s.", told)
+            continue
+        raise ArgumentError(
+            f"{told}, expected all. Fetch it, or name the numbers to read, such as "
+            f"'{start}{min(numbers):05d}*'."
+        )
+
+
+def _chooses(pattern: str) -> bool:
+    """Return whether a pattern states numbers of shards, such as data-0001*-of-00100.csv."""
+    name = re.split(r"[/\\]", pattern)[-1]
+    return re.search(r"\d[*?]|\[", name) is not None
+
+
+# estimate_bytes and check_memory: what files take in memory, before they are read.
+_EXPANSION = 4  # bytes of a column for one byte of a compressed file
+_COPIES = 2  # sorting holds the rows before and after
+_MAPPED = (".arrow", ".bin", ".npy")  # read from the disk where they are needed
+
+
+def estimate_bytes(groups: Sequence[Sequence[DataFile]]) -> int:
+    """Estimate the bytes of the columns of local files."""
+    return sum(_estimate(file) for group in groups for file in group if not is_url(file.path))
+
+
+def _estimate(file: DataFile) -> int:
+    if file.suffix in (".parquet", ".pq"):
+        with contextlib.suppress(Exception):  # damaged: told when it is read
+            from pyarrow import parquet
+
+            about = parquet.read_metadata(file.path)
+            return sum(about.row_group(k).total_byte_size for k in range(about.num_row_groups))
+    size = os.path.getsize(file.path)
+    return size * (_EXPANSION if file.is_compressed or file.suffix == ".npz" else 1)
+
+
+def check_memory(name: str, groups: Sequence[Sequence[DataFile]]) -> None:
+    """Raise an error for files that would exceed the memory that is available."""
+    read = [[file for file in group if file.suffix not in _MAPPED] for group in groups]
+    needed, available = _COPIES * estimate_bytes(read), _available_bytes()
+    if available is not None and needed > available:
+        raise ArgumentError(
+            f"{name} takes about {needed / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB are "
+            "available. Read some columns with columns=, or sort the files on the disk once: "
+            f"fedpax prepare '{name}' --out=FOLDER, and load the folder."
+        )
+
+
+def check_copy(name: str, num_bytes: int) -> None:
+    """Raise an error if a copy of a memory-mapped table would exceed the available memory."""
+    available = _available_bytes()
+    if available is not None and num_bytes > available:
+        raise ArgumentError(
+            f"To sort {name} by the clients of a partition takes {num_bytes / 1e9:.1f} GB of "
+            f"memory, and {available / 1e9:.1f} GB are available. Read some columns with columns=, "
+            "train with fedavg_table, which does not sort, or leave partition out and pass "
+            "the indices of fedpax.data.partition_dirichlet(source.column(label), n) to "
+            "cohort_rounds."
+        )
+
+
+def _available_bytes() -> int | None:
+    """Return the memory that Linux can give, or None on other systems."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None

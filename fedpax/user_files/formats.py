@@ -1,18 +1,18 @@
 """The formats of files, by suffix; a format's module is imported when a file has its suffix."""
 
 import importlib
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from fedpax.checks import check_distinct
 from fedpax.errors import ArgumentError
 from fedpax.path_patterns import expand_home
-from fedpax.user_files.contents import SUFFIX_REMEDIES
-from fedpax.user_files.finding import PLACEHOLDER, DataFile, is_url
+from fedpax.user_files.finding import PLACEHOLDER, DataFile, is_numbered, is_url
 from fedpax.user_files.folders import is_data_folder
-from fedpax.user_files.shards import is_numbered
 
 if TYPE_CHECKING:
     import pyarrow
+
 
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
 
@@ -28,7 +28,7 @@ class Format(NamedTuple):
 
 CSV = Format("csv_files:read_csv", "csv_files:stream_csv")
 JSON_LINES = Format("json_files:read_json_lines", "json_files:stream_json_lines", varies=True)
-PARQUET = Format("parquet_files:read_parquet", "parquet_files:stream_parquet")
+PARQUET = Format("arrow_files:read_parquet", "arrow_files:stream_parquet")
 ARROW = Format("arrow_files:read_arrow", "arrow_files:stream_arrow")
 TFRECORD = Format(
     "tfrecord_files:read_tfrecord", "tfrecord_files:stream_tfrecord", is_shard=True, varies=True
@@ -181,3 +181,114 @@ def _import(place: str) -> Reader:
         importlib.import_module(f"fedpax.user_files.readers.{module}"), function
     )
     return reader
+
+
+# describe_contents: files that hold another format than their suffix says.
+_HEAD = 1 << 12  # bytes
+_SAVE_AS_CSV = "Save it as CSV in UTF-8, or read it with pandas.read_excel and pass the table"
+_SIGNATURES = {
+    b"\x1f\x8b": ("is compressed by gzip", "Rename it to {path}.gz"),
+    b"\x28\xb5\x2f\xfd": ("is compressed by zstd", "Rename it to {path}.zst"),
+    b"BZh": ("is compressed by bzip2", "Rename it to {path}.bz2"),
+    b"PK\x03\x04": ("is a zip archive", "Extract it with unzip, and name the files in it"),
+    b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1": ("is an Excel file", _SAVE_AS_CSV),
+    b"PAR1": ("is a Parquet file", "Give it the suffix .parquet"),
+    b"ARROW1": ("is an Arrow file", "Give it the suffix .arrow"),
+    b"\x89HDF": ("is an HDF5 file", "Give it the suffix .h5"),
+    b"%PDF": ("is a PDF file", "Export the table as CSV"),
+    b"SQLite format 3": ("is an SQLite database", "Export the table as CSV"),
+}
+_OWN = {  # what files of a suffix begin with
+    ".npz": b"PK\x03\x04",
+    ".parquet": b"PAR1",
+    ".pq": b"PAR1",
+    ".arrow": b"ARROW1",
+    ".feather": b"ARROW1",
+    ".h5": b"\x89HDF",
+    ".hdf5": b"\x89HDF",
+}
+_COMPRESSED = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", ".bz2": b"BZh"}
+
+SUFFIX_REMEDIES = {
+    **dict.fromkeys((".xlsx", ".xls", ".ods"), _SAVE_AS_CSV),
+    **dict.fromkeys(
+        (".zip", ".7z", ".rar", ".tgz"), "Extract the archive, and name the files in it"
+    ),
+    **dict.fromkeys((".txt", ".dat"), "Rename a table to .csv, and set delimiter="),
+    ".dta": "Read it with pandas.read_stata, and pass the table",
+    ".sav": "Read it with pandas.read_spss, and pass the table",
+    ".sas7bdat": "Read it with pandas.read_sas, and pass the table",
+}
+"""How to read files whose suffix names no format of `formats.py`."""
+
+
+def describe_contents(file: DataFile) -> str | None:
+    """Return an error for a file that holds nothing, or another format than its suffix says."""
+    with file.open_seekable() as opened:
+        head: bytes = opened.read(_HEAD)
+    path, expected = file.path, f"expected {file.suffix[1:]}"
+    if not head.strip() and len(head) < _HEAD:
+        return (
+            f"{path} is empty, expected at least one example. Leave the file out, or copy it again "
+            "if it had contents."
+        )
+    if file.is_compressed:
+        suffix = next(suffix for suffix in _COMPRESSED if path.lower().endswith(suffix))
+        if head.startswith(_COMPRESSED[suffix]):
+            return None
+        return (
+            f"{path} is not compressed, {expected} compressed as {suffix[1:]}. Rename it to "
+            f"{path[: -len(suffix)]}, or copy it again."
+        )
+    if head.lstrip(b"\xef\xbb\xbf \r\n\t").lower().startswith((b"<!doctype html", b"<html")):
+        return (
+            f"{path} is an HTML page, such as a page to sign in, {expected}. Open the address in a "
+            "browser, and download the file itself."
+        )
+    for signature, (kind, remedy) in _SIGNATURES.items():
+        if head.startswith(signature) and _OWN.get(file.suffix) != signature:
+            if signature == b"PK\x03\x04" and (b"[Content_Types]" in head or b"xl/" in head):
+                kind, remedy = "is an Excel file", _SAVE_AS_CSV
+            return f"{path} {kind}, {expected}. {remedy.format(path=path)}."
+    return None
+
+
+# LoadOptions: how files become a source, checked and passed on as one value.
+class LoadOptions(NamedTuple):
+    """How files become a source; `fedpax.data.load` describes each option."""
+
+    split: str | None = None
+    client: str | None = None
+    label: str | None = None
+    partition: str | None = None
+    columns: Sequence[str] = ()
+    optional_columns: Sequence[str] = ()
+    types: Mapping[str, str] | None = None
+    delimiter: str | None = None
+    decimal_point: str | None = None
+    image_size: tuple[int, int] | None = None
+    heldout_fraction: float = 0.0
+    heldout_by: str = "example"
+    texts: Mapping[str, str] | None = None  # columns that need a text, by how to name another one
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """Return the options among the arguments of a function that takes them by name."""
+        return cls(**{name: arguments[name] for name in cls._fields if name in arguments})
+
+
+def parse_types(flag: str, texts: Sequence[str]) -> dict[str, str]:
+    """Parse the texts of a flag for `LoadOptions.types`.
+
+    Example:
+        >>> parse_types("--types", ["zip=string", "tokens=uint16"])
+        {'zip': 'string', 'tokens': 'uint16'}
+    """
+    pairs = [text.rpartition("=") for text in texts]
+    for text, (_, equals, _) in zip(texts, pairs, strict=True):
+        if not equals:
+            raise ArgumentError(
+                f"{flag} has {text!r}, expected COLUMN=TYPE. Set for example {flag}=zip=string."
+            )
+    check_distinct(flag, [name for name, _, _ in pairs], remedy="Leave out all but one.")
+    return {name: data_type for name, _, data_type in pairs}

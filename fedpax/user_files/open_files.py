@@ -3,6 +3,7 @@
 import logging
 import os
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,30 @@ import pyarrow.compute as pc
 
 from fedpax.console import count_of
 from fedpax.errors import ArgumentError
-from fedpax.user_files.columns import check_client_numbers, check_client_type, join_zeros
-from fedpax.user_files.file_sizes import check_copy, check_memory
-from fedpax.user_files.finding import CLIENT
-from fedpax.user_files.held_out import check_any, part_of_split
-from fedpax.user_files.load_options import LoadOptions
-from fedpax.user_files.memory_table import memory_table
-from fedpax.user_files.partitioned import add_partition, partition_prepared
-from fedpax.user_files.path_columns import add_path_columns, path_fields
+from fedpax.primitives.casts import host_array
+from fedpax.user_files.columns import (
+    array_to_arrow,
+    check_client_numbers,
+    check_client_type,
+    is_pandas_index,
+    join_zeros,
+    plain_types,
+)
+from fedpax.user_files.finding import CLIENT, check_copy, check_memory
+from fedpax.user_files.formats import LoadOptions, ReadOptions
+from fedpax.user_files.held_out import add_partition, check_any, part_of_split, partition_prepared
 from fedpax.user_files.prepared import open_prepared, prepared_folder
 from fedpax.user_files.read_table import read_table
+from fedpax.user_files.readers.image_files import decode_features
 from fedpax.user_files.schemas import conform, unify
-from fedpax.user_files.selection import Selection, check_split, select_files, wanted_columns
+from fedpax.user_files.selection import (
+    Selection,
+    add_path_columns,
+    check_split,
+    path_fields,
+    select_files,
+    wanted_columns,
+)
 from fedpax.user_files.table_source import ClientNames, TableSource, check_columns
 
 
@@ -192,3 +205,47 @@ def _wide_texts(table: pa.Table) -> pa.Table:
         for field in table.schema
     ]
     return table.cast(pa.schema(fields))
+
+
+# memory_table: tables and arrays in Python as Arrow tables; their libraries are not imported.
+def memory_table(data: Any, columns: Sequence[str]) -> pa.Table | None:
+    """Return a table that is in memory, or None if `data` is something else, such as paths."""
+    if isinstance(data, Mapping):
+        table = pa.table({name: _to_arrow(name, values) for name, values in data.items()})
+    elif hasattr(data, "with_format") and hasattr(data, "features"):  # Hugging Face
+        table = pa.table(data.with_format("arrow")[:])
+    elif hasattr(data, "__arrow_c_stream__"):
+        table = pa.table(data)
+    else:
+        return None
+    names = table.column_names
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ArgumentError(
+            f"The table has several columns named {twice[0]!r}, expected different names. Rename "
+            "them."
+        )
+    if missing := [name for name in columns if name not in table.column_names]:
+        raise ArgumentError(
+            f"columns has {missing[0]!r}, expected names among "
+            f"{', '.join(map(repr, table.column_names))}."
+        )
+    if not table.num_rows:
+        raise ArgumentError("The table has no examples, expected at least one. Pass another one.")
+    table = plain_types(decode_features(table, ReadOptions(tuple(columns), {}, None)))
+    table = table.select(list(columns) or [n for n in names if not is_pandas_index(n)])
+    return table.replace_schema_metadata(None)
+
+
+def _to_arrow(name: str, values: Any) -> Any:
+    """Convert the values of a column, one for each example."""
+    try:
+        if isinstance(values, np.ma.MaskedArray) and values.ndim == 1:
+            return pa.array(values.data, mask=np.ma.getmaskarray(values))
+        is_array = isinstance(values, np.ndarray)
+        return array_to_arrow(host_array(values, "it")) if is_array else pa.array(values)
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        text = str(error).rstrip(".")
+        raise ArgumentError(
+            f"The column {name!r}, of type {type(values).__name__}, cannot be read: {text}. Pass "
+            "an array [examples, ...], or a list with one value for each example."
+        ) from error

@@ -15,10 +15,8 @@ import pyarrow as pa
 
 from fedpax.errors import ArgumentError
 from fedpax.path_patterns import expand_home
-from fedpax.user_files.file_sizes import estimate_bytes
-from fedpax.user_files.finding import is_url
-from fedpax.user_files.formats import BadRows, TypeChangedError
-from fedpax.user_files.load_options import LoadOptions
+from fedpax.user_files.finding import estimate_bytes, is_url
+from fedpax.user_files.formats import BadRows, LoadOptions, TypeChangedError
 from fedpax.user_files.prepared import open_prepared, write_prepared
 from fedpax.user_files.reading import Reading
 from fedpax.user_files.selection import select_files

@@ -7,11 +7,16 @@ import pyarrow as pa
 
 from fedpax.errors import ArgumentError
 from fedpax.user_files.columns import plain_types
-from fedpax.user_files.contents import describe_contents
 from fedpax.user_files.finding import CLIENT, DataFile
-from fedpax.user_files.formats import ReadOptions, find_reader, find_stream, is_image, varies
-from fedpax.user_files.readers.hugging_face import decode_features
-from fedpax.user_files.readers.own_clients import has_own_clients
+from fedpax.user_files.formats import (
+    ReadOptions,
+    describe_contents,
+    find_reader,
+    find_stream,
+    is_image,
+    varies,
+)
+from fedpax.user_files.readers.image_files import decode_features
 
 
 def read_table(files: Sequence[DataFile], options: ReadOptions) -> pa.Table:
@@ -106,3 +111,29 @@ def _type_of_values(kind: pa.DataType, values: pa.DataType) -> pa.DataType:
     if pa.types.is_list(kind):
         return pa.list_(_type_of_values(kind.value_type, values))
     return values
+
+
+# add_clients: the column of clients in formats that group examples by client themselves.
+_MARK = {b"fedpax": b"client"}  # in the field's metadata, to tell it from a column of the user
+
+
+def add_clients(table: pa.Table, clients: Sequence[str]) -> pa.Table:
+    """Add the name of each example's client to a table."""
+    if CLIENT in table.column_names:
+        raise ArgumentError(
+            f"its clients have a field {CLIENT!r}, which is the column of their names. Rename it"
+        )
+    names = pa.array(clients, pa.string()).dictionary_encode()
+    table = table.append_column(CLIENT, names)
+    return table.cast(mark_clients(table.schema))
+
+
+def mark_clients(schema: pa.Schema) -> pa.Schema:
+    """Mark the column of clients as one that `add_clients` has added."""
+    place = schema.get_field_index(CLIENT)
+    return schema.set(place, schema.field(place).with_metadata(_MARK))
+
+
+def has_own_clients(schema: pa.Schema) -> bool:
+    """Return whether `add_clients` has added the clients."""
+    return CLIENT in schema.names and schema.field(CLIENT).metadata == _MARK

@@ -12,14 +12,17 @@ import pyarrow.compute as pc
 from fedpax.errors import ArgumentError
 from fedpax.user_files.columns import check_client_numbers, check_client_type, join_zeros
 from fedpax.user_files.finding import CLIENT, DataFile
-from fedpax.user_files.formats import BadRows, ReadOptions, TypeChangedError, varies
+from fedpax.user_files.formats import BadRows, LoadOptions, ReadOptions, TypeChangedError, varies
 from fedpax.user_files.held_out import part_of_split
-from fedpax.user_files.load_options import LoadOptions
-from fedpax.user_files.path_columns import Fields, add_path_columns, path_fields
-from fedpax.user_files.read_table import stream_tables
-from fedpax.user_files.readers.own_clients import has_own_clients, mark_clients
+from fedpax.user_files.read_table import has_own_clients, mark_clients, stream_tables
 from fedpax.user_files.schemas import conform, fits, unify
-from fedpax.user_files.selection import Selection, wanted_columns
+from fedpax.user_files.selection import (
+    Fields,
+    Selection,
+    add_path_columns,
+    path_fields,
+    wanted_columns,
+)
 from fedpax.user_files.table_source import check_columns
 
 

@@ -15,8 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.sources.aligned_arrays import ReusedMemory
-from fedpax.sources.client_starts import Starts
-from fedpax.sources.source import Source
+from fedpax.sources.source import Source, Starts
 from fedpax.user_files.columns import to_numpy
 from fedpax.user_files.gathering import ColumnGatherer, RecordGatherer, Rows
 

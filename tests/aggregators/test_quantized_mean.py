@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import fedpax
 from fedpax.aggregators import quantized_mean
-from fedpax.aggregators.integer_packing import WORD, choose_packing
-from fedpax.aggregators.quantized_mean import QuantizedMeanState
+from fedpax.aggregators.quantized_mean import WORD, QuantizedMeanState, choose_packing
 from fedpax.hlo.collectives import collectives
 from fedpax.hlo.costs import count_costs
 from fedpax.hlo.parsing import parse

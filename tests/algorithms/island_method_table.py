@@ -24,7 +24,7 @@ from fedpax.algorithms import (
     streaming_diloco,
 )
 from fedpax.algorithms.papa import random_pairs
-from fedpax.algorithms.parts.permute_islands import perfect_matchings
+from fedpax.algorithms.parts.model_averaging import perfect_matchings
 
 SEED = 3
 

@@ -37,7 +37,7 @@ from method_problem import assert_close as assert_close
 from fedpax import Cohort
 from fedpax.algorithm import FederatedAlgorithm
 from fedpax.algorithms import data_parallel, diloco, fedavg, server_adam
-from fedpax.training.shardings import state_shardings
+from fedpax.training.compiled_round import state_shardings
 
 
 def _fedavg(rates: Rates, client: Callable, server: Callable | None, refer: tuple) -> Method:

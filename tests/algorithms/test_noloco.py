@@ -14,7 +14,7 @@ from method_table import trainer
 import fedpax
 from fedpax import Cohort
 from fedpax.algorithms import noloco
-from fedpax.algorithms.parts.permute_islands import perfect_matchings, permute_islands
+from fedpax.algorithms.parts.model_averaging import perfect_matchings, permute_islands
 from fedpax.hlo.collectives import collectives
 from fedpax.parallel.mesh import make_mesh
 

@@ -12,7 +12,7 @@ import pytest
 
 from fedpax import Cohort, make_mesh
 from fedpax.algorithms import scaffold
-from fedpax.algorithms.parts.gradient_terms import constant_learning_rate
+from fedpax.algorithms.parts.local_steps import constant_learning_rate
 
 RATE = 0.05
 

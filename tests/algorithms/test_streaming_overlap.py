@@ -17,7 +17,7 @@ from fedpax.algorithms import eager_diloco, streaming_diloco
 from fedpax.algorithms.parts import fragment_blocks
 from fedpax.hlo import parsing
 from fedpax.parallel.mesh import make_mesh
-from fedpax.training.shardings import state_shardings
+from fedpax.training.compiled_round import state_shardings
 
 FRAGMENTS, DELAY, LAYERS = 3, 2, 4
 

@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from random_states import assert_same_bits
 
-from fedpax.checkpoints import ancestors, row_changes
-from fedpax.checkpoints.ancestors import lineage
+from fedpax.checkpoints import row_changes
 from fedpax.checkpoints.checkpoint import Checkpoints
+from fedpax.checkpoints.row_changes import lineage
 from fedpax.checkpoints.saved_rounds import DamagedCheckpointError, find_damage, write_checksums
 from fedpax.checkpoints.saved_state import load_field, load_params, load_state
 from fedpax.clients import ClientStore
@@ -346,7 +346,7 @@ def test_a_run_does_not_start_without_its_parents_records(
     def fail(path: Path) -> Any:
         raise TimeoutError(f"{path} cannot be read")
 
-    monkeypatch.setattr(ancestors, "read_json", fail)
+    monkeypatch.setattr(row_changes, "read_json", fail)
     # It would delete the checkpoints that kept ones need.
     with pytest.raises(TimeoutError, match=r"parent\.json cannot be read"):
         Checkpoints(tmp_path, keep=1)

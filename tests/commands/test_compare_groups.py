@@ -13,8 +13,8 @@ from small_runs import Command
 from fedpax.commands.parts.options import configure
 from fedpax.experiments.catalog import ExperimentGroup, UnknownExperimentError, expand_groups
 from fedpax.main import main
+from fedpax.run_files.configuration import seed_paths, with_seed
 from fedpax.run_files.metrics import read_metrics, select
-from fedpax.run_files.seeds import seed_paths, with_seed
 
 LEAF = Path(__file__).parent / "small_leaf.py"
 

@@ -11,7 +11,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from fedpax.commands.parts.compilation_cache import enable_compilation_cache
+from fedpax.commands.parts.devices import enable_compilation_cache
 from fedpax.run_files.metrics import TIMINGS, read_metrics
 from fedpax.sources.data_sets import data_folder
 

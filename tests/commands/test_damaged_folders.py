@@ -207,12 +207,12 @@ from pathlib import Path
 from fedpax.data import load as load_data
 from fedpax.deploy import load
 from fedpax.deploy.nodes.kept_state import KeptState
-from fedpax.deploy.nodes.positions import read_position
+from fedpax.deploy.nodes.kept_state import read_position
 from fedpax.deploy.round_program import read_program
 from fedpax.models.huggingface import load_config
-from fedpax.sites.coordinator_files import read_federation
+from fedpax.sites.site_files import read_federation
 from fedpax.sites.site_files import read_run
-from fedpax.text.end_of_document import named_end
+from fedpax.text.tokenizer_json import named_end
 folder = Path(sys.argv[1])
 readers = (
     lambda: load_data(str(folder / "a.csv")),

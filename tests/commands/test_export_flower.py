@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from small_runs import TINY_TRANSFORMER, Command
 
-from fedpax.deploy.experiment_program import program_file
 from fedpax.deploy.flower.app_files import PACKAGE, app_name, write_app
 from fedpax.deploy.nodes.node import Node
-from fedpax.deploy.round_program import Settings, read_program
+from fedpax.deploy.round_program import Settings, program_file, read_program
 from fedpax.errors import ArgumentError
 from fedpax.experiments.fedavg_table import FedAvgTable
 from fedpax.experiments.node_data import experiment_data

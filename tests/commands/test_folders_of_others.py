@@ -12,8 +12,12 @@ from small_runs import EXPERIMENTS, NAMED, REGRESSION, Command
 from fedpax.commands.parts.options import configure
 from fedpax.errors import ConfigurationError
 from fedpax.experiments.catalog import is_shipped
-from fedpax.run_files.configuration import from_json, read_configuration, write_configuration
-from fedpax.run_files.known_classes import own_classes
+from fedpax.run_files.configuration import (
+    from_json,
+    own_classes,
+    read_configuration,
+    write_configuration,
+)
 from fedpax.training.trainer import train
 
 PAYLOAD = """
@@ -29,7 +33,7 @@ def run():
 """
 CALLS = [  # callables that take keyword arguments
     "os:makedirs",
-    "fedpax.elastic.training_process:subprocess.run",
+    "fedpax.elastic.supervisor:subprocess.run",
     "fedpax.checkpoints.exports:shutil.rmtree",
     "fedpax.training.trainer:train",
     "fedpax.training.trainer:TrainingConfig",  # imported there, defined elsewhere

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from small_runs import Command
 
-from fedpax.transport.expulsions import read_expulsions
+from fedpax.transport.admission import read_expulsions
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from batch_rounds import run_in_a_loop
 from hospital_files import write_hospitals
 
 from fedpax.commands.parts.options import configure
-from fedpax.deploy.batch_evaluation import evaluate_in_batches, open_heldout
+from fedpax.deploy.batch_training import evaluate_in_batches, open_heldout
 
 
 @pytest.fixture(scope="module")

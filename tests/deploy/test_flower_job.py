@@ -16,8 +16,8 @@ import fedpax
 from fedpax.commands.parts.flower_export import write_heldout_data
 from fedpax.commands.parts.options import configure
 from fedpax.deploy import EachClient, Node
-from fedpax.deploy.batch_evaluation import evaluate_in_batches
-from fedpax.deploy.flower import job as flower_job
+from fedpax.deploy.batch_training import evaluate_in_batches
+from fedpax.deploy.flower import app_files as flower_job
 from fedpax.deploy.flower.app import train
 from fedpax.deploy.flower.app_files import PACKAGE, RESULTS
 from fedpax.deploy.nodes.node import NodeProgram

@@ -22,8 +22,8 @@ from fedpax.deploy.nodes.round_server import RoundError, RoundServer, Rules
 from fedpax.deploy.packets import Packet
 from fedpax.deploy.round_program import pack_program, parse_program
 from fedpax.errors import FedpaxError
+from fedpax.secure_sums.arithmetic import SHARE_BYTES
 from fedpax.secure_sums.roster import to_text
-from fedpax.secure_sums.shamir import SHARE_BYTES
 
 LOG = logging.getLogger("test")
 N = 4

@@ -4,7 +4,7 @@ import jax
 import pytest
 from batch_rounds import CASES, assert_equal_rounds, by_jit
 
-from fedpax.deploy.out_of_core_rounds import run_out_of_core
+from fedpax.deploy.local_stages import run_out_of_core
 
 
 class Counted:

@@ -7,7 +7,7 @@ from batch_rounds import CASES, by_jit
 
 import fedpax
 from fedpax.deploy import run_local
-from fedpax.deploy.participant_processes import ParticipantProcessError, ParticipantProcesses
+from fedpax.deploy.local_stages import ParticipantProcessError, ParticipantProcesses
 
 
 def problem(name):

@@ -13,9 +13,8 @@ from deploy.nodes import SETTINGS, LocalNetwork, N
 from fedpax.data import ClientSampler
 from fedpax.deploy.encoded_values import decode_values, encode_values
 from fedpax.deploy.nodes import round_server
-from fedpax.deploy.nodes.kept_state import KeptState, KeptStateError
+from fedpax.deploy.nodes.kept_state import KeptState, KeptStateError, read_position, write_position
 from fedpax.deploy.nodes.node import NodeProgram
-from fedpax.deploy.nodes.positions import read_position, write_position
 from fedpax.deploy.nodes.round_server import RoundError, RoundServer, Rules, ServerPosition
 from fedpax.deploy.round_program import parse_program, read_program
 from fedpax.deploy.runtime import ArtifactError

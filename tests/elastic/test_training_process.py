@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from fedpax.elastic.training_process import TrainingProcess
+from fedpax.elastic.supervisor import TrainingProcess
 
 # A training process that runs until its supervisor ends.
 WATCHES = """
 import time
-from fedpax.elastic.training_process import end_with_supervisor
+from fedpax.elastic.supervisor import end_with_supervisor
 end_with_supervisor()
 print("watches", flush=True)
 time.sleep(600)

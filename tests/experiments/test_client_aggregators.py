@@ -13,24 +13,25 @@ import fedpax
 from fedpax import Cohort
 from fedpax.algorithm import RESERVED_METRICS
 from fedpax.checkpoints.saved_state import load_params
-from fedpax.experiments.aggregator_groups import AGGREGATORS
 from fedpax.experiments.catalog import find_group
 from fedpax.experiments.client_aggregators import (
+    Bulyan,
     ClippedMean,
     CodecName,
     CompressedMean,
+    Krum,
     Mean,
     PrivateMean,
     PrivateSecureMean,
     QuantizedMean,
     SecureMean,
+    TrimmedMean,
 )
 from fedpax.experiments.client_methods import ClientTraining
 from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_synthetic import fedavg_synthetic
 from fedpax.experiments.fedbuff_images import fedbuff_digits
-from fedpax.experiments.method_groups import METHODS, PERSONAL_METHODS
-from fedpax.experiments.robust_aggregators import Bulyan, Krum, TrimmedMean
+from fedpax.experiments.method_groups import AGGREGATORS, METHODS, PERSONAL_METHODS
 from fedpax.training.trainer import train
 
 CLIENTS = 8

@@ -18,14 +18,22 @@ from fedpax.experiments.catalog import (
     find_group,
 )
 from fedpax.experiments.client_aggregators import aggregator
-from fedpax.experiments.client_methods import ClientTraining, FedProx, method
+from fedpax.experiments.client_methods import (
+    APFL,
+    ClientTraining,
+    Ditto,
+    FedProx,
+    HypCluster,
+    PerFedAvg,
+    Reptile,
+    method,
+)
 from fedpax.experiments.cohort_settings import ServerConfig
 from fedpax.experiments.fedavg_synthetic import fedavg_leaf_synthetic, fedavg_synthetic
 from fedpax.experiments.fedbuff_images import fedbuff_digits
 from fedpax.experiments.listing import GROUPS
 from fedpax.experiments.method_groups import METHODS, PERSONAL_METHODS
-from fedpax.experiments.parts.personal_evaluation import ServerState
-from fedpax.experiments.personal_methods import APFL, Ditto, HypCluster, PerFedAvg, Reptile
+from fedpax.experiments.parts.own_examples import ServerState
 from fedpax.training.trainer import train
 
 ALL = {**METHODS, **PERSONAL_METHODS}

@@ -13,7 +13,7 @@ from fedpax.experiments.client_aggregators import aggregator
 from fedpax.experiments.client_methods import method
 from fedpax.experiments.fedavg_image_files import FedAvgImageFiles, ImagesConfig, fedavg_images
 from fedpax.experiments.parts import own_examples
-from fedpax.experiments.parts.personal_evaluation import ServerState
+from fedpax.experiments.parts.own_examples import ServerState
 from fedpax.training.training_config import TrainingConfig
 
 CLIENTS = {"Zoë": 9, "Ana": 14, "Bo": 5}

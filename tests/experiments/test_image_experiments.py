@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from fedpax.experiments import fedavg_images as module
-from fedpax.experiments.cohort_settings import ServerConfig
-from fedpax.experiments.parts.clients_mesh import resolve_clients_axis
+from fedpax.experiments.cohort_settings import ServerConfig, resolve_clients_axis
 from fedpax.experiments.populations import NaturalPopulation
 from fedpax.models.classifiers import CNNConfig
 from fedpax.parallel.mesh import MeshConfig

@@ -12,13 +12,11 @@ from pyarrow import parquet
 
 from fedpax.checkpoints import load_params
 from fedpax.data import ClientSampler, cohort_rounds, prepare
-from fedpax.experiments import client_files
+from fedpax.experiments import client_files, table_data
 from fedpax.experiments.client_methods import method
 from fedpax.experiments.cohort_settings import CohortConfig
 from fedpax.experiments.fedavg_table import FedAvgTable, fedavg_table
-from fedpax.experiments.parts import encoded_table
-from fedpax.experiments.parts.encoded_table import EncodedTable
-from fedpax.experiments.table_data import TableConfig
+from fedpax.experiments.table_data import EncodedTable, TableConfig
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.trainer import train
 from fedpax.training.training_config import TrainingConfig
@@ -63,7 +61,7 @@ def test_blocks_of_a_table_give_the_same_arrays(
     expected, opened = made.prepared, made.opened
     assert not isinstance(expected.examples, EncodedTable)
     monkeypatch.setattr(client_files, "_BLOCK_BYTES", 2000)
-    monkeypatch.setattr(encoded_table, "IN_MEMORY", 0)
+    monkeypatch.setattr(table_data, "IN_MEMORY", 0)
     again = make_experiment(files, label, columns=stated, category_clients=5)
     result = again.prepared
     assert isinstance(result.examples, EncodedTable)

@@ -15,10 +15,9 @@ from fedpax.data import Source, load
 from fedpax.experiments import fedavg_clients
 from fedpax.experiments.benchmarks import personal_methods
 from fedpax.experiments.catalog import find_group
-from fedpax.experiments.client_methods import FedAvg
-from fedpax.experiments.parts.personal_evaluation import ServerState
+from fedpax.experiments.client_methods import APFL, FedAvg
+from fedpax.experiments.parts.own_examples import ServerState
 from fedpax.experiments.personal_images import PersonalImages
-from fedpax.experiments.personal_methods import APFL
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.training.experiment import Run
 from fedpax.training.trainer import train

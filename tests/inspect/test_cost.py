@@ -20,7 +20,7 @@ from fedpax.aggregators import (
 from fedpax.aggregators.sent_values import mark_server
 from fedpax.algorithms import FedAcRates, diloco, fedac, fedavg, fednova, mime, scaffold
 from fedpax.hlo.collectives import operand_bytes_along
-from fedpax.inspect.flops import count_flops
+from fedpax.inspect.cost import count_flops
 
 N = 8
 X = np.random.default_rng(0).normal(size=(N, 3)).astype(np.float32)

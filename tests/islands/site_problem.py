@@ -19,7 +19,7 @@ from fedpax.islands.island.link import Link
 from fedpax.islands.island.local_model import LocalModel
 from fedpax.islands.syncer.outer_model import OuterModel
 from fedpax.islands.syncer.syncer import Syncer
-from fedpax.sites.identity import Identity
+from fedpax.sites.site_process import Identity
 from fedpax.training.experiment import Run, Shardings
 from fedpax.transport.calls import DisconnectedError
 from fedpax.transport.message import Message

@@ -8,7 +8,7 @@ from islands.site_problem import Sites
 from islands.syncer_methods import parts
 from site_processes import Processes, wait_until
 
-from fedpax.islands.data_identity import MAX_DATA_SETS, describe_other_data, shorten
+from fedpax.islands.method_parts import MAX_DATA_SETS, describe_other_data, shorten
 from fedpax.islands.syncer.syncer_store import SyncerStore
 from fedpax.transport.calls import RefusedError
 

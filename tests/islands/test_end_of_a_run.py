@@ -19,11 +19,11 @@ from fedpax.commands.join import describe
 from fedpax.errors import ConfigurationError
 from fedpax.islands.island.join import join
 from fedpax.islands.island.link import Link
-from fedpax.islands.syncer.merge_log import read_merges
+from fedpax.islands.syncer.logs import read_merges
 from fedpax.islands.syncer.syncer_store import SyncerStore
 from fedpax.run_files.configuration import read_configuration_json
 from fedpax.run_files.metrics import read_metrics, select
-from fedpax.sites.identity import WIRE_FORMAT
+from fedpax.sites.site_process import WIRE_FORMAT
 from fedpax.transport.message import Message
 
 pytest.importorskip("grpc")

@@ -12,9 +12,9 @@ from islands.syncer_methods import three
 from site_processes import Processes, wait_until
 
 from fedpax.errors import ConfigurationError
-from fedpax.islands.syncer.island_table import read_islands
+from fedpax.islands.syncer.logs import read_islands
 from fedpax.islands.syncer.syncer_store import SyncerStore
-from fedpax.transport.expulsions import FILE, admit, expel, read_expulsions
+from fedpax.transport.admission import FILE, admit, expel, read_expulsions
 
 
 def test_sites_are_expelled_and_admitted(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from site_processes import Processes, updates_of, wait_until
 
 from fedpax.checkpoints.saved_state import load_params
-from fedpax.islands.syncer.merge_log import read_merges
+from fedpax.islands.syncer.logs import read_merges
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.run_files.paths import complete_rounds, latest_round
 

@@ -17,7 +17,7 @@ from fedpax.experiments.decoupled_diloco_text import decoupled_diloco_text
 from fedpax.islands.method_parts import build_parts
 from fedpax.islands.syncer.outer_model import OuterModel
 from fedpax.parallel.mesh import SINGLE_DEVICE
-from fedpax.sites.identity import identify
+from fedpax.sites.site_process import identify
 from fedpax.transport.calls import DisconnectedError, connect
 from fedpax.transport.message import Message
 

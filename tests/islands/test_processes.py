@@ -9,7 +9,7 @@ import pytest
 from site_processes import Processes, updates_of, wait_until
 
 from fedpax.checkpoints import load_params
-from fedpax.islands.syncer.merge_log import read_merges
+from fedpax.islands.syncer.logs import read_merges
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.run_files.paths import latest_round
 

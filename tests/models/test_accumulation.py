@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fedpax.hlo.collectives import collectives
-from fedpax.models.accumulation import accumulate_gradients
+from fedpax.models.losses import accumulate_gradients
 
 RANDOM = np.random.default_rng(0)
 PARAMS = {"w": RANDOM.normal(size=(24, 200)).astype(np.float32)}

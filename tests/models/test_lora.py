@@ -14,8 +14,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType
 
 from fedpax.models import huggingface, lora
-from fedpax.models.adapted_weight import AdaptedWeight
-from fedpax.models.lora import LoRAConfig
+from fedpax.models.lora import AdaptedWeight, LoRAConfig
 from fedpax.models.losses import transformer_loss
 from fedpax.models.parameters import project
 from fedpax.models.transformer import TransformerConfig, transformer

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from fedpax.models.model_flops import flops_per_token, model_flops_utilization
+from fedpax.models.transformer_config import flops_per_token, model_flops_utilization
 from fedpax.planning import CHIPS
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy_transformer
 import pytest
 
-from fedpax.models.attention.layer import attention_mask, masked_attention, rotary
+from fedpax.models.attention.causal import attention_mask, masked_attention, rotary
 from fedpax.models.losses import next_token_loss
 from fedpax.models.nnx_functional import FunctionalModel, to_functional
 from fedpax.models.transformer import Layer, TransformerConfig, transformer

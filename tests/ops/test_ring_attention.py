@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import fedpax
 from fedpax.hlo.collectives import collectives
-from fedpax.models.attention.layer import masked_attention
+from fedpax.models.attention.causal import masked_attention
 from fedpax.ops.ring_attention import ring_attention
 from fedpax.parallel.mesh import make_mesh
 from fedpax.parallel.ring import Ring

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from fedpax.parallel.simulated_devices import simulate_devices
+from fedpax.parallel.compiler_options import simulate_devices
 
 PROGRAM = """
-from fedpax.parallel.simulated_devices import simulate_devices
+from fedpax.parallel.compiler_options import simulate_devices
 simulate_devices(3, subgroups=SUBGROUPS)
 import jax, os
 print(jax.device_count(), os.environ.get("PJRT_NPROC"), os.environ.get("NPROC"))

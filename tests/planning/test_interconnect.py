@@ -8,8 +8,7 @@ from jax.sharding import AxisType, Mesh
 
 from fedpax.chips import CHIPS
 from fedpax.hlo.collectives import Collective
-from fedpax.planning.interconnect import Route, axis_routes, find_route, min_seconds
-from fedpax.planning.topology import Topology
+from fedpax.planning.topology import Route, Topology, axis_routes, find_route, min_seconds
 
 BYTES = 3_000_000
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedpax.experiments.benchmarks import bandwidth
-from fedpax.planning.site_bandwidth import (
+from fedpax.planning.overlap import (
     SiteExchange,
     SiteWorkload,
     compute_utilization,

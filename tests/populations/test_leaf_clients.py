@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fedpax.populations.leaf_clients import leaf_clients
+from fedpax.populations.synthetic_clients import leaf_clients
 
 
 def reference(rng, num_clients, probabilities, num_features, num_classes):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fedpax.populations.leaf_clients import logistic_clients
+from fedpax.populations.synthetic_clients import logistic_clients
 
 
 def test_logistic_clients_differ_by_alpha_and_beta():

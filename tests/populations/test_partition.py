@@ -20,12 +20,12 @@ from fedpax.data import (
 )
 from fedpax.populations import partition as partition_module
 from fedpax.populations.assignment import sort_positions, top_up
+from fedpax.populations.client_arrays import as_ragged
 from fedpax.populations.partition import (
     Partition,
     check_partition,
     partition_checksum,
 )
-from fedpax.populations.ragged_partition import as_ragged
 
 Labels = NDArray[np.int64]
 # Every partition that takes a seed, as a function of labels, participants and the seed.

@@ -21,12 +21,11 @@ from fedpax.data import (
     partition_statistics,
     read_examples,
 )
-from fedpax.populations.leaf_clients import logistic_clients
 from fedpax.populations.partition import (
     check_partition,
     index_labels,
 )
-from fedpax.populations.synthetic_clients import DirichletClients
+from fedpax.populations.synthetic_clients import DirichletClients, logistic_clients
 
 ALPHA = "expected a positive, finite number"
 

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import fedpax
-from fedpax.processes.host_arrays import Broadcast
+from fedpax.processes.gather import Broadcast
 
 
 @pytest.mark.parametrize("shape", [(7, 3), (64,), (), (1, 0, 2)])

@@ -10,8 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpax.processes.job_processes import JobProcesses, JobProcessesError, find_job_processes
-from fedpax.processes.roll_call import call_roll, wait_for_coordinator
+from fedpax.processes.job_processes import (
+    JobProcesses,
+    JobProcessesError,
+    call_roll,
+    find_job_processes,
+    wait_for_coordinator,
+)
 
 
 def free_port() -> int:

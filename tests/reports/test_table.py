@@ -4,7 +4,7 @@ import hypothesis
 import hypothesis.strategies as st
 from matplotlib.ticker import EngFormatter
 
-from fedpax.reports.table import format_bytes
+from fedpax.reports.metric_table import format_bytes
 
 
 @hypothesis.given(st.one_of(st.integers(1, 10**18), st.floats(1, 1e18)))

@@ -22,11 +22,12 @@ from fedpax.reports.target import (
     MetricTrajectory,
     Target,
     cost_to_target,
+    draw_trajectories,
     format_target_table,
     parse_target,
     trajectory_of,
+    write_target_comparison,
 )
-from fedpax.reports.target_report import draw_trajectories, write_target_comparison
 from fedpax.training.experiment import Run
 
 

@@ -10,11 +10,11 @@ from fedpax.parallel.mesh import MeshConfig
 from fedpax.run_files.configuration import (
     differences,
     from_json,
+    own_classes,
     read_configuration,
     to_json,
     write_configuration,
 )
-from fedpax.run_files.known_classes import own_classes
 from fedpax.run_files.paths import CONFIGURATION, resolve_job_log_dir
 from fedpax.training.training_config import TrainingConfig
 

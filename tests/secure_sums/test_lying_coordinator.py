@@ -10,9 +10,8 @@ import pytest
 from secure_sum_runs import NAMES, make_sites, random_values
 
 from fedpax.secure_sums import CoordinatorSide, Message, SecureSumError, SiteSide
-from fedpax.secure_sums.keys import public_key
+from fedpax.secure_sums.arithmetic import SHARE_BYTES, combine, public_key
 from fedpax.secure_sums.roster import commit, read_roster, to_bytes, to_text
-from fedpax.secure_sums.shamir import SHARE_BYTES, combine
 from fedpax.transport.certificates import make_certificates, read_certificates
 from fedpax.transport.signed_keys import CertificateSigner
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from secure_sum_runs import NAMES, make_sites, random_values, true_sum
 
 from fedpax.secure_sums import CoordinatorSide, Message, SecureSumError, SiteSide
-from fedpax.secure_sums.restoring import restore
+from fedpax.secure_sums.arithmetic import SHARE_BYTES, restore, split
 from fedpax.secure_sums.roster import to_text
-from fedpax.secure_sums.shamir import SHARE_BYTES, split
 from fedpax.transport.certificates import make_certificates, read_certificates
 from fedpax.transport.signed_keys import CertificateSigner
 

@@ -9,9 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpax.secure_sums import SecureSumError
-from fedpax.secure_sums.key_streams import add_mask
-from fedpax.secure_sums.keys import agree, derive, public_key, seal, unseal
-from fedpax.secure_sums.shamir import PRIME, SHARE_BYTES, combine, split
+from fedpax.secure_sums.arithmetic import (
+    PRIME,
+    SHARE_BYTES,
+    add_mask,
+    agree,
+    combine,
+    derive,
+    public_key,
+    seal,
+    split,
+    unseal,
+)
 
 HEX = bytes.fromhex
 # RFC 7748, section 6.1.
@@ -60,7 +69,7 @@ def test_masks_of_large_arrays_are_one_stream(monkeypatch: pytest.MonkeyPatch) -
         return np.concatenate([array.reshape(-1) for array in arrays.values()])
 
     whole = mask()
-    monkeypatch.setattr("fedpax.secure_sums.key_streams._CHUNK", 100)
+    monkeypatch.setattr("fedpax.secure_sums.arithmetic._CHUNK", 100)
     np.testing.assert_array_equal(mask(), whole)
 
 

@@ -23,8 +23,8 @@ from secure_sum_runs import (
 
 import fedpax
 from fedpax.aggregators import secure_mean
-from fedpax.aggregators.fixed_point import FixedPoint
-from fedpax.secure_sums import CoordinatorSide, Message, SecureSumError, SiteSide, key_streams
+from fedpax.aggregators.secure_mean import FixedPoint
+from fedpax.secure_sums import CoordinatorSide, Message, SecureSumError, SiteSide, arithmetic
 from fedpax.transport.certificates import make_certificates, read_certificates
 from fedpax.transport.signed_keys import CertificateSigner
 
@@ -231,7 +231,7 @@ def test_memory_and_work_are_flat() -> None:
         return result
 
     assert peak(16) < 1.2 * peak(4) < 1.2 * 5 * 4 * size
-    add_mask, calls = key_streams.add_mask, []
+    add_mask, calls = arithmetic.add_mask, []
     with pytest.MonkeyPatch.context() as patch:
         for module in ("site_side", "coordinator_side"):
             patch.setattr(

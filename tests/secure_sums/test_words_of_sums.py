@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpax.secure_sums.exact_words import NotSummableError, from_words, to_words
+from fedpax.secure_sums.arithmetic import NotSummableError, from_words, to_words
 
 INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64")
 

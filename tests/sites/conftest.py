@@ -8,7 +8,7 @@ from unittest import mock
 import jax
 import pytest
 
-from fedpax.sites import coordinator_state
+from fedpax.sites import coordinator_program
 from fedpax.training.progress import Progress
 from fedpax.transforms.stages import Stages
 
@@ -27,7 +27,7 @@ def divided_once() -> Iterator[None]:
 
     Else the coordinator and each site of a test would trace, lower and load the same stages.
     """
-    divide, lock = coordinator_state.stages, threading.Lock()
+    divide, lock = coordinator_program.stages, threading.Lock()
     divided: dict[Any, Stages] = {}
 
     def stages(program: Callable[..., Any], *args: Any, known: Sequence[str] = ()) -> Stages:
@@ -38,5 +38,5 @@ def divided_once() -> Iterator[None]:
                 divided[key] = divide(program, *args, known=known)
             return divided[key]
 
-    with mock.patch.object(coordinator_state, "stages", stages):
+    with mock.patch.object(coordinator_program, "stages", stages):
         yield

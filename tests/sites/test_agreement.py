@@ -12,14 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpax.data.tables.shared_treatment import agree_on_table
-from fedpax.data.tables.site_properties import table_properties
+from fedpax.data.tables.shared_treatment import agree_on_table, table_properties
 from fedpax.errors import FedpaxError
 from fedpax.run_files.metrics import read_metrics, select
-from fedpax.sites.attendance import LATE
-from fedpax.sites.common_properties import Needed, count_votes
+from fedpax.sites.agreement import Needed, count_votes
 from fedpax.sites.exchange import TaskExchange
-from fedpax.sites.round_rules import RoundRules
+from fedpax.sites.guards import RoundRules
+from fedpax.sites.site_table import LATE
 from fedpax.sites.tasks import Task
 from fedpax.transport.message import Message
 from sites.federation import Changed, Line, run, write_hospitals

@@ -9,16 +9,15 @@ import pytest
 
 import fedpax
 from fedpax.sites.coordinator_program import (
+    divide,
     expected_arrays,
     weight_limits,
     weighted_terms,
 )
-from fedpax.sites.coordinator_state import divide
 from fedpax.sites.downlink import whole
-from fedpax.sites.reply_checks import find_fault
-from fedpax.sites.round_rules import RoundRules
+from fedpax.sites.guards import RoundRules
 from fedpax.sites.site_table import read_sites
-from fedpax.sites.tasks import Task
+from fedpax.sites.tasks import Task, find_fault
 from fedpax.transport.message import Message
 from sites.federation import Line, run
 from sites.small_experiment import METHODS, make_data, small, train_together

@@ -8,7 +8,7 @@ import numpy as np
 
 from fedpax.sites.downlink import whole
 from fedpax.sites.exchange import LARGE, MOST_UPLOADS, SMALL_MESSAGE, TaskExchange
-from fedpax.sites.identity import Identity
+from fedpax.sites.site_process import Identity
 from fedpax.sites.site_table import SiteTable
 from fedpax.sites.tasks import Task, largest_message
 from fedpax.transport.message import Message

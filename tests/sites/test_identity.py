@@ -8,7 +8,7 @@ import pytest
 
 from fedpax.experiments.decoupled_diloco_text import decoupled_diloco_text
 from fedpax.islands.island.link import Link
-from fedpax.sites.identity import WIRE_FORMAT, find_difference, find_other_format, identify
+from fedpax.sites.site_process import WIRE_FORMAT, find_difference, find_other_format, identify
 from fedpax.transport.calls import RefusedError
 from fedpax.transport.message import Message
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from fedpax.errors import ArgumentError
-from fedpax.sites.kept_values import KeptValues, check_names
-from fedpax.sites.round_rules import RoundRules
+from fedpax.sites.guards import RoundRules
+from fedpax.sites.site_files import KeptValues, check_names
 from fedpax.sites.site_table import SiteTable
 from sites.federation import run
 from sites.small_experiment import small

@@ -9,8 +9,8 @@ import pytest
 
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.sites.coordinator import Coordinator
-from fedpax.sites.coordinator_files import read_federation
 from fedpax.sites.run_coordinator import run_coordinator
+from fedpax.sites.site_files import read_federation
 from fedpax.sites.take_part import Site
 from sites.federation import run
 from sites.small_experiment import small, train_together

@@ -15,7 +15,7 @@ import pytest
 from site_processes import Processes, free_port
 
 from fedpax.checkpoints import load_params
-from fedpax.sites.coordinator_files import read_federation
+from fedpax.sites.site_files import read_federation
 from sites.recording_proxy import RecordingProxy
 from sites.test_documents import write_model
 

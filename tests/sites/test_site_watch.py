@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from fedpax.sites.coordinator_files import SiteWatch
 from fedpax.sites.exchange import TaskExchange
-from fedpax.sites.identity import identify
-from fedpax.sites.site_files import read_run
+from fedpax.sites.site_files import SiteWatch, read_run
+from fedpax.sites.site_process import identify
 from fedpax.sites.site_table import SiteTable
 from fedpax.sites.take_part import Site
 from fedpax.training.progress import Progress

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from fedpax.data import ClientSampler, cohort_rounds, load
-from fedpax.data.rounds.preprocess import preprocess_images
+from fedpax.data.rounds.labeled_examples import preprocess_images
 from fedpax.sources import aligned_arrays
 from fedpax.sources.aligned_arrays import ALIGNMENT, ReusedMemory, take_aligned
 

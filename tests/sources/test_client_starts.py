@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fedpax.sources.client_starts import read_client_starts, write_client_starts
+from fedpax.sources.source import read_client_starts, write_client_starts
 
 
 def test_starts_are_counted_over_all_parts(tmp_path: Path):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fedpax.sources.reachability import unreachable_hosts
+from fedpax.sources.data_sets import unreachable_hosts
 
 
 @pytest.fixture

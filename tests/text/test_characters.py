@@ -3,7 +3,11 @@
 import numpy as np
 import pytest
 
-from fedpax.text.characters import SHAKESPEARE_CHARACTERS, character_batch, character_rows
+from fedpax.experiments.fedavg_characters import (
+    SHAKESPEARE_CHARACTERS,
+    character_batch,
+    character_rows,
+)
 
 
 def test_rows_equal_a_loop_over_characters() -> None:

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from fedpax.text.words import WordRows
+from fedpax.experiments.fedavg_words import WordRows
 
 WORDS = [b"the", b"to", b"be"]
 PAD, UNKNOWN, BEGIN, END = 0, 4, 5, 6

@@ -25,9 +25,8 @@ from fedpax.algorithms import (
     streaming_diloco,
 )
 from fedpax.parallel.mesh import MeshConfig, available_devices
-from fedpax.training.compiled_round import with_shardings
+from fedpax.training.compiled_round import state_shardings, with_shardings
 from fedpax.training.experiment import Experiment, Run, Shardings
-from fedpax.training.shardings import state_shardings
 from fedpax.training.training_config import TrainingConfig
 
 FEATURES, LAYERS, STEPS, BATCH = 4, 6, 6, 4

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fedpax.training import norms
-from fedpax.training.norms import FiniteCheck
+from fedpax.training import spikes
+from fedpax.training.spikes import FiniteCheck
 
 
 class State(NamedTuple):
@@ -34,8 +34,8 @@ def test_host_and_compiled_check_agree(values: list[float]) -> None:
         {"a": jnp.asarray(array), "b": jnp.asarray(array[:1], jnp.bfloat16)},
         [jnp.asarray(array[::-1]), np.float32(values[-1]), jnp.arange(3), jax.random.key(0)],
     )
-    compiled = jax.jit(norms._finite_leaves)(state)
-    assert norms._finite_leaves_on_host(state) == jax.tree.map(bool, compiled)
+    compiled = jax.jit(spikes._finite_leaves)(state)
+    assert spikes._finite_leaves_on_host(state) == jax.tree.map(bool, compiled)
     assert compiled.keys() == {".params['a']", ".params['b']", ".moments[0]", ".moments[1]"}
 
 

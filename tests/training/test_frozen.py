@@ -19,8 +19,13 @@ from fedpax.checkpoints import load_params
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.planning.ahead_of_time import _argument_bytes
 from fedpax.training.compiled_round import compile_round, init_state, with_shardings
-from fedpax.training.experiment import Experiment, Run, Shardings
-from fedpax.training.stored_params import StoredParams, with_frozen_argument
+from fedpax.training.experiment import (
+    Experiment,
+    Run,
+    Shardings,
+    StoredParams,
+    with_frozen_argument,
+)
 from fedpax.training.trainer import train
 from fedpax.training.training_config import TrainingConfig
 

@@ -12,8 +12,8 @@ from small_regression import single_client
 from fedpax.elastic.host_copies import HostCopies
 from fedpax.errors import ConfigurationError
 from fedpax.files import open_unlinked
-from fedpax.islands.syncer.journal import Journal
-from fedpax.islands.syncer.merge_log import append_merge
+from fedpax.islands.syncer.logs import append_merge
+from fedpax.islands.syncer.syncer_store import Journal
 from fedpax.main import main
 from fedpax.pictures import save_picture
 from fedpax.run_files.metrics import read_metrics

@@ -4,7 +4,7 @@ import dataclasses
 
 from small_regression import regression
 
-from fedpax.commands.parts.scaled_mesh import fit_mesh, island_numbers, processes_per_island
+from fedpax.commands.parts.devices import fit_mesh, island_numbers, processes_per_island
 from fedpax.experiments.diloco_text import diloco_text
 from fedpax.parallel.mesh import MeshConfig
 

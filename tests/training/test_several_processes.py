@@ -18,7 +18,7 @@ from fedpax.checkpoints.saved_state import load_params
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.run_files.paths import complete_rounds, latest_round
 from fedpax.training.experiment import Run
-from fedpax.training.process_agreement import describe_difference
+from fedpax.training.resume_checks import describe_difference
 from fedpax.training.trainer import train
 
 ENDLESS = ("--pause=0.1", "--training.rounds=100000", "--training.checkpoint_every=0")

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedpax.clients import client_store
 from fedpax.parallel.mesh import make_mesh
-from fedpax.training.shardings import state_shardings
+from fedpax.training.compiled_round import state_shardings
 
 NUM_ISLANDS = 4
 

@@ -21,8 +21,8 @@ from small_stores import POPULATION, stores
 from tracker_server import Server, use
 
 from fedpax.checkpoints import row_changes
-from fedpax.checkpoints.ancestors import lineage
 from fedpax.checkpoints.checkpoint import Checkpoints
+from fedpax.checkpoints.row_changes import lineage
 from fedpax.checkpoints.saved_rounds import find_damage
 from fedpax.checkpoints.saved_state import load_field, load_params
 from fedpax.clients import ClientStore, client_store

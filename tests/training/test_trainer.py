@@ -23,12 +23,11 @@ from fedpax.run_files.goodput import GoodputClock
 from fedpax.run_files.metrics import TIMINGS, MetricsWriter, read_metrics, select
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.logging import NonFiniteError, RoundLogger
-from fedpax.training.norms import FiniteCheck
 from fedpax.training.progress import Progress
-from fedpax.training.spikes import SpikeHistory
+from fedpax.training.spikes import FiniteCheck, SpikeHistory
 from fedpax.training.trainer import train
 from fedpax.training.training_config import TrainingConfig
-from fedpax.training.utilization import Utilization
+from fedpax.training.virtual_time import Utilization
 
 
 def settings(experiment: Regression, **changes: Any) -> Regression:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedpax.transport.address import check_address
+from fedpax.transport.call_pool import check_address
 from fedpax.transport.calls import connect, serve
 from fedpax.transport.message import Message
 

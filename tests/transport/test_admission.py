@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedpax.errors import ConfigurationError
-from fedpax.transport.admission import Admission, SiteLimits
+from fedpax.transport.admission import FILE, Admission, SiteLimits, admit, expel, read_expulsions
 from fedpax.transport.calls import (
     BusyError,
     DisconnectedError,
@@ -20,7 +20,6 @@ from fedpax.transport.calls import (
     serve,
 )
 from fedpax.transport.certificates import make_certificates
-from fedpax.transport.expulsions import FILE, admit, expel, read_expulsions
 from fedpax.transport.message import Message
 
 HELLO = Message({})

@@ -13,8 +13,12 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 from fedpax.transport.authority import ISSUED_FILE
 from fedpax.transport.calls import DisconnectedError, RefusedError, connect, serve
-from fedpax.transport.certificate_requests import make_request, sign_request
-from fedpax.transport.certificates import make_certificates, read_certificates
+from fedpax.transport.certificates import (
+    make_certificates,
+    make_request,
+    read_certificates,
+    sign_request,
+)
 from fedpax.transport.message import Message
 
 

@@ -18,6 +18,7 @@ import pytest
 from test_message import MALFORMED
 
 from fedpax.experiments.benchmarks.unreliable_network import UnreliableNetwork
+from fedpax.transport.call_pool import find_refusal
 from fedpax.transport.calls import (
     Connection,
     DisconnectedError,
@@ -26,7 +27,6 @@ from fedpax.transport.calls import (
     connect,
     serve,
 )
-from fedpax.transport.handshake import find_refusal
 from fedpax.transport.message import CHUNK_BYTES, Message, MessageError, encode
 
 LIMIT = 1 << 24

@@ -11,7 +11,7 @@ import pytest
 
 from fedpax.data import load, prepare
 from fedpax.data.tables.survey import survey_files
-from fedpax.user_files.load_options import LoadOptions
+from fedpax.user_files.formats import LoadOptions
 from fedpax.user_files.readers import csv_files
 
 _ROWS = "".join(f"{k},n{k},{k % 2}\n" for k in range(20))

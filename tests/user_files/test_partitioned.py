@@ -16,7 +16,7 @@ from fedpax.data import (
     partition_iid,
     prepare,
 )
-from fedpax.user_files import file_sizes, partitioned
+from fedpax.user_files import finding, held_out
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_clients_of_a_prepared_folder_are_those_of_the_function(
     assert source.fields == ("kind", "row", "client") and len(source) == 300
     np.testing.assert_array_equal(source.client_names, np.arange(9))
 
-    monkeypatch.setattr(file_sizes, "_available_bytes", lambda: 1000)
+    monkeypatch.setattr(finding, "_available_bytes", lambda: 1000)
     with pytest.raises(ValueError, match=r"sort .*by_column by the clients .* takes 0.0 GB .*"):
         load(tmp_path / "by_column", partition="iid:5")
 
@@ -84,7 +84,7 @@ def test_labels_are_numbered_by_their_texts() -> None:
         )
         texts = ["missing" if value is None else str(value) for value in values]
         expected = np.unique([*texts, "missing"], return_inverse=True)[1][:-1]
-        np.testing.assert_array_equal(partitioned._numbered(column), expected)
+        np.testing.assert_array_equal(held_out._numbered(column), expected)
 
 
 def test_both_sides_of_a_held_out_split_have_the_same_clients(folder: Path) -> None:

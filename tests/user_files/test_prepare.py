@@ -22,7 +22,7 @@ from fedpax.user_files.finding import find_files
 from fedpax.user_files.formats import ReadOptions
 from fedpax.user_files.preparing import lock_file
 from fedpax.user_files.readers import csv_files, json_files
-from fedpax.user_files.readers.parquet_files import stream_parquet
+from fedpax.user_files.readers.arrow_files import stream_parquet
 
 
 @pytest.mark.parametrize("batch_rows", [1 << 17, 30, 1])

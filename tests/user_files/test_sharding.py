@@ -13,8 +13,7 @@ from pyarrow import csv, parquet
 from user_files.written_tables import all_types, assert_equal, write_arrow
 
 from fedpax.data import load, prepare
-from fedpax.user_files.formats import BadRows
-from fedpax.user_files.load_options import LoadOptions
+from fedpax.user_files.formats import BadRows, LoadOptions
 from fedpax.user_files.prepared import encode_about
 from fedpax.user_files.readers import csv_files, json_files
 from fedpax.user_files.reading import Reading

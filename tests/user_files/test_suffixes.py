@@ -60,7 +60,7 @@ def write_tar(x: NDArray[Any], path: Path) -> None:
 # By reader: a function that writes `x`.
 WRITERS: dict[str, Callable[[NDArray[Any], Path], Any]] = {
     "csv_files:read_csv": write_csv,
-    "parquet_files:read_parquet": lambda x, path: parquet.write_table(pa.table({"x": x}), path),
+    "arrow_files:read_parquet": lambda x, path: parquet.write_table(pa.table({"x": x}), path),
     "json_files:read_json_lines": lambda x, path: path.write_bytes(lines(rows(x))),
     "json_files:read_json": lambda x, path: path.write_text(json.dumps(rows(x))),
     "arrow_files:read_arrow": lambda x, path: feather.write_feather(pa.table({"x": x}), path),

@@ -3,14 +3,10 @@
 from fedpax.aggregators.codecs.blocks import wire_bits
 from fedpax.aggregators.codecs.codec import Codec, float32
 from fedpax.aggregators.codecs.device_exchange import Exchange, choose_exchange
-from fedpax.aggregators.codecs.drive import drive
-from fedpax.aggregators.codecs.e3m0 import e3m0
-from fedpax.aggregators.codecs.random_k import random_k
+from fedpax.aggregators.codecs.random_k import random_k, top_k
 from fedpax.aggregators.codecs.rotated import rotated
-from fedpax.aggregators.codecs.sign import sign
-from fedpax.aggregators.codecs.terngrad import terngrad
-from fedpax.aggregators.codecs.top_k import top_k
-from fedpax.aggregators.codecs.uniform import uniform
+from fedpax.aggregators.codecs.sign import drive, sign
+from fedpax.aggregators.codecs.uniform import e3m0, terngrad, uniform
 from fedpax.primitives.argument_checks import explain_unknown_arguments
 
 __all__ = [

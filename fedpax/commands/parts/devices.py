@@ -1,4 +1,4 @@
-"""Provide the devices of a training command, simulated on a CPU where there are no others."""
+"""The devices of a training command: simulated or not, a scaled mesh, and compiled programs."""
 
 import contextlib
 import importlib.metadata
@@ -6,19 +6,20 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import jax
 
 from fedpax.errors import UsageError
-from fedpax.parallel.mesh import MeshConfig, MeshSizeError
-from fedpax.parallel.mesh_rule import ShardedSize, follow, simulated_count
-from fedpax.parallel.simulated_devices import (
+from fedpax.parallel.compiler_options import (
     MAX_SIMULATED_DEVICES,
     provide_worker_threads,
     simulate_devices,
 )
+from fedpax.parallel.mesh import BETWEEN_SLICES, MeshConfig, MeshSizeError
+from fedpax.parallel.mesh_rule import ShardedSize, follow, simulated_count
+from fedpax.training.experiment import Experiment
 
 
 def skip_absent_tpus() -> None:
@@ -123,3 +124,117 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+# The mesh of fewer processes: the outer axis of a configured mesh, scaled down.
+def fit_mesh(experiment: Experiment, processes: int, num_processes: int) -> list[str] | None:
+    """Return the arguments with which an experiment fits some of its processes; None without.
+
+    The outer axis, the first of islands, clients, data and fsdp with more than one device, gets as
+    many devices as its share of processes. With the axis `islands` the number of islands changes
+    too. A mesh that takes all devices needs no change: one with an axis of -1, or with sizes that
+    follow from the experiment (`Experiment.sharded_sizes`).
+
+    Example:
+        >>> from fedpax.experiments.diloco_text import diloco_text
+        >>> fit_mesh(diloco_text(), 3, 4)
+        ['--islands=3']
+        >>> print(fit_mesh(diloco_text(), 2, 3))
+        None
+    """
+    sizes = _sizes(experiment)
+    outer = _outer_axis(sizes)
+    if processes == num_processes or -1 in sizes.values():
+        return []
+    if outer is None:
+        return [] if experiment.sharded_sizes() else None
+    size, remainder = divmod(sizes[outer] * processes, num_processes)
+    if remainder or not size:
+        return None
+    settings = [f"--mesh.{outer}={size}"] if outer in experiment.mesh.stated else []
+    if _islands_are_processes(experiment):
+        settings.append(f"--islands={size}")
+    return settings
+
+
+def processes_per_island(experiment: Experiment, num_processes: int) -> int:
+    """Return the number of processes that train an island together."""
+    if not _islands_are_processes(experiment):
+        return 1
+    group, remainder = divmod(num_processes, _sizes(experiment)["islands"])
+    return 1 if remainder or not group else group
+
+
+def island_numbers(
+    experiment: Experiment, members: Collection[int], num_processes: int
+) -> list[int] | None:
+    """Return the numbers of the islands that some processes train."""
+    if not _islands_are_processes(experiment):
+        return None
+    islands = _sizes(experiment)["islands"]
+    if islands % num_processes and num_processes % islands:
+        return None
+    # Processes have equal parts of the islands axis, in order.
+    homes = {
+        island: {
+            process
+            for process in range(num_processes)
+            if process * islands < (island + 1) * num_processes
+            and (process + 1) * islands > island * num_processes
+        }
+        for island in range(islands)
+    }
+    numbers = [island for island, home in homes.items() if home <= set(members)]
+    whole = sum(len(homes[island]) for island in numbers) == len(members) * max(
+        1, islands // num_processes
+    )
+    return numbers if whole else None
+
+
+def _sizes(experiment: Experiment) -> dict[str, int]:
+    """Return the sizes of the mesh; the axis of islands is their number if it is not stated."""
+    sizes, stated = experiment.mesh.sizes, experiment.mesh.stated
+    for item in experiment.sharded_sizes():
+        if item.axes == ("islands",) and "islands" not in stated:
+            sizes["islands"] = item.size
+    return sizes
+
+
+def _outer_axis(sizes: Mapping[str, int]) -> str | None:
+    return next((name for name in (*BETWEEN_SLICES, "fsdp") if sizes[name] > 1), None)
+
+
+def _islands_are_processes(experiment: Experiment) -> bool:
+    """Return whether the number of islands follows from the number of processes."""
+    # This is so if the outer axis is `islands`, and its size is the experiment's field `islands`.
+    sizes = _sizes(experiment)
+    same = getattr(experiment, "islands", None) == sizes["islands"]
+    return _outer_axis(sizes) == "islands" and same
+
+
+# JAX's persistent compilation cache: a second start of an experiment compiles nothing.
+def enable_compilation_cache() -> None:
+    """Keep compiled programs in `$XDG_CACHE_HOME/fedpax/jax`, or `~/.cache/fedpax/jax`."""
+    # JAX's own settings come first: `JAX_ENABLE_COMPILATION_CACHE=0` switches the cache off, and
+    # `JAX_COMPILATION_CACHE_DIR` names another folder. Without a home folder, and if the folder
+    # cannot be created, there is no cache. The key of a program includes its text, the devices, the
+    # flags of the compiler and the versions of JAX and XLA.
+    settings = jax.config.values
+    if not settings["jax_enable_compilation_cache"] or settings["jax_compilation_cache_dir"]:
+        return
+    try:
+        folder = _cache_home() / "fedpax" / "jax"
+        # For the user alone: JAX executes what it finds there.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # RuntimeError: the home folder is unknown
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        # JAX's default is 1 second, but a start compiles many programs that take less.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def _cache_home() -> Path:
+    """Return the user's cache folder; by the XDG specification a relative path is ignored."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return given if given.is_absolute() else Path.home() / ".cache"

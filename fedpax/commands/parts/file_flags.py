@@ -1,9 +1,11 @@
 """The flags of the commands that read files: which files, and how."""
 
 import contextlib
+import functools
 import re
+import shlex
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
@@ -11,7 +13,10 @@ from fedpax.commands.parts.options import did_you_mean_flag, parse
 from fedpax.errors import FedpaxError, UsageError
 from fedpax.experiments.parts.file_remedies import with_flags
 from fedpax.path_patterns import split_names
-from fedpax.user_files.load_options import parse_types
+from fedpax.user_files.formats import parse_types
+
+if TYPE_CHECKING:
+    from fedpax.deploy.batch_training import RunRounds
 
 
 def parse_files(
@@ -64,3 +69,38 @@ def _size(text: str | None) -> tuple[int, int] | None:
             f"--image_size={text}, expected HEIGHTxWIDTH. Set for example --image_size=32x32."
         )
     return int(size[1]), int(size[2])
+
+
+# `--engine`: what runs the rounds in place of the compiled round of this process.
+CHUNK_SIZE = 16
+# The engine that each flag sets up.
+_SETTINGS = {
+    "beam_flags": "beam",
+    "num_shards": "beam",
+    "chunk_size": "out_of_core",
+    "flower_flags": "flower",
+}
+
+
+def check_engine_flags(options: flags.FlagValues) -> None:
+    """Check that no flag of an engine is given without this engine."""
+    for name, engine in _SETTINGS.items():
+        value = options[name].value if name in options else None
+        if value is not None and options.engine != engine:
+            raise UsageError(
+                f"--{name}={value} without --engine={engine}, expected both. Add --engine={engine}."
+            )
+
+
+def engine_of(options: flags.FlagValues) -> "RunRounds | None":
+    """Return the function that runs rounds as batch jobs; None: no engine for them is chosen."""
+    check_engine_flags(options)
+    if options.engine == "out_of_core":
+        from fedpax.deploy.local_stages import run_out_of_core
+
+        return functools.partial(run_out_of_core, chunk_size=options.chunk_size or CHUNK_SIZE)
+    if options.engine == "beam":
+        from fedpax.deploy.beam import run_beam
+
+        return functools.partial(run_beam, flags=shlex.split(options.beam_flags or ""))
+    return None

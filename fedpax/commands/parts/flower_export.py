@@ -4,9 +4,8 @@ import dataclasses
 from pathlib import Path
 
 from fedpax.commands.parts.saved_run import build_run
-from fedpax.deploy.experiment_program import pack_experiment
 from fedpax.deploy.flower.app_files import PACKAGE, write_app
-from fedpax.deploy.round_program import parse_program
+from fedpax.deploy.round_program import pack_experiment, parse_program
 from fedpax.experiments.fedavg_files import FedAvgFiles
 from fedpax.run_files.configuration import write_configuration
 from fedpax.training.experiment import Experiment

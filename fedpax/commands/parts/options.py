@@ -29,9 +29,8 @@ from fedpax.experiments.catalog import ExperimentGroup, find_experiment
 from fedpax.experiments.catalog import describe_group as describe_experiments
 from fedpax.experiments.parts.settings import Settings
 from fedpax.extras import check_installed
-from fedpax.run_files.configuration import check_is_dataclass
+from fedpax.run_files.configuration import check_is_dataclass, seed_paths, with_seed
 from fedpax.run_files.paths import resolve_job_log_dir
-from fedpax.run_files.seeds import seed_paths, with_seed
 from fedpax.training.experiment import Experiment
 
 _PARSING = threading.Lock()

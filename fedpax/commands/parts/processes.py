@@ -11,8 +11,13 @@ from absl import flags
 from fedpax.commands.parts.devices import provide_devices
 from fedpax.console import print_error
 from fedpax.errors import UsageError
-from fedpax.processes.job_processes import JobProcesses, JobProcessesError, find_job_processes
-from fedpax.processes.roll_call import call_roll, wait_for_coordinator
+from fedpax.processes.job_processes import (
+    JobProcesses,
+    JobProcessesError,
+    call_roll,
+    find_job_processes,
+    wait_for_coordinator,
+)
 from fedpax.training.experiment import Experiment
 
 USAGE_ERROR = 2

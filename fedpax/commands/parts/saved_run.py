@@ -12,8 +12,7 @@ from absl import flags
 from fedpax.algorithm import Params
 from fedpax.checkpoints.saved_rounds import DamagedCheckpointError, find_own_damage
 from fedpax.checkpoints.saved_state import best_round, load_params
-from fedpax.commands.parts.compilation_cache import enable_compilation_cache
-from fedpax.commands.parts.devices import provide_devices
+from fedpax.commands.parts.devices import enable_compilation_cache, provide_devices
 from fedpax.commands.parts.options import check_job_log_dir, override
 from fedpax.console import print_error
 from fedpax.errors import UsageError
@@ -21,10 +20,11 @@ from fedpax.experiments.catalog import find_experiment, is_shipped
 from fedpax.run_files.configuration import (
     class_name,
     from_json,
+    is_within_fedpax,
     moved_out_of_main,
+    own_classes,
     read_configuration_json,
 )
-from fedpax.run_files.known_classes import is_within_fedpax, own_classes
 from fedpax.run_files.paths import CHECKPOINTS as FOLDER
 from fedpax.run_files.paths import (
     CONFIGURATION,

@@ -14,22 +14,21 @@ from numpy.typing import NDArray
 
 from fedpax.clients.cohort import MASK, Cohort, check_distinct_clients
 from fedpax.clients.row_blocks import home_devices
-from fedpax.data.rounds.device_pixels import scale_on_devices
-from fedpax.data.rounds.preprocess import (
+from fedpax.data.rounds.labeled_examples import (
     Arrays,
     Preprocess,
     apply_preprocess,
     combine_masks,
     pack_images,
     preprocess_images,
+    scale_on_devices,
 )
 from fedpax.data.rounds.scheduling import balanced_order
 from fedpax.data.rounds.stream import arrays_fingerprint, check_state, evenly_spaced
 from fedpax.errors import ArgumentError
-from fedpax.populations.client_arrays import ContiguousClients
+from fedpax.populations.client_arrays import ContiguousClients, RaggedPartition
 from fedpax.populations.client_sampler import ClientSampler
 from fedpax.populations.partition import Partition, check_indices
-from fedpax.populations.ragged_partition import RaggedPartition
 from fedpax.primitives.casts import checked_cast
 from fedpax.sources.aligned_arrays import aligned_zeros
 from fedpax.sources.shuffle import hash_key, shuffled_in

@@ -4,11 +4,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpax.data.rounds.documents import Field, encode_examples
-from fedpax.data.rounds.preprocess import Arrays
+from fedpax.data.rounds.labeled_examples import Arrays
 from fedpax.errors import ArgumentError
-from fedpax.sources.examples import Examples, as_examples, get_field
-from fedpax.text.document import AnyDocument, keep_in_rows
-from fedpax.text.packing import Batch, TokenPairs, concatenate, split_rows, to_batch
+from fedpax.sources.source import Examples, as_examples, get_field
+from fedpax.text.packing import (
+    AnyDocument,
+    Batch,
+    TokenPairs,
+    concatenate,
+    keep_in_rows,
+    split_rows,
+    to_batch,
+)
 from fedpax.text.tokenizer import BYTE_TOKENIZER, Tokenizer
 
 

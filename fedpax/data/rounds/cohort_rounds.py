@@ -14,7 +14,7 @@ from fedpax.data.rounds.client_stream import (
     client_steps,
 )
 from fedpax.data.rounds.documents import read as read_records
-from fedpax.data.rounds.preprocess import (
+from fedpax.data.rounds.labeled_examples import (
     Arrays,
     Preprocess,
     apply_preprocess,
@@ -28,14 +28,12 @@ from fedpax.data.rounds.stream import (
     source_name,
 )
 from fedpax.errors import ArgumentError, ArgumentTypeError
-from fedpax.populations.client_arrays import ContiguousClients
+from fedpax.populations.client_arrays import ContiguousClients, RaggedPartition
 from fedpax.populations.client_sampler import ClientSampler
 from fedpax.populations.partition import Partition, check_parts, check_sized, partition_checksum
-from fedpax.populations.ragged_partition import RaggedPartition
 from fedpax.populations.synthetic_clients import DirichletClients
 from fedpax.sources.aligned_arrays import ReusedMemory, take_aligned
-from fedpax.sources.examples import Columns, Examples, as_examples, column_array, stack_values
-from fedpax.sources.source import Source
+from fedpax.sources.source import Columns, Examples, Source, as_examples, column_array, stack_values
 
 
 def cohort_rounds(

@@ -7,9 +7,9 @@ import numpy as np
 
 from fedpax.errors import ArgumentError
 from fedpax.files import BYTE_ORDER_MARK
-from fedpax.sources.examples import Examples, get_field
+from fedpax.sources.source import Examples, get_field
 from fedpax.text.conversation import Conversation
-from fedpax.text.document import AnyDocument, Tokens
+from fedpax.text.packing import AnyDocument, Tokens
 from fedpax.text.tokenizer import Tokenizer
 
 Field: TypeAlias = str | Conversation

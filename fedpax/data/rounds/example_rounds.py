@@ -13,16 +13,16 @@ from jaxtyping import Int32, Num
 from fedpax.clients.cohort import Cohort
 from fedpax.data.rounds.labeled_examples import read_raw, scale_pixels
 from fedpax.data.rounds.stream import arrays_fingerprint, check_sizes, check_state, source_name
+from fedpax.populations.client_arrays import RaggedPartition
 from fedpax.populations.partition import (
     Partition,
     check_partition,
     partition_checksum,
     partition_iid,
 )
-from fedpax.populations.ragged_partition import RaggedPartition
 from fedpax.primitives.casts import checked_cast
-from fedpax.sources.examples import Examples, as_examples
 from fedpax.sources.shuffle import hash_key, shuffled_index
+from fedpax.sources.source import Examples, as_examples
 
 
 class ExampleRounds:

@@ -13,10 +13,17 @@ from fedpax.data.rounds.documents import Field, encode_examples
 from fedpax.data.rounds.stream import check_sizes
 from fedpax.errors import ArgumentError
 from fedpax.processes.gather import gather_json
-from fedpax.sources.examples import Examples, as_examples
+from fedpax.sources.source import Examples, as_examples
 from fedpax.text.conversation import Conversation
-from fedpax.text.document import AnyDocument, Document, starts_in_rows
-from fedpax.text.packing import Batch, TokenPairs, concatenate, to_batch
+from fedpax.text.packing import (
+    AnyDocument,
+    Batch,
+    Document,
+    TokenPairs,
+    concatenate,
+    starts_in_rows,
+    to_batch,
+)
 from fedpax.text.tokenizer import BYTE_TOKENIZER, Tokenizer
 
 _DOCUMENTS_AT_ONCE = 256  # that a tokenizer encodes on several cores

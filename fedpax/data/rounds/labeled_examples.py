@@ -1,20 +1,23 @@
 """Labelled images as arrays: reading a whole source, scaling pixels, batches for evaluation."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float32, Int32, Int64, Num
+from jaxtyping import Bool, Float32, Int32, Int64, Num, UInt8
 from numpy.typing import NDArray
 
 from fedpax.data.rounds.documents import read
-from fedpax.data.rounds.stream import check_sizes, source_name
+from fedpax.data.rounds.stream import check_sizes, qualified_name, source_name
 from fedpax.errors import ArgumentError, ArgumentTypeError
-from fedpax.primitives.casts import checked_cast, host_array
+from fedpax.primitives.casts import checked_cast, checked_tree, host_array
 from fedpax.sources.aligned_arrays import aligned_empty
-from fedpax.sources.examples import Columns, Examples, as_examples, get_field
+from fedpax.sources.source import Columns, Examples, as_examples, get_field
 
-Arrays = dict[str, NDArray[Any]]
+LabeledArrays = dict[str, NDArray[Any]]
 """`image`: float32 `[..., height, width, channels]`; `label`: int32 `[...]`."""
 
 _REMEDY = (
@@ -25,7 +28,7 @@ _REMEDY = (
 
 def read_examples(
     source: Examples, *, image_field: str = "image", label_field: str = "label"
-) -> Arrays:
+) -> LabeledArrays:
     """Read all examples of a source of labeled images into memory.
 
     Args:
@@ -53,7 +56,7 @@ def read_examples(
     return {"image": scale_pixels(images), "label": labels}
 
 
-def example_batches(examples: Arrays, batch_size: int) -> list[Arrays]:
+def example_batches(examples: LabeledArrays, batch_size: int) -> list[LabeledArrays]:
     """Split examples into batches to evaluate on, with padding in the last one.
 
     Args:
@@ -89,10 +92,10 @@ def example_batches(examples: Arrays, batch_size: int) -> list[Arrays]:
 
 
 def read_batches(
-    read: Callable[[Int64[np.ndarray, " n"]], Arrays],
+    read: Callable[[Int64[np.ndarray, " n"]], LabeledArrays],
     rows: Int64[np.ndarray, " examples"],
     batch_size: int,
-) -> list[Arrays]:
+) -> list[LabeledArrays]:
     """Read examples into one array for each field, of which batches are views."""
     # The first rows are the padding of the last batch.
     places = np.arange(-(-len(rows) // batch_size) * batch_size).reshape(-1, batch_size)
@@ -149,3 +152,108 @@ def read_raw(
         )
     pixels = checked_pixels(np.stack(images), image_field)
     return pixels, checked_labels(np.stack(labels), label_field)
+
+
+# preprocess: from a source's fields to the numeric fields of a batch, checked.
+Arrays = Mapping[str, NDArray[Any]]
+Preprocess = Callable[[Arrays], dict[str, NDArray[Any]]]
+"""A function from a source's fields to a batch's fields, arrays `[examples, ...]`."""
+
+
+def preprocess_images(fields: Arrays) -> dict[str, NDArray[Any]]:
+    """Convert images to float32, integers scaled from 255 to 1, and labels to int32."""
+    packed = pack_images(fields)
+    return {**packed, "image": scale_pixels(packed["image"])}
+
+
+def pack_images(fields: Arrays) -> dict[str, NDArray[Any]]:
+    """Do the part of `preprocess_images` that is not left to the devices.
+
+    Images of integers stay uint8, a quarter of the bytes; `scale_on_devices` scales them.
+    """
+    if not {"image", "label"} <= fields.keys():
+        raise KeyError(
+            f"The examples have the fields {', '.join(map(repr, fields))}, expected 'image' and "
+            "'label', which preprocess takes by default. Pass preprocess=dict to leave the fields "
+            "as they are, or a function from these fields to the fields of a batch."
+        )
+    image, label = fields["image"], fields["label"]
+    if image.dtype == object:
+        raise ArgumentError(
+            f"The images have several shapes, such as {image[0].shape}, expected one: resize them "
+            "when the data set is prepared, or give a `preprocess` that does."
+        )
+    return {"image": checked_pixels(image), "label": checked_labels(label)}
+
+
+def apply_preprocess(
+    preprocess: Preprocess, fields: dict[str, NDArray[Any]], count: int
+) -> dict[str, NDArray[Any]]:
+    """Call `preprocess`, and check that it returns arrays of numbers `[examples, ...]`."""
+    if not callable(preprocess):
+        raise ArgumentTypeError(
+            f"preprocess is {preprocess!r:.80}, expected a function from a source's fields to the "
+            "fields of a batch. Pass preprocess=dict to leave the fields as they are."
+        )
+    where = f"after preprocess ({qualified_name(preprocess)})"
+    result = {
+        name: host_array(values, f"The field {name!r} {where}")
+        for name, values in preprocess(fields).items()
+    }
+    for name, values in result.items():
+        if values.dtype.kind not in "biufcV":  # V is bfloat16 and the like
+            raise ArgumentTypeError(
+                f"The field {name!r} has dtype {values.dtype} {where}, expected numbers of one "
+                "shape for all examples. Leave it out, or convert it: encode text as tokens, pad "
+                "examples of different shapes and return a field 'mask'."
+            )
+        if values.shape[:1] != (count,):
+            raise ArgumentError(
+                f"The field {name!r} has shape {list(values.shape)} {where}, expected [{count}, "
+                "...]: one entry for each of the examples that it was given."
+            )
+        result[name] = checked_tree(
+            values, f"The field {name!r} {where}", "Let preprocess return other numbers."
+        )
+    return result
+
+
+def combine_masks(
+    is_example: Bool[np.ndarray, " examples"],
+    mask: Num[np.ndarray, "examples ..."] | None,
+) -> Num[np.ndarray, "examples ..."]:
+    """Set the mask from `preprocess`, if there is one, to 0 where a batch has no example."""
+    if mask is None:
+        return is_example
+    trailing = (1,) * (mask.ndim - is_example.ndim)
+    return mask * is_example.reshape(*is_example.shape, *trailing).astype(mask.dtype)
+
+
+# Scaling of pixels on the devices, with the bits of the scaling on the host.
+# 1 / 255 as the sum of two numbers. The product of a pixel and the first one, of 16 bits, is exact.
+_HIGH = np.float32(np.floor(np.ldexp(1 / 255, 23)) / 2**23)
+_LOW = np.float32(1 / 255 - float(_HIGH))
+
+
+def scale_on_devices(images: UInt8[jax.Array, "*shape"]) -> Float32[jax.Array, "*shape"]:
+    """Divide pixels by 255 where they are, bit by bit as `scale_pixels` does.
+
+    A division would not do: compilers multiply by the rounded 1 / 255, or round otherwise.
+
+    Example:
+        >>> pixels = np.arange(256, dtype=np.uint8)
+        >>> scaled = scale_on_devices(jnp.asarray(pixels))
+        >>> bool((np.asarray(scaled) == pixels / np.float32(255)).all())
+        True
+    """
+    scaled: jax.Array = _scale(images.sharding)(images)
+    return scaled
+
+
+@functools.lru_cache(maxsize=8)
+def _scale(sharding: jax.sharding.Sharding) -> Any:
+    def scale(images: jax.Array) -> jax.Array:
+        pixels = images.astype(jnp.float32)
+        return pixels * _HIGH + pixels * _LOW
+
+    return jax.jit(scale, out_shardings=sharding)

@@ -11,7 +11,7 @@ from jaxtyping import Int64
 
 from fedpax.data.rounds.documents import Field
 from fedpax.errors import ArgumentError, ArgumentTypeError
-from fedpax.sources.examples import Examples, as_examples
+from fedpax.sources.source import Examples, as_examples
 
 Weight = float | Sequence[tuple[int, float]]
 """A constant, or points `(round, weight)` that are interpolated linearly."""

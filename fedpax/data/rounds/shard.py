@@ -15,10 +15,9 @@ from fedpax.data.rounds.documents import Field, encode_examples, read
 from fedpax.data.rounds.stream import source_name
 from fedpax.errors import FedpaxError
 from fedpax.populations.partition import Indices
-from fedpax.sources.examples import Examples
 from fedpax.sources.shuffle import hash_key, shuffled_index
-from fedpax.text.document import AnyDocument, Document, padding
-from fedpax.text.packing import TokenPairs, concatenate
+from fedpax.sources.source import Examples
+from fedpax.text.packing import AnyDocument, Document, TokenPairs, concatenate, padding
 from fedpax.text.tokenizer import Tokenizer
 
 _CHUNK = 256  # documents whose order is computed at once

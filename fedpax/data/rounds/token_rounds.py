@@ -8,9 +8,8 @@ from jaxtyping import UInt64
 
 from fedpax.clients.cohort import Cohort
 from fedpax.data.rounds.documents import Field, encode_examples
-from fedpax.data.rounds.local_rows import RowMask
 from fedpax.data.rounds.mixture import Mixture
-from fedpax.data.rounds.stream import check_sizes, source_name
+from fedpax.data.rounds.stream import RowMask, check_sizes, source_name
 from fedpax.data.rounds.token_stream import IN_MIXTURE, DataSet, TokenRounds, without_mask
 from fedpax.errors import ArgumentError
 from fedpax.populations.partition import (
@@ -18,8 +17,8 @@ from fedpax.populations.partition import (
     check_partition,
     partition_checksum,
 )
-from fedpax.sources.examples import Examples, as_examples
 from fedpax.sources.shuffle import hash_key
+from fedpax.sources.source import Examples, as_examples
 from fedpax.text.packing import TokenPairs, to_batch
 from fedpax.text.tokenizer import BYTE_TOKENIZER, Tokenizer
 
@@ -115,7 +114,7 @@ def token_rounds(
         local_steps, batch_size, seq_len]`: `inputs`, `targets`, `segments` and `positions`, as
         `fedpax.data.pack` describes them. All rows are full. With a `Conversation` there is also
         `mask`, float32, 1 for targets in answers; without one, all targets count. If `rows` leaves
-        some out, arrays are `fedpax.data.rounds.local_rows.LocalRows`, of the same shape.
+        some out, arrays are `fedpax.data.rounds.stream.LocalRows`, of the same shape.
 
     Raises:
         KeyError: the examples have no such field.

@@ -16,10 +16,11 @@ from jaxtyping import Int64, UInt64
 
 from fedpax.clients.cohort import MASK, Cohort
 from fedpax.data.rounds.documents import Field
-from fedpax.data.rounds.local_rows import LocalRows, RowMask
 from fedpax.data.rounds.mixture import Mixture, apportion
 from fedpax.data.rounds.shard import DocumentOrder, Shard, ShardPosition
 from fedpax.data.rounds.stream import (
+    LocalRows,
+    RowMask,
     check_same_texts,
     check_state,
     source_name,
@@ -27,8 +28,8 @@ from fedpax.data.rounds.stream import (
 )
 from fedpax.errors import ArgumentError
 from fedpax.populations.partition import Indices
-from fedpax.sources.examples import Examples
 from fedpax.sources.shuffle import hash_key, shuffled_index
+from fedpax.sources.source import Examples
 from fedpax.text.conversation import Conversation
 from fedpax.text.packing import Batch, TokenPairs, to_batch
 from fedpax.text.tokenizer import Tokenizer

@@ -7,10 +7,9 @@
 """
 
 from fedpax.data.tables.features import TableFeatures, fit_features
-from fedpax.data.tables.fitted_column import FittedColumn
+from fedpax.data.tables.fitted_column import ColumnSummary, FittedColumn, summarize_columns
 from fedpax.data.tables.labels import Label, infer_label
 from fedpax.data.tables.moments import Moments, federated_moments
-from fedpax.data.tables.summaries import ColumnSummary, summarize_columns
 from fedpax.data.tables.treatments import (
     Treatment,
     infer_treatments,

@@ -11,8 +11,12 @@ import numpy as np
 from jaxtyping import Float32, Float64, Int
 
 from fedpax.aggregators import Aggregator
-from fedpax.data.tables.categories import CategoryValues
-from fedpax.data.tables.fitted_column import FittedColumn, bounded_numbers, checked_missing
+from fedpax.data.tables.fitted_column import (
+    CategoryValues,
+    FittedColumn,
+    bounded_numbers,
+    checked_missing,
+)
 from fedpax.data.tables.moments import Moments, moments_of_blocks, moments_of_ranges
 from fedpax.data.tables.treatments import Treatment
 from fedpax.data.tables.values import (

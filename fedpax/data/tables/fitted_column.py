@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int
 from numpy.typing import NDArray
 
-from fedpax.data.tables.treatments import Treatment
-from fedpax.data.tables.values import arrow_column, encode_texts, is_missing, numbers
+from fedpax.data.tables.treatments import Treatment, count_distinct
+from fedpax.data.tables.values import (
+    TextValues,
+    arrow_column,
+    encode_texts,
+    is_date,
+    is_missing,
+    is_number,
+    is_text,
+    numbers,
+)
 from fedpax.errors import ArgumentError
 
 LARGEST = 1e18
@@ -138,3 +147,156 @@ def _booleans(name: str, column: Any) -> Float64[np.ndarray, " examples"]:
             "in training. Correct it."
         )
     return np.array([*(value in ("true", "1") for value in distinct), False], np.float64)[codes]
+
+
+# CategoryValues: the values of a category, and the number of clients that have each.
+class CategoryValues:
+    """The values of a category, and the number of clients that have each."""
+
+    def __init__(self, treatment: Treatment) -> None:
+        self._stated = treatment.values
+        self._clients: dict[str, int] = {}
+        self._last: tuple[int, set[str]] = (-1, set())  # a client, and its values until now
+
+    def add(self, column: Any, clients: Int[np.ndarray, " examples"]) -> None:
+        """Add examples, in which the examples of a client follow one another."""
+        distinct, codes = encode_texts(column)
+        if self._stated is not None:
+            self._clients |= dict.fromkeys(distinct, 1)
+            return
+        # Each value of each client once: a client says which values it has, not how often.
+        present = codes >= 0
+        count = max(len(distinct), 1)
+        pairs = np.unique(clients[present] * count + codes[present])
+        having = np.bincount(pairs % count, minlength=len(distinct)).tolist()
+        last, before = self._last
+        again = {distinct[pair % count] for pair in pairs[pairs // count == last].tolist()} & before
+        for value, number in zip(distinct, having, strict=False):
+            self._clients[value] = self._clients.get(value, 0) + number - (value in again)
+        if len(clients):
+            own = int(clients[-1])
+            values = {distinct[pair % count] for pair in pairs[pairs // count == own].tolist()}
+            self._last = own, values | (before if own == last else set())
+
+    def choose(self, min_clients: int) -> tuple[tuple[str, ...], bool]:
+        """Return the categories, and whether a client has another value."""
+        if self._stated is not None:
+            return self._stated, not self._clients.keys() <= {*self._stated}
+        return common_values(self._clients, min_clients)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a site tells others: the numbers, or whether it has a value not stated."""
+        if self._stated is not None:
+            return {"other": self.choose(1)[1]}
+        return {"values": self._clients}
+
+
+def common_values(clients: Mapping[str, int], min_clients: int) -> tuple[tuple[str, ...], bool]:
+    """Return the values that enough clients have, in order, and whether there are others."""
+    kept = sorted(value for value, n in clients.items() if n >= min_clients)
+    return tuple(kept), len(kept) < len(clients)
+
+
+# summarize_columns: what `fedpax data` shows of the columns of a table.
+@dataclasses.dataclass(frozen=True)
+class ColumnSummary:
+    """A column as `fedpax data` shows it.
+
+    Attributes:
+        treatment: its treatment.
+        type: the type of its values.
+        num_missing: number of examples without a value.
+        num_distinct: number of distinct values; None where values are not counted, as for lists.
+        range: the least and largest value in words; empty without numbers or dates.
+        note: why a column of texts has no numbers or dates, and the remedy; else empty.
+    """
+
+    treatment: Treatment
+    type: str
+    num_missing: int
+    num_distinct: int | None
+    range: str
+    note: str = ""
+
+    HEAD = ("column", "type", "missing", "distinct", "range", "treatment", "because")
+
+    def cells(self) -> list[str]:
+        """Return the cells of a table's row, below `HEAD`."""
+        distinct = "" if self.num_distinct is None else f"{self.num_distinct:,}"
+        missing = f"{self.num_missing:,}" if self.num_missing else ""
+        treatment = self.treatment
+        return [
+            treatment.name,
+            self.type,
+            missing,
+            distinct,
+            self.range,
+            treatment.describe(),
+            treatment.reason,
+        ]
+
+
+def summarize_columns(
+    table: Mapping[str, Any], treatments: Sequence[Treatment]
+) -> list[ColumnSummary]:
+    """Describe the columns of a table and their treatments.
+
+    Args:
+        table: the columns by name.
+        treatments: their treatments, from `infer_treatments`.
+
+    Example:
+        >>> from fedpax.data.tables.treatments import infer_treatments
+        >>> table = {"age": [31.5, None, 60.0]}
+        >>> [summary] = summarize_columns(table, infer_treatments(table))
+        >>> summary.cells()
+        ['age', 'double', '1', '2', '31.5 to 60', 'number:mean', 'numbers']
+    """
+    summaries = []
+    for treatment in treatments:
+        column = arrow_column(table[treatment.name])
+        dtype = column.type
+        missing = is_missing(column)
+        summaries.append(
+            ColumnSummary(
+                treatment,
+                str(dtype),
+                int(missing.sum()),
+                count_distinct(column) if is_counted(dtype) else None,
+                value_range(column),
+                _note(treatment.name, column),
+            )
+        )
+    return summaries
+
+
+def _note(name: str, column: Any) -> str:
+    if not is_text(column.type):
+        return ""
+    values = TextValues()
+    values.add(column)
+    return values.describe(name)
+
+
+def is_counted(dtype: Any) -> bool:
+    """Return whether the distinct values of a column of this Arrow type are counted."""
+    return is_number(dtype) or is_date(dtype) or is_text(dtype) or str(dtype) == "bool"
+
+
+def value_range(column: Any) -> str:
+    """Return the least and the largest number or date in words."""
+    import pyarrow.compute as pc
+
+    if not (is_number(column.type) or is_date(column.type)):
+        return ""
+    if str(column.type).startswith("duration"):  # whose least value Arrow does not find
+        column = numbers(column)
+        return "" if np.isnan(column).all() else f"{np.nanmin(column):g} to {np.nanmax(column):g} d"
+    if str(column.type) == "halffloat":  # which Arrow does not compare
+        column = column.cast("float32")
+    ends = pc.min_max(column)
+    if not ends["min"].is_valid:
+        return ""
+    if is_date(column.type):  # as text, for those that Python's dates cannot hold
+        return " to ".join(str(ends[name].cast("string")) for name in ("min", "max"))
+    return " to ".join(f"{float(ends[name].as_py()):g}" for name in ("min", "max"))

@@ -12,23 +12,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from jaxtyping import Float64, Int64
 
-from fedpax.data.tables.summaries import (
+from fedpax.data.tables.fitted_column import (
     ColumnSummary,
     is_counted,
     summarize_columns,
     value_range,
 )
-from fedpax.data.tables.text_values import TextValues
 from fedpax.data.tables.treatments import infer_treatment, infer_treatments
-from fedpax.data.tables.values import is_date, is_missing, is_number, is_text
+from fedpax.data.tables.values import TextValues, is_date, is_missing, is_number, is_text
 from fedpax.errors import ArgumentError
 from fedpax.user_files.columns import check_client_type
-from fedpax.user_files.file_sizes import estimate_bytes
-from fedpax.user_files.finding import CLIENT
-from fedpax.user_files.formats import TypeChangedError, find_stream, is_files
-from fedpax.user_files.load_options import LoadOptions
+from fedpax.user_files.finding import CLIENT, estimate_bytes
+from fedpax.user_files.formats import LoadOptions, TypeChangedError, find_stream, is_files
+from fedpax.user_files.held_out import add_partition, check_partition
 from fedpax.user_files.open_files import open_in_order
-from fedpax.user_files.partitioned import add_partition, check_partition
 from fedpax.user_files.prepared import prepared_folder
 from fedpax.user_files.reading import Reading
 from fedpax.user_files.selection import select_files

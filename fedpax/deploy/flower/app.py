@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedpax.deploy.flower import secagg
 from fedpax.deploy.flower.node_worker import forward, resolve, state_dir
-from fedpax.deploy.flower.records import read_record, write_record
+from fedpax.deploy.flower.secagg import read_record, write_record
 from fedpax.deploy.packets import Packet
 from fedpax.errors import ArgumentError, MissingPackageError
 
@@ -149,7 +149,7 @@ def program_path(program: str | Path | Experiment, folder: Path) -> Path:
     """Return the path of a program; an experiment is exported to a folder of states first."""
     if isinstance(program, str | Path):
         return Path(program).absolute()
-    from fedpax.deploy.experiment_program import program_file
+    from fedpax.deploy.round_program import program_file
 
     return program_file(program, folder / "programs")
 
@@ -227,9 +227,9 @@ def train(network: Any, program: Any, run: str, settings: Mapping[str, Any]) -> 
     import numpy as np
 
     from fedpax.deploy.flower.app_files import RESULTS
-    from fedpax.deploy.nodes.positions import read_position, write_position
+    from fedpax.deploy.nodes.kept_state import read_position, write_position
+    from fedpax.deploy.nodes.node_sums import check_masks, check_program
     from fedpax.deploy.nodes.round_server import RoundServer, Rules, finite_metrics
-    from fedpax.deploy.nodes.sum_checks import check_masks, check_program
 
     def setting(name: str, default: Any) -> Any:
         value = settings.get(name, -1)

@@ -43,18 +43,7 @@ def state_dir(config: Mapping[str, Any]) -> Path:
 
 
 def forward(packet: Packet, node: int, specification: Mapping[str, Any]) -> Packet:
-    """Send a packet to the worker of a node, which is started if there is none.
-
-    Args:
-        packet: the packet, with the settings of the node as `config`.
-        node: the node's id.
-        specification: what a new worker is made of, values for JSON: `program` (a path),
-            `load_data` (`"module:function"`), `state_dir`, and `supernode`, the process with which
-            the worker ends. A worker answers for one node and one specification.
-
-    Returns:
-        The worker's answer.
-    """
+    """Send a packet to the worker of a node, which is started if there is none."""
     folder = socket_folder()
     identity = json.dumps([node, sys.executable, specification], sort_keys=True)
     name = hashlib.sha256(identity.encode()).hexdigest()[:24]
@@ -68,11 +57,7 @@ def forward(packet: Packet, node: int, specification: Mapping[str, Any]) -> Pack
 
 
 def socket_folder() -> Path:
-    """Return the folder of sockets, which this user alone can enter.
-
-    Raises:
-        WorkerError: another user owns the folder, or can enter it.
-    """
+    """Return the folder of sockets, which this user alone can enter."""
     # The path of a socket has at most 104 bytes on macOS and 108 on Linux.
     base = tempfile.gettempdir() if len(tempfile.gettempdir()) < 50 else "/tmp"
     folder = Path(base) / f"fedpax-{os.getuid()}"

@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from fedpax.deploy.flower.records import read_record, write_record
-from fedpax.deploy.nodes.vectors import MODULUS, from_vector, range_of
+from fedpax.deploy.nodes.node_sums import MODULUS, from_vector, range_of
 from fedpax.deploy.packets import Packet, one_line
 
 _LOG = logging.getLogger("flwr")
@@ -181,3 +180,21 @@ class _Matching:
             if waiting:
                 time.sleep(self._poll_seconds)
         return replies
+
+
+# Packets as the records of Flower's messages.
+def write_record(packet: Packet) -> Any:
+    """Return a packet as a `flwr.app.RecordDict`."""
+    from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+
+    arrays = {
+        str(i): Array("uint8", (len(content),), "fedpax", content)
+        for i, content in enumerate(packet.arrays)
+    }
+    return RecordDict({"values": ConfigRecord(dict(packet.values)), "arrays": ArrayRecord(arrays)})
+
+
+def read_record(record: Any) -> Packet:
+    """Return the packet of a `flwr.app.RecordDict`."""
+    arrays = record["arrays"]
+    return Packet(dict(record["values"]), [arrays[str(i)].data for i in range(len(arrays))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -16,13 +17,12 @@ from fedpax.clients.cohort import Cohort
 from fedpax.data.rounds.cohort_rounds import CohortRounds, cohort_rounds
 from fedpax.deploy.encoded_values import decode_values, encode_values
 from fedpax.deploy.nodes.kept_state import KeptState, KeptStateError
-from fedpax.deploy.nodes.node_sums import KIND, NodeSums
-from fedpax.deploy.nodes.private_releases import ROUNDS_FIELD, count_release
-from fedpax.deploy.nodes.vectors import to_vector
+from fedpax.deploy.nodes.node_sums import KIND, NodeSums, to_vector
 from fedpax.deploy.packets import Packet
 from fedpax.deploy.round_program import RoundProgram
 from fedpax.deploy.runtime import ArtifactError
 from fedpax.errors import ArgumentError, ArgumentTypeError, FedpaxError
+from fedpax.files import read_file
 from fedpax.populations.client_sampler import ClientSampler
 from fedpax.transforms.discrete_gaussian import draw_noise
 
@@ -277,3 +277,37 @@ def _checked_cohort(cohort: Any) -> Cohort:
             "fedpax.Cohort of one participant: arrays [1, steps, batch, ...]."
         )
     return cohort
+
+
+# The private sums that a participant has been part of: as many as epsilon is stated for.
+ROUNDS_FIELD = "private-rounds"
+"""The setting of a node that allows another number of rounds."""
+_BYTES = 1 << 26
+
+
+class PrivacySpentError(FedpaxError):
+    """A private sum beyond those for which epsilon is stated; the message names the remedy."""
+
+
+def count_release(path: Path, name: str, *, rounds: int, sums: int) -> None:
+    """Count a private sum that a participant helps to open, unless it is counted already."""
+    try:
+        opened = list(filter(None, read_file(path, _BYTES).decode().splitlines()))
+    except FileNotFoundError:
+        opened = []
+    if name in opened:
+        return
+    if len(opened) >= rounds * sums:
+        raise PrivacySpentError(
+            f"This participant has been part of {len(opened)} private sums of the program, "
+            f"expected at most {rounds * sums}, those of {rounds} rounds: its epsilon is stated "
+            "for them, and further ones add to it. To allow more, its owner sets --node-config "
+            f"'{ROUNDS_FIELD}=...' to a larger number of rounds, over all runs."
+        )
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+    with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
+        # A kill can leave half of a line: the next one starts with a line of its own.
+        file.write(f"\n{name}\n".encode())
+        file.flush()
+        os.fsync(file.fileno())

@@ -7,6 +7,7 @@ Participants believe the server which public key belongs to which of them.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import secrets
@@ -17,17 +18,88 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedpax.deploy.encoded_values import decode_values, encode_values
-from fedpax.deploy.nodes.sum_checks import LEAST_PARTICIPANTS
 from fedpax.deploy.packets import Packet, one_line
+from fedpax.errors import ArgumentError
 from fedpax.files import check_nesting
-from fedpax.secure_sums.errors import SecureSumError
-from fedpax.secure_sums.exact_words import WORDS, NotSummableError, from_words, to_words
-from fedpax.secure_sums.roster import MAX_SITES
-from fedpax.secure_sums.sum_message import Message
+from fedpax.secure_sums.arithmetic import (
+    WORDS,
+    NotSummableError,
+    SecureSumError,
+    from_words,
+    to_words,
+)
+from fedpax.secure_sums.roster import MAX_SITES, Message
 
 if TYPE_CHECKING:
     from fedpax.deploy.nodes.round_server import Network
     from fedpax.secure_sums.site_side import SiteSide
+
+
+LEAST_PARTICIPANTS = 3
+"""Of a sum of two, each of them learns the other's terms."""
+
+
+def check_program(program: Any, quorum: int, least: int = 2, most: int | None = None) -> None:
+    """Raise an ArgumentError if a program sends anything else than terms of sums."""
+    if most is not None and program.size > most:
+        raise ArgumentError(
+            f"secure=true with {program.size} participants in a round, expected at most {most}: "
+            "each of them gets a share of each other one's secrets. Export again with a smaller "
+            'cohort, or secure-protocol="secagg+".'
+        )
+    if 2 * quorum <= program.size:
+        raise ArgumentError(
+            f"secure=true with quorum={quorum} of {program.size}, expected more than half: the "
+            "quorum's shares open the masks. Set a larger quorum."
+        )
+    if program.size < LEAST_PARTICIPANTS:
+        raise ArgumentError(
+            f"secure=true with {program.size} participants in a round, expected at least "
+            f"{LEAST_PARTICIPANTS}: with fewer, the sum tells each its neighbour's terms."
+        )
+    if quorum < least:
+        raise ArgumentError(
+            f"secure=true with quorum={quorum}, expected at least {least}: from a sum of two, each "
+            'learns the other\'s terms. Set a larger quorum, or secure-protocol="secagg+".'
+        )
+    random = np.random.default_rng(0)
+    for number, stage in enumerate(program.artifact.manifest["stages"]):
+        if stage["shown"]:
+            raise ArgumentError(
+                f"secure=true, but the server reads {stage['shown'][0]['name']} of each "
+                "participant, expected a program that sends sums and means alone. Use the "
+                "aggregator mean(), or secure=false."
+            )
+        some, others = (
+            [(8 * random.normal(size=t["shape"])).astype(t["dtype"]) for t in stage["terms"]]
+            for _ in range(2)
+        )
+        merged = program.artifact.merge(number)(some, others)
+        for term, a, b, c in zip(stage["terms"], some, others, merged, strict=True):
+            if not np.allclose(np.asarray(c, np.float64), a.astype(np.float64) + b, atol=1e-1):
+                raise ArgumentError(
+                    f"secure=true, but {term['name']} is not a sum, expected a program that sends "
+                    "sums and means alone. Use other reductions, or secure=false."
+                )
+
+
+def check_masks(program: Any, quorum: int, *, is_secure: bool) -> None:
+    """Raise an ArgumentError if a program needs masks, and the run opens sums without them."""
+    least = program.artifact.manifest["least_masked"]
+    if least is None:
+        return
+    if not is_secure:
+        raise ArgumentError(
+            "secure=false, but the program has secure_mean() or private_secure_mean(), whose terms "
+            "must be masked. Run with --run-config 'secure=true'."
+        )
+    if quorum < least:
+        raise ArgumentError(
+            f"quorum={quorum}, expected at least min_participants={least}, with which the noise of "
+            "private_secure_mean() has the stated size. Set a larger quorum, or export again with "
+            "a smaller min_participants."
+        )
+
 
 KIND = "sum"
 """The kind of packets that carry no terms."""
@@ -174,3 +246,56 @@ def _read(packet: Packet) -> Message:
     if not isinstance(header, dict):
         raise SecureSumError("its answer is malformed (it is not a dict)")
     return Message(header, {name: np.asarray(x) for name, x in arrays.items()})
+
+
+# Terms as one vector of floats, which SecAgg+ makes integers of and masks.
+#
+# Integer terms stay exact, floats become multiples of `2 * bound / range`.
+MODULUS = 2**32
+_LARGEST_RANGE = 2**30  # Flower rounds to int32
+
+
+def range_of(participants: int) -> int:
+    """Return the number of levels of a term: sums of all participants stay below the modulus."""
+    levels = _LARGEST_RANGE
+    while levels * participants >= MODULUS:
+        levels //= 2
+    return levels
+
+
+def to_vector(terms: Sequence[Any], bound: float, levels: int) -> bytes:
+    """Return terms as one vector of float64 within `bound`, in NumPy's format."""
+    parts = []
+    for term in terms:
+        values = np.asarray(term).astype(np.float64).ravel()
+        is_integer = np.asarray(term).dtype.kind in "iub"
+        values = values * (2 * bound / levels) if is_integer else values
+        largest = np.abs(values).max(initial=0.0)
+        if not largest < bound:
+            # The server reads this, so that the value is left out.
+            most = levels / 2 if is_integer else bound
+            raise ArgumentError(
+                f"A term of this participant has a value of {most:g} or more, or NaN, expected "
+                "less for a secure sum. Set --run-config 'secure-bound=...' to a larger number for "
+                "floats, or divide the weights in the program."
+            )
+        parts.append(values)
+    file = io.BytesIO()
+    np.save(file, np.concatenate([*parts, np.zeros(0)]), allow_pickle=False)
+    return file.getvalue()
+
+
+def from_vector(
+    total: Any, terms: Sequence[Mapping[str, Any]], bound: float, levels: int
+) -> list[Any]:
+    """Return the sums of terms from the sum of vectors of `to_vector`."""
+    sums, start = [], 0
+    for term in terms:
+        dtype = np.dtype(term["dtype"])
+        size = int(np.prod(term["shape"]))
+        values = np.asarray(total[start : start + size], np.float64).reshape(term["shape"])
+        start += size
+        if dtype.kind in "iub":
+            values = np.rint(values * levels / (2 * bound))
+        sums.append(values.astype(dtype))
+    return sums

@@ -1,5 +1,7 @@
 """An island: takes inner steps, sends its progress, and adds the merged fragments to its model."""
 
+import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,10 +10,119 @@ import chex
 import jax
 
 from fedpax.algorithm import AlgorithmParts, Report, most_phases_ahead
-from fedpax.islands.island.link import Link, SyncerStatus
+from fedpax.islands.island.link import JoinReply, Link, ReceivedFragment, SyncerStatus
 from fedpax.islands.island.local_model import LocalModel, LocalState
-from fedpax.islands.island.progress_ledger import Ledger
-from fedpax.islands.island.shared_link import SharedLink
+from fedpax.preemption import PreemptionGuard
+from fedpax.processes.control_channel import ControlChannel
+from fedpax.transport.calls import DisconnectedError, RefusedError
+
+SECONDS_BETWEEN_JOINS = 0.2
+
+
+class SharedLink:
+    """The link to the syncer, as all processes of an island see it."""
+
+    # Process 0 has the link. The other processes receive its status over the control channel, so
+    # that all processes dispatch the same programs in the same order. The channel does not use the
+    # devices: an island polls while its devices compute. All processes must call `join` and `poll`
+    # at the same points of their programs.
+
+    def __init__(
+        self, link: Link | None, channel: ControlChannel, preemption: PreemptionGuard
+    ) -> None:
+        self._link, self._channel, self._preemption = link, channel, preemption
+        self._count = itertools.count()
+
+    @property
+    def transferred_bytes(self) -> int:
+        """Bytes that this process has sent to the syncer and received from it."""
+        return 0 if self._link is None else self._link.sent_bytes + self._link.received_bytes
+
+    def join(
+        self, on_wait: Callable[[DisconnectedError], None], seconds: float
+    ) -> JoinReply | None:
+        """Join the syncer; None if none answers within `seconds`, or a signal asks to stop."""
+        # Process 0 calls `on_wait` after each attempt without an answer.
+        while not self._preemption.should_stop(next(self._count)):
+            try:
+                fields = self._share(lambda link: link.join()._asdict())
+            except DisconnectedError as error:
+                on_wait(error)
+                fields = self._channel.broadcast(None)
+                time.sleep(min(SECONDS_BETWEEN_JOINS, seconds))
+            if fields is not None:
+                return _read_reply(fields)
+            if self.poll().silent_seconds >= seconds:
+                break
+        return None
+
+    def start(self) -> None:
+        """Start to exchange, in threads of process 0."""
+        if self._link is not None:
+            self._link.start()
+
+    def poll(self) -> SyncerStatus:
+        """Return the status of process 0's link, in all processes."""
+        stop = self._preemption.should_stop(next(self._count))
+        fragments: list[ReceivedFragment] = []
+
+        def poll(link: Link) -> dict[str, Any]:
+            status = link.poll()
+            fragments.extend(status.fragments)
+            return status._replace(fragments=[f._replace(arrays=None) for f in fragments])._asdict()
+
+        status = SyncerStatus(**self._share(poll))
+        if self._link is None:
+            fragments = [ReceivedFragment(*fragment) for fragment in status.fragments]
+        return status._replace(fragments=fragments, stop=stop)
+
+    def _share(self, ask: Callable[[Link], dict[str, Any]]) -> Any:
+        """Return process 0's answer of the link in all processes, and raise its refusal in all."""
+        if self._link is None:
+            answer = self._channel.broadcast(None)
+            if answer is not None and "refusal" in answer:
+                raise RefusedError(answer["refusal"])
+            return answer
+        try:
+            return self._channel.broadcast(ask(self._link))
+        except RefusedError as error:
+            self._channel.broadcast({"refusal": str(error)})
+            raise
+
+    def wait(self, seconds: float) -> None:
+        """Wait at most `seconds` for a fragment in process 0; other processes wait in `poll`."""
+        if self._link is not None:
+            self._link.wait(seconds)
+
+    def prepare(self, arrays: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+        """Start to copy the arrays of an update to process 0's host; none in other processes."""
+        return {} if self._link is None else self._link.prepare(arrays)
+
+    def send(self, header: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+        """Queue an update for sending, in process 0."""
+        if self._link is not None:
+            self._link.send(header, arrays)
+
+    def report(self, steps: int, seconds_per_update: float) -> None:
+        """Set the numbers that the heartbeats of process 0 report."""
+        if self._link is not None:
+            self._link.report(steps, seconds_per_update)
+
+    def drain(self, seconds: float) -> None:
+        """Wait at most `seconds` until the syncer has received the queued updates."""
+        if self._link is not None:
+            self._link.drain(seconds)
+
+    def close(self) -> None:
+        """Stop to exchange, and tell the syncer that the island leaves."""
+        if self._link is not None:
+            self._link.close()
+
+
+def _read_reply(fields: Mapping[str, Any]) -> JoinReply:
+    """Read a reply from JSON, which has texts as keys and lists instead of tuples."""
+    received = {int(p): (process, n) for p, (process, n) in fields["received"].items()}
+    return JoinReply(**{**fields, "received": received})
 
 
 class Island:
@@ -173,3 +284,104 @@ class Island:
             loss = float(report.metrics["loss"])
             self._link.send({**header, "loss": loss if abs(loss) < float("inf") else None}, arrays)
         self._unsent = []
+
+
+# The ledger of an island: the sent and the unsent progress of each fragment.
+@dataclasses.dataclass
+class FragmentLedger:
+    """The progress of one fragment."""
+
+    # Number of merges of the outer parameters that the island has; -1 for none yet.
+    version: int = -1
+    base: int = -1  # the version at the first unsent step
+    steps: int = 0  # number of unsent inner steps
+    tokens: float = 0.0  # tokens of the unsent steps
+    last_sent: tuple[str, int] = ("", 0)  # process and sequence number of the newest update
+
+    def forget(self) -> None:
+        """Count no step as unsent."""
+        self.steps, self.tokens, self.base = 0, 0.0, self.version
+
+
+class Ledger:
+    """The progress of all fragments, and the rule that chooses the fragment to send next."""
+
+    # An island sends the fragment that the syncer merges next. If it has sent this fragment
+    # already, it sends the one after it. Thus an island that is late skips to the syncer's merge. A
+    # fragment that an island has not sent for two rounds of its own steps is sent in addition.
+
+    def __init__(self, num_fragments: int, steps_per_sync: int) -> None:
+        self.fragments = [FragmentLedger() for _ in range(num_fragments)]
+        self.sequence = 0
+        self.last_merge = -1
+        self.epoch: str | None = None
+        self._starved = 2 * num_fragments * steps_per_sync
+
+    def add_steps(self, steps: int, tokens: float) -> None:
+        """Count inner steps and their tokens."""
+        for fragment in self.fragments:
+            fragment.steps += steps
+            fragment.tokens += tokens
+
+    def next_merge(self, merges: int) -> int | None:
+        """Return the merge of the next update; None if it is too early for an update."""
+        merge = max(self.last_merge + 1, merges)
+        return merge if merge <= merges + 1 else None
+
+    def starved_fragment(self, but: int | None) -> int | None:
+        """Return a fragment, other than `but`, that was not sent for two rounds, or None."""
+        starved = [
+            p
+            for p, fragment in enumerate(self.fragments)
+            if p != but and fragment.steps >= self._starved
+        ]
+        return max(starved, key=lambda p: self.fragments[p].steps, default=None)
+
+    def sent(self, p: int, process: str, merge: int | None) -> None:
+        """Record that an update of fragment p was made."""
+        self.sequence += 1
+        self.fragments[p].last_sent = process, self.sequence
+        self.fragments[p].forget()
+        if merge is not None:
+            self.last_merge = merge
+
+    def was_dropped(self, merge: int | None) -> None:
+        """Record that the syncer dropped the update for a merge: the merge needs another one."""
+        if merge is not None:
+            self.last_merge = min(self.last_merge, merge - 1)
+
+    def received(self, p: int, version: int) -> None:
+        """Record outer parameters of fragment p."""
+        fragment = self.fragments[p]
+        fragment.version = version
+        if not fragment.steps:
+            fragment.base = version
+
+    def discard(self) -> None:
+        """Forget the unsent steps, and the outer parameters that the island has."""
+        for fragment in self.fragments:
+            fragment.version = -1
+            fragment.forget()
+        self.last_merge = -1
+
+    def versions(self) -> list[int]:
+        """Return the version of each fragment."""
+        return [fragment.version for fragment in self.fragments]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the ledger as JSON values."""
+        return {
+            "sequence": self.sequence,
+            "last_merge": self.last_merge,
+            "epoch": self.epoch,
+            "fragments": [dataclasses.asdict(fragment) for fragment in self.fragments],
+        }
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Restore a ledger from the result of `to_json`."""
+        self.sequence, self.last_merge = saved["sequence"], saved["last_merge"]
+        self.epoch = saved.get("epoch")
+        self.fragments = [
+            FragmentLedger(**{**fragment, "last_sent": tuple(fragment["last_sent"])})
+            for fragment in saved["fragments"]
+        ]

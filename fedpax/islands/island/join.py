@@ -2,46 +2,50 @@
 
 import contextlib
 import dataclasses
+import json
 import math
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from fedpax.algorithm import Params
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.console import count_of, print_error
-from fedpax.islands.data_identity import shorten
-from fedpax.islands.fragment_format import largest_message
-from fedpax.islands.island.island import Island
-from fedpax.islands.island.island_data import ShardPrefetch
-from fedpax.islands.island.island_file import Member, read_member, write_member
-from fedpax.islands.island.island_log import IslandLog
+from fedpax.errors import ConfigurationError
+from fedpax.files import describe_no_permission, read_json
+from fedpax.islands.island.island import Island, SharedLink
 from fedpax.islands.island.link import Link
 from fedpax.islands.island.local_model import LocalModel
-from fedpax.islands.island.shared_link import SharedLink
-from fedpax.islands.island.training_rounds import TrainingRounds
-from fedpax.islands.method_parts import build_parts, parts_of, tokens_per_step
+from fedpax.islands.island.training_rounds import IslandLog, ShardPrefetch, TrainingRounds
+from fedpax.islands.method_parts import (
+    build_parts,
+    largest_message,
+    parts_of,
+    shorten,
+    tokens_per_step,
+)
 from fedpax.preemption import PreemptionGuard
 from fedpax.processes.control_channel import ControlChannel
 from fedpax.run_files.configuration import write_configuration
 from fedpax.run_files.metrics import MetricsWriter
-from fedpax.run_files.paths import latest_round
-from fedpax.sites.identity import identify
+from fedpax.run_files.paths import latest_round, write_atomically
 from fedpax.sites.site_process import (
     SECONDS_TO_ASK_AGAIN,
     JoinResult,
+    identify,
     locked_folder,
     open_progress,
     patience,
 )
 from fedpax.training.experiment import Experiment, Run
-from fedpax.training.process_agreement import check_same_data
 from fedpax.training.progress import Progress, describe_devices
+from fedpax.training.resume_checks import check_same_data
 from fedpax.training.startup_report import check_processes
 from fedpax.training.tracker import track
 from fedpax.transport.calls import Connection, connect
@@ -327,3 +331,39 @@ def _exit_after(folder: Path) -> Callable[[str], None]:
         os._exit(PROCESS_ENDED)  # the main thread may wait for the devices forever
 
     return end
+
+
+# `island.json`, by which an island's folder keeps its identity and its run.
+FILE = "island.json"
+_writing = threading.Lock()  # two writers of a file would share its draft
+
+
+class Member(NamedTuple):
+    """The content of `island.json`: the folder's identity, its run, and whether it is finished."""
+
+    folder: str
+    run: str | None = None
+    finished: bool = False
+
+
+def read_member(folder: Path) -> Member:
+    """Read `island.json` of an island's folder; a new identity if there is no file."""
+    path = folder / FILE
+    if not path.exists():
+        return Member(secrets.token_hex(8))
+    try:
+        return Member(**read_json(path))
+    except PermissionError as error:
+        raise ConfigurationError(describe_no_permission(path)) from error
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigurationError(
+            f"{path} cannot be read ({type(error).__name__}: {error}), expected the file that "
+            "`fedpax join` writes. Restore it from a copy, or delete it and start the same command "
+            "again: the syncer then takes the folder for a new one."
+        ) from error
+
+
+def write_member(folder: Path, member: Member) -> None:
+    """Write `island.json`. Several threads may do so."""
+    with _writing:
+        write_atomically(folder / FILE, json.dumps(member._asdict()) + "\n")

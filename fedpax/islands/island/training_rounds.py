@@ -1,21 +1,199 @@
 """The rounds of an island that has joined: inner steps, waits for merges, metrics, checkpoints."""
 
+import contextlib
+import math
+import operator
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.algorithm import AlgorithmParts, Metrics
 from fedpax.checkpoints.checkpoint import Checkpoints
-from fedpax.islands.island.island import Island
-from fedpax.islands.island.island_data import ShardPrefetch
-from fedpax.islands.island.island_log import IslandLog
-from fedpax.islands.island.shared_link import SharedLink
+from fedpax.clients.cohort import Cohort, CohortStream, IslandStream
+from fedpax.errors import ArgumentError
+from fedpax.islands.island.island import Island, SharedLink
+from fedpax.parallel.axes import ShardingTree
 from fedpax.run_files.configuration import to_json
-from fedpax.run_files.metrics import MetricsWriter
+from fedpax.run_files.metrics import MetricsWriter, select
 from fedpax.sites.site_process import SECONDS_BETWEEN_NOTES
 from fedpax.training.experiment import Experiment
+from fedpax.training.logging import NonFiniteError
+from fedpax.training.prefetch import Prefetch
 from fedpax.training.progress import Progress
+
+ENDLESS = 2**31
+
+
+class IslandRows:
+    """A stream of one island's batches, `[steps, batch, ...]`: shard k of a stream of cohorts."""
+
+    # Thus island k trains on the same batches, in the same order, as island k of `fedpax train`. If
+    # the stream can read the rows of one island alone (`IslandStream`), other rows are not read.
+
+    def __init__(self, stream: CohortStream, shard: int) -> None:
+        self._stream, self._shard = stream, shard
+        if isinstance(stream, IslandStream):
+            stream.keep_island(shard)
+
+    def __next__(self) -> Cohort:
+        """Return the island's batches of the next round."""
+        cohort = next(self._stream)
+        if cohort.num_steps is not None:
+            raise ArgumentError(
+                "the experiment's cohorts have num_steps, expected None: islands with runtimes of "
+                "their own take every step of a round. Mark padding in a field 'mask'."
+            )
+        several = jax.process_count() > 1  # then a process has the rows of its devices alone
+        row = _Row if several else operator.getitem
+        return Cohort(jax.tree.map(lambda x: row(x, self._shard), cohort.batches))
+
+    def get_state(self) -> dict[str, Any] | bytes:
+        """Return the stream's position."""
+        return self._stream.get_state()
+
+    def set_state(self, state: Any) -> None:
+        """Move to a position from `get_state`."""
+        self._stream.set_state(state)
+
+
+class _Row:
+    """One row of an array whose blocks are read by indexing, as `array[row]` would read all."""
+
+    def __init__(self, array: Any, row: int) -> None:
+        self._array, self._row = array, row
+        self.shape, self.dtype = array.shape[1:], array.dtype
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """Return a block of the row."""
+        index = index if isinstance(index, tuple) else (index,)
+        block: np.ndarray = self._array[(slice(self._row, self._row + 1), *index)][0]
+        return block
+
+
+class ShardPrefetch:
+    """The batches of an island's shard, drawn ahead by a thread."""
+
+    # If the shard changes, the data of the new shard begin at their first round.
+
+    def __init__(
+        self,
+        cohorts: CohortStream,
+        reopen: Callable[[], CohortStream],
+        shardings: ShardingTree,
+        shard: int,
+        state: Any = None,
+    ) -> None:
+        self._reopen, self._shardings = reopen, row_shardings(shardings)
+        self._stack = contextlib.ExitStack()
+        self._open(cohorts, shard, state)
+
+    def next(self, shard: int) -> tuple[Any, Any]:
+        """Return the batches of the next round of a shard, and the position after them."""
+        if shard != self.shard:
+            self._stack.close()
+            self._open(self._reopen(), shard, None)
+        return self._prefetch.next()
+
+    def _open(self, cohorts: CohortStream, shard: int, state: Any) -> None:
+        rows = IslandRows(cohorts, shard)
+        if state is not None:
+            rows.set_state(state)
+        prefetch = Prefetch(rows, self._shardings, ENDLESS)
+        self._prefetch, self.shard = self._stack.enter_context(prefetch), shard
+
+    def __enter__(self) -> "ShardPrefetch":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Stop the thread."""
+        self._stack.close()
+
+
+def row_shardings(cohort: ShardingTree) -> ShardingTree:
+    """Return the shardings of one row of a cohort."""
+
+    def row(sharding: Any) -> NamedSharding:
+        return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+
+    if isinstance(cohort, NamedSharding):
+        return row(cohort)
+    whole: Any = cohort
+    rows: Any = Cohort(jax.tree.map(row, whole.batches))
+    return rows
+
+
+class IslandLog:
+    """A writer of metrics, which it fetches from the devices one round later."""
+
+    def __init__(
+        self,
+        metrics: MetricsWriter,
+        progress: Progress,
+        *,
+        transferred_bytes: Callable[[], int],
+        started: float,
+        items_per_round: int,
+        stop_on_non_finite: bool,
+    ) -> None:
+        self._metrics, self._progress = metrics, progress
+        self._transferred_bytes = transferred_bytes
+        self._items_per_round = items_per_round
+        self._stop_on_non_finite = stop_on_non_finite
+        before = (select(metrics.kept, "training") or [{}])[-1]
+        self._started = started - (before.get("wall_seconds") or 0.0)
+        self._bytes_before = before.get("bytes_across_placement") or 0.0
+        self._pending: tuple[int, Metrics, float] | None = None
+        self._clock = time.perf_counter()
+
+    def write_sizes(self, num_parameters: int, item_unit: str) -> None:
+        """Write the sizes of the run, unless the file has them already."""
+        self._metrics.write_sizes(
+            {
+                "num_parameters": num_parameters,
+                "num_participants": 1,
+                "item_unit": item_unit,
+                "items_per_round": self._items_per_round,
+            }
+        )
+
+    def add(self, round_number: int, metrics: Metrics, waited_seconds: float) -> None:
+        """Accept the metrics of a dispatched round, and log the round before it."""
+        self.flush()
+        self._pending = round_number, metrics, waited_seconds
+
+    def flush(self) -> None:
+        """Wait for the round that was dispatched last, and log it."""
+        if self._pending is None:
+            return
+        (number, metrics, waited), self._pending = self._pending, None
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        rate = self._items_per_round / seconds
+        self._metrics.write(
+            "training",
+            number,
+            {
+                **values,
+                "items": number * self._items_per_round,
+                "bytes_across_placement": self._bytes_before + self._transferred_bytes(),
+                "seconds": seconds,
+                "merge_wait_fraction": min(waited / seconds, 1.0),
+                "items_per_second": rate,
+                "wall_seconds": now - self._started,
+            },
+        )
+        self._progress.show_round(number, values["loss"], rate)
+        if self._stop_on_non_finite and not math.isfinite(values["loss"]):
+            raise NonFiniteError(
+                f"the loss of this island's round {number} is {values['loss']}, expected a finite "
+                "value. Start again with a smaller learning rate or with clipped gradients."
+            )
+
 
 SECONDS_TO_FLUSH = 5.0
 

@@ -12,25 +12,19 @@ import numpy as np
 
 from fedpax.algorithm import Params
 from fedpax.checkpoints.checkpoint import Checkpoints
-from fedpax.islands.fragment_format import largest_message
-from fedpax.islands.method_parts import build_parts, parts_of, tokens_per_step
-from fedpax.islands.syncer.guarded_merge import NO_GUARDS, GuardedMerges, GuardRules
-from fedpax.islands.syncer.island_table import IslandWatch
+from fedpax.islands.method_parts import build_parts, largest_message, parts_of, tokens_per_step
+from fedpax.islands.syncer.logs import IslandWatch, RoundLog, read_merges
 from fedpax.islands.syncer.members import FREE_SHARD_AFTER
-from fedpax.islands.syncer.merge_log import read_merges
 from fedpax.islands.syncer.outer_model import FragmentState, OuterModel
-from fedpax.islands.syncer.round_log import RoundLog
 from fedpax.islands.syncer.syncer import Syncer
 from fedpax.islands.syncer.syncer_store import SyncerStore
-from fedpax.islands.syncer.updates import MergeReport, Totals
+from fedpax.islands.syncer.updates import NO_GUARDS, GuardedMerges, GuardRules, MergeReport, Totals
 from fedpax.parallel.mesh import SINGLE_DEVICE
 from fedpax.preemption import PreemptionGuard
 from fedpax.run_files.configuration import to_json
-from fedpax.run_files.metrics import MetricsWriter
+from fedpax.run_files.metrics import MetricsWriter, with_quantiles
 from fedpax.run_files.paths import latest_round
-from fedpax.run_files.quantiles import with_quantiles
-from fedpax.sites.identity import identify
-from fedpax.sites.site_process import SyncerResult, locked_folder, serving
+from fedpax.sites.site_process import SyncerResult, identify, locked_folder, serving
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.progress import Progress
 from fedpax.transport.admission import NO_LIMITS, Admission, SiteLimits

@@ -12,35 +12,37 @@ from typing import Any
 import numpy as np
 
 from fedpax.algorithm import AlgorithmParts, most_phases_ahead
-from fedpax.islands.data_identity import MAX_DATA_SETS
-from fedpax.islands.syncer.epochs import Epochs
-from fedpax.islands.syncer.guarded_merge import NO_GUARDS, GuardedMerges, gradient_norm, leave_out
-from fedpax.islands.syncer.join_limit import JoinLimit
+from fedpax.islands.method_parts import MAX_DATA_SETS
 from fedpax.islands.syncer.members import (
     FREE_SHARD_AFTER,
+    Epochs,
     IslandRecord,
     IslandReport,
     Members,
     note_merged,
 )
 from fedpax.islands.syncer.outer_model import OuterModel, check_finite
-from fedpax.islands.syncer.pending import PendingUpdates
-from fedpax.islands.syncer.quorum import Quorum
-from fedpax.islands.syncer.step_credit import StepCredits
+from fedpax.islands.syncer.pending import JoinLimit, PendingUpdates, Quorum, StepCredits
 from fedpax.islands.syncer.syncer_store import SyncerStore
 from fedpax.islands.syncer.updates import (
+    NO_GUARDS,
     REPORTED,
+    GuardedMerges,
     MergeReport,
     Totals,
     check_update,
+    combine,
+    gradient_norm,
+    group_votes,
+    leave_out,
+    make_report,
     read_update,
     why_dropped,
 )
-from fedpax.islands.syncer.votes import combine, group_votes, make_report
-from fedpax.sites.identity import Identity, find_difference
+from fedpax.sites.site_process import Identity, find_difference
+from fedpax.transport.call_pool import LimitedLog
 from fedpax.transport.calls import MalformedError, RefusedError
 from fedpax.transport.checked_header import CheckedHeader
-from fedpax.transport.limited_log import LimitedLog
 from fedpax.transport.message import Message
 
 _logger = logging.getLogger(__name__)
@@ -49,10 +51,9 @@ _logger = logging.getLogger(__name__)
 class Syncer:
     """The outer model of a run, and the rules by which islands change it."""
 
-    # `handle` answers one message and may be called by several threads. `advance` does the merges
-    # that are due. `handle` calls it after each update. A timer must call it too, because a grace
-    # window ends without a message. A merge is saved before an island receives it, and `on_merge`
-    # is called in the thread that did it.
+    # `handle` answers a message, in several threads. `advance` does the merges that are due, after
+    # each update and by a timer, because a grace window ends without a message. A merge is saved
+    # before an island receives it, and `on_merge` is called in the thread that did it.
     # In a quorum, and in a merge that needs all updates at once, such as a median, the islands of a
     # certificate count once. Without certificates each island counts. `failure` is the error that
     # prevents further merges, such as a full disk.

@@ -63,7 +63,7 @@ EXECUTION_FIELDS = frozenset(
     }
 )
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-# Boundaries of Llama 3.1's rotary scaling, which `fedpax.models.attention.layer.rotary` fixes.
+# Boundaries of Llama 3.1's rotary scaling, which `fedpax.models.attention.causal.rotary` fixes.
 _MOST = 2**31 - 1  # of the integers that JAX computes with
 LLAMA3_ROPE: Mapping[str, float] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 

@@ -17,22 +17,21 @@ from jax.typing import DTypeLike
 from fedpax.errors import ArgumentError, MissingPackageError
 from fedpax.files import check_fetched
 from fedpax.models.huggingface.config import from_entries
-from fedpax.models.huggingface.folder import (
+from fedpax.models.huggingface.tensors import (
     AGAIN,
     CONFIG,
     INDEX,
-    existing_folder,
-    listed,
-    read_entries,
-    weight_files,
-)
-from fedpax.models.huggingface.sizes import check_entries, check_sizes
-from fedpax.models.huggingface.tensors import (
     Bounds,
     StoredParameter,
     bounds_of,
+    check_entries,
+    check_sizes,
+    existing_folder,
     flatten,
+    listed,
+    read_entries,
     stored_parameters,
+    weight_files,
 )
 from fedpax.models.nnx_functional import Params
 from fedpax.models.transformer import transformer

@@ -19,13 +19,17 @@ from fedpax.models.huggingface.config import (
     from_entries,
     to_entries,
 )
-from fedpax.models.huggingface.folder import CONFIG, INDEX, SINGLE_FILE, listed, read_entries
 from fedpax.models.huggingface.read_model import DTYPES, safetensors
 from fedpax.models.huggingface.tensors import (
+    CONFIG,
+    INDEX,
+    SINGLE_FILE,
     Index,
     StoredParameter,
     bounds_of,
     flatten,
+    listed,
+    read_entries,
     stored_parameters,
 )
 from fedpax.models.nnx_functional import Params

@@ -13,7 +13,7 @@ from fedpax.errors import ArgumentError
 from fedpax.user_files.columns import array_to_arrow
 from fedpax.user_files.finding import DataFile
 from fedpax.user_files.formats import ReadOptions
-from fedpax.user_files.readers.own_clients import add_clients
+from fedpax.user_files.read_table import add_clients
 
 _TFF_ROOT = "examples"
 

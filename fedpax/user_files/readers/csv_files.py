@@ -1,5 +1,7 @@
 """read_csv and stream_csv: CSV and TSV, parsed by pyarrow."""
 
+import contextlib
+import io
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,19 +9,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 from pyarrow import csv
 
 from fedpax.errors import ArgumentError
 from fedpax.user_files.finding import DataFile
-from fedpax.user_files.formats import BadRows, ReadOptions, TypeChangedError
-from fedpax.user_files.readers.csv_errors import (
-    check_header,
-    check_single_column,
-    not_utf8,
-    rows_explained,
-)
+from fedpax.user_files.formats import BadRows, ReadOptions, TypeChangedError, describe_contents
 from fedpax.user_files.readers.csv_hints import tell_open_quotes, tell_spaces
-from fedpax.user_files.readers.decimal_points import check_decimal_points, check_stated_number
 
 _BLOCK = 1 << 24
 
@@ -180,3 +176,183 @@ def _column_of(error: Exception, file: DataFile, options: ReadOptions) -> str | 
         # Without stated types, to which the first block may not convert.
         reader = csv.open_csv(opened, **_options(file, options, {}, use_threads=True))
         return str(reader.schema.names[int(match[1])])
+
+
+# Errors for CSV that cannot be parsed: its encoding, its delimiter, and rows of other lengths.
+_FIRST_ROWS = 50  # below which a longer row can have the names of the columns
+_ROW = re.compile(r"Row #(\d+): Expected (\d+) columns, got (\d+): (.*)", re.DOTALL)
+
+
+@contextlib.contextmanager
+def rows_explained(file: DataFile, delimiter: str) -> Iterator[None]:
+    """Add the remedy to pyarrow's error for a row, whose number one thread tells."""
+    try:
+        yield
+    except pa.ArrowInvalid as error:
+        if "straddl" in str(error) or "out of sync" in str(error):
+            raise ArgumentError(
+                "it has a quoted value that does not end within 16 MB. Close the quote, or write a "
+                'quote within a text as ""'
+            ) from error
+        match = _ROW.search(str(error))
+        if match is None:
+            raise
+        raise ArgumentError(_explain_row(file, delimiter, match)) from error
+
+
+def _explain_row(file: DataFile, delimiter: str, match: re.Match[str]) -> str:
+    row, expected, got = int(match[1]), int(match[2]), int(match[3])
+    first_line = match[4].split("\n")[0].rstrip("\r")
+    text = f"its row {row} has {got} columns, expected {expected} as in its first line: "
+    if '"' in first_line and "\n" in match[4].strip():
+        return (
+            f"{text}{first_line!r} opens a quote that its line does not close. Close it, or write "
+            'a quote within a text as ""'
+        )
+    if got > expected and row <= _FIRST_ROWS:
+        lines = _first_lines(file)
+        place = next((k for k, line in enumerate(lines) if line.startswith(first_line[:40])), 0)
+        # The rows below a line of names have its length; those below a damaged row have not.
+        below = lines[place + 1] if place + 1 < len(lines) else first_line
+        if place and below.count(delimiter) == first_line.count(delimiter):
+            return (
+                f"its line 1, {lines[0][:80]!r}, is read as the names of the columns, "
+                f"{expected} in all, and its line {place + 1}, {first_line[:80]!r}, has {got} "
+                "columns. If line 1 is a title or a comment, remove the lines above the names, "
+                f"such as by `tail -n +{place + 1} {file.path} > new.csv`; else correct the row"
+            )
+    return (
+        f"{text}{first_line[:80]!r}. Correct it, and quote a value that contains the delimiter; "
+        "`fedpax prepare` leaves such rows out with --on_bad_row=skip"
+    )
+
+
+def _first_lines(file: DataFile) -> list[str]:
+    with file.open() as opened:
+        head: bytes = opened.read(1 << 16)
+    return head.decode(errors="replace").removeprefix("\ufeff").splitlines()
+
+
+def check_header(file: DataFile, delimiter: str) -> None:
+    """Raise an error for a file in another encoding, or with another delimiter, than the usual."""
+    with file.open() as opened:
+        header = opened.read(1 << 16).split(b"\n")[0]
+    if header.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise ArgumentError(
+            f"it is UTF-16, not UTF-8, expected UTF-8. Convert it, {_convert('UTF-16', file)}"
+        )
+    if delimiter.encode() not in header:
+        check_delimiter(delimiter, header.decode(errors="replace").strip())
+
+
+def check_single_column(file: DataFile, delimiter: str, name: str) -> None:
+    """Raise an error for one column that the delimiter should divide, or that is no table."""
+    check_delimiter(delimiter, name)
+    if told := describe_contents(file):
+        raise ArgumentError(told)
+
+
+def check_delimiter(delimiter: str, name: str) -> None:
+    """Raise an error for the name of a single column that has another delimiter."""
+    if delimiters := [c for c in ";\t|" if c in name]:
+        raise ArgumentError(
+            f"it has one column, {name!r}, which delimiter={delimiter!r} does not divide. Set "
+            f"delimiter={delimiters[0]!r}"
+        )
+
+
+def not_utf8(file: DataFile) -> ArgumentError:
+    """Return an error that names the first line that is not UTF-8."""
+    where = ""
+    with file.open() as opened:
+        for number, line in enumerate(io.BufferedReader(opened), 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                around = line[max(0, error.start - 20) : error.start + 20]
+                text = around.decode("cp1252", errors="replace").strip()
+                where = f" in line {number}, which as WINDOWS-1252 is {text!r}"
+                break
+    return ArgumentError(
+        f"it is not UTF-8{where}, expected UTF-8. Correct the line, or convert a file of "
+        f"another encoding, {_convert('WINDOWS-1252', file)}"
+    )
+
+
+def _convert(encoding: str, file: DataFile) -> str:
+    new = f"new{file.suffix}"
+    return f"such as by `iconv -f {encoding} -t UTF-8 {file.path} > {new}`"
+
+
+# Errors for columns of CSV whose numbers are read as texts because of points or commas.
+_SPACES = "'\u2019 \u00a0\u202f"  # apostrophes and spaces that separate thousands
+_GROUPED = (
+    rf"\d{{1,3}}(?:[.{_SPACES}]\d{{3}})+,\d+|\d{{1,3}}(?:[,{_SPACES}]\d{{3}})+\.\d+"
+    r"|\d{1,3}(?:(?:\.\d{3}){2,}|(?:,\d{3}){2,})"
+)
+_NUMBER = rf"^\s*[+-]?(?:{_GROUPED}|\d*[.,]?\d+(?:[eE][+-]?\d+)?)\s*$"
+
+
+def check_decimal_points(table: pa.Table, options: ReadOptions) -> None:
+    """Raise an error for a column of texts that are numbers with another decimal point."""
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        is_read = not options.columns or name in options.columns
+        if is_read and name not in options.types and pa.types.is_string(column.type):
+            for chunk in column.chunks:
+                values = chunk.drop_null()
+                # A few values decide for almost all texts.
+                if not (_match(values[:100], _NUMBER).all() and _match(values, _NUMBER).all()):
+                    break
+                _check_values(name, values, options.decimal_point or ".")
+
+
+def check_stated_number(error: Exception, column: str | None, options: ReadOptions) -> None:
+    """Raise an error for a decimal comma or separated thousands where the type is stated."""
+    grouped = re.search(rf"invalid value '([+-]?(?:{_GROUPED}))'", str(error))
+    if grouped and column in options.types:
+        raise ArgumentError(
+            f"its column {column!r} has numbers with thousands separators, such as {grouped[1]!r}. "
+            "Write them in the file with one decimal point and without separators, or set "
+            f"types={{{column!r}: 'string'}} to keep texts"
+        ) from error
+    value = re.search(r"invalid value '(-?\d*,\d+)'", str(error))
+    if value and column in options.types and options.decimal_point != ",":
+        raise ArgumentError(
+            f"its column {column!r} has numbers with decimal commas: "
+            f"{' '.join(str(error).split())}. Set decimal_point=','"
+        ) from error
+
+
+def _check_values(name: str, values: pa.Array, point: str) -> None:
+    """Raise an error for a value that is not read as a number."""
+    other = "," if point == "." else "."
+    grouped = _match(values, rf"^\s*[+-]?(?:{_GROUPED})\s*$")
+    decimal = _match(values, rf"^[^{point}]*\{other}[^{point}]*$") & ~grouped
+    mixed = grouped if grouped.any() else decimal & _match(values, rf"\{point}").any()
+    keep = f"or set types={{{name!r}: 'string'}} to keep texts"
+    if mixed.any():
+        raise ArgumentError(
+            f"its column {name!r} has numbers with thousands separators or with both points and "
+            f"commas, such as {_first(values, mixed)!r}, which are read as texts. Write them in "
+            f"the file with one decimal point and without separators, {keep}"
+        )
+    if decimal.any():
+        value = _first(values, decimal)
+        remedy = f"Set decimal_point={other!r} for numbers"
+        if point == ",":
+            remedy = f"Leave decimal_point=',' out if {value!r} is a number with a decimal point"
+        if re.fullmatch(r"[+-]?[1-9]\d{0,2}[.,]\d{3}", value.strip()):  # 1.234, or 1234
+            remedy += f", remove the {other!r} from the file if it separates thousands"
+        raise ArgumentError(
+            f"its column {name!r} has the value {value!r}, which is read as text, because "
+            f"decimal_point is {point!r}. {remedy}, {keep}"
+        )
+
+
+def _match(values: pa.Array, pattern: str) -> NDArray[np.bool_]:
+    """Return which texts match a regular expression."""
+    return np.asarray(pc.match_substring_regex(values, pattern), np.bool_)
+
+
+def _first(values: pa.Array, chosen: NDArray[np.bool_]) -> str:
+    return str(values[int(np.argmax(chosen))])

@@ -1,6 +1,7 @@
 """read_images: image files and encoded images as arrays of uint8, decoded by Pillow."""
 
 import io
+import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -81,3 +82,28 @@ def decode_column(column: Any, options: ReadOptions) -> Any:
             "out with columns="
         )
     return decode_images(encoded, [f"image {n}" for n in range(len(encoded))], options)
+
+
+# decode_features: Hugging Face's features in Arrow tables, such as encoded images.
+def decode_features(table: pa.Table, options: ReadOptions) -> pa.Table:
+    """Decode the columns that the schema's metadata calls images; other columns stay."""
+    for name in image_columns(table.schema):
+        if not options.columns or name in options.columns:
+            position = table.column_names.index(name)
+            table = table.set_column(position, name, decode_column(table.column(name), options))
+    return table
+
+
+def image_columns(schema: pa.Schema) -> list[str]:
+    """Return the columns whose feature is an image."""
+    metadata = (schema.metadata or {}).get(b"huggingface")
+    try:
+        features = json.loads(metadata or "{}")["info"]["features"]
+        names = [name for name, feature in features.items() if feature["_type"] == "Image"]
+    except (ValueError, KeyError, TypeError, AttributeError):  # a form that is not known here
+        return []
+    return [
+        name
+        for name in names
+        if name in schema.names and pa.types.is_struct(schema.field(name).type)
+    ]

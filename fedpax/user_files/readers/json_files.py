@@ -15,8 +15,8 @@ from fedpax.files import NESTING, parse_json
 from fedpax.user_files.columns import concatenate_values, json_values
 from fedpax.user_files.finding import DataFile
 from fedpax.user_files.formats import ReadOptions, TypeChangedError
-from fedpax.user_files.readers.csv_errors import not_utf8
-from fedpax.user_files.readers.own_clients import add_clients
+from fedpax.user_files.read_table import add_clients
+from fedpax.user_files.readers.csv_files import not_utf8
 
 _LEAF = re.compile(rb'\{\s*"(users|num_samples|user_data|hierarchies)"\s*:\s*[\[{]')
 _TEXT = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)

@@ -14,10 +14,10 @@ import google_crc32c
 import pyarrow as pa
 
 from fedpax.errors import ArgumentError
-from fedpax.sources.text_records import example_features
+from fedpax.sources.source import example_features
 from fedpax.user_files.finding import DataFile
 from fedpax.user_files.formats import ReadOptions
-from fedpax.user_files.readers.own_clients import add_clients
+from fedpax.user_files.read_table import add_clients
 from fedpax.user_files.schemas import join_parts
 
 _ROWS_AT_ONCE = 1 << 14

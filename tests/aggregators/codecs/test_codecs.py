@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from fedpax.aggregators import codecs
-from fedpax.aggregators.codecs.bit_packing import pack_bits, packed_words, unpack_bits
 from fedpax.aggregators.codecs.blocks import choose_blocks, from_blocks, to_blocks
+from fedpax.aggregators.codecs.codec import pack_bits, packed_words, unpack_bits
 from fedpax.aggregators.codecs.rotated import hadamard_transform
 
 CODECS = {

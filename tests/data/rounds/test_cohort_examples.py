@@ -7,7 +7,7 @@ from cohort_problem import keep_fields, problem
 
 from fedpax.data import load
 from fedpax.data.rounds.cohort_rounds import cohort_rounds
-from fedpax.data.rounds.preprocess import preprocess_images
+from fedpax.data.rounds.labeled_examples import preprocess_images
 from fedpax.populations.client_sampler import ClientSampler
 from fedpax.populations.partition import partition_by_field
 

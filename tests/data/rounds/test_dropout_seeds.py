@@ -3,7 +3,7 @@
 import numpy as np
 
 from fedpax import Cohort
-from fedpax.data.rounds.dropout_seeds import DROPOUT_SEED, add_dropout_seeds
+from fedpax.data.rounds.augmentation import DROPOUT_SEED, add_dropout_seeds
 
 LABELS = np.arange(3 * 4 * 5).reshape(3, 4, 5)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from fedpax.clients.cohort_stream import fingerprint
+from fedpax.clients.cohort import fingerprint
 from fedpax.data import (
     ClientSampler,
     FunctionRounds,

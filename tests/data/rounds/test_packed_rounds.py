@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedpax.data import ClientSampler, CohortRounds, cohort_rounds
-from fedpax.data.rounds.preprocess import Preprocess, preprocess_images
+from fedpax.data.rounds.labeled_examples import Preprocess, preprocess_images
 from fedpax.parallel.mesh import make_mesh
 from fedpax.training import prefetch
 from fedpax.training.prefetch import Prefetch

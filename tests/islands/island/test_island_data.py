@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fedpax.data import LazyStream, Mixture, partition_iid, token_rounds
-from fedpax.islands.island.island_data import IslandRows, ShardPrefetch, row_shardings
+from fedpax.islands.island.training_rounds import IslandRows, ShardPrefetch, row_shardings
 
 ISLANDS, SIZES = 3, {"islands": 3, "local_steps": 2, "batch_size": 2, "seq_len": 8}
 

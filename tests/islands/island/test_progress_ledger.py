@@ -1,6 +1,6 @@
 """The ledger of an island: the fragment that it sends next, and the steps that are not sent."""
 
-from fedpax.islands.island.progress_ledger import Ledger
+from fedpax.islands.island.island import Ledger
 
 
 def test_an_island_sends_the_fragment_of_the_next_merge():

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedpax.islands.island.island import Island
+from fedpax.islands.island.island import Island, SharedLink
 from fedpax.islands.island.link import Link
-from fedpax.islands.island.shared_link import SharedLink
 from fedpax.islands.island.training_rounds import wait_for_merge
-from fedpax.sites.identity import WIRE_FORMAT
+from fedpax.sites.site_process import WIRE_FORMAT
 from fedpax.transport.calls import DisconnectedError, RefusedError
 from fedpax.transport.message import Message
 
@@ -134,7 +133,7 @@ def exchange_once(link: Link) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_all_processes_dispatch_the_same_programs(seed: int, monkeypatch) -> None:
-    monkeypatch.setattr("fedpax.islands.island.shared_link.SECONDS_BETWEEN_JOINS", 0.0)
+    monkeypatch.setattr("fedpax.islands.island.island.SECONDS_BETWEEN_JOINS", 0.0)
     values: queue.SimpleQueue = queue.SimpleQueue()
     first, one = run_process(Channel(True, values), RandomSyncer(seed))
     second, other = run_process(Channel(False, values), None)
@@ -151,7 +150,7 @@ def test_all_processes_dispatch_the_same_programs(seed: int, monkeypatch) -> Non
 
 @pytest.mark.parametrize("seed", range(4))
 def test_all_processes_discard_the_progress_on_a_lost_state(seed: int, monkeypatch) -> None:
-    monkeypatch.setattr("fedpax.islands.island.shared_link.SECONDS_BETWEEN_JOINS", 0.0)
+    monkeypatch.setattr("fedpax.islands.island.island.SECONDS_BETWEEN_JOINS", 0.0)
     values: queue.SimpleQueue = queue.SimpleQueue()
     syncer = RandomSyncer(seed, loss=0.05)
     first, one = run_process(Channel(True, values), syncer)
@@ -163,7 +162,7 @@ def test_all_processes_discard_the_progress_on_a_lost_state(seed: int, monkeypat
 
 
 def test_a_refusal_reaches_all_processes(monkeypatch) -> None:
-    monkeypatch.setattr("fedpax.islands.island.shared_link.SECONDS_BETWEEN_JOINS", 0.0)
+    monkeypatch.setattr("fedpax.islands.island.island.SECONDS_BETWEEN_JOINS", 0.0)
     values: queue.SimpleQueue = queue.SimpleQueue()
     syncer = RandomSyncer(0, refuses_after=40)
     for channel, its in ((Channel(True, values), syncer), (Channel(False, values), None)):

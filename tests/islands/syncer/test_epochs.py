@@ -14,8 +14,8 @@ from islands.syncer_methods import parts
 
 from fedpax.islands.island.island import Island
 from fedpax.islands.island.link import Link
-from fedpax.islands.syncer.epochs import Epochs
-from fedpax.islands.syncer.merge_log import read_merges
+from fedpax.islands.syncer.logs import read_merges
+from fedpax.islands.syncer.members import Epochs
 from fedpax.islands.syncer.syncer_store import SyncerStore
 from fedpax.transport.calls import RefusedError
 from fedpax.transport.message import Message

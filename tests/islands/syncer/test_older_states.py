@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from islands.syncer.stored_merges import FRAGMENTS, Model, begin, load, manifest, merge
 
 from fedpax.errors import ConfigurationError, DamagedStateError
-from fedpax.islands.syncer import journal as journal_module
+from fedpax.islands.syncer import syncer_store as journal_module
+from fedpax.islands.syncer.logs import read_merges
 from fedpax.islands.syncer.members import IslandReport
-from fedpax.islands.syncer.merge_log import read_merges
 from fedpax.islands.syncer.syncer_store import SyncerStore
 
 Files = dict[Path, bytes]

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedpax.islands.syncer.round_log import RoundLog
+from fedpax.islands.syncer.logs import RoundLog
 from fedpax.islands.syncer.updates import Totals, read_report
 from fedpax.run_files.metrics import MetricsWriter, read_metrics
 from fedpax.training.progress import Progress

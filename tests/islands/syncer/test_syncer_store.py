@@ -18,7 +18,7 @@ from islands.syncer.stored_merges import FRAGMENTS, Model, begin, load, manifest
 
 from fedpax.errors import ConfigurationError, DamagedStateError
 from fedpax.islands.syncer import syncer_store
-from fedpax.islands.syncer.merge_log import read_merges
+from fedpax.islands.syncer.logs import read_merges
 from fedpax.islands.syncer.syncer_store import KEPT, SyncerStore
 
 

@@ -9,8 +9,12 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from fedpax.models.attention import causal
-from fedpax.models.attention.causal import causal_attention, platform
-from fedpax.models.attention.layer import attention_mask, masked_attention
+from fedpax.models.attention.causal import (
+    attention_mask,
+    causal_attention,
+    masked_attention,
+    platform,
+)
 from fedpax.ops.splash_attention import splash_attention
 from fedpax.parallel import MeshConfig
 

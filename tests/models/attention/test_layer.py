@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedpax.models.attention.layer import attention_mask, masked_attention, rotary, rotate
+from fedpax.models.attention.causal import attention_mask, masked_attention, rotary, rotate
 
 attend = jax.jit(masked_attention)
 

@@ -51,7 +51,7 @@ from fedpax.sites.contract import (
 from fedpax.sites.site_files import FEDERATION
 from fedpax.training.experiment import Run
 from fedpax.training.training_config import TrainingConfig
-from fedpax.transport.checked_header import CheckedHeader
+from fedpax.transport.admission import CheckedHeader
 from fedpax.user_files.formats import is_files
 
 MOST_STEPS = 1 << 20

@@ -1,4 +1,4 @@
-"""Krum and Multi-Krum: the updates that are closest to their neighbours."""
+"""Krum, Multi-Krum and Bulyan: the updates that are closest to their neighbours."""
 
 from __future__ import annotations
 

@@ -32,8 +32,12 @@ from fedpax.data.rounds.stream import FunctionRounds, LazyStream, LocalRows, add
 from fedpax.data.rounds.token_rounds import token_round_shapes, token_rounds
 from fedpax.data.rounds.token_stream import TokenRounds
 from fedpax.data.rounds.unreliable_rounds import RoundOutcome, UnreliableRounds, unreliable_rounds
-from fedpax.populations.availability import DailyAvailability, RecordedAvailability
-from fedpax.populations.client_arrays import ContiguousClients, concatenate_clients
+from fedpax.populations.client_arrays import (
+    ContiguousClients,
+    DailyAvailability,
+    RecordedAvailability,
+    concatenate_clients,
+)
 from fedpax.populations.client_sampler import ClientSampler, poisson_cohort_size
 from fedpax.populations.label_skew import (
     partition_by_quantity,

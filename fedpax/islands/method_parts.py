@@ -17,7 +17,7 @@ from fedpax.errors import ConfigurationError
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.training.experiment import Experiment, Run
 from fedpax.training.resume_checks import begin_from
-from fedpax.transport.checked_header import MAX_TEXT
+from fedpax.transport.admission import MAX_TEXT
 
 
 def build_parts(experiment: Experiment, mesh: MeshConfig, exp: str = "") -> Run:

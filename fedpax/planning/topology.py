@@ -1,4 +1,4 @@
-"""The devices that a program is compiled for: a TPU pod without the hardware, CPUs, or GPUs."""
+"""The devices that a program is compiled for, and the networks between them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,14 @@
-"""Exchange of small values between the processes of a job, and of arrays of process 0."""
+"""Small values between the processes of a job, and its control channel; arrays of process 0."""
 
+import contextlib
 import json
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Num
 
 from fedpax.errors import ConfigurationError
+from fedpax.processes.job_processes import JobProcessesError, find_job_processes
+from fedpax.processes.json_line_socket import greetings, listen_on, parse_line, printable, read_line
 
 NUM_LENGTH_BYTES = 8
 NUM_FIRST_BYTES = 4096
@@ -96,3 +106,175 @@ class Broadcast:
         """Gather the array on every device; may be traced."""
         chunks = jax.lax.with_sharding_constraint(rows[self._sources], self._replicated)
         return chunks.ravel()[: self._like.size].reshape(self._like.shape)
+
+
+# The control channel of a job: small values from process 0 to the other processes.
+SECONDS_TO_CONNECT = 60.0
+SECONDS_TO_GREET = 5.0
+SECONDS_BETWEEN_BEATS = 5.0
+LONGEST_VALUE = 2**26
+SECONDS_TO_FAIL = 10.0
+"""Seconds in which a process can fail for the reason for which another one has failed."""
+
+
+class ControlChannel(AbstractContextManager["ControlChannel"]):
+    """A connection of process 0 with each other process, beside the devices; a context manager."""
+
+    # A collective runs on the devices, after all programs that were dispatched before it. The
+    # channel does not wait for them: processes can agree on their next programs while the devices
+    # compute. If a process ends without closing its channel, or is silent, every process that is
+    # connected with it calls `on_end`, in a thread, with a description. If it closes its channel
+    # because of an error, they call it ten seconds later, unless they have closed their channels by
+    # then. All processes must make the channel at the same point of their programs. By default a
+    # process counts as silent after 40 seconds, because `jax.distributed` aborts processes 50 to
+    # 100 seconds after one is silent.
+
+    def __init__(self, on_end: Callable[[str], None], silence: float = 40.0) -> None:
+        self._on_end, self._silence = on_end, silence
+        self._sending = threading.Lock()
+        self._connections: dict[int, socket.socket] = {}
+        self._values: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self.is_first = jax.process_index() == 0
+        if jax.process_count() == 1:
+            return
+        with contextlib.ExitStack() as server:
+            offer = {}
+            if self.is_first:
+                listener = server.enter_context(listen_on(0, jax.process_count()))
+                offer = {
+                    "hosts": _own_names(),
+                    "port": listener.getsockname()[1],
+                    "token": secrets.token_hex(16),
+                }
+            offer = gather_json(offer)[0]
+            peers = _accept_all(listener, offer) if self.is_first else [_connect(offer)]
+        for number, host, connection in peers:
+            connection.settimeout(silence)
+            self._connections[number] = connection
+            threading.Thread(
+                target=self._read, args=(number, host, connection), daemon=True
+            ).start()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the value of process 0, a tree of JSON types, in all processes."""
+        # Process 0 does not wait for the other processes.
+        if self.is_first:
+            self._send({"value": value})
+            return value
+        return self._values.get()
+
+    def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
+        """Close the connections. After an error, the other processes end too."""
+        self._closed.set()
+        self._send({"failed": error_type is not None})
+        for connection in self._connections.values():
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_WR)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        line = json.dumps(message).encode() + b"\n"
+        with self._sending:
+            for connection in self._connections.values():
+                with contextlib.suppress(OSError):  # the thread that reads notices it
+                    connection.sendall(line)
+
+    def _beat(self) -> None:
+        while not self._closed.wait(min(self._silence / 4, SECONDS_BETWEEN_BEATS)):
+            self._send({"beat": True})
+
+    def _read(self, number: int, host: str, connection: socket.socket) -> None:
+        """Receive values until the other process closes its channel, ends or is silent."""
+        with connection:
+            end = self._receive(connection)
+            if end is not None and not self._closed.is_set():
+                self._on_end(f"process {number} on {host} {end}")
+
+    def _receive(self, connection: socket.socket) -> str | None:
+        """Receive values; return how the other process has ended, or None if it is done."""
+        try:
+            with connection.makefile("rb") as lines:
+                while line := lines.readline(LONGEST_VALUE):
+                    if (message := parse_line(line)) is None:
+                        return f"has sent no JSON object within {LONGEST_VALUE} bytes"
+                    if "value" in message:
+                        self._values.put(message["value"])
+                    elif message.get("failed"):
+                        self._closed.wait(SECONDS_TO_FAIL)
+                        return "has failed"
+                    elif "failed" in message:
+                        return None
+        except TimeoutError:
+            return f"has sent nothing for {self._silence:g} s"
+        except OSError:
+            pass
+        return "has ended"
+
+
+def _own_names() -> list[str]:
+    """Return the names by which other hosts may reach this one, the most likely one first."""
+    processes = find_job_processes()
+    host_name = socket.gethostname()
+    names = [host_name, socket.getfqdn()]
+    with contextlib.suppress(OSError):
+        names.append(socket.gethostbyname(host_name))
+    return list(dict.fromkeys([*([processes.host] if processes else []), *names]))
+
+
+def _accept_all(
+    listener: socket.socket, offer: dict[str, Any]
+) -> list[tuple[int, str, socket.socket]]:
+    """Return number, host and connection of each other process. Strangers are ignored."""
+    expected = set(range(1, jax.process_count()))
+    connected: dict[int, tuple[int, str, socket.socket]] = {}
+    deadline = time.monotonic() + SECONDS_TO_CONNECT
+    with contextlib.closing(greetings(listener, deadline, SECONDS_TO_GREET)) as connections:
+        for connection, greeting in connections:
+            number, host = greeting.get("process"), printable(greeting.get("host"))
+            with contextlib.suppress(OSError):
+                if greeting.get("token") == offer["token"] and number in expected:
+                    connection.settimeout(SECONDS_TO_GREET)
+                    connection.sendall(b'{"welcome": true}\n')
+                    connected[number] = number, host, connection
+                    if connected.keys() == expected:
+                        return list(connected.values())
+                    continue
+            connection.close()
+    raise JobProcessesError(
+        f"processes {sorted(expected - connected.keys())} did not connect to process 0 on port "
+        f"{offer['port']} within {SECONDS_TO_CONNECT:g} s, expected all of them. Let the "
+        "hosts of the job connect to each other on any port."
+    )
+
+
+def _connect(offer: dict[str, Any]) -> tuple[int, str, socket.socket]:
+    """Connect to process 0."""
+    greeting = {
+        "token": offer["token"],
+        "process": jax.process_index(),
+        "host": socket.gethostname(),
+    }
+    reasons: dict[str, str] = {}
+    deadline = time.monotonic() + SECONDS_TO_CONNECT
+    while time.monotonic() < deadline:
+        for host in offer["hosts"]:
+            with contextlib.ExitStack() as after_failure:
+                try:
+                    connection = after_failure.enter_context(
+                        socket.create_connection((host, offer["port"]), SECONDS_TO_GREET)
+                    )
+                    connection.sendall(json.dumps(greeting).encode() + b"\n")
+                    if read_line(connection, SECONDS_TO_GREET).get("welcome"):
+                        after_failure.pop_all()
+                        return 0, host, connection
+                    reasons[host] = "another program answers"
+                except OSError as error:
+                    reasons[host] = str(error)
+        time.sleep(0.2)
+    tried = "; ".join(f"{host}: {reason}" for host, reason in reasons.items())
+    raise JobProcessesError(
+        f"process {jax.process_index()} cannot connect to process 0 on port {offer['port']} "
+        f"({tried}), expected one of these names to reach its host. Let the hosts of the job "
+        "connect to each other on any port, and resolve each other's names."
+    )

@@ -26,8 +26,8 @@ from fedpax.sites.tasks import (
     shorten_types,
     write_message,
 )
+from fedpax.transport.admission import CheckedHeader
 from fedpax.transport.calls import RefusedError
-from fedpax.transport.checked_header import CheckedHeader
 from fedpax.transport.message import Message
 
 LONGEST_WAIT = 1.0

@@ -1,4 +1,4 @@
-"""Guards of a merge: which updates of sites are dropped, and why.
+"""Rules of rounds over sites: when one ends, what clients weigh, which updates are dropped.
 
 Pure functions of the updates' norms, and of the losses of models with them. They return the dropped
 sites with reasons, for metrics and for people. Aggregators that tolerate wrong updates, such as

@@ -1,4 +1,4 @@
-"""The folder, the files and the server that a process of a run over sites opens."""
+"""The process of a run over sites: its folder, files and server, and the run's identity."""
 
 import contextlib
 import math

@@ -40,8 +40,8 @@ from fedpax.sites.tasks import (
 from fedpax.sites.uplink import Uplink
 from fedpax.transforms.client_stages import Value
 from fedpax.transforms.stages import Stages
+from fedpax.transport.admission import CheckedHeader
 from fedpax.transport.calls import RefusedError
-from fedpax.transport.checked_header import CheckedHeader
 
 Arrays = Mapping[str, np.ndarray]
 

@@ -40,6 +40,7 @@ from fedpax.sites.site_worker import SiteWorker, UnknownRoundError
 from fedpax.sites.tasks import EVALUATION, ROUND
 from fedpax.training.experiment import Experiment
 from fedpax.training.progress import Progress
+from fedpax.transport.admission import CheckedHeader
 from fedpax.transport.calls import (
     MAX_MESSAGE_BYTES,
     Connection,
@@ -47,7 +48,6 @@ from fedpax.transport.calls import (
     RefusedError,
     connect,
 )
-from fedpax.transport.checked_header import CheckedHeader
 from fedpax.transport.message import Message
 from fedpax.transport.optional_packages import certified_name, signer_of
 

@@ -15,8 +15,8 @@ import numpy as np
 from fedpax.files import read_file, replace_file
 from fedpax.sites.contract import Json
 from fedpax.sites.downlink import DownlinkArrays
+from fedpax.transport.admission import CheckedHeader
 from fedpax.transport.calls import MalformedError, RefusedError
-from fedpax.transport.checked_header import CheckedHeader
 from fedpax.transport.message import ChecksumError, Message, decode, encode
 
 SHARED, ROW, TERM, SHOWN, WORD = "shared", "row", "term", "shown", "word"

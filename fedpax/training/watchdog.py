@@ -1,4 +1,4 @@
-"""A watchdog that tells a hang from slowness, and writes the stacks of all threads."""
+"""A look into a run: a watchdog that tells a hang from slowness, and profiles on demand."""
 
 import faulthandler
 import io

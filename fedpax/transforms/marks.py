@@ -1,4 +1,4 @@
-"""Names in a jaxpr that tell passes and reports whose value an equation computes."""
+"""Marks in a jaxpr: whose value an equation computes, and noise that a participant draws."""
 
 import functools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What keeps strangers from a server's threads and its log."""
+"""Strangers at a server: its address, its refusals, its threads and its log."""
 
 import concurrent.futures
 import contextlib

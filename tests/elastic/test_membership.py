@@ -11,7 +11,7 @@ from small_islands import Islands, islands
 
 from fedpax.checkpoints import load_params
 from fedpax.elastic.host_copies import list_copies
-from fedpax.elastic.membership import Membership
+from fedpax.elastic.supervisor import Membership
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.run_files.metrics import TIMINGS, read_metrics, select
 from fedpax.training.round_loop import RoundLoop

@@ -2,8 +2,8 @@
 
 import pytest
 
+from fedpax.transport.admission import CheckedHeader
 from fedpax.transport.calls import RefusedError
-from fedpax.transport.checked_header import CheckedHeader
 
 
 def test_a_field_that_is_missing_is_refused():

@@ -1,4 +1,4 @@
-"""Entries at random places. The places are not sent."""
+"""Some entries alone: at random places, or the largest with their places."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Signs and a few magnitudes."""
+"""Signs and scales: the signs with a few magnitudes, and DRIVE."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, UInt32

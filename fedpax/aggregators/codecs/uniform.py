@@ -1,4 +1,4 @@
-"""Stochastic uniform quantization to k bits."""
+"""Stochastic quantization of entries: uniform levels, TernGrad, and E3M0."""
 
 import functools
 

@@ -21,8 +21,7 @@ from absl import flags
 from fedpax.checks import check_integer_fields
 from fedpax.commands.command_table import COMMANDS
 from fedpax.commands.flag_table import Flag
-from fedpax.commands.parts.column_lists import split_columns
-from fedpax.commands.parts.descriptions import whole_sentences
+from fedpax.commands.parts.descriptions import split_columns, whole_sentences
 from fedpax.console import escape_controls, print_error
 from fedpax.errors import UsageError
 from fedpax.experiments.catalog import ExperimentGroup, find_experiment

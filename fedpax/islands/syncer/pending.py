@@ -1,4 +1,4 @@
-"""The updates that wait for a merge, and the quorum that starts it."""
+"""The updates that wait for a merge, the quorum that starts it, and limits of claims."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 

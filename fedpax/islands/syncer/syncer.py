@@ -40,9 +40,9 @@ from fedpax.islands.syncer.updates import (
     why_dropped,
 )
 from fedpax.sites.site_process import Identity, find_difference
+from fedpax.transport.admission import CheckedHeader
 from fedpax.transport.call_pool import LimitedLog
 from fedpax.transport.calls import MalformedError, RefusedError
-from fedpax.transport.checked_header import CheckedHeader
 from fedpax.transport.message import Message
 
 _logger = logging.getLogger(__name__)

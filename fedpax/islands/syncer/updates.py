@@ -15,8 +15,8 @@ from fedpax.islands.syncer.members import IslandRecord
 from fedpax.islands.syncer.outer_model import Contribution, OuterModel
 from fedpax.sites.guards import parse_accept_if
 from fedpax.sites.merge_guard import MergeGuard
+from fedpax.transport.admission import CheckedHeader
 from fedpax.transport.calls import MalformedError
-from fedpax.transport.checked_header import CheckedHeader
 
 LARGEST_NORM, LARGEST_LOSS = 1e18, 1e38
 """Beyond them an update is dropped in any case: its square, or the sum of losses, overflows."""

@@ -55,7 +55,6 @@ from fedpax.populations.partition_plot import plot_partition
 from fedpax.populations.partition_statistics import PartitionStatistics, partition_statistics
 from fedpax.populations.synthetic_clients import DirichletClients, leaf_clients, logistic_clients
 from fedpax.sources.source import Source
-from fedpax.text.byte_tokenizer import SEPARATOR, VOCAB_SIZE, decode, encode
 from fedpax.text.chat_template import ChatTemplate, load_chat_template
 from fedpax.text.conversation import Conversation
 from fedpax.text.packing import pack
@@ -65,6 +64,7 @@ from fedpax.text.tokenizer import (
     load_tokenizer,
     train_tokenizer,
 )
+from fedpax.text.tokenizer_json import SEPARATOR, VOCAB_SIZE, decode, encode
 
 __all__ = [
     "BYTE_TOKENIZER",

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fedpax.checks import check_integers
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives.casts import checked_cast
-from fedpax.text.byte_tokenizer import SEPARATOR
+from fedpax.text.tokenizer_json import SEPARATOR
 
 Tokens: TypeAlias = Integer[np.ndarray, " tokens"]
 

@@ -17,9 +17,17 @@ from numpy.typing import ArrayLike
 from fedpax.errors import ArgumentError, ArgumentTypeError, FedpaxError, MissingPackageError
 from fedpax.files import BYTE_ORDER_MARK, read_file
 from fedpax.path_patterns import expand_home
-from fedpax.text.byte_tokenizer import SEPARATOR, VOCAB_SIZE, decode, encode
 from fedpax.text.packing import Tokens
-from fedpax.text.tokenizer_json import SPACE, Vocabulary, changed_text, read_tokenizer_json
+from fedpax.text.tokenizer_json import (
+    SEPARATOR,
+    SPACE,
+    VOCAB_SIZE,
+    Vocabulary,
+    changed_text,
+    decode,
+    encode,
+    read_tokenizer_json,
+)
 from fedpax.text.tokenizer_json import end_of_document as find_end
 
 END_OF_DOCUMENT = "<|end_of_text|>"

@@ -26,9 +26,8 @@ from fedpax.user_files.finding import CLIENT, check_copy, check_memory
 from fedpax.user_files.formats import LoadOptions, ReadOptions
 from fedpax.user_files.held_out import add_partition, check_any, part_of_split, partition_prepared
 from fedpax.user_files.prepared import open_prepared, prepared_folder
-from fedpax.user_files.read_table import read_table
+from fedpax.user_files.read_table import conform, read_table, unify
 from fedpax.user_files.readers.image_files import decode_features
-from fedpax.user_files.schemas import conform, unify
 from fedpax.user_files.selection import (
     Selection,
     add_path_columns,

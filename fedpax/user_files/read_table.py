@@ -1,12 +1,13 @@
-"""read_table and stream_tables: a file as Arrow tables, with checked columns."""
+"""read_table and stream_tables: files as Arrow tables of one schema, with checked columns."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
+import numpy as np
 import pyarrow as pa
 
 from fedpax.errors import ArgumentError
-from fedpax.user_files.columns import plain_types
+from fedpax.user_files.columns import array_to_arrow, plain_types, to_numpy
 from fedpax.user_files.finding import CLIENT, DataFile
 from fedpax.user_files.formats import (
     ReadOptions,
@@ -137,3 +138,129 @@ def mark_clients(schema: pa.Schema) -> pa.Schema:
 def has_own_clients(schema: pa.Schema) -> bool:
     """Return whether `add_clients` has added the clients."""
     return CLIENT in schema.names and schema.field(CLIENT).metadata == _MARK
+
+
+# unify, join_parts and conform: one schema for the tables of several files or parts.
+_JSON = (".json", ".jsonl", ".ndjson")  # in which a missing name is a missing value
+
+
+def unify(
+    files: Sequence[DataFile],
+    schemas: Sequence[pa.Schema],
+    optional: Sequence[str] = (),
+    of_paths: Collection[str] = (),
+) -> pa.Schema:
+    """Return the schema that holds the values of all files, and the columns that paths name.
+
+    Integers become floats, and floats wider, where another file has them. Nothing becomes a text.
+    """
+    together = schemas[0].remove_metadata()
+    seen: dict[str, DataFile] = {name: files[0] for name in together.names}
+    for file, schema in zip(files, schemas, strict=True):
+        if different := ({*schema.names} ^ {*together.names}) - {*optional}:
+            common = [n for n in together.names if n in schema.names and n not in of_paths]
+            _check_optional(sorted(different)[0], file, files[0], together, common)
+        fields = {field.name: field for field in together}
+        for field in schema.remove_metadata():
+            known = fields.get(field.name)
+            fields[field.name] = field if known is None else _join_fields(known, field, seen, file)
+            seen.setdefault(field.name, file)
+        together = pa.schema([pa.field(f.name, f.type) for f in fields.values()])
+    return together
+
+
+def join_parts(parts: Iterable[pa.Table]) -> pa.Table:
+    """Concatenate the parts of a file, each of which has the types of its own values."""
+    tables = [*parts]
+    if not tables:
+        raise ArgumentError("it has no examples, expected at least one")
+    return pa.concat_tables(tables, promote_options="permissive")
+
+
+def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Give a table the columns and types of a schema from `unify`."""
+    columns = [
+        _cast(table.column(field.name), field)
+        if field.name in table.column_names
+        else pa.nulls(table.num_rows, field.type)
+        for field in schema
+    ]
+    return pa.table(columns, schema=schema)
+
+
+def _cast(column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
+    data_type = field.type
+    if column.type == data_type or not (_are_images(data_type) and _are_images(column.type)):
+        try:
+            return column.cast(data_type)
+        except pa.ArrowException as error:
+            raise ArgumentError(
+                f"The column {field.name!r} is {column.type} in one file and {data_type} for all "
+                f"files, which does not hold its values: {error}. Set "
+                f"types={{{field.name!r}: 'string'}}, or leave the column out with columns=."
+            ) from error
+    gray = to_numpy(column)
+    return pa.chunked_array([array_to_arrow(np.broadcast_to(gray, (len(gray), *data_type.shape)))])
+
+
+def _are_images(kind: pa.DataType) -> bool:
+    is_tensor = isinstance(kind, pa.FixedShapeTensorType) and kind.value_type == pa.uint8()
+    return is_tensor and len(kind.shape) == 3 and kind.shape[2] in (1, 3)
+
+
+def fits(schema: pa.Schema, together: pa.Schema) -> bool:
+    """Return whether `conform` changes no value of a table of this schema."""
+    return all(
+        field.name in together.names
+        and _join(together.field(field.name).type, field.type) == together.field(field.name).type
+        for field in schema
+    )
+
+
+def _join(one: pa.DataType, two: pa.DataType) -> pa.DataType | None:
+    """Return the type that holds the values of two types, or None."""
+    if one == two:
+        return one
+    if _are_images(one) and _are_images(two) and one.shape[:2] == two.shape[:2]:
+        return one if one.shape[2] == 3 else two  # the others are gray
+    try:
+        schemas = [pa.schema([pa.field("", kind)]) for kind in (one, two)]
+        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    except pa.ArrowException:
+        return None
+
+
+def _check_optional(
+    column: str, file: DataFile, first: DataFile, together: pa.Schema, common: Sequence[str]
+) -> None:
+    """Raise an error for a column that a file lacks, unless the files are JSON."""
+    if file.suffix in _JSON and first.suffix in _JSON:
+        return
+    lacks, has = (file, first) if column in together.names else (first, file)
+    raise ArgumentError(
+        f"{lacks.path} has no column {column!r}, which {has.path} has, expected the same columns "
+        f"in all files. Add the column, or give optional_columns=[{column!r}] if its values are "
+        f"missing there, or name common columns with columns={common}."
+    )
+
+
+def _join_fields(
+    one: pa.Field, two: pa.Field, seen: dict[str, DataFile], file: DataFile
+) -> pa.Field:
+    joined = _join(one.type, two.type)
+    if joined is not None:
+        return one.with_type(joined)
+    remedy = f"Correct the values, or set types={{{one.name!r}: 'string'}}."
+    if isinstance(one.type, pa.FixedShapeTensorType):
+        remedy = "Set image_size=(height, width) if they are images, or save one shape."
+    known, misfit = seen[one.name], ""
+    for texts, field, other in ((known, one, two), (file, two, one)):
+        is_csv = texts.suffix in (".csv", ".tsv", ".tab")
+        if is_csv and pa.types.is_string(field.type) and not pa.types.is_string(other.type):
+            from fedpax.user_files.readers.csv_hints import find_misfit
+
+            misfit = find_misfit(texts, one.name, other.type)
+    raise ArgumentError(
+        f"The column {one.name!r} is {one.type} in {known.path} and {two.type} in {file.path}, "
+        f"expected one type{misfit and f': {misfit}'}. {remedy}"
+    )

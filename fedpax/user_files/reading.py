@@ -14,8 +14,14 @@ from fedpax.user_files.columns import check_client_numbers, check_client_type, j
 from fedpax.user_files.finding import CLIENT, DataFile
 from fedpax.user_files.formats import BadRows, LoadOptions, ReadOptions, TypeChangedError, varies
 from fedpax.user_files.held_out import part_of_split
-from fedpax.user_files.read_table import has_own_clients, mark_clients, stream_tables
-from fedpax.user_files.schemas import conform, fits, unify
+from fedpax.user_files.read_table import (
+    conform,
+    fits,
+    has_own_clients,
+    mark_clients,
+    stream_tables,
+    unify,
+)
 from fedpax.user_files.selection import (
     Fields,
     Selection,

@@ -11,7 +11,7 @@ from small_runs import NAMED, Command
 from fedpax.checkpoints import load_params
 from fedpax.models.generation import generate
 from fedpax.run_files.configuration import read_configuration
-from fedpax.text.byte_tokenizer import SEPARATOR, decode, encode
+from fedpax.text.tokenizer_json import SEPARATOR, decode, encode
 
 PROMPT = "def naïve("
 

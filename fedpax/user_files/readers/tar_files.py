@@ -14,7 +14,7 @@ from fedpax.errors import ArgumentError
 from fedpax.user_files.columns import array_to_arrow
 from fedpax.user_files.finding import DataFile
 from fedpax.user_files.formats import IMAGES, ReadOptions
-from fedpax.user_files.schemas import join_parts
+from fedpax.user_files.read_table import join_parts
 
 _EXAMPLES_AT_ONCE = 1024
 _MOST_BYTES = 1 << 28  # of a part's members

@@ -17,8 +17,7 @@ from fedpax.errors import ArgumentError
 from fedpax.sources.source import example_features
 from fedpax.user_files.finding import DataFile
 from fedpax.user_files.formats import ReadOptions
-from fedpax.user_files.read_table import add_clients
-from fedpax.user_files.schemas import join_parts
+from fedpax.user_files.read_table import add_clients, join_parts
 
 _ROWS_AT_ONCE = 1 << 14
 _LARGEST = 1 << 31  # bytes of a record: protobuf reads no longer one

@@ -5,7 +5,7 @@ import pytest
 
 from fedpax.data import SEPARATOR, ClientSampler, cohort_rounds, decode, load, pack
 from fedpax.data.rounds.client_token_rows import pack_clients, preprocess_rows
-from fedpax.text.byte_tokenizer import encode
+from fedpax.text.tokenizer_json import encode
 
 RANDOM = np.random.default_rng(0)
 NAMES = ["b", "a", "b", "c", "a", "b"]

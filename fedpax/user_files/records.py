@@ -16,7 +16,8 @@ from fedpax.user_files.columns import is_number, to_numpy
 
 RECORDS = "records.bin"
 _MOST_ROWS = 64  # of a client on average: larger clients are read as fast from columns
-_BLOCK_ROWS = 1 << 12  # whose columns are in the cache while they are divided
+_CACHED_ROWS = 1 << 12  # whose columns are in the cache while they are divided
+_HUGE_PAGE = 1 << 21  # Linux maps a file by these pages where whole ones were written at once
 _ALIGNMENT = 8  # bytes of the largest numbers
 
 
@@ -29,15 +30,16 @@ def write_records(folder: Path, table: pa.Table, num_clients: int) -> list[str]:
     ]
     if len(names) < 2 or table.num_rows > _MOST_ROWS * num_clients:
         return []
-    block = np.zeros(_BLOCK_ROWS, _record(table.schema, names))
+    record = _record(table.schema, names)
+    block = np.zeros(_HUGE_PAGE // (record.itemsize & -record.itemsize), record)
     with (folder / RECORDS).open("wb") as file:
-        for batch in table.to_batches():
-            columns = {name: to_numpy(batch.column(name)) for name in names}
-            for begin in range(0, len(batch), _BLOCK_ROWS):
-                part = block[: len(batch) - begin]
-                for name, values in columns.items():
-                    part[name] = values[begin : begin + _BLOCK_ROWS]
-                file.write(part.data)
+        for begin in range(0, len(table), len(block)):
+            rows = table.slice(begin, len(block))
+            for at in range(0, len(rows), _CACHED_ROWS):
+                some = rows.slice(at, _CACHED_ROWS)
+                for name in names:
+                    block[name][at : at + len(some)] = to_numpy(some.column(name))
+            file.write(block[: len(rows)].data)
     return names
 
 

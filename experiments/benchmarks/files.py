@@ -69,9 +69,9 @@ class Files(Benchmark):
         """Measure rounds of a large population beside rounds of one of the cohort's size."""
         name = "round of many clients; of few"
         reads = [functools.partial(next, rounds) for rounds in (many, few)]
-        yield self._pair(name, reads[0], reads[1], times=10)
+        yield self._pair(name, reads[0], reads[1], times=30)
         gathers = [self._gather_by_hand(clients) for clients in (self.clients, self.cohort)]
-        yield self._pair("the same rows with NumPy", gathers[0], gathers[1], times=10)
+        yield self._pair("the same rows with NumPy", gathers[0], gathers[1], times=30)
         features = self.numbers - 1
         for hidden in ((), (64, 64)):
             sizes = (features, *hidden, 9)
@@ -84,7 +84,7 @@ class Files(Benchmark):
                 return jax.block_until_ready(train(state, next(rounds)))
 
             runs = [functools.partial(read_and_train, rounds) for rounds in (many, few)]
-            yield self._pair(f"the same and training {sizes}", runs[0], runs[1], times=10)
+            yield self._pair(f"the same and training {sizes}", runs[0], runs[1], times=30)
 
     def _gather_by_hand(self, clients: int) -> Callable[[], Any]:
         """Return a function that gathers the rows of random clients from records in memory."""
@@ -92,7 +92,7 @@ class Files(Benchmark):
         records = np.zeros(clients * count, [(n, v.dtype) for n, v in self._columns(1).items()])
         records.view(np.uint8)[:] = 1  # unwritten zeros share one page of memory
         cohorts = (rng.choice(clients, self.cohort, replace=False) for _ in itertools.count())
-        draws = list(itertools.islice(cohorts, 10 * self.repetitions + 3))
+        draws = list(itertools.islice(cohorts, 30 * self.repetitions + 3))
 
         def gather() -> Any:
             rows = draws.pop()[:, None] * count + np.arange(count)

@@ -100,7 +100,7 @@ def without_absent(cohort: Cohort, index: jax.typing.ArrayLike | None) -> Cohort
     return cohort._replace(num_steps=federated_map(steps, index, examples, cohort.num_steps))
 
 
-def is_all_or_none(num_steps: NumSteps) -> bool:
+def is_all_or_none(num_steps: NumSteps | int) -> bool:
     """Return whether a number of steps is a bool, as `without_absent` makes it."""
     return num_steps is not None and jnp.result_type(num_steps) == jnp.bool_
 

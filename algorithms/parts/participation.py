@@ -16,7 +16,7 @@ from fedpax.algorithm import Metrics
 from fedpax.clients.cohort import MASK, Cohort, NumSteps
 from fedpax.errors import ArgumentError, ArgumentTypeError
 from fedpax.primitives import federated_map, federated_mean, federated_sum
-from fedpax.primitives.placement import ChunkSize
+from fedpax.primitives.placement import ChunkSize, resolve_placement
 
 
 def valid_steps(
@@ -138,6 +138,9 @@ def participant_weights(cohort: Cohort) -> Weights:
         without a valid step and with a negative client id. None where every participant weighs the
         same.
 
+    Raises:
+        RuntimeError: it is called outside of a program.
+
     Example:
         >>> import fedpax
         >>> import jax.numpy as jnp
@@ -145,6 +148,7 @@ def participant_weights(cohort: Cohort) -> Weights:
         >>> fedpax.program(clients=3)(participant_weights)(Cohort({"mask": mask})).tolist()
         [1.0, 0.0, 1.0]
     """
+    resolve_placement("participant_weights", None)
     valid = placed_valid_steps(cohort)
     weights = counted_examples(cohort)
     if valid is None:

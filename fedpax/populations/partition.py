@@ -134,7 +134,8 @@ def partition_natural(source: Examples | Any, field: str | None = None) -> Natur
     Raises:
         KeyError: the examples have no such field.
         TypeError: `source` is something else, such as a generator.
-        ValueError: there are no examples, the field holds arrays, or a value is NaN.
+        ValueError: there are no examples, the field holds arrays, a value is None, NaN or missing,
+            or values of different types are equal in Python, such as 1 and True.
 
     Example:
         >>> authors = ["b", "a", "b", "c", "b", "a"]
@@ -150,7 +151,7 @@ def partition_natural(source: Examples | Any, field: str | None = None) -> Natur
     check_count(len(groups.names), f"values of the field {field!r}", 1)
     key = groups.names.__getitem__
     if len(set(map(type, groups.names))) > 1:
-        # By type first: values of different types, such as None and strings, cannot be compared.
+        # By type first: values of different types, such as numbers and texts, cannot be compared.
         key = [(type(name).__name__, name) for name in groups.names].__getitem__
     order = sorted(range(len(groups.names)), key=key)
     rank = np.empty(len(order), np.int64)
@@ -314,14 +315,29 @@ def _groups(
         value if type(value) in (str, int, bytes) else _group_name(value, field, index)
         for index, value in enumerate(values)
     ]
+    if len(set(map(type, names))) > 1:
+        _check_kinds(names, field)
     groups = {name: group for group, name in enumerate(dict.fromkeys(names))}
     of_example = np.fromiter(map(groups.__getitem__, names), np.int64, len(names))
     return _Groups(list(groups), of_example, np.bincount(of_example, sizes))
 
 
+def _check_kinds(names: Sequence[Any], field: str) -> None:
+    """Raise for values of different types that are equal in Python, such as 1 and True."""
+    first: dict[Any, Any] = {}
+    for index, name in enumerate(names):
+        known = first.setdefault(name, name)
+        if type(known) is not type(name):
+            raise ArgumentError(
+                f"The field {field!r} has the value {known!r} and, for example {index}, {name!r}, "
+                "which are equal in Python, expected values of one type: one group would have the "
+                "examples of both. Convert the values, for example by str."
+            )
+
+
 def _group_name(value: Any, field: str, index: int) -> Any:
     """Return the value of a field of an example as a hashable value, checked."""
-    if value is np.ma.masked:
+    if value is np.ma.masked or value is None:
         raise ArgumentError(
             f"The field {field!r} is missing in example {index}, expected a value that names "
             "its group: fill in the missing values, or leave these examples out."

@@ -131,6 +131,11 @@ def _check_weights(weights: Any, placement: Placement) -> jax.Array:
     ]
     if len(leaves) != 1 or jnp.shape(leaves[0]) != (placement.size,):
         shapes = [jnp.shape(leaf) for leaf in leaves]
+        if isinstance(weights, list | tuple) and not any(shapes):
+            raise ArgumentError(
+                f"federated_mean(): weights is a {type(weights).__name__} of {len(weights)} "
+                f"numbers, expected an array of shape ({placement.size},). Pass jnp.array(weights)."
+            )
         raise ArgumentError(
             f"federated_mean(): weights has shape {shapes[0] if len(shapes) == 1 else shapes}, "
             f"expected ({placement.size},), one number for each of the {placement.name}. If "

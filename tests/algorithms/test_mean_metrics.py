@@ -12,7 +12,14 @@ from test_any_aggregator import METHODS, STEPS, N
 
 from fedpax import Cohort
 from fedpax.aggregators import Aggregator, chain, clip_by_norm, coordinate_median, krum, mean
-from fedpax.algorithms import async_diloco, decoupled_diloco, fedavg, fedbuff, halos
+from fedpax.algorithms import (
+    async_diloco,
+    decoupled_diloco,
+    fedavg,
+    fedbuff,
+    halos,
+    participant_weights,
+)
 from fedpax.data import FunctionRounds
 from fedpax.run_files.metrics import read_metrics, select
 from fedpax.training.experiment import Experiment, Run
@@ -153,3 +160,8 @@ def test_a_run_trains_on_and_tells_once(tmp_path: Path, capsys: pytest.CaptureFi
         assert line["loss"] > 0
         assert (line["non_finite_participants"], line["spikes"]) == (1, 0)
     assert capsys.readouterr().err.count("of 1 of 5 participants are not finite") == 1
+
+
+def test_participant_weights_outside_a_program_names_itself():
+    with pytest.raises(RuntimeError, match=r"^participant_weights\(\) was called outside a fedpax"):
+        participant_weights(Cohort(np.ones((2, 1, 3)), np.array([1, 2])))

@@ -71,6 +71,12 @@ def test_nested_programs_cannot_declare_the_same_placement():
             program(outer)(normal(N, N))
 
 
+def test_a_list_of_weights_is_told_to_be_an_array():
+    words = r"weights is a list of 3 numbers, expected an array .*Pass jnp.array\(weights\)"
+    with pytest.raises(ValueError, match=words):
+        fedpax.program(clients=3)(lambda x: fedpax.federated_mean(x, [1, 2, 3]))(normal(3))
+
+
 # ---- how a program is declared
 
 

@@ -188,3 +188,16 @@ def test_a_folder_named_like_a_home_is_itself(tmp_path, monkeypatch):
     (tmp_path / "~" / "f.txt").write_text("")
     monkeypatch.chdir(tmp_path)
     assert find_paths("./~/f*") == [tmp_path / "~" / "f.txt"]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (np.array(["a", None, "b"], object), "is missing in example 1, expected.*fill in"),
+        ([1, "1", True], r"has the value 1 and, for example 2, True.*Convert the values"),
+        ([2, 2.0], r"has the value 2 and, for example 1, 2.0.*one type"),
+    ],
+)
+def test_values_that_name_no_client_or_two_raise(values, words):
+    with pytest.raises(ValueError, match=words):
+        partition_natural({"client": values}, "client")

@@ -110,3 +110,48 @@ def test_labels_that_are_no_classes(tmp_path: Path, capsys: pytest.CaptureFixtur
     path = write_arrow(table, tmp_path / "a.arrow")
     assert main(["data", str(path), "--client=user", "--label=y"]) == 0
     assert "2 clients" in capsys.readouterr().out
+
+
+LARGE = {"9007199254740993": "0.5", "12345678901234567890": "3", "-9007199254740995": "1.5"}
+
+
+@pytest.mark.parametrize("integer", LARGE)
+@pytest.mark.parametrize("format_", ["csv", "tsv", "jsonl", "json"])
+def test_an_integer_that_a_float_does_not_hold_raises(tmp_path, integer, format_):
+    rows = [("A", integer), ("B", LARGE[integer])]
+    separator = "\t" if format_ == "tsv" else ","
+    texts = [f"hospital{separator}id", *(separator.join(row) for row in rows)]
+    if format_.startswith("json"):
+        texts = [f'{{"hospital": "{client}", "id": {value}}}' for client, value in rows]
+    path = tmp_path / f"a.{format_}"
+    path.write_text("\n".join(texts) + "\n")
+    remedy = "Write the values of 'id' as texts" if "json" in format_ else r"types=.'id': 'string'"
+    words = f"a.{format_} .*'id' has the integer {integer} .*{remedy}.*columns="
+    with pytest.raises(ValueError, match=words):
+        load(path)
+    with pytest.raises(ValueError, match=words):
+        prepare(path, tmp_path / "prepared", client="hospital")
+    assert load(path, columns=["hospital"]).column("hospital").tolist() == ["A", "B"]
+    if "json" not in format_:
+        assert load(path, types={"id": "string"}).column("id").tolist() == [integer, LARGE[integer]]
+
+
+def test_large_floats_that_are_exact_integers_are_read(tmp_path):
+    values = ["100000000000000000000", "9007199254740992", "1e300", "0.5"]
+    (tmp_path / "a.csv").write_text("x\n" + "\n".join(values) + "\n")
+    assert load(tmp_path / "a.csv").column("x").tolist() == [float(value) for value in values]
+    lists = tmp_path / "a.jsonl"
+    lists.write_text('{"x": [0.5, 9007199254740993]}\n')
+    with pytest.raises(ValueError, match="'x' has the integer 9007199254740993"):
+        load(lists)
+
+
+def test_an_integer_in_a_later_block_raises(tmp_path, monkeypatch):
+    from fedpax.user_files.readers import csv_files
+
+    monkeypatch.setattr(csv_files, "_BLOCK", 64)
+    lines = ["hospital,id", *["A,0.5"] * 30, "B,9007199254740993", *["A,7"] * 30]
+    path = tmp_path / "a.csv"
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(ValueError, match="'id' has the integer 9007199254740993"):
+        prepare(path, tmp_path / "prepared", client="hospital")

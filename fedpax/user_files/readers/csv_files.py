@@ -16,6 +16,7 @@ from fedpax.errors import ArgumentError
 from fedpax.user_files.finding import DataFile
 from fedpax.user_files.formats import BadRows, ReadOptions, TypeChangedError, describe_contents
 from fedpax.user_files.readers.csv_hints import tell_open_quotes, tell_spaces
+from fedpax.user_files.readers.exact_integers import check_integers_of_floats, integers_in_texts
 
 _BLOCK = 1 << 24
 
@@ -33,6 +34,7 @@ def read_csv(file: DataFile, options: ReadOptions) -> pa.Table:
     _check_schema(file, options, table.schema)
     tell_open_quotes(file, table, _delimiter(file, options))
     check_decimal_points(table, options)
+    _check_integers(file, options, table)
     _check_clients(file, options, table.schema)
     return table
 
@@ -54,6 +56,7 @@ def stream_csv(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
         whole = _read(file, options, use_threads=True, columns=[column])
         _check_encoding(file, options, whole.schema)
         check_decimal_points(whole, options)
+        _check_integers(file, options, whole)
         raise TypeChangedError(file.path, column, whole.schema.field(0).type) from error
 
 
@@ -68,6 +71,7 @@ def _blocks(file: DataFile, options: ReadOptions, *, use_threads: bool) -> Itera
                 check_decimal_points(table, options)
             tell_open_quotes(file, table, _delimiter(file, options), examples)
             examples += len(table)
+            _check_integers(file, options, table)
             yield table
         _check_clients(file, options, reader.schema)
 
@@ -126,6 +130,24 @@ def _check_encoding(file: DataFile, options: ReadOptions, schema: pa.Schema) -> 
         raise not_utf8(file)
 
 
+def _texts_of(file: DataFile, options: ReadOptions, column: str) -> Iterator[Any]:
+    """Yield the values of a column as texts, in blocks."""
+    as_text = options._replace(bad_rows=options.bad_rows and BadRows())  # counted already
+    given = _options(file, as_text, {column: pa.string()}, use_threads=True, columns=[column])
+    with file.open() as opened:
+        for batch in csv.open_csv(opened, **given):
+            yield batch.column(0).drop_null()
+
+
+def _check_integers(file: DataFile, options: ReadOptions, table: pa.Table) -> None:
+    def integers_of(column: str) -> Iterator[int]:
+        for texts in _texts_of(file, options, column):
+            yield from integers_in_texts(texts)
+
+    remedy = "Set types={{{name!r}: 'string'}}"
+    check_integers_of_floats(table, options, integers_of, remedy)
+
+
 def _check_clients(file: DataFile, options: ReadOptions, schema: pa.Schema) -> None:
     """Raise an error for clients of different texts that are read as one number.
 
@@ -137,12 +159,9 @@ def _check_clients(file: DataFile, options: ReadOptions, schema: pa.Schema) -> N
     kind = schema.field(client).type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
         return
-    as_text = options._replace(bad_rows=options.bad_rows and BadRows())  # counted already
-    given = _options(file, as_text, {client: pa.string()}, use_threads=True, columns=[client])
     texts = pa.array([], pa.string())
-    with file.open() as opened:
-        for batch in csv.open_csv(opened, **given):
-            texts = pc.unique(pa.concat_arrays([texts, batch.column(0).drop_null()]))
+    for batch in _texts_of(file, options, client):
+        texts = pc.unique(pa.concat_arrays([texts, batch]))
     texts = pc.unique(pc.utf8_trim_whitespace(texts))
     plain = pc.replace_substring(texts, options.decimal_point or ".", ".")
     numbers = plain.cast(kind).to_numpy(zero_copy_only=False)

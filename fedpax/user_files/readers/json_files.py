@@ -1,6 +1,6 @@
 """JSON lines, whole or in blocks, a JSON list of objects, and LEAF's JSON."""
 
-import contextlib
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +17,7 @@ from fedpax.user_files.finding import DataFile
 from fedpax.user_files.formats import ReadOptions, TypeChangedError
 from fedpax.user_files.read_table import add_clients
 from fedpax.user_files.readers.csv_files import not_utf8
+from fedpax.user_files.readers.exact_integers import check_integers_of_floats, integers_in_lines
 
 _LEAF = re.compile(rb'\{\s*"(users|num_samples|user_data|hierarchies)"\s*:\s*[\[{]')
 _TEXT = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
@@ -25,6 +26,7 @@ _OPENING, _CLOSING = np.frombuffer(b"[{", np.uint8), np.frombuffer(b"]}", np.uin
 _BLOCK = 1 << 26  # the longest line that is read, in bytes
 _STREAM_BLOCK = 1 << 24
 _LARGEST_BLOCK = (1 << 31) - 1
+_AS_TEXTS = "Write the values of {name!r} as texts"
 
 
 def read_json_lines(file: DataFile, options: ReadOptions) -> pa.Table:
@@ -35,9 +37,17 @@ def read_json_lines(file: DataFile, options: ReadOptions) -> pa.Table:
         if not _is_utf8(block):
             raise not_utf8(file)
         types |= _types_in(block, options)
-    with contextlib.suppress(pa.ArrowInvalid):
-        return _parse_lines(file.open, _BLOCK, types)
-    return _parse_lines(file.open, _LARGEST_BLOCK, types)  # in one, whose rows the message counts
+    try:
+        table = _parse_lines(file.open, _BLOCK, types)
+    except pa.ArrowInvalid:  # again in one block, whose rows the message counts
+        table = _parse_lines(file.open, _LARGEST_BLOCK, types)
+
+    def integers_of(name: str) -> Iterator[int]:
+        for block, _ in _blocks_of_lines(file):
+            yield from integers_in_lines(block.split(b"\n"), name)
+
+    check_integers_of_floats(table, options, integers_of, _AS_TEXTS)
+    return table
 
 
 def stream_json_lines(file: DataFile, options: ReadOptions) -> Iterator[pa.Table]:
@@ -48,6 +58,8 @@ def stream_json_lines(file: DataFile, options: ReadOptions) -> Iterator[pa.Table
     kinds: dict[str, pa.DataType] = {}
     for block, number in _blocks_of_lines(file):
         table = _parse_block(block, file, number, options)
+        integers_of = functools.partial(integers_in_lines, block.split(b"\n"))
+        check_integers_of_floats(table, options, integers_of, _AS_TEXTS)
         for name, data_type in zip(table.column_names, table.schema.types, strict=True):
             known = kinds.setdefault(name, data_type)
             if {pa.types.is_timestamp(known), pa.types.is_timestamp(data_type)} == {True, False}:
@@ -172,7 +184,16 @@ def _read_list(examples: list[Any]) -> pa.Table:
             raise ArgumentError(f"its entry {number} is {example!r:.40}, expected an object")
     # The names of all objects: the first one may lack some.
     names = dict.fromkeys(name for example in examples for name in example)
-    return pa.table({name: json_values([e.get(name) for e in examples]) for name in names})
+    columns = {}
+    for name in names:
+        try:
+            columns[name] = json_values([e.get(name) for e in examples])
+        except pa.ArrowInvalid as error:
+            raise ArgumentError(
+                f"its column {name!r} has values of no one type: {error}. "
+                f"{_AS_TEXTS.format(name=name)}"
+            ) from error
+    return pa.table(columns)
 
 
 def _parse(file: DataFile) -> Any:

@@ -1,10 +1,12 @@
 """`fedpax.train`: train an experiment that is a Python object, such as one of a notebook's cell."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
+import re
 import signal
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,7 @@ import orbax.checkpoint as ocp
 from fedpax.algorithm import RESERVED_METRICS, Params
 from fedpax.checkpoints.saved_state import load_params
 from fedpax.commands.parts.devices import enable_compilation_cache, provide_devices
-from fedpax.errors import ArgumentTypeError
+from fedpax.errors import ArgumentTypeError, FedpaxError
 from fedpax.extras import optional
 from fedpax.reports.metric_table import number_or_nan
 from fedpax.run_files.configuration import check_is_dataclass
@@ -128,17 +130,48 @@ def train(
     check_is_experiment(experiment)
     check_is_dataclass(experiment)
     enable_compilation_cache()
-    if not jax.distributed.is_initialized():  # otherwise the processes' devices are known
-        provide_devices(experiment.mesh, experiment.sharded_sizes())
-    experiment = experiment.resolve(experiment, lambda default: default, job_log_dir)
-    folder = resolve_job_log_dir(job_log_dir)
-    result = train_in_folder(experiment, folder, allow_config_change=allow_config_change)
+    with _arguments_in_errors():
+        if not jax.distributed.is_initialized():  # otherwise the processes' devices are known
+            provide_devices(experiment.mesh, experiment.sharded_sizes())
+        experiment = experiment.resolve(experiment, lambda default: default, job_log_dir)
+        folder = resolve_job_log_dir(job_log_dir)
+        result = train_in_folder(experiment, folder, allow_config_change=allow_config_change)
     if result.signal == signal.SIGINT:
         raise KeyboardInterrupt
     if result.signal is not None:
         raise SystemExit(128 + result.signal)
     evaluation = result.evaluation or _logged_evaluation(folder)
     return TrainedRun(experiment, folder, result.rounds, evaluation, result.stopped_early)
+
+
+@contextlib.contextmanager
+def _arguments_in_errors() -> Iterator[None]:
+    """Let errors of a run, which name flags, name arguments and fields of the experiment."""
+    try:
+        yield
+    except FedpaxError as error:
+        if error.args and isinstance(error.args[0], str):
+            error.in_flags = error.in_flags or error.args[0]
+            error.args = (in_python(error.args[0]), *error.args[1:])
+        raise
+
+
+def in_python(message: str) -> str:
+    """Write a message that names flags with the arguments of `train`, and fields.
+
+    Example:
+        >>> in_python("Set another --job_log_dir, or --allow_config_change=training.rounds,rate to")
+        "Set another job_log_dir, or allow_config_change=['training.rounds', 'rate'] to"
+    """
+    message = message.replace(
+        "Run the command with --help to see all fields.", "Print the experiment to see all fields."
+    )
+    message = re.sub(
+        r"--allow_config_change=([\w,]+(?:\.[\w,]+)*)",
+        lambda match: f"allow_config_change={match[1].split(',')}",
+        message,
+    )
+    return re.sub(r"(?<![\w-])--(?=[a-z])", "", message)
 
 
 def _logged_evaluation(folder: Path) -> dict[str, float] | None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -111,8 +112,14 @@ def test_an_experiment_of_a_cell_trains_resumes_and_returns_its_model(
     assert any(list(line.get_ydata()) == held_out for line in panel.lines)
 
     other = dataclasses.replace(longer, optimizer=names["Optimizer"](0.2))
-    with pytest.raises(ConfigurationError, match=r"optimizer.learning_rate: 0.1 -> 0.2"):
+    with pytest.raises(ConfigurationError, match=r"optimizer.learning_rate: 0.1 -> 0.2") as told:
         fedpax.train(other, job_log_dir)
+    # In Python's words; the flags are for the command line.
+    remedy = r"another job_log_dir to start.* allow_config_change=\['optimizer.learning_rate'\] to"
+    assert re.search(remedy, str(told.value)) and "--" not in str(told.value)
+    assert "--allow_config_change=optimizer.learning_rate" in told.value.in_flags
+    with pytest.raises(ConfigurationError, match=r"^allow_config_change=\['rate'\] names no field"):
+        fedpax.train(other, job_log_dir, allow_config_change=["rate"])
     allowed = fedpax.train(extended(other, 5), job_log_dir, allow_config_change=["optimizer"])
     assert allowed.rounds == 5
 

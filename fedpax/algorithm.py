@@ -1,19 +1,23 @@
 """The contract of a federated method: a pair of pure functions, as in optax."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 from typing_extensions import TypeVar  # with defaults, which `typing` has from Python 3.13 on
 
 from fedpax.aggregators import Aggregator
 from fedpax.aggregators.codecs import Codec
-from fedpax.clients.cohort import Cohort
+from fedpax.clients.cohort import MASK, Cohort
 from fedpax.errors import ArgumentError, ArgumentTypeError
+from fedpax.transforms.marks import LOSS_MASK
 
 Params: TypeAlias = Any
 """The server's model: a pytree of arrays. A loss can name a narrower type."""
@@ -243,9 +247,27 @@ class FederatedAlgorithm(NamedTuple, Generic[StateT]):
     sent_exactly: str | None = None
 
 
+_calls_with_mask: ContextVar[list[LossFn] | None] = ContextVar("calls_with_mask", default=None)
+
+
+@contextlib.contextmanager
+def marked_masks() -> Iterator[list[LossFn]]:
+    """Mark the masks that losses get, for `has_live_mark`, and list the losses that get one."""
+    calls: list[LossFn] = []
+    token = _calls_with_mask.set(calls)
+    try:
+        yield calls
+    finally:
+        _calls_with_mask.reset(token)
+
+
 def loss_and_metrics(loss_fn: LossFn, params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
     """Call a loss function, check what it returns, and collect its metrics."""
     # Returns the loss, and a dict of the metrics with `"loss"`.
+    calls = _calls_with_mask.get()
+    if calls is not None and isinstance(batch, dict) and MASK in batch:
+        calls.append(loss_fn)
+        batch = {**batch, MASK: checkpoint_name(batch[MASK], LOSS_MASK)}
     returned = loss_fn(params, batch)
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise ArgumentTypeError(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fedpax.algorithm import RESERVED_METRICS, Metrics, Params, State
+from fedpax.algorithm import RESERVED_METRICS, Metrics, Params, State, marked_masks
 from fedpax.clients.cohort import Cohort, CohortStream
 from fedpax.clients.store import ClientStore
 from fedpax.errors import ArgumentError
@@ -21,6 +21,7 @@ from fedpax.training.experiment import Run
 from fedpax.training.spikes import report_update_norm
 from fedpax.training.spikes import skip_spikes as guard_against_spikes
 from fedpax.transforms.inlining import program_placements
+from fedpax.transforms.marks import LOSS_MASK, has_live_mark
 
 
 class CompiledRound(NamedTuple):
@@ -37,6 +38,7 @@ class CompiledRound(NamedTuple):
     # devices at one index of this axis; read from the compiled text. NaN if they depend on values;
     # 0 if the mesh has no axis of this name.
     bytes_across_placement: float
+    ignores_mask: bool  # whether batches have a mask, and the loss does not read it
 
 
 def compile_round(
@@ -69,7 +71,8 @@ def compile_round(
     if skip_spikes:
         threshold = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
         arguments = (state, threshold, *arguments[1:])
-    traced = jax.jit(run.algorithm.round).trace(*plain_arguments)
+    with marked_masks() as losses:
+        traced = jax.jit(run.algorithm.round).trace(*plain_arguments)
     _check_placement(run.placement, traced)
     after, metrics = traced.out_info
     _check_round(state, after, metrics, num_participants)
@@ -84,6 +87,7 @@ def compile_round(
         num_parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),
         num_participants=num_participants,
         bytes_across_placement=_bytes_across_placement(compiled, run),
+        ignores_mask=bool(losses) and not has_live_mark(traced.jaxpr.jaxpr, LOSS_MASK),
     )
 
 

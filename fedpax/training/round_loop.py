@@ -27,7 +27,7 @@ from fedpax.training.logging import RoundLogger
 from fedpax.training.prefetch import Prefetch, put_on_mesh
 from fedpax.training.progress import Progress
 from fedpax.training.spikes import FiniteCheck, Spike, SpikeHistory
-from fedpax.training.startup_report import TrainingJob, announce
+from fedpax.training.startup_report import UNREAD_MASK, TrainingJob, announce
 from fedpax.training.tracker import Tracker
 from fedpax.training.training_config import is_due, last_due_before
 from fedpax.training.virtual_time import utilization_of
@@ -149,6 +149,8 @@ class RoundLoop(AbstractContextManager["RoundLoop"]):
         norm = self._training.update_norm
         compile = functools.partial(compile_round, run, skip_spikes=self._skips, update_norm=norm)
         self._rounds = CompiledLengths(run.cohorts, cohort, compile)
+        if self._rounds.first.ignores_mask:
+            self._progress.note(UNREAD_MASK)
 
     @property
     def _compiled_round(self) -> CompiledRound:

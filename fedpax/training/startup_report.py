@@ -21,6 +21,11 @@ from fedpax.training.experiment import Experiment, Run
 from fedpax.training.progress import Progress, describe_devices
 from fedpax.training.virtual_time import Utilization
 
+UNREAD_MASK = (
+    "the loss does not read the mask of its batches, so padding is trained on too: weigh examples "
+    "by batch['mask'], as the losses of fedpax.models do"
+)
+
 
 def announce(
     progress: Progress,

@@ -44,6 +44,10 @@ SERVER = "fedpax_server"
 """The name in the jaxpr of a value that the server computes for a participant, on its device."""
 
 
+LOSS_MASK = "fedpax_loss_mask"
+"""The name in the jaxpr of the mask that a loss function gets, in a trace that looks for it."""
+
+
 def is_mark(eqn: JaxprEqn, mark: str) -> bool:
     """Return whether an equation marks its operand."""
     return bool(eqn.primitive.name == "name" and eqn.params["name"] == mark)
@@ -64,6 +68,16 @@ def has_mark(jaxpr: Jaxpr, mark: str) -> bool:
     """Return whether a jaxpr has a marked value, at any depth."""
     return any(
         is_mark(eqn, mark) or any(has_mark(inner, mark) for inner in inner_jaxprs(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
+def has_live_mark(jaxpr: Jaxpr, mark: str) -> bool:
+    """Return whether a jaxpr reads a marked value, at any depth."""
+    if not jaxpr.constvars:
+        jaxpr = eliminate_dead_code(ClosedJaxpr(jaxpr, ())).jaxpr
+    return any(
+        is_mark(eqn, mark) or any(has_live_mark(inner, mark) for inner in inner_jaxprs(eqn))
         for eqn in jaxpr.eqns
     )
 

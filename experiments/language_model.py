@@ -24,7 +24,8 @@ from fedpax.data import (
 from fedpax.data.loading import load_with
 from fedpax.data.rounds.documents import Field
 from fedpax.data.rounds.heldout_tokens import HeldoutRows
-from fedpax.errors import ArgumentError
+from fedpax.errors import ArgumentError, FedpaxError
+from fedpax.experiments.parts.file_remedies import with_flags
 from fedpax.experiments.parts.heldout import HeldoutSets, parse_heldout_sets
 from fedpax.experiments.parts.weights import (
     NO_ADAPTERS,
@@ -129,7 +130,11 @@ class TextDataConfig(CheckedConfig):
         options = LoadOptions(
             split, types=types, heldout_fraction=self.heldout_fraction, heldout_by=by, texts=texts
         )
-        return load_with(dataset, options)
+        try:
+            return load_with(dataset, options)
+        except FedpaxError as error:
+            error.in_flags = with_flags(str(error))
+            raise
 
     def _text_columns(self) -> dict[str, str]:
         """Return the fields that are read, by their flags."""

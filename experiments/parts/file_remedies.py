@@ -42,6 +42,7 @@ def with_flags(text: str, prefix: str = "--data.") -> str:
         text = _COLUMNS.sub("", _OF_COMMANDS.sub("", text))
         for remedy, other in _OTHERWISE.items():
             text = text.replace(remedy, other)
+    text = re.sub(r"(?<![\w.-])heldout_fraction=", f"{prefix}heldout_fraction=", text)
     size = "--image_size=HEIGHTxWIDTH" if prefix == "--" else f"{prefix}image_size HEIGHT WIDTH"
     text = text.replace("image_size=(height, width)", size)
     return _ARGUMENT.sub(lambda match: _as_flag(match, prefix), text)

@@ -4,6 +4,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from fedpax.commands.parts.options import (
     UsageError,
     allowed_changes,
@@ -25,7 +27,9 @@ def syncer(arguments: Sequence[str]) -> int:
             "--listen=127.0.0.1:7000, or with --certificates --listen=0.0.0.0:7000."
         )
     # The outer model is in the host's memory: leave accelerators to other programs.
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # for processes that it starts
+    if not jax.config.values["jax_platforms"]:  # JAX read the environment when it was imported
+        jax.config.update("jax_platforms", "cpu")
     from fedpax.commands.parts.devices import enable_compilation_cache
     from fedpax.islands.syncer.run_syncer import run_syncer
     from fedpax.islands.syncer.updates import GuardRules

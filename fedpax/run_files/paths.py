@@ -24,6 +24,7 @@ CHECKSUMS = "checksums.json"
 """The file of a checkpoint that is written last."""
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")  # one slash: Path("gs://bucket") is gs:/bucket
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
 NO_FILE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 """Errors of a path that leads to no file; the last one is a link to itself."""
 FOLDERS = (CHECKPOINTS, SCALARS, "exports", "kept", "profile", "replies", "syncer", "wandb")
@@ -74,7 +75,12 @@ def resolve_folder(folder: str | Path) -> Path:
     if not is_remote(folder):
         return resolve_job_log_dir(folder)
     url = str(folder).rstrip("/")
-    if not re.fullmatch(r"gs://[a-z0-9][a-z0-9._-]+[a-z0-9]/[^/].*", url):
+    if url.startswith("gs://") and not _BUCKET.fullmatch(bucket := url.split("/")[2]):
+        raise ConfigurationError(
+            f"{url} names the bucket {bucket!r}, expected a name of 3 to 63 characters, which are "
+            "lower-case letters, digits, '-', '_' and '.'. Correct the name: gs://BUCKET/FOLDER."
+        )
+    if not re.fullmatch(rf"gs://{_BUCKET.pattern}/[^/].*", url):
         raise ConfigurationError(
             f"{url} is not a folder of a bucket that a run can use, expected gs://BUCKET/FOLDER "
             "(Google Cloud Storage). Mount a bucket of another store, such as s3://, and give the "

@@ -20,6 +20,7 @@ from fedpax.checkpoints.saved_state import (
     saved_shapes,
 )
 from fedpax.clients.cohort import CohortStream, fingerprint
+from fedpax.console import print_error
 from fedpax.errors import ConfigurationError
 from fedpax.processes.gather import gather_json
 from fedpax.run_files.configuration import (
@@ -77,7 +78,7 @@ def check_configuration(
     name, saved = named_configuration
     saved = moved_out_of_main(saved, type(experiment).__module__)
     same_class = saved["class"] == class_name(experiment)
-    changes = {}
+    changes, former = {}, None
     if same_class:
         classes = own_classes(experiment)
         former = from_json(saved, folder / CONFIGURATION, classes)
@@ -119,6 +120,19 @@ def check_configuration(
         raise ConfigurationError(
             f"{flag}={folder} holds this experiment with another configuration. Fields that "
             f"would change:\n{listing}\n{remedy}"
+        )
+    if flag == "--job_log_dir" and former is not None:
+        _tell_longer_schedule(former, experiment)
+
+
+def _tell_longer_schedule(former: Experiment, now: Experiment) -> None:
+    """Tell that a run with more rounds continues on a longer schedule of the learning rate."""
+    rounds, before = now.training.rounds, former.training.rounds
+    schedule = getattr(getattr(now, "optimizer", None), "schedule", "constant")
+    if rounds > before and schedule in ("cosine", "linear", "wsd") and jax.process_index() == 0:
+        print_error(
+            f"--optimizer.schedule={schedule} spans {rounds} rounds now, and spanned {before}: the "
+            "learning rate continues on the longer schedule, and can rise again."
         )
 
 

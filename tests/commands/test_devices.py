@@ -2,13 +2,16 @@
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 
-from fedpax.commands.parts import devices
+from fedpax.commands.parts import devices, options
+from fedpax.commands.syncer import syncer
 from fedpax.errors import UsageError
 from fedpax.parallel.mesh import MeshConfig
+from fedpax.sites.site_process import SyncerResult
 
 
 def pci_device(root: Path, name: str, vendor: str, kind: str) -> None:
@@ -106,3 +109,30 @@ def test_a_process_that_uses_jax_already_is_told_how_to_get_more_devices(
     )
     with pytest.raises(UsageError, match=words):
         devices.provide_devices(MeshConfig(clients=16))
+
+
+def test_a_configuration_made_in_python_looks_for_no_absent_tpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[bool] = []
+    monkeypatch.setattr(options, "skip_absent_tpus", lambda: called.append(True))
+    options.configure("pretrain_text", [])
+    assert called == [True]
+
+
+def test_a_syncer_takes_no_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen = jax.config.values["jax_platforms"], []
+
+    def run_syncer(*arguments: Any, **settings: Any) -> SyncerResult:
+        seen.append(jax.config.values["jax_platforms"])
+        return SyncerResult(0, False, None)
+
+    monkeypatch.setattr("fedpax.islands.syncer.run_syncer.run_syncer", run_syncer)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    try:
+        jax.config.update("jax_platforms", None)
+        arguments = ("--exp=decoupled_diloco_text", f"--job_log_dir={tmp_path}/run")
+        syncer([*arguments, "--listen=127.0.0.1:0"])
+    finally:
+        jax.config.update("jax_platforms", before)
+    assert seen == ["cpu"]

@@ -11,3 +11,9 @@ def test_remedies_of_an_experiment_name_no_argument_that_it_lacks() -> None:
     memory = "Read some columns with columns=, or sort the files on the disk once: fedpax prepare"
     assert with_flags(memory) == "Sort the files on the disk once: fedpax prepare"
     assert with_flags(memory, "--").startswith("Read some columns with --columns=, or sort")
+
+
+def test_the_held_out_share_is_named_by_its_flag() -> None:
+    text = "The split 'heldout' has no examples with heldout_fraction=0.1. Set another fraction."
+    assert "with --data.heldout_fraction=0.1." in with_flags(text)
+    assert "with --heldout_fraction=0.1." in with_flags(text, "--")

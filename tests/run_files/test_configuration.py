@@ -15,7 +15,7 @@ from fedpax.run_files.configuration import (
     to_json,
     write_configuration,
 )
-from fedpax.run_files.paths import CONFIGURATION, resolve_job_log_dir
+from fedpax.run_files.paths import CONFIGURATION, resolve_folder, resolve_job_log_dir
 from fedpax.training.training_config import TrainingConfig
 
 
@@ -179,3 +179,11 @@ def test_a_url_is_no_folder(url: str | Path) -> None:
 
 def test_a_colon_in_a_path_is_no_url(tmp_path: Path) -> None:
     assert resolve_job_log_dir(tmp_path / "a:b/c") == tmp_path / "a:b/c"
+
+
+@pytest.mark.parametrize("name", ["x", "xy", "a" * 64, "My-bucket", "-abc"])
+def test_a_wrong_name_of_a_bucket_is_told(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"bucket '{name}', expected a name of 3 to 63"):
+        resolve_folder(f"gs://{name}/run")
+    with pytest.raises(ConfigurationError, match="is not a folder of a bucket that a run can use"):
+        resolve_folder("s3://x/run")

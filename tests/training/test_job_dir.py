@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import jax.numpy as jnp
 import pytest
@@ -13,6 +14,7 @@ from small_regression import ModelConfig, Regression, regression
 
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.errors import ConfigurationError
+from fedpax.experiments.pretrain import pretrain_text
 from fedpax.parallel.mesh import MeshConfig
 from fedpax.run_files.configuration import read_configuration, write_configuration
 from fedpax.run_files.paths import CONFIGURATION
@@ -221,3 +223,24 @@ def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path: Path, name: str) -
     (tmp_path / name).write_text("")
     with pytest.raises(ConfigurationError, match=f"{name} is a file, expected a folder.*Move the"):
         check_configuration(tmp_path, regression())
+
+
+def test_a_longer_schedule_of_a_run_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = pretrain_text()
+    schedule: Literal["cosine", "constant"]
+    for schedule, rounds, told in (("cosine", 20, True), ("constant", 30, False)):
+        optimizer = dataclasses.replace(base.optimizer, schedule=schedule)
+        training = dataclasses.replace(base.training, rounds=10)
+        former = dataclasses.replace(base, optimizer=optimizer, training=training)
+        now = dataclasses.replace(former, training=dataclasses.replace(training, rounds=rounds))
+        folder = tmp_path / schedule
+        folder.mkdir()
+        write_configuration(folder, former, "pretrain_text")
+        check_configuration(folder, former, "pretrain_text")
+        assert not capsys.readouterr().err
+        allowed = ["training.rounds"]
+        check_configuration(folder, now, "pretrain_text", allow_config_change=allowed)
+        words = "=cosine spans 20 rounds now, and spanned 10: the learning rate continues on the"
+        assert (words in capsys.readouterr().err) == told

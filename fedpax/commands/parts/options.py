@@ -22,6 +22,7 @@ from fedpax.checks import check_integer_fields
 from fedpax.commands.command_table import COMMANDS
 from fedpax.commands.flag_table import Flag
 from fedpax.commands.parts.descriptions import split_columns, whole_sentences
+from fedpax.commands.parts.devices import skip_absent_tpus
 from fedpax.console import escape_controls, print_error
 from fedpax.errors import UsageError
 from fedpax.experiments.catalog import ExperimentGroup, find_experiment
@@ -169,6 +170,7 @@ def configure(
             f"--exp={exp} names several experiments, expected one. Only `fedpax compare` takes "
             "several; run this command once for each of them."
         )
+    skip_absent_tpus()  # before the experiment's file or its mesh looks for devices
     function = find_experiment(exp)
     experiment = function()
     if isinstance(experiment, ExperimentGroup):

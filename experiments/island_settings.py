@@ -1,7 +1,8 @@
 """Settings that methods for islands share: the outer optimizer, fragments, and the wire format."""
 
 import dataclasses
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import optax
 
@@ -9,6 +10,7 @@ from fedpax.aggregators import codecs
 from fedpax.algorithms import layer_fragments
 from fedpax.algorithms.parts.fragments import FragmentFn
 from fedpax.checks import CheckedConfig, Count, Decay, Positive
+from fedpax.errors import ArgumentError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +47,17 @@ class FragmentSettings(OuterSGD):
 
     def fragment_fn(self) -> FragmentFn:
         """Assign the parameters to fragments."""
-        return layer_fragments(self.fragments, self.pattern)
+        assign, flag = layer_fragments(self.fragments, self.pattern), f"--{self.group}.fragments"
+
+        def fragment_of(path: str, leaf: Any) -> int | Sequence[int]:
+            try:
+                return assign(path, leaf)
+            except ArgumentError as error:
+                text = str(error).replace("fragments is", f"{flag} is")
+                error.in_flags = text.replace("Pass at most fragments", f"Set at most {flag}")
+                raise
+
+        return fragment_of
 
 
 def wire_codec(compression: str) -> codecs.Codec | None:

@@ -241,8 +241,8 @@ def as_string(text: str | bytes) -> str:
     """Return a text of str or bytes as str; tell once of bytes that are not UTF-8."""
     if not isinstance(text, str | bytes):
         raise ArgumentTypeError(
-            f"A text is of type {type(text).__name__} ({text!r:.60}), expected str or bytes: leave "
-            "out such examples, or name the field of the examples that holds the text."
+            f"A text is of type {type(text).__name__} ({text!r:.60}), expected str or bytes: name "
+            "the field of the examples that holds the text, or leave out such examples."
         )
     if isinstance(text, str):
         return text

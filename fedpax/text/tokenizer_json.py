@@ -54,8 +54,8 @@ def encode(text: str | bytes) -> UInt8[np.ndarray, " bytes"]:
             ) from error
     if not isinstance(text, bytes):
         raise ArgumentTypeError(
-            f"A text is of type {type(text).__name__} ({text!r:.60}), expected str or bytes: leave "
-            "out such examples, or name the field of the examples that holds the text."
+            f"A text is of type {type(text).__name__} ({text!r:.60}), expected str or bytes: name "
+            "the field of the examples that holds the text, or leave out such examples."
         )
     if (where := text.find(SEPARATOR)) >= 0:
         raise ArgumentError(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fedpax.commands.parts.options import configure
+from fedpax.errors import ArgumentError
 from fedpax.experiments import streaming_diloco_text as module
 from fedpax.experiments.pretrain import diloco_c4_1b
 from fedpax.models.transformer import TransformerConfig
@@ -66,3 +67,14 @@ def test_the_command_line_rejects_numbers_out_of_range(capsys, override, words):
         configure("streaming_diloco_text", [override])
     assert stop.value.code == 2
     assert words in " ".join(capsys.readouterr().err.replace("│", "").split())
+
+
+@pytest.mark.parametrize("group", ["streaming", "decoupled"])
+def test_too_many_fragments_are_told_by_their_flag(group: str) -> None:
+    settings = getattr(configure(f"{group}_diloco_text", []), group)
+    assign = dataclasses.replace(settings, fragments=5).fragment_fn()
+    with pytest.raises(ArgumentError, match=r"^fragments is 5, but layers/x has 2 layers") as error:
+        assign("layers/x", np.ones((2, 3)))
+    told = str(error.value.in_flags)
+    assert told.startswith(f"--{group}.fragments is 5, but layers/x has 2 layers")
+    assert told.endswith(f"Set at most --{group}.fragments=3.")

@@ -111,7 +111,7 @@ def check_noise_is_kept(former: AggregatorConfig, new: AggregatorConfig) -> None
 def describe_privacy(experiment: PrivateRun, *, in_stages: bool = False) -> tuple[str, ...]:
     """Return lines that state epsilon and what has no noise; none if the run is not private.
 
-    If the run is divided into stages, participants of a secure sum draw noise of their own.
+    If the run is divided into stages, the noise is the server's, or each participant's own.
     """
     accountant = configured_accountant(experiment.aggregator)
     if accountant is None:
@@ -135,12 +135,16 @@ def describe_privacy(experiment: PrivateRun, *, in_stages: bool = False) -> tupl
             f"not private: the choice of a round by {fields}, from exact metrics of held-out "
             "examples, which epsilon does not count"
         )
-    is_secure = hasattr(experiment.aggregator, "min_participants")
-    if not (is_secure and in_stages):
+    if not in_stages:
         lines.append(
-            f"simulated{' in one program' if is_secure else ''}: the noise is drawn from "
+            "simulated in one program: the noise is drawn from "
             f"cohort.seed={experiment.cohort.seed}, which config.json holds. A reader who knows "
             "the seed can subtract the noise, and no epsilon holds"
+        )
+    elif not hasattr(experiment.aggregator, "min_participants"):
+        lines.append(
+            "noise: drawn here, from the operating system, anew in each round. It is not sent, and "
+            "no seed gives it; this process sees what it hides"
         )
     if not method.function.__module__.startswith("fedpax."):
         lines.append(

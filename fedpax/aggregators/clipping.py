@@ -18,7 +18,7 @@ from fedpax.aggregators.aggregator import (
     present,
     without_epsilon,
 )
-from fedpax.aggregators.random_streams import round_key
+from fedpax.aggregators.gaussian_noise import scalar_noise
 from fedpax.checks import FRACTION, NON_NEGATIVE, POSITIVE, check_argument, check_seed
 from fedpax.primitives import federated_map, federated_mean, federated_sum
 
@@ -112,7 +112,8 @@ def adaptive_clip(
         quantile: gamma, between 0 and 1.
         learning_rate: eta, at least 0.
         count_stddev: standard deviation of the noise of the count. Default 0: an exact count.
-        seed: int, seed of the noise of the count.
+        seed: int, seed of the noise of the count in a simulation; in stages, the server draws it
+            from the operating system.
 
     Returns:
         A transformation with state `AdaptiveClipState`. It clips as `clip_by_norm` does and reports
@@ -163,8 +164,10 @@ def adaptive_clip(
             taken = present(weights)
             below = federated_map(lambda norm_i, here: here & (norm_i <= norm), norms, taken)
             counted, total = federated_sum((below, taken))
-            key = round_key(seed, "quantile", state.round)
-            fraction = (counted + count_stddev * jax.random.normal(key)) / jnp.maximum(total, 1)
+            if count_stddev:
+                drawn = scalar_noise(seed, "quantile", state.round, total.astype(jnp.float32))
+                counted = counted + count_stddev * drawn
+            fraction = counted / jnp.maximum(total, 1)
             adapted = adapt_norm(norm, fraction, quantile, learning_rate)
             metrics = _clipping_metrics(norms, norm, taken) | {"max_norm": norm}
             aggregated, inner_state, reported = inner.aggregate(

@@ -9,7 +9,7 @@ import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from fedpax.aggregators.aggregator import (
     Aggregator,
@@ -21,6 +21,8 @@ from fedpax.aggregators.aggregator import (
 from fedpax.aggregators.random_streams import round_key
 from fedpax.checks import NON_NEGATIVE, check_argument, check_seed
 from fedpax.primitives import federated_map
+from fedpax.primitives.placement import is_for_stages
+from fedpax.transforms.marks import own_noise, server_noise
 
 _STDDEV_REMEDY = "Use 0.0 for no noise."
 
@@ -37,8 +39,8 @@ def add_noise(stddev: float, *, seed: int) -> AggregatorTransformation:
     """Add Gaussian noise to the aggregate, on the server: `aggregate + N(0, stddev^2 I)`.
 
     The noise is fresh in each round. It depends on the seed, the round and the leaf only, so it is
-    the same on every mesh. For differential privacy use `private_mean`, which fits the noise to the
-    sensitivity of the sum.
+    the same on every mesh. In stages, the server draws it from the operating system instead. For
+    differential privacy use `private_mean`, which fits the noise to the sensitivity of the sum.
 
     Args:
         stddev: standard deviation of the noise of each coordinate, in the units of the update.
@@ -73,7 +75,7 @@ def add_noise(stddev: float, *, seed: int) -> AggregatorTransformation:
             aggregated, inner_state, metrics = inner.aggregate(
                 state.aggregator_state, updates, weights
             )
-            noisy = perturb(round_key(seed, "add_noise", state.round), aggregated, stddev)
+            noisy = add_server_noise(seed, "add_noise", state.round, aggregated, stddev)
             return noisy, NoiseState(state.round + 1, inner_state), metrics
 
         return inner._replace(init=_init(inner), aggregate=aggregate, acts_when_all_absent=True)
@@ -96,7 +98,8 @@ def add_local_noise(stddev: float, *, seed: int) -> AggregatorTransformation:
 
     Returns:
         A transformation with state `NoiseState`. Noise is added in float32, and the result has the
-        dtype of the update. It is the same on every mesh and for every `chunk_size`.
+        dtype of the update. It is the same on every mesh and for every `chunk_size`. In stages,
+        each participant draws its noise itself, from the operating system.
 
     Raises:
         TypeError: `stddev` is not a number, or `seed` is not an int.
@@ -122,12 +125,16 @@ def add_local_noise(stddev: float, *, seed: int) -> AggregatorTransformation:
         def aggregate(
             state: NoiseState, updates: chex.ArrayTree, weights: Weights
         ) -> tuple[chex.ArrayTree, NoiseState, dict[str, jax.Array]]:
-            key = round_key(seed, "add_local_noise", state.round)
+            if is_for_stages():
+                drawn = own_noise(updates, 1.0, jnp.float32)
+                updates = federated_map(lambda u, n: perturb(u, n, stddev), updates, drawn)
+            else:
+                key = round_key(seed, "add_local_noise", state.round)
 
-            def perturb_own(update: chex.ArrayTree, index: Int[Array, ""]) -> chex.ArrayTree:
-                return perturb(jax.random.fold_in(key, index), update, stddev)
+                def perturb_own(update: chex.ArrayTree, index: Int[Array, ""]) -> chex.ArrayTree:
+                    return perturb(update, _normal(jax.random.fold_in(key, index), update), stddev)
 
-            updates = federated_map(perturb_own, updates, jnp.arange(num_participants()))
+                updates = federated_map(perturb_own, updates, jnp.arange(num_participants()))
             aggregated, inner_state, metrics = inner.aggregate(
                 state.aggregator_state, updates, weights
             )
@@ -142,16 +149,46 @@ def _init(inner: Aggregator) -> Callable[[chex.ArrayTree], NoiseState]:
     return lambda params: NoiseState(jnp.int32(0), inner.init(params))
 
 
-def perturb(key: jax.Array, tree: chex.ArrayTree, stddev: float | jax.Array) -> chex.ArrayTree:
-    """Add independent `N(0, stddev^2)` noise to each coordinate of a pytree."""
+def add_server_noise(
+    seed: int,
+    purpose: str,
+    round_number: Int[Array, ""],
+    tree: chex.ArrayTree,
+    stddev: float | jax.Array,
+) -> chex.ArrayTree:
+    """Add independent `N(0, stddev^2)` noise to each coordinate: the server's own in stages."""
+    if is_for_stages():
+        return perturb(tree, jax.tree.map(server_noise, tree), stddev)
+    return perturb(tree, _normal(round_key(seed, purpose, round_number), tree), stddev)
+
+
+def scalar_noise(
+    seed: int, purpose: str, round_number: Int[Array, ""], like: Float[Array, ""]
+) -> Float[Array, ""]:
+    """Draw one standard normal number of the server, its own in stages."""
+    if is_for_stages():
+        return server_noise(like)
+    return jax.random.normal(round_key(seed, purpose, round_number))
+
+
+def perturb(
+    tree: chex.ArrayTree, noise: chex.ArrayTree, stddev: float | jax.Array
+) -> chex.ArrayTree:
+    """Add standard normal numbers times a standard deviation to a pytree, in float32."""
+    return jax.tree.map(
+        lambda x, n: (x.astype(jnp.float32) + stddev * n).astype(mean_dtype(x)), tree, noise
+    )
+
+
+def _normal(key: jax.Array, tree: chex.ArrayTree) -> chex.ArrayTree:
     leaves, structure = jax.tree.flatten(tree)
-    noisy = []
-    for i, leaf in enumerate(leaves):
-        noise = jax.random.normal(
+    drawn = [
+        jax.random.normal(
             jax.random.fold_in(key, i), leaf.shape, jnp.float32, out_sharding=known_sharding(leaf)
         )
-        noisy.append((leaf.astype(jnp.float32) + stddev * noise).astype(mean_dtype(leaf)))
-    return jax.tree.unflatten(structure, noisy)
+        for i, leaf in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(structure, drawn)
 
 
 def known_sharding(leaf: jax.Array) -> P | None:

@@ -18,9 +18,8 @@ from fedpax.aggregators.clipping import (
     check_quantile,
     clip_update,
 )
-from fedpax.aggregators.gaussian_noise import perturb
+from fedpax.aggregators.gaussian_noise import add_server_noise, scalar_noise
 from fedpax.aggregators.privacy_accounting import accountant_of, releases_per_round
-from fedpax.aggregators.random_streams import round_key
 from fedpax.checks import NON_NEGATIVE, POSITIVE, check_argument, check_seed
 from fedpax.errors import ArgumentError
 from fedpax.primitives import federated_map, federated_sum
@@ -70,13 +69,18 @@ def private_mean(
     guarantee, and no metric `"epsilon"`: `scaffold` (controls), `mime` and `mime_lite` (gradients),
     `self_tuning` (gradients), `agnostic` (losses), `fednova` (numbers of steps), `feddyn` (number
     of clients) and `hypcluster` (a model that no client chose stays unchanged). Their
-    `FederatedAlgorithm.sent_exactly` names it. The noise comes from JAX's pseudo-random generator
-    with a known seed: use it for simulation.
+    `FederatedAlgorithm.sent_exactly` names it.
+
+    In one program, such as `jax.jit(round)`, this is a simulation: the noise comes from the seed,
+    and a reader who knows it can subtract the noise. In stages (`fedpax.stages`, and so over sites
+    and on nodes), the server draws the noise of each run from the operating system's randomness,
+    and the seed has no effect.
 
     Args:
         max_norm: C, above 0; with `quantile`, its initial value.
         noise_multiplier: z, at least 0.
-        seed: int, seed of the noise. Choose another one for every other source of noise.
+        seed: int, seed of the noise of a simulation. Choose another one for every other source of
+            noise.
         delta: of the metric `"epsilon"`, between 0 and 1. Use well below 1 over the number of all
             clients.
         releases_before: number of means with this noise multiplier that the same clients were part
@@ -171,10 +175,12 @@ def private_mean(
         if quantile is not None:
             stddev = expected / 20 if count_stddev is None else count_stddev
             multiplier = split_noise(noise_multiplier, stddev)
-            key = round_key(seed, "quantile", state.round)
-            fraction = 0.5 + (count + stddev * jax.random.normal(key)) / expected
+            drawn = scalar_noise(seed, "quantile", state.round, count)
+            fraction = 0.5 + (count + stddev * drawn) / expected
             new_norm = adapt_norm(norm, fraction, quantile, learning_rate)
-        noisy = perturb(round_key(seed, name, state.round), total, multiplier * norm)
+        noisy = total
+        if multiplier:
+            noisy = add_server_noise(seed, name, state.round, total, multiplier * norm)
         mean = jax.tree.map(lambda t, u: (t / expected).astype(mean_dtype(u)), noisy, updates)
         metrics = {"max_norm": norm, "noise_stddev": multiplier * norm / expected}
         if spent is not None:

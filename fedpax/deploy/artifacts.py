@@ -26,7 +26,8 @@ from fedpax.errors import ArgumentError, MissingPackageError
 from fedpax.inspect.cost import count_flops
 from fedpax.primitives._jax import without_locations
 from fedpax.primitives.argument_checks import callbacks, lines_of_custom_calls
-from fedpax.transforms.client_stages import Noise, Stage, Value
+from fedpax.transforms.client_stages import Stage, Value
+from fedpax.transforms.marks import Noise
 from fedpax.transforms.stages import Stages
 from fedpax.transforms.wiring import HEADINGS
 
@@ -139,6 +140,7 @@ def pack_stages(
         "placement": {"name": stages.placement.name, "size": stages.placement.size},
         "platforms": list(platforms),
         "arguments": wiring.arguments,
+        "noise": _described(stages.server_noise),
         "results": wiring.results,
         "least_masked": stages.least_masked,
         "stages": [

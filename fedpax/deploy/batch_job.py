@@ -1,5 +1,6 @@
 """A batch job before and after its pipeline: what its workers need, and what they have found."""
 
+import secrets
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -28,7 +29,7 @@ def check_program(engine: str, divided: Stages, count: int, rounds: int) -> None
     """Raise if the server reads data, or nothing is carried from round to round."""
     own = {each.argument for each in divided.owned}
     names = divided.argument_names
-    read = {names.index(name) for name in divided.wiring().arguments}
+    read = {names.index(name) for name in divided.wiring().arguments if name in names}
     for i in sorted(read - own):
         if i >= count:
             raise ArgumentError(
@@ -63,6 +64,7 @@ def make_work(
             rows[kind] = encode_values({"": other, **others})
     work = BatchWork(
         job=f"fedpax-{uuid.uuid4().hex}",
+        noise_key=secrets.token_bytes(32),
         manifest=manifest,
         files=files,
         open_clients=clients,
@@ -78,7 +80,8 @@ def make_work(
             for result, argument in divided.replaced.items()
         },
     )
-    arguments = {name: leaves[names.index(name)] for name in manifest["arguments"]}
+    read = [name for name in manifest["arguments"] if name in names]  # without noise
+    arguments = {name: leaves[names.index(name)] for name in read}
     return work, encode_values(arguments), rows
 
 

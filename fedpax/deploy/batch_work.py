@@ -5,6 +5,8 @@ arrays encoded as bytes. `fedpax.deploy.beam` connects them on Apache Beam.
 """
 
 import functools
+import hashlib
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -89,6 +91,8 @@ class BatchWork(NamedTuple):
 
     Attributes:
         job: a name of the job that no other job has.
+        noise_key: the key of the server's noise, drawn for this job. An engine that repeats a
+            round for the same arguments has the same noise.
         manifest: the manifest of the exported stages.
         files: the content of its files.
         open_clients: opens the clients; called once in each process.
@@ -99,6 +103,7 @@ class BatchWork(NamedTuple):
     """
 
     job: str
+    noise_key: bytes
     manifest: Mapping[str, Any]
     files: Mapping[str, bytes]
     open_clients: Callable[[], Clients]
@@ -181,7 +186,9 @@ class BatchWork(NamedTuple):
     def start(self, arguments: bytes) -> Iterator[tuple[str, bytes]]:
         """Run the server's part before the first stage of a round; see `serve`."""
         artifact, _ = _opened(self)
-        return self._advance(0, artifact.begin(decode_values(arguments)), ())
+        random = _random_stream(self.noise_key + arguments)
+        noise = draw_noise(self.manifest["noise"], random)
+        return self._advance(0, artifact.begin({**decode_values(arguments), **noise}), ())
 
     def serve(
         self, stage: int, values: bytes, terms: bytes, shown: Iterable[tuple[int, bytes]]
@@ -252,6 +259,12 @@ def split_states(content: bytes) -> Iterator[tuple[int, bytes]]:
     values = decode_values(content)
     for row, key in enumerate(values.pop("").tolist()):
         yield key, encode_values({name: x[row] for name, x in values.items()})
+
+
+def _random_stream(key: bytes) -> Callable[[int], bytes]:
+    """Return a function `number -> bytes` of the stream of a key, by SHAKE256."""
+    digest, calls = hashlib.sha3_512(key).digest(), itertools.count()
+    return lambda n: hashlib.shake_256(digest + next(calls).to_bytes(8, "big")).digest(n)
 
 
 def _encoded(values: Iterable[Any]) -> bytes:

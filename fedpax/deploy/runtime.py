@@ -133,7 +133,8 @@ class Artifact:
             if name not in arguments:
                 raise ArtifactError(
                     f"run(): arguments has no {name!r}, expected the server's arguments "
-                    f"{list(self.manifest['arguments'])}."
+                    f"{list(self.manifest['arguments'])}. Draw noise for each run: "
+                    "draw_noise(manifest['noise'])."
                 )
         return {number: arguments[name] for name, number in self.manifest["arguments"].items()}
 

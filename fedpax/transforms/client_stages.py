@@ -10,6 +10,7 @@ import numpy as np
 from fedpax.errors import ArgumentError
 from fedpax.primitives._jax import ClosedJaxpr, Var, aval_of, eliminate_dead_code, evaluate
 from fedpax.primitives.monoids import ADDITION, MAXIMUM, MINIMUM, Monoid, apply_by_monoid
+from fedpax.transforms.marks import Noise
 from fedpax.transforms.part_of_jaxpr import EqualValues
 from fedpax.transforms.server_parts import ServerParts
 from fedpax.transforms.streaming import loop_body, loop_monoids
@@ -41,23 +42,6 @@ class Value(NamedTuple):
         return f"{self.name}: {self.dtype}{list(self.shape)}, {self.nbytes:,} B"
 
 
-class Noise(NamedTuple):
-    """Integers that the participant draws at each call: discrete Gaussian noise."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: Any
-    stddev: float
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes."""
-        return Value(*self[:3]).nbytes
-
-    def __str__(self) -> str:
-        return f"{Value(*self[:3])}, standard deviation {self.stddev:.3g}"
-
-
 class Stage(NamedTuple):
     """The messages of one stage, as one participant sees them."""
 
@@ -65,7 +49,7 @@ class Stage(NamedTuple):
     rows: tuple[Value, ...]  # values of the server of which each participant receives its own row
     # values that the participant has: its data, its state, and values of earlier stages
     own: tuple[Value, ...]
-    noise: tuple[Noise, ...]  # random integers that the participant draws and tells nobody
+    noise: tuple[Noise, ...]  # random numbers that the participant draws and tells nobody
     # values that it sends to be summed, or reduced otherwise, over participants
     terms: tuple[Value, ...]
     shown: tuple[Value, ...]  # values that it sends and the server reads participant by participant

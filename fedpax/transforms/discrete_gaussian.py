@@ -1,4 +1,4 @@
-"""Discrete Gaussian noise from the operating system's randomness.
+"""Gaussian noise, discrete or not, from the operating system's randomness.
 
 Copy this module to a device without fedpax: it imports NumPy alone.
 
@@ -22,12 +22,33 @@ _MOST_PROPOSALS = 1 << 18  # at a time, for the memory
 
 def draw_noise(
     described: Iterable[Mapping[str, Any]], random: Random = secrets.token_bytes
-) -> dict[str, NDArray[np.int32]]:
-    """Draw the noise of one participant for a call of its function.
+) -> dict[str, NDArray[Any]]:
+    """Draw the noise of one participant for a call of its function, or of the server for a run.
 
-    The noise stays at the participant, and no call draws the noise of another one.
+    The noise stays where it is drawn, and no call draws the noise of another one.
     """
-    return {v["name"]: discrete_gaussian(v["stddev"], v["shape"], random) for v in described}
+    return {
+        v["name"]: (normal if np.dtype(v.get("dtype", "int32")).kind == "f" else discrete_gaussian)(
+            v["stddev"], v["shape"], random
+        )
+        for v in described
+    }
+
+
+def normal(
+    stddev: float, shape: Iterable[int], random: Random = secrets.token_bytes
+) -> NDArray[np.float32]:
+    """Draw normal numbers: Box and Muller's transform of 64 random bits each, in float64."""
+    shape = tuple(shape)
+    size = math.prod(shape)
+    samples = np.empty(size, np.float32)
+    for first in range(0, size, _MOST_PROPOSALS):
+        number = min(size - first, _MOST_PROPOSALS)
+        radius, angle = (_uniform(_words((number + 1) // 2, random)) for _ in range(2))
+        radius, angle = stddev * np.sqrt(-2 * np.log(radius)), 2 * np.pi * angle
+        pairs = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
+        samples[first : first + number] = pairs[:number]
+    return samples.reshape(shape)
 
 
 def discrete_gaussian(

@@ -1,8 +1,9 @@
-"""Marks in a jaxpr: whose value an equation computes, and noise that a participant draws."""
+"""Marks in a jaxpr: whose value an equation computes, and noise that a party draws."""
 
 import functools
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from fedpax.primitives._jax import (
     Jaxpr,
     JaxprEqn,
     Primitive,
+    aval_of,
     define,
     eliminate_dead_code,
     name_results,
@@ -97,54 +99,94 @@ def _identity(aval: Any, name: str) -> ClosedJaxpr:
     return name_results(jaxpr, [name])
 
 
-# Noise that each participant draws by itself, so that no other party can subtract it.
+# Noise that the server or a participant draws by itself, so that no other party can subtract it.
 #
-# In a program that `fedpax.stages` traces, an aggregator binds `own_noise_p` in place of noise from
-# a key of the server. The stages then have the noise as a value that a participant draws at each
-# call (`fedpax.transforms.discrete_gaussian`).
+# In a program that `fedpax.stages` traces, an aggregator binds these primitives in place of noise
+# from a seed, which all parties know. The stages then have the noise as a value that the server
+# draws at each run, or a participant at each call (`fedpax.transforms.discrete_gaussian`).
 own_noise_p = Primitive("own_noise")
-"""int32, of the shape of its placed operand: discrete Gaussian noise of each participant."""
+"""Noise of each participant, of the shape of its placed operand: int32, or float32 numbers."""
+
+server_noise_p = Primitive("server_noise")
+"""float32, of the shape of its operand: standard normal numbers that the server draws."""
 
 
-def own_noise(like: "chex.ArrayTree", stddev: float) -> "chex.ArrayTree":
-    """Return noise of each participant, integers of the shapes of placed values. In a program."""
+class Noise(NamedTuple):
+    """Numbers that a party draws: discrete Gaussian integers, or normal float32 numbers."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    stddev: float
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return math.prod(self.shape) * int(self.dtype.itemsize)
+
+    def __str__(self) -> str:
+        size = f"{self.nbytes:,} B, standard deviation {self.stddev:.3g}"
+        return f"{self.name}: {self.dtype}{list(self.shape)}, {size}"
+
+
+def own_noise(like: "chex.ArrayTree", stddev: float, dtype: Any = jnp.int32) -> "chex.ArrayTree":
+    """Return noise of each participant, of the shapes of placed values. In a program."""
     placement = resolve_placement("own_noise", None).placement
-    return jax.tree.map(
-        lambda x: own_noise_p.bind(jax.lax.stop_gradient(x), placement=placement, stddev=stddev),
-        like,
-    )
+    params = {"placement": placement, "stddev": stddev, "dtype": jnp.dtype(dtype)}
+    return jax.tree.map(lambda x: own_noise_p.bind(jax.lax.stop_gradient(x), **params), like)
 
 
-def noise_as_arguments(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[float, ...]]:
-    """Make the noise of a jaxpr its last arguments; return their standard deviations too."""
-    eqns = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive is own_noise_p]
+def server_noise(like: jax.Array) -> jax.Array:
+    """Return standard normal numbers of the server, of the shape of a value. In a program."""
+    return cast("jax.Array", server_noise_p.bind(jax.lax.stop_gradient(like)))
+
+
+def noise_as_arguments(
+    closed: ClosedJaxpr,
+) -> tuple[ClosedJaxpr, tuple[Noise, ...], tuple[float, ...]]:
+    """Make the noise of a jaxpr its last arguments, that of participants after the server's.
+
+    Returns:
+        The jaxpr, the server's noise, and the standard deviation of each noise of participants.
+    """
+    servers = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive is server_noise_p]
+    owned = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive is own_noise_p]
+    eqns = [*servers, *owned]
     if not eqns:
-        return closed, ()
+        return closed, (), ()
     jaxpr = closed.jaxpr
     alone = jaxpr.replace(
         invars=[*jaxpr.invars, *(eqn.outvars[0] for eqn in eqns)],
-        eqns=[eqn for eqn in jaxpr.eqns if eqn.primitive is not own_noise_p],
+        eqns=[e for e in jaxpr.eqns if e.primitive not in (server_noise_p, own_noise_p)],
         debug_info=jaxpr.debug_info._replace(arg_names=None, result_paths=None),
     )
-    stddevs = tuple(float(eqn.params["stddev"]) for eqn in eqns)
-    return eliminate_dead_code(ClosedJaxpr(alone, closed.consts)), stddevs
+    drawn = tuple(
+        Noise(f"server noise {k}", aval_of(v).shape, aval_of(v).dtype, 1.0)
+        for k, v in enumerate(eqn.outvars[0] for eqn in servers)
+    )
+    stddevs = tuple(float(eqn.params["stddev"]) for eqn in owned)
+    return eliminate_dead_code(ClosedJaxpr(alone, closed.consts)), drawn, stddevs
 
 
-def _shape(x: Any, *, placement: Placement, stddev: float) -> tuple[Any, set[Any]]:
-    del placement, stddev
-    return x.update(dtype=jnp.dtype(jnp.int32), weak_type=False), set()
+def _shape(x: Any, *, dtype: Any = jnp.float32, **_: Any) -> tuple[Any, set[Any]]:
+    return x.update(dtype=jnp.dtype(dtype), weak_type=False), set()
 
 
-def _not_here(x: Any, *, placement: Placement, stddev: float) -> Any:
-    raise NotImplementedError("own_noise() outside of fedpax.stages()")
+def _not_here(x: Any, **_: Any) -> Any:
+    raise NotImplementedError(
+        "noise of fedpax.stages() inside a loop or a conditional of the server, expected an "
+        "aggregator at the top level of the round. Choose another aggregator."
+    )
 
 
-def _batch(
-    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, placement: Placement, stddev: float
-) -> tuple[Any, int]:
+def _batch_own(axis: Any, args: Any, dims: Sequence[Any], **params: Any) -> tuple[Any, int]:
     # Each element of the batch has noise of its own.
-    moved = jnp.moveaxis(args[0], dims[0], 1)
-    return own_noise_p.bind(moved, placement=placement, stddev=stddev), 1
+    return own_noise_p.bind(jnp.moveaxis(args[0], dims[0], 1), **params), 1
 
 
-define(own_noise_p, abstract=_shape, implementation=_not_here, batch=_batch)
+def _batch_server(axis: Any, args: Any, dims: Sequence[Any]) -> tuple[Any, Any]:
+    return server_noise_p.bind(*args), dims[0]
+
+
+define(own_noise_p, abstract=_shape, implementation=_not_here, batch=_batch_own)
+define(server_noise_p, abstract=_shape, implementation=_not_here, batch=_batch_server)

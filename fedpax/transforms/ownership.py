@@ -52,13 +52,24 @@ class Signature(NamedTuple):
     replaced: tuple[int | None, ...]
 
 
+class Owned(NamedTuple):
+    """A value that participants own."""
+
+    name: str
+    argument: int  # the position among the leaves of the arguments that it is read from
+    # the position among the leaves of the results that takes its place after a round; None: it
+    # stays
+    result: int | None
+    in_store: bool  # whether it is a row of a client store
+
+
 class Division(NamedTuple):
     """A program whose values are divided between the server and the participants."""
 
     # the rewritten program: `(*server's arguments, *own values) -> (*server's results, *kept
     # values)`. Own and kept values are placed.
     core: ClosedJaxpr
-    # positions of the server's arguments among the program's arguments
+    # positions of the server's arguments among the program's arguments, and the server's noise
     server_arguments: tuple[int, ...]
     server_results: tuple[int, ...]  # their positions among the program's results
     own: tuple[str, ...]  # the names of the own values; the last ones are noise
@@ -136,7 +147,7 @@ def divide(
 ) -> Division:
     """Divide the values of a program between the server and the participants."""
     jaxpr = closed.jaxpr
-    num_arguments = len(jaxpr.invars) - len(noise)
+    num_arguments, num_given = len(jaxpr.invars) - len(noise), len(signature.names)
     drawn = jaxpr.invars[num_arguments:]
     reads = {v: i for v, i in store_reads(closed).items() if i in owned}
     own = reads | {v: i for i, v in enumerate(jaxpr.invars) if i in owned - set(reads.values())}
@@ -174,7 +185,7 @@ def divide(
         )
 
     def write(*flat: jax.Array) -> list[Any]:
-        arguments, new = flat[:num_arguments], flat[num_arguments:]
+        arguments, new = flat[:num_given], flat[num_given:]
         values = dict(zip(jaxpr.invars, arguments, strict=False))
         values |= {v: x for (v, i), x in zip(kept, new, strict=True) if i in reads.values()}
         whole = [jaxpr.outvars[result] for result, k in written.items() if k is None]
@@ -191,7 +202,7 @@ def divide(
         [jaxpr.outvars[i] for i in results],
         [v for v, _ in kept],
     )
-    avals = list(map(aval_of, jaxpr.invars[:num_arguments]))
+    avals = list(map(aval_of, jaxpr.invars[:num_given]))  # without the server's noise
     return Division(
         eliminate_dead_code(inline(core, stream, with_lines=True)),
         tuple(servers),

@@ -27,8 +27,8 @@ from fedpax.transforms.division_checks import (
     own_by_name,
     read_by_rows,
 )
-from fedpax.transforms.marks import least_masked, noise_as_arguments
-from fedpax.transforms.ownership import Division, one_placement, store_reads
+from fedpax.transforms.marks import Noise, least_masked, noise_as_arguments
+from fedpax.transforms.ownership import Division, Owned, one_placement, store_reads
 from fedpax.transforms.server_parts import ServerParts
 from fedpax.transforms.streaming_plan import StreamingPlan
 from fedpax.transforms.wiring import ProgramIO, Wiring, describe, output_of, trace_program, wire
@@ -51,17 +51,6 @@ class Reply(NamedTuple):
     participants: Sequence[int]  # the indices of these participants, in the order of the rows
 
 
-class Owned(NamedTuple):
-    """A value that participants own."""
-
-    name: str
-    argument: int  # the position among the leaves of the arguments that it is read from
-    # the position among the leaves of the results that takes its place after a round; None: it
-    # stays
-    result: int | None
-    in_store: bool  # whether it is a row of a client store
-
-
 class Stages:
     """A program divided into stages, as `fedpax.stages` makes it.
 
@@ -72,6 +61,7 @@ class Stages:
         placement: the name of the participants, and their number.
         least_masked: the fewest participants of a sum that the server may see, in a program whose
             terms must be masked (`secure_mean`, `private_secure_mean`). None: terms need no masks.
+        server_noise: the noise that the server draws at each run, as `private_mean` needs it.
     """
 
     def __init__(
@@ -83,8 +73,9 @@ class Stages:
         known: Collection[int] = (),
         noise: Mapping[str, float] | None = None,
         least_masked: int | None = None,
+        server_noise: Sequence[Noise] = (),
     ) -> None:
-        self.least_masked = least_masked
+        self.least_masked, self.server_noise = least_masked, tuple(server_noise)
         self.name, self.placement = name, plan.placement
         self._io, self._division, self._plan = io, division, plan
         self._server = ServerParts(plan)
@@ -92,7 +83,7 @@ class Stages:
             jax.jit(functools.partial(self._server.run, part))
             for part in range(self._server.number)
         ]
-        servers = [io.names[i] for i in division.server_arguments]
+        servers = self._server_names()
         self._known = {io.names[i]: i for i in sorted(known)}
         self._stages = client_stages(
             plan, self._server, servers, division.own, division.kept, self._known, noise
@@ -170,6 +161,14 @@ class Stages:
         """
         return self._clients[stage]
 
+    def _server_names(self) -> list[str]:
+        names = [*self._io.names, *(v.name for v in self.server_noise)]
+        return [names[i] for i in self._division.server_arguments]
+
+    def draw_server_noise(self) -> dict[str, Any]:
+        """Draw the noise of the server for a run, by name, as `draw_noise` does."""
+        return draw_noise(v._asdict() for v in self.server_noise)
+
     def draw_noise(self, stage: int) -> dict[str, Any]:
         """Draw the noise of one participant for a call of its function, by name.
 
@@ -231,10 +230,12 @@ class Stages:
         used.update(v for v in self._server.outputs if isinstance(v, Var))
         for each in self._stages:
             used.update(each.shared, each.rows)
-        leaves = self._io.leaves(args, [i for i, v in arguments if v in used])
+        given = range(len(self._io.names))
+        leaves = self._io.leaves(args, [i for i, v in arguments if v in used and i in given])
+        leaves += self.draw_server_noise().values()
         values: dict[Var, Any] = dict(zip(jaxpr.constvars, self._division.core.consts, strict=True))
-        given = [leaves[i] for i in self._division.server_arguments]
-        values.update(zip(jaxpr.invars, given, strict=False))
+        of_server = [leaves[i] for i in self._division.server_arguments]
+        values.update(zip(jaxpr.invars, of_server, strict=False))
         stages = {stage.phase: stage for stage in self._stages}
         totals: Sequence[jax.Array] = ()
         for part, compiled in enumerate(self._parts):
@@ -264,7 +265,7 @@ class Stages:
             self._server,
             self._stages,
             division.core.consts,
-            [io.names[i] for i in division.server_arguments],
+            self._server_names(),
             [io.result_names[i] for i in division.server_results],
         )
 
@@ -324,8 +325,8 @@ def stages(
       those in a client store. They stay at the participant.
     - known: arguments of which each participant has the same copy, such as the frozen model below
       adapters. No message carries them; a participant reads them beside its own values.
-    - noise: random integers that it draws at each call, for `private_secure_mean`. Neither the
-      server nor another participant knows them.
+    - noise: random numbers that it draws at each call, for `private_secure_mean`. Neither the
+      server nor another participant knows them. The noise of `private_mean` is the server's.
     - kept: its new state, a result that takes the place of an own argument. A result takes the
       place of an argument if they are at the same position of the results and of the arguments
       (`(state, cohort) -> (state, metrics)`), and of the same structure and types.
@@ -378,7 +379,7 @@ def stages(
         closed, io, signature = trace_program(program, avals)
     closed, placement = one_placement(closed)
     least = least_masked(closed.jaxpr)
-    closed, stddevs = noise_as_arguments(closed)
+    closed, server_noise, stddevs = noise_as_arguments(closed)
     noise = {f"noise {k}": stddev for k, stddev in enumerate(stddevs)}
     arguments = closed.jaxpr.invars[: len(io.names)]
     sized = {i for i, v in enumerate(arguments) if aval_of(v).shape[:1] == (placement.size,)}
@@ -393,4 +394,4 @@ def stages(
     check_means(plan)
     known_arguments = find_by_name(io.names, known, "known")
     name = function_name(program)
-    return Stages(name, io, division, plan, known_arguments, noise, least)
+    return Stages(name, io, division, plan, known_arguments, noise, least, server_noise)

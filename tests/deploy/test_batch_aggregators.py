@@ -20,7 +20,7 @@ from fedpax.algorithms import fedavg
 COHORT, ROUNDS = 6, 3
 AGGREGATORS = {
     "private_mean": aggregators.private_mean(
-        max_norm=1.0, noise_multiplier=0.5, seed=0, quantile=0.5, count_stddev=1.0
+        max_norm=1.0, noise_multiplier=0.0, seed=0, quantile=0.5, count_stddev=0.0
     ),
     "sign": compressed_mean(codecs.sign(), error_feedback=True),
     "secure_mean": aggregators.secure_mean(max_value=1.0),

@@ -15,9 +15,11 @@ from batch_rounds import (
     run_in_a_loop,
 )
 
-from fedpax.aggregators import private_secure_mean
+import fedpax
+from fedpax.aggregators import private_mean, private_secure_mean
 from fedpax.algorithms import fedavg
 from fedpax.deploy import EachClient, beam
+from fedpax.deploy.batch_job import make_work
 from fedpax.deploy.batch_work import check_clients, split_states, stack_states
 from fedpax.deploy.encoded_values import decode_values, encode_values
 
@@ -50,6 +52,23 @@ def test_clients_draw_the_noise_of_a_private_round():
         difference = np.abs(first.params[name] - expected.params[name])
         assert np.max(difference) < 2 * 12 * noise * max_norm / (COHORT - 1)
     assert metrics["epsilon"] == pytest.approx(aggregator.accountant.epsilon(2), rel=1e-5)
+
+
+def test_a_job_draws_the_noise_of_the_server_once():
+    """Beam repeats a step when a worker fails: it must not release another noisy sum."""
+    aggregator = private_mean(max_norm=1.0, noise_multiplier=1.0, seed=0)
+    method = fedavg(loss_fn, cohort_size=COHORT, client_optimizer=SGD, aggregator=aggregator)
+    state = method.init(params())
+    divided = fedpax.stages(method.round, state, open_rounds().shapes)
+    (first, arguments, _), (second, _, _) = (
+        make_work(divided, jax.tree.leaves(state), open_rounds) for _ in range(2)
+    )
+    assert list(first.start(arguments)) == list(first.start(arguments))
+    assert list(first.start(arguments)) != list(second.start(arguments))
+    results = [run_in_a_loop(method.round, state, clients=open_rounds, rounds=1) for _ in "12"]
+    results.append(by_jit(method.round, state, open_rounds(), 1))
+    norms = {float(np.abs(result[-1][0].params["w"]).max()) for result in results}
+    assert len(norms) == 3
 
 
 def test_states_survive_a_file():

@@ -7,8 +7,20 @@ import pytest
 from deploy import nodes
 
 import fedpax
-from fedpax.aggregators import privacy_spent, private_secure_mean, secure_mean
+from fedpax.aggregators import (
+    adaptive_clip,
+    add_local_noise,
+    add_noise,
+    chain,
+    clip_by_norm,
+    mean,
+    privacy_spent,
+    private_mean,
+    private_secure_mean,
+    secure_mean,
+)
 from fedpax.deploy import Artifact, pack_stages, run_local
+from fedpax.transforms.discrete_gaussian import draw_noise
 from fedpax.transforms.stages import Stages
 
 N, SIZE, LEAST = 5, 20_000, 3
@@ -63,6 +75,53 @@ def test_a_participant_of_weight_0_adds_its_share_too():
     result = np.float64(mean["w"]).std() * 3
     assert result == pytest.approx(float(metrics["noise_stddev"]) * 3, rel=5 / np.sqrt(2 * SIZE))
     assert result > 1.2 * NOISE  # of five shares
+
+
+CENTRAL = {
+    "private_mean": (private_mean(max_norm=1.0, noise_multiplier=NOISE, seed=0), NOISE / N),
+    "add_noise": (chain(add_noise(NOISE, seed=0), clip_by_norm(1.0), mean()), NOISE),
+    "local": (chain(clip_by_norm(1.0), add_local_noise(NOISE, seed=0), mean()), NOISE / N**0.5),
+}
+
+
+@pytest.mark.parametrize("name", CENTRAL)
+def test_no_seed_gives_noise_that_is_drawn_in_stages(name):
+    aggregator, stddev = CENTRAL[name]
+    args = arguments(aggregator)
+    stages = fedpax.stages(make(aggregator), *args)
+    runs = [run_local(stages, *args, processes=p)[1]["w"] for p in (None, None, 2)]
+    runs.append(jax.jit(make(aggregator))(*args)[1]["w"])  # a simulation, by its seed
+    within = 5 / np.sqrt(2 * SIZE)
+    for i, first in enumerate(runs):
+        assert np.std(first) == pytest.approx(stddev, rel=within)
+        for second in runs[:i]:
+            assert np.std(first - second) == pytest.approx(2**0.5 * stddev, rel=within)
+
+
+def test_the_noisy_count_of_a_clipping_norm_is_the_servers_own():
+    clipped = chain(adaptive_clip(initial_norm=1.0, count_stddev=1.0), mean())
+    quantile = private_mean(
+        max_norm=1.0, noise_multiplier=NOISE, seed=0, quantile=0.5, count_stddev=1.0
+    )
+    for aggregator in (clipped, quantile):
+        args = arguments(aggregator)
+        stages = fedpax.stages(make(aggregator), *args)
+        norms = {float(run_local(stages, *args)[0].max_norm) for _ in range(3)}
+        assert len(norms) == 3 and float(make(aggregator)(*args)[0].max_norm) not in norms
+
+
+def test_exported_stages_name_the_noise_of_the_server():
+    aggregator, stddev = CENTRAL["private_mean"]
+    args = arguments(aggregator)
+    artifact = Artifact(*pack_stages(fedpax.stages(make(aggregator), *args)))
+    named = {"state.round": args[0].round, "state.max_norm": args[0].max_norm}
+    with pytest.raises(ValueError, match=r"no 'server noise 0'.*draw_noise\(manifest\['noise'\]"):
+        next(artifact.run(named))
+    server = artifact.run(named | draw_noise(artifact.manifest["noise"]))
+    next(server)
+    with pytest.raises(StopIteration) as end:
+        server.send((artifact.empty(0), (), []))
+    assert np.std(end.value.value["result[1]['w']"]) == pytest.approx(stddev, rel=0.05)
 
 
 def shares(stages, args, rounds):

@@ -10,6 +10,7 @@ from deploy.nodes import LocalNetwork, N, normal
 
 import fedpax
 from fedpax import federated_map, federated_mean, federated_sum
+from fedpax.aggregators import private_mean
 from fedpax.algorithm import FederatedAlgorithm
 from fedpax.deploy.nodes.node import NodeProgram
 from fedpax.deploy.nodes.round_server import RoundServer, Rules
@@ -87,6 +88,41 @@ def serve(network, program, **rules):
         position, metrics = server.advance(position)
         all_metrics.append(metrics)
     return position, all_metrics
+
+
+class NoisyState(NamedTuple):
+    w: Any
+    aggregator: Any
+
+
+def test_the_server_of_nodes_draws_its_noise(tmp_path):
+    """With one seed, two runs and a simulation have other noise, each of the stated size."""
+    aggregator = private_mean(max_norm=1.0, noise_multiplier=2.0, seed=0)
+
+    @fedpax.program(clients=N)
+    def noisy(state, cohort):
+        updates = federated_map(lambda x: jnp.zeros(4000) * x[0, 0, 0], cohort.batches)
+        mean, kept, metrics = aggregator.aggregate(state.aggregator, updates, None)
+        return NoisyState(state.w + mean, kept), metrics
+
+    method = FederatedAlgorithm(lambda w: NoisyState(w, aggregator.init(w)), noisy)
+    cohort = fedpax.Cohort(jax.ShapeDtypeStruct((N, 1, 1, 3), np.float32))
+    settings = Settings(rounds=4, num_clients=N)
+    packed = pack_program(method, lambda key: jnp.zeros(4000), cohort, settings)
+    noisy_program = parse_program(packed)
+    runs = []
+    for where in "12":
+        network = network_of(noisy_program, tmp_path / where)
+        runs.append(serve(network, noisy_program)[0].state["state.w"])
+    simulated = method.init(jnp.zeros(4000))
+    for number in range(4):
+        simulated, _ = jax.jit(noisy)(simulated, fedpax.Cohort(X[number]))
+    runs.append(simulated.w)
+    stddev = 4**0.5 * 2.0 / N
+    for i, first in enumerate(runs):
+        assert np.std(first) == pytest.approx(stddev, rel=0.06)
+        for second in runs[:i]:
+            assert np.std(first - second) == pytest.approx(2**0.5 * stddev, rel=0.06)
 
 
 def test_stages_on_nodes_equal_the_compiled_rounds(program, tmp_path):

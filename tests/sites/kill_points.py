@@ -174,6 +174,11 @@ def scaffold() -> SmallExperiment:
     return small("scaffold", rounds=ROUNDS, features=FEATURES)
 
 
+def private() -> SmallExperiment:
+    """Make a regression whose coordinator adds noise."""
+    return small("private", rounds=ROUNDS, features=FEATURES)
+
+
 def table() -> FedAvgTable:
     """Make a regression on tables."""
     whole = table_experiment(rounds=ROUNDS)

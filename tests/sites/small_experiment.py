@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 import fedpax
-from fedpax.aggregators import codecs, compressed_mean, coordinate_median, krum
+from fedpax.aggregators import codecs, compressed_mean, coordinate_median, krum, private_mean
 from fedpax.algorithms import fedavg, scaffold
 from fedpax.data import ClientSampler
 from fedpax.sites.contract import CoordinatorRun, SiteRun
@@ -61,6 +61,15 @@ METHODS: dict[str, Callable[..., Any]] = {
             ("compressed", codecs.uniform(4), False),  # which draws random numbers
             ("feedback", codecs.e3m0(), True),
         )
+    },
+    **{
+        name: lambda size, total, noise=noise: fedavg(
+            loss_fn,
+            cohort_size=size,
+            client_optimizer=optax.sgd(0.1),
+            aggregator=private_mean(max_norm=1.0, noise_multiplier=noise, seed=0),
+        )
+        for name, noise in (("private", 2.0), ("clipped", 0.0))
     },
     "scaffold": lambda size, total: scaffold(
         loss_fn, cohort_size=size, num_clients=total, client_optimizer=optax.sgd(0.1)

@@ -55,6 +55,18 @@ def test_each_call_draws_new_noise_of_the_described_values():
     assert abs(correlation) < 5 / np.sqrt(SIZE)
 
 
+def test_normal_numbers_have_their_moments():
+    described = [{"name": "n", "shape": [3, 100_001], "dtype": "float32", "stddev": 2.0}]
+    x = draw_noise(described, seeded(3))["n"]
+    assert x.shape == (3, 100_001) and x.dtype == np.float32
+    x = np.float64(x).ravel() / 2.0
+    within = 5 / np.sqrt(x.size)
+    for power, moment, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+        assert abs(np.mean(x**power) - moment) < within * np.sqrt(variance)
+    assert abs(np.mean(x < 1.0) - 0.841345) < within
+    assert abs(np.corrcoef(x[:-1], x[1:])[0, 1]) < within
+
+
 def test_the_memory_does_not_grow_with_the_noise():
     asked = []
 

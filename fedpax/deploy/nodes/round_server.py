@@ -17,6 +17,7 @@ from fedpax.deploy.packets import Packet, one_line
 from fedpax.deploy.round_program import RoundProgram
 from fedpax.errors import ArgumentError, FedpaxError
 from fedpax.populations.client_sampler import ClientSampler
+from fedpax.transforms.discrete_gaussian import draw_noise
 
 POLL_SECONDS = 0.25
 _SECONDS_BETWEEN_HINTS = 60.0
@@ -221,7 +222,8 @@ class RoundServer:
     ) -> tuple[list[int], dict[str, Any] | None]:
         """Return the participants that were counted, and the results if they are a quorum."""
         artifact = self.program.artifact
-        server = artifact.run(position.state)
+        noise = draw_noise(artifact.manifest.get("noise", ()))  # of this attempt alone
+        server = artifact.run({**position.state, **noise})
         answering: list[int] = list(asked)
         reply: Any = None
         index = {k: i for i, k in enumerate(asked)}

@@ -173,6 +173,16 @@ def test_a_participant_of_weight_0_is_an_empty_slot(name, chunk_size, devices):
                 )
 
 
+def test_weights_alone_keep_the_reverse_derivative_of_a_round_of_islands():
+    method = SERVERS["diloco"]()
+    given = cohort(STEPS)._replace(num_examples=np.arange(N), client_ids=None)
+
+    def loss_after(params):
+        return method.round(method.init(params), given)[1]["loss"]
+
+    jax.make_jaxpr(jax.grad(loss_after))({"kernel": jnp.ones((5, 2)), "bias": jnp.zeros(2)})
+
+
 MOMENTUM = optax.sgd(0.05, momentum=0.9)
 ISLANDS = {"islands": N, "inner_optimizer": MOMENTUM}
 

@@ -9,11 +9,10 @@ import numpy as np
 from jaxtyping import Int64
 
 from fedpax.checkpoints.orbax_files import ocp, open_to_read
-from fedpax.checkpoints.row_changes import Parent, rows_of_one_checkpoint, stores_of
+from fedpax.checkpoints.row_changes import Parent, StorePath, rows_of_one_checkpoint, stores_of
 from fedpax.clients.row_blocks import row_blocks, write_rows
 
 Lineage = Sequence[tuple[int, Parent | None]]
-StorePath = tuple[str, ...]
 
 
 class RestoredStores(NamedTuple):

@@ -93,7 +93,7 @@ SMALL_STORES = 1 << 24
 LARGEST_PART = 1 / 8
 """The largest part of a store's rows that a checkpoint holds without the others."""
 
-Path = tuple[str, ...]
+StorePath = tuple[str, ...]
 
 
 def is_store(node: Any) -> bool:
@@ -101,13 +101,13 @@ def is_store(node: Any) -> bool:
     return isinstance(node, ClientStore)
 
 
-def stores_of(state: Any) -> dict[Path, ClientStore[Any]]:
+def stores_of(state: Any) -> dict[StorePath, ClientStore[Any]]:
     """Return the client stores of a state by their paths."""
     nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_store)
     return {_names(path): node for path, node in nodes if is_store(node)}
 
 
-def _names(path: Any) -> Path:
+def _names(path: Any) -> StorePath:
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
@@ -116,7 +116,7 @@ def without_stores(state: Any) -> Any:
     return jax.tree.map(lambda node: {} if is_store(node) else node, state, is_leaf=is_store)
 
 
-def with_stores(state: Any, like: Any, leaves: Mapping[Path, Any]) -> Any:
+def with_stores(state: Any, like: Any, leaves: Mapping[StorePath, Any]) -> Any:
     """Put the leaves of client stores into a state without them."""
     rest = iter(jax.tree.leaves(state))
 
@@ -128,7 +128,7 @@ def with_stores(state: Any, like: Any, leaves: Mapping[Path, Any]) -> Any:
     return jax.tree_util.tree_map_with_path(node_of, like, is_leaf=is_store)
 
 
-def rows_of_one_checkpoint(state: Any) -> dict[Path, Int64[np.ndarray, " rows"]]:
+def rows_of_one_checkpoint(state: Any) -> dict[StorePath, Int64[np.ndarray, " rows"]]:
     """Return for each row of the client stores the position 0 of the checkpoint that has it."""
     return {
         path: np.zeros(jax.tree.leaves(store)[0].shape[0], np.int64)
@@ -165,7 +165,7 @@ class RowChanges:
     """
 
     def __init__(self) -> None:
-        self._stores: dict[Path, _StoreRows] = {}
+        self._stores: dict[StorePath, _StoreRows] = {}
         self._rounds: dict[int, int] = {}  # of the newest checkpoint and its ancestors, by position
 
     @property
@@ -181,7 +181,7 @@ class RowChanges:
         self,
         state: Any,
         rounds: Mapping[int, int],
-        newest: Mapping[Path, Int64[np.ndarray, " rows"]],
+        newest: Mapping[StorePath, Int64[np.ndarray, " rows"]],
     ) -> None:
         """Continue after a restored checkpoint.
 
@@ -231,7 +231,7 @@ class RowChanges:
         return None
 
 
-def _blocks(state: Any) -> dict[Path, RowBlocks] | None:
+def _blocks(state: Any) -> dict[StorePath, RowBlocks] | None:
     """Return the layout of each store; None if checkpoints should hold all of their rows."""
     stores = stores_of(state)
     leaves = jax.tree.leaves(stores)

@@ -141,6 +141,7 @@ def pack_stages(
         "platforms": list(platforms),
         "arguments": wiring.arguments,
         "noise": _described(stages.server_noise),
+        "noisy_request": stages.noisy_request,
         "results": wiring.results,
         "least_masked": stages.least_masked,
         "stages": [

@@ -155,7 +155,8 @@ class _BatchLoop:
         size = jax.tree.leaves(self.run.cohort_shapes)[0].shape[0]
         self.logger.log_run(num_parameters, size, self.run.item_unit)
         for line in self.run.notes:
-            self.progress.note(line)
+            if not line.startswith("simulated in one program"):
+                self.progress.note(line)
 
     def train(self) -> TrainingResult:
         """Train all rounds."""

@@ -155,7 +155,9 @@ def weighted_terms(stage: Stage) -> list[str]:
 
 def check_repeatable(divided: Stages, stage: int, number: int) -> None:
     """Raise if a round that ends before a stage has opened a private sum."""
-    if any(divided[earlier].noise for earlier in range(stage)):
+    noisy = divided.noisy_request
+    is_sent = noisy is not None and noisy <= stage
+    if is_sent or any(divided[earlier].noise for earlier in range(stage)):
         raise ConfigurationError(
             f"round {number}: a site left after a private sum of an earlier stage was opened. The "
             "same round again would spend its epsilon twice, which the metric does not count. To "

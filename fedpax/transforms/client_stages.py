@@ -190,6 +190,17 @@ def client_stages(
     return stages
 
 
+def first_noisy_request(
+    plan: StreamingPlan, stages: Sequence[ClientStage], noise: Collection[Var]
+) -> int | None:
+    """Return the first stage whose request depends on noise of the server; None without one."""
+    noisy = set(noise)
+    for eqn in plan.jaxpr.eqns:
+        if any(v in noisy for v in plan.operands(eqn) if isinstance(v, Var)):
+            noisy.update(eqn.outvars)
+    return next((s.number for s in stages if noisy.intersection([*s.shared, *s.rows])), None)
+
+
 class _Builder:
     def __init__(
         self,

@@ -17,7 +17,7 @@ import jax
 from fedpax.primitives._jax import Var, aval_of, evaluate
 from fedpax.primitives.argument_checks import function_name
 from fedpax.primitives.placement import trace_for_stages
-from fedpax.transforms.client_stages import ClientFn, Stage, client_stages
+from fedpax.transforms.client_stages import ClientFn, Stage, client_stages, first_noisy_request
 from fedpax.transforms.coded_terms import CodedStage, code_terms
 from fedpax.transforms.discrete_gaussian import draw_noise
 from fedpax.transforms.division_checks import (
@@ -62,6 +62,7 @@ class Stages:
         least_masked: the fewest participants of a sum that the server may see, in a program whose
             terms must be masked (`secure_mean`, `private_secure_mean`). None: terms need no masks.
         server_noise: the noise that the server draws at each run, as `private_mean` needs it.
+        noisy_request: the first stage whose request depends on this noise. None: no stage.
     """
 
     def __init__(
@@ -88,6 +89,8 @@ class Stages:
         self._stages = client_stages(
             plan, self._server, servers, division.own, division.kept, self._known, noise
         )
+        drawn = [v for v, n in zip(plan.jaxpr.invars, servers, strict=False) if n not in io.names]
+        self.noisy_request = first_noisy_request(plan, self._stages, drawn)
         self._clients = [jax.jit(stage.client) for stage in self._stages]
         self._coded = [code_terms(stage) for stage in self._stages]
         self._merges = [jax.jit(stage.merge) for stage in self._stages]

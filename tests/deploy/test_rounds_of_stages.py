@@ -13,8 +13,10 @@ from fedpax import federated_map, federated_mean, federated_sum
 from fedpax.aggregators import private_mean
 from fedpax.algorithm import FederatedAlgorithm
 from fedpax.deploy.nodes.node import NodeProgram
-from fedpax.deploy.nodes.round_server import RoundServer, Rules
+from fedpax.deploy.nodes.round_server import RoundError, RoundServer, Rules
 from fedpax.deploy.round_program import Settings, pack_program, parse_program
+from fedpax.errors import ConfigurationError
+from fedpax.sites.coordinator_program import check_repeatable
 
 
 class State(NamedTuple):
@@ -123,6 +125,32 @@ def test_the_server_of_nodes_draws_its_noise(tmp_path):
         assert np.std(first) == pytest.approx(stddev, rel=0.06)
         for second in runs[:i]:
             assert np.std(first - second) == pytest.approx(2**0.5 * stddev, rel=0.06)
+
+
+def test_a_round_that_sent_a_noisy_mean_is_not_repeated(tmp_path):
+    """The same round again would release another noisy mean, which no epsilon counts."""
+    aggregator = private_mean(max_norm=1.0, noise_multiplier=2.0, seed=0)
+
+    @fedpax.program(clients=N)
+    def noisy(state, cohort):
+        updates = federated_map(lambda x: x[0, 0], cohort.batches)
+        mean, kept, metrics = aggregator.aggregate(state.aggregator, updates, None)
+        far = federated_mean(federated_map(lambda u: jnp.sum((u - mean) ** 2), updates))
+        return NoisyState(state.w + mean * far, kept), metrics
+
+    method = FederatedAlgorithm(lambda w: NoisyState(w, aggregator.init(w)), noisy)
+    cohort = fedpax.Cohort(jax.ShapeDtypeStruct((N, 1, 1, 3), np.float32))
+    state = jax.eval_shape(method.init, jnp.ones(3))
+    assert fedpax.stages(noisy, state, cohort).noisy_request == 1
+    settings = Settings(rounds=4, num_clients=N)
+    noisy_program = parse_program(pack_program(method, lambda key: jnp.ones(3), cohort, settings))
+    lost = lambda values, node: "before" if values.get("stage") == 1 else None
+    network = network_of(noisy_program, tmp_path, lost)
+    with pytest.raises(RoundError, match="would spend its epsilon twice"):
+        serve(network, noisy_program, deadline=0.5)
+    with pytest.raises(ConfigurationError, match="would spend its epsilon twice"):
+        check_repeatable(fedpax.stages(noisy, state, cohort), 1, 1)
+    check_repeatable(fedpax.stages(noisy, state, cohort), 0, 1)
 
 
 def test_stages_on_nodes_equal_the_compiled_rounds(program, tmp_path):

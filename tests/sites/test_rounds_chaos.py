@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 from site_processes import Processes
 
+from fedpax.aggregators import PrivacyAccountant
 from fedpax.checkpoints import load_params
+from fedpax.run_files.metrics import read_metrics, select
 from sites.federation import write_hospitals
 from sites.kill_points import COORDINATOR, FEATURES, ROUNDS, SENDING, SITE
 from sites.small_experiment import small
@@ -213,6 +215,26 @@ def test_kills_in_every_phase(
     wanted = reference(tmp_path, exp, runs.counted)
     for name in runs.deaths:
         assert_equal(runs.params(name), wanted)
+
+
+def test_a_private_run_whose_coordinator_is_killed(
+    consortium: Callable[..., Consortium], tmp_path: Path
+) -> None:
+    """Each kill loses a round: its noise is drawn anew, and epsilon counts the saved rounds."""
+    kills = {"fed": ["merged:3", "federation:2", "checkpoint:4"]}
+    runs = consortium("private", "--min_sites=4")
+    runs.run(kills)
+    assert {name: points for name, points in runs.deaths.items() if points} == kills
+    model = runs.params("fed")[-1]
+    seeded, exact = (reference(tmp_path, n, runs.counted)[-1] for n in ("private", "clipped"))
+    # The seed of the configuration does not give the noise.
+    attacked = np.std(model - seeded)
+    np.testing.assert_allclose(attacked, 2**0.5 * np.std(seeded - exact), rtol=0.1)
+    for name in runs.deaths:
+        np.testing.assert_array_equal(runs.params(name)[-1], model)
+    metrics = select(read_metrics(tmp_path / "runs" / "fed"), "training")
+    spent = [PrivacyAccountant(2.0, 1e-6).epsilon(r) for r in range(1, ROUNDS + 1)]
+    np.testing.assert_allclose([m["epsilon"] for m in metrics], spent, rtol=1e-5)
 
 
 def check_counted(runs: Consortium, folder: Path) -> None:

@@ -135,7 +135,7 @@ def test_checksums_of_a_copy_from_a_bucket_are_compared(tmp_path: Path) -> None:
     [
         ("s3://bucket/run", "expected gs://BUCKET/FOLDER .*Mount a bucket of another store"),
         ("gs://bucket", "expected gs://BUCKET/FOLDER"),
-        ("gs://Bucket/run", "expected gs://BUCKET/FOLDER"),
+        ("gs://Bucket/run", "names the bucket 'Bucket', expected a name of 3 to 63 .*lower-case"),
         ("gs://bucket/run", r"needs the package gcsfs.*pip install 'fedpax\[gcs\]'"),
     ],
 )

@@ -6,14 +6,12 @@ A cohort has images of 28 x 28 pixels from clients of log-normal sizes, 28 image
 batches of 10. Its time is compared with the time to copy the arrays of the cohort: at most 2.5
 times. The waiting is measured in a loop that asks for a cohort, and then leaves the CPU idle for as
 long as a device would train an MLP that is `faster` times as fast as this CPU, while the next
-cohort is laid out on a thread: at most 10%. Images as float32 miss this: they have four times the
-bytes of uint8, and the thread needs more time for them than the device trains. `uint8 to float32`
-are images that the devices scale, as `fedpax.train` does with the default `preprocess`; this
-scaling is not counted.
+cohort is laid out on a thread: at most 10%. `uint8 to float32` are images that the devices scale,
+as `fedpax.train` does with the default `preprocess`; this scaling is not counted.
 
 On a machine that other programs share, `--clock=cpu` computes the waiting: it is the CPU time of
 the thread that lays out a cohort, less the time on the device, which is a round's CPU time divided
-by `faster`. A second thread gathers half of the rows of a large array, and its CPU time is not
+by `faster`. A second thread gathers half of the examples of a large array, and its CPU time is not
 counted. So the figure assumes a free core for each of the two threads, and that they do not slow
 each other. Where one core is free, the waiting is longer: `CPU s of a cohort` counts both threads.
 """

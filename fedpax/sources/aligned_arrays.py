@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -13,6 +14,16 @@ ALIGNMENT = 64
 _MOST_IDLE = 2  # cohorts: one is made while one waits and one is used
 SHARED_BYTES = 2**23
 """Two threads gather rows of more bytes, because the gather waits for memory."""
+_LONG_PADDING = 2**16
+"""Padding is zeros if a client has at least this many bytes of it: fewer are not worth a call."""
+
+
+class _Memory:
+    """Bytes, and which rows of their array are zeros that need not be written again."""
+
+    def __init__(self, size: int) -> None:
+        self.bytes = np.zeros(size, np.uint8).data
+        self.zeros: NDArray[np.bool_] | bool = True
 
 
 class ReusedMemory:
@@ -22,27 +33,33 @@ class ReusedMemory:
     """
 
     def __init__(self) -> None:
-        self._idle: list[memoryview] = []
+        self._idle: list[_Memory] = []
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         """Return an uninitialized array that JAX need not copy."""
+        array, memory = self.array(shape, dtype)
+        memory.zeros = False
+        return array
+
+    def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[NDArray[Any], _Memory]:
+        """Return an array that JAX need not copy, and its memory, which knows rows of zeros."""
         dtype = np.dtype(dtype)
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         memory = self._pop(size + ALIGNMENT)
         # The base of every view of this array, also of those that JAX or PyTorch keep.
-        base = np.frombuffer(memory, np.uint8)
+        base = np.frombuffer(memory.bytes, np.uint8)
         weakref.finalize(base, _give_back, self._idle, memory).atexit = False
         start = -base.ctypes.data % ALIGNMENT
-        return base[start : start + size].view(dtype).reshape(shape)
+        return base[start : start + size].view(dtype).reshape(shape), memory
 
-    def _pop(self, size: int) -> memoryview:
+    def _pop(self, size: int) -> _Memory:
         with suppress(IndexError):  # another thread can have taken the last one
-            if (memory := self._idle.pop()).nbytes == size:
+            if (memory := self._idle.pop()).bytes.nbytes == size:
                 return memory
-        return np.empty(size, np.uint8).data
+        return _Memory(size)
 
 
-def _give_back(idle: list[memoryview], memory: memoryview) -> None:
+def _give_back(idle: list[_Memory], memory: _Memory) -> None:
     if len(idle) < _MOST_IDLE:
         idle.append(memory)
 
@@ -62,23 +79,74 @@ def aligned_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
 
 
 def take_aligned(
-    values: NDArray[Any], indices: NDArray[np.int64], memory: ReusedMemory
+    values: NDArray[Any],
+    indices: NDArray[np.int64],
+    memory: ReusedMemory,
+    padding: NDArray[np.bool_] | None = None,
+    *,
+    read_only: bool = False,
 ) -> NDArray[Any]:
-    """Gather rows into an array that JAX need not copy; the indices are in range."""
+    """Gather rows into an array that JAX need not copy; the indices are in range.
+
+    Rows of `padding`, bool `[clients, rows of a client]`, are zeros where that saves time. If the
+    array is read-only, its zeros are not written again when its memory is reused.
+    """
     if values.dtype.hasobject or not values.size:
         return values[indices]
-    rows = memory.empty((len(indices), *values.shape[1:]), values.dtype)
+    rows, owner = memory.array((len(indices), *values.shape[1:]), values.dtype)
+    middle = len(rows) // 2
+    padded = 0 if padding is None else np.count_nonzero(padding) * rows[0].nbytes
+    if padding is None or padded < _LONG_PADDING * len(padding):
+        padding = np.zeros(len(rows), np.bool_)
+    else:
+        padding = padding.ravel()
+        examples = np.flatnonzero(~padding)  # each thread gathers half of them
+        middle = int(examples[len(examples) // 2]) if len(examples) else middle
+    is_example, cleared = ~padding, padding & ~np.asarray(owner.zeros)
+    owner.zeros = False  # until all rows are written
 
     def take(part: slice) -> None:
-        # "raise" would write to a buffer first.
-        np.take(values, indices[part], axis=0, out=rows[part], mode="clip")
+        for run in _runs(is_example, part):
+            # "raise" would write to a buffer first.
+            np.take(values, indices[run], axis=0, out=rows[run], mode="clip")
+        for run in _runs(cleared, part):
+            rows[run].view(np.uint8).fill(0)
 
     if rows.nbytes <= SHARED_BYTES:
-        take(slice(None))
-        return rows
-    middle = len(indices) // 2
-    second_half = threading.Thread(target=take, args=(slice(middle, None),))
-    second_half.start()
-    take(slice(middle))
-    second_half.join()
+        take(slice(0, len(rows)))
+    else:
+        second_half = threading.Thread(target=take, args=(slice(middle, len(rows)),))
+        second_half.start()
+        take(slice(0, middle))
+        second_half.join()
+    if read_only:
+        owner.zeros, rows.flags.writeable = padding, False
     return rows
+
+
+def _runs(mask: NDArray[np.bool_], part: slice) -> list[slice]:
+    """Return the runs of True in a part of a mask."""
+    if (mask := mask[part]).all() or not mask.any():
+        return [part] if mask.all() else []
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)) + part.start
+    return [slice(*run) for run in edges.reshape(-1, 2).tolist()]
+
+
+class ColumnReader:
+    """Reads rows of arrays by their indices, into memory that is reused; see `take_aligned`."""
+
+    def __init__(self, columns: Mapping[str, NDArray[Any]]) -> None:
+        self._columns = {name: (values, ReusedMemory()) for name, values in columns.items()}
+
+    def __call__(
+        self,
+        indices: NDArray[np.int64],
+        padding: NDArray[np.bool_] | None = None,
+        *,
+        read_only: bool = False,
+    ) -> dict[str, NDArray[Any]]:
+        """Gather the rows of each array."""
+        return {
+            name: take_aligned(values, indices, memory, padding, read_only=read_only)
+            for name, (values, memory) in self._columns.items()
+        }

@@ -49,6 +49,29 @@ def test_memory_is_written_again_only_when_nothing_refers_to_it():
         np.testing.assert_array_equal(rows, numbers)
 
 
+def test_zeros_of_a_read_only_array_are_not_written_again(monkeypatch):
+    monkeypatch.setattr(aligned_arrays, "_LONG_PADDING", 1)
+    memory, values = ReusedMemory(), np.random.default_rng(4).normal(size=(9, 3))
+    indices, padding = np.arange(8), np.arange(8).reshape(2, 4) % 4 > 1
+    expected = np.where(padding.reshape(-1, 1), 0, values[:8])
+    rows = take_aligned(values, indices, memory, padding, read_only=True)
+    np.testing.assert_array_equal(rows, expected)
+    assert not rows.flags.writeable
+    rows.flags.writeable = True
+    rows[2:4] = 5  # marks what is not written
+    del rows
+    rows = take_aligned(values, indices, memory, padding, read_only=True)
+    np.testing.assert_array_equal(rows[:5], [*values[:2], [5] * 3, [5] * 3, values[4]])
+    del rows
+    for _ in range(2):  # a user can have written to the array of the first time
+        rows = take_aligned(values, indices, memory, padding)
+        np.testing.assert_array_equal(rows[4:], expected[4:])
+        rows.fill(7)
+        del rows
+    rows = take_aligned(values, indices, memory, padding, read_only=True)
+    np.testing.assert_array_equal(rows, expected)
+
+
 def test_idle_memory_is_bounded():
     memory = ReusedMemory()
     for size in (1000, 700, 1000, 3):
@@ -56,7 +79,7 @@ def test_idle_memory_is_bounded():
         assert {array.shape for array in arrays} == {(size,)}
         assert len({array.ctypes.data for array in arrays}) == 9 and not memory._idle
         del arrays
-        assert [idle.nbytes for idle in memory._idle] == [4 * size + ALIGNMENT] * 2
+        assert [idle.bytes.nbytes for idle in memory._idle] == [4 * size + ALIGNMENT] * 2
 
 
 @pytest.mark.parametrize("open_examples", [dict, load])

@@ -30,7 +30,7 @@ from fedpax.populations.client_arrays import ContiguousClients, RaggedPartition
 from fedpax.populations.client_sampler import ClientSampler
 from fedpax.populations.partition import Partition, check_indices
 from fedpax.primitives.casts import checked_cast
-from fedpax.sources.aligned_arrays import aligned_zeros
+from fedpax.sources.aligned_arrays import ColumnReader, aligned_zeros
 from fedpax.sources.shuffle import hash_key, shuffled_in
 
 Read = Callable[[NDArray[np.int64]], dict[str, NDArray[Any]]]
@@ -45,7 +45,7 @@ _SHORTER = 4
 
 MOSTLY_PADDING = 8
 """If less than this part of a round's steps is valid, padding is not read but left in new memory,
-which the system clears. With less padding, it costs less to repeat an example in used memory."""
+which the system clears. With less padding, it costs less to write to used memory."""
 
 
 class _Located(NamedTuple):
@@ -128,8 +128,12 @@ class CohortRounds:
         return self._next(self._preprocess)
 
     def next_packed(self) -> Cohort:
-        """Return the cohort of the next round, in which images of integers are uint8."""
-        return self._next(pack_images if self._scales_images else self._preprocess)
+        """Return the cohort of the next round, in which images of integers are uint8.
+
+        Its arrays can be read-only, so that padding in reused memory need not be written again.
+        """
+        preprocess = pack_images if self._scales_images else self._preprocess
+        return self._next(preprocess, read_only=True)
 
     def unpack(self, cohort: Cohort) -> Cohort:
         """Complete a cohort of `next_packed` that is on the devices."""
@@ -142,13 +146,15 @@ class CohortRounds:
     def _scales_images(self) -> bool:
         return self._preprocess is preprocess_images
 
-    def _next(self, preprocess: Preprocess) -> Cohort:
+    def _next(self, preprocess: Preprocess, *, read_only: bool = False) -> Cohort:
         client_ids, located = self._order(self._round)
         length = self.max_steps
         if self.pad_to == "round":
             longest = int(self._num_steps(located.sizes).max(initial=0))
             length = min(x for x in shorter_lengths(length) if x >= longest)
-        cohort = self._read_rows(self._round, client_ids, located, length, preprocess)
+        cohort = self._read_rows(
+            self._round, client_ids, located, length, preprocess, read_only=read_only
+        )
         self._round += 1
         return cohort
 
@@ -220,6 +226,8 @@ class CohortRounds:
         located: _Located,
         length: int,
         preprocess: Preprocess,
+        *,
+        read_only: bool = False,
     ) -> Cohort:
         batch_size, local_epochs, seed = (
             int(self.settings[name]) for name in ("batch_size", "local_epochs", "seed")
@@ -247,7 +255,8 @@ class CohortRounds:
 
         # If nearly all steps are padding, only the others are read.
         padded = (len(client_ids), length)
-        steps = np.flatnonzero(np.arange(length) < num_steps[:, None])
+        is_step = np.arange(length) < num_steps[:, None]
+        steps = np.flatnonzero(is_step)
         if reads_all := MOSTLY_PADDING * len(steps) >= math.prod(padded) or not len(steps):
             steps = np.arange(math.prod(padded))
             at = row * (length * batch_size) + slot
@@ -255,10 +264,18 @@ class CohortRounds:
             at = (np.cumsum(row_slots) - row_slots)[row] + slot
         mask = np.zeros(len(steps) * batch_size, np.bool_)
         mask[at] = True
-        # Padding repeats an example that is read anyway, the same one in any order of clients.
+        # Padding repeats an example that is read anyway, the same one in any order of clients. Or
+        # it is zeros, which `ColumnReader` can leave in used memory.
         indices = np.full(mask.shape, chosen.min() if len(chosen) else 0)
         indices[at] = chosen
-        fields = apply_preprocess(preprocess, self._read(indices), indices.size)
+        # A `preprocess` of the user can fail at zeros, or write to the arrays that it is given.
+        is_known = self._preprocess is dict or self._scales_images
+        if isinstance(self._read, ColumnReader) and is_known and reads_all:
+            padding = np.repeat(~is_step, batch_size, axis=1)
+            fields = self._read(indices, padding, read_only=read_only)
+        else:
+            fields = self._read(indices)
+        fields = apply_preprocess(preprocess, fields, indices.size)
         fields[MASK] = combine_masks(mask, fields.get(MASK))
         batches: dict[str, NDArray[Any]] = {}
         for name, values in fields.items():

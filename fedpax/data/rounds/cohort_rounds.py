@@ -32,7 +32,7 @@ from fedpax.populations.client_arrays import ContiguousClients, RaggedPartition
 from fedpax.populations.client_sampler import ClientSampler
 from fedpax.populations.partition import Partition, check_parts, check_sized, partition_checksum
 from fedpax.populations.synthetic_clients import DirichletClients
-from fedpax.sources.aligned_arrays import ReusedMemory, take_aligned
+from fedpax.sources.aligned_arrays import ColumnReader
 from fedpax.sources.source import Columns, Examples, Source, as_examples, column_array, stack_values
 
 
@@ -88,9 +88,10 @@ def cohort_rounds(
     Returns:
         An iterator over `fedpax.Cohort` with all of its fields: `batches` is a dict of arrays
         `[clients, steps, batch_size, ...]`, 0 in steps that a client does not take if these are
-        more than 7/8 of the round, with a `mask`, bool `[clients, steps, batch_size]`
-        unless `preprocess` returns its own; `num_examples` and `num_steps` are int32 `[clients]`;
-        `client_ids` is int32 `[clients]`, -1 where fewer clients were available or sampled.
+        more than 7/8 of the round, and otherwise 0 or a repeated example, with a `mask`, bool
+        `[clients, steps, batch_size]` unless `preprocess` returns its own; `num_examples` and
+        `num_steps` are int32 `[clients]`; `client_ids` is int32 `[clients]`, -1 where fewer clients
+        were available or sampled.
 
     Raises:
         ValueError: a size is below 1 or does not fit the memory or the other sizes; there are no
@@ -257,12 +258,7 @@ def _open(examples: Examples | Arrays) -> tuple[Read, int, str]:
     examples = as_examples(examples, "examples")
     if isinstance(examples, Columns):
         arrays = {name: column_array(values) for name, values in examples.columns.items()}
-        memory = {name: ReusedMemory() for name in arrays}
-
-        def take(indices: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-            return {name: take_aligned(v, indices, memory[name]) for name, v in arrays.items()}
-
-        return take, len(examples), arrays_fingerprint(arrays)
+        return ColumnReader(arrays), len(examples), arrays_fingerprint(arrays)
 
     if not len(examples):
         raise ArgumentError("The source has no examples: load another split.")

@@ -6,12 +6,15 @@ import chex
 import jax
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedpax.data import ClientSampler, CohortRounds, cohort_rounds
 from fedpax.data.rounds.labeled_examples import Preprocess, preprocess_images
 from fedpax.parallel.mesh import make_mesh
+from fedpax.sources import aligned_arrays
 from fedpax.training import prefetch
 from fedpax.training.prefetch import Prefetch
 
@@ -73,3 +76,52 @@ def test_packed_rounds_have_the_same_position() -> None:
         packed.next_packed(), next(plain)
     assert packed.get_state() == plain.get_state()
     chex.assert_trees_all_equal(next(packed), next(plain))
+
+
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([preprocess_images, dict]),
+    st.sampled_from(["population", "round"]),
+    st.sampled_from([1, 2**23]),
+)
+def test_cohorts_in_reused_memory_are_those_of_new_memory(
+    seed: int, preprocess: Preprocess, pad_to: Any, shared_bytes: int
+) -> None:
+    random = np.random.default_rng(seed)
+    examples = {"image": random.random((40, 3, 2, 1), np.float32) + 1, "label": np.arange(40) % 7}
+    clients = [random.integers(0, 40, size) for size in [9, *random.integers(0, 17, 8)]]
+
+    def stream(state: Any = None) -> CohortRounds:
+        rounds = cohort_rounds(
+            examples,
+            clients,
+            ClientSampler(9, 4),
+            batch_size=2,
+            preprocess=preprocess,
+            pad_to=pad_to,
+        )
+        rounds.set_state(state or rounds.get_state())
+        return rounds
+
+    reused, held = stream(), []
+    for _ in range(14):
+        state = reused.get_state()
+        repeated = next(stream(state))  # padding repeats an example: it is too short for zeros
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(aligned_arrays, "_LONG_PADDING", 1)
+            patch.setattr(aligned_arrays, "SHARED_BYTES", shared_bytes)
+            expected = next(stream(state))
+            is_packed = random.random() < 0.7
+            cohort = reused.next_packed() if is_packed else next(reused)
+        chex.assert_trees_all_equal(cohort, expected)
+        for name, values in expected.batches.items():
+            mask = expected.batches["mask"]
+            np.testing.assert_array_equal(values[mask], repeated.batches[name][mask])
+        image = cohort.batches["image"]
+        assert image.flags.writeable != is_packed
+        if not is_packed:
+            image.fill(np.nan)  # as a user can
+            expected.batches["image"].fill(np.nan)
+        held = [*held, (cohort, expected)][-random.integers(1, 4) :]
+        for one, other in held:  # a device can still read them
+            chex.assert_trees_all_equal(one, other)

@@ -25,8 +25,8 @@ from fedpax.data.loading import load_with
 from fedpax.data.rounds.documents import Field
 from fedpax.data.rounds.heldout_tokens import HeldoutRows
 from fedpax.errors import ArgumentError, FedpaxError
+from fedpax.experiments.parts.client_evaluation import HeldoutSets, parse_heldout_sets
 from fedpax.experiments.parts.file_remedies import with_flags
-from fedpax.experiments.parts.heldout import HeldoutSets, parse_heldout_sets
 from fedpax.experiments.parts.weights import (
     NO_ADAPTERS,
     SENTENCEPIECE,

@@ -30,7 +30,7 @@ from fedpax.experiments.language_model import (
     without_token_count,
 )
 from fedpax.experiments.optimizers import OptimizerConfig
-from fedpax.experiments.parts.heldout import HeldoutSets, heldout_evaluator
+from fedpax.experiments.parts.client_evaluation import HeldoutSets, heldout_evaluator
 from fedpax.experiments.parts.weights import Trainable
 from fedpax.models.losses import accumulate_gradients, transformer_loss
 from fedpax.parallel.axes import partition_spec

@@ -36,11 +36,12 @@ from fedpax.experiments.language_model import (
 from fedpax.experiments.optimizers import OptimizerConfig
 from fedpax.experiments.parts.client_evaluation import (
     EvaluateClients,
+    HeldoutSets,
     client_name,
+    heldout_evaluator,
     masked_loss_by_client,
     rows_by_client,
 )
-from fedpax.experiments.parts.heldout import HeldoutSets, heldout_evaluator
 from fedpax.experiments.parts.weights import Trainable
 from fedpax.models.losses import transformer_loss
 from fedpax.parallel.mesh import MeshConfig

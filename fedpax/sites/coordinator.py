@@ -34,11 +34,11 @@ from fedpax.sites.coordinator_program import (
 from fedpax.sites.exchange import TaskExchange
 from fedpax.sites.guards import RoundRules
 from fedpax.sites.merge_guard import MergeGuard, drop_replies
+from fedpax.sites.secret_terms import check_up
 from fedpax.sites.site_evaluation import SiteEvaluation, evaluation_of
 from fedpax.sites.site_files import RoundMetrics, SiteWatch, write_federation
 from fedpax.sites.stage_calls import Participants, StageCalls, without_faults
 from fedpax.sites.tasks import ROUND, SiteReply, new_token
-from fedpax.sites.uplink import check_up
 from fedpax.training.logging import NonFiniteError
 from fedpax.training.progress import Progress
 from fedpax.training.training_config import is_due

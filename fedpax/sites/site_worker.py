@@ -22,7 +22,7 @@ from fedpax.sites.contract import (
 from fedpax.sites.coordinator_program import batch_types, divide
 from fedpax.sites.guards import weigh
 from fedpax.sites.secret_terms import TASK as SUM
-from fedpax.sites.secret_terms import SecretTerms
+from fedpax.sites.secret_terms import SecretTerms, Uplink
 from fedpax.sites.site_files import KeptValues, check_names
 from fedpax.sites.tasks import (
     EVALUATION,
@@ -37,7 +37,6 @@ from fedpax.sites.tasks import (
     numbered,
     type_in_message,
 )
-from fedpax.sites.uplink import Uplink
 from fedpax.transforms.client_stages import Value
 from fedpax.transforms.stages import Stages
 from fedpax.transport.admission import CheckedHeader

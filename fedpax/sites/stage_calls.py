@@ -19,7 +19,7 @@ from fedpax.sites.coordinator_program import (
 from fedpax.sites.downlink import WHOLE, Downlink, whole
 from fedpax.sites.exchange import TaskExchange
 from fedpax.sites.guards import RoundRules
-from fedpax.sites.secret_terms import ask_for_sums, check_is_sum
+from fedpax.sites.secret_terms import SUM, Uplink, ask_for_sums, check_is_sum
 from fedpax.sites.tasks import (
     ROUND,
     ROW,
@@ -38,7 +38,6 @@ from fedpax.sites.tasks import (
     to_numbers,
 )
 from fedpax.sites.update_rows import UpdateRows
-from fedpax.sites.uplink import SUM, Uplink
 from fedpax.transforms.stages import Request, Stages
 
 if TYPE_CHECKING:

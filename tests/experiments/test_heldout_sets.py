@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fedpax.data import addressable_rows
 from fedpax.experiments.diloco_text import data_parallel_text
 from fedpax.experiments.language_model import TextDataConfig
-from fedpax.experiments.parts import heldout
-from fedpax.experiments.parts.heldout import (
+from fedpax.experiments.parts import client_evaluation
+from fedpax.experiments.parts.client_evaluation import (
     HeldoutSets,
     heldout_evaluator,
     parse_heldout_sets,
@@ -78,7 +78,7 @@ def test_a_process_reads_only_the_rows_of_its_devices(monkeypatch: pytest.Monkey
     for island, column in np.ndindex(2, 4):
         devices = [mesh.devices[island, column]]
         own = functools.partial(addressable_rows, devices=devices)
-        monkeypatch.setattr(heldout, "addressable_rows", own)
+        monkeypatch.setattr(client_evaluation, "addressable_rows", own)
         rows.numbers_read.clear()
         result, same = place_rows(rows, 8, 2, sharding)
         np.testing.assert_array_equal(same, weights)

@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from fedpax.commands.parts.options import configure
 from fedpax.experiments.language_model import TextDataConfig
-from fedpax.experiments.parts.heldout import parse_heldout_sets
+from fedpax.experiments.parts.client_evaluation import parse_heldout_sets
 from fedpax.experiments.pretrain import Pretraining, pretrain_text
 from fedpax.experiments.text import parse_mixture
 from fedpax.parallel.mesh import MeshConfig, default_devices

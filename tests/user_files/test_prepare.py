@@ -16,7 +16,7 @@ from user_files.written_tables import all_types, assert_equal, write_arrow, writ
 
 from fedpax.data import ClientSampler, cohort_rounds, load, prepare
 from fedpax.populations.client_arrays import ContiguousClients
-from fedpax.user_files import prepared, records
+from fedpax.user_files import prepared
 from fedpax.user_files.columns import array_to_arrow
 from fedpax.user_files.finding import find_files
 from fedpax.user_files.formats import ReadOptions
@@ -337,7 +337,7 @@ def test_rows_of_many_batches_are_gathered_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_rows: int
 ) -> None:
     monkeypatch.setattr(prepared, "_BATCH_ROWS", 7)
-    monkeypatch.setattr(records, "_MOST_ROWS", most_rows)
+    monkeypatch.setattr(prepared, "_MOST_ROWS", most_rows)
     rng = np.random.default_rng(6)
     columns = {
         "user": rng.integers(0, 40, 300),

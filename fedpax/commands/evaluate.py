@@ -14,6 +14,7 @@ from absl import flags
 from fedpax.algorithm import Params
 from fedpax.checkpoints.saved_state import load_state
 from fedpax.commands.parts.file_flags import engine_of
+from fedpax.commands.parts.flower_export import write_heldout_data
 from fedpax.commands.parts.options import output_file, parse
 from fedpax.commands.parts.saved_run import (
     SavedRun,
@@ -21,7 +22,6 @@ from fedpax.commands.parts.saved_run import (
     checkpoint_round,
     load_saved_params,
     read_saved_run,
-    write_heldout_data,
 )
 from fedpax.console import print_error, print_line
 from fedpax.deploy.batch_training import RunRounds, evaluate_in_batches, for_workers, open_heldout

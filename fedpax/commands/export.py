@@ -15,6 +15,7 @@ from fedpax.algorithm import Params
 from fedpax.checkpoints.exports import FILE_WRITERS, LAST_FILE, write_orbax
 from fedpax.checkpoints.object_store import rename_folder
 from fedpax.clients import ClientStore
+from fedpax.commands.parts.flower_export import write_flower_app
 from fedpax.commands.parts.options import configure, parse
 from fedpax.commands.parts.saved_run import (
     SavedRun,
@@ -22,7 +23,6 @@ from fedpax.commands.parts.saved_run import (
     checkpoint_round,
     load_whole_model,
     read_saved_run,
-    write_flower_app,
 )
 from fedpax.console import print_error, print_line
 from fedpax.deploy.artifacts import export_stages

@@ -13,7 +13,7 @@ from fedpax.commands.parts.options import (
 from fedpax.commands.parts.saved_run import existing_folder
 from fedpax.console import print_error, print_line
 from fedpax.errors import UsageError
-from fedpax.islands.syncer.logs import format_islands, read_islands
+from fedpax.islands.syncer.island_table import format_islands, read_islands
 from fedpax.path_patterns import split_list
 from fedpax.reports.metric_table import check_metrics, format_metrics
 from fedpax.reports.run_report import (

@@ -13,8 +13,8 @@ from hospital_files import write_hospitals
 from test_batch_evaluation import random_params
 
 import fedpax
+from fedpax.commands.parts.flower_export import write_heldout_data
 from fedpax.commands.parts.options import configure
-from fedpax.commands.parts.saved_run import write_heldout_data
 from fedpax.deploy import EachClient, Node
 from fedpax.deploy.batch_training import evaluate_in_batches
 from fedpax.deploy.flower import app_files as flower_job

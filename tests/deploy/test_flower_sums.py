@@ -14,8 +14,9 @@ import fedpax
 from fedpax.deploy.encoded_values import encode_values
 from fedpax.deploy.flower.secagg import answer_unmasked
 from fedpax.deploy.nodes.node_roster import NodeReply
-from fedpax.deploy.nodes.node_sums import check_program, from_vector, range_of, to_vector
+from fedpax.deploy.nodes.node_sums import check_program
 from fedpax.deploy.nodes.round_server import RoundError, RoundServer, problem_of
+from fedpax.deploy.nodes.vectors import from_vector, range_of, to_vector
 from fedpax.deploy.packets import Packet
 from fedpax.deploy.round_program import parse_program
 

@@ -12,7 +12,7 @@ from islands.syncer_methods import three
 from site_processes import Processes, wait_until
 
 from fedpax.errors import ConfigurationError
-from fedpax.islands.syncer.logs import read_islands
+from fedpax.islands.syncer.island_table import read_islands
 from fedpax.islands.syncer.syncer_store import SyncerStore
 from fedpax.transport.admission import FILE, admit, expel, read_expulsions
 

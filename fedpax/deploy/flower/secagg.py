@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from fedpax.deploy.nodes.node_sums import MODULUS, from_vector, range_of
+from fedpax.deploy.nodes.vectors import MODULUS, from_vector, range_of
 from fedpax.deploy.packets import Packet, one_line
 
 _LOG = logging.getLogger("flwr")

@@ -17,7 +17,8 @@ from fedpax.clients.cohort import Cohort
 from fedpax.data.rounds.cohort_rounds import CohortRounds, cohort_rounds
 from fedpax.deploy.encoded_values import decode_values, encode_values
 from fedpax.deploy.nodes.kept_state import KeptState, KeptStateError
-from fedpax.deploy.nodes.node_sums import KIND, NodeSums, to_vector
+from fedpax.deploy.nodes.node_sums import KIND, NodeSums
+from fedpax.deploy.nodes.vectors import to_vector
 from fedpax.deploy.packets import Packet
 from fedpax.deploy.round_program import RoundProgram
 from fedpax.deploy.runtime import ArtifactError

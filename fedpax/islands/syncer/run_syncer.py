@@ -13,7 +13,8 @@ import numpy as np
 from fedpax.algorithm import Params
 from fedpax.checkpoints.checkpoint import Checkpoints
 from fedpax.islands.method_parts import build_parts, largest_message, parts_of, tokens_per_step
-from fedpax.islands.syncer.logs import IslandWatch, RoundLog, read_merges
+from fedpax.islands.syncer.island_table import IslandWatch
+from fedpax.islands.syncer.logs import RoundLog, read_merges
 from fedpax.islands.syncer.members import FREE_SHARD_AFTER
 from fedpax.islands.syncer.outer_model import FragmentState, OuterModel
 from fedpax.islands.syncer.syncer import Syncer

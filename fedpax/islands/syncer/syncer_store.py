@@ -10,10 +10,11 @@ import jax
 
 from fedpax.errors import ArgumentError, DamagedStateError
 from fedpax.files import describe_no_permission, parse_json
+from fedpax.islands.syncer.island_table import FILE as ISLANDS
+from fedpax.islands.syncer.island_table import read_islands
 from fedpax.islands.syncer.journal import Journal, flush_folder, read_journal
-from fedpax.islands.syncer.logs import FILE as ISLANDS
-from fedpax.islands.syncer.logs import MERGES_FILE as MERGES
-from fedpax.islands.syncer.logs import append_merge, read_islands, read_merges, restore_merges
+from fedpax.islands.syncer.logs import FILE as MERGES
+from fedpax.islands.syncer.logs import append_merge, read_merges, restore_merges
 from fedpax.islands.syncer.outer_model import FragmentState, OuterModel
 from fedpax.run_files.paths import latest_round
 from fedpax.transport.message import Message, MessageError

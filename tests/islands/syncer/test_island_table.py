@@ -8,7 +8,7 @@ import pytest
 
 from fedpax.commands.show import show
 from fedpax.errors import ConfigurationError
-from fedpax.islands.syncer.logs import FILE, IslandWatch, format_islands, read_islands
+from fedpax.islands.syncer.island_table import FILE, IslandWatch, format_islands, read_islands
 from fedpax.islands.syncer.members import IslandReport
 from fedpax.run_files.metrics import MetricsWriter
 from fedpax.training.job_dir_lock import JobDirLock

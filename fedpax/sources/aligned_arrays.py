@@ -1,8 +1,8 @@
 """Arrays that JAX puts on a CPU device without a copy, in memory that is written again."""
 
-import threading
 import weakref
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -115,10 +115,10 @@ def take_aligned(
     if rows.nbytes <= SHARED_BYTES:
         take(slice(0, len(rows)))
     else:
-        second_half = threading.Thread(target=take, args=(slice(middle, len(rows)),))
-        second_half.start()
-        take(slice(0, middle))
-        second_half.join()
+        with ThreadPoolExecutor(1) as threads:
+            second_half = threads.submit(take, slice(middle, len(rows)))
+            take(slice(0, middle))
+            second_half.result()  # raises what `take` raised
     if read_only:
         owner.zeros, rows.flags.writeable = padding, False
     return rows

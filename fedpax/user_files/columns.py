@@ -13,6 +13,11 @@ from numpy.typing import NDArray
 from fedpax.errors import ArgumentError
 
 
+def numpy_dtype(data_type: pa.DataType) -> np.dtype[Any]:
+    """Return NumPy's dtype of numbers; `to_pandas_dtype` of some versions needs pandas."""
+    return np.dtype(pa.array([], data_type).to_numpy(zero_copy_only=False).dtype)
+
+
 def to_numpy(column: Any, *, masked: bool = False) -> NDArray[Any]:
     """Convert a column to NumPy, without a copy if it is numbers in one piece."""
     if isinstance(column, pa.ChunkedArray):
@@ -218,7 +223,7 @@ def check_client_numbers(column: Any, client: str, name: str) -> None:
     if not pa.types.is_floating(column.type):
         return
     largest = np.abs(to_numpy(pc.drop_null(column)).astype(np.float64))
-    bound = 2.0 ** np.finfo(column.type.to_pandas_dtype()).nmant
+    bound = 2.0 ** np.finfo(numpy_dtype(column.type)).nmant
     if (beyond := largest[np.isfinite(largest)] > 2 * bound).any():
         number = largest[np.isfinite(largest)][beyond][0]
         raise ArgumentError(

@@ -25,7 +25,7 @@ from pyarrow import ipc
 from fedpax.errors import ArgumentError
 from fedpax.files import read_json
 from fedpax.path_patterns import expand_home
-from fedpax.user_files.columns import is_number, to_numpy
+from fedpax.user_files.columns import is_number, numpy_dtype, to_numpy
 from fedpax.user_files.finding import is_url
 from fedpax.user_files.folders import PREPARED
 from fedpax.user_files.table_source import ClientNames, TableSource
@@ -273,7 +273,7 @@ def open_records(folder: Path, table: pa.Table, names: list[str]) -> NDArray[Any
 
 def _record(schema: pa.Schema, names: list[str]) -> np.dtype[Any]:
     """Return the type of a record, in which every number is at a multiple of its size."""
-    kinds = {name: np.dtype(schema.field(name).type.to_pandas_dtype()) for name in names}
+    kinds = {name: numpy_dtype(schema.field(name).type) for name in names}
     names = sorted(names, key=lambda name: -kinds[name].itemsize)
     ends = np.cumsum([kinds[name].itemsize for name in names])
     return np.dtype(

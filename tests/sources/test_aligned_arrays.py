@@ -116,3 +116,18 @@ def test_a_cpu_device_takes_a_cohort_over_in_place(preprocess):
     assert image.ctypes.data % ALIGNMENT == 0
     placed = jax.device_put(image, jax.devices("cpu")[0])
     assert placed.unsafe_buffer_pointer() == image.ctypes.data
+
+
+@pytest.mark.parametrize("wrong", [0, 999])
+def test_an_error_of_either_thread_is_raised(monkeypatch, wrong):
+    monkeypatch.setattr(aligned_arrays, "SHARED_BYTES", 0)
+    take = np.take
+
+    def fail(values, indices, **options):
+        if wrong in indices:
+            raise MemoryError("no memory")
+        return take(values, indices, **options)
+
+    monkeypatch.setattr(np, "take", fail)
+    with pytest.raises(MemoryError, match="no memory"):
+        take_aligned(np.zeros((1000, 100)), np.arange(1000), ReusedMemory())

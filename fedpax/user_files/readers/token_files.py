@@ -9,7 +9,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from fedpax.errors import ArgumentError
-from fedpax.user_files.columns import array_to_arrow
+from fedpax.user_files.columns import array_to_arrow, numpy_dtype
 from fedpax.user_files.finding import DataFile, is_url
 from fedpax.user_files.formats import ReadOptions
 
@@ -88,7 +88,7 @@ def _flat_tokens(path: Path, index: str, options: ReadOptions) -> NDArray[Any]:
                 "bytes. Copy it again"
             )
     elif data_type is not None and pa.types.is_integer(data_type):
-        offset, dtype = 0, np.dtype(data_type.to_pandas_dtype())
+        offset, dtype = 0, numpy_dtype(data_type)
         if size % dtype.itemsize:
             raise ArgumentError(
                 f"it has {size} bytes, which are no tokens of {dtype}, expected a multiple of "

@@ -167,6 +167,8 @@ class ArrivingClients(ClientSampler):
         order: the arrivals of all rounds.
     """
 
+    repeats = True
+
     order: BufferedArrivals
 
     def sample(self, round_number: int) -> NDArray[np.int64]:

@@ -200,7 +200,11 @@ def check_cohort(
     _check_batch_axis(algorithm, leaves)
 
 
-def check_distinct_clients(place: str, client_ids: Any) -> None:
+def check_distinct_clients(
+    place: str,
+    client_ids: Any,
+    remedy: str = "Or give the client's examples as one participant.",
+) -> None:
     """Raise if a client is twice in a cohort: only one of its new states could be stored.
 
     Under `jax.jit`, where the ids are not known, nothing is checked.
@@ -215,7 +219,7 @@ def check_distinct_clients(place: str, client_ids: Any) -> None:
         raise ArgumentError(
             f"{place} has the client {repeated[0]} more than once, expected each client once in a "
             "round: only one of its new states could be stored. Draw clients without replacement, "
-            "as fedpax.data.ClientSampler does, or give the client's examples as one participant."
+            f"as fedpax.data.ClientSampler does. {remedy}"
         )
 
 

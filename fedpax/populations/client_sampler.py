@@ -4,6 +4,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
@@ -52,6 +53,8 @@ class ClientSampler:
         sampling_probability: the probability q that an available client joins a round, above 0 and
             at most 1. It cannot be combined with `weights`. Default None: cohorts of `cohort_size`
             clients.
+        repeats: whether a subclass can draw a client more than once for a round, which is right
+            for methods without states of clients alone.
 
     Raises:
         TypeError: a size or `seed` is not an integer, or `weights` is not real numbers.
@@ -76,6 +79,8 @@ class ClientSampler:
         Efraimidis, Spirakis. Weighted Random Sampling with a Reservoir. Information Processing
         Letters 97(5), 2006, for weights.
     """
+
+    repeats: ClassVar[bool] = False
 
     num_clients: int
     cohort_size: int

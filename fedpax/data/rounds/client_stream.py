@@ -308,8 +308,13 @@ class CohortRounds:
                 f"{cohort_size} integers from 0 to {num_clients - 1}. Return fewer clients, or "
                 "make the sampler with a larger cohort_size."
             )
-        name = f"{type(self._sampler).__name__}.sample({round_number})"
-        check_distinct_clients(f"{name} returned a cohort that", sampled)
+        if not self._sampler.repeats:
+            name = f"{type(self._sampler).__name__}.sample({round_number})"
+            check_distinct_clients(
+                f"{name} returned a cohort that",
+                sampled,
+                remedy="For a method without states of clients, set `repeats = True` in the class.",
+            )
         return sampled.astype(np.int64)
 
     def _check_shapes(self, batches: Arrays) -> None:

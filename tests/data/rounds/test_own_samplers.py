@@ -39,6 +39,18 @@ def test_a_subclass_that_samples_other_than_clients_raises(clients, words):
         next(cohort_rounds(examples, population, sampler, batch_size=1))
 
 
+def test_a_subclass_that_says_so_may_draw_a_client_twice():
+    class Repeats(Returns):
+        repeats = True
+
+    examples, population = problem([1, 2, 3, 4, 5])
+    sampler = Repeats(5, 3)
+    object.__setattr__(sampler, "clients", [4, 3, 4])
+    cohort = next(cohort_rounds(examples, population, sampler, batch_size=1))
+    assert sorted(cohort.client_ids) == [3, 4, 4]
+    assert sorted(cohort.num_examples) == [4, 5, 5]
+
+
 def test_a_subclass_may_sample_no_client():
     examples, population = problem([1] * 5)
     cohort = next(cohort_rounds(examples, population, Returns(5, 3), batch_size=1))

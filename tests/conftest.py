@@ -26,11 +26,9 @@ from fedpax.main import main
 from fedpax.parallel.compiler_options import simulate_devices
 
 # Before any test can start a backend; the variable is for the processes that tests start.
-# `make test-gpu` sets "cuda,cpu", and skips the tests that need more devices than the machine has.
-PLATFORMS = os.environ.setdefault("FEDPAX_TEST_PLATFORMS", "cpu")
-os.environ["JAX_PLATFORMS"] = PLATFORMS
-jax.config.update("jax_platforms", PLATFORMS)
-simulate_devices(int(os.environ.get("FEDPAX_TEST_DEVICES", 8)))
+os.environ["JAX_PLATFORMS"] = "cpu"
+jax.config.update("jax_platforms", "cpu")
+simulate_devices(8)
 jax.devices()  # starts the backend: a command in a test would simulate only the devices it needs
 
 # Tests compile anew, and leave the user's cache of compiled programs alone.

@@ -230,7 +230,7 @@ def leaf_clients(
 
     Q and the m_c are the same for all clients. The first row of W_k is the bias, and inputs are
     returned without the 1. The numbers of examples are 5 + exp(N(3, 2^2)), rounded down and at most
-    1,000. `fedpax.populations.synthetic_clients` generates another data set, the
+    1,000. `fedpax.data.logistic_clients` generates another data set, the
     synthetic(alpha, beta) of FedProx.
 
     Args:
@@ -304,7 +304,7 @@ def logistic_clients(
 
     `alpha` is the variance of the models between clients, `beta` the variance of their inputs. The
     numbers of examples follow a power law: 50 + exp(N(4, 2^2)), at most 5,000. LEAF's synthetic
-    data is another one: `fedpax.populations.synthetic_clients`.
+    data is another one: `fedpax.data.leaf_clients`.
 
     Args:
         num_clients: number of clients; the paper has 30.

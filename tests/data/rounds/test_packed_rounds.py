@@ -6,12 +6,13 @@ import chex
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedpax.data import ClientSampler, CohortRounds, cohort_rounds
+from fedpax.data.rounds.client_stream import MOSTLY_PADDING
 from fedpax.data.rounds.labeled_examples import Preprocess, preprocess_images
 from fedpax.parallel.mesh import make_mesh
 from fedpax.sources import aligned_arrays
@@ -78,6 +79,7 @@ def test_packed_rounds_have_the_same_position() -> None:
     chex.assert_trees_all_equal(next(packed), next(plain))
 
 
+@example(65, preprocess_images, "population", 1)  # one round is nearly nothing but padding
 @given(
     st.integers(0, 10**6),
     st.sampled_from([preprocess_images, dict]),
@@ -118,7 +120,10 @@ def test_cohorts_in_reused_memory_are_those_of_new_memory(
             mask = expected.batches["mask"]
             np.testing.assert_array_equal(values[mask], repeated.batches[name][mask])
         image = cohort.batches["image"]
-        assert image.flags.writeable != is_packed
+        # Rounds of nearly nothing but padding are copied into new memory, which nobody shares.
+        num_steps, slots = cohort.num_steps.sum(), cohort.batches["mask"][..., 0].size
+        is_copied = 0 < MOSTLY_PADDING * num_steps < slots
+        assert image.flags.writeable == (is_copied or not is_packed)
         if not is_packed:
             image.fill(np.nan)  # as a user can
             expected.batches["image"].fill(np.nan)
